@@ -21,7 +21,7 @@ import pipeline_simulator as ps
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.detect.features import extract
-from megatronapp_analyzer.model import JobLayout, StepView
+from megatronapp_analyzer.model import JobLayout, StepRecords
 
 LAYOUTS = {
     "DP1 PP4": JobLayout.grid(pp=4, ranks_per_worker=2),
@@ -150,7 +150,7 @@ def truth_of(fault: ps.Fault | None) -> tuple[str, tuple[int, ...], str] | None:
     return ("rank", (fault.rank,), fault.kind)
 
 
-def anchor(views: Iterable[StepView], layout: JobLayout) -> set[int]:
+def anchor(views: Iterable[StepRecords], layout: JobLayout) -> set[int]:
     """Ranks that a plain threshold on wall-clock peers names in any step after the first."""
     stage = np.array([at.pp for at in layout.coordinates])
     named: set[int] = set()

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import Env
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Kind
-from megatronapp_common.web.tokens import Role, derive, new_secret
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, RecordKind
+from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 
 PIPELINE = 8
 MICROBATCHES = 8
@@ -90,18 +90,20 @@ def template(rank: int, load: Load) -> NDArray[np.void]:
     rows: list[dict[str, int]] = []
     clock = 0
     for microbatch in range(MICROBATCHES):
-        for kind, source, target in ((Kind.FORWARD, 0, 1), (Kind.BACKWARD, 2, 3)):
+        for kind, source, target in ((RecordKind.FORWARD, 0, 1), (RecordKind.BACKWARD, 2, 3)):
             first, last = (
-                (stage == 0, stage == PIPELINE - 1) if kind == Kind.FORWARD else (stage == PIPELINE - 1, stage == 0)
+                (stage == 0, stage == PIPELINE - 1)
+                if kind == RecordKind.FORWARD
+                else (stage == PIPELINE - 1, stage == 0)
             )
             if not first:
-                rows += transfer(source, microbatch, clock, (Kind.RECV_POST, Kind.RECV_WAIT))
+                rows += transfer(source, microbatch, clock, (RecordKind.RECV_POST, RecordKind.RECV_WAIT))
             rows.append({"kind": kind, "start_ns": clock + 200_000, "duration": PASS_NS // 8, "microbatch": microbatch})
             clock += PASS_NS + 400_000
             if not last:
-                rows += transfer(target, microbatch, clock, (Kind.SEND_POST, Kind.SEND_WAIT))
-    rows.append({"kind": Kind.OPTIMIZER, "start_ns": clock, "duration": 100_000})
-    rows.append({"kind": Kind.STEP, "start_ns": 0, "duration": (clock + 900_000) // 8})
+                rows += transfer(target, microbatch, clock, (RecordKind.SEND_POST, RecordKind.SEND_WAIT))
+    rows.append({"kind": RecordKind.OPTIMIZER, "start_ns": clock, "duration": 100_000})
+    rows.append({"kind": RecordKind.STEP, "start_ns": 0, "duration": (clock + 900_000) // 8})
     out = np.zeros(len(rows), RECORD)
     out["comm"], out["microbatch"] = NO_COMM, NO_MICROBATCH
     for row, fields in zip(out, rows, strict=True):
@@ -110,7 +112,7 @@ def template(rank: int, load: Load) -> NDArray[np.void]:
     return out
 
 
-def transfer(slot: int, ordinal: int, clock: int, kinds: tuple[Kind, Kind]) -> list[dict[str, int]]:
+def transfer(slot: int, ordinal: int, clock: int, kinds: tuple[RecordKind, RecordKind]) -> list[dict[str, int]]:
     """Post and wait of one half of a message."""
     post = {"kind": kinds[0], "start_ns": clock, "duration": 500, "comm": slot, "ordinal": ordinal}
     wait = {"kind": kinds[1], "start_ns": clock + 10_000, "duration": 10_000, "comm": slot, "ordinal": ordinal}
@@ -230,7 +232,7 @@ async def measure(load: Load, hold: int) -> dict[str, Any]:
     """One run; the figures by name."""
     secret, samples = new_secret(), Samples()
     agents = [Agent(rank, load) for rank in range(load.agents)]
-    headers = {"Authorization": f"Bearer {derive(secret, Role.VIEWER)}"}
+    headers = {"Authorization": f"Bearer {derive_token(secret, TokenRole.VIEWER)}"}
     with tempfile.TemporaryDirectory() as name:
         async with (
             hub_process(pathlib.Path(name), secret, hold) as (process, url),
@@ -239,7 +241,7 @@ async def measure(load: Load, hold: int) -> dict[str, Any]:
             watch = asyncio.create_task(samples.watch(process, client))
             socket_url = url.replace("http", "ws") + "/api/v1/agent"
             began_s = time.monotonic() + 1.0
-            token = derive(secret, Role.AGENT)
+            token = derive_token(secret, TokenRole.AGENT)
             await asyncio.gather(*(agent.run(socket_url, token, began_s) for agent in agents))
             took_s = time.monotonic() - began_s
             await wait_for_steps(client, load.steps)

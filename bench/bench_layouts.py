@@ -60,7 +60,7 @@ def train(flags: str) -> list[float]:
     from megatronapp_trainer.pretrain import open_observer
     from megatronapp_trainer.training.build import build_iterators, build_run, layout_of
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)
@@ -70,7 +70,7 @@ def train(flags: str) -> list[float]:
     reporter: Any = Losses() if layout.is_reporter else None
     observer = open_observer(run)
     iterators = build_iterators(config, layout, 0)
-    Trainer(run, iterators, stop_wish=StopWish(), reporter=reporter, observer=observer).train()
+    Trainer(run, iterators, stop_wish=StopRequest(), reporter=reporter, observer=observer).train()
     if observer is not None:
         observer.close()
     destroy_groups()

@@ -30,7 +30,7 @@ from scope_job import Page, Size, machine, prompt_of, serving
 from served_job import Served
 from websockets.exceptions import ConnectionClosed
 
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.tokens import TokenRole
 
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
@@ -193,7 +193,7 @@ def restarts(job: Served, request: dict[str, Any], times: int) -> Iterator[dict[
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page()
         page.set_default_timeout(60_000)
-        page.goto(job.entry(Role.CONTROLLER))
+        page.goto(job.entry(TokenRole.CONTROLLER))
         page.get_by_role("button", name="Generate").wait_for()
         for _ in range(times):
             yield killed(job, page, request)

@@ -37,22 +37,22 @@ import torch
 from gpu_generate import WAITS, Bench, flags, median_bounds, options_of, prompts_of
 
 from megatronapp_common.frames import FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of
-from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_common.scope.protocol import Tensor, build_frame
+from megatronapp_common.scope.protocol_requests import CaptureSettings
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.device import prepare_device
 from megatronapp_trainer.inference.build import build_model, generation_layout
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import TokenEvent
-from megatronapp_trainer.inference.gc_freeze import settle
+from megatronapp_trainer.inference.gc_freeze import freeze_gc
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.inference.step_plan import Output, Plan, Segment
-from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.inference.step_plan import OutputRequest, Segment, StepPlan
+from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.scope.assemble import SOCKET, Scope, open_scope
+from megatronapp_trainer.scope.assemble import SOCKET, RankScope, open_scope
 from megatronapp_trainer.scope.capture.commands import BeginRun
-from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
-from megatronapp_trainer.serve.scope.capture_gateway import Looking
+from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
+from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 GOALS = {"idle": 0.995, "lite": 0.95, "summary": 0.95, "pinned": 0.90}
 """Least share of tokens per second that is left."""
@@ -77,27 +77,27 @@ class Ways:
     def __init__(self, bench: Bench, batch: int, folder: pathlib.Path) -> None:
         self.bench = bench
         self.batch = batch
-        self.gang: Gang
+        self.gang: WorkerGroup
         self.engine: Engine
         self.gang, self.engine = bench.open(batch)
-        self.scope: Scope = open_scope(self.gang, folder, attempt=0)
-        self.leader = ScopeLeader(self.engine, self.scope.session, self.scope.publisher.post)
-        self.looking = Looking(self.leader, self.engine.defer)
+        self.scope: RankScope = open_scope(self.gang, folder, attempt=0)
+        self.leader = CaptureCoordinator(self.engine, self.scope.session, self.scope.publisher.post)
+        self.looking = CaptureController(self.leader, self.engine.defer)
         self.leader.set_basis(self._basis())
         self.prompts = prompts_of(bench.options, batch).tolist()
         self._count = 0
 
-    def captures(self) -> dict[str, Capture]:
+    def captures(self) -> dict[str, CaptureSettings]:
         options = self.bench.options
         heads = [{"layer": index * options.layers // 8, "head": index % options.heads} for index in range(8)]
         unique = [dict(pair) for pair in {tuple(head.items()): None for head in heads}]
-        pinned = Capture.model_validate({"pinned": unique})
-        return {"lite": Capture(preset="lite"), "summary": Capture(), "pinned": pinned}
+        pinned = CaptureSettings.model_validate({"pinned": unique})
+        return {"lite": CaptureSettings(preset="lite"), "summary": CaptureSettings(), "pinned": pinned}
 
     def generate(self, way: str) -> list[int]:
         """Tokens of one call."""
         is_at_once = way in AT_ONCE or not self.bench.device.is_cuda
-        self.scope.session._behind.put_off_by(None if is_at_once else self.gang.lull.defer)
+        self.scope.session._behind.set_scheduler(None if is_at_once else self.gang.lull.defer)
         way = way.removesuffix(" at once")
         self.gang.stage.watcher = None if way == "none" else self.scope.session
         requests = [
@@ -131,7 +131,7 @@ class Ways:
         mean = source.standard_normal((layers, hidden), dtype=np.float32)
         axes = source.standard_normal((layers, 8, hidden), dtype=np.float32)
         header = {"version": 1, "layers": list(range(layers))}
-        return frame_of(FrameType.SCOPE_BASIS, header, [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)])
+        return build_frame(FrameType.SCOPE_BASIS, header, [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)])
 
 
 @contextlib.contextmanager
@@ -156,9 +156,9 @@ def check_no_waits(ways: Ways, way: str) -> dict[str, int]:
         Segment(slot=slot, start=0, tokens=tuple(ids), request_id=f"{run}-{slot}")
         for slot, ids in enumerate(ways.prompts)
     )
-    reading = Plan(segments=prompts, outputs=(Output(row=0),), decode=False)
+    reading = StepPlan(segments=prompts, outputs=(OutputRequest(row=0),), decode=False)
     newest = [Segment(slot=slot, start=length, tokens=(1,), request_id=f"{run}-{slot}") for slot in range(batch)]
-    plan = Plan(segments=tuple(newest), outputs=tuple(Output(row=row) for row in range(batch)), decode=True)
+    plan = StepPlan(segments=tuple(newest), outputs=tuple(OutputRequest(row=row) for row in range(batch)), decode=True)
     for one in (reading, plan, plan):
         ways.gang.stage.run(one)
     torch.cuda.set_sync_debug_mode("error")
@@ -187,7 +187,7 @@ def compare(ways: Ways, rounds: int, goals: dict[str, float]) -> dict[str, Any]:
     wanted = ways.generate("none")
     for name in [*names, *names]:  # graphs, compilation
         assert ways.generate(name) == wanted, f"{name}: other tokens"
-    settle()
+    freeze_gc()
     blocks: dict[str, list[float]] = {name: [] for name in names}
     for place in range(rounds):
         shift = place % len(names)

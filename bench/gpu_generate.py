@@ -29,13 +29,13 @@ from exact_bounds import binomial_at_least
 
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import Device, prepare_device
-from megatronapp_trainer.inference.build import build_model, generation_layout, open_gang
+from megatronapp_trainer.inference.build import build_model, generation_layout, open_worker_group
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import TokenEvent
-from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.model_runner import RunnerOptions
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.inference.step_plan import Output, Plan, Segment
-from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.inference.step_plan import OutputRequest, Segment, StepPlan
+from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -55,10 +55,12 @@ class Bench:
     model: Any
     theirs: Any
 
-    def open(self, batch: int, **changes: Any) -> tuple[Gang, Engine]:  # noqa: ANN401 - fields of Options
+    def open(self, batch: int, **changes: Any) -> tuple[WorkerGroup, Engine]:  # noqa: ANN401 - fields of Options
         capacity = self.options.prompt + self.options.new
-        options = Options(**({"slots": batch, "capacity": capacity, "prefill_chunk": 4096} | changes))
-        gang = open_gang(self.model, self.config, self.layout, self.device, options, vocab_size=self.options.vocabulary)
+        options = RunnerOptions(**({"slots": batch, "capacity": capacity, "prefill_chunk": 4096} | changes))
+        gang = open_worker_group(
+            self.model, self.config, self.layout, self.device, options, vocab_size=self.options.vocabulary
+        )
         return gang, Engine(gang)
 
     def wait(self) -> None:
@@ -211,7 +213,7 @@ def check_no_waits(bench: Bench, batch: int, **changes: Any) -> dict[str, int]: 
     gang, engine = bench.open(batch, **changes)
     generate_ours(bench, engine, prompts_of(bench.options, batch))
     segments = tuple(Segment(slot=slot, start=bench.options.prompt, tokens=(1,)) for slot in range(batch))
-    plan = Plan(segments=segments, outputs=tuple(Output(row=row) for row in range(batch)), decode=True)
+    plan = StepPlan(segments=segments, outputs=tuple(OutputRequest(row=row) for row in range(batch)), decode=True)
     gang.stage.run(plan)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -19,10 +19,10 @@ from gpu_ranks import give_up_after, run_ranks
 
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.device import prepare_device
-from megatronapp_trainer.inference.build import build_model, generation_layout, open_gang
+from megatronapp_trainer.inference.build import build_model, generation_layout, open_worker_group
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import TokenEvent
-from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.model_runner import RunnerOptions
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 
@@ -58,8 +58,8 @@ def work(options: argparse.Namespace) -> None:
     device = prepare_device(layout.local_rank)
     initialize_groups(config, layout, device)
     model = build_model(config, layout, device, vocab_size=VOCABULARY)
-    limits = Options(slots=8, capacity=512, prefill_chunk=128)
-    gang = open_gang(model, config, layout, device, limits, vocab_size=VOCABULARY)
+    limits = RunnerOptions(slots=8, capacity=512, prefill_chunk=128)
+    gang = open_worker_group(model, config, layout, device, limits, vocab_size=VOCABULARY)
     if layout.rank == 0:
         options.out.write_text(json.dumps(generate(Engine(gang))), encoding="utf-8")
     else:

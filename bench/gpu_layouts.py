@@ -26,14 +26,14 @@ import torch.distributed as dist
 from plain_megatron import Layout, PlainTraining, Shape
 
 from megatronapp_trainer.config import TrainerConfig, parse
-from megatronapp_trainer.data.microbatches import Batch, DataIterators
+from megatronapp_trainer.data.microbatches import DataIterators, HostMicrobatch
 from megatronapp_trainer.data.mock_data import mock_sample
 from megatronapp_trainer.device import prepare_device
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.training.build import Run, build_run, layout_of
+from megatronapp_trainer.training.build import TrainingRun, build_run, layout_of
 from megatronapp_trainer.training.loop import Trainer
 from megatronapp_trainer.training.metrics import flops_per_token, flops_per_token_full_attention
-from megatronapp_trainer.training.signals import StopWish
+from megatronapp_trainer.training.signals import StopRequest
 
 WARM, MEASURED = 5, 10
 BLOCKS, BLOCK_STEPS = 12, 10
@@ -92,7 +92,7 @@ class Samples:
     def __call__(self, sample: int) -> torch.Tensor:
         return self.rows[sample % len(self.rows)].unsqueeze(0)
 
-    def batches(self, replicas: int, mine: int) -> Iterator[Batch]:
+    def batches(self, replicas: int, mine: int) -> Iterator[HostMicrobatch]:
         for sample in itertools.count(mine, replicas):
             tokens = self(sample)
             yield {
@@ -142,11 +142,11 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def ours(config: TrainerConfig, samples: Samples) -> tuple[Run, Trainer, Losses, StopWish]:
+def ours(config: TrainerConfig, samples: Samples) -> tuple[TrainingRun, Trainer, Losses, StopRequest]:
     layout, device = groups_for(config)
     run = build_run(config, layout, device, vocab_size=samples.shape.vocabulary)
     feed = samples.batches(layout.data_size, layout.data_rank)
-    losses, wish = Losses(), StopWish()
+    losses, wish = Losses(), StopRequest()
     iterators = DataIterators(train=feed, valid=None, test=None)
     return run, Trainer(run, iterators, stop_wish=wish, reporter=losses), losses, wish  # type: ignore[arg-type]
 
@@ -219,12 +219,12 @@ def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str,
     return {"blocks_ms": {name: [s * 1e3 for s in values] for name, values in blocks.items()}, "on_over_off": ratios}
 
 
-def switches(run: Run) -> tuple[Any, ...]:
+def switches(run: TrainingRun) -> tuple[Any, ...]:
     """Where an observer comes in: megatron-core's timers and the timed gradient norm."""
     return run.core_config.timers, run.state.optimizer.config.timers, run.state.optimizer.get_grad_norm
 
 
-def switch(run: Run, values: tuple[Any, ...]) -> None:
+def switch(run: TrainingRun, values: tuple[Any, ...]) -> None:
     run.core_config.timers, run.state.optimizer.config.timers, run.state.optimizer.get_grad_norm = values
 
 

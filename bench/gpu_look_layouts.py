@@ -22,21 +22,21 @@ import torch
 from gpu_generate_layouts import LAYOUTS, MODEL, VOCABULARY, requests
 from gpu_ranks import give_up_after, run_ranks
 
-from megatronapp_analyzer.scope.ingest.merge import Piece, Table, merge, pieces_of
+from megatronapp_analyzer.scope.ingest.merge import MergedTensor, ShardTensor, merge, shard_tensors_of
 from megatronapp_common.frames import FrameType, decode, encode
-from megatronapp_common.scope.protocol import Tensor, frame_of
-from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_common.scope.protocol import Tensor, build_frame
+from megatronapp_common.scope.protocol_requests import CaptureSettings
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.device import prepare_device
-from megatronapp_trainer.inference.build import build_model, generation_layout, open_gang
+from megatronapp_trainer.inference.build import build_model, generation_layout, open_worker_group
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import TokenEvent
-from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.model_runner import RunnerOptions
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
-from megatronapp_trainer.scope.capture.session import CaptureSession
-from megatronapp_trainer.scope.transfer.publisher import Job
+from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
+from megatronapp_trainer.scope.capture.session import StepCapture
+from megatronapp_trainer.scope.transfer.publisher import FrameJob
 
 RUN = "0" * 12
 TOLERANCE = 1e-3
@@ -54,15 +54,15 @@ def work(options: argparse.Namespace) -> None:
     device = prepare_device(layout.local_rank)
     initialize_groups(config, layout, device)
     model = build_model(config, layout, device, vocab_size=VOCABULARY)
-    limits = Options(slots=8, capacity=512, prefill_chunk=128, fuse=False)
-    gang = open_gang(model, config, layout, device, limits, vocab_size=VOCABULARY)
-    jobs: list[Job] = []
-    session = CaptureSession(gang.stage, attempt=0, sink=jobs.append)
+    limits = RunnerOptions(slots=8, capacity=512, prefill_chunk=128, fuse=False)
+    gang = open_worker_group(model, config, layout, device, limits, vocab_size=VOCABULARY)
+    jobs: list[FrameJob] = []
+    session = StepCapture(gang.stage, attempt=0, sink=jobs.append)
     session.attach(gang)
     tokens: list[list[list[int]]] = []
     if layout.rank == 0:
         engine = Engine(gang)
-        leader = ScopeLeader(engine, session, jobs.append)
+        leader = CaptureCoordinator(engine, session, jobs.append)
         tokens = [generated(engine, leader, look=look) for look in (False, True, True)]
         engine.close()
     else:
@@ -76,13 +76,13 @@ def work(options: argparse.Namespace) -> None:
     destroy_groups()
 
 
-def generated(engine: Engine, leader: ScopeLeader, *, look: bool) -> list[list[int]]:
+def generated(engine: Engine, leader: CaptureCoordinator, *, look: bool) -> list[list[int]]:
     """Tokens of all requests, which are pure functions of their seeds."""
     wanted: list[GenerationRequest] = requests()
     if look:
         leader.set_basis(basis(leader._session.share.num_layers, leader._session.share.hidden))
         pinned = [{"layer": layer, "head": head} for layer, head in ((0, 0), (1, 7), (1, 3))]
-        wanted = leader.begin_run(RUN, Capture.model_validate({"pinned": pinned}), wanted)
+        wanted = leader.begin_run(RUN, CaptureSettings.model_validate({"pinned": pinned}), wanted)
     tokens: dict[str, list[int]] = {request.id: [] for request in wanted}
     engine.submit(*wanted)
     while engine.is_busy:
@@ -99,7 +99,7 @@ def basis(layers: int, hidden: int) -> Any:  # noqa: ANN401 - Frame
     mean = source.standard_normal((layers, hidden), dtype=np.float32)
     axes = source.standard_normal((layers, 8, hidden), dtype=np.float32)
     header = {"version": 1, "layers": list(range(layers))}
-    return frame_of(FrameType.SCOPE_BASIS, header, [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)])
+    return build_frame(FrameType.SCOPE_BASIS, header, [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)])
 
 
 def run_layout(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
@@ -111,14 +111,14 @@ def run_layout(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
         return [pickle.loads(pathlib.Path(directory, f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
-def tables(answers: list[dict[str, Any]], layers: int) -> dict[tuple[int, str], Table]:
+def tables(answers: list[dict[str, Any]], layers: int) -> dict[tuple[int, str], MergedTensor]:
     """Numbers of the last run, by step and name, as the hub merges them."""
-    pieces: dict[tuple[int, str], list[Piece]] = collections.defaultdict(list)
+    pieces: dict[tuple[int, str], list[ShardTensor]] = collections.defaultdict(list)
     for answer in answers:
         frames = [decode(data) for data in answer["frames"]]
         parts = [frame for frame in frames if frame.type == FrameType.SCOPE_PART]
         for frame in parts[len(parts) // 2 :]:  # both looked runs tell the same
-            for piece in pieces_of(frame, answer["tp"]):
+            for piece in shard_tensors_of(frame, answer["tp"]):
                 name = piece.tensor.name
                 pinned = f" {piece.layers} {piece.span}" if name == "attention" else ""
                 if name != "atlas":
@@ -126,7 +126,7 @@ def tables(answers: list[dict[str, Any]], layers: int) -> dict[tuple[int, str], 
     return {key: merge(found, layers=None if " " in key[1] else layers) for key, found in pieces.items()}
 
 
-def worst(ours: dict[tuple[int, str], Table], theirs: dict[tuple[int, str], Table]) -> dict[str, float]:
+def worst(ours: dict[tuple[int, str], MergedTensor], theirs: dict[tuple[int, str], MergedTensor]) -> dict[str, float]:
     """Largest difference of each tensor: in parts of its largest number, or in codes."""
     if set(ours) != set(theirs):
         raise SystemExit(f"other tensors: {sorted(set(ours) ^ set(theirs))[:4]}")

@@ -5,7 +5,7 @@ from typing import Any
 from megatronapp_common.job import load_job
 from megatronapp_common.names import API_VERSION, KIND
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
 
 Object = dict[str, Any]
 GPUS = 8
@@ -15,7 +15,7 @@ SETTINGS = RenderSettings(
     analyzer_image="megatronapp/analyzer:bench",
     operator_namespace="bench",
     operator_labels={"app.kubernetes.io/component": "operator"},
-    door_labels={"app.kubernetes.io/component": "door"},
+    gateway_labels={"app.kubernetes.io/component": "door"},
 )
 
 
@@ -41,8 +41,8 @@ def megatron_job(namespace: str, name: str, pods: int, *, hub: bool) -> Object:
 def indexed_job(namespace: str, name: str, pods: int, *, hub: bool) -> Object:
     """An Indexed Job with the same pods, but for their own names and owner."""
     job = load_job(megatron_job(namespace, name, pods, hub=hub))
-    owner = Owner(namespace=namespace, name=name, uid="00000000-0000-0000-0000-000000000000")
-    pod = render.worker_pod(job, owner, Attempt(number=0), 0, SETTINGS)
+    owner = JobOwner(namespace=namespace, name=name, uid="00000000-0000-0000-0000-000000000000")
+    pod = render.worker_pod(job, owner, AttemptSettings(number=0), 0, SETTINGS)
     spec = {field: value for field, value in pod["spec"].items() if field != "hostname"}
     metadata = {field: pod["metadata"][field] for field in ("labels", "annotations")}
     return {

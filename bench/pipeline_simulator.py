@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Iterator
 
 import numpy as np
 
-from megatronapp_analyzer.model import RANK_RECORD, Comm, JobLayout, StepView
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Kind
+from megatronapp_analyzer.model import RANK_RECORD, Communicator, JobLayout, StepRecords
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, RecordKind
 
 Key = tuple[object, ...]
 Program = Generator[Key, float, None]
@@ -159,11 +159,11 @@ class Simulator:
     def boot_ids(self) -> dict[int, str]:
         return {rank: self._boot[node] for rank, node in enumerate(self.job.layout.nodes)}
 
-    def steps(self, first: int, count: int) -> Iterator[StepView]:
+    def steps(self, first: int, count: int) -> Iterator[StepRecords]:
         for step in range(first, first + count):
             yield self.step(step)
 
-    def step(self, step: int) -> StepView:
+    def step(self, step: int) -> StepRecords:
         """Run all ranks through one step."""
         world = self.job.layout.world
         board = _Board()
@@ -174,7 +174,7 @@ class Simulator:
         keep = self.rng.random(len(records)) >= self.job.lost_share
         records = records[keep]
         self.now = np.array([run.time for run in runs])
-        return StepView(
+        return StepRecords(
             attempt=0,
             step=step,
             records=records[np.lexsort((records["start_ns"], records["rank"]))],
@@ -192,7 +192,7 @@ class Simulator:
         stretch = np.random.default_rng((self.seed, rank, step // CROWD_STEPS))
         return bool(stretch.random() < self.job.noise.crowd_share)
 
-    def slot(self, rank: int, comm: Comm) -> int:
+    def slot(self, rank: int, comm: Communicator) -> int:
         return self._slots[rank][comm]
 
 
@@ -239,7 +239,7 @@ class _Rank:
         )
         self.pace = float(np.exp(self.rng.normal(0, self.noise.rank_step) + machine)) if self.noise.rank_step else 1.0
         self.pace *= self.job.global_slowdown(step) * (self.job.warmup_factor if step == 0 else 1.0)
-        self.ordinals: dict[Comm, int] = collections.defaultdict(int)
+        self.ordinals: dict[Communicator, int] = collections.defaultdict(int)
         self.queued = 0.0
         self.lead_s = 0.0
         if simulator.crowded(rank, step):
@@ -250,16 +250,16 @@ class _Rank:
         """The whole step of this rank."""
         layout, begin = self.job.layout, self.time
         order = schedule(self.at.pp, layout.pp, layout.vpp, self.job.microbatches)
-        sent: list[tuple[Comm, int, int]] = []
+        sent: list[tuple[Communicator, int, int]] = []
         for position, (forward, microbatch, chunk) in enumerate(order):
             incoming = self.source(forward, chunk)
             if incoming is not None:
-                self.post(Kind.RECV_POST, incoming, (microbatch, chunk, forward), microbatch)
+                self.post(RecordKind.RECV_POST, incoming, (microbatch, chunk, forward), microbatch)
             yield from self.wait_sent(sent)
             if incoming is not None:
                 yield from self.receive(incoming, (microbatch, chunk, forward), microbatch)
             elif forward:
-                self.span(Kind.DATA, 1e-4, microbatch=microbatch)
+                self.span(RecordKind.DATA, 1e-4, microbatch=microbatch)
             if forward:
                 self.stall("host", 1.0)
             yield from self.compute(forward, microbatch, chunk, position)
@@ -267,23 +267,25 @@ class _Rank:
             if target is not None:
                 comm, other_chunk = target
                 key = (microbatch, other_chunk, forward)
-                sent.append((comm, self.post(Kind.SEND_POST, comm, key, microbatch), microbatch))
+                sent.append((comm, self.post(RecordKind.SEND_POST, comm, key, microbatch), microbatch))
         yield from self.wait_sent(sent)
         yield from self.finish()
-        self.rows.append(self.row(Kind.STEP, begin, self.time, aux=self.units(self.queued), flags=Flag.AUX_RUN_QUEUE))
+        self.rows.append(
+            self.row(RecordKind.STEP, begin, self.time, aux=self.units(self.queued), flags=Flag.AUX_RUN_QUEUE)
+        )
 
     def finish(self) -> Program:
         """Gradients, norm, optimizer, parameters."""
         layout, work = self.job.layout, self.job.forward_s
         data = _group(layout, self.rank, lambda c: (c.tp, c.pp), "dp")
         if len(data.members) > 1:
-            yield from self.collective(Kind.GRAD_REDUCE, data, 0.2 * work)
-        yield from self.collective(Kind.GRAD_NORM, Comm("world", tuple(range(layout.world))), 0.02 * work)
-        self.span(Kind.OPTIMIZER, 0.3 * work * self.pace)
+            yield from self.collective(RecordKind.GRAD_REDUCE, data, 0.2 * work)
+        yield from self.collective(RecordKind.GRAD_NORM, Communicator("world", tuple(range(layout.world))), 0.02 * work)
+        self.span(RecordKind.OPTIMIZER, 0.3 * work * self.pace)
         if len(data.members) > 1:
-            yield from self.collective(Kind.PARAM_GATHER, data, 0.2 * work)
+            yield from self.collective(RecordKind.PARAM_GATHER, data, 0.2 * work)
 
-    def source(self, forward: bool, chunk: int) -> Comm | None:
+    def source(self, forward: bool, chunk: int) -> Communicator | None:
         """Communicator that this unit's input comes over."""
         layout, stage = self.job.layout, self.at.pp
         if forward:
@@ -294,7 +296,7 @@ class _Rank:
             return None
         return self.pair((stage + 1) % layout.pp, to_me=True)
 
-    def target(self, forward: bool, chunk: int) -> tuple[Comm, int] | None:
+    def target(self, forward: bool, chunk: int) -> tuple[Communicator, int] | None:
         """Communicator that this unit's output leaves over, and the chunk at the other end."""
         layout, stage = self.job.layout, self.at.pp
         last = layout.pp - 1
@@ -306,10 +308,10 @@ class _Rank:
             return None
         return self.pair((stage - 1) % layout.pp, to_me=False), chunk - (stage == 0)
 
-    def pair(self, stage: int, *, to_me: bool) -> Comm:
+    def pair(self, stage: int, *, to_me: bool) -> Communicator:
         other = dataclasses.replace(self.at, pp=stage)
         peer = self.job.layout.coordinates.index(other)
-        return Comm("p2p", (peer, self.rank) if to_me else (self.rank, peer))
+        return Communicator("p2p", (peer, self.rank) if to_me else (self.rank, peer))
 
     def stall(self, kind: str, scale: float) -> None:
         """The time an active fault of this kind adds, as a FAULT span."""
@@ -319,7 +321,7 @@ class _Rank:
                 self.extra((fault.factor - 1) * self.job.forward_s * self.weight() * scale)
 
     def extra(self, seconds: float) -> None:
-        self.rows.append(self.row(Kind.FAULT, self.time, self.time + seconds, flags=Flag.INJECTED))
+        self.rows.append(self.row(RecordKind.FAULT, self.time, self.time + seconds, flags=Flag.INJECTED))
         self.time += seconds
 
     def weight(self) -> float:
@@ -354,7 +356,7 @@ class _Rank:
 
     def compute(self, forward: bool, microbatch: int, chunk: int, position: int) -> Program:
         """One compute span; with TP its members meet inside it after each quarter."""
-        kind = Kind.FORWARD if forward else Kind.BACKWARD
+        kind = RecordKind.FORWARD if forward else RecordKind.BACKWARD
         begin, work, factor = self.time, self.work_s(forward), self.slow()
         launch = self.launch_s(forward) if self.noise.device else 0.0
         work = max(work, (launch - self.lead_s) / factor)
@@ -371,7 +373,7 @@ class _Rank:
         queue = self.queue()
         self.rows.append(self.compute_row(kind, begin, queue, microbatch, chunk))
 
-    def compute_row(self, kind: Kind, begin: float, queue: float, microbatch: int, chunk: int) -> tuple[int, ...]:
+    def compute_row(self, kind: RecordKind, begin: float, queue: float, microbatch: int, chunk: int) -> tuple[int, ...]:
         if self.noise.device:
             flags, lead = Flag.DEVICE_CLOCK | Flag.AUX_LEAD, self.units(self.lead_s)
             return self.row(kind, begin, self.time, microbatch=microbatch, chunk=chunk, aux=lead, flags=flags)
@@ -405,7 +407,7 @@ class _Rank:
         if self.rng.random() < self.noise.gap_share:
             self.time += float(self.rng.exponential(self.noise.gap_tail_s))
 
-    def span(self, kind: Kind, seconds: float, microbatch: int = NO_MICROBATCH) -> None:
+    def span(self, kind: RecordKind, seconds: float, microbatch: int = NO_MICROBATCH) -> None:
         self.gap()
         begin = self.time
         self.time += seconds
@@ -414,14 +416,14 @@ class _Rank:
             self.row(kind, begin, self.time, microbatch=microbatch, aux=self.units(queue), flags=Flag.AUX_RUN_QUEUE)
         )
 
-    def post(self, kind: Kind, comm: Comm, what: Key, microbatch: int) -> int:
+    def post(self, kind: RecordKind, comm: Communicator, what: Key, microbatch: int) -> int:
         """Post a send or a receive; a send chooses the ordinal, its receiver looks it up when the data is there."""
         self.gap()
         begin = self.time
         self.time += 2e-5
         ordinal = self.ordinals[comm]
         self.ordinals[comm] += 1
-        side = "send" if kind == Kind.SEND_POST else "recv"
+        side = "send" if kind == RecordKind.SEND_POST else "recv"
         self.board.times[(side, comm, what)] = self.time
         self.board.times[(side + "-number", comm, ordinal)] = self.time
         self.board.arrived[("ordinal", comm, what)].append(ordinal)
@@ -429,16 +431,16 @@ class _Rank:
         self.rows.append(self.row(kind, begin, self.time, aux=4096, flags=Flag.AUX_BYTES, **fields))  # type: ignore[arg-type]
         return ordinal
 
-    def wait_sent(self, sent: list[tuple[Comm, int, int]]) -> Program:
+    def wait_sent(self, sent: list[tuple[Communicator, int, int]]) -> Program:
         for comm, ordinal, microbatch in sent:
             begin = self.time
             if self.job.rendezvous and self.job.layout.vpp == 1:
                 self.time = max(self.time, (yield ("recv-number", comm, ordinal)))
             self.time += 3e-5
-            self.waited(Kind.SEND_WAIT, begin, comm, ordinal, microbatch)
+            self.waited(RecordKind.SEND_WAIT, begin, comm, ordinal, microbatch)
         sent.clear()
 
-    def waited(self, kind: Kind, begin: float, comm: Comm, ordinal: int, microbatch: int) -> None:
+    def waited(self, kind: RecordKind, begin: float, comm: Communicator, ordinal: int, microbatch: int) -> None:
         queue = self.units(self.queue())
         row = self.row(
             kind, begin, self.time, comm=comm, ordinal=ordinal, microbatch=microbatch, aux=queue,
@@ -446,7 +448,7 @@ class _Rank:
         )  # fmt: skip
         self.rows.append(row)
 
-    def receive(self, comm: Comm, what: Key, microbatch: int) -> Program:
+    def receive(self, comm: Communicator, what: Key, microbatch: int) -> Program:
         begin = self.time
         ready = yield ("send", comm, what)
         ordinal = int(self.board.arrived[("ordinal", comm, what)][0])
@@ -456,9 +458,9 @@ class _Rank:
         for fault in self.faults:
             if fault.kind == "link" and fault.peer in (None, comm.members[0]):
                 self.extra((fault.factor - 1) * self.job.forward_s * self.weight())
-        self.waited(Kind.RECV_WAIT, begin, comm, ordinal, microbatch)
+        self.waited(RecordKind.RECV_WAIT, begin, comm, ordinal, microbatch)
 
-    def collective(self, kind: Kind, comm: Comm, seconds: float) -> Program:
+    def collective(self, kind: RecordKind, comm: Communicator, seconds: float) -> Program:
         self.gap()
         begin = self.time
         last = yield from self.gather((kind, comm), len(comm.members))
@@ -471,8 +473,8 @@ class _Rank:
         return int(seconds * 1e9) // 8
 
     def row(
-        self, kind: Kind, begin: float, end: float, *, comm: Comm | None = None, ordinal: int = 0, aux: int = 0,
-        microbatch: int = NO_MICROBATCH, chunk: int = 0, flags: int = 0,
+        self, kind: RecordKind, begin: float, end: float, *, comm: Communicator | None = None, ordinal: int = 0,
+        aux: int = 0, microbatch: int = NO_MICROBATCH, chunk: int = 0, flags: int = 0,
     ) -> tuple[int, ...]:  # fmt: skip
         slot = NO_COMM if comm is None else self.sim.slot(self.rank, comm)
         start = self.sim.local_ns(self.rank, begin)
@@ -480,20 +482,20 @@ class _Rank:
                 int(flags), self.rank)  # fmt: skip
 
 
-def _group(layout: JobLayout, rank: int, same: Callable[..., object], kind: str) -> Comm:
+def _group(layout: JobLayout, rank: int, same: Callable[..., object], kind: str) -> Communicator:
     mine = same(layout.coordinates[rank])
-    return Comm(kind, tuple(r for r, c in enumerate(layout.coordinates) if same(c) == mine))
+    return Communicator(kind, tuple(r for r, c in enumerate(layout.coordinates) if same(c) == mine))
 
 
-def _tables(layout: JobLayout) -> tuple[dict[int, dict[int, Comm]], dict[int, dict[Comm, int]]]:
+def _tables(layout: JobLayout) -> tuple[dict[int, dict[int, Communicator]], dict[int, dict[Communicator, int]]]:
     """Communicator tables of all ranks: slots differ between ranks on purpose."""
-    tables: dict[int, dict[int, Comm]] = {}
-    world = Comm("world", tuple(range(layout.world)))
+    tables: dict[int, dict[int, Communicator]] = {}
+    world = Communicator("world", tuple(range(layout.world)))
     for rank, at in enumerate(layout.coordinates):
         comms = [world, _group(layout, rank, lambda c: (c.tp, c.pp), "dp")]
         neighbours = {(at.pp + 1) % layout.pp, (at.pp - 1) % layout.pp} if layout.pp > 1 else set()
         for stage in sorted(neighbours):
             peer = layout.coordinates.index(dataclasses.replace(at, pp=stage))
-            comms += [Comm("p2p", (rank, peer)), Comm("p2p", (peer, rank))]
+            comms += [Communicator("p2p", (rank, peer)), Communicator("p2p", (peer, rank))]
         tables[rank] = {slot + rank % 3: comm for slot, comm in enumerate(comms)}
     return tables, {rank: {comm: slot for slot, comm in table.items()} for rank, table in tables.items()}

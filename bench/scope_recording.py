@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 from scope_session import RUN, codes_of
 
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, frame_of
-from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, build_frame
+from megatronapp_common.scope.protocol_requests import CaptureSettings
 
 Head = tuple[int, int]
 Array = NDArray[Any]
@@ -61,9 +61,9 @@ class Drawn:
 
 def session(drawn: Drawn) -> bytes:
     """The file."""
-    desk = ScopeDesk(ScopeSettings(job="drawn"))
+    desk = ScopeRegistry(ScopeSettings(job="drawn"))
     for frame in _sent(drawn):
-        desk.take(0, 0, frame)
+        desk.take_frame(0, 0, frame)
     if desk.errors:
         raise RuntimeError("the hub does not take what is drawn here: it has other frames now")
     source = np.random.default_rng(7)
@@ -100,7 +100,7 @@ def _sent(drawn: Drawn) -> Iterator[Frame]:
 
 def _state(drawn: Drawn, state: str) -> Frame:
     pinned = [{"layer": layer, "head": head} for layer, head in drawn.pinned]
-    capture = Capture.model_validate({"pinned": pinned}).model_dump(mode="json", by_alias=True)
+    capture = CaptureSettings.model_validate({"pinned": pinned}).model_dump(mode="json", by_alias=True)
     offsets = [[place, place + 1] for place in range(drawn.prompt)]
     prompt = {"text": "a" * drawn.prompt, "ids": list(range(drawn.prompt)), "offsets": offsets}
     header: dict[str, Any] = {"run": RUN, "state": state, "position": None, "prompts": [prompt], "capture": capture}
@@ -129,7 +129,7 @@ def _part(drawn: Drawn, step: int, positions: Sequence[int], source: np.random.G
     else:
         rest = [_row(pin, positions[0], source) for pin in drawn.pinned]
     header = {"rank": 0, "run": RUN, "step": step, "rows": [[0, place, 1] for place in positions], "timeUs": 0}
-    return frame_of(FrameType.SCOPE_PART, header, tensors + rest)
+    return build_frame(FrameType.SCOPE_PART, header, tensors + rest)
 
 
 def _row(pin: Head, position: int, source: np.random.Generator) -> Tensor:
@@ -153,4 +153,4 @@ def _tokens(drawn: Drawn, step: int, source: np.random.Generator) -> Frame:
     said |= {"finished": ["length" if step == drawn.steps - 1 else None]}
     said |= {"topTexts": [[f" c{place}" for place in range(CANDIDATES)]]}
     header = {"run": RUN, "step": step, "rows": [[0, drawn.prompt - 1 + step]]}
-    return frame_of(FrameType.SCOPE_TOKENS, header | said, tensors)
+    return build_frame(FrameType.SCOPE_TOKENS, header | said, tensors)

@@ -16,8 +16,8 @@ from megatronapp_common.job.admission import admission_policy
 from megatronapp_common.job.crd import custom_resource_definition
 from megatronapp_common.job.reference import render_reference
 from megatronapp_common.migration.page import render_page
-from megatronapp_common.scope.codes import Code, decode, encode
-from megatronapp_common.trace import RECORD, Flag, Kind
+from megatronapp_common.scope.codes import TensorCode, decode, encode
+from megatronapp_common.trace import RECORD, Flag, RecordKind
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WIRE = "tests/fixtures/wire"
@@ -111,7 +111,7 @@ def render_codes() -> list[dict[str, Any]]:
     ties = (np.arange(-4, 4) + 0.5) * 2.0**-10
     mixed = (np.arange(48).reshape(6, 8) * 37 % 101) / 50 - 1
     values = np.array([*rows, ties, 126 * ties / ties[0], *mixed], "<f4")
-    found = {code: encode(code, values) for code in Code}
+    found = {code: encode(code, values) for code in TensorCode}
     return [
         {
             "code": code,
@@ -138,9 +138,9 @@ def all_exact(value: Any) -> bool:  # noqa: ANN401
 
 def sample_records() -> Any:  # noqa: ANN401
     rows = [
-        (1_000_000_000, 125_000, 7, 0, 2_500, 0xFFFF, 0, Kind.FORWARD, 0, 0, Flag.AUX_RUN_QUEUE),
-        (1_001_000_123, 5, 7, 3, 4_096, 2, 1, Kind.SEND_POST, 1, 0, Flag.AUX_BYTES | Flag.INJECTED),
-        (2**63 + 1, 0xFFFF_FFFF, 0xFFFF_FFFF, 0, 0, 0, 0xFFFF, Kind.STEP, 255, 255, Flag.SATURATED),
+        (1_000_000_000, 125_000, 7, 0, 2_500, 0xFFFF, 0, RecordKind.FORWARD, 0, 0, Flag.AUX_RUN_QUEUE),
+        (1_001_000_123, 5, 7, 3, 4_096, 2, 1, RecordKind.SEND_POST, 1, 0, Flag.AUX_BYTES | Flag.INJECTED),
+        (2**63 + 1, 0xFFFF_FFFF, 0xFFFF_FFFF, 0, 0, 0, 0xFFFF, RecordKind.STEP, 255, 255, Flag.SATURATED),
     ]
     return np.array(rows, dtype=RECORD)
 

@@ -19,7 +19,7 @@ Graph = Mapping[str, Mapping[str, Place]]
 
 
 def module_name(path: str) -> str:
-    """Return the dotted name of a file below a `src` folder, such as `trainer/src/megatronapp_trainer/training/signals.py`."""
+    """Return the dotted name of a file below a `src` folder, such as `trainer/src/megatronapp_trainer/signals.py`."""
     below = path.partition("/src/")[2] or path
     return below.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 

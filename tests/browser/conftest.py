@@ -25,9 +25,9 @@ import pytest
 import megatronapp_native
 from megatronapp_analyzer.model import JobLayout
 from megatronapp_common.names import Env
-from megatronapp_common.pages import PageWriter
-from megatronapp_common.trace import DURATION_UNIT_NS, NO_MICROBATCH, Kind, Metric
-from megatronapp_common.web.tokens import Role, derive, new_secret
+from megatronapp_common.pages import DocumentWriter
+from megatronapp_common.trace import DURATION_UNIT_NS, NO_MICROBATCH, Metric, RecordKind
+from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 
 ROOT = pathlib.Path(__file__).parents[2]
 DIST = ROOT / "frontend" / "dist"
@@ -96,7 +96,7 @@ class Feed:
         self._stop = threading.Event()
         self.prefixes = [f"feed{os.getpid()}-{worker}" for worker in range(2)]
         self._writers = [self._writer(rank) for rank in range(self.layout.world)]
-        self._progress = PageWriter(self.shm / f"{self.prefixes[1]}.progress")
+        self._progress = DocumentWriter(self.shm / f"{self.prefixes[1]}.progress")
         self._thread = threading.Thread(target=self._play, daemon=True)
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class Feed:
         loss = 2.2 + 6.0 / (1 + step / 18) + 0.05 * ((step * 7919) % 13 - 6) / 6
         bits = struct.unpack("<I", struct.pack("<f", loss))[0]
         now = megatronapp_native.monotonic_ns()
-        self._writers[2].record(now, 0, step, 0, bits, int(Metric.LOSS), NO_MICROBATCH, int(Kind.METRIC), 0, 0, 0)
+        self._writers[2].record(now, 0, step, 0, bits, int(Metric.LOSS), NO_MICROBATCH, int(RecordKind.METRIC), 0, 0, 0)
         tokens = 4 * 2 * 256 / duration_s
         self._progress.write(
             {
@@ -283,7 +283,7 @@ def running_stack(folder: pathlib.Path, feed: Feed) -> Iterator[Stack]:
             agent_environment = base | own | {Env.SHM_PREFIX: prefix, Env.HUB_URL: url}
             agent = start("megatronapp_analyzer.agent", [], agent_environment, folder / f"agent-{worker}.log")
             stack.callback(end, agent)
-        yield Stack(url=url, token=derive(secret, Role.VIEWER), feed=feed, hub=hub, start_hub=start_hub)
+        yield Stack(url=url, token=derive_token(secret, TokenRole.VIEWER), feed=feed, hub=hub, start_hub=start_hub)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from axe import CONTRAST, violations
 
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_common.frames import FrameType, encode
-from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, frame_of
+from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, build_frame
 
 pytestmark = pytest.mark.browser
 RUN = scope_session.RUN
@@ -346,7 +346,7 @@ def overview() -> bytes:
         Tensor("head.entropy", "u8", np.repeat(np.array(TOLD, np.uint8), 4).reshape(-1, LAYERS, 2)),
     ]
     header = {"run": RUN, "seq": 2, "sample": 0, "stride": STRIDE, "positions": TOLD}
-    return encode(frame_of(FrameType.SCOPE_OVERVIEW, header, tensors))
+    return encode(build_frame(FrameType.SCOPE_OVERVIEW, header, tensors))
 
 
 def first_step() -> bytes:
@@ -365,15 +365,15 @@ def first_step() -> bytes:
         "run": RUN, "seq": 3, "step": 0, "rows": [[0, 19]], "ids": [0], "texts": [" the"], "offsets": [None],
         "finished": [None], "topTexts": [[" the", " a", "\ufffd", "x", "y", "z"]],
     }  # fmt: skip
-    return encode(frame_of(FrameType.SCOPE_STEP, header, tensors))
+    return encode(build_frame(FrameType.SCOPE_STEP, header, tensors))
 
 
 def hello(**change: Any) -> bytes:
-    return encode(frame_of(FrameType.SCOPE_HELLO, HELLO | change))
+    return encode(build_frame(FrameType.SCOPE_HELLO, HELLO | change))
 
 
 def run_frame(**change: Any) -> bytes:
-    return encode(frame_of(FrameType.SCOPE_RUN, RUN_HEADER | change))
+    return encode(build_frame(FrameType.SCOPE_RUN, RUN_HEADER | change))
 
 
 Scripted = Callable[..., None]
@@ -447,7 +447,7 @@ def test_hub_that_comes_back_tells_what_was_missed(page: pw.Page, scripted: Scri
 
     def resumed(socket: pw.WebSocketRoute, said: str | bytes) -> None:
         if json.loads(said)["type"] == "resume":  # what it painted it says, too
-            socket.send(encode(frame_of(FrameType.SCOPE_GAP, gap)))
+            socket.send(encode(build_frame(FrameType.SCOPE_GAP, gap)))
 
     def serve(socket: pw.WebSocketRoute, number: int) -> None:
         if number == 0:

@@ -20,7 +20,7 @@ from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.job import load_job
 from megatronapp_common.job.arguments import megatron_arguments
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.tokens import TokenRole
 
 pytestmark = [pytest.mark.browser, pytest.mark.process]
 LAYER, HEAD = 1, 2
@@ -52,7 +52,7 @@ def job(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFa
 class Screen:
     """MegaScope as somebody of a role sees it."""
 
-    def __init__(self, page: pw.Page, job: Served, role: Role = Role.CONTROLLER) -> None:
+    def __init__(self, page: pw.Page, job: Served, role: TokenRole = TokenRole.CONTROLLER) -> None:
         self.page, self.job = page, job
         page.set_default_timeout(PATIENCE_MS)
         with page.expect_websocket(lambda socket: socket.url.endswith("/api/v1/scope")) as found:
@@ -262,7 +262,7 @@ def test_a_wrong_expression_is_marked_at_its_column(page: pw.Page, job: Served) 
 
 
 def test_a_viewer_looks_and_does_not_generate(page: pw.Page, job: Served) -> None:
-    screen = Screen(page, job, Role.VIEWER)
+    screen = Screen(page, job, TokenRole.VIEWER)
     screen.until("Done: 4 new tokens")
     pw.expect(page.get_by_test_id("why-not")).to_contain_text("controller role")
     pw.expect(screen.go).to_be_disabled()

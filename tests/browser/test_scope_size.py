@@ -8,7 +8,7 @@ import pytest
 import scope_session
 
 from megatronapp_common.frames import FrameType, encode
-from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol import Tensor, build_frame
 
 pytestmark = pytest.mark.browser
 RUN = scope_session.RUN
@@ -52,7 +52,7 @@ def step(number: int, carried: list[Tensor]) -> bytes:
         "run": RUN, "seq": number + 2, "step": number, "rows": [[0, number]], "ids": [number % 50257],
         "texts": [f" w{number % 97}"], "offsets": [None], "finished": [None],
     }  # fmt: skip
-    return encode(frame_of(FrameType.SCOPE_STEP, header, carried))
+    return encode(build_frame(FrameType.SCOPE_STEP, header, carried))
 
 
 def heap(page: pw.Page) -> float:
@@ -72,8 +72,8 @@ def opened(page: pw.Page, tmp_path: Any) -> Any:
 
     def serve(socket: pw.WebSocketRoute) -> None:
         sockets.append(socket)
-        socket.send(encode(frame_of(FrameType.SCOPE_HELLO, HELLO)))
-        socket.send(encode(frame_of(FrameType.SCOPE_RUN, RUN_HEADER)))
+        socket.send(encode(build_frame(FrameType.SCOPE_HELLO, HELLO)))
+        socket.send(encode(build_frame(FrameType.SCOPE_RUN, RUN_HEADER)))
 
     page.route_web_socket("**/api/v1/scope", serve)
     return sockets

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from device_training import STEPS, train
 
-from megatronapp_common.trace import RECORD, Flag, Kind
+from megatronapp_common.trace import RECORD, Flag, RecordKind
 
 RunRanks = Callable[..., list[Any]]
 LAYOUTS = [
@@ -41,7 +41,7 @@ def test_tracing_changes_no_bit_and_adds_no_wait(
 def test_passes_have_times_of_the_device(run_ranks: RunRanks, tmp_path: pathlib.Path, world: int, flags: str) -> None:
     for result in traced(run_ranks, tmp_path, world, flags):
         records = np.frombuffer(result["records"], RECORD)
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in (RecordKind.FORWARD, RecordKind.BACKWARD):
             spans = records[records["kind"] == kind]
             counts = Counter(spans["step"].tolist())
             assert [counts[step] for step in range(STEPS)] == [8 // 2] * STEPS
@@ -56,9 +56,9 @@ def test_every_message_of_a_pipeline_is_sent_and_received_once(run_ranks: RunRan
         pairs = {comm["slot"]: tuple(comm["members"]) for comm in result["metadata"]["comms"] if comm["kind"] == "p2p"}
         for record in np.frombuffer(result["records"], RECORD):
             key = (pairs.get(int(record["comm"])), int(record["step"]), int(record["ordinal"]))
-            if record["kind"] == Kind.SEND_POST:
+            if record["kind"] == RecordKind.SEND_POST:
                 sent[key] += 1
-            elif record["kind"] == Kind.RECV_WAIT:
+            elif record["kind"] == RecordKind.RECV_WAIT:
                 received[key] += 1
     assert sent == received
     assert set(sent.values()) == {1}

@@ -8,7 +8,7 @@ import pytest
 from launchers import Gang, wait_until
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.pages import PageReader
+from megatronapp_common.pages import DocumentReader
 
 pytestmark = [pytest.mark.torch, pytest.mark.process, pytest.mark.timeout(1800)]
 LIMIT_S = 600
@@ -38,7 +38,7 @@ def start(gang: Gang, steps: int, attempt: int, *flags: str) -> None:
 
 def test_one_launcher_that_is_asked_to_stop_makes_all_save_at_the_same_step(gang: Gang) -> None:
     start(gang, 100_000, 0)
-    page = PageReader(gang.shm / "demo-w0.progress")
+    page = DocumentReader(gang.shm / "demo-w0.progress")
     wait_until(lambda: (page.read() or {}).get("iteration", 0) >= 2, LIMIT_S)
     gang.workers[1].process.terminate()
     assert [worker.end(LIMIT_S) for worker in gang.workers] == [ExitCode.PREEMPTED] * 2

@@ -10,14 +10,14 @@ from generating_ranks import config_of, drain, generated, groups_of, model_of, o
 from plain_sites import SeenGpt
 
 from megatronapp_common.frames import Frame, FrameType, decode, encode
-from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
-from megatronapp_common.scope.protocol_requests import Capture, Probe
+from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
+from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
 from megatronapp_trainer.inference.events import Event
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.capture.commands import SetBasis
-from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
-from megatronapp_trainer.scope.capture.session import CaptureSession
-from megatronapp_trainer.scope.transfer.publisher import Job, Numbers
+from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
+from megatronapp_trainer.scope.capture.session import StepCapture
+from megatronapp_trainer.scope.transfer.publisher import FrameJob, PartNumberer
 
 RUN = "0123456789ab"
 LENGTHS = (3, 21, 9)
@@ -37,7 +37,7 @@ def basis_frame(hidden: int) -> Frame:
     mean = torch.randn(len(BASIS_LAYERS), hidden, generator=source).numpy()
     axes = torch.randn(len(BASIS_LAYERS), 8, hidden, generator=source).numpy()
     tensors = [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)]
-    return frame_of(FrameType.SCOPE_BASIS, {"version": 1, "layers": BASIS_LAYERS}, tensors)
+    return build_frame(FrameType.SCOPE_BASIS, {"version": 1, "layers": BASIS_LAYERS}, tensors)
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def large_basis() -> SetBasis:
     """Of 32 layers of 4,096 numbers: 4.5 MiB, more than any part may have; as it came in a frame."""
     axes = np.arange(32 * 8 * 4096, dtype="<f4").reshape(32, 8, 4096)
     tensors = [Tensor("mean", "f32", axes[:, 0].copy()), Tensor("basis", "f32", axes)]
-    data = encode(frame_of(FrameType.SCOPE_BASIS, {"version": 1, "layers": list(range(32))}, tensors))
+    data = encode(build_frame(FrameType.SCOPE_BASIS, {"version": 1, "layers": list(range(32))}, tensors))
     mean, found = (tensor.data for tensor in unpack(decode(data)))
     return SetBasis(version=1, layers=tuple(range(32)), mean=np.array(mean), axes=np.array(found))
 
@@ -61,17 +61,17 @@ def same_basis(one: SetBasis, other: SetBasis) -> bool:
 class Sent:
     """What a rank hands to its publisher."""
 
-    jobs: list[Job] = dataclasses.field(default_factory=list)
-    _numbers: Numbers = dataclasses.field(default_factory=Numbers)
-    _built: dict[Job, list[bytes]] = dataclasses.field(default_factory=dict)
+    jobs: list[FrameJob] = dataclasses.field(default_factory=list)
+    _numbers: PartNumberer = dataclasses.field(default_factory=PartNumberer)
+    _built: dict[FrameJob, list[bytes]] = dataclasses.field(default_factory=dict)
 
-    def post(self, job: Job) -> None:
+    def post(self, job: FrameJob) -> None:
         self.jobs.append(job)
 
     def frames(self) -> list[bytes]:
         return [data for job in self.jobs for data in self._frames(job)]
 
-    def _frames(self, job: Job) -> list[bytes]:
+    def _frames(self, job: FrameJob) -> list[bytes]:
         if job not in self._built:
             frames = [frame for one in job.split() for frame in one.build()]
             self._built[job] = list(map(self._encoded, frames))
@@ -79,7 +79,7 @@ class Sent:
 
     def _encoded(self, frame: Frame) -> bytes:
         data = encode(self._numbers.numbered(frame))
-        self._numbers.go_on(frame)
+        self._numbers.commit(frame)
         return data
 
 
@@ -105,7 +105,7 @@ def capture(
 def _capture_one(model: Any, config: Any, layout: Any, device: Any, change: dict[str, Any]) -> Any:
     gang, engine = open_engine(model, config, layout, device)
     sent = Sent()
-    session = CaptureSession(gang.stage, attempt=0, sink=sent.post)
+    session = StepCapture(gang.stage, attempt=0, sink=sent.post)
     session.attach(gang)
     hello = encode(session.hello())
     heard: list[SetBasis] = []
@@ -114,10 +114,10 @@ def _capture_one(model: Any, config: Any, layout: Any, device: Any, change: dict
         gang.follow()
         assert [same_basis(one, large_basis()) for one in heard] == [True]
         return [hello, *sent.frames()], None, {}
-    leader = ScopeLeader(engine, session, sent.post)
+    leader = CaptureCoordinator(engine, session, sent.post)
     engine.command("large", large_basis())
     leader.set_basis(basis_frame(config.model.hidden_size))
-    wanted = Capture.model_validate(CAPTURE | change)
+    wanted = CaptureSettings.model_validate(CAPTURE | change)
     for request in leader.begin_run(RUN, wanted, requests(), text_of=lambda token: f"<{token}>"):
         engine.submit(request)
     events = observed(engine, leader)
@@ -127,7 +127,7 @@ def _capture_one(model: Any, config: Any, layout: Any, device: Any, change: dict
     return [hello, *sent.frames()], tokens, probes
 
 
-def observed(engine: Any, leader: ScopeLeader) -> list[Event]:
+def observed(engine: Any, leader: CaptureCoordinator) -> list[Event]:
     """Steps until nothing is open, as a server does them."""
     events: list[Event] = []
     while engine.is_busy:
@@ -138,7 +138,7 @@ def observed(engine: Any, leader: ScopeLeader) -> list[Event]:
     return events
 
 
-def probe_all(engine: Any, leader: ScopeLeader, tokens: dict[str, list[int]]) -> dict[str, str]:
+def probe_all(engine: Any, leader: CaptureCoordinator, tokens: dict[str, list[int]]) -> dict[str, str]:
     """One probe for each site, of all rows of all samples; every second row of some rows of attention."""
     ids = [[*request.prompt, *tokens[request.id][:-1]] for request in requests()]
     layers = [0, 1, 2, 3]
@@ -153,7 +153,7 @@ def probe_all(engine: Any, leader: ScopeLeader, tokens: dict[str, list[int]]) ->
     }
     found = {}
     for name, wanted in asked.items():
-        found[name], reading = leader.probe(Probe.model_validate({"ids": ids, **wanted}))
+        found[name], reading = leader.probe(ProbeRequest.model_validate({"ids": ids, **wanted}))
         for request in reading:
             engine.submit(request)
         observed(engine, leader)

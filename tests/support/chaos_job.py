@@ -17,7 +17,7 @@ import httpx
 import yaml
 
 from megatronapp_common.names import Env
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 MEGATRONAPP = [sys.executable, "-m", "megatronapp_common.cli"]
 SHM = pathlib.Path("/dev/shm")
@@ -184,7 +184,7 @@ class ChaosJob:
     def ask_hub(self, path: str) -> Any:
         """An answer of the hub, or None while it does not answer."""
         url = json.loads((self.root / "hub.json").read_text())["url"]
-        token = derive(read_secret(self.root / "secret"), Role.VIEWER)
+        token = derive_token(read_secret(self.root / "secret"), TokenRole.VIEWER)
         with contextlib.suppress(httpx.HTTPError):
             answer = httpx.get(f"{url}{path}", headers={"Authorization": f"Bearer {token}"}, timeout=5, trust_env=False)
             if answer.is_success:

@@ -23,11 +23,11 @@ def write(path: pathlib.Path, config: dict[str, Any], *, prefix: str | None = No
     import torch
 
     from megatronapp_trainer.convert.families import FAMILIES
-    from megatronapp_trainer.convert.huggingface.config_keys import Keys
+    from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
     from megatronapp_trainer.convert.rules import steps
 
     family = FAMILIES[config["model_type"]]
-    shape = family.read(Keys(config, ""))
+    shape = family.read(ConfigKeys(config, ""))
     tensors = {
         name: torch.randn(size)
         for step in steps(family.rules, shape, family.prefixes[0] if prefix is None else prefix)

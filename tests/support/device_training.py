@@ -42,7 +42,7 @@ def train(flags: str) -> dict[str, Any]:
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
     from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)
@@ -57,7 +57,7 @@ def train(flags: str) -> dict[str, Any]:
     trainer = Trainer(
         run,
         build_iterators(config, layout, run.state.consumed_samples),
-        stop_wish=StopWish(),
+        stop_wish=StopRequest(),
         reporter=recorder,  # type: ignore[arg-type]
         checkpoints=manager,
         observer=observer,

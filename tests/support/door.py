@@ -21,8 +21,8 @@ from ports import held_ports
 
 import megatronapp_native
 from megatronapp_common.names import Env
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Kind
-from megatronapp_common.web.tokens import Role, derive, job_secret
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RecordKind
+from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 
 DEADLINE_S = 60.0
 POLL_S = 0.05
@@ -128,9 +128,9 @@ class Door:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False, **how)
 
-    def job_token(self, uid: str, role: Role = Role.VIEWER) -> str:
+    def job_token(self, uid: str, role: TokenRole = TokenRole.VIEWER) -> str:
         """A token of a job."""
-        return derive(job_secret(self.key, uid), role)
+        return derive_token(job_secret(self.key, uid), role)
 
 
 @contextlib.contextmanager
@@ -302,7 +302,7 @@ def hub(job: Job, folder: pathlib.Path, *, port: int, key: str) -> Iterator[None
 
 def viewer(key: str, job: Job) -> str:
     """The viewer's token of a job."""
-    return derive(job_secret(key, job.uid), Role.VIEWER)
+    return derive_token(job_secret(key, job.uid), TokenRole.VIEWER)
 
 
 def _has_steps(client: httpx.Client, url: str) -> bool:
@@ -322,9 +322,9 @@ def rings(folder: pathlib.Path) -> Iterator[None]:
         for writer in writers:
             begin = start_ns + step * 10_000_000
             nothing = (0, 0, NO_COMM)
-            writer.record(begin, 4_000_000, step, *nothing, 0, int(Kind.FORWARD), 0, 0, 0)
-            writer.record(begin + 4_000_000, 5_000_000, step, *nothing, 0, int(Kind.BACKWARD), 0, 0, 0)
-            writer.record(begin, 10_000_000, step, *nothing, NO_MICROBATCH, int(Kind.STEP), 0, 0, 0)
+            writer.record(begin, 4_000_000, step, *nothing, 0, int(RecordKind.FORWARD), 0, 0, 0)
+            writer.record(begin + 4_000_000, 5_000_000, step, *nothing, 0, int(RecordKind.BACKWARD), 0, 0, 0)
+            writer.record(begin, 10_000_000, step, *nothing, NO_MICROBATCH, int(RecordKind.STEP), 0, 0, 0)
     try:
         yield
     finally:

@@ -12,13 +12,13 @@ from plain_gpt import PlainGpt, Shape
 
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import Device, prepare_device
-from megatronapp_trainer.inference.build import build_model, generation_layout, load_weights, open_gang
+from megatronapp_trainer.inference.build import build_model, generation_layout, load_weights, open_worker_group
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import Event, FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.inference.model.sampling import gumbel_noise, noise_keys
-from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.model_runner import RunnerOptions
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -78,10 +78,10 @@ def model_of(config: TrainerConfig, layout: Layout, device: Device, load: pathli
 
 def open_engine(
     model: Any, config: TrainerConfig, layout: Layout, device: Device, **options: Any
-) -> tuple[Gang, Engine | None]:
+) -> tuple[WorkerGroup, Engine | None]:
     """The gang, and on rank 0 its engine."""
     options = {"slots": 4, "capacity": 64, "prefill_chunk": 16} | options
-    gang = open_gang(model, config, layout, device, Options(**options), vocab_size=VOCABULARY)
+    gang = open_worker_group(model, config, layout, device, RunnerOptions(**options), vocab_size=VOCABULARY)
     return gang, Engine(gang) if layout.rank == 0 else None
 
 
@@ -122,7 +122,7 @@ def plain_of(model: Any, config: TrainerConfig) -> PlainGpt:
             eps=shape.norm_epsilon,
             rotary_base=shape.rotary_base if shape.position_embedding_type == "rope" else None,
             rotary_channels=int(shape.head_width * shape.rotary_percent),
-            window=shape.look_back,
+            window=shape.attention_window,
             swiglu=shape.swiglu,
             rms=shape.normalization == "RMSNorm",
         ),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatronapp_trainer.scope.capture import attention_recompute
-from megatronapp_trainer.scope.capture.attention_recompute import Rule
+from megatronapp_trainer.scope.capture.attention_recompute import AttentionRule
 from megatronapp_trainer.scope.capture.reductions import MEASURES, codes
 
 CASES = (
@@ -25,7 +25,7 @@ def check(kernels: Any, sizes: tuple[Any, ...], dtype: torch.dtype, device: torc
     query = (torch.randn((layers, batch, heads, channels), generator=source) * 2).to(device, dtype)
     positions = torch.randint(0, length, (batch,), generator=source).to(device)
     positions[0] = length - 1 if batch == 1 else 0
-    keys, rule = cache[:, :batch, :length], Rule(scale=channels**-0.5, window=window)
+    keys, rule = cache[:, :batch, :length], AttentionRule(scale=channels**-0.5, window=window)
     chances = attention_recompute.probabilities(query[:, :, None], keys, positions[:, None], rule)
     wanted = attention_recompute.head_measures(chances, positions[:, None], rule)
     planes = kernels.head_measures(query, keys, positions, rule)

@@ -20,7 +20,7 @@ import httpx
 import yaml
 from ports import held_ports
 
-from megatronapp_common.processes import end
+from megatronapp_common.processes import terminate
 
 ROOT = pathlib.Path(__file__).parents[2]
 START_S = 120
@@ -169,7 +169,7 @@ def _program(folder: pathlib.Path, command: list[str]) -> Iterator["subprocess.P
         try:
             yield process
         finally:
-            end(process, STOP_S)
+            terminate(process, STOP_S)
 
 
 def _wait_ready(plane: ControlPlane, processes: tuple["subprocess.Popen[bytes]", ...]) -> None:

@@ -61,9 +61,9 @@ if action == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if action == "watch":
     import ctypes
-    from megatronapp_trainer.lost import LossWatch
+    from megatronapp_trainer.parallel.peer_loss import PeerLossListener
     held, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-    with LossWatch(lambda: print("told of a loss", flush=True)):
+    with PeerLossListener(lambda: print("told of a loss", flush=True)):
         mark("watches")
         libc.pthread_mutex_lock(held)
         libc.pthread_mutex_lock(held)  # for ever, as in a collective: no handler of Python's runs
@@ -119,7 +119,7 @@ class Gang:
         self.proc_per_node = proc_per_node
         self.program = program or str(tmp / "rank.py")
         self.arguments = ["--num-layers", "4"]
-        with address.held_port("127.0.0.2") as port:
+        with address.reserved_port("127.0.0.2") as port:
             self.coordinator = f"127.0.0.2:{port}"
         self.workers: list[Worker] = []
 

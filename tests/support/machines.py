@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from megatronapp_common.names import LABEL_JOB
-from megatronapp_operator.backends.kubernetes.client.api import PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.client.api import PODS, KubernetesApi, Object
 
 NOT_OURS = 404, 409
 
@@ -15,7 +15,7 @@ NOT_OURS = 404, 409
 class Machines:
     """Machines with room for every pod. `api` has all rights; `namespace` is theirs alone."""
 
-    api: Api
+    api: KubernetesApi
     namespace: str
     client: Any
     """An httpx.AsyncClient of the same server, for what the operator's client cannot do: binding, status."""

@@ -10,20 +10,20 @@ import httpx
 import kube
 from machines import Machines
 
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, Api, Object, connect
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, KubernetesApi, Object, connect
 from megatronapp_operator.backends.kubernetes.client.errors import (
-    AgainError,
     ApiError,
     ConflictError,
+    RetryReconcileError,
     ThrottledError,
     UnavailableError,
 )
 from megatronapp_operator.backends.kubernetes.executor import Executor
-from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.render.settings import RenderSettings
-from megatronapp_operator.backends.kubernetes.store import Key, Store
+from megatronapp_operator.backends.kubernetes.store import Key, ObjectStore
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import Progress
 
@@ -33,7 +33,7 @@ SETTINGS = RenderSettings(
     analyzer_image="megatronapp/analyzer:test",
     operator_namespace="megatronapp",
     operator_labels={"app.kubernetes.io/component": "operator"},
-    door_labels={"app.kubernetes.io/component": "door"},
+    gateway_labels={"app.kubernetes.io/component": "door"},
 )
 MAX_ROUNDS = 200
 
@@ -53,7 +53,7 @@ def refuse(kind: str) -> None:
             raise UnavailableError("the server fails", status=500)
 
 
-class CutApi(Api):
+class CutApi(KubernetesApi):
     """Counts requests; `cut_at(number)` may say "before" or "after": the operator ends
     before or after that request; or "lost": the answer does not come."""
 
@@ -104,7 +104,7 @@ class Play:
     installation: str = "megatronapp/megatronapp-operator"
     keys: KeyRing = dataclasses.field(default_factory=lambda: KeyRing([KEY]))
     skipped_s: float = 0.0
-    store: Store = dataclasses.field(init=False)
+    store: ObjectStore = dataclasses.field(init=False)
     reconciler: Reconciler = dataclasses.field(init=False)
     lives: int = 0
     due: dict[Key, float] = dataclasses.field(default_factory=dict)
@@ -117,7 +117,7 @@ class Play:
         """A new operator process: it remembers nothing and lists everything."""
         self.lives += 1
         self.api.dead = False
-        self.store, self.due = Store(), {}
+        self.store, self.due = ObjectStore(), {}
         executor = Executor(self.api, self.store, keys=self.keys, identity=f"life-{self.lives}")
         self.reconciler = Reconciler(
             self.api,
@@ -132,9 +132,9 @@ class Play:
 
     async def look(self) -> None:
         """What the watches would bring."""
-        jobs = await Api.list_objects(self.machines.api, JOBS, self.namespace)
+        jobs = await KubernetesApi.list_objects(self.machines.api, JOBS, self.namespace)
         self.store.replace_jobs(jobs.items, int(jobs.resource_version))
-        pods = await Api.list_objects(self.machines.api, PODS, self.namespace)
+        pods = await KubernetesApi.list_objects(self.machines.api, PODS, self.namespace)
         self.store.replace_pods(map(read_pod, pods.items), int(pods.resource_version))
 
     async def reconcile(self) -> bool:
@@ -145,7 +145,11 @@ class Play:
                 wake_at = await self.reconciler.reconcile(key)
                 again |= wake_at is not None and wake_at <= self.now()
                 self.due[key] = float("inf") if wake_at is None else wake_at
-            except (AgainError, ApiError, Cut):  # of requests beside each other another one may have failed first
+            except (
+                RetryReconcileError,
+                ApiError,
+                Cut,
+            ):  # of requests beside each other another one may have failed first
                 again = True
             if self.api.dead:
                 await self.begin()
@@ -173,7 +177,7 @@ class Play:
         memory = self.reconciler.memory((self.namespace, name))
         assert memory is not None
         page = Progress(attempt=memory.status.attempt, **({"iteration": 1} | progress))
-        memory.told = Told(progress=page)
+        memory.poll_result = PollResult(progress=page)
 
     async def job(self, name: str = "job") -> Object:
         """A job as it stands."""

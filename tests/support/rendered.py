@@ -8,7 +8,7 @@ from typing import Any
 from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.job.api.cluster import PodMetadata
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.render import Attempt, Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.render import AttemptSettings, JobOwner, RenderSettings
 
 Object = dict[str, Any]
 UID = "4f7d2c1e-9a53-4b0e-8f37-2a6f0c1d5e88"
@@ -17,7 +17,7 @@ SETTINGS = RenderSettings(
     analyzer_image="registry.example/analyzer:1",
     operator_namespace="megatron-system",
     operator_labels={"app.kubernetes.io/component": "operator"},
-    door_labels={"app.kubernetes.io/component": "door"},
+    gateway_labels={"app.kubernetes.io/component": "door"},
     prometheus_namespace="monitoring",
     prometheus_labels={"app.kubernetes.io/name": "prometheus"},
     node_access=True,
@@ -207,15 +207,15 @@ def with_template(job: MegatronJob, spec: Object, metadata: Object | None = None
     return job.model_copy(update={"spec": job.spec.model_copy(update={"pod_template": template})})
 
 
-def owner_of(job: MegatronJob, uid: str = UID) -> Owner:
-    return Owner(namespace=job.metadata.namespace, name=job.metadata.name, uid=uid)
+def owner_of(job: MegatronJob, uid: str = UID) -> JobOwner:
+    return JobOwner(namespace=job.metadata.namespace, name=job.metadata.name, uid=uid)
 
 
 def make_worker(
     job: MegatronJob, index: int = 0, *, attempt: int = 0, excluded: tuple[str, ...] = (), **settings: Any
 ) -> Object:
     """The pod of a worker."""
-    life = Attempt(number=attempt, excluded_nodes=excluded)
+    life = AttemptSettings(number=attempt, excluded_nodes=excluded)
     return render.worker_pod(job, owner_of(job), life, index, with_settings(**settings))
 
 

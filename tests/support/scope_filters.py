@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from megatronapp_common.filters.reducers import NAMED, Reducer
-from megatronapp_common.filters.shard_plan import compile_plan, run
+from megatronapp_common.filters.shard_plan import compile_reduction_plan, run
 
 CONSTANTS = ["0", "1", "-1", "2", "0.5", "3.", ".25", "1e1"]
 CUTS = ["", "[:4]", "[1:5]", "[..., ::2]", "[:, :, -3:]"]
@@ -65,7 +65,7 @@ def exact_data(seed: int, *shape: int) -> npt.NDArray[np.float32]:
 
 def unsharded(reducer: Reducer, data: npt.NDArray[Any], pixels: int, *, dtype: Any = np.float32) -> npt.NDArray[Any]:
     """The numpy reference of the whole vector: [..., pixels, values]."""
-    plan = compile_plan(reducer, width=data.shape[-1], pixels=pixels)
+    plan = compile_reduction_plan(reducer, width=data.shape[-1], pixels=pixels)
     return run(plan.program(0), data, dtype=dtype)
 
 

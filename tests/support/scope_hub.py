@@ -16,16 +16,16 @@ import scope_session
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.http.app import create_app
-from megatronapp_analyzer.hub.http.server import server_of
-from megatronapp_analyzer.hub.http.sockets import listening
+from megatronapp_analyzer.hub.http.server import build_server
+from megatronapp_analyzer.hub.http.sockets import open_sockets
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.session_player import Player, settings_of
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.delivery.session_player import SessionPlayer, settings_of
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_common.frames import Frame
-from megatronapp_common.web.tokens import Role, derive, job_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 
 DEADLINE_S = 30
 
@@ -40,7 +40,7 @@ class ScopeHub:
 
     def take(self, rank: int, frame: Frame) -> None:
         """As an agent would."""
-        self.loop.call_soon_threadsafe(self.hub.scope.desk.take, 0, rank, frame)
+        self.loop.call_soon_threadsafe(self.hub.scope.desk.take_frame, 0, rank, frame)
 
 
 def identity_of(job: door.Job) -> JobIdentity:
@@ -53,7 +53,7 @@ def replaying(job: door.Job, file: pathlib.Path, *, port: int, key: str) -> Iter
     session = session_file.load(file)
     hub = Hub(HubSettings(job=identity_of(job), state_dir=None), Detector)
     hub.scope = ScopeService(settings_of(session))
-    for _ in Player(session, hub.scope.desk).steps():
+    for _ in SessionPlayer(session, hub.scope.desk).steps():
         pass
     with serving(hub, job, port=port, key=key) as running:
         yield running
@@ -62,9 +62,9 @@ def replaying(job: door.Job, file: pathlib.Path, *, port: int, key: str) -> Iter
 @contextlib.contextmanager
 def generating(job: door.Job, recording: scope_session.Recording, *, port: int, key: str) -> Iterator[ScopeHub]:
     """A hub with a model that generates the recorded run, whatever it is asked for."""
-    token = derive(job_secret(key, job.uid), Role.SERVE)
+    token = derive_token(job_secret(key, job.uid), TokenRole.SERVE)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording, token)) as rank:
-        client = ServeClient(rank.url, token)
+        client = Rank0Client(rank.url, token)
         hub = Hub(HubSettings(job=identity_of(job), state_dir=None, serve=client), Detector)
         with serving(hub, job, port=port, key=key) as running:
             running.rank_zero = rank
@@ -83,8 +83,8 @@ def generate(running: ScopeHub, recording: scope_session.Recording) -> None:
 def serving(hub: Hub, job: door.Job, *, port: int, key: str) -> Iterator[ScopeHub]:
     """`hub` at the address of the job's hub."""
     loop = asyncio.new_event_loop()
-    with listening(job.address, port) as found:
-        server = server_of(create_app(hub, secret=job_secret(key, job.uid), frontend=None))
+    with open_sockets(job.address, port) as found:
+        server = build_server(create_app(hub, secret=job_secret(key, job.uid), frontend=None))
         work = server.serve(sockets=list(found.sockets))
         thread = threading.Thread(target=lambda: loop.run_until_complete(work), daemon=True)
         thread.start()

@@ -13,7 +13,7 @@ import websockets.asyncio.client
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL
-from megatronapp_common.web.tokens import Role, derive
+from megatronapp_common.web.tokens import TokenRole, derive_token
 
 RUN = scope_session.RUN
 RUNS = "/api/v1/scope/runs"
@@ -24,12 +24,12 @@ def recording() -> scope_session.Recording:
     return scope_session.record(tokens=4)
 
 
-def bearer(hub: Any, role: Role) -> dict[str, str]:
-    return {"Authorization": f"Bearer {derive(hub.secret, role)}"}
+def bearer(hub: Any, role: TokenRole) -> dict[str, str]:
+    return {"Authorization": f"Bearer {derive_token(hub.secret, role)}"}
 
 
 @contextlib.asynccontextmanager
-async def viewer(hub: Any, role: Role = Role.VIEWER, **how: Any) -> AsyncIterator[Any]:
+async def viewer(hub: Any, role: TokenRole = TokenRole.VIEWER, **how: Any) -> AsyncIterator[Any]:
     url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
     headers = bearer(hub, role) | how.pop("headers", {})
     how = {"subprotocols": [SUBPROTOCOL], "compression": None} | how
@@ -78,7 +78,7 @@ async def shown(hub: Any, fake_job: Any, until: Any, rank: Any = None) -> AsyncI
             rank.publish = scope_rank_zero.sender(workers[0].connection)
         await play(hub, workers, until=until)
         async with hub.client() as client:
-            client.headers.update(bearer(hub, Role.CONTROLLER))
+            client.headers.update(bearer(hub, TokenRole.CONTROLLER))
             yield client
 
 

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, PlainTextResponse
 
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of
-from megatronapp_common.scope.protocol_requests import Probe
+from megatronapp_common.scope.protocol import Tensor, build_frame
+from megatronapp_common.scope.protocol_requests import ProbeRequest
 
 METRICS = """\
 megatronapp_serve_num_requests_waiting 0.0
@@ -68,7 +68,7 @@ class RankZero:
         self.asked.append((method, path, said))
         if path == "probes":
             probe = f"probe-{len(self.asked)}"
-            self.publish(self.probe(probe, Probe.model_validate(said)))
+            self.publish(self.probe(probe, ProbeRequest.model_validate(said)))
             return JSONResponse({"probe": probe})
         if path == "scores":
             found = scope_session.scores_frame(self.recording, said["ids"], said["candidates"])
@@ -80,7 +80,7 @@ class RankZero:
             return JSONResponse({"run": scope_session.RUN, "position": 0})
         return JSONResponse({})
 
-    def probe(self, name: str, asked: Probe) -> Frame:
+    def probe(self, name: str, asked: ProbeRequest) -> Frame:
         """PART with what was asked for."""
         rows: list[tuple[int, int]] = []
         parts: list[list[Tensor]] = []
@@ -94,7 +94,7 @@ class RankZero:
             for same in zip(*parts, strict=True)
         ]
         header = {"rank": 0, "probe": name, "step": 0, "rows": [[index, row, 1] for index, row in rows], "timeUs": 0}
-        return frame_of(FrameType.SCOPE_PART, header | {"part": 0}, tensors)
+        return build_frame(FrameType.SCOPE_PART, header | {"part": 0}, tensors)
 
     def _sites_of(self, ids: list[int]) -> dict[str, Any]:
         """Numbers of a text that the recorded run begins with; of no other, such as one with holes."""

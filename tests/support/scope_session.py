@@ -19,9 +19,9 @@ from scope_model import Shape, TinyGpt
 
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.probes import pca
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, frame_of
+from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, build_frame
 
 Array = NDArray[Any]
 RUN = "0123456789ab"
@@ -209,7 +209,7 @@ def tokens_frame(recording: Recording, step: int) -> Frame:
     ends = ["length" if step + 1 == len(recording.generated[sample]) else None for sample, _ in rows]
     said = {"ids": ids, "texts": list(map(text_of, ids)), "offsets": places, "finished": ends}
     header = {"run": RUN, "step": step, "rows": [list(row) for row in rows]}
-    return frame_of(FrameType.SCOPE_TOKENS, header | said | {"topTexts": texts_alone(best)}, tensors)
+    return build_frame(FrameType.SCOPE_TOKENS, header | said | {"topTexts": texts_alone(best)}, tensors)
 
 
 def scores_frame(recording: Recording, ids: list[int], candidates: int) -> Frame:
@@ -217,7 +217,7 @@ def scores_frame(recording: Recording, ids: list[int], candidates: int) -> Frame
     logits = recording.sites[recording.prompts.index(ids)]["logits"][: len(ids) - 1].astype(np.float64)
     best, tensors = distributions(logits, ids[1:], candidates)
     header = {"rows": [[0, place] for place in range(len(ids) - 1)], "ids": ids[1:], "topTexts": texts_alone(best)}
-    return frame_of(FrameType.SCOPE_TOKENS, header, tensors)
+    return build_frame(FrameType.SCOPE_TOKENS, header, tensors)
 
 
 def texts_alone(best: Array) -> list[list[str]]:
@@ -296,7 +296,7 @@ class _Part:
         header = {"rank": self.rank, "run": RUN, "step": self.step, "rows": ranges, "timeUs": 0}
         header |= {"part": number, "more": more}
         header |= {"pcaVersion": VERSION} if any(tensor.name == "pca" for tensor in tensors) else {}
-        return frame_of(FrameType.SCOPE_PART, header, tensors)
+        return build_frame(FrameType.SCOPE_PART, header, tensors)
 
     def table(self, name: str, rows: Sequence[tuple[int, int]]) -> Array:
         found = [tables(self.recording, sample) for sample in range(len(self.recording.prompts))]
@@ -355,7 +355,7 @@ class _Part:
 
 
 @functools.lru_cache(maxsize=16)
-def fitted(recording: Recording) -> list[pca.Basis]:
+def fitted(recording: Recording) -> list[pca.PcaBasis]:
     """The basis of the first prompt."""
     residual = recording.sites[0]["residual"][: len(recording.prompts[0])]
     return [pca.fit(residual[:, layer]) for layer in range(recording.shape.layers)]
@@ -395,14 +395,14 @@ def pca_frame(recording: Recording) -> Frame:
         "sources": [{"run": RUN, "tokens": len(recording.prompts[0])}] * len(bases),
         "rows": [list(row) for row in rows],
     }
-    return frame_of(FrameType.SCOPE_PCA, header, [Tensor("pca", "f32", points.astype("<f4"))])
+    return build_frame(FrameType.SCOPE_PCA, header, [Tensor("pca", "f32", points.astype("<f4"))])
 
 
-def desk_of(recording: Recording, **layout: Any) -> ScopeDesk:
+def desk_of(recording: Recording, **layout: Any) -> ScopeRegistry:
     """A hub's desk that has seen the whole run, and every exact number of it."""
-    desk = ScopeDesk(ScopeSettings(job="tiny"))
+    desk = ScopeRegistry(ScopeSettings(job="tiny"))
     for rank, frame in rank_frames(recording, **layout):
-        desk.take(0, rank, frame)
+        desk.take_frame(0, rank, frame)
         if frame.type == FrameType.SCOPE_TOKENS and frame.header["step"] == 0:
             desk.publish_frame(desk.runs[RUN], pca_frame(recording))
             desk.pca_version = desk.runs[RUN].pca_version = VERSION
@@ -411,7 +411,7 @@ def desk_of(recording: Recording, **layout: Any) -> ScopeDesk:
     return desk
 
 
-def put_values(desk: ScopeDesk, sample: int, sites: dict[str, Array]) -> None:
+def put_values(desk: ScopeRegistry, sample: int, sites: dict[str, Array]) -> None:
     """Every exact number of a sample."""
     values = desk.runs[RUN].values
     for site, found in sites.items():

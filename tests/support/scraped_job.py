@@ -24,13 +24,13 @@ from prometheus_client import CollectorRegistry, start_http_server
 from megatronapp_operator.metrics import JobFacts, OperatorMetrics
 from megatronapp_operator.plan import (
     Backoff,
-    Job,
     JobSpec,
+    JobState,
     Observed,
-    Outcome,
     RunPolicy,
     Status,
     Worker,
+    WorkerOutcome,
     WorkerPhase,
     plan,
 )
@@ -223,7 +223,7 @@ class Jobs:
     def __init__(self, metrics: OperatorMetrics, root: pathlib.Path) -> None:
         self._metrics, self._root = metrics, root
         policy = RunPolicy(max_restarts=1000, backoff=Backoff(initial_s=2, max_s=2))
-        self._restarted = Job(
+        self._restarted = JobState(
             spec=JobSpec(name=RESTARTED, uid="u", workers=1, hub=False, policy=policy), status=Status()
         )
 
@@ -250,11 +250,11 @@ class Jobs:
         status = self._restarted.status
         worker = Worker(index=0, attempt=status.attempt, phase=WorkerPhase.RUNNING, started_at=time.time())
         if status.running_time is not None:
-            failed = Outcome(code=137, reason="RankKilled", message="words", rank=0, signal=9)
+            failed = WorkerOutcome(code=137, reason="RankKilled", message="words", rank=0, signal=9)
             worker = dataclasses.replace(worker, phase=WorkerPhase.FAILED, finished_at=time.time(), outcome=failed)
         workers = (worker,) if status.attempt_time is not None else ()
         made = plan(self._restarted, Observed(secret=True, workers=workers), time.time())
-        self._restarted = Job(spec=self._restarted.spec, status=made.status)
+        self._restarted = JobState(spec=self._restarted.spec, status=made.status)
         self._metrics.observe_job(TEAM, RESTARTED, made.status, now=time.time())
 
 

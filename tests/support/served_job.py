@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import served_model
 
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 DEADLINE_S = 120.0
 
@@ -63,15 +63,15 @@ class Served:
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
 
-    def entry(self, role: Role) -> str:
+    def entry(self, role: TokenRole) -> str:
         """Address of the page that logs somebody of this role in, once."""
         with self.hub(role) as hub:
             code = hub.post("codes").raise_for_status().json()["code"]
             return f"{str(hub.base_url).removesuffix('/api/v1/')}/#code={code}"
 
-    def hub(self, role: Role = Role.CONTROLLER) -> httpx.Client:
+    def hub(self, role: TokenRole = TokenRole.CONTROLLER) -> httpx.Client:
         """The hub as its page asks it."""
-        key = derive(read_secret(self.folder / "secret"), role)
+        key = derive_token(read_secret(self.folder / "secret"), role)
         url = json.loads((self.folder / "hub.json").read_text())["url"] + "/api/v1"
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)

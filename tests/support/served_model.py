@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from megatronapp_common.web.tokens import Role, derive, new_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 
 DEADLINE_S = 90.0
 VOCABULARY = 300
@@ -64,7 +64,7 @@ class Server:
 
     def client(self, token: str | None = None) -> httpx.Client:
         """With the key, unless another is given."""
-        key = derive(self.secret, Role.SERVE) if token is None else token
+        key = derive_token(self.secret, TokenRole.SERVE) if token is None else token
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False)
 

@@ -8,19 +8,19 @@ from typing import Any
 import httpx
 
 from megatronapp_trainer.inference.engine import Engine
-from megatronapp_trainer.inference.gc_freeze import settle
-from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.inference.gc_freeze import freeze_gc
+from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.serve.app import create_app
 from megatronapp_trainer.serve.rank_main import describe
-from megatronapp_trainer.serve.request_broker import Desk
-from megatronapp_trainer.serve.settings import Command
-from megatronapp_trainer.serve.statistics import Tally
+from megatronapp_trainer.serve.request_broker import RequestBroker
+from megatronapp_trainer.serve.settings import ServeCommand
+from megatronapp_trainer.serve.statistics import ServerStatistics
 
 MOST_OPEN = 8
 
 
 @contextlib.asynccontextmanager
-async def served(gang: Gang, command: Command, config: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def served(gang: WorkerGroup, command: ServeCommand, config: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the API in front of this gang; at the end the other ranks return."""
     model = describe(command, config)
     engine = Engine(
@@ -30,8 +30,8 @@ async def served(gang: Gang, command: Command, config: Any) -> AsyncIterator[htt
         end_tokens=model.end_tokens,
         most_waiting=MOST_OPEN,
     )
-    settle()
-    desk = Desk(most_open=MOST_OPEN, tally=Tally())
+    freeze_gc()
+    desk = RequestBroker(most_open=MOST_OPEN, tally=ServerStatistics())
     app = create_app(desk, secret=None)
     desk.open(engine)
     app.state.model = model

@@ -57,10 +57,10 @@ def trainer_of(run: Any, *, iterators: Any = None, checkpoints: Any = None, repo
     """The `Trainer` of a run, from the sample on where its state is."""
     from megatronapp_trainer.training.build import build_iterators
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     iterators = iterators or build_iterators(run.config, run.layout, run.state.consumed_samples)
-    return Trainer(run, iterators, stop_wish=StopWish(), reporter=reporter, checkpoints=checkpoints)
+    return Trainer(run, iterators, stop_wish=StopRequest(), reporter=reporter, checkpoints=checkpoints)
 
 
 def train(run: Any, *, iterators: Any = None, checkpoints: Any = None) -> Recorder | None:

@@ -14,9 +14,9 @@ from machines import Machines
 from operator_play import KEY
 
 from megatronapp_common.names import LABEL_JOB, STATUS_PORT
-from megatronapp_common.web.tokens import Role, derive, job_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 from megatronapp_operator.backends.kubernetes.client.api import Object, connect
-from megatronapp_trainer.launch.rendezvous.gang_status import Board, Phase
+from megatronapp_trainer.launch.rendezvous.gang_status import GangPhase, GangStatus
 
 ADDRESSES = iter(f"127.{70 + os.getpid() % 50}.{os.getpid() % 251}.{last}" for last in range(1, 255))
 
@@ -27,13 +27,13 @@ class Launcher:
 
     uid: str
     address: str
-    board: Board
+    board: GangStatus
     refused: int = 0
 
     def train(self, attempt: int, iteration: int = 1) -> None:
         """The ranks of an attempt train."""
-        board = Board(attempt)
-        board.phase = Phase.RUNNING
+        board = GangStatus(attempt)
+        board.phase = GangPhase.RUNNING
         board.progress = {"attempt": attempt, "iteration": iteration, "totalIterations": 1000, "state": "training"}
         self.board = board
 
@@ -41,8 +41,8 @@ class Launcher:
 @contextlib.contextmanager
 def launcher(uid: str) -> Iterator[Launcher]:
     """The launcher of a job's worker 0, at an address of its own."""
-    made = Launcher(uid, next(ADDRESSES), Board(0))
-    good = f"Bearer {derive(job_secret(KEY, uid), Role.VIEWER)}"
+    made = Launcher(uid, next(ADDRESSES), GangStatus(0))
+    good = f"Bearer {derive_token(job_secret(KEY, uid), TokenRole.VIEWER)}"
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -180,11 +180,11 @@ def serve(path: str, *, devices: bool) -> None:
     """Import, then fork a handler for each request, for ever."""
 
     from megatronapp_trainer.device import cpu
-    from megatronapp_trainer.utils.silence_megatron import importing_megatron
+    from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 
     if not devices:
         cpu.install()
-    with importing_megatron():
+    with silence_megatron_imports():
         for name in _IMPORTED_LATE:
             importlib.import_module(name)
     if importlib.import_module("torch").cuda.is_initialized():
@@ -210,10 +210,10 @@ def serve(path: str, *, devices: bool) -> None:
 
 def _handle(connection: socket.socket) -> None:
     """Run one request and answer it. The port at which its ranks meet is held until they have ended."""
-    from megatronapp_trainer.launch.config.address import held_port
+    from megatronapp_trainer.launch.config.address import reserved_port
 
     request: Request = _receive(connection)
-    with tempfile.TemporaryDirectory() as directory, held_port("127.0.0.1") as port:
+    with tempfile.TemporaryDirectory() as directory, reserved_port("127.0.0.1") as port:
         pids, pipes = [], []
         for rank in range(request.world):
             environment = _rank_environment(request, rank, port)

@@ -13,7 +13,7 @@ import pytest
 
 from megatronapp_common.cli import GROUP, build_parser, main
 from megatronapp_common.job import load_job
-from megatronapp_common.migration.answer import answers
+from megatronapp_common.migration.answer import find_translations
 from megatronapp_common.migration.commands import COMMANDS
 from megatronapp_common.migration.megatron_flags import unavailable
 from megatronapp_common.migration.names import NAMES
@@ -72,7 +72,7 @@ def check(command: str, parser: argparse.ArgumentParser) -> None:
 
 @pytest.mark.parametrize("printed", listed("commands"))
 def test_a_printed_command_is_answered_with_one_that_passes(printed: str, parser: argparse.ArgumentParser) -> None:
-    found = [answer for answer in answers(printed) if answer.here]
+    found = [answer for answer in find_translations(printed) if answer.here]
     assert found
     assert found[-1].why
     for answer in found:
@@ -82,7 +82,7 @@ def test_a_printed_command_is_answered_with_one_that_passes(printed: str, parser
 
 @pytest.mark.parametrize("printed", listed(LATER))
 def test_what_cannot_be_had_yet_says_so(printed: str) -> None:
-    (answer,) = answers(printed)
+    (answer,) = find_translations(printed)
     assert (answer.here, answer.later) == ((), "BERT and T5")
 
 
@@ -130,16 +130,16 @@ def test_a_flag_that_is_called_the_same_is_taken(flag: str) -> None:
 
 def test_the_broken_lines_of_the_pages_are_understood() -> None:
     text = "python scripts/aggregate.py \\\n    -b . \\ # Equivalent to --benchmark\n    -d # Enable the detection"
-    (answer,) = answers(text)
+    (answer,) = find_translations(text)
     assert answer.here[0].startswith("megatronapp trace export JOB")
     text = (
         "cd datasets\npython ../tools/preprocess_data.py \\\n  --input a.json \\\n  --append-eod\n  --workers $(nproc)"
     )
-    (_, answer) = answers(text)
+    (_, answer) = find_translations(text)
     assert answer.here == ('megatronapp data prepare --input a.json --append-eod --workers "$(nproc)"',)
     flags = "\\\n --trace \\\n --trace-interval 5 \\\n --transformer-impl local"
     text = f'TRACE_FLAGS="{flags}"\nbash ./scripts/DockerUsage_MegaScan.sh'
-    assert [answer.theirs for answer in answers(text)][:4] == [
+    assert [answer.theirs for answer in find_translations(text)][:4] == [
         "TRACE_FLAGS",
         "--trace",
         "--trace-interval",
@@ -150,7 +150,7 @@ def test_the_broken_lines_of_the_pages_are_understood() -> None:
 def test_no_two_entries_answer_one_command() -> None:
     for old in COMMANDS:
         for printed in old.printed.splitlines():
-            assert answers(printed)[-1].why == old.why, printed
+            assert find_translations(printed)[-1].why == old.why, printed
 
 
 def test_what_is_unknown_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +179,7 @@ def test_an_old_subcommand_is_answered_with_its_options(
     typed: str, expected: str | None, parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(shlex.split(typed)) == 2
-    (answer,) = answers(f"megatronapp {typed}")
+    (answer,) = find_translations(f"megatronapp {typed}")
     (command,) = answer.here
     assert expected in (None, command)
     assert f"; write: {command} (" in capsys.readouterr().err

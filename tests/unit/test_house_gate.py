@@ -91,7 +91,7 @@ OFFENCES = {
     "methods": ({MODULE: "class Job:\n" + many(21, EMPTY_METHOD)}, "trainer: loop.Job: 21, at most 20"),
     "circle of modules": (
         {MODULE: "from megatronapp_trainer import build\n", f"{ROOT_PACKAGE}/build.py": "from . import loop\n"},
-        f"{MODULE}:1: megatronapp_trainer.training.loop is in a circle of 2: imports megatronapp_trainer.build (line 1)",
+        f"{MODULE}:1: megatronapp_trainer.loop is in a circle of 2: imports megatronapp_trainer.build (line 1)",
     ),
     "circle under TYPE_CHECKING": (
         {

@@ -6,7 +6,7 @@ Heavy imports wait for the run.
 import argparse
 import pathlib
 
-from megatronapp_common.state import errors_named
+from megatronapp_common.state import raise_state_errors
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -70,7 +70,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     if arguments.first is not None and arguments.last is not None and arguments.last < arguments.first:
         raise ExportError(f"--to is before --from: {arguments.last} comes before {arguments.first}; swap them")
-    with errors_named():
+    with raise_state_errors():
         folder = fetch.job_folder(arguments.job)
         document, source = fetch.trace(folder, arguments.first, arguments.last)
     fetch.write_trace(arguments.output, document)

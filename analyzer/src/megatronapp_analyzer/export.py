@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 
 from megatronapp_analyzer.errors import ExportError
-from megatronapp_analyzer.hub.ingest.curves import Point
+from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.digest import durations_ns
-from megatronapp_analyzer.hub.ingest.ingest import CounterSample, Ingest
+from megatronapp_analyzer.hub.ingest.ingest import CounterSample, TraceIngest
 from megatronapp_analyzer.hub.ingest.message_arrows import match_transfers, peers
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.model import RankRecords
-from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, NO_MICROBATCH, Counter, Flag, Kind
+from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, NO_MICROBATCH, Counter, Flag, RecordKind
 
 Event = dict[str, Any]
 Microseconds = np.ndarray[Any, np.dtype[np.float64]]
 COUNTERS = frozenset(int(counter) for counter in Counter)
 JOB_PID = 1_000_000
 """Process of the curves, far from any worker's index."""
-CATEGORIES: dict[int, str] = {Kind.FAULT: "fault", Kind.STEP: "step"}
-COLOURS: dict[int, str] = {Kind.FAULT: "terrible", Kind.RECV_WAIT: "grey", Kind.SEND_WAIT: "grey"}
+CATEGORIES: dict[int, str] = {RecordKind.FAULT: "fault", RecordKind.STEP: "step"}
+COLOURS: dict[int, str] = {RecordKind.FAULT: "terrible", RecordKind.RECV_WAIT: "grey", RecordKind.SEND_WAIT: "grey"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +38,11 @@ class TraceSource:
     job: str
     rings: Sequence[RankRing]
     steps: Sequence[StoredStep]
-    samples: Sequence[Point] = ()
+    samples: Sequence[CurvePoint] = ()
     counters: Sequence[CounterSample] = ()
 
 
-def source_of(ingest: Ingest, job: str, steps: Sequence[StoredStep]) -> TraceSource:
+def source_of(ingest: TraceIngest, job: str, steps: Sequence[StoredStep]) -> TraceSource:
     """Everything that `ingest` holds about `steps`."""
     attempts = {step.view.attempt for step in steps}
     return TraceSource(

@@ -8,12 +8,12 @@ import httpx
 
 from megatronapp_analyzer import export
 from megatronapp_analyzer.errors import ExportError, HubError
-from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.restore import restore
 from megatronapp_analyzer.hub.ingest.spool import SpoolReader
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common.state import jobs_dir
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 NEWEST_STEPS = 50
 STORED_BYTES = 2 << 30
@@ -51,7 +51,7 @@ def from_hub(folder: pathlib.Path, first: int | None, last: int | None) -> Docum
     """The hub's answer; None if it is gone. Raises HubError if it refuses."""
     try:
         url = json.loads((folder / "hub.json").read_text(encoding="utf-8"))["url"]
-        token = derive(read_secret(folder / "secret"), Role.VIEWER)
+        token = derive_token(read_secret(folder / "secret"), TokenRole.VIEWER)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:
@@ -74,7 +74,7 @@ def from_hub(folder: pathlib.Path, first: int | None, last: int | None) -> Docum
 
 def from_disk(folder: pathlib.Path, first: int | None, last: int | None) -> Document:
     """A trace from the stored records. Raises ExportError if there are none of that range."""
-    ingest = Ingest(StoreLimits(full_steps=1_000_000, full_bytes=STORED_BYTES))
+    ingest = TraceIngest(StoreLimits(full_steps=1_000_000, full_bytes=STORED_BYTES))
     restore(SpoolReader(folder / "hub" / "traces"), ingest, newest_segments=None)
     for attempt in sorted(ingest.attempts):
         ingest.end_attempt(attempt)
@@ -84,7 +84,7 @@ def from_disk(folder: pathlib.Path, first: int | None, last: int | None) -> Docu
     return export.chrome_trace(export.source_of(ingest, folder.name, chosen))
 
 
-def _nothing_stored(ingest: Ingest, first: int | None, last: int | None) -> str:
+def _nothing_stored(ingest: TraceIngest, first: int | None, last: int | None) -> str:
     """Why there is no trace of this range, and of which there is one."""
     held = {step.view.step for step in ingest.store.select(0, None, newest=NEWEST_STEPS)}
     if not held:

@@ -92,7 +92,7 @@ class JobLayout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Comm:
+class Communicator:
     """A communicator as a ring's table gives it. A `p2p` one is directed: members = (source, destination)."""
 
     kind: str
@@ -100,7 +100,7 @@ class Comm:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepView:
+class StepRecords:
     """All records of one step of one attempt.
 
     `records` (RANK_RECORD) holds the spans of every rank that reported, sorted by rank, then start; METRIC and COUNTER
@@ -112,7 +112,7 @@ class StepView:
     attempt: int
     step: int
     records: RankRecords
-    comms: Mapping[int, Mapping[int, Comm]]
+    comms: Mapping[int, Mapping[int, Communicator]]
     boot_ids: Mapping[int, str] = dataclasses.field(default_factory=dict)
     real_time_s: float = 0.0
     """Seconds since the epoch at which the step ended, for `since` and `until` of a verdict."""
@@ -130,7 +130,7 @@ class StepView:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OpenSpan:
+class CurrentSpan:
     """The span a rank is inside of, from its ring's header. `kind` is a `trace.Kind`."""
 
     kind: int
@@ -148,7 +148,7 @@ class RankLiveness:
     closed: bool
     heartbeat_ns: int
     now_ns: int
-    open_span: OpenSpan | None
+    open_span: CurrentSpan | None
     process_state: str | None = None
     """Letter of /proc/PID/stat where the agent can see it: `T` means stopped, `D` waiting for a device."""
     attempt: int | None = None
@@ -175,7 +175,7 @@ class Cause(enum.StrEnum):
     UNDETERMINED = "undetermined"
 
 
-class State(enum.StrEnum):
+class VerdictState(enum.StrEnum):
     """Life of a verdict."""
 
     SUSPECT = "suspect"
@@ -185,7 +185,7 @@ class State(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
+class VerdictSubject:
     """Who is slow. A link has ranks (source, destination)."""
 
     type: SubjectType
@@ -199,7 +199,7 @@ class Subject:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class When:
+class JobMoment:
     """A moment of the job: attempt, step and real time in seconds since the epoch."""
 
     attempt: int
@@ -216,9 +216,9 @@ class Verdict:
     """One finding, with a stable `id` over its whole life."""
 
     id: str
-    subject: Subject
+    subject: VerdictSubject
     cause: Cause
-    state: State
+    state: VerdictState
     seconds_per_step: float
     """Seconds that each step would be shorter without it (what-if replay)."""
     slowdown: float
@@ -227,8 +227,8 @@ class Verdict:
     """Between 0 and 1."""
     evidence_steps: tuple[int, ...]
     evidence_text: tuple[str, ...]
-    since: When
-    until: When | None = None
+    since: JobMoment
+    until: JobMoment | None = None
     sentence: str = ""
 
     def to_json(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import shtab
 
 from megatronapp_common.command_parser import JOB_NAMES, CommandParser, RootParser
-from megatronapp_common.text.terminal import plain
+from megatronapp_common.text.terminal import replace_control_characters
 
 GROUP = "megatronapp.commands"
 PROG = "megatronapp"
@@ -47,7 +47,7 @@ examples:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Distribution:
     """A distribution that brings subcommands. Its names stand here to answer for it where it is not installed."""
 
     title: str
@@ -56,14 +56,14 @@ class Part:
 
 
 PARTS = {
-    "jobs": Part(
+    "jobs": Distribution(
         "jobs",
         "megatronapp-operator",
         ("run", "serve", "validate", "get", "describe", "logs", "wait", "delete", "inject", "ui"),
     ),
-    "data": Part("data", "megatronapp-trainer", ("data",)),
-    "checkpoint": Part("checkpoints", "megatronapp-trainer", ("checkpoint",)),
-    "trace": Part("traces and MegaScope", "megatronapp-analyzer", ("trace", "scope")),
+    "data": Distribution("data", "megatronapp-trainer", ("data",)),
+    "checkpoint": Distribution("checkpoints", "megatronapp-trainer", ("checkpoint",)),
+    "trace": Distribution("traces and MegaScope", "megatronapp-analyzer", ("trace", "scope")),
 }
 
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not is_ours(error):
             raise
         for line in str(error).splitlines():
-            print(f"error: {plain(line)}", file=sys.stderr)
+            print(f"error: {replace_control_characters(line)}", file=sys.stderr)
         return FAILURE_EXIT_CODE
 
 
@@ -121,7 +121,7 @@ def _version() -> str:
 
 def _add_part(parser: RootParser, name: str, point: importlib.metadata.EntryPoint | None) -> None:
     """Add a part's subcommands, or the reason why they are missing."""
-    part = PARTS.get(name, Part(name, name, ()))
+    part = PARTS.get(name, Distribution(name, name, ()))
     if point is None:
         parser.add_absent(part.commands, f"{part.distribution} is not installed; pip install {part.distribution}")
         return

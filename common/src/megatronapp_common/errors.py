@@ -32,7 +32,7 @@ class FrameError(CommonError):
     """Bytes that are not a frame of the wire protocol."""
 
 
-class PageError(CommonError):
+class DocumentError(CommonError):
     """A shared-memory page that cannot be created, read or written."""
 
 
@@ -40,7 +40,7 @@ class StateError(CommonError):
     """The folder with the state of this user's jobs cannot be read or written."""
 
 
-class ExpressionError(CommonError):
+class FilterError(CommonError):
     """A vector filter that cannot be understood, or not be computed on the vector at hand."""
 
     def __init__(self, column: int, sentence: str) -> None:
@@ -50,9 +50,9 @@ class ExpressionError(CommonError):
         self.sentence = sentence
 
 
-class PlanError(CommonError):
+class ReductionPlanError(CommonError):
     """A state that cannot be cut into the pixels, or over the shards, that were asked for."""
 
 
-class CodeError(CommonError):
+class TensorCodeError(CommonError):
     """Numbers that a frame cannot carry so, or bytes that are not numbers of the code they claim."""

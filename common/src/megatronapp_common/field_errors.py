@@ -44,7 +44,7 @@ _WORDS = {
 
 def describe(errors: Sequence[Mapping[str, Any]], *, tags: Collection[str] = ()) -> str:
     """All errors in one line, each after the place of its field. `tags`: names of union members, left out of places."""
-    parts = [f"{place_of(error, tags=tags) or 'the body'}: {_words(error)}" for error in errors[:MOST]]
+    parts = [f"{place_of(error, tags=tags) or 'the body'}: {_describe_error(error)}" for error in errors[:MOST]]
     return "; ".join(dict.fromkeys(parts)) + (f"; and {len(errors) - MOST} more" if len(errors) > MOST else "")
 
 
@@ -57,7 +57,7 @@ def place_of(error: Mapping[str, Any], *, tags: Collection[str] = ()) -> str:
     return ".".join(str(part) for part in inner if part not in tags)
 
 
-def _words(error: Mapping[str, Any]) -> str:
+def _describe_error(error: Mapping[str, Any]) -> str:
     words = _WORDS.get(error["type"])
     if words is None:
         return str(error["msg"])

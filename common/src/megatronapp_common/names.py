@@ -25,7 +25,7 @@ SERVE_PORT = 8000
 """Where worker 0 answers requests to a served model on a cluster."""
 HUB_PORT = 8080
 OPERATOR_PORT = 8081
-DOOR_PORT = 8080
+GATEWAY_PORT = 8080
 
 UNSAVED_STOP = "as asked, without a checkpoint (no --save)"
 """Part of the last words of a rank that was asked to stop and has nowhere to save."""

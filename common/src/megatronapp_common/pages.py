@@ -13,7 +13,7 @@ import struct
 import zlib
 from typing import Any
 
-from megatronapp_common.errors import PageError
+from megatronapp_common.errors import DocumentError
 
 PAGE_BYTES = 16384
 _HEAD = struct.Struct("<QII")  # sequence number, length, crc32
@@ -22,7 +22,7 @@ PAGE_ROOM = PAGE_BYTES - _HEAD.size
 """Bytes of JSON that fit."""
 
 
-class PageWriter:
+class DocumentWriter:
     """Creates the file (mode 0640), or takes over a dead writer's. Raises PageError if there is no room.
 
     A file that is there is never cut: a reader that has mapped it would die of SIGBUS. Its document stays until the
@@ -39,7 +39,7 @@ class PageWriter:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise PageError(f"{path}: cannot create a page of {PAGE_BYTES} bytes: {error}") from error
+            raise DocumentError(f"{path}: cannot create a page of {PAGE_BYTES} bytes: {error}") from error
         left: int = _SEQUENCE.unpack_from(self._map, 0)[0]
         self._sequence = left + left % 2  # odd: its writer died within a write
 
@@ -47,7 +47,7 @@ class PageWriter:
         """Replace the document. Raises PageError if its JSON passes the page."""
         data = json.dumps(document, separators=(",", ":")).encode()
         if len(data) > PAGE_ROOM:
-            raise PageError(f"{self._path}: document of {len(data)} bytes does not fit into {PAGE_ROOM}")
+            raise DocumentError(f"{self._path}: document of {len(data)} bytes does not fit into {PAGE_ROOM}")
         _SEQUENCE.pack_into(self._map, 0, self._sequence + 1)
         self._map[_HEAD.size : _HEAD.size + len(data)] = data
         _HEAD.pack_into(self._map, 0, self._sequence + 1, len(data), zlib.crc32(data))
@@ -62,7 +62,7 @@ class PageWriter:
                 self._path.unlink()
 
 
-class PageReader:
+class DocumentReader:
     """Reads a page that may appear later, be replaced, or vanish."""
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -106,5 +106,5 @@ class PageReader:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise PageError(f"{self._path}: cannot map the page: {error}") from error
+            raise DocumentError(f"{self._path}: cannot map the page: {error}") from error
         return True

@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 
 
-def is_held(path: pathlib.Path) -> bool:
+def is_locked(path: pathlib.Path) -> bool:
     """True if a process holds an exclusive lock (flock) on the file, False if there is no such file.
 
     A shared lock is taken for a moment. The file is opened for reading only, so that nothing has to be writable.
@@ -24,7 +24,7 @@ def is_held(path: pathlib.Path) -> bool:
     return False
 
 
-def end(process: "subprocess.Popen[bytes] | subprocess.Popen[str]", patience_s: float) -> None:
+def terminate(process: "subprocess.Popen[bytes] | subprocess.Popen[str]", patience_s: float) -> None:
     """End a child process: SIGTERM, and SIGKILL where that does not help in time."""
     process.terminate()
     try:

@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class SharedMemorySpace:
     """Size of a file system and what is left of it."""
 
     path: str

@@ -19,7 +19,7 @@ def jobs_dir() -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def errors_named() -> Iterator[None]:
+def raise_state_errors() -> Iterator[None]:
     """Raise StateError in place of an OSError about the state folder, what lies in it, or a folder above it."""
     try:
         yield
@@ -39,11 +39,11 @@ def _sentence(error: OSError) -> str:
     if error.errno in FULL:
         hint = "free some space"
     elif error.errno in NOT_A_FOLDER:
-        path, hint = _obstacle(path), "remove the file"
+        path, hint = _first_non_directory(path), "remove the file"
     reason = error.strerror or str(error)
     return f"{path}: cannot keep the state of jobs here: {reason}; {hint}, or set XDG_STATE_HOME to another folder"
 
 
-def _obstacle(path: pathlib.Path) -> pathlib.Path:
+def _first_non_directory(path: pathlib.Path) -> pathlib.Path:
     """The part of a path that exists and is no folder."""
     return next((part for part in [*reversed(path.parents), path] if part.exists() and not part.is_dir()), path)

@@ -38,7 +38,7 @@ RECORD = np.dtype(
 )
 
 
-class Kind(enum.IntEnum):
+class RecordKind(enum.IntEnum):
     """What a record describes. Numbers are part of the wire format: never reuse one."""
 
     STEP = 1
@@ -127,16 +127,16 @@ class Counter(enum.IntEnum):
     GPU_MEMORY_USED_MIB = 21
 
 
-COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER})
-P2P_KINDS = frozenset({Kind.SEND_POST, Kind.SEND_WAIT, Kind.RECV_POST, Kind.RECV_WAIT})
+COMPUTE_KINDS = frozenset({RecordKind.FORWARD, RecordKind.BACKWARD, RecordKind.OPTIMIZER})
+P2P_KINDS = frozenset({RecordKind.SEND_POST, RecordKind.SEND_WAIT, RecordKind.RECV_POST, RecordKind.RECV_WAIT})
 COLLECTIVE_KINDS = frozenset(
     {
-        Kind.GRAD_REDUCE,
-        Kind.PARAM_GATHER,
-        Kind.EMBED_REDUCE,
-        Kind.GRAD_NORM,
-        Kind.LOSS_REDUCE,
-        Kind.TP_REDUCE,
-        Kind.TP_GATHER,
+        RecordKind.GRAD_REDUCE,
+        RecordKind.PARAM_GATHER,
+        RecordKind.EMBED_REDUCE,
+        RecordKind.GRAD_NORM,
+        RecordKind.LOSS_REDUCE,
+        RecordKind.TP_REDUCE,
+        RecordKind.TP_GATHER,
     }
 )

@@ -1,6 +1,6 @@
 /** Thin client of a hub, directly or behind a door: same origin, cookie, JSON. Every failure is an ApiError that says what to do. */
 import type {
-  DoorJob,
+  GatewayJob,
   Fault,
   FaultRequest,
   Heatmap,
@@ -94,7 +94,7 @@ export class ApiClient {
   traceAddress = (step: number): string => withQuery(`${this.root}trace`, { from: step, to: step });
 
   jobs = (signal?: AbortSignal): Promise<JobEntry[]> => this.get("jobs", {}, signal);
-  doorJobs = (signal?: AbortSignal): Promise<DoorJob[]> => this.get("jobs", {}, signal);
+  doorJobs = (signal?: AbortSignal): Promise<GatewayJob[]> => this.get("jobs", {}, signal);
   job = (signal?: AbortSignal): Promise<JobView> => this.get("job", {}, signal);
   verdicts = (signal?: AbortSignal): Promise<Verdict[]> => this.get("verdicts", {}, signal);
 

@@ -216,10 +216,10 @@ export interface paths {
             cookie?: never;
         };
         /**
-         * Look
+         * Read Scope
          * @description What the hub tells at `/api/v1/scope/{path}`, with the same query: runs, tiles, exact numbers, sessions.
          */
-        get: operations["look_api_v1_jobs__namespace___name__scope__path__get"];
+        get: operations["read_scope_api_v1_jobs__namespace___name__scope__path__get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -333,10 +333,10 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
-         * DoorJob
+         * GatewayJob
          * @description One line of the list of jobs; what is below it stands at `/api/v1/jobs/{namespace}/{name}/`.
          */
-        DoorJob: {
+        GatewayJob: {
             /**
              * Createdat
              * @description RFC 3339.
@@ -379,6 +379,14 @@ export interface components {
             status: "ok";
         };
         /**
+         * LoginTicket
+         * @description Opens the pages once, within five minutes, at `/#code=TICKET`, with the rights of who asked for it.
+         */
+        LoginTicket: {
+            /** Ticket */
+            ticket: string;
+        };
+        /**
          * Problem
          * @description Body of every answer that is not a success.
          */
@@ -389,14 +397,6 @@ export interface components {
             hint: string;
             /** Message */
             message: string;
-        };
-        /**
-         * Ticket
-         * @description Opens the pages once, within five minutes, at `/#code=TICKET`, with the rights of who asked for it.
-         */
-        Ticket: {
-            /** Ticket */
-            ticket: string;
         };
     };
     responses: never;
@@ -422,7 +422,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["DoorJob"][];
+                    "application/json": components["schemas"]["GatewayJob"][];
                 };
             };
             /** @description Bad Request */
@@ -517,7 +517,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["DoorJob"];
+                    "application/json": components["schemas"]["GatewayJob"];
                 };
             };
             /** @description Bad Request */
@@ -1983,7 +1983,7 @@ export interface operations {
             };
         };
     };
-    look_api_v1_jobs__namespace___name__scope__path__get: {
+    read_scope_api_v1_jobs__namespace___name__scope__path__get: {
         parameters: {
             query?: never;
             header?: {
@@ -2388,7 +2388,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Ticket"];
+                    "application/json": components["schemas"]["LoginTicket"];
                 };
             };
             /** @description Bad Request */

@@ -599,6 +599,16 @@ export interface components {
             who: string;
         };
         /**
+         * AnswerPending
+         * @description The model is asked; ask again after so many milliseconds.
+         */
+        AnswerPending: {
+            /** Probe */
+            probe: string;
+            /** Retryms */
+            retryMs: number;
+        };
+        /**
          * Candidate
          * @description A token that could have come; its text alone, if rank 0 has texts.
          */
@@ -611,10 +621,17 @@ export interface components {
             text: string | null;
         };
         /**
-         * Capture
+         * CaptureChange
+         * @description Another capture, from the next step on.
+         */
+        CaptureChange: {
+            capture: components["schemas"]["CaptureSettings"];
+        };
+        /**
+         * CaptureSettings
          * @description What is sent of a run.
          */
-        Capture: {
+        CaptureSettings: {
             /**
              * Candidates
              * @default 20
@@ -626,19 +643,19 @@ export interface components {
              *       "qkv": "data.mean(dim=-1)"
              *     }
              */
-            expression: components["schemas"]["Expressions"];
+            expression: components["schemas"]["PixelFilters"];
             /**
              * Pinned
              * @default []
              */
-            pinned: components["schemas"]["Head"][];
+            pinned: components["schemas"]["HeadRef"][];
             /**
              * @default {
              *       "mlp": 64,
              *       "qkv": 96
              *     }
              */
-            pixels: components["schemas"]["Pixels"];
+            pixels: components["schemas"]["PixelCounts"];
             /**
              * Preset
              * @default default
@@ -661,14 +678,7 @@ export interface components {
              *       "qkv": true
              *     }
              */
-            states: components["schemas"]["States"];
-        };
-        /**
-         * CaptureChange
-         * @description Another capture, from the next step on.
-         */
-        CaptureChange: {
-            capture: components["schemas"]["Capture"];
+            states: components["schemas"]["StateSelection"];
         };
         /**
          * Code
@@ -677,16 +687,6 @@ export interface components {
         Code: {
             /** Code */
             code: string;
-        };
-        /**
-         * Coming
-         * @description The model is asked; ask again after so many milliseconds.
-         */
-        Coming: {
-            /** Probe */
-            probe: string;
-            /** Retryms */
-            retryMs: number;
         };
         /**
          * Effect
@@ -710,22 +710,6 @@ export interface components {
             steps: number[];
             /** Text */
             text: string[];
-        };
-        /**
-         * Expressions
-         * @description How a vector becomes one pixel.
-         */
-        Expressions: {
-            /**
-             * Mlp
-             * @default data.mean(dim=-1)
-             */
-            mlp: string;
-            /**
-             * Qkv
-             * @default data.mean(dim=-1)
-             */
-            qkv: string;
         };
         /**
          * Fault
@@ -772,14 +756,6 @@ export interface components {
             steps: number;
         };
         /**
-         * Fitted
-         * @description The axes are there.
-         */
-        Fitted: {
-            /** Version */
-            version: number;
-        };
-        /**
          * GeneratedToken
          * @description A token that came out of the row before its position.
          */
@@ -798,10 +774,10 @@ export interface components {
             text: string | null;
         };
         /**
-         * Head
+         * HeadRef
          * @description One head of one layer.
          */
-        Head: {
+        HeadRef: {
             /** Head */
             head: number;
             /** Layer */
@@ -1042,6 +1018,14 @@ export interface components {
             step: number;
         };
         /**
+         * PcaFitted
+         * @description The axes are there.
+         */
+        PcaFitted: {
+            /** Version */
+            version: number;
+        };
+        /**
          * PcaRequest
          * @description New axes of some layers.
          */
@@ -1056,10 +1040,10 @@ export interface components {
             refit: true;
         };
         /**
-         * Pixels
+         * PixelCounts
          * @description Numbers that stand for the vectors of one row and layer.
          */
-        Pixels: {
+        PixelCounts: {
             /**
              * Mlp
              * @default 64
@@ -1070,6 +1054,22 @@ export interface components {
              * @default 96
              */
             qkv: number;
+        };
+        /**
+         * PixelFilters
+         * @description How a vector becomes one pixel.
+         */
+        PixelFilters: {
+            /**
+             * Mlp
+             * @default data.mean(dim=-1)
+             */
+            mlp: string;
+            /**
+             * Qkv
+             * @default data.mean(dim=-1)
+             */
+            qkv: string;
         };
         /**
          * Problem
@@ -1161,6 +1161,16 @@ export interface components {
             worker: number;
         };
         /**
+         * RunAccepted
+         * @description A run that waits for its turn.
+         */
+        RunAccepted: {
+            /** Position */
+            position: number | null;
+            /** Run */
+            run: string;
+        };
+        /**
          * RunDetail
          * @description Header of SCOPE_RUN, and all tokens that were generated, for each prompt.
          */
@@ -1237,7 +1247,7 @@ export interface components {
              *       }
              *     }
              */
-            capture: components["schemas"]["Capture"];
+            capture: components["schemas"]["CaptureSettings"];
             /** Prompts */
             prompts: string[];
             /**
@@ -1248,7 +1258,7 @@ export interface components {
              *       "topP": 1
              *     }
              */
-            sampling: components["schemas"]["Sampling"];
+            sampling: components["schemas"]["SamplingSettings"];
             /**
              * Tokens
              * @default 32
@@ -1280,10 +1290,10 @@ export interface components {
             tokensPerSecond: number | null;
         };
         /**
-         * Sampling
+         * SamplingSettings
          * @description How tokens are chosen.
          */
-        Sampling: {
+        SamplingSettings: {
             /** Seed */
             seed?: number | null;
             /**
@@ -1415,10 +1425,10 @@ export interface components {
             values: (number | null)[];
         };
         /**
-         * Served
+         * ServerStatus
          * @description The server of the model.
          */
-        Served: {
+        ServerStatus: {
             /** Address */
             address: string;
             /** Ended */
@@ -1450,20 +1460,10 @@ export interface components {
             worker: number;
         };
         /**
-         * Started
-         * @description A run that waits for its turn.
-         */
-        Started: {
-            /** Position */
-            position: number | null;
-            /** Run */
-            run: string;
-        };
-        /**
-         * States
+         * StateSelection
          * @description What of the model is looked at.
          */
-        States: {
+        StateSelection: {
             /**
              * Attention
              * @default true
@@ -2298,7 +2298,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Started"];
+                    "application/json": components["schemas"]["RunAccepted"];
                 };
             };
             /** @description Bad Request */
@@ -2684,7 +2684,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Coming"];
+                    "application/json": components["schemas"]["AnswerPending"];
                 };
             };
             /** @description as it was */
@@ -2793,7 +2793,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Coming"];
+                    "application/json": components["schemas"]["AnswerPending"];
                 };
             };
             /** @description as it was */
@@ -2889,7 +2889,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Fitted"];
+                    "application/json": components["schemas"]["PcaFitted"];
                 };
             };
             /** @description Accepted */
@@ -2898,7 +2898,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Coming"];
+                    "application/json": components["schemas"]["AnswerPending"];
                 };
             };
             /** @description Bad Request */
@@ -3021,7 +3021,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Coming"];
+                    "application/json": components["schemas"]["AnswerPending"];
                 };
             };
             /** @description Unauthorized */
@@ -3117,7 +3117,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Coming"];
+                    "application/json": components["schemas"]["AnswerPending"];
                 };
             };
             /** @description Unauthorized */
@@ -3279,7 +3279,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Coming"];
+                    "application/json": components["schemas"]["AnswerPending"];
                 };
             };
             /** @description Unauthorized */
@@ -3362,7 +3362,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Served"];
+                    "application/json": components["schemas"]["ServerStatus"];
                 };
             };
             /** @description Unauthorized */

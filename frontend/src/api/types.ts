@@ -4,7 +4,7 @@ import type { components } from "./schema";
 
 export type Schemas = components["schemas"];
 
-export type DoorJob = DoorComponents["schemas"]["DoorJob"];
+export type GatewayJob = DoorComponents["schemas"]["GatewayJob"];
 export type Fault = Schemas["Fault"];
 export type FaultRequest = Schemas["FaultRequest"];
 export type Heatmap = Schemas["Heatmap"];

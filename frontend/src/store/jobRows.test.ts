@@ -1,9 +1,9 @@
 import { describe, expect, it } from "vitest";
-import type { DoorJob, JobEntry } from "../api/types";
+import type { GatewayJob, JobEntry } from "../api/types";
 import { ordered, rowOfDoor, rowOfHub } from "./jobRows";
 import { formatSelection, NOTHING } from "./selection";
 
-const plain: DoorJob = {
+const plain: GatewayJob = {
   namespace: "team",
   name: "demo",
   uid: "u",
@@ -37,7 +37,7 @@ describe("jobs in a list", () => {
   });
 
   it("says what is wrong, hangs first", () => {
-    const findingOf = (more: Partial<DoorJob>): string | null => rowOfDoor({ ...plain, ...more }).finding;
+    const findingOf = (more: Partial<GatewayJob>): string | null => rowOfDoor({ ...plain, ...more }).finding;
     expect(findingOf({})).toBeNull();
     expect(findingOf({ findings: ["Rank 1 is slow."] })).toBe("Rank 1 is slow.");
     expect(findingOf({ findings: ["One.", "Two.", "Three."] })).toBe("One. (2 more)");

@@ -1,5 +1,5 @@
 /** Lines of a list of jobs, whoever lists them. Pure. */
-import type { DoorJob, JobEntry, JobView } from "../api/types";
+import type { GatewayJob, JobEntry, JobView } from "../api/types";
 import { ABSENT, integer } from "./format";
 import { NOTHING, type Selection } from "./selection";
 
@@ -33,7 +33,7 @@ function findingOf(sentences: readonly string[], hungRanks: readonly number[]): 
 }
 
 /** A job behind a door. */
-export const rowOfDoor = (job: DoorJob): JobRow => ({
+export const rowOfDoor = (job: GatewayJob): JobRow => ({
   uid: job.uid,
   namespace: job.namespace,
   name: job.name,

@@ -1,4 +1,4 @@
-/** Kinds of spans as `megatronapp_common.trace.Kind` numbers them, and the one legend they share. */
+/** Kinds of spans as `megatronapp_common.trace.RecordKind` numbers them, and the one legend they share. */
 import type { ThemeName } from "../render/colour";
 
 export const Kind = {

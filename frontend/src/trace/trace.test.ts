@@ -54,7 +54,7 @@ describe("kinds", () => {
         [...body.matchAll(/^ {4}([A-Z_]+) = (\d+)$/gm)].map(([, key, value]) => [key, Number(value)]),
       );
     };
-    expect(enumOf("Kind")).toEqual(Kind);
+    expect(enumOf("RecordKind")).toEqual(Kind);
     expect(enumOf("Flag")).toEqual(Flag);
   });
 

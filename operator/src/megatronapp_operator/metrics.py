@@ -51,7 +51,7 @@ class SlowNode:
 
 
 @dataclasses.dataclass(slots=True)
-class _Job:
+class _JobMetrics:
     """What is known of one job."""
 
     status: Status
@@ -110,7 +110,7 @@ class OperatorMetrics:
         build.labels(version).set(1)
         if registry is not REGISTRY:  # which has it already
             ProcessCollector(registry=registry)
-        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._jobs: dict[tuple[str, str], _JobMetrics] = {}
         registry.register(_JobCollector(self._jobs))
 
     def observe_job(
@@ -122,7 +122,7 @@ class OperatorMetrics:
             assert status.running_time is not None and status.attempt_time is not None
             self._to_running.observe(status.running_time - status.attempt_time)
         kept = before.facts if before is not None else JobFacts()
-        self._jobs[namespace, name] = _Job(
+        self._jobs[namespace, name] = _JobMetrics(
             status=status,
             facts=kept if facts is None else facts,
             restarts=_restarts(before, status),
@@ -168,7 +168,7 @@ def _became_running(before: Status, after: Status) -> bool:
     return before.running_time is None or before.attempt < after.attempt
 
 
-def _restarts(before: _Job | None, status: Status) -> dict[str, int]:
+def _restarts(before: _JobMetrics | None, status: Status) -> dict[str, int]:
     """Restarts by reason, whose sum is what the status counts; only the newest failures are kept there."""
     if before is None or status.restarts < before.status.restarts:
         return {EARLIER: status.restarts}  # also 0: without a first value the first restart is no increase
@@ -185,7 +185,7 @@ def _named(status: Status) -> list[SlowRank]:
     return [one for one in status.slow_ranks if one.state in NAMED_STATES and one.cause != HANG]
 
 
-def _verdict_times(before: _Job | None, status: Status, now: float) -> dict[str, float]:
+def _verdict_times(before: _JobMetrics | None, status: Status, now: float) -> dict[str, float]:
     """When each verdict began, or else was first seen: for an earlier process, when the first of them was."""
     known = {} if before is None else before.verdict_times
     condition = status.condition(ConditionType.SLOW_NODE_DETECTED)
@@ -214,7 +214,7 @@ def slow_nodes(status: Status, facts: JobFacts, times: Mapping[str, float]) -> l
 class _JobCollector(Collector):
     """Reads what is known of the jobs."""
 
-    def __init__(self, jobs: Mapping[tuple[str, str], _Job]) -> None:
+    def __init__(self, jobs: Mapping[tuple[str, str], _JobMetrics]) -> None:
         self._jobs = jobs
 
     def describe(self) -> Iterable[Metric]:
@@ -244,7 +244,7 @@ class _JobCollector(Collector):
         yield from _slow(jobs)
 
 
-_Jobs = list[tuple[tuple[str, str], _Job]]
+_Jobs = list[tuple[tuple[str, str], _JobMetrics]]
 
 
 def _info(jobs: _Jobs) -> Metric:
@@ -255,7 +255,9 @@ def _info(jobs: _Jobs) -> Metric:
     return family
 
 
-def _labelled(name: str, text: str, label: str, jobs: _Jobs, read: Callable[[_Job], Mapping[str, float]]) -> Metric:
+def _labelled(
+    name: str, text: str, label: str, jobs: _Jobs, read: Callable[[_JobMetrics], Mapping[str, float]]
+) -> Metric:
     family = GaugeMetricFamily(f"megatron_job_{name}", text, labels=[*_JOB, label])
     for key, job in jobs:
         for value, number in read(job).items():

@@ -24,13 +24,13 @@ from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
-from megatronapp_analyzer.model import JobLayout, RankLiveness, StepView, Verdict
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Verdict
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import Env
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Kind, Metric
-from megatronapp_common.web.tokens import Role, derive, new_secret
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Metric, RecordKind
+from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 from megatronapp_native import RingWriter
 
 DEADLINE_S = 60.0
@@ -105,15 +105,29 @@ class FakeJob:
         to_peer = {"comm": 0 if first else 1, "step": step, "ordinal": 0}
         from_peer = {"comm": 1 if first else 0, "step": step, "ordinal": 0}
         parts = [
-            row(kind=Kind.FORWARD, step=step, start_ns=start, duration=compute, microbatch=0, flags=Flag.AUX_RUN_QUEUE),
-            row(kind=Kind.SEND_POST, start_ns=start + 3 * MS, duration=100, flags=Flag.AUX_BYTES, aux=64, **to_peer),
-            row(kind=Kind.RECV_WAIT, start_ns=start + 4 * MS, duration=MS // 8, **from_peer),
-            row(kind=Kind.BACKWARD, step=step, start_ns=start + 5 * MS, duration=compute, microbatch=0),
-            row(kind=Kind.STEP, step=step, start_ns=start, duration=10 * MS // 8),
+            row(
+                kind=RecordKind.FORWARD,
+                step=step,
+                start_ns=start,
+                duration=compute,
+                microbatch=0,
+                flags=Flag.AUX_RUN_QUEUE,
+            ),
+            row(
+                kind=RecordKind.SEND_POST,
+                start_ns=start + 3 * MS,
+                duration=100,
+                flags=Flag.AUX_BYTES,
+                aux=64,
+                **to_peer,
+            ),
+            row(kind=RecordKind.RECV_WAIT, start_ns=start + 4 * MS, duration=MS // 8, **from_peer),
+            row(kind=RecordKind.BACKWARD, step=step, start_ns=start + 5 * MS, duration=compute, microbatch=0),
+            row(kind=RecordKind.STEP, step=step, start_ns=start, duration=10 * MS // 8),
         ]
         if rank == self.world - 1:
             loss = int(np.array([5.0 - 0.01 * step], "<f4").view("<u4")[0])
-            parts.append(row(kind=Kind.METRIC, comm=Metric.LOSS, step=step, start_ns=start + 10 * MS, aux=loss))
+            parts.append(row(kind=RecordKind.METRIC, comm=Metric.LOSS, step=step, start_ns=start + 10 * MS, aux=loss))
         return np.concatenate(parts)
 
 
@@ -187,7 +201,7 @@ class FakeDetector:
         self._script = script
         script.layouts.append(layout)
 
-    def observe(self, step: StepView) -> list[Verdict]:
+    def observe(self, step: StepRecords) -> list[Verdict]:
         self._script.seen.append((step.attempt, step.step))
         verdict = self._script.by_step.get(step.step, [])
         if isinstance(verdict, Exception):
@@ -224,7 +238,7 @@ class RunningHub:
 
     @property
     def bearer(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {derive(self.secret, Role.VIEWER)}"}
+        return {"Authorization": f"Bearer {derive_token(self.secret, TokenRole.VIEWER)}"}
 
     def client(self, **settings: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, headers=self.bearer, timeout=DEADLINE_S, **settings)
@@ -237,7 +251,7 @@ class RunningHub:
 
     @contextlib.asynccontextmanager
     async def agent(self, job: FakeJob, worker: int) -> AsyncIterator[FakeAgent]:
-        headers = {"Authorization": f"Bearer {derive(self.secret, Role.AGENT)}"}
+        headers = {"Authorization": f"Bearer {derive_token(self.secret, TokenRole.AGENT)}"}
         url = f"ws://127.0.0.1:{self.port}/api/v1/agent"
         async with websockets.asyncio.client.connect(
             url, additional_headers=headers, proxy=None, compression=None
@@ -307,9 +321,9 @@ def hub(tmp_path: Path, secret: str) -> Iterator[RunningHub]:
 @pytest.fixture
 def rank_zero(hub: RunningHub) -> Iterator[scope_rank_zero.RankZero]:
     """A hub whose model answers."""
-    token = derive(hub.secret, Role.SERVE)
+    token = derive_token(hub.secret, TokenRole.SERVE)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
-        hub.hub.scope.asker.client = ServeClient(rank.url, token)
+        hub.hub.scope.asker.client = Rank0Client(rank.url, token)
         yield rank
 
 

@@ -18,7 +18,7 @@ from websockets.exceptions import InvalidStatus
 from megatronapp_analyzer.hub.http.login import cookie_name
 from megatronapp_common.frames import FrameType
 from megatronapp_common.web.origin import ELSEWHERE_MARK
-from megatronapp_common.web.tokens import Role, derive
+from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio
 PROTECTED = [
@@ -47,7 +47,7 @@ async def test_nothing_is_shown_without_a_token(hub: Any, path: str) -> None:
             answer = await client.get(path, headers=headers)
             assert answer.status_code == 401
             assert "demo" not in answer.text
-        agent_token = derive(hub.secret, Role.AGENT)
+        agent_token = derive_token(hub.secret, TokenRole.AGENT)
         assert (await client.get(path, headers={"Authorization": f"Bearer {agent_token}"})).status_code == 401
 
 
@@ -72,7 +72,7 @@ async def new_code(hub: Any) -> str:
 
 
 async def test_a_code_or_the_token_becomes_a_cookie_and_a_code_does_so_once(hub: Any) -> None:
-    code, token = await new_code(hub), derive(hub.secret, Role.VIEWER)
+    code, token = await new_code(hub), derive_token(hub.secret, TokenRole.VIEWER)
     for shown, again in ((code, 401), (token, 303)):
         async with plain(hub) as client, plain(hub) as other:
             answer = await client.post("/login", data={"token": shown}, headers={"Origin": hub.url})
@@ -88,7 +88,7 @@ async def test_a_code_or_the_token_becomes_a_cookie_and_a_code_does_so_once(hub:
 
 
 async def test_what_is_no_code_and_no_token_sets_nothing(hub: Any) -> None:
-    agent = derive(hub.secret, Role.AGENT)
+    agent = derive_token(hub.secret, TokenRole.AGENT)
     async with plain(hub) as client:
         for shown in ("", "wrong", agent, "\u00e4\ud800".encode("utf-8", "replace").decode(), "%00"):
             answer = await client.post("/login", data={"token": shown})
@@ -100,7 +100,7 @@ async def test_what_is_no_code_and_no_token_sets_nothing(hub: Any) -> None:
 
 
 async def test_no_token_or_code_in_a_query_opens_anything(hub: Any) -> None:
-    code, token = await new_code(hub), derive(hub.secret, Role.VIEWER)
+    code, token = await new_code(hub), derive_token(hub.secret, TokenRole.VIEWER)
     async with plain(hub) as client:
         for query in ({"token": token}, {"code": code}):
             for path in ("/", "/api/v1/jobs"):
@@ -115,7 +115,7 @@ async def test_only_who_shows_the_token_gets_codes(hub: Any) -> None:
         await client.post("/login", data={"token": await new_code(hub)})
         refused = await client.post("/api/v1/codes")
         assert (refused.status_code, refused.json()["code"]) == (403, "token-needed")
-        agent = {"Authorization": f"Bearer {derive(hub.secret, Role.AGENT)}"}
+        agent = {"Authorization": f"Bearer {derive_token(hub.secret, TokenRole.AGENT)}"}
         assert (await client.post("/api/v1/codes", headers=agent)).status_code == 401
 
 
@@ -149,9 +149,9 @@ async def connect(url: str, headers: dict[str, str]) -> None:
         pass
 
 
-@pytest.mark.parametrize("role", [None, Role.VIEWER, Role.GATHER])
-async def test_agent_socket_needs_the_agent_token(hub: Any, role: Role | None) -> None:
-    headers = {"Authorization": f"Bearer {derive(hub.secret, role)}"} if role else {}
+@pytest.mark.parametrize("role", [None, TokenRole.VIEWER, TokenRole.GATHER])
+async def test_agent_socket_needs_the_agent_token(hub: Any, role: TokenRole | None) -> None:
+    headers = {"Authorization": f"Bearer {derive_token(hub.secret, role)}"} if role else {}
     with pytest.raises(InvalidStatus):
         await connect(f"ws://127.0.0.1:{hub.port}/api/v1/agent", headers)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatronapp_common.pages import PageReader, PageWriter
+from megatronapp_common.pages import DocumentReader, DocumentWriter
 from megatronapp_native import RingWriter
 
 pytestmark = pytest.mark.asyncio
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 
 async def test_agent_brings_rings_and_ends_with_them(hub: Any, worker: Any, until: Any) -> None:
     mine = worker(hub.url)
-    progress = PageWriter(mine.shm_dir / f"{mine.prefix}.progress")
+    progress = DocumentWriter(mine.shm_dir / f"{mine.prefix}.progress")
     progress.write({"attempt": 0, "iteration": 4, "loss": 3.5, "state": "training"})
     async with mine.agent() as process:
         mine.open_rings()
@@ -49,7 +49,7 @@ async def test_agent_puts_faults_on_the_control_page(hub: Any, worker: Any, unti
     mine = worker(hub.url)
     mine.open_rings()
     mine.write_steps(range(2))
-    page = PageReader(mine.shm_dir / f"{mine.prefix}.control")
+    page = DocumentReader(mine.shm_dir / f"{mine.prefix}.control")
     async with mine.agent():
 
         async def alive() -> bool:

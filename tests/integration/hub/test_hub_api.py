@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatronapp_analyzer.hub.http.app import build_api
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
-from megatronapp_analyzer.model import Cause, State, Subject, SubjectType, Verdict, When
+from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.asyncio
 DEADLINE_S = 60.0
 
 
-def slow_rank(state: State = State.CONFIRMED, **changes: Any) -> Verdict:
+def slow_rank(state: VerdictState = VerdictState.CONFIRMED, **changes: Any) -> Verdict:
     fields: dict[str, Any] = {
         "id": "v1",
-        "subject": Subject(type=SubjectType.RANK, ranks=(2,), worker=1, node="node-1"),
+        "subject": VerdictSubject(type=SubjectType.RANK, ranks=(2,), worker=1, node="node-1"),
         "cause": Cause.COMPUTE,
         "state": state,
         "seconds_per_step": 0.004,
@@ -33,7 +33,7 @@ def slow_rank(state: State = State.CONFIRMED, **changes: Any) -> Verdict:
         "confidence": 0.97,
         "evidence_steps": (3, 4),
         "evidence_text": ("compute twice as long",),
-        "since": When(attempt=0, step=3, time=1.0),
+        "since": JobMoment(attempt=0, step=3, time=1.0),
         "sentence": "Rank 2 computes slowly.",
     }
     return Verdict(**(fields | changes))
@@ -174,7 +174,7 @@ async def test_page_hears_state_steps_metrics_and_verdicts(hub: Any, fake_job: A
 
 
 async def test_verdicts_reach_summary_and_disk(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
-    hub.script.by_step[2] = [slow_rank(State.SUSPECT)]
+    hub.script.by_step[2] = [slow_rank(VerdictState.SUSPECT)]
     hub.script.by_step[4] = [slow_rank()]
     await feed(fake_job(), range(6))
 
@@ -192,7 +192,7 @@ async def test_verdicts_reach_summary_and_disk(hub: Any, fake_job: Any, feed: An
 async def test_a_verdict_stays_in_the_summary_until_it_is_cleared(
     hub: Any, fake_job: Any, feed: Any, until: Any
 ) -> None:
-    for step, state in ((1, State.CONFIRMED), (3, State.RECOVERING), (5, State.CLEARED)):
+    for step, state in ((1, VerdictState.CONFIRMED), (3, VerdictState.RECOVERING), (5, VerdictState.CLEARED)):
         hub.script.by_step[step] = [slow_rank(state)]
     await feed(fake_job(), range(5))
 
@@ -227,7 +227,7 @@ async def test_a_failing_detector_stops_nothing(hub: Any, fake_job: Any, feed: A
 async def test_hung_and_silent_ranks(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
     job = fake_job()
     await feed(job, range(4))
-    hung = Subject(type=SubjectType.RANK, ranks=(1,), worker=0, node="node-0")
+    hung = VerdictSubject(type=SubjectType.RANK, ranks=(1,), worker=0, node="node-0")
     hub.script.hung = [slow_rank(id="h", subject=hung, cause=Cause.HANG)]
     async with hub.agent(job, 0) as agent, hub.agent(job, 1) as other:
         await agent.hello()
@@ -302,7 +302,7 @@ async def test_a_hub_whose_analysis_ends_is_not_ready_and_says_so_to_its_process
     def broken(_now_s: float) -> None:
         raise RuntimeError("broken")
 
-    hub.hub.publish = broken
+    hub.hub.publish_updates = broken
 
     async def unready() -> bool:
         async with hub.client() as client:
@@ -314,7 +314,7 @@ async def test_a_hub_whose_analysis_ends_is_not_ready_and_says_so_to_its_process
 
 async def test_metrics_are_valid_bounded_and_go_away(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
     hub.script.by_step[2] = [slow_rank()]
-    hub.script.by_step[5] = [slow_rank(State.CLEARED, until=When(attempt=0, step=5, time=2.0))]
+    hub.script.by_step[5] = [slow_rank(VerdictState.CLEARED, until=JobMoment(attempt=0, step=5, time=2.0))]
     await feed(fake_job(), range(4))
 
     async def suspected() -> bool:

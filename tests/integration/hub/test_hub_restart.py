@@ -16,7 +16,7 @@ import pytest
 from ports import held_ports
 
 from megatronapp_common.names import Env
-from megatronapp_common.web.tokens import Role, derive
+from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 90.0
@@ -30,7 +30,7 @@ class HubProcess:
         self.port = port
         self.secret_file = folder / "secret"
         self.secret_file.write_text(secret)
-        self.headers = {"Authorization": f"Bearer {derive(secret, Role.VIEWER)}"}
+        self.headers = {"Authorization": f"Bearer {derive_token(secret, TokenRole.VIEWER)}"}
         job = {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob", "metadata": {"name": "demo"}}
         job |= {"spec": {"trace": {"enabled": True}}}
         (folder / "job.yaml").write_text(json.dumps(job))

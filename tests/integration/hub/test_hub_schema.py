@@ -14,8 +14,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from megatronapp_analyzer.hub.http.app import build_api
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
-from megatronapp_common.web.tokens import Role, derive
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
+from megatronapp_common.web.tokens import TokenRole, derive_token
 
 DOCUMENT = build_api().openapi()
 OPERATIONS = [(method.upper(), path) for path, item in sorted(DOCUMENT["paths"].items()) for method in item]
@@ -41,12 +41,12 @@ def takes_something(method: str, path: str) -> bool:
 @pytest.fixture
 def shown(hub: Any) -> Iterator[Any]:
     """A hub whose desk has seen a run, with a model that answers."""
-    token = derive(hub.secret, Role.SERVE)
+    token = derive_token(hub.secret, TokenRole.SERVE)
     desk = hub.hub.scope.desk
     for rank, frame in scope_session.rank_frames(recording()):
         desk.take(0, rank, frame)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank_zero:
-        hub.hub.scope.asker.client = ServeClient(rank_zero.url, token)
+        hub.hub.scope.asker.client = Rank0Client(rank_zero.url, token)
         yield hub
 
 
@@ -64,7 +64,7 @@ def test_every_answer_is_as_the_document_says(shown: Any, method: str, path: str
         schemathesis.openapi.from_dict(DOCUMENT)[path][method],
         mode,
         base_url=shown.url,
-        headers={"Authorization": f"Bearer {derive(shown.secret, Role.CONTROLLER)}"},
+        headers={"Authorization": f"Bearer {derive_token(shown.secret, TokenRole.CONTROLLER)}"},
         change=known,
         but=not_a_server_error if (method, path) in RESERVED else None,
         more=() if path in OPEN else (checks.ignored_auth,),

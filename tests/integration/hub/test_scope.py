@@ -10,12 +10,12 @@ import scope_session
 from scope_pages import RUN, agents, play, receive, recording, until_done, viewer
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from megatronapp_analyzer.scope.delivery.limits import Slots
+from megatronapp_analyzer.scope.delivery.limits import ConcurrencySlots
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.codes import Code, decode
+from megatronapp_common.scope.codes import TensorCode, decode
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.tokens import TokenRole
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,10 +41,10 @@ async def test_a_page_sees_what_the_ranks_computed(hub: Any, fake_job: Any, unti
         expected = scope_session.tables(recording(), sample)
         scales = last["q"].scales
         assert scales is not None
-        found = decode(Code.I8, last["q"].data, scales)[0]
+        found = decode(TensorCode.I8, last["q"].data, scales)[0]
         np.testing.assert_allclose(found, expected["q"][position], atol=float(scales.max()))
         assert [frame.header["sample"] for frame in got if frame.type == FrameType.SCOPE_OVERVIEW] == [0, 1]
-        async with viewer(hub, Role.CONTROLLER) as other:
+        async with viewer(hub, TokenRole.CONTROLLER) as other:
             header = (await receive(other)).header
             assert header["role"] == "controller"
             assert header["model"] == recording().shape.model()
@@ -218,7 +218,7 @@ async def test_runs_of_a_rank_zero_that_has_gone_fail(hub: Any, fake_job: Any) -
 
 
 async def test_no_more_pages_than_a_hub_serves(hub: Any) -> None:
-    hub.hub.scope.pages = Slots(1)
+    hub.hub.scope.pages = ConcurrencySlots(1)
     async with viewer(hub) as page, viewer(hub) as other:
         got = [await receive(one) for one in (page, other)]
         assert [one.type for one in got] == [FrameType.SCOPE_HELLO, FrameType.ERROR]

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from scope_model import Shape
 from websockets.typing import Subprotocol
 
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.views import export_values
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import Env, ExitCode
-from megatronapp_common.scope.codes import Code, decode
+from megatronapp_common.scope.codes import TensorCode, decode
 from megatronapp_common.scope.protocol import SUBPROTOCOL, Tensor, unpack
-from megatronapp_common.web.tokens import Role, derive
+from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch]
 RunRanks = Callable[..., list[Any]]
@@ -107,7 +107,7 @@ class Page:
 @contextlib.asynccontextmanager
 async def opened(hub: Any) -> AsyncIterator[Page]:
     """A page that may control."""
-    bearer = {"Authorization": f"Bearer {derive(hub.secret, Role.CONTROLLER)}"}
+    bearer = {"Authorization": f"Bearer {derive_token(hub.secret, TokenRole.CONTROLLER)}"}
     url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
     async with (
         httpx.AsyncClient(base_url=hub.url, headers=bearer, timeout=DEADLINE_S) as client,
@@ -145,7 +145,9 @@ async def chain(
         async with one.agent() as process:
             ranks = asyncio.create_task(asyncio.to_thread(run_ranks, *arguments, environment=dict(one.environment)))
             await come_up(ranks, address.exists)
-            hub.hub.scope.asker.client = ServeClient(address.read_text().strip(), derive(hub.secret, Role.SERVE))
+            hub.hub.scope.asker.client = Rank0Client(
+                address.read_text().strip(), derive_token(hub.secret, TokenRole.SERVE)
+            )
             await come_up(ranks, lambda: len(hub.hub.scope.desk.publishers.ranks) == world)
             hub.hub.scope.desk._steps.wait_s = DEADLINE_S  # what is late on a busy machine is tested elsewhere
             try:
@@ -198,7 +200,7 @@ def close_coded(tensor: Tensor, wanted: Array, what: object) -> None:
     atol = 1e-4 * max(1.0, float(np.abs(wanted).max()))
     if tensor.code == "i8":
         assert tensor.scales is not None
-        found = decode(Code.I8, tensor.data, tensor.scales)
+        found = decode(TensorCode.I8, tensor.data, tensor.scales)
         off = np.abs(found - wanted) - 0.51 * tensor.scales[..., None]
         assert float(off.max()) <= atol, (what, float(off.max()))
         return
@@ -413,7 +415,7 @@ def check_whole(tensor: Tensor, vectors: Array, plain: Callable[..., Array]) -> 
     assert tensor.scales is not None
     flat = vectors.reshape(*vectors.shape[:2], tensor.data.shape[-1], -1).astype(np.float64)
     assert tensor.data.shape == flat.shape[:3] and tensor.data.shape[-1] <= 1 + (tensor.name == "mlp1")
-    wanted, found = plain(flat, axis=-1), decode(Code.I8, tensor.data, tensor.scales)
+    wanted, found = plain(flat, axis=-1), decode(TensorCode.I8, tensor.data, tensor.scales)
     step = tensor.scales[..., None] * (0.51 if tensor.data.shape[-1] > 1 else 0)
     atol = 1e-5 * max(1.0, float(np.abs(flat).max()))
     assert (np.abs(found - wanted) <= step + atol + 1e-4 * np.abs(wanted)).all(), tensor.name

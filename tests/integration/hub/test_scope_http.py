@@ -18,13 +18,13 @@ from megatronapp_analyzer.hub.scope import variance
 from megatronapp_analyzer.scope.delivery import session_download, session_file
 from megatronapp_analyzer.scope.probes import probe_client
 from megatronapp_analyzer.scope.probes.probe_tracker import MAX_OF_CALLER
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import unpack
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
-from megatronapp_common.web.token_bucket import Size
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.token_bucket import BucketSize
+from megatronapp_common.web.tokens import TokenRole
 
 pytestmark = pytest.mark.asyncio
 CONTROL = ("POST", RUNS), ("PATCH", f"{RUNS}/{RUN}"), ("DELETE", f"{RUNS}/{RUN}"), ("POST", f"{RUNS}/{RUN}/pca")
@@ -146,8 +146,8 @@ async def test_tiles_are_refused_as_one_tile_is_and_cost_as_much_as_each(
             answer = await client.get(base + wrong)
             assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request"), wrong
         assert (await client.get(f"{RUNS}/nothing/attention/0/1/2/0?tile=0,0")).json()["code"] == "no-such-run"
-        other = bearer(hub, Role.VIEWER) | {CALLER_HEADER: "jane"}
-        monkeypatch.setattr(hub.hub.scope, "requests", Size(burst=4, per_s=0.001))
+        other = bearer(hub, TokenRole.VIEWER) | {CALLER_HEADER: "jane"}
+        monkeypatch.setattr(hub.hub.scope, "requests", BucketSize(burst=4, per_s=0.001))
         two = [(await client.get(f"{base}?tile=0,0&tile=1,0", headers=other)).status_code for _ in range(3)]
         assert two == [404, 404, 429]
 
@@ -259,7 +259,7 @@ async def test_a_text_with_holes_is_not_probed_until_rank_zero_has_filled_it(
     late = next(place for place, frame in enumerate(sent) if frame.header.get("step") == 2)
     again = [sent[0], scope_session.run_state(recording(), "decoding"), *sent[late:]]
     path = f"{RUNS}/{RUN}/values/mlp2?layer=1&format=npy"
-    async with agents(hub, fake_job, 1) as (worker,), viewer(hub, Role.CONTROLLER) as page:
+    async with agents(hub, fake_job, 1) as (worker,), viewer(hub, TokenRole.CONTROLLER) as page:
         rank_zero.refuse = (503, {"code": "restarting", "message": "", "hint": ""})
         for frame in again:
             await worker.connection.send(frames.encode(frame))
@@ -301,7 +301,7 @@ async def test_long_bodies_are_refused_before_anybody_reads_them(
     async with shown(hub, fake_job, until, rank_zero) as client:
         long = {"prompts": ["a" * 60_000, "b" * 60_000]}
         for method, path in CONTROL:
-            answer = await client.request(method, path, json=long, headers=bearer(hub, Role.VIEWER))
+            answer = await client.request(method, path, json=long, headers=bearer(hub, TokenRole.VIEWER))
             assert (answer.status_code, answer.json()["code"]) == (413, "too-large")
         assert (await client.post(RUNS, json=long)).status_code == 201
         assert (await client.post(RUNS, content=bytes(6 << 20))).status_code == 413
@@ -309,7 +309,7 @@ async def test_long_bodies_are_refused_before_anybody_reads_them(
 
 
 async def test_who_asks_too_fast_is_told_when_to_come_back(hub: Any) -> None:
-    hub.hub.scope.requests = Size(burst=2, per_s=0.5)
+    hub.hub.scope.requests = BucketSize(burst=2, per_s=0.5)
     async with hub.client() as client:
         answers = [await client.get(RUNS) for _ in range(3)]
         assert [one.status_code for one in answers] == [200, 200, 429]
@@ -322,7 +322,7 @@ async def test_controlling_needs_the_role_and_a_model(hub: Any, fake_job: Any, u
         bodies: dict[str, Any] = {"POST": request, "PATCH": {"capture": {}}, "DELETE": None}
         for method, path in CONTROL:
             body = {"layers": [0]} if path.endswith("pca") else bodies[method]
-            refused = await client.request(method, path, json=body, headers=bearer(hub, Role.VIEWER))
+            refused = await client.request(method, path, json=body, headers=bearer(hub, TokenRole.VIEWER))
             assert (refused.status_code, refused.json()["code"]) == (403, "needs-controller")
         for method, path in CONTROL[:3]:
             answer = await client.request(method, path, json=bodies[method])
@@ -375,7 +375,7 @@ async def test_a_run_is_known_once_it_was_asked_for(
 ) -> None:
     request = {"prompts": ["The sea "], "tokens": 4}
     async with agents(hub, fake_job) as workers, hub.client() as client:
-        client.headers.update(bearer(hub, Role.CONTROLLER))
+        client.headers.update(bearer(hub, TokenRole.CONTROLLER))
         asked = asyncio.ensure_future(client.post(RUNS, json=request))
 
         async def waits() -> bool:
@@ -392,9 +392,9 @@ async def test_a_run_is_known_once_it_was_asked_for(
 
 
 async def test_a_model_that_is_away_is_told(hub: Any) -> None:
-    hub.hub.scope.asker.client = ServeClient("http://127.0.0.1:9", "token")
+    hub.hub.scope.asker.client = Rank0Client("http://127.0.0.1:9", "token")
     async with hub.client() as client:
-        answer = await client.post(RUNS, json={"prompts": ["a"]}, headers=bearer(hub, Role.CONTROLLER))
+        answer = await client.post(RUNS, json={"prompts": ["a"]}, headers=bearer(hub, TokenRole.CONTROLLER))
         assert (answer.status_code, answer.json()["code"]) == (503, "restarting")
 
 
@@ -421,7 +421,7 @@ async def unread(hub: Any, who: str) -> tuple[asyncio.StreamReader, asyncio.Stre
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", int(hub.url.rsplit(":", 1)[1])))
     reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
-    lines = {"Host": "127.0.0.1", CALLER_HEADER: who, **bearer(hub, Role.VIEWER)}
+    lines = {"Host": "127.0.0.1", CALLER_HEADER: who, **bearer(hub, TokenRole.VIEWER)}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     writer.write(f"GET {RUNS}/{RUN}/session HTTP/1.1\r\n{head}\r\n".encode())
     assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
@@ -429,7 +429,7 @@ async def unread(hub: Any, who: str) -> tuple[asyncio.StreamReader, asyncio.Stre
 
 
 async def has_none(hub: Any, who: str) -> bool:
-    return bool(hub.hub.scope.sessions.taken_by(f"viewer {who}") == 0)
+    return bool(hub.hub.scope.sessions.in_use_by(f"viewer {who}") == 0)
 
 
 async def test_who_reads_no_session_holds_no_place_for_long(
@@ -439,14 +439,14 @@ async def test_who_reads_no_session_holds_no_place_for_long(
         numbers = np.zeros((24, 1 << 18), "<f4")
         hub.hub.scope.desk.runs[RUN].values.put(("mlp2", 0, 0, None), range(24), numbers)
         held = [await unread(hub, "jane") for _ in range(session_download.MAX_OF_CALLER)]
-        path, jane = f"{RUNS}/{RUN}/session", {CALLER_HEADER: "jane", **bearer(hub, Role.VIEWER)}
+        path, jane = f"{RUNS}/{RUN}/session", {CALLER_HEADER: "jane", **bearer(hub, TokenRole.VIEWER)}
         refused = await client.get(path, headers=jane)
         assert (refused.status_code, refused.json()["code"]) == (429, "too-many-sessions")
         assert (await client.get(path, headers=jane | {CALLER_HEADER: "joe"})).status_code == 200
         monkeypatch.setattr(session_download, "PATIENCE_S", 0.05)
         late = await unread(hub, "jim")
         await until(functools.partial(has_none, hub, "jim"))
-        assert hub.hub.scope.sessions.taken_by("viewer jane") == 2, "these began with more patience"
+        assert hub.hub.scope.sessions.in_use_by("viewer jane") == 2, "these began with more patience"
         got = await asyncio.wait_for(late[0].read(), 20)
         assert len(got) < numbers.nbytes, "the reader sees that it broke off"
         for _, writer in [*held, late]:

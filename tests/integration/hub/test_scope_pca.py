@@ -14,11 +14,11 @@ import websockets.asyncio.client
 from websockets.typing import Subprotocol
 
 from megatronapp_analyzer.scope.probes import pca
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
-from megatronapp_common.web.tokens import Role, derive
+from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio
 RUN, LATER = scope_session.RUN, "ba9876543210"
@@ -33,13 +33,13 @@ def recording() -> scope_session.Recording:
 @contextlib.asynccontextmanager
 async def shown(hub: Any, fake_job: Any, until: Any) -> AsyncIterator[tuple[scope_rank_zero.RankZero, Any]]:
     """Rank 0, and the agent of a hub that has seen the run; ranks do not project yet."""
-    token = derive(hub.secret, Role.SERVE)
+    token = derive_token(hub.secret, TokenRole.SERVE)
 
     async def asked() -> bool:
         return any(path == "probes" for _, path, _ in rank.asked)
 
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
-        hub.hub.scope.asker.client = ServeClient(rank.url, token)
+        hub.hub.scope.asker.client = Rank0Client(rank.url, token)
         async with hub.agent(fake_job(), 0) as agent:
             await agent.hello()
             rank.publish = scope_rank_zero.sender(agent.connection)
@@ -102,7 +102,7 @@ async def test_a_refit_reads_the_whole_text_and_moves_all_points(hub: Any, fake_
         assert (version, picture.header["version"], picture.header["fitted"]) == (1, 1, "first prompt")
         assert picture.header["sources"] == [{"run": RUN, "tokens": prompt}] * 4
         async with hub.client() as client:
-            client.headers["Authorization"] = f"Bearer {derive(hub.secret, Role.CONTROLLER)}"
+            client.headers["Authorization"] = f"Bearer {derive_token(hub.secret, TokenRole.CONTROLLER)}"
             answer = await client.post(PCA_PATH, json={"layers": [0, 1, 2, 3], "refit": True})
         assert answer.status_code == 202
         await given(hub, rank, until, 2, len(every()))

@@ -12,7 +12,14 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 from ports import held_ports
 
 from megatronapp_operator.backends.kubernetes.client import errors
-from megatronapp_operator.backends.kubernetes.client.api import CONFIG_MAPS, PODS, Api, Object, Resource, connect
+from megatronapp_operator.backends.kubernetes.client.api import (
+    CONFIG_MAPS,
+    PODS,
+    KubernetesApi,
+    Object,
+    Resource,
+    connect,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -29,7 +36,7 @@ def pod(namespace: str, **spec: Any) -> Object:
 
 
 @contextlib.asynccontextmanager
-async def opened(plane: kube.ControlPlane, user: str = kube.ADMIN) -> AsyncIterator[Api]:
+async def opened(plane: kube.ControlPlane, user: str = kube.ADMIN) -> AsyncIterator[KubernetesApi]:
     async with connect(kubeconfig=str(plane.kubeconfig(user))) as api:
         yield api
 
@@ -121,11 +128,11 @@ async def test_a_server_that_is_not_there_or_does_not_answer(namespace: str) -> 
         port = silent.getsockname()[1]
         async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
             with pytest.raises(errors.UnavailableError, match="GET /api/v1/namespaces/test"):
-                await Api(client, request_s=0.2).get(CONFIG_MAPS, namespace, "one")
+                await KubernetesApi(client, request_s=0.2).get(CONFIG_MAPS, namespace, "one")
     with held_ports(1) as (port,):  # bound, and not listened on
         async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
             with pytest.raises(errors.UnavailableError) as refused:
-                await Api(client).get(CONFIG_MAPS, namespace, "one")
+                await KubernetesApi(client).get(CONFIG_MAPS, namespace, "one")
     assert refused.value.status == 0
 
 
@@ -141,7 +148,7 @@ async def test_an_answer_that_is_no_status_object(namespace: str) -> None:
     port = server.sockets[0].getsockname()[1]
     async with server, ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
         with pytest.raises(errors.UnavailableError, match="<html>") as refused:
-            await Api(client).get(CONFIG_MAPS, namespace, "one")
+            await KubernetesApi(client).get(CONFIG_MAPS, namespace, "one")
     assert refused.value.status == 502
 
 

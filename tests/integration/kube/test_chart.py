@@ -15,7 +15,7 @@ import yaml
 from megatronapp_common.job import load_job
 from megatronapp_operator.backends.kubernetes.client.api import SERVICES
 from megatronapp_operator.backends.kubernetes.render.hub import hub_objects
-from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, RenderSettings
 from megatronapp_operator.controller import settings as controller
 from megatronapp_operator.gateway.__main__ import build_parser
 from megatronapp_operator.gateway.routes import MAX_SOCKETS
@@ -346,9 +346,9 @@ def test_the_key_is_made_once_and_outlives_the_release(chart: Chart, plane: kube
 
 
 def test_monitors_find_the_hubs_that_the_operator_makes(chart: Chart) -> None:
-    owner = Owner(namespace="team-a", name="gpt", uid="7d1c")
+    owner = JobOwner(namespace="team-a", name="gpt", uid="7d1c")
     settings = RenderSettings(
-        trainer_image="t", analyzer_image="a", operator_namespace=HOME, operator_labels={}, door_labels={}
+        trainer_image="t", analyzer_image="a", operator_namespace=HOME, operator_labels={}, gateway_labels={}
     )
     job = load_job((kube.ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8"))
     service = next(obj for resource, obj in hub_objects(job, owner, settings) if resource == SERVICES)

@@ -20,12 +20,12 @@ import yaml
 from operator_play import SETTINGS
 
 from megatronapp_common import cli
-from megatronapp_common.web.tokens import Role, job_secret
+from megatronapp_common.web.tokens import TokenRole, job_secret
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.render.settings import Owner
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 from megatronapp_operator.cli.cluster import doors, tokens, trace
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
-from megatronapp_operator.cli.cluster.doors import Door
+from megatronapp_operator.cli.cluster.doors import GatewayEndpoint
 from megatronapp_operator.errors import HubError
 from megatronapp_operator.keys import key_id
 
@@ -85,11 +85,11 @@ def test_who_has_no_token_opens_a_job_by_its_secret(
         assert client.get(job.path).status_code == 403
     document = job.document | {"status": {"pinned": pinned}}
     with opened(asked(config)) as cluster:
-        found = tokens.token_for(cluster, Door(reviewing.url), ClusterJob(document))
-        assert found == reviewing.job_token(job.uid, Role.CONTROLLER)
+        found = tokens.token_for(cluster, GatewayEndpoint(reviewing.url), ClusterJob(document))
+        assert found == reviewing.job_token(job.uid, TokenRole.CONTROLLER)
         viewer = reviewing.job_token(job.uid)
         with door_before_megascope(viewer) as url:
-            assert tokens.token_for(cluster, Door(url), ClusterJob(document)) == viewer
+            assert tokens.token_for(cluster, GatewayEndpoint(url), ClusterJob(document)) == viewer
 
 
 def test_a_job_opens_by_its_secret_before_its_first_attempt(
@@ -103,13 +103,13 @@ def test_a_job_opens_by_its_secret_before_its_first_attempt(
     reader = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "list"]}
     poor = door.account(plane, namespace, "poor", grants=[reader])
     with opened(asked(door.kubeconfig(plane, tmp_path, poor, namespace=namespace))) as cluster:
-        found = tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document))
-        assert found == reviewing.job_token(job.uid, Role.CONTROLLER)
+        found = tokens.token_for(cluster, GatewayEndpoint(reviewing.url), ClusterJob(job.document))
+        assert found == reviewing.job_token(job.uid, TokenRole.CONTROLLER)
 
 
 def make_secret(plane: kube.ControlPlane, job: door.Job, key: str) -> None:
     """The Secret of a job, as the operator makes it."""
-    owner = Owner(namespace=job.namespace, name=job.name, uid=job.uid)
+    owner = JobOwner(namespace=job.namespace, name=job.name, uid=job.uid)
     settings = dataclasses.replace(SETTINGS, key_id=key_id(key))
     resource, secret = render.secret(owner, job_secret(key, job.uid), settings)
     door.create(plane, resource.path(job.namespace), secret)
@@ -195,7 +195,7 @@ def test_who_shows_a_certificate_enters_by_a_short_lived_token_for_the_door_alon
     bind_person(plane, namespace, f"jane-{namespace}", "tokens")
     service = {"metadata": {"namespace": namespace, "name": "megatronapp"}}
     with opened(asked(jane)) as cluster:
-        found = tokens.token_for(cluster, Door(reviewing.url, service=service), None)
+        found = tokens.token_for(cluster, GatewayEndpoint(reviewing.url, service=service), None)
     told = capsys.readouterr().err
     assert told == f"note: with the rights of service account {namespace}/megatronapp-viewer\n"
     claims = json.loads(base64.urlsafe_b64decode(found.split(".")[1] + "=="))
@@ -209,7 +209,7 @@ def test_who_shows_a_certificate_enters_by_a_short_lived_token_for_the_door_alon
     )
     assert elsewhere.status_code == 401
     with opened(asked(jane, service_account="megatronapp-viewer")) as cluster:
-        assert tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document))
+        assert tokens.token_for(cluster, GatewayEndpoint(reviewing.url), ClusterJob(job.document))
 
 
 def test_a_token_for_somebody_else_opens_nothing(
@@ -235,7 +235,7 @@ def test_a_plugin_of_the_kubeconfig_gives_the_token(
     config.write_text(yaml.safe_dump(document), encoding="utf-8")
     job = door.make_job(plane, namespace, "demo", hub=False)
     with opened(asked(config)) as cluster:
-        assert tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document)) == token
+        assert tokens.token_for(cluster, GatewayEndpoint(reviewing.url), ClusterJob(job.document)) == token
 
 
 def test_a_trace_comes_through_the_door(
@@ -361,6 +361,6 @@ def test_a_token_that_travels_in_plain_text_is_warned_of(
 ) -> None:
     arguments = asked(config)
     arguments.door = url
-    with opened(arguments) as cluster, doors.reached(cluster) as found:
+    with opened(arguments) as cluster, doors.open_gateway(cluster) as found:
         assert found.page == url.rstrip("/")
     assert ("can read your token" in capsys.readouterr().err) is warned

@@ -5,10 +5,10 @@ import pytest
 from operator_play import Play, manifest, play
 
 from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS
-from megatronapp_operator.backends.kubernetes.observe import Told
-from megatronapp_operator.plan import Control
+from megatronapp_operator.backends.kubernetes.observe import PollResult
+from megatronapp_operator.plan import ControlAction
 from megatronapp_operator.plan.policies.controls import MAX_EVENTS, TURN_S, TURNS
-from megatronapp_operator.plan_io.hub_summary import Summary
+from megatronapp_operator.plan_io.hub_summary import HubSummary
 
 pytestmark = pytest.mark.asyncio
 
@@ -17,7 +17,9 @@ async def events(stage: Play, *numbers: int) -> int:
     """How many events there are, after the hub has told these."""
     memory = stage.reconciler.memory((stage.namespace, "job"))
     assert memory is not None
-    memory.told = Told(summary=Summary(controls=tuple(Control(id=number, text="made up") for number in numbers)))
+    memory.poll_result = PollResult(
+        summary=HubSummary(controls=tuple(ControlAction(id=number, text="made up") for number in numbers))
+    )
     await stage.rest()
     found = (await stage.machines.api.list_objects(EVENTS, stage.namespace)).items
     return len([one for one in found if one["reason"] == "ScopeControl"])

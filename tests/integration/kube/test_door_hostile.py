@@ -19,7 +19,7 @@ from websockets.typing import Subprotocol
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.gateway.routes import CALLERS_LONG_BODIES
 from megatronapp_operator.gateway.websocket_admission import CALLERS_SOCKETS
 
@@ -107,11 +107,11 @@ def test_a_hub_hears_its_own_token_and_nothing_of_the_caller(
         browser.post(f"{job.path}/faults", json={"rank": 0}, headers=more)
         browser.delete(f"{job.path}/faults/one", headers=more)
     assert [one.path for one in hub.asked] == ["/api/v1/job?a=1", "/api/v1/faults", "/api/v1/faults/one"]
-    for one, role in zip(hub.asked, (Role.VIEWER, Role.CONTROLLER, Role.CONTROLLER), strict=True):
+    for one, role in zip(hub.asked, (TokenRole.VIEWER, TokenRole.CONTROLLER, TokenRole.CONTROLLER), strict=True):
         said = {name.lower(): value for name, value in one.headers.items()}
         assert said.pop("authorization") == f"Bearer {reviewing.job_token(job.uid, role)}"
         told = said.pop("x-megatronapp-caller")
-        controls = role is Role.CONTROLLER
+        controls = role is TokenRole.CONTROLLER
         assert told == f"system:serviceaccount:{job.namespace}:alice" if controls else NO_NAME.fullmatch(told)
         assert set(said) <= {"host", "accept", "accept-encoding", "user-agent", "content-type", "content-length"}
         assert not any(token in value or cookie in value for value in said.values())
@@ -225,7 +225,7 @@ def test_of_the_scope_socket_only_frames_of_its_protocol_come_through(
         with scope(reviewing, job, token) as page:
             assert end_of(page) == heard, how
         asked = {name.lower(): value for name, value in hub.asked[0].headers.items()}
-        assert asked["authorization"] == f"Bearer {reviewing.job_token(job.uid, Role.CONTROLLER)}"
+        assert asked["authorization"] == f"Bearer {reviewing.job_token(job.uid, TokenRole.CONTROLLER)}"
         assert asked["sec-websocket-protocol"] == SUBPROTOCOL and "sec-websocket-extensions" not in asked
     assert not hub.led_somebody_away
 

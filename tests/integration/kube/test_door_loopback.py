@@ -10,7 +10,7 @@ import playwright.sync_api as pw
 import pytest
 import spy
 
-from megatronapp_common.web.origin import own_host
+from megatronapp_common.web.origin import loopback_alias
 
 DIST = pathlib.Path(__file__).parents[3] / "frontend" / "dist"
 CHROMIUM = "/usr/bin/chromium"
@@ -61,7 +61,7 @@ def token(plane: kube.ControlPlane, namespace: str) -> str:
 
 def named(paged: door.Door) -> str:
     """As `megatronapp ui` names a port that it forwards."""
-    return f"http://{own_host(paged.url.partition('//')[2], 'door')}"
+    return f"http://{loopback_alias(paged.url.partition('//')[2], 'door')}"
 
 
 def test_the_login_of_a_forwarded_port_stays_there(

@@ -20,7 +20,7 @@ from websockets.typing import Subprotocol
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.tokens import TokenRole
 
 VIEWER, CONTROLLER = door.on_jobs("get", "list"), door.on_jobs("get", "list", "update")
 RUN = scope_session.RUN
@@ -147,7 +147,7 @@ def test_who_may_update_the_job_controls_its_model_by_name(
             later = client.post(f"{job.path}/scope/training")
             long = client.post(f"{job.path}/scope/runs", json={"prompts": ["word " * 12_000] * 8})
             longer = client.post(f"{job.path}/scope/runs", content=b" " * ((1 << 20) + 1))
-        with reviewing.client(reviewing.job_token(job.uid, Role.CONTROLLER)) as client:
+        with reviewing.client(reviewing.job_token(job.uid, TokenRole.CONTROLLER)) as client:
             assert client.get(f"{job.path}/scope").json()["role"] == "controller"
             assert client.delete(f"{job.path}/scope/runs/{RUN}").status_code == 204
             actions = client.get(f"{job.path}/summary").json()["actions"]
@@ -162,7 +162,7 @@ def test_who_may_update_the_job_controls_its_model_by_name(
 
 
 def test_who_controls_too_often_waits(job: door.Job, by_tokens: door.Door) -> None:
-    token = by_tokens.job_token(job.uid, Role.CONTROLLER)
+    token = by_tokens.job_token(job.uid, TokenRole.CONTROLLER)
     with by_tokens.client(token) as client, by_tokens.client(by_tokens.job_token(job.uid)) as other:
         flood = [other.post(f"{job.path}/faults", json={}).status_code for _ in range(13)]
         codes = [client.delete(f"{job.path}/scope/runs/{RUN}").json()["code"] for _ in range(3)]

@@ -10,7 +10,7 @@ import pytest
 from cut_off import Wire, wire_to
 from kubernetes_asyncio.client import ApiClient, Configuration
 
-from megatronapp_operator.backends.kubernetes.client.api import LEASES, Api, connect
+from megatronapp_operator.backends.kubernetes.client.api import LEASES, KubernetesApi, connect
 from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder, LeaseSettings
 
@@ -20,26 +20,26 @@ PATIENCE_S = 60
 
 
 @contextlib.asynccontextmanager
-async def opened(plane: kube.ControlPlane) -> AsyncIterator[Api]:
+async def opened(plane: kube.ControlPlane) -> AsyncIterator[KubernetesApi]:
     async with connect(kubeconfig=str(plane.kubeconfig())) as api:
         yield api
 
 
 @contextlib.asynccontextmanager
-async def opened_over_a_wire(plane: kube.ControlPlane) -> AsyncIterator[tuple[Api, Wire]]:
+async def opened_over_a_wire(plane: kube.ControlPlane) -> AsyncIterator[tuple[KubernetesApi, Wire]]:
     async with wire_to(int(plane.url.rsplit(":", 1)[1])) as (wire, port):
         settings = Configuration(host=f"https://127.0.0.1:{port}", api_key={"BearerToken": plane.tokens[kube.ADMIN]})
         settings.api_key_prefix = {"BearerToken": "Bearer"}
         settings.ssl_ca_cert = str(plane.certificate)
         async with ApiClient(configuration=settings) as client:
-            yield Api(client), wire
+            yield KubernetesApi(client), wire
 
 
-def candidate(api: Api, namespace: str, identity: str) -> LeaseHolder:
+def candidate(api: KubernetesApi, namespace: str, identity: str) -> LeaseHolder:
     return LeaseHolder(api, namespace=namespace, name="operator", identity=identity, settings=BRISK)
 
 
-async def holder_of(api: Api, namespace: str) -> tuple[str, int]:
+async def holder_of(api: KubernetesApi, namespace: str) -> tuple[str, int]:
     lease = await api.get(LEASES, namespace, "operator")
     assert lease is not None
     return lease["spec"]["holderIdentity"], lease["spec"]["leaseTransitions"]
@@ -53,11 +53,11 @@ async def test_the_first_leads_and_a_release_lets_the_next_lead(plane: kube.Cont
         renewing = asyncio.create_task(first.hold())
         assert await holder_of(api, namespace) == ("first", 1)
         renewing.cancel()
-        assert [first.held, second.held] == [True, False]
+        assert [first.is_held, second.is_held] == [True, False]
         await first.release()
-        assert [first.held, second.held] == [False, False]
+        assert [first.is_held, second.is_held] == [False, False]
         await waiting
-        assert second.held
+        assert second.is_held
         assert await holder_of(api, namespace) == ("second", 2)
 
 
@@ -70,7 +70,7 @@ async def test_a_holder_that_renews_keeps_it_longer_than_a_lease_lasts(
         renewing = asyncio.create_task(first.hold())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(second.acquire(), 2 * BRISK.duration_s)
-        assert first.held
+        assert first.is_held
         assert not renewing.done()
         renewing.cancel()
 
@@ -96,7 +96,7 @@ async def test_a_holder_that_is_cut_off_stops_before_another_one_leads(
         wire.cut()
         with pytest.raises(LeaseLostError, match="first leads no more"):
             await renewing
-        assert not first.held
+        assert not first.is_held
         assert not waiting.done(), "nobody leads while the one who is cut off might still believe it does"
         await waiting
         wire.join()  # what it sent before comes late, and must change nothing
@@ -115,7 +115,7 @@ async def test_who_slept_through_its_lease_knows_it_before_it_acts(plane: kube.C
         )  # fmt: skip
         await sleeper.acquire()
         asleep_s = BRISK.renew_deadline_s
-        assert not sleeper.held
+        assert not sleeper.is_held
         with pytest.raises(LeaseLostError):  # although nobody else has taken it yet
             await sleeper.hold()
         await candidate(api, namespace, "other").acquire()
@@ -131,7 +131,7 @@ async def test_of_many_who_begin_at_once_one_leads(plane: kube.ControlPlane, nam
             for task in others:
                 task.cancel()
             (winner,) = [waiting[task] for task in done]
-            assert [one for one in crowd if one.held] == [winner]
+            assert [one for one in crowd if one.is_held] == [winner]
             assert (await holder_of(api, namespace))[1] == turn + 1
             await winner.release()
             crowd.remove(winner)

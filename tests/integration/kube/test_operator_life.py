@@ -20,7 +20,7 @@ from megatronapp_operator.backends.kubernetes.client.api import (
     Resource,
 )
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, NameTakenError
-from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.backends.kubernetes.observe import PollResult
 
 pytestmark = pytest.mark.asyncio
 HUB: dict[str, Any] = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
@@ -192,7 +192,7 @@ async def test_workers_are_told_their_rack_and_a_long_rank_table_goes_to_a_confi
         workers = [{"index": index, "address": "10.0.0.1", "node": "n", "ranks": [index]} for index in range(33)]
         memory = stage.reconciler.memory((namespace, namespace))
         assert memory is not None
-        memory.told = Told(rank_table={"attempt": 0, "digest": "d", "workers": workers})
+        memory.poll_result = PollResult(rank_table={"attempt": 0, "digest": "d", "workers": workers})
         await stage.rest()
         table = (await stage.job(namespace))["status"]["rankTable"]
         assert table == {"attempt": 0, "digest": "d", "ref": f"{namespace}-ranks"}

@@ -12,14 +12,14 @@ from megatronapp_operator.backends.kubernetes.client.api import (
     JOBS,
     NETWORK_POLICIES,
     SERVICES,
-    Listing,
     Object,
+    ObjectList,
     Resource,
 )
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.errands import RETRY_S, TEND_S
-from megatronapp_operator.backends.kubernetes.observe import Told
-from megatronapp_operator.backends.kubernetes.reconciler import LOOK_AGAIN_S
+from megatronapp_operator.backends.kubernetes.observe import PollResult
+from megatronapp_operator.backends.kubernetes.reconciler import RECONCILE_RETRY_S
 from megatronapp_operator.backends.kubernetes.status_facts import TABLE_ENTRIES
 from megatronapp_operator.backends.kubernetes.store import Key
 from megatronapp_operator.backends.kubernetes.surroundings import LISTED
@@ -131,7 +131,7 @@ async def test_without_the_right_to_list_all_is_applied_every_hour(
     """As after an upgrade without the chart's new rights."""
     real = CutApi.list_objects
 
-    async def refusing(api: CutApi, resource: Resource, *words: Any, **options: Any) -> Listing:
+    async def refusing(api: CutApi, resource: Resource, *words: Any, **options: Any) -> ObjectList:
         if resource in LISTED:
             raise ForbiddenError(f"{resource.plural} is forbidden", status=403)
         return await real(api, resource, *words, **options)
@@ -150,7 +150,7 @@ async def test_without_the_right_to_list_all_is_applied_every_hour(
 
 async def see(stage: Play) -> list[Key]:
     """Do what the operator does every few minutes, and return the result."""
-    differing = await stage.reconciler.see_surroundings([stage.namespace])
+    differing = await stage.reconciler.compare_owned_objects([stage.namespace])
     await stage.rest()
     return differing
 
@@ -219,7 +219,9 @@ async def test_a_table_that_cannot_be_written_keeps_no_failure_from_being_judged
         memory = stage.reconciler.memory((namespace, "job"))
         assert memory is not None
         entries = [{"index": 0, "address": "10.0.0.1"}] * (TABLE_ENTRIES + 1)
-        memory.told = Told(rank_table={"attempt": 0, "digest": "d", "workers": entries}, progress=memory.told.progress)
+        memory.poll_result = PollResult(
+            rank_table={"attempt": 0, "digest": "d", "workers": entries}, progress=memory.poll_result.progress
+        )
         await stage.rest()
         await stage.pass_time(RETRY_S)
         assert (await reasons(stage)).count("NameTaken") == 1
@@ -242,4 +244,4 @@ async def test_a_hub_that_is_refused_is_looked_at_again_after_its_pause(
         await stage.machines.api.replace(QUOTAS, kept | {"status": status}, subresource="status")
         pods = await train(stage, **HUB)
         assert set(pods) == {"job-worker-0", "job-worker-1"} and "HubRefused" in await reasons(stage)
-        assert stage.due[namespace, "job"] > stage.now() + 2 * LOOK_AGAIN_S
+        assert stage.due[namespace, "job"] > stage.now() + 2 * RECONCILE_RETRY_S

@@ -5,9 +5,9 @@ import pytest
 from operator_play import Play, manifest, play
 
 from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS, PODS, SERVICES
-from megatronapp_operator.backends.kubernetes.observe import Told
-from megatronapp_operator.plan import Control
-from megatronapp_operator.plan_io.hub_summary import Summary
+from megatronapp_operator.backends.kubernetes.observe import PollResult
+from megatronapp_operator.plan import ControlAction
+from megatronapp_operator.plan_io.hub_summary import HubSummary
 
 pytestmark = pytest.mark.asyncio
 
@@ -16,8 +16,8 @@ async def controls(stage: Play, *numbers: int) -> list[str]:
     """The events of control actions, after the hub has told these, in the order of time."""
     memory = stage.reconciler.memory((stage.namespace, "job"))
     assert memory is not None
-    actions = tuple(Control(id=number, text=f"jane cancelled run {number}") for number in numbers)
-    memory.told = Told(summary=Summary(controls=actions))
+    actions = tuple(ControlAction(id=number, text=f"jane cancelled run {number}") for number in numbers)
+    memory.poll_result = PollResult(summary=HubSummary(controls=actions))
     await stage.rest()
     found = (await stage.machines.api.list_objects(EVENTS, stage.namespace)).items
     told = sorted((one["eventTime"], one["note"]) for one in found if one["reason"] == "ScopeControl")
@@ -45,7 +45,7 @@ async def test_a_served_model_runs_until_it_is_suspended(plane: kube.ControlPlan
         assert (await stage.job())["status"]["phase"] == "Starting"
         stage.tell("job", state="serving", iteration=0, tokens_per_second=0.0)
         await stage.rest()
-        assert await stage.reconciler.see_surroundings([namespace]) == []
+        assert await stage.reconciler.compare_owned_objects([namespace]) == []
         status = (await stage.job())["status"]
         assert status["phase"] == "Running"
         assert status["serveUrl"] == f"http://job-serve.{namespace}.svc.cluster.local:8000"

@@ -15,10 +15,10 @@ from operator_play import KEY, SETTINGS, manifest
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common.names import STATUS_PORT
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, Api, Listing, Object, connect
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, KubernetesApi, Object, ObjectList, connect
 from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
-from megatronapp_operator.controller.service import Health, Service
-from megatronapp_operator.controller.settings import Settings
+from megatronapp_operator.controller.service import ControllerHealth, LeaderService
+from megatronapp_operator.controller.settings import ControllerSettings
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.metrics import OperatorMetrics
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.asyncio
 DEADLINE_S = 60.0
 
 
-class FailingApi(Api):
+class FailingApi(KubernetesApi):
     """Lists of jobs fail with what stands in `failures`, one after the other."""
 
     failures: list[Exception]
     lists = 0
 
-    async def list_objects(self, *words: Any, **options: Any) -> Listing:
+    async def list_objects(self, *words: Any, **options: Any) -> ObjectList:
         self.lists += 1
         if self.lists > 1 and self.failures:  # the first one is that of the start
             raise self.failures.pop(0)
@@ -42,20 +42,20 @@ class FailingApi(Api):
 @contextlib.asynccontextmanager
 async def serving(
     plane: kube.ControlPlane, namespace: str, failures: list[Exception]
-) -> AsyncIterator[tuple[Api, asyncio.Task[Any], Health, Service]]:
+) -> AsyncIterator[tuple[KubernetesApi, asyncio.Task[Any], ControllerHealth, LeaderService]]:
     """An operator without watches, which lists everything again and again."""
-    settings = Settings(
+    settings = ControllerSettings(
         render=SETTINGS, keys=KeyRing([KEY]), identity="one", lease_namespace=namespace, lease_name="none",
         namespaces=(namespace,), resync_s=0.05,
     )  # fmt: skip
-    health = Health(leads=True)
+    health = ControllerHealth(leads=True)
     async with (
         connect(kubeconfig=str(plane.kubeconfig())) as api,
         httpx.AsyncClient(trust_env=False) as client,
     ):
         failing = FailingApi(api._client)
         failing.failures = failures
-        service = Service(failing, client, settings, OperatorMetrics(CollectorRegistry()), health)
+        service = LeaderService(failing, client, settings, OperatorMetrics(CollectorRegistry()), health)
         task = asyncio.ensure_future(running(service))
         try:
             yield api, task, health, service
@@ -64,7 +64,7 @@ async def serving(
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def running(service: Service) -> None:
+async def running(service: LeaderService) -> None:
     await service.begin()
     await service.run()
 
@@ -75,7 +75,7 @@ async def until(what: Callable[[], Any]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def pods(api: Api, namespace: str) -> list[Object]:
+async def pods(api: KubernetesApi, namespace: str) -> list[Object]:
     return (await api.list_objects(PODS, namespace)).items
 
 
@@ -158,8 +158,8 @@ async def test_a_launcher_that_says_the_same_again_has_been_heard_again(
         async def heard_thrice() -> bool:
             await machines.settle()
             memory = service._reconciler.memory((namespace, "job"))
-            if memory is not None and memory.told.progress is not None:
-                heard.add(memory.told.heard_at)
+            if memory is not None and memory.poll_result.progress is not None:
+                heard.add(memory.poll_result.received_at)
             return len(heard) >= 3
 
         await until(heard_thrice)

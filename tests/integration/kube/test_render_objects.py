@@ -11,7 +11,7 @@ import rendered
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import PODS
-from megatronapp_operator.backends.kubernetes.render import Attempt, Rendered
+from megatronapp_operator.backends.kubernetes.render import AttemptSettings, Rendered
 from megatronapp_operator.controller.capabilities import CONTAINER_RESTARTS
 
 LEVELS = ("privileged", "restricted")
@@ -53,7 +53,7 @@ def try_apply(server: httpx.Client, one: Rendered) -> httpx.Response:
 
 def gang(job: MegatronJob) -> tuple[Rendered, ...]:
     owner = rendered.owner_of(job)
-    life = Attempt(number=12, excluded_nodes=("gpu-3", "gpu-4"))
+    life = AttemptSettings(number=12, excluded_nodes=("gpu-3", "gpu-4"))
     objects = render.gang_objects(job, owner, life, rendered.SETTINGS)
     hub = render.hub_objects(job, owner, rendered.SETTINGS) if job.spec.analyzer.enabled else ()
     return (*objects, *hub)

@@ -15,13 +15,13 @@ from megatronapp_operator.plan import (
     ExcludedNode,
     Failure,
     FailureAction,
-    Outcome,
     Phase,
     Progress,
     Replicas,
     SlowRank,
     Status,
     Worker,
+    WorkerOutcome,
     WorkerPhase,
 )
 from megatronapp_operator.plan_io.status_document import status_document
@@ -59,7 +59,7 @@ RUNNING = Status(
         Worker(
             index=3, attempt=2, phase=WorkerPhase.FAILED, started_at=SECOND, finished_at=MOMENT, node="gpu-1",
             disrupted="Evicted", deletion=Deletion(since=MOMENT, grace_s=600.0),
-            outcome=Outcome(code=137, reason="OOMKilled", message="words", rank=6, signal=9),
+            outcome=WorkerOutcome(code=137, reason="OOMKilled", message="words", rank=6, signal=9),
         ),
     ),
     progress_time=MOMENT,

@@ -39,7 +39,7 @@ spec:
 
 LAUNCHER = """
     import json, os, pathlib, signal, subprocess, sys, time
-    from megatronapp_common.pages import PageWriter
+    from megatronapp_common.pages import DocumentWriter
     control, run = pathlib.Path(os.environ["CONTROL"]), pathlib.Path(os.environ["MEGATRONAPP_RUN_DIR"])
     attempt, worker = os.environ["MEGATRONAPP_ATTEMPT"], os.environ["MEGATRONAPP_WORKER_INDEX"]
     files = pathlib.Path(os.environ["MEGATRONAPP_SHM_DIR"]) / os.environ["MEGATRONAPP_SHM_PREFIX"]
@@ -59,7 +59,7 @@ LAUNCHER = """
     subprocess.Popen(sleeper)
     subprocess.Popen(sleeper, start_new_session=True)  # one that leaves the group
     pathlib.Path(f"{files}.rank{worker}.ring").write_bytes(bytes(64))
-    page = PageWriter(pathlib.Path(f"{files}.progress"))
+    page = DocumentWriter(pathlib.Path(f"{files}.progress"))
     page.write({"attempt": int(attempt), "iteration": 3, "totalIterations": 5, "loss": 1.5, "state": "training"})
     print("launcher says hello", flush=True)
     (run / f"rank-{worker}.log").write_text(f"line of rank {worker}, attempt {attempt}\\n")
@@ -115,9 +115,9 @@ HUB = """
 
 DRIVER = """
     import sys
-    from megatronapp_operator.backends.process.settings import Commands
+    from megatronapp_operator.backends.process.settings import ProcessCommands
     from megatronapp_operator.cli import run, ui
-    commands = Commands(
+    commands = ProcessCommands(
         launcher=(sys.executable, {launcher!r}),
         agent=(sys.executable, "-S", "-c", {sleeper!r}),
         hub=(sys.executable, {hub!r}),
@@ -243,7 +243,7 @@ class Desk:
         return uid
 
     def processes(self, uid: str, worker: int | None = None, word: str = "") -> list[int]:
-        found = job_processes.find(job_processes.Kin(uid=uid, worker=worker))
+        found = job_processes.find(job_processes.ProcessSelector(uid=uid, worker=worker))
         return [pid for pid in found if word in command_line(pid)]
 
     def shared_memory(self) -> list[str]:
@@ -293,4 +293,4 @@ def desk(tmp_path: pathlib.Path) -> Iterator[Desk]:
         backend_record = json.loads(left.read_text())
         if f"{made.folder}" in command_line(backend_record["pid"]):
             os.kill(backend_record["pid"], signal.SIGKILL)
-        job_processes.sweep(job_processes.Kin(uid=backend_record["uid"]))
+        job_processes.sweep(job_processes.ProcessSelector(uid=backend_record["uid"]))

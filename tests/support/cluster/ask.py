@@ -4,13 +4,13 @@ import pathlib
 import sys
 import urllib.request
 
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 SECRET = pathlib.Path("/run/megatronapp/secret/secret")
 
 
 def main() -> None:
-    token = derive(read_secret(SECRET), Role.VIEWER)
+    token = derive_token(read_secret(SECRET), TokenRole.VIEWER)
     request = urllib.request.Request(
         f"http://127.0.0.1:8080{sys.argv[1]}", headers={"Authorization": f"Bearer {token}"}
     )

@@ -4,14 +4,17 @@ import pathlib
 import sys
 import urllib.request
 
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 SECRET = pathlib.Path("/run/megatronapp/secret/secret")
 
 
 def main() -> None:
     url, body = sys.argv[1:]
-    headers = {"Authorization": f"Bearer {derive(read_secret(SECRET), Role.SERVE)}", "Content-Type": "application/json"}
+    headers = {
+        "Authorization": f"Bearer {derive_token(read_secret(SECRET), TokenRole.SERVE)}",
+        "Content-Type": "application/json",
+    }
     with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)) as answer:
         print(answer.read().decode())
 

@@ -7,12 +7,12 @@ from megatronapp_operator.plan import (
     Backoff,
     CleanPodPolicy,
     FailureAction,
-    Group,
-    Job,
+    FailureMatch,
+    FailureRule,
     JobSpec,
-    Match,
+    JobState,
     NodeExclusion,
-    Rule,
+    PodGroupKey,
     RunPolicy,
     SlowNodeAction,
     SlowNodePolicy,
@@ -28,20 +28,20 @@ from plan_fuzz.world import World
 
 STEPS = 60
 BEGIN = 1_700_000_000.0
-RULES: tuple[tuple[Rule, ...], ...] = (
+RULES: tuple[tuple[FailureRule, ...], ...] = (
     (),
     (),
     (),
-    (Rule(match=Match(exit_codes=(137,)), action=FailureAction.IGNORE),),
-    (Rule(match=Match(workers=(0,)), action=FailureAction.EXCLUDE_AND_RESTART),),
-    (Rule(match=Match(exit_codes=(1,)), action=FailureAction.FAIL_JOB),),
+    (FailureRule(match=FailureMatch(exit_codes=(137,)), action=FailureAction.IGNORE),),
+    (FailureRule(match=FailureMatch(workers=(0,)), action=FailureAction.EXCLUDE_AND_RESTART),),
+    (FailureRule(match=FailureMatch(exit_codes=(1,)), action=FailureAction.FAIL_JOB),),
 )
 
 
 GROUPS = {
-    "none": (Group.NONE,),
-    "gated": (Group.WORKLOAD,),
-    "whole": (Group.POD_GROUP,),
+    "none": (PodGroupKey.NONE,),
+    "gated": (PodGroupKey.WORKLOAD,),
+    "whole": (PodGroupKey.POD_GROUP,),
 }
 """How the queue knows a gang."""
 
@@ -87,7 +87,7 @@ def make_world(draw: random.Random, seed: int) -> World:
     now = BEGIN + draw.random()
     world = World(
         random=draw,
-        job=Job(spec=make_spec(draw, seed, workers, queue)),
+        job=JobState(spec=make_spec(draw, seed, workers, queue)),
         now=now,
         since=now,
         nodes={name: Node(name) for name in (f"n{one}" for one in range(workers + draw.choice([0, 0, 1, 3])))},

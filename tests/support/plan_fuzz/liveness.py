@@ -169,7 +169,7 @@ def keep_hanging(world: World, operator: Operator) -> bool:
     """Its ranks hang, or some never come to the gathering: where a deadline says so, the gang is restarted."""
     heal(world)
     status = world.job.status
-    gathers = status.told is None and (world.progress is None or world.progress.attempt != status.attempt)
+    gathers = status.current_progress is None and (world.progress is None or world.progress.attempt != status.attempt)
     if not gathers and world.spec.policy.progress_deadline_s is None:
         return False
     world.hung.add(status.attempt)

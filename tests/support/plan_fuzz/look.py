@@ -6,10 +6,10 @@ import math
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     Action,
+    AttemptTemplate,
     ConditionType,
     CreateInit,
     CreateWorker,
-    Made,
     Observed,
     Plan,
     Status,
@@ -62,7 +62,9 @@ class Operator:
         """As the reconciler does: what a gang is made of is settled with the decision to create it."""
         world, status = self._world, self._world.job.status
         if status.attempt_time is not None and (world.made is None or world.made.attempt != status.attempt):
-            world.made = Made(attempt=status.attempt, template=world.spec.template, generation=world.spec.generation)
+            world.made = AttemptTemplate(
+                attempt=status.attempt, template=world.spec.template, generation=world.spec.generation
+            )
 
     def _carry_out(self, actions: tuple[Action, ...], cut_after: int | None) -> None:
         """What is removed goes first."""

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-from megatronapp_operator.plan import Deletion, Outcome, Worker, WorkerPhase
+from megatronapp_operator.plan import Deletion, Worker, WorkerOutcome, WorkerPhase
 
 LIVE = frozenset({WorkerPhase.PENDING, WorkerPhase.RUNNING})
 
@@ -28,7 +28,7 @@ class Pod:
     unplaced: bool = False
     started: float | None = None
     finished: float | None = None
-    outcome: Outcome | None = None
+    outcome: WorkerOutcome | None = None
     deletion: Deletion | None = None
     unreachable: float | None = None
     heard: float | None = None
@@ -68,9 +68,9 @@ class Pod:
             preparing=self.preparing,
             prepared_at=self.prepared,
             unreachable_since=self.unreachable,
-            heard_since=self.heard,
+            reachable_since=self.heard,
             disrupted=self.disrupted,
-            held_by=("kueue.x-k8s.io/managed",) if self.kept and self.deletion is not None else (),
+            finalizers=("kueue.x-k8s.io/managed",) if self.kept and self.deletion is not None else (),
         )
 
 

@@ -6,6 +6,7 @@ import random
 
 from megatronapp_operator.plan import (
     Action,
+    AttemptTemplate,
     CreateInit,
     CreateWorker,
     DeleteHub,
@@ -14,20 +15,19 @@ from megatronapp_operator.plan import (
     DeleteWorker,
     Deletion,
     EnsureHub,
-    Group,
-    Hub,
     HubPhase,
-    Init,
-    Job,
+    HubState,
+    InitPod,
     JobSpec,
-    Made,
+    JobState,
     Observed,
-    Outcome,
+    PodGroupKey,
+    PodRejection,
     Progress,
     RecordEvent,
-    Refusal,
     RemoveGroup,
     SlowRank,
+    WorkerOutcome,
     WorkerPhase,
 )
 from plan_fuzz.pods import Node, Pod, new_uid, whole
@@ -42,7 +42,7 @@ class World:
     """One job, its cluster, and the operator's memory of it."""
 
     random: random.Random
-    job: Job
+    job: JobState
     now: float
     nodes: dict[str, Node]
     queue: str = "none"
@@ -71,11 +71,11 @@ class World:
     """Attempts whose ranks stand still."""
     groups: set[int] = dataclasses.field(default_factory=set)
     """Attempts whose pod group exists."""
-    hub: Hub | None = None
+    hub: HubState | None = None
     hub_starts: int = 0
-    init: Init | None = None
-    refusal: Refusal | None = None
-    made: Made | None = None
+    init: InitPod | None = None
+    refusal: PodRejection | None = None
+    made: AttemptTemplate | None = None
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] | None = None
     hung_ranks: tuple[int, ...] | None = None
@@ -108,15 +108,15 @@ class World:
             hub=self.hub,
             workers=workers,
             init=self.init,
-            made=self.made,
+            attempt_template=self.made,
             rank_zero=self._rank_zero(),
-            groups_gone=frozenset(range(self.job.status.attempt + 1)) - self.groups,
+            groups_removed=frozenset(range(self.job.status.attempt + 1)) - self.groups,
             groups_refused=frozenset(
                 attempt for attempt, at in self.refused_groups.items() if self.now < at + GROUP_RETRY_S
             ),
             refusal=self.refusal,
             since=self.since,
-            heard=self.heard if self.polled else 0.0,
+            last_contact=self.heard if self.polled else 0.0,
             missing=self._missing(),
             progress=self.progress if self.polled else None,
             slow_ranks=self.slow_ranks,
@@ -148,7 +148,7 @@ class World:
             return
         ran = pod.runs
         pod.phase = WorkerPhase.SUCCEEDED if code == 0 else WorkerPhase.FAILED
-        pod.outcome = Outcome(code=code, signal=9 if code == 137 else None, message="words", reason="Because")
+        pod.outcome = WorkerOutcome(code=code, signal=9 if code == 137 else None, message="words", reason="Because")
         pod.finished, pod.disrupted = whole(self.now), disrupted or pod.disrupted
         pod.occupies = False
         if ran and code:
@@ -176,7 +176,7 @@ class World:
             case EnsureHub():
                 self._ensure_hub()
             case CreateInit() if self.init is None and not self._refused():
-                self.init = Init(phase=WorkerPhase.PENDING, created_at=self.now)
+                self.init = InitPod(phase=WorkerPhase.PENDING, created_at=self.now)
             case RemoveGroup():
                 self._remove_group(action.attempt)
             case DeleteHub() if self.hub is not None:
@@ -190,7 +190,7 @@ class World:
     def _refused(self) -> bool:
         if not self.refuses:
             return False
-        self.refusal = Refusal(
+        self.refusal = PodRejection(
             attempt=self.job.status.attempt,
             final=self.refuses == "final",
             denied=self.refuses == "denied",
@@ -200,7 +200,7 @@ class World:
         return True
 
     def _create(self, action: CreateWorker) -> None:
-        if self.spec.group is Group.POD_GROUP:
+        if self.spec.group is PodGroupKey.POD_GROUP:
             self.groups.add(action.attempt)
         if action.index in self.pods or self._refused():
             return
@@ -212,12 +212,12 @@ class World:
             created=self.now,
             avoids=frozenset(one.node for one in self.job.status.excluded_nodes if one.until > self.now),
             gated=self.queue == "gated",
-            kept=self.spec.group is Group.WORKLOAD,
+            kept=self.spec.group is PodGroupKey.WORKLOAD,
         )
 
     def _remove_group(self, attempt: int) -> None:
         """A workload that goes takes its finalizers and its pods along."""
-        if not self.removes_groups and self.spec.group is Group.WORKLOAD:
+        if not self.removes_groups and self.spec.group is PodGroupKey.WORKLOAD:
             self.refused_groups[attempt] = self.now
             return
         self.groups.discard(attempt)
@@ -244,4 +244,4 @@ class World:
     def _ensure_hub(self) -> None:
         if self.hub is None or self.hub.phase is HubPhase.ENDED or self.hub.deletion is not None:
             self.hub_starts += 1
-            self.hub = Hub(phase=HubPhase.STARTING, starts=self.hub_starts)
+            self.hub = HubState(phase=HubPhase.STARTING, starts=self.hub_starts)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Kind, Metric
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Metric, RecordKind
 
 Rows = NDArray[np.void]
 RowBuilder = Callable[..., Rows]
@@ -26,19 +26,19 @@ def build_step(rank: int, step: int, *, compute_ms: float = 3.0, ended: bool = T
     """One step of 10 ms of a two-stage pipeline of two ranks: one message each way; rank 1 reports a loss."""
     start = 1_000 * MS + step * 10 * MS
     compute = int(compute_ms * MS) // 8
-    send = {"kind": Kind.SEND_POST, "comm": rank, "start_ns": start + 4 * MS, "duration": 100, "aux": 64}
-    receive = {"kind": Kind.RECV_WAIT, "comm": 1 - rank, "start_ns": start + 5 * MS, "duration": MS // 8}
+    send = {"kind": RecordKind.SEND_POST, "comm": rank, "start_ns": start + 4 * MS, "duration": 100, "aux": 64}
+    receive = {"kind": RecordKind.RECV_WAIT, "comm": 1 - rank, "start_ns": start + 5 * MS, "duration": MS // 8}
     entries = [
-        {"kind": Kind.FORWARD, "start_ns": start, "duration": compute, "microbatch": 0},
+        {"kind": RecordKind.FORWARD, "start_ns": start, "duration": compute, "microbatch": 0},
         send | {"flags": Flag.AUX_BYTES},
         receive,
-        {"kind": Kind.BACKWARD, "start_ns": start + 6 * MS, "duration": compute, "microbatch": 0},
+        {"kind": RecordKind.BACKWARD, "start_ns": start + 6 * MS, "duration": compute, "microbatch": 0},
     ]
     if ended:
-        entries.append({"kind": Kind.STEP, "start_ns": start, "duration": 10 * MS // 8})
+        entries.append({"kind": RecordKind.STEP, "start_ns": start, "duration": 10 * MS // 8})
     if rank == 1:
         loss = int(np.array([4.0 + step], "<f4").view("<u4")[0])
-        entries.append({"kind": Kind.METRIC, "comm": Metric.LOSS, "start_ns": start + 10 * MS, "aux": loss})
+        entries.append({"kind": RecordKind.METRIC, "comm": Metric.LOSS, "start_ns": start + 10 * MS, "aux": loss})
     rows = build_rows(entries)
     rows["step"] = step
     return rows

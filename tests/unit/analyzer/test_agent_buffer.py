@@ -2,15 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.agent.buffer import Packet, SendBuffer
+from megatronapp_analyzer.agent.buffer import RecordsPacket, SendBuffer
 from megatronapp_analyzer.agent.settings import AgentSettings
 from megatronapp_analyzer.agent.uplink import backoff_s, parse_welcome
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_common.frames import Frame, FrameType
 
 
-def packet(first: int, count: int = 10, ring: int | None = 0) -> Packet:
-    return Packet(ring=ring, first=first, end=first + count, data=bytes(count))
+def packet(first: int, count: int = 10, ring: int | None = 0) -> RecordsPacket:
+    return RecordsPacket(ring=ring, first=first, end=first + count, data=bytes(count))
 
 
 def send_all(buffer: SendBuffer) -> list[int]:

@@ -12,13 +12,13 @@ from megatronapp_analyzer.hub.ingest.assembly import (
     split_by_step,
     with_ranks,
 )
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Kind
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, RecordKind
 
 
 def spans(step: int, *, ended: bool = True, spans_before: int = 1) -> Any:
     out = np.zeros(spans_before + ended, RECORD)
     out["comm"], out["microbatch"], out["step"] = NO_COMM, NO_MICROBATCH, step
-    out["kind"] = [Kind.FORWARD] * spans_before + [Kind.STEP] * ended
+    out["kind"] = [RecordKind.FORWARD] * spans_before + [RecordKind.STEP] * ended
     out["start_ns"] = np.arange(len(out)) + step * 1000
     return out
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub.http import sockets
-from megatronapp_analyzer.hub.http.sockets import listening
+from megatronapp_analyzer.hub.http.sockets import open_sockets
 
 LONGER_S = 20.0
 """Than any connection may wait here."""
@@ -20,7 +20,7 @@ def stranger(address: str, port: int) -> socket.socket:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_nobody_else_gets_either_address_of_a_hub_whose_page_has_a_name(host: str) -> None:
-    with listening(host, 0) as found:
+    with open_sockets(host, 0) as found:
         assert found.named
         port = found.sockets[0].getsockname()[1]
         assert found.url == f"http://127.0.0.1:{port}"
@@ -35,7 +35,7 @@ def test_nobody_else_gets_either_address_of_a_hub_whose_page_has_a_name(host: st
 def test_a_port_that_somebody_has_at_the_other_address_gives_no_name() -> None:
     with stranger("::1", 0) as other:
         port = other.getsockname()[1]
-        with listening("127.0.0.1", port) as found:
+        with open_sockets("127.0.0.1", port) as found:
             assert not found.named
             assert [sock.getsockname()[:2] for sock in found.sockets] == [("127.0.0.1", port)]
 
@@ -52,7 +52,7 @@ def test_a_hub_without_a_port_of_its_own_takes_one_that_is_free_at_both(monkeypa
         return listen(host, port)
 
     monkeypatch.setattr(sockets, "_listen", quick)
-    with others, listening("127.0.0.1", 0) as found:
+    with others, open_sockets("127.0.0.1", 0) as found:
         assert found.named
         assert len(seized) == 2
         assert found.sockets[1].getsockname()[1] == found.sockets[0].getsockname()[1]
@@ -61,13 +61,13 @@ def test_a_hub_without_a_port_of_its_own_takes_one_that_is_free_at_both(monkeypa
 
 def test_a_machine_without_the_other_address_has_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "has_ipv6", lambda: False)
-    with listening("127.0.0.1", 0) as found:
+    with open_sockets("127.0.0.1", 0) as found:
         assert (len(found.sockets), found.named) == (1, True)
 
 
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.5", "http://127.0.0.5:"), ("::1", "http://[::1]:")])
 def test_an_address_without_names_is_listened_on_alone(host: str, url: str) -> None:
-    with listening(host, 0) as found:
+    with open_sockets(host, 0) as found:
         assert (len(found.sockets), found.named) == (1, False)
         assert found.url.startswith(url)
 
@@ -76,16 +76,16 @@ def test_a_port_that_is_taken_is_told() -> None:
     with (
         stranger("127.0.0.1", 0) as other,
         pytest.raises(SettingsError, match="choose another --port"),
-        listening("127.0.0.1", other.getsockname()[1]),
+        open_sockets("127.0.0.1", other.getsockname()[1]),
     ):
         pass
 
 
 def test_two_hubs_do_not_share_a_port() -> None:
     with (
-        listening("127.0.0.1", 0) as first,
+        open_sockets("127.0.0.1", 0) as first,
         pytest.raises(SettingsError, match="cannot listen"),
-        listening("127.0.0.1", first.sockets[0].getsockname()[1]),
+        open_sockets("127.0.0.1", first.sockets[0].getsockname()[1]),
     ):
         pass
 
@@ -95,12 +95,12 @@ def test_a_hub_shares_a_port_that_is_held_for_it() -> None:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
         for _ in range(2):
-            with listening("127.0.0.1", held.getsockname()[1]) as found:
+            with open_sockets("127.0.0.1", held.getsockname()[1]) as found:
                 assert found.named
 
 
 def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
-    with listening("127.0.0.1", 0) as found:
+    with open_sockets("127.0.0.1", 0) as found:
         for sock in found.sockets:
             with socket.create_connection(sock.getsockname()[:2]), sock.accept()[0] as taken:
                 assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
@@ -109,7 +109,7 @@ def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
 def test_a_connection_whose_peer_takes_nothing_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "STALL_S", 0.2)
     with (
-        listening("127.0.0.1", 0) as found,
+        open_sockets("127.0.0.1", 0) as found,
         socket.create_connection(found.sockets[0].getsockname()[:2]),
         found.sockets[0].accept()[0] as taken,
     ):

@@ -6,26 +6,26 @@ import numpy as np
 import pytest
 
 from megatronapp_analyzer.hub.http.broadcast import QUEUE_FRAMES, Broadcaster, metrics_frame, steps_frame
-from megatronapp_analyzer.hub.ingest.curves import Point
-from megatronapp_analyzer.hub.ingest.digest import METRICS, Digester, StepDigest, against_others
-from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.curves import CurvePoint
+from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest, StepDigester, against_others
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.store import StoredStep, StoreLimits
-from megatronapp_analyzer.hub.state.detector_task import MAX_WAITING, Analysis, Liveness
-from megatronapp_analyzer.hub.state.verdicts import VerdictBook
+from megatronapp_analyzer.hub.state.detector_task import MAX_WAITING, DetectorTask, LivenessReport
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.model import (
     RANK_RECORD,
     Cause,
     JobLayout,
+    JobMoment,
     RankLiveness,
-    State,
-    StepView,
-    Subject,
+    StepRecords,
     SubjectType,
     Verdict,
-    When,
+    VerdictState,
+    VerdictSubject,
 )
 from megatronapp_common import frames
-from megatronapp_common.trace import DURATION_UNIT_NS, Kind
+from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
 
 LAYOUT = JobLayout.grid(pp=2)
 
@@ -71,7 +71,11 @@ def test_steps_frame_is_metric_by_rank_by_step() -> None:
 
 
 def test_metrics_frame_groups_by_name() -> None:
-    points = [Point("loss", 0, 1, 2.0, 0, 3), Point("gradNorm", 0, 1, 0.5, 0, 3), Point("loss", 0, 2, 1.5, 0, 3)]
+    points = [
+        CurvePoint("loss", 0, 1, 2.0, 0, 3),
+        CurvePoint("gradNorm", 0, 1, 0.5, 0, 3),
+        CurvePoint("loss", 0, 2, 1.5, 0, 3),
+    ]
     series = frames.decode(metrics_frame(points)).header["series"]
     assert series == {
         "loss": {"attempts": [0, 0], "steps": [1, 2], "values": [2.0, 1.5]},
@@ -85,31 +89,31 @@ def test_each_rank_is_measured_against_the_others() -> None:
     assert np.isnan(against_others(np.array([1.0]))).all()
 
 
-def slowdowns(digester: Digester, *milliseconds: float) -> list[float]:
+def slowdowns(digester: StepDigester, *milliseconds: float) -> list[float]:
     """Of a step in which each rank has one forward pass of this length."""
     records = np.zeros(2 * len(milliseconds), RANK_RECORD)
     for rank, length in enumerate(milliseconds):
-        for row, kind in ((2 * rank, Kind.STEP), (2 * rank + 1, Kind.FORWARD)):
+        for row, kind in ((2 * rank, RecordKind.STEP), (2 * rank + 1, RecordKind.FORWARD)):
             records[row]["rank"], records[row]["kind"] = rank, int(kind)
             records[row]["duration"] = int(length * 1e6 / DURATION_UNIT_NS)
     return [round(float(one), 2) for one in digester.values(records)[METRICS.index("slowdown")]]
 
 
 def test_beside_one_slow_peer_a_healthy_rank_is_like_its_own_history() -> None:
-    digester = Digester(2, JobLayout.grid(dp=2))
+    digester = StepDigester(2, JobLayout.grid(dp=2))
     first = slowdowns(digester, 10, 30)
     assert (np.isnan(first[0]), first[1]) == (True, 3), "no history yet: nothing is said of the healthy one"
     for _ in range(8):
         slowdowns(digester, 10, 10)
     assert slowdowns(digester, 10, 30) == [1, 3]
-    three = Digester(3, JobLayout.grid(dp=3))
+    three = StepDigester(3, JobLayout.grid(dp=3))
     assert slowdowns(three, 10, 5, 10) == [1.33, 0.5, 1.33]
 
 
-def verdict(state: State = State.CONFIRMED) -> Verdict:
+def verdict(state: VerdictState = VerdictState.CONFIRMED) -> Verdict:
     return Verdict(
         id="v",
-        subject=Subject(type=SubjectType.RANK, ranks=(0,)),
+        subject=VerdictSubject(type=SubjectType.RANK, ranks=(0,)),
         cause=Cause.COMPUTE,
         state=state,
         seconds_per_step=0.25,
@@ -117,7 +121,7 @@ def verdict(state: State = State.CONFIRMED) -> Verdict:
         confidence=0.9,
         evidence_steps=(1,),
         evidence_text=(),
-        since=When(attempt=0, step=1, time=0.0),
+        since=JobMoment(attempt=0, step=1, time=0.0),
     )
 
 
@@ -128,7 +132,7 @@ class Judge:
         self.steps: list[int] = []
         self.heard: list[list[int]] = []
 
-    def observe(self, step: StepView) -> list[Verdict]:
+    def observe(self, step: StepRecords) -> list[Verdict]:
         self.steps.append(step.step)
         if step.step == 3:
             raise RuntimeError("broken")
@@ -141,7 +145,7 @@ class Judge:
 
 @pytest.fixture
 def stored(step_rows: Any, ring_header: Any) -> list[StoredStep]:
-    ingest = Ingest(StoreLimits())
+    ingest = TraceIngest(StoreLimits())
     for rank in (0, 1):
         ingest.add_ring(0, ring_header(rank))
     found: list[StoredStep] = []
@@ -155,18 +159,18 @@ def stored(step_rows: Any, ring_header: Any) -> list[StoredStep]:
     return found
 
 
-def analysis(judges: list[Judge], book: VerdictBook, now_s: float = 1_700_000_002.0) -> Analysis:
+def analysis(judges: list[Judge], book: VerdictStore, now_s: float = 1_700_000_002.0) -> DetectorTask:
     def make(layout: JobLayout) -> Judge:
         judges.append(Judge())
         return judges[-1]
 
-    return Analysis(make, book, liveness=lambda: None, real_time_s=lambda: now_s)
+    return DetectorTask(make, book, liveness=lambda: None, real_time_s=lambda: now_s)
 
 
 @pytest.mark.asyncio
 async def test_steps_are_judged_in_order_and_waste_adds_up(stored: list[StoredStep]) -> None:
     judges: list[Judge] = []
-    book = VerdictBook(None)
+    book = VerdictStore(None)
     queue = analysis(judges, book)
     queue.add(LAYOUT, stored[:3])
     await queue.drain_batch()
@@ -178,7 +182,7 @@ async def test_steps_are_judged_in_order_and_waste_adds_up(stored: list[StoredSt
 @pytest.mark.asyncio
 async def test_a_failing_detector_is_replaced_and_its_verdicts_end(stored: list[StoredStep]) -> None:
     judges: list[Judge] = []
-    book = VerdictBook(None)
+    book = VerdictStore(None)
     queue = analysis(judges, book)
     queue.add(LAYOUT, stored)
     await queue.drain_batch()
@@ -191,7 +195,7 @@ async def test_a_failing_detector_is_replaced_and_its_verdicts_end(stored: list[
 @pytest.mark.asyncio
 async def test_another_layout_begins_afresh(stored: list[StoredStep]) -> None:
     judges: list[Judge] = []
-    book = VerdictBook(None)
+    book = VerdictStore(None)
     queue = analysis(judges, book)
     queue.add(LAYOUT, stored[:2])
     await queue.drain_batch()
@@ -204,7 +208,7 @@ async def test_another_layout_begins_afresh(stored: list[StoredStep]) -> None:
 
 
 def test_a_detector_that_is_too_slow_skips_the_oldest(stored: list[StoredStep]) -> None:
-    queue = analysis([], VerdictBook(None))
+    queue = analysis([], VerdictStore(None))
     for _ in range(MAX_WAITING + 10):
         queue.add(LAYOUT, stored[:1])
     assert queue.skipped == 10
@@ -216,18 +220,18 @@ async def test_liveness_is_judged_at_every_tick() -> None:
     done = asyncio.Event()
     asked = 0
 
-    def heard() -> Liveness | None:
+    def heard() -> LivenessReport | None:
         nonlocal asked
         asked += 1
         if asked == 3:
             done.set()
-        return Liveness(layout=LAYOUT, now_ns=asked, ranks=[]) if asked > 1 else None
+        return LivenessReport(layout=LAYOUT, now_ns=asked, ranks=[]) if asked > 1 else None
 
     def make(layout: JobLayout) -> Judge:
         judges.append(Judge())
         return judges[-1]
 
-    queue = Analysis(make, VerdictBook(None), liveness=heard)
+    queue = DetectorTask(make, VerdictStore(None), liveness=heard)
     task = asyncio.create_task(queue.run(0.001))
     async with asyncio.timeout(20):
         await done.wait()

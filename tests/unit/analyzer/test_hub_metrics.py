@@ -11,8 +11,8 @@ from megatronapp_analyzer.hub.ingest.agent_connection import AgentLink
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.room import LEAST_BYTES, Room
-from megatronapp_common.trace import Kind
+from megatronapp_common.room import LEAST_BYTES, SharedMemorySpace
+from megatronapp_common.trace import RecordKind
 
 COST_NS = 1000.0
 
@@ -43,7 +43,7 @@ def test_steps_that_lost_records_say_nothing_of_the_tracers_cost(hub: Hub, step_
     for step in range(3):
         for rank in (0, 1):
             rows = step_rows(rank, step)
-            rows = rows[rows["kind"] < Kind.METRIC]
+            rows = rows[rows["kind"] < RecordKind.METRIC]
             left = rows if step == 1 else rows[-1:]
             header = {"rank": rank, "worker": rank, "first": first[rank] + len(rows) - len(left), "lost": 0}
             if step == 0:
@@ -56,13 +56,13 @@ def test_steps_that_lost_records_say_nothing_of_the_tracers_cost(hub: Hub, step_
 
 def test_shared_memory_is_a_metric_and_a_full_one_is_in_the_summary(hub: Hub) -> None:
     """Of an attempt whose rings found no room, too: nothing but the agent's status says so."""
-    full = Room(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
-    rooms: dict[int, Room | None] = {0: full, 1: dataclasses.replace(full, free=LEAST_BYTES), 2: None}
+    full = SharedMemorySpace(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
+    rooms: dict[int, SharedMemorySpace | None] = {0: full, 1: dataclasses.replace(full, free=LEAST_BYTES), 2: None}
     for worker, room in rooms.items():
         link = AgentLink(attempt=7, worker=worker, node=f"n{worker}")
         hub.connect(link)
         status: dict[str, Any] = {"rings": [], "progress": None, "sharedMemory": room and room.to_json()}
-        hub.take(link, Frame(FrameType.STATUS, status), b"")
+        hub.take_frame(link, Frame(FrameType.STATUS, status), b"")
     (entry,) = views.summary(hub).full_shared_memory
     assert (entry.worker, entry.node, entry.free_bytes) == (0, "n0", LEAST_BYTES - 1)
     text = generate_latest(hub.registry).decode()

@@ -8,10 +8,10 @@ from megatronapp_analyzer.errors import ProtocolError, SettingsError
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file
 from megatronapp_analyzer.hub.state import ranks
-from megatronapp_analyzer.hub.state.faults import FaultBook
-from megatronapp_analyzer.hub.state.verdicts import MAX_VERDICTS, VerdictBook
-from megatronapp_analyzer.model import Cause, State, Subject, SubjectType, Verdict, When
-from megatronapp_common.trace import Kind
+from megatronapp_analyzer.hub.state.faults import FaultStore
+from megatronapp_analyzer.hub.state.verdicts import MAX_VERDICTS, VerdictStore
+from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
+from megatronapp_common.trace import RecordKind
 
 S = 1_000_000_000
 
@@ -56,7 +56,7 @@ def test_a_rank_that_was_never_heard_of_is_silent() -> None:
 
 
 def test_open_span_is_read() -> None:
-    span = {"kind": int(Kind.RECV_WAIT), "step": 4, "microbatch": None, "startNs": 98 * S}
+    span = {"kind": int(RecordKind.RECV_WAIT), "step": 4, "microbatch": None, "startNs": 98 * S}
     found = status(openSpan=span)
     assert found.open_span_age_s == 2.0
     assert found.liveness.open_span is not None
@@ -70,14 +70,14 @@ def test_unheard_agents_are_not_judged() -> None:
 
 
 def test_evaluation_is_no_hang() -> None:
-    inside = status(openSpan={"kind": int(Kind.RECV_WAIT), "step": 4, "microbatch": 1, "startNs": 0}).liveness
+    inside = status(openSpan={"kind": int(RecordKind.RECV_WAIT), "step": 4, "microbatch": 1, "startNs": 0}).liveness
     quiet = status(rank=1).liveness
     assert ranks.in_pause([inside, quiet], "training") == [inside, quiet]
     assert ranks.in_pause([inside, quiet], None) == [inside, quiet]
     same, paused = ranks.in_pause([inside, quiet], "evaluating")
     assert same == inside
     assert paused.open_span is not None
-    assert paused.open_span.kind == Kind.EVALUATE
+    assert paused.open_span.kind == RecordKind.EVALUATE
 
 
 @pytest.mark.parametrize("rings", [None, {}, [1], [{"heartbeatNs": 1}]])
@@ -104,13 +104,13 @@ def test_status_without_a_field_is_refused(missing: str) -> None:
 
 
 def test_kind_of_a_newer_release_has_a_name() -> None:
-    assert ranks.kind_name(Kind.RECV_WAIT) == "recv_wait"
+    assert ranks.kind_name(RecordKind.RECV_WAIT) == "recv_wait"
     assert ranks.kind_name(250) == "kind-250"
 
 
 def test_faults_survive_and_their_version_grows(tmp_path: Path) -> None:
     manifest = schemas.Fault(id="manifest-0", rank=1, kind="host", factor=2, from_step=0, steps=1)
-    book = FaultBook(tmp_path / "faults.json", [manifest])
+    book = FaultStore(tmp_path / "faults.json", [manifest])
     seen: list[int] = []
     book.on_change = lambda: seen.append(book.version)
     given = book.add(schemas.FaultRequest(rank=0, kind="link", factor=3, from_step=5, steps=2, peer=1))
@@ -118,7 +118,7 @@ def test_faults_survive_and_their_version_grows(tmp_path: Path) -> None:
     assert book.current() == [manifest, given]
     assert book.control_page()["faults"] == [given.model_dump()]
     assert given.model_dump()["fromStep"] == 5
-    again = FaultBook(tmp_path / "faults.json", [manifest])
+    again = FaultStore(tmp_path / "faults.json", [manifest])
     assert again.current() == [manifest, given]
     assert again.version > book.version
     other = again.add(schemas.FaultRequest(rank=0, kind="host", factor=3, from_step=5, steps=2))
@@ -137,10 +137,12 @@ def test_progress_that_is_no_number_is_null() -> None:
     assert "NaN" not in json.dumps(found.model_dump())
 
 
-def verdict(id_: str, state: State = State.CONFIRMED, time: float = 1.0, cause: Cause = Cause.COMPUTE) -> Verdict:
+def verdict(
+    id_: str, state: VerdictState = VerdictState.CONFIRMED, time: float = 1.0, cause: Cause = Cause.COMPUTE
+) -> Verdict:
     return Verdict(
         id=id_,
-        subject=Subject(type=SubjectType.RANK, ranks=(3,)),
+        subject=VerdictSubject(type=SubjectType.RANK, ranks=(3,)),
         cause=cause,
         state=state,
         seconds_per_step=0.5,
@@ -148,28 +150,28 @@ def verdict(id_: str, state: State = State.CONFIRMED, time: float = 1.0, cause: 
         confidence=0.9,
         evidence_steps=(7, 8),
         evidence_text=(),
-        since=When(attempt=0, step=5, time=time),
+        since=JobMoment(attempt=0, step=5, time=time),
     )
 
 
 def test_verdicts_newest_first_and_versions() -> None:
-    book = VerdictBook(None)
+    book = VerdictStore(None)
     assert book.update([verdict("a", time=1.0), verdict("b", time=2.0, cause=Cause.HANG)])
     assert not book.update([verdict("a", time=1.0)])
     assert book.version == 1
     assert [entry["id"] for entry in book.all()] == ["b", "a"]
     assert book.hung_ranks() == [3]
-    book.update([verdict("b", State.CLEARED, time=2.0, cause=Cause.HANG)])
+    book.update([verdict("b", VerdictState.CLEARED, time=2.0, cause=Cause.HANG)])
     assert book.hung_ranks() == []
     assert [entry.id for entry in book.active()] == ["a"]
 
 
 def test_verdicts_not_said_again_after_a_restart_are_over(tmp_path: Path) -> None:
-    VerdictBook(tmp_path / "v.json").update([verdict("a"), verdict("b")])
-    book = VerdictBook(tmp_path / "v.json")
+    VerdictStore(tmp_path / "v.json").update([verdict("a"), verdict("b")])
+    book = VerdictStore(tmp_path / "v.json")
     book.update([verdict("a")])
-    book.clear_unsaid(9.0)
-    by_id = {entry["id"]: entry for entry in VerdictBook(tmp_path / "v.json").all()}
+    book.clear_unreported(9.0)
+    by_id = {entry["id"]: entry for entry in VerdictStore(tmp_path / "v.json").all()}
     assert by_id["a"]["state"] == "confirmed"
     assert by_id["b"]["state"] == "cleared"
     assert by_id["b"]["until"] == {"attempt": 0, "step": 8, "time": 9.0}
@@ -179,9 +181,9 @@ def test_verdicts_not_said_again_after_a_restart_are_over(tmp_path: Path) -> Non
 
 
 def test_old_cleared_verdicts_are_forgotten() -> None:
-    book = VerdictBook(None)
+    book = VerdictStore(None)
     book.update([verdict("first", time=0.0)])
-    book.update(verdict(str(n), State.CLEARED, time=float(n + 1)) for n in range(2 * MAX_VERDICTS))
+    book.update(verdict(str(n), VerdictState.CLEARED, time=float(n + 1)) for n in range(2 * MAX_VERDICTS))
     ids = [entry["id"] for entry in book.all()]
     assert len(ids) <= MAX_VERDICTS + 1
     assert "first" in ids

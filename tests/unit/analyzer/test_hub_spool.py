@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.restore import curve_frame, digest_frame, restore
 from megatronapp_analyzer.hub.ingest.spool import JsonFile, SpoolLimits, SpoolReader, SpoolWriter, read_frames
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
@@ -21,7 +21,7 @@ def records_frame(rank: int, first: int, body: bytes) -> bytes:
 
 def spool_steps(writer: SpoolWriter, step_rows: Any, ring_header: Any, steps: range, attempt: int = 0) -> None:
     """What a hub writes while it takes in `steps` of two ranks."""
-    ingest = Ingest(StoreLimits())
+    ingest = TraceIngest(StoreLimits())
     first = [0, 0]
     for rank in (0, 1):
         ingest.add_ring(attempt, ring_header(rank))
@@ -43,7 +43,7 @@ def test_everything_comes_back(tmp_path: Path, step_rows: Any, ring_header: Any)
     writer = SpoolWriter(tmp_path, SpoolLimits())
     spool_steps(writer, step_rows, ring_header, range(6))
     writer.close()
-    ingest = Ingest(StoreLimits())
+    ingest = TraceIngest(StoreLimits())
     finished = restore(SpoolReader(tmp_path), ingest, newest_segments=None)
     assert [stored.view.step for stored in finished] == list(range(6))
     assert [digest.step for digest in ingest.store.digests(None, None)] == list(range(6))
@@ -60,7 +60,7 @@ def test_old_segments_are_deleted_and_sums_stay(tmp_path: Path, step_rows: Any, 
     segments = SpoolReader(tmp_path).segments(0)
     assert sum(path.stat().st_size for path in segments) <= limits.total_bytes
     assert all(path.stat().st_size <= limits.segment_bytes for path in segments)
-    ingest = Ingest(StoreLimits())
+    ingest = TraceIngest(StoreLimits())
     finished = restore(SpoolReader(tmp_path), ingest, newest_segments=2)
     assert 0 < len(finished) < 40
     assert [digest.step for digest in ingest.store.digests(None, None)] == list(range(40))

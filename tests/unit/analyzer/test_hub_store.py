@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.ingest.assembly import PATIENCE_STEPS
-from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
-from megatronapp_common.trace import Kind
+from megatronapp_common.trace import RecordKind
 
 
 class Feeder:
     """Brings steps of two ranks, one frame per rank and step."""
 
-    def __init__(self, ingest: Ingest, step_rows: Any, ring_header: Any) -> None:
+    def __init__(self, ingest: TraceIngest, step_rows: Any, ring_header: Any) -> None:
         self.ingest = ingest
         self.step_rows = step_rows
         self.ring_header = ring_header
@@ -43,7 +43,7 @@ class Feeder:
 
 @pytest.fixture
 def feeder(step_rows: Any, ring_header: Any) -> Feeder:
-    return Feeder(Ingest(StoreLimits(full_steps=4)), step_rows, ring_header)
+    return Feeder(TraceIngest(StoreLimits(full_steps=4)), step_rows, ring_header)
 
 
 def test_step_has_real_time_and_digest(feeder: Feeder) -> None:
@@ -85,7 +85,7 @@ def test_only_the_newest_steps_are_held_in_full(feeder: Feeder) -> None:
 
 
 def test_byte_budget_beats_the_number_of_steps(step_rows: Any, ring_header: Any) -> None:
-    feeder = Feeder(Ingest(StoreLimits(full_steps=100, full_bytes=2000)), step_rows, ring_header)
+    feeder = Feeder(TraceIngest(StoreLimits(full_steps=100, full_bytes=2000)), step_rows, ring_header)
     feeder.rings()
     for step in range(30):
         feeder.step(step)
@@ -116,7 +116,7 @@ def test_first_contact_counts_what_the_ring_says_it_lost(feeder: Feeder, step_ro
 def test_late_span_joins_its_step(feeder: Feeder, rows: Any) -> None:
     feeder.rings()
     (before,) = feeder.step(0)
-    feeder.send(0, rows([{"kind": Kind.CHECKPOINT, "step": 0, "start_ns": 2_000_000_000, "duration": 5}]))
+    feeder.send(0, rows([{"kind": RecordKind.CHECKPOINT, "step": 0, "start_ns": 2_000_000_000, "duration": 5}]))
     held = feeder.ingest.store.find(0, 0)
     assert held is not None
     assert len(held.view.records) == len(before.view.records) + 1
@@ -188,7 +188,7 @@ def test_records_must_be_whole_and_announced(feeder: Feeder) -> None:
 
 def test_nodes_with_other_clocks_are_tied_by_their_messages(step_rows: Any, ring_header: Any) -> None:
     """Rank 1's real clock is 30 ms off; the messages of the step tie its spans to those of rank 0."""
-    feeder = Feeder(Ingest(StoreLimits()), step_rows, ring_header)
+    feeder = Feeder(TraceIngest(StoreLimits()), step_rows, ring_header)
     feeder.ingest.add_ring(0, ring_header(0, boot_id="a"))
     feeder.ingest.add_ring(0, ring_header(1, boot_id="b", offset_ns=1_700_000_000_030_000_000 - 5_000_000_000))
     for step in range(6):
@@ -220,5 +220,5 @@ def test_stored_values_are_not_changed_by_late_spans(feeder: Feeder, rows: Any) 
     (before,) = feeder.step(0)
     copy = dataclasses.replace(before)
     length = len(before.view.records)
-    feeder.send(1, rows([{"kind": Kind.EVALUATE, "step": 0, "start_ns": 1, "duration": 5}]))
+    feeder.send(1, rows([{"kind": RecordKind.EVALUATE, "step": 0, "start_ns": 1, "duration": 5}]))
     assert len(copy.view.records) == length

@@ -7,22 +7,22 @@ import pytest
 
 from megatronapp_analyzer import cli, export, fetch
 from megatronapp_analyzer.errors import AnalyzerError, ExportError, HubError
-from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolWriter
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.trace import Counter, Flag, Kind
+from megatronapp_common.trace import Counter, Flag, RecordKind
 from megatronapp_common.web.tokens import new_secret
 
 
 @pytest.fixture
-def ingest(step_rows: Any, ring_header: Any, rows: Any) -> Ingest:
+def ingest(step_rows: Any, ring_header: Any, rows: Any) -> TraceIngest:
     """Steps 0 to 2; a fault in step 1 of rank 1; a counter of worker 0."""
-    filled = Ingest(StoreLimits())
+    filled = TraceIngest(StoreLimits())
     for rank in (0, 1):
         filled.add_ring(0, ring_header(rank))
-    fault = {"kind": Kind.FAULT, "step": 1, "start_ns": 1_011_000_000, "duration": 1000, "flags": Flag.INJECTED}
+    fault = {"kind": RecordKind.FAULT, "step": 1, "start_ns": 1_011_000_000, "duration": 1000, "flags": Flag.INJECTED}
     first = [0, 0]
     for step in range(3):
         for rank in (0, 1):
@@ -31,12 +31,12 @@ def ingest(step_rows: Any, ring_header: Any, rows: Any) -> Ingest:
                 header = {"rank": rank, "worker": rank, "first": first[rank], "lost": 0}
                 filled.add_records(0, header, part.tobytes())
                 first[rank] += len(part)
-    half = {"kind": Kind.COUNTER, "comm": Counter.CPU_PRESSURE, "start_ns": 1_015_000_000, "aux": 0x3F000000}
+    half = {"kind": RecordKind.COUNTER, "comm": Counter.CPU_PRESSURE, "start_ns": 1_015_000_000, "aux": 0x3F000000}
     filled.add_records(0, {"rank": None, "worker": 0, "first": 0, "lost": 0}, rows([half]).tobytes())
     return filled
 
 
-def export_all(ingest: Ingest, first: int | None = None, last: int | None = None) -> dict[str, Any]:
+def export_all(ingest: TraceIngest, first: int | None = None, last: int | None = None) -> dict[str, Any]:
     steps = ingest.store.select(first, last, newest=50)
     return export.chrome_trace(export.source_of(ingest, "demo", steps))
 
@@ -45,7 +45,7 @@ def events(document: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [event for event in document["traceEvents"] if event["ph"] == phase]
 
 
-def test_workers_are_processes_and_ranks_are_threads(ingest: Ingest) -> None:
+def test_workers_are_processes_and_ranks_are_threads(ingest: TraceIngest) -> None:
     document = export_all(ingest)
     names = {
         (event["pid"], event.get("tid")): event["args"]["name"]
@@ -58,7 +58,7 @@ def test_workers_are_processes_and_ranks_are_threads(ingest: Ingest) -> None:
     json.dumps(document, allow_nan=False)
 
 
-def test_spans_carry_times_and_what_they_mean(ingest: Ingest) -> None:
+def test_spans_carry_times_and_what_they_mean(ingest: TraceIngest) -> None:
     spans = events(export_all(ingest, 1, 1), "X")
     forward = next(event for event in spans if event["name"] == "forward 0" and event["tid"] == 0)
     assert (forward["ts"], forward["dur"]) == (0.0, 3000.0)
@@ -68,7 +68,7 @@ def test_spans_carry_times_and_what_they_mean(ingest: Ingest) -> None:
     assert (fault["name"], fault["tid"], fault["args"]["injected"]) == ("fault", 1, True)
 
 
-def test_arrows_join_matched_ends(ingest: Ingest) -> None:
+def test_arrows_join_matched_ends(ingest: TraceIngest) -> None:
     document = export_all(ingest)
     starts, ends = events(document, "s"), events(document, "f")
     assert len(starts) == len(ends) == 6
@@ -79,12 +79,12 @@ def test_arrows_join_matched_ends(ingest: Ingest) -> None:
         assert end["ts"] >= start["ts"]
 
 
-def test_curves_and_counters_are_tracks(ingest: Ingest) -> None:
+def test_curves_and_counters_are_tracks(ingest: TraceIngest) -> None:
     tracks = {(event["name"], event["pid"]): event["args"]["value"] for event in events(export_all(ingest, 1, 1), "C")}
     assert tracks == {("loss", export.JOB_PID): 5.0, ("cpu_pressure 0", 0): 0.5}
 
 
-def test_no_steps_are_an_error(ingest: Ingest) -> None:
+def test_no_steps_are_an_error(ingest: TraceIngest) -> None:
     with pytest.raises(ExportError, match="demo"):
         export_all(ingest, 100)
 

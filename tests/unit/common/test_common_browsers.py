@@ -7,21 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.web.origin import (
-    asked_here,
-    bearer,
+    add_meta_tags,
+    bearer_token,
+    can_open_localhost_name,
     is_route,
+    is_same_origin,
+    is_same_site_navigation,
     login_form,
-    marked,
-    opens_page,
-    own_host,
-    same_origin,
+    loopback_alias,
 )
 
 
 def test_bearer_tokens() -> None:
-    assert bearer({"authorization": "bearer  abc "}) == "abc"
-    assert bearer({"authorization": "Bearer"}) is None
-    assert bearer({"authorization": "Basic abc"}) is None
+    assert bearer_token({"authorization": "bearer  abc "}) == "abc"
+    assert bearer_token({"authorization": "Bearer"}) is None
+    assert bearer_token({"authorization": "Basic abc"}) is None
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,14 @@ def test_bearer_tokens() -> None:
     ],
 )
 def test_origins(headers: dict[str, str], same: bool) -> None:
-    assert same_origin(headers) is same
+    assert is_same_origin(headers) is same
 
 
 @pytest.mark.parametrize(
     ("host", "port"), [("127.0.0.1:8080", ":8080"), ("localhost", ""), ("LOCALHOST:1", ":1"), ("[::1]:80", ":80")]
 )
 def test_this_machine_gets_a_name_for_each_forward(host: str, port: str) -> None:
-    names = {own_host(host, "door") for _ in range(8)}
+    names = {loopback_alias(host, "door") for _ in range(8)}
     assert len(names) == 8
     assert all(re.fullmatch(rf"door-[0-9a-f]{{16}}\.localhost{port}", name or "") for name in names)
 
@@ -60,7 +60,7 @@ def test_this_machine_gets_a_name_for_each_forward(host: str, port: str) -> None
 )
 def test_other_hosts_keep_their_name(host: str | None) -> None:
     """Also those of this machine to which no name below `localhost` leads."""
-    assert own_host(host, "door") is None
+    assert loopback_alias(host, "door") is None
 
 
 @pytest.mark.parametrize(
@@ -74,21 +74,21 @@ def test_other_hosts_keep_their_name(host: str | None) -> None:
 )
 def test_who_finds_names_below_localhost(agent: str, opens: bool) -> None:
     loads = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
-    assert opens_page(loads | {"user-agent": agent}) is opens
-    assert not opens_page({"user-agent": agent, "sec-fetch-mode": "cors"})
+    assert can_open_localhost_name(loads | {"user-agent": agent}) is opens
+    assert not can_open_localhost_name({"user-agent": agent, "sec-fetch-mode": "cors"})
 
 
 @given(st.text())
 def test_no_host_or_origin_is_too_odd(text: str) -> None:
-    own_host(text, "door")
-    same_origin({"origin": text, "host": "door:1"})
-    opens_page({"sec-fetch-mode": text})
+    loopback_alias(text, "door")
+    is_same_origin({"origin": text, "host": "door:1"})
+    can_open_localhost_name({"sec-fetch-mode": text})
 
 
 @pytest.mark.parametrize(("site", "here"), [(None, True), ("none", True), ("same-origin", True), ("same-site", False)])
 def test_who_led_a_browser_here(site: str | None, here: bool) -> None:
-    assert asked_here({} if site is None else {"sec-fetch-site": site}) is here
-    assert not asked_here({"sec-fetch-site": "cross-site"})
+    assert is_same_site_navigation({} if site is None else {"sec-fetch-site": site}) is here
+    assert not is_same_site_navigation({"sec-fetch-site": "cross-site"})
 
 
 @pytest.mark.parametrize("path", ["", "jobs", "jobs/demo", "a_b/c-d/", "~x"])
@@ -105,6 +105,8 @@ def test_nothing_odd_is_a_route_of_the_page(text: str) -> None:
 
 
 def test_marks_stand_in_the_head_once_and_a_reason_is_text() -> None:
-    assert marked("<html><head><title>x</title></head><head>", "<a>", "<b>").startswith("<html><head><a><b><title>")
-    assert marked("<html><head></head>") == "<html><head></head>"
+    assert add_meta_tags("<html><head><title>x</title></head><head>", "<a>", "<b>").startswith(
+        "<html><head><a><b><title>"
+    )
+    assert add_meta_tags("<html><head></head>") == "<html><head></head>"
     assert "<p>&lt;script&gt;</p>" in login_form("<script>")

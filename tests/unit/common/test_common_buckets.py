@@ -3,56 +3,58 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.web.token_bucket import Buckets, Short, Size
+from megatronapp_common.web.token_bucket import BucketEmpty, BucketSize, TokenBuckets
 
 
 @given(
     waits=st.lists(st.floats(0, 3), max_size=60),
-    size=st.builds(Size, st.integers(1, 9), st.floats(0.05, 300)),
+    size=st.builds(BucketSize, st.integers(1, 9), st.floats(0.05, 300)),
 )
-def test_nobody_gets_more_than_the_burst_and_the_rate(waits: list[float], size: Size) -> None:
-    buckets, now_s, granted = Buckets(8), 0.0, 0
+def test_nobody_gets_more_than_the_burst_and_the_rate(waits: list[float], size: BucketSize) -> None:
+    buckets, now_s, granted = TokenBuckets(8), 0.0, 0
     for wait_s in waits:
         now_s += wait_s
-        short = buckets.take({"one": size}, now_s)
+        short = buckets.consume({"one": size}, now_s)
         granted += short is None
         assert granted <= size.burst + size.per_s * now_s + 1e-6
         if short is not None:
             assert short.key == "one" and short.wait_s >= 1
             now_s += short.wait_s
             granted += 1
-            assert buckets.take({"one": size}, now_s) is None, "who waits as long as told is served"
-    assert buckets.take({"another": size}, now_s) is None
+            assert buckets.consume({"one": size}, now_s) is None, "who waits as long as told is served"
+    assert buckets.consume({"another": size}, now_s) is None
 
 
 def test_a_key_without_a_turn_takes_none_of_the_others() -> None:
-    buckets, jane, job = Buckets(8), Size(1, 0.5), Size(3, 0.1)
-    assert buckets.take({"jane": jane, "job": job}, 0) is None
+    buckets, jane, job = TokenBuckets(8), BucketSize(1, 0.5), BucketSize(3, 0.1)
+    assert buckets.consume({"jane": jane, "job": job}, 0) is None
     for _ in range(5):
-        assert buckets.take({"jane": jane, "job": job}, 0) == Short("jane", 2)
-    assert [buckets.take({"job": job}, 0) for _ in range(3)] == [None, None, Short("job", 10)]
+        assert buckets.consume({"jane": jane, "job": job}, 0) == BucketEmpty("jane", 2)
+    assert [buckets.consume({"job": job}, 0) for _ in range(3)] == [None, None, BucketEmpty("job", 10)]
 
 
 def test_what_costs_several_turns_takes_them_all_or_none() -> None:
-    buckets, size = Buckets(8), Size(4, 0.5)
-    assert buckets.take({"one": size}, 0, 3) is None
-    assert buckets.take({"one": size}, 0, 3) == Short("one", 4)
-    assert [buckets.take({"one": size}, 0) for _ in range(2)] == [None, Short("one", 2)]
-    assert buckets.take({"one": size}, 6, 3) is None
+    buckets, size = TokenBuckets(8), BucketSize(4, 0.5)
+    assert buckets.consume({"one": size}, 0, 3) is None
+    assert buckets.consume({"one": size}, 0, 3) == BucketEmpty("one", 4)
+    assert [buckets.consume({"one": size}, 0) for _ in range(2)] == [None, BucketEmpty("one", 2)]
+    assert buckets.consume({"one": size}, 6, 3) is None
 
 
 def test_a_caller_that_is_refused_waits_no_longer_for_asking_again() -> None:
-    buckets, size = Buckets(8), Size(1, 0.1)
-    assert buckets.take({"one": size}, 0) is None
-    assert [buckets.take({"one": size}, second) for second in (1, 4, 9.5)] == [Short("one", n) for n in (9, 6, 1)]
-    assert buckets.take({"one": size}, 10) is None
+    buckets, size = TokenBuckets(8), BucketSize(1, 0.1)
+    assert buckets.consume({"one": size}, 0) is None
+    assert [buckets.consume({"one": size}, second) for second in (1, 4, 9.5)] == [
+        BucketEmpty("one", n) for n in (9, 6, 1)
+    ]
+    assert buckets.consume({"one": size}, 10) is None
 
 
 def test_keys_are_bounded_and_who_was_not_heard_of_for_longest_begins_anew() -> None:
-    buckets, size = Buckets(3), Size(1, 0.001)
+    buckets, size = TokenBuckets(3), BucketSize(1, 0.001)
     for key in "abcab":
-        buckets.take({key: size}, 0)
+        buckets.consume({key: size}, 0)
     assert len(buckets) == 3
-    assert buckets.take({"d": size}, 0) is None and len(buckets) == 3
-    assert buckets.take({"c": size}, 0) is not None, "c was heard of after b was"
-    assert buckets.take({"a": size}, 0) is None
+    assert buckets.consume({"d": size}, 0) is None and len(buckets) == 3
+    assert buckets.consume({"c": size}, 0) is not None, "c was heard of after b was"
+    assert buckets.consume({"a": size}, 0) is None

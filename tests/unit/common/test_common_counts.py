@@ -4,23 +4,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.text.run_length import read_counts, write_counts
+from megatronapp_common.text.run_length import format_run_lengths, parse_run_lengths
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=50))
 def test_what_is_written_is_read_back(counts: list[int]) -> None:
-    text = write_counts(counts)
-    assert read_counts(text) == tuple(counts)
+    text = format_run_lengths(counts)
+    assert parse_run_lengths(text) == tuple(counts)
     assert len(text) <= len(",".join(map(str, counts))) + 3 * len(counts)
 
 
 def test_a_thousand_alike_are_one_run() -> None:
-    assert write_counts([8] * 1000) == "8x1000"
-    assert write_counts([8, 8, 4]) == "8x2,4"
-    assert read_counts("8,8,4") == (8, 8, 4)
+    assert format_run_lengths([8] * 1000) == "8x1000"
+    assert format_run_lengths([8, 8, 4]) == "8x2,4"
+    assert parse_run_lengths("8,8,4") == (8, 8, 4)
 
 
 @pytest.mark.parametrize("text", ["", "0", "8x0", "x2", "8x", "8 x2", "8,,4", "-8", "٨", "8x999999999", "4x3,4x131071"])
 def test_what_is_no_list_of_counts_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no count"):
-        read_counts(text)
+        parse_run_lengths(text)

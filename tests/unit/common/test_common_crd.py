@@ -227,4 +227,4 @@ def test_the_reference_has_a_row_for_every_field() -> None:
 def test_the_reference_says_every_rule() -> None:
     page = render_reference()
     for rule in (*SPEC_RULES, *CHANGE_RULES):
-        assert f"| `spec{rule.field}` | {rule.says} |" in page, rule.id
+        assert f"| `spec{rule.field}` | {rule.message} |" in page, rule.id

@@ -14,7 +14,7 @@ from megatronapp_common.job import (
     Condition,
     Data,
     Fbd,
-    Forward,
+    ForwardWorkers,
     MegatronJob,
     Metadata,
     Model,
@@ -199,7 +199,9 @@ def test_forward_workers_come_last_with_ranks_of_their_own(
     expected = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged)
     if tensor * pipeline > MAX_PROC_PER_NODE or expected.forward_ranks % per_node:
         return
-    forward = Forward(proc_per_node=per_node, node_selector={"pool": "cpu"}, resources=Resources(limits={"cpu": "4"}))
+    forward = ForwardWorkers(
+        proc_per_node=per_node, node_selector={"pool": "cpu"}, resources=Resources(limits={"cpu": "4"})
+    )
     fbd = Fbd(enabled=True, ignore_forward_tensor_parallel=merged, forward=forward)
     world = derive_world(make_spec(data, None, 0, fbd=fbd, tensor=tensor, pipeline=pipeline, data=data))
     backward, apart = world.worker_groups
@@ -219,7 +221,7 @@ def test_forward_workers_come_last_with_ranks_of_their_own(
 
 
 def test_forward_workers_go_where_the_others_go_unless_they_say_otherwise() -> None:
-    spec = make_spec(2, 4, 4, fbd=Fbd(enabled=True, forward=Forward(gpus_per_node=2)), tensor=2)
+    spec = make_spec(2, 4, 4, fbd=Fbd(enabled=True, forward=ForwardWorkers(gpus_per_node=2)), tensor=2)
     spec = spec.model_copy(update={"node_selector": {"gpu": "a"}, "resources": Resources(limits={"cpu": "8"})})
     backward, forward = derive_world(spec).worker_groups
     assert (forward.node_selector, forward.resources) == (backward.node_selector, backward.resources)
@@ -228,7 +230,7 @@ def test_forward_workers_go_where_the_others_go_unless_they_say_otherwise() -> N
 
 
 def test_forward_workers_that_do_not_fit_are_refused() -> None:
-    spec = make_spec(2, 4, 0, fbd=Fbd(enabled=True, forward=Forward(nodes=3)))
+    spec = make_spec(2, 4, 0, fbd=Fbd(enabled=True, forward=ForwardWorkers(nodes=3)))
     with pytest.raises(JobError, match="8 forward ranks do not fit 3 nodes x 2"):
         derive_world(spec)
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.errors import PageError
-from megatronapp_common.pages import PAGE_BYTES, PageReader, PageWriter
+from megatronapp_common.errors import DocumentError
+from megatronapp_common.pages import PAGE_BYTES, DocumentReader, DocumentWriter
 
 WRITER = """
 import pathlib, sys
-from megatronapp_common.pages import PageWriter
-page = PageWriter(pathlib.Path(sys.argv[1]))
+from megatronapp_common.pages import DocumentWriter
+page = DocumentWriter(pathlib.Path(sys.argv[1]))
 for number in range(int(sys.argv[2])):
     page.write({"number": number, "again": [number] * (number % 700)})
 """
@@ -28,7 +28,7 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_a_document_is_read_back(path: pathlib.Path) -> None:
-    writer, reader = PageWriter(path), PageReader(path)
+    writer, reader = DocumentWriter(path), DocumentReader(path)
     assert reader.read() is None, "nothing was written yet"
     writer.write({"a": 1, "b": [None, "ü"]})
     assert reader.read() == {"a": 1, "b": [None, "ü"]}
@@ -37,16 +37,16 @@ def test_a_document_is_read_back(path: pathlib.Path) -> None:
 
 
 def test_a_page_may_come_later(path: pathlib.Path) -> None:
-    reader = PageReader(path)
+    reader = DocumentReader(path)
     assert reader.read() is None
     path.write_bytes(b"")
     assert reader.read() is None, "a file that is not whole yet"
-    PageWriter(path).write({"a": 1})
+    DocumentWriter(path).write({"a": 1})
     assert reader.read() == {"a": 1}
 
 
 def test_only_changes_are_new(path: pathlib.Path) -> None:
-    writer, reader = PageWriter(path), PageReader(path)
+    writer, reader = DocumentWriter(path), DocumentReader(path)
     assert reader.read_new() is None
     writer.write({"a": 1})
     assert reader.read_new() == {"a": 1}
@@ -56,22 +56,22 @@ def test_only_changes_are_new(path: pathlib.Path) -> None:
 
 
 def test_the_file_is_for_owner_and_group(path: pathlib.Path) -> None:
-    PageWriter(path)
+    DocumentWriter(path)
     assert path.stat().st_mode & 0o777 & ~0o640 == 0
     assert path.stat().st_size == PAGE_BYTES
 
 
 def test_a_closed_page_is_gone_if_asked(path: pathlib.Path) -> None:
-    PageWriter(path).close()
+    DocumentWriter(path).close()
     assert path.exists()
-    writer = PageWriter(path)
+    writer = DocumentWriter(path)
     path.unlink()
     writer.close(unlink=True)
     assert not path.exists()
 
 
 def test_a_reader_keeps_what_it_mapped(path: pathlib.Path) -> None:
-    writer, reader = PageWriter(path), PageReader(path)
+    writer, reader = DocumentWriter(path), DocumentReader(path)
     writer.write({"a": 1})
     assert reader.read() == {"a": 1}
     writer.close(unlink=True)
@@ -81,63 +81,63 @@ def test_a_reader_keeps_what_it_mapped(path: pathlib.Path) -> None:
 
 
 def test_a_new_writer_takes_over_without_harm_to_readers(path: pathlib.Path) -> None:
-    PageWriter(path).write({"a": 1})
-    reader = PageReader(path)
+    DocumentWriter(path).write({"a": 1})
+    reader = DocumentReader(path)
     assert reader.read_new() == {"a": 1}
-    writer = PageWriter(path)
+    writer = DocumentWriter(path)
     assert reader.read() == {"a": 1}, "the mapped file was not cut"
     writer.write({"a": 2})
     assert reader.read_new() == {"a": 2}
 
 
 def test_a_new_writer_goes_on_after_a_write_that_never_ended(path: pathlib.Path) -> None:
-    PageWriter(path).write({"a": 1})
+    DocumentWriter(path).write({"a": 1})
     content = bytearray(path.read_bytes())
     struct.pack_into("<Q", content, 0, 5)
     path.write_bytes(content)
-    reader = PageReader(path)
+    reader = DocumentReader(path)
     assert reader.read() is None
-    PageWriter(path).write({"a": 2})
+    DocumentWriter(path).write({"a": 2})
     assert reader.read_new() == {"a": 2}
 
 
 def test_a_document_past_the_page_is_refused(path: pathlib.Path) -> None:
-    writer = PageWriter(path)
+    writer = DocumentWriter(path)
     writer.write({"a": 1})
-    with pytest.raises(PageError, match="does not fit into"):
+    with pytest.raises(DocumentError, match="does not fit into"):
         writer.write({"a": "x" * PAGE_BYTES})
-    assert PageReader(path).read() == {"a": 1}, "the old document stays"
+    assert DocumentReader(path).read() == {"a": 1}, "the old document stays"
 
 
 def test_a_page_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(PageError, match="cannot create a page"):
-        PageWriter(tmp_path / "absent" / "page")
+    with pytest.raises(DocumentError, match="cannot create a page"):
+        DocumentWriter(tmp_path / "absent" / "page")
 
 
 @given(at=st.integers(16, 60), value=st.integers(0, 255))
 def test_a_torn_document_is_never_returned(tmp_path_factory: pytest.TempPathFactory, at: int, value: int) -> None:
     path = tmp_path_factory.mktemp("page") / "page"
-    writer = PageWriter(path)
+    writer = DocumentWriter(path)
     document = {"text": "y" * 60}
     writer.write(document)
     content = bytearray(path.read_bytes())
     content[at] = value
     path.write_bytes(content)
-    assert PageReader(path).read() in (None, document)
+    assert DocumentReader(path).read() in (None, document)
 
 
 def test_a_document_in_the_making_is_not_returned(path: pathlib.Path) -> None:
-    PageWriter(path).write({"a": 1})
+    DocumentWriter(path).write({"a": 1})
     content = bytearray(path.read_bytes())
     struct.pack_into("<Q", content, 0, 3)
     path.write_bytes(content)
-    assert PageReader(path).read() is None
+    assert DocumentReader(path).read() is None
 
 
 def test_two_processes(path: pathlib.Path) -> None:
     count = 3000
     command = [sys.executable, "-c", WRITER, str(path), str(count)]
-    reader, seen = PageReader(path), []
+    reader, seen = DocumentReader(path), []
     with subprocess.Popen(command) as process:
         while process.poll() is None:
             document = reader.read_new()
@@ -146,6 +146,6 @@ def test_two_processes(path: pathlib.Path) -> None:
                 assert document["again"] == [document["number"]] * (document["number"] % 700)
         assert process.wait(DEADLINE_S) == 0
     assert seen == sorted(set(seen)), "never backwards, never twice"
-    last = PageReader(path).read()
+    last = DocumentReader(path).read()
     assert last is not None
     assert last["number"] == count - 1

@@ -170,7 +170,7 @@ def test_the_rules_of_the_world_and_its_arithmetic_agree(
             "spec.fbd": fbd,
         }
     )
-    refused = bool(judge.judge((*WORLD_RULES, *FORWARD_RULES), {"self": spec.to_dict()}))
+    refused = bool(judge.evaluate_rules((*WORLD_RULES, *FORWARD_RULES), {"self": spec.to_dict()}))
     try:
         derive_world(spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update={"expert": 1})}))
         accepted = True
@@ -213,7 +213,7 @@ def spec_schema() -> dict[str, Any]:
 
 @pytest.mark.parametrize("rule", SPEC_RULES, ids=lambda rule: rule.id)
 def test_every_list_and_text_that_a_rule_looks_at_has_a_limit(rule: Rule, spec_schema: dict[str, Any]) -> None:
-    for path in judge.mentions(rule):
+    for path in judge.fields_mentioned(rule):
         node = spec_schema
         for name in path:
             if "properties" not in node:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import MutableMapping
 from typing import Any
 
-from megatronapp_common.web.security_headers import SAFE_HEADERS, Message, Receive, SafeHeaders, Send
+from megatronapp_common.web.security_headers import SAFE_HEADERS, Message, Receive, SecurityHeaders, Send
 
 Pairs = list[tuple[bytes, bytes]]
 
@@ -24,7 +24,7 @@ def answered(said: Pairs, **how: Any) -> list[Message]:
     async def send(message: Message) -> None:
         told.append(message)
 
-    asyncio.run(SafeHeaders(app, **how)({"type": "http"}, receive, send))
+    asyncio.run(SecurityHeaders(app, **how)({"type": "http"}, receive, send))
     return told
 
 
@@ -54,5 +54,5 @@ def test_what_is_no_http_passes_untouched() -> None:
     async def send(message: Message) -> None:
         told.append(message)
 
-    asyncio.run(SafeHeaders(app)({"type": "websocket"}, receive, send))
+    asyncio.run(SecurityHeaders(app)({"type": "websocket"}, receive, send))
     assert told == [{"type": "websocket.accept"}]

@@ -8,27 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.web.tokens import SECRET_BYTES, Role, derive, matches, new_secret, read_secret
+from megatronapp_common.web.tokens import SECRET_BYTES, TokenRole, derive_token, is_valid_token, new_secret, read_secret
 
 secrets = st.binary(min_size=SECRET_BYTES, max_size=SECRET_BYTES).map(bytes.hex)
 
 
 def test_a_known_token() -> None:
     expected = hmac.new(bytes(32), b"megatronapp:agent", hashlib.sha256).hexdigest()
-    assert derive("00" * 32, Role.AGENT) == expected
+    assert derive_token("00" * 32, TokenRole.AGENT) == expected
 
 
 @given(secrets, secrets)
 def test_a_token_proves_its_role_under_its_secret_only(one: str, other: str) -> None:
-    for role in Role:
-        token = derive(one, role)
-        assert {r for r in Role if matches(one, r, token)} == {role}
-        assert matches(other, role, token) == (one == other)
+    for role in TokenRole:
+        token = derive_token(one, role)
+        assert {r for r in TokenRole if is_valid_token(one, r, token)} == {role}
+        assert is_valid_token(other, role, token) == (one == other)
 
 
 @pytest.mark.parametrize("token", ["", "0" * 64, "x"])
 def test_wrong_tokens(token: str) -> None:
-    assert not matches("11" * 32, Role.VIEWER, token)
+    assert not is_valid_token("11" * 32, TokenRole.VIEWER, token)
 
 
 def test_secrets_are_fresh() -> None:

@@ -5,7 +5,16 @@ import enum
 import pytest
 
 from megatronapp_common import trace
-from megatronapp_common.trace import COLLECTIVE_KINDS, COMPUTE_KINDS, P2P_KINDS, RECORD, Counter, Flag, Kind, Metric
+from megatronapp_common.trace import (
+    COLLECTIVE_KINDS,
+    COMPUTE_KINDS,
+    P2P_KINDS,
+    RECORD,
+    Counter,
+    Flag,
+    Metric,
+    RecordKind,
+)
 
 
 def test_a_record_has_32_bytes_without_holes() -> None:
@@ -82,14 +91,14 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize(("kinds", "numbers"), [(Kind, KINDS), (Flag, FLAGS)])
+@pytest.mark.parametrize(("kinds", "numbers"), [(RecordKind, KINDS), (Flag, FLAGS)])
 def test_numbers_are_never_used_again(kinds: type[enum.IntEnum], numbers: dict[str, int]) -> None:
     now = {member.name: int(member) for member in kinds}
     assert {name: now[name] for name in numbers} == numbers
     assert len(set(now.values())) == len(now)
 
 
-@pytest.mark.parametrize("kinds", [Kind, Flag, Metric, Counter])
+@pytest.mark.parametrize("kinds", [RecordKind, Flag, Metric, Counter])
 def test_no_name_is_an_alias_and_kinds_fit_into_their_field(kinds: type[enum.IntEnum]) -> None:
     assert len(kinds.__members__) == len(list(kinds))
     assert all(0 < int(member) < 256 for member in kinds)

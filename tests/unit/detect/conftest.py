@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatronapp_analyzer.detect.engine import Detector
-from megatronapp_analyzer.model import JobLayout, StepView, Verdict
+from megatronapp_analyzer.model import JobLayout, StepRecords, Verdict
 
 _SIMULATOR = pathlib.Path(__file__).parents[3] / "bench" / "pipeline_simulator.py"
 
@@ -48,10 +48,10 @@ class Told:
 
 
 @pytest.fixture
-def judge() -> Callable[[JobLayout, Iterable[StepView]], Told]:
+def judge() -> Callable[[JobLayout, Iterable[StepRecords]], Told]:
     """Run a fresh detector over steps."""
 
-    def run(layout: JobLayout, views: Iterable[StepView]) -> Told:
+    def run(layout: JobLayout, views: Iterable[StepRecords]) -> Told:
         detector = Detector(layout)
         return Told([(view.step, verdict) for view in views for verdict in detector.observe(view)])
 

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.clocks import ClockAligner, ClockModel
 from megatronapp_analyzer.graph.build import build
-from megatronapp_analyzer.model import JobLayout, StepView
+from megatronapp_analyzer.model import JobLayout, StepRecords
 
 
 def _learn(
     sim: ModuleType, layout: JobLayout, seed: int, steps: int, **job: object
-) -> tuple[object, StepView, ClockModel]:
+) -> tuple[object, StepRecords, ClockModel]:
     simulator = sim.Simulator(sim.Job(layout=layout, boot_per_node=True, microbatches=8, **job), seed)
     aligner = ClockAligner(layout)
     for view in simulator.steps(0, steps):

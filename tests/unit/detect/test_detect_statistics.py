@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.detect.baseline import History, median_of_others, median_of_others_by
+from megatronapp_analyzer.detect.baseline import ColumnHistory, median_of_others, median_of_others_by
 from megatronapp_analyzer.detect.effect import level
 from megatronapp_analyzer.detect.features import segment_medians
-from megatronapp_analyzer.detect.findings.persistence import Votes, confidence
+from megatronapp_analyzer.detect.findings.persistence import VoteWindow, confidence
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), max_size=12)
 
@@ -47,7 +47,7 @@ def test_segment_medians(rows: list[tuple[int, float]]) -> None:
 
 @given(values=st.lists(st.floats(0, 100), min_size=1, max_size=30))
 def test_a_history_holds_the_last_accepted_values(values: list[float]) -> None:
-    history = History(2, 8)
+    history = ColumnHistory(2, 8)
     for value in values:
         history.add(np.array([value, value]), np.array([True, False]))
     assert history.count.tolist() == [min(len(values), 8), 0]
@@ -56,7 +56,7 @@ def test_a_history_holds_the_last_accepted_values(values: list[float]) -> None:
 
 
 def test_columns_that_come_later_start_empty() -> None:
-    history = History(1, 4)
+    history = ColumnHistory(1, 4)
     history.add(np.array([5.0]), np.array([True]))
     history.grow(3)
     history.add(np.array([7.0, 1.0, math.nan]), np.array([True, True, True]))
@@ -64,7 +64,7 @@ def test_columns_that_come_later_start_empty() -> None:
 
 
 def test_an_unknown_step_does_not_count() -> None:
-    votes = Votes(2, 3)
+    votes = VoteWindow(2, 3)
     for known in (True, True, False, False, True):
         votes.add(np.array([True, True]), np.array([True, known]))
     assert votes.count.tolist() == [3, 3]

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.detect.engine import Detector
-from megatronapp_analyzer.model import JobLayout, State, StepView, Verdict
-from megatronapp_common.trace import Flag, Kind
+from megatronapp_analyzer.model import JobLayout, StepRecords, Verdict, VerdictState
+from megatronapp_common.trace import Flag, RecordKind
 
 Watch = Callable[..., Any]
 FAST = settings(
@@ -168,7 +168,7 @@ def test_a_finding_lives_and_ends(watch: Watch, sim: ModuleType) -> None:
     told = watch(LAYOUTS["dp2-pp2"], faults=(fault,), steps=70)
     states = [verdict.state for _, verdict in told.said]
     order = list(dict.fromkeys(states))
-    assert order == [State.CONFIRMED, State.RECOVERING, State.CLEARED]
+    assert order == [VerdictState.CONFIRMED, VerdictState.RECOVERING, VerdictState.CLEARED]
     assert len({verdict.id for _, verdict in told.said}) == 1
     assert told.last.since.step in range(24, 28)
     assert told.last.until is not None
@@ -182,12 +182,12 @@ def test_notes_about_injected_faults_are_never_used(sim: ModuleType, judge: Call
     faults = (sim.Fault(rank=1, kind="host", factor=2.5, from_step=20),)
     views = list(sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, faults=faults), 3).steps(0, 40))
     blind = [_blind(view) for view in views]
-    assert any((view.records["kind"] == Kind.FAULT).any() for view in views)
+    assert any((view.records["kind"] == RecordKind.FAULT).any() for view in views)
     assert judge(layout, blind).said == judge(layout, views).said != []
 
 
-def _blind(view: StepView) -> StepView:
-    records = view.records[view.records["kind"] != Kind.FAULT].copy()
+def _blind(view: StepRecords) -> StepRecords:
+    records = view.records[view.records["kind"] != RecordKind.FAULT].copy()
     records["flags"] &= ~np.uint8(Flag.INJECTED)
     return dataclasses.replace(view, records=records)
 
@@ -258,7 +258,7 @@ def test_a_slow_device_is_named_where_devices_usually_wait_for_launches(
     fault = sim.Fault(rank=rank, kind="compute", factor=factor, from_step=25)
     told = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=80, noise=sim.GPU, healthy_launch=1.2, faults=(fault,))
     assert told.subjects == {("rank", (rank,), "compute")}
-    assert told.last.state is State.CONFIRMED, "what is slow for ever is never over"
+    assert told.last.state is VerdictState.CONFIRMED, "what is slow for ever is never over"
 
 
 @pytest.mark.parametrize("layout", ["dp2-pp2", "tp2-pp2"])
@@ -397,10 +397,10 @@ def test_another_attempt_ends_findings_and_starts_afresh(sim: ModuleType) -> Non
     said: list[Verdict] = []
     for view in simulator.steps(0, 30):
         said += detector.observe(view)
-    assert said[-1].state is State.CONFIRMED
+    assert said[-1].state is VerdictState.CONFIRMED
     late = dataclasses.replace(simulator.step(30), attempt=1)
     (ended,) = detector.observe(late)
-    assert ended.state is State.CLEARED
+    assert ended.state is VerdictState.CLEARED
     assert ended.id == said[-1].id
     assert detector.observe(dataclasses.replace(late, attempt=0)) == []
 

@@ -11,7 +11,7 @@ import pytest
 from megatronapp_analyzer.detect import engine
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph.build import StepGraph, build
-from megatronapp_analyzer.model import JobLayout, StepView
+from megatronapp_analyzer.model import JobLayout, StepRecords
 
 DP2_PP2 = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
 
@@ -56,7 +56,7 @@ def test_two_equally_slow_ranks_share_what_both_cost(sim: ModuleType, judge: Cal
 def test_a_suspect_is_named_only_once_steps_can_be_replayed(
     watch: Callable[..., Any], sim: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    def refused_before_step_40(view: StepView, **options: Any) -> StepGraph:
+    def refused_before_step_40(view: StepRecords, **options: Any) -> StepGraph:
         if view.step < 40:
             raise GraphError("operations depend on each other in a circle")
         return build(view, **options)

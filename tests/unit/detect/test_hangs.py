@@ -7,18 +7,18 @@ import pytest
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.detect.hang import find
-from megatronapp_analyzer.detect.settings import Settings
-from megatronapp_analyzer.model import Cause, JobLayout, OpenSpan, RankLiveness, State
-from megatronapp_common.trace import Kind
+from megatronapp_analyzer.detect.settings import DetectorSettings
+from megatronapp_analyzer.model import Cause, CurrentSpan, JobLayout, RankLiveness, VerdictState
+from megatronapp_common.trace import RecordKind
 
 NOW_NS = 1_000_000_000_000
-SETTINGS = Settings()
+SETTINGS = DetectorSettings()
 
 
 def _rank(
     rank: int,
     silent_s: float,
-    kind: Kind | None,
+    kind: RecordKind | None,
     *,
     alive: bool = True,
     closed: bool = False,
@@ -26,7 +26,7 @@ def _rank(
     attempt: int | None = None,
 ) -> RankLiveness:
     heartbeat_ns = NOW_NS - int(silent_s * 1e9)
-    span = None if kind is None else OpenSpan(kind=int(kind), step=7, microbatch=0, start_ns=heartbeat_ns)
+    span = None if kind is None else CurrentSpan(kind=int(kind), step=7, microbatch=0, start_ns=heartbeat_ns)
     return RankLiveness(
         attempt=attempt,
         rank=rank,
@@ -40,7 +40,7 @@ def _rank(
 
 
 def test_the_rank_inside_compute_is_the_culprit_and_its_peers_are_victims() -> None:
-    ranks = [_rank(0, 15, Kind.RECV_WAIT), _rank(1, 14, Kind.FORWARD), _rank(2, 15, Kind.GRAD_REDUCE)]
+    ranks = [_rank(0, 15, RecordKind.RECV_WAIT), _rank(1, 14, RecordKind.FORWARD), _rank(2, 15, RecordKind.GRAD_REDUCE)]
     found = find(ranks, 0.5, SETTINGS)
     assert found is not None
     assert found.culprits == (1,)
@@ -48,38 +48,44 @@ def test_the_rank_inside_compute_is_the_culprit_and_its_peers_are_victims() -> N
     assert found.certain
 
 
-@pytest.mark.parametrize("kind", [None, Kind.FORWARD, Kind.BACKWARD, Kind.DATA, Kind.OPTIMIZER])
-def test_everything_that_is_no_wait_makes_a_culprit(kind: Kind | None) -> None:
-    found = find([_rank(0, 20, kind), _rank(1, 20, Kind.RECV_WAIT)], 0.5, SETTINGS)
+@pytest.mark.parametrize("kind", [None, RecordKind.FORWARD, RecordKind.BACKWARD, RecordKind.DATA, RecordKind.OPTIMIZER])
+def test_everything_that_is_no_wait_makes_a_culprit(kind: RecordKind | None) -> None:
+    found = find([_rank(0, 20, kind), _rank(1, 20, RecordKind.RECV_WAIT)], 0.5, SETTINGS)
     assert found is not None
     assert found.culprits == (0,)
 
 
 def test_a_stopped_process_is_the_culprit_even_inside_a_wait() -> None:
-    ranks = [_rank(0, 20, Kind.RECV_WAIT), _rank(1, 20, Kind.RECV_WAIT, state="T"), _rank(2, 20, Kind.FORWARD)]
+    ranks = [
+        _rank(0, 20, RecordKind.RECV_WAIT),
+        _rank(1, 20, RecordKind.RECV_WAIT, state="T"),
+        _rank(2, 20, RecordKind.FORWARD),
+    ]
     found = find(ranks, 0.5, SETTINGS)
     assert found is not None
     assert found.culprits == (1,)
 
 
 @pytest.mark.parametrize("usual_step_s", [None, 0.5, 5.0])
-@pytest.mark.parametrize("kind", [None, Kind.CHECKPOINT, Kind.EVALUATE, Kind.RECV_WAIT])
-def test_a_stopped_process_gets_no_time_for_pauses(kind: Kind | None, usual_step_s: float | None) -> None:
-    found = find([_rank(0, 12, Kind.CHECKPOINT), _rank(1, 11, kind, state="T")], usual_step_s, SETTINGS)
+@pytest.mark.parametrize("kind", [None, RecordKind.CHECKPOINT, RecordKind.EVALUATE, RecordKind.RECV_WAIT])
+def test_a_stopped_process_gets_no_time_for_pauses(kind: RecordKind | None, usual_step_s: float | None) -> None:
+    found = find([_rank(0, 12, RecordKind.CHECKPOINT), _rank(1, 11, kind, state="T")], usual_step_s, SETTINGS)
     assert found is not None
     assert found.culprits == (1,)
 
 
 def test_a_victim_that_fell_silent_first_is_not_blamed() -> None:
     """The victim passes the limit some ticks before its culprit does."""
-    found = find([_rank(0, 10.2, Kind.RECV_WAIT), _rank(1, 9.6, Kind.BACKWARD)], 0.5, SETTINGS)
+    found = find([_rank(0, 10.2, RecordKind.RECV_WAIT), _rank(1, 9.6, RecordKind.BACKWARD)], 0.5, SETTINGS)
     assert found is not None
     assert found.culprits == (1,)
 
 
 def test_where_all_wait_the_first_to_fall_silent_is_named_with_doubt() -> None:
     found = find(
-        [_rank(0, 30, Kind.RECV_WAIT), _rank(1, 25, Kind.RECV_WAIT), _rank(2, 24, Kind.GRAD_REDUCE)], 0.5, SETTINGS
+        [_rank(0, 30, RecordKind.RECV_WAIT), _rank(1, 25, RecordKind.RECV_WAIT), _rank(2, 24, RecordKind.GRAD_REDUCE)],
+        0.5,
+        SETTINGS,
     )
     assert found is not None
     assert found.culprits == (0,)
@@ -89,12 +95,12 @@ def test_where_all_wait_the_first_to_fall_silent_is_named_with_doubt() -> None:
 @pytest.mark.parametrize(
     ("ranks", "usual_step_s"),
     [
-        ([_rank(0, 9, Kind.FORWARD), _rank(1, 9, Kind.RECV_WAIT)], 0.5),
-        ([_rank(0, 40, Kind.FORWARD)], 5.0),
-        ([_rank(0, 200, Kind.FORWARD)], None),
-        ([_rank(0, 60, Kind.CHECKPOINT), _rank(1, 60, Kind.EVALUATE)], 0.5),
-        ([_rank(0, 60, Kind.FORWARD, closed=True)], 0.5),
-        ([_rank(0, 60, None, alive=False), _rank(1, 60, Kind.RECV_WAIT)], 0.5),
+        ([_rank(0, 9, RecordKind.FORWARD), _rank(1, 9, RecordKind.RECV_WAIT)], 0.5),
+        ([_rank(0, 40, RecordKind.FORWARD)], 5.0),
+        ([_rank(0, 200, RecordKind.FORWARD)], None),
+        ([_rank(0, 60, RecordKind.CHECKPOINT), _rank(1, 60, RecordKind.EVALUATE)], 0.5),
+        ([_rank(0, 60, RecordKind.FORWARD, closed=True)], 0.5),
+        ([_rank(0, 60, None, alive=False), _rank(1, 60, RecordKind.RECV_WAIT)], 0.5),
         ([], 0.5),
     ],
     ids=["patience", "slow steps", "start-up", "pauses", "ended", "a rank died", "no ranks"],
@@ -104,16 +110,16 @@ def test_no_hang(ranks: list[RankLiveness], usual_step_s: float | None) -> None:
 
 
 def test_the_verdict_is_told_once_and_cleared_when_the_rank_moves_again() -> None:
-    detector = Detector(JobLayout.grid(pp=2), Settings(startup_s=5.0))
-    hung = [_rank(0, 20, Kind.FORWARD), _rank(1, 20, Kind.RECV_WAIT)]
+    detector = Detector(JobLayout.grid(pp=2), DetectorSettings(startup_s=5.0))
+    hung = [_rank(0, 20, RecordKind.FORWARD), _rank(1, 20, RecordKind.RECV_WAIT)]
     (verdict,) = detector.observe_liveness(NOW_NS, hung)
     assert verdict.cause is Cause.HANG
     assert verdict.subject.ranks == (0,)
     assert "Rank 1 only wait" in verdict.sentence
     assert detector.observe_liveness(NOW_NS, hung) == []
-    (over,) = detector.observe_liveness(NOW_NS, [_rank(0, 0.1, Kind.FORWARD), _rank(1, 0.1, None)])
+    (over,) = detector.observe_liveness(NOW_NS, [_rank(0, 0.1, RecordKind.FORWARD), _rank(1, 0.1, None)])
     assert over.id == verdict.id
-    assert over.state is State.CLEARED
+    assert over.state is VerdictState.CLEARED
     assert over.until is not None
 
 
@@ -123,11 +129,11 @@ def test_ranks_of_a_new_attempt_are_starting_whatever_the_old_one_did(sim: Modul
     detector = Detector(layout)
     for view in sim.Simulator(sim.Job(layout=layout), 1).steps(0, 20):
         detector.observe(view)
-    silent = [_rank(0, 60, None, attempt=0), _rank(1, 60, Kind.RECV_WAIT, attempt=0)]
+    silent = [_rank(0, 60, None, attempt=0), _rank(1, 60, RecordKind.RECV_WAIT, attempt=0)]
     (found,) = detector.observe_liveness(NOW_NS, silent)
     assert (found.subject.ranks, found.since.attempt) == ((0,), 0)
     (over,) = detector.observe_liveness(NOW_NS, [dataclasses.replace(one, attempt=1) for one in silent])
-    assert over.state is State.CLEARED
+    assert over.state is VerdictState.CLEARED
     stopped = [_rank(0, 60, None, attempt=1, state="T"), _rank(1, 60, None, attempt=1)]
     (again,) = detector.observe_liveness(NOW_NS, stopped)
     assert (again.since.attempt, again.since.step) == (1, 0)
@@ -135,12 +141,12 @@ def test_ranks_of_a_new_attempt_are_starting_whatever_the_old_one_did(sim: Modul
 
 def test_ranks_that_all_wait_are_named_only_if_that_lasts() -> None:
     """As when a stopped rank goes on: the last news of its victims are old for a moment."""
-    detector = Detector(JobLayout.grid(pp=2), Settings(startup_s=5.0))
-    stopped = [_rank(0, 12, Kind.RECV_WAIT), _rank(1, 12, Kind.RECV_WAIT, state="T")]
+    detector = Detector(JobLayout.grid(pp=2), DetectorSettings(startup_s=5.0))
+    stopped = [_rank(0, 12, RecordKind.RECV_WAIT), _rank(1, 12, RecordKind.RECV_WAIT, state="T")]
     (verdict,) = detector.observe_liveness(NOW_NS, stopped)
     assert verdict.subject.ranks == (1,)
-    waiting = [_rank(0, 12, Kind.RECV_WAIT), _rank(1, 12, Kind.RECV_WAIT)]
-    assert [one.state for one in detector.observe_liveness(NOW_NS + 500_000_000, waiting)] == [State.CLEARED]
+    waiting = [_rank(0, 12, RecordKind.RECV_WAIT), _rank(1, 12, RecordKind.RECV_WAIT)]
+    assert [one.state for one in detector.observe_liveness(NOW_NS + 500_000_000, waiting)] == [VerdictState.CLEARED]
     assert detector.observe_liveness(NOW_NS + 3_000_000_000, waiting) == []
     named = detector.observe_liveness(NOW_NS + 4_000_000_000, waiting)
     assert [one.subject.ranks for one in named] == [(0,), (1,)]

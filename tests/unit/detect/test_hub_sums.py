@@ -11,13 +11,13 @@ from megatronapp_analyzer.graph.waits import imposed_s as imposed_on_aligned_clo
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.ingest.step_totals import imposed_s, overhead_ratio, skew_correlation
 from megatronapp_analyzer.hub.ingest.store import StoredStep
-from megatronapp_analyzer.model import JobLayout, StepView
-from megatronapp_common.trace import Kind
+from megatronapp_analyzer.model import JobLayout, StepRecords
+from megatronapp_common.trace import RecordKind
 
 LAYOUT = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
 
 
-def stored(view: StepView, offsets_ns: Sequence[int] | None = None) -> StoredStep:
+def stored(view: StepRecords, offsets_ns: Sequence[int] | None = None) -> StoredStep:
     digest = StepDigest(
         attempt=0,
         step=view.step,
@@ -38,7 +38,7 @@ def test_overhead_is_records_times_cost_over_the_step(sim: ModuleType) -> None:
     (step,) = simulated(sim, 1)
     records = step.view.records
     of_rank = records[records["rank"] == 2]
-    length_ns = 8 * int(of_rank["duration"][of_rank["kind"] == Kind.STEP][0])
+    length_ns = 8 * int(of_rank["duration"][of_rank["kind"] == RecordKind.STEP][0])
     assert overhead_ratio([step], {2: 1500.0}) == pytest.approx(len(of_rank) * 1500 / length_ns)
     assert overhead_ratio([step], {}) is None
     assert overhead_ratio([], {2: 1500.0}) is None
@@ -56,7 +56,7 @@ def test_uneven_microbatches_are_skew_of_data(sim: ModuleType) -> None:
     steps = []
     for step in simulated(sim, 4, noise=dataclasses.replace(sim.QUIET, body=0.05)):
         records = step.view.records.copy()
-        passes = np.isin(records["kind"], [Kind.FORWARD, Kind.BACKWARD])
+        passes = np.isin(records["kind"], [RecordKind.FORWARD, RecordKind.BACKWARD])
         records["duration"][passes] = records["duration"][passes] * (1 + 0.3 * records["microbatch"][passes])
         steps.append(stored(dataclasses.replace(step.view, records=records)))
     found = skew_correlation(steps, (3,))

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import GraphError
-from megatronapp_analyzer.graph.build import Edge, StepGraph, build
+from megatronapp_analyzer.graph.build import EdgeKind, StepGraph, build
 from megatronapp_analyzer.graph.matching import match_messages
 from megatronapp_analyzer.graph.replay import makespan_s, replay
 from megatronapp_analyzer.graph.waits import attribute
-from megatronapp_analyzer.model import RANK_RECORD, Comm, JobLayout, StepView
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Kind
+from megatronapp_analyzer.model import RANK_RECORD, Communicator, JobLayout, StepRecords
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RecordKind
 
 LAYOUTS = st.sampled_from(
     [
@@ -31,14 +31,14 @@ LAYOUTS = st.sampled_from(
 )
 
 
-def _step(sim: ModuleType, layout: JobLayout, seed: int, **job: Any) -> StepView:
+def _step(sim: ModuleType, layout: JobLayout, seed: int, **job: Any) -> StepRecords:
     simulator = sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, microbatches=8, **job), seed)
-    views: list[StepView] = [simulator.step(0), simulator.step(1)]
+    views: list[StepRecords] = [simulator.step(0), simulator.step(1)]
     return views[-1]
 
 
 def _record(
-    rank: int, kind: Kind, start: int, length: int, *, comm: int = NO_COMM, ordinal: int = 0
+    rank: int, kind: RecordKind, start: int, length: int, *, comm: int = NO_COMM, ordinal: int = 0
 ) -> tuple[int, ...]:
     return (start, length // 8, 0, ordinal, 0, comm, NO_MICROBATCH, int(kind), 0, 0, 0, rank)
 
@@ -88,12 +88,15 @@ def test_a_lost_message_does_not_shift_the_matching_of_others(sim: ModuleType) -
 
 
 def test_messages_of_both_directions_are_apart() -> None:
-    comms = {0: {0: Comm("p2p", (0, 1)), 1: Comm("p2p", (1, 0))}, 1: {5: Comm("p2p", (1, 0)), 7: Comm("p2p", (0, 1))}}
+    comms = {
+        0: {0: Communicator("p2p", (0, 1)), 1: Communicator("p2p", (1, 0))},
+        1: {5: Communicator("p2p", (1, 0)), 7: Communicator("p2p", (0, 1))},
+    }
     rows = [
-        _record(0, Kind.SEND_POST, 100, 8, comm=0),
-        _record(0, Kind.RECV_WAIT, 108, 80, comm=1),
-        _record(1, Kind.RECV_WAIT, 90, 40, comm=7),
-        _record(1, Kind.SEND_POST, 130, 8, comm=5),
+        _record(0, RecordKind.SEND_POST, 100, 8, comm=0),
+        _record(0, RecordKind.RECV_WAIT, 108, 80, comm=1),
+        _record(1, RecordKind.RECV_WAIT, 90, 40, comm=7),
+        _record(1, RecordKind.SEND_POST, 130, 8, comm=5),
     ]
     messages = match_messages(np.array(rows, RANK_RECORD), comms)
 
@@ -111,8 +114,8 @@ def test_waits_are_no_weights(sim: ModuleType) -> None:
     ]
     for view in views:
         graph = build(view)
-        receives = graph.spans["kind"][graph.edges.span] == Kind.RECV_WAIT
-        waits = receives & (graph.edges.kind != Edge.GAP)
+        receives = graph.spans["kind"][graph.edges.span] == RecordKind.RECV_WAIT
+        waits = receives & (graph.edges.kind != EdgeKind.GAP)
         assert graph.edges.weight[waits].max() < 1e-3
 
 
@@ -133,7 +136,7 @@ def test_faster_compute_shortens_the_replayed_step(sim: ModuleType) -> None:
     view = _step(sim, JobLayout.grid(pp=2, dp=2), 5)
     graph = build(view)
     half = graph.edges.weight.copy()
-    half[graph.spans["kind"][graph.edges.span] == Kind.BACKWARD] /= 2
+    half[graph.spans["kind"][graph.edges.span] == RecordKind.BACKWARD] /= 2
     both = makespan_s(graph, replay(graph, np.stack([graph.edges.weight, half], axis=1)))
 
     assert both.shape == (2,)
@@ -142,21 +145,21 @@ def test_faster_compute_shortens_the_replayed_step(sim: ModuleType) -> None:
 
 def test_operations_that_wait_for_each_other_in_a_circle_are_refused() -> None:
     """Two receives, each posted before the other's send: no clock can produce this, only a broken one."""
-    comms = {rank: {0: Comm("p2p", (0, 1)), 1: Comm("p2p", (1, 0))} for rank in (0, 1)}
+    comms = {rank: {0: Communicator("p2p", (0, 1)), 1: Communicator("p2p", (1, 0))} for rank in (0, 1)}
     rows = [
-        _record(0, Kind.RECV_WAIT, 0, 800, comm=1),
-        _record(0, Kind.SEND_POST, 800, 8, comm=0),
-        _record(1, Kind.RECV_WAIT, 0, 880, comm=0),
-        _record(1, Kind.SEND_POST, 880, 8, comm=1),
+        _record(0, RecordKind.RECV_WAIT, 0, 800, comm=1),
+        _record(0, RecordKind.SEND_POST, 800, 8, comm=0),
+        _record(1, RecordKind.RECV_WAIT, 0, 880, comm=0),
+        _record(1, RecordKind.SEND_POST, 880, 8, comm=1),
     ]
-    view = StepView(attempt=0, step=0, records=np.array(rows, RANK_RECORD), comms=comms)
+    view = StepRecords(attempt=0, step=0, records=np.array(rows, RANK_RECORD), comms=comms)
     with pytest.raises(GraphError, match="circle"):
         build(view)
 
 
 def test_spans_after_the_end_of_the_step_do_not_belong_to_it(sim: ModuleType) -> None:
     view = _step(sim, JobLayout.grid(pp=2), 1)
-    extra = np.array([_record(0, Kind.EVALUATE, view.end_ns + 1_000_000, 8_000_000_000)], RANK_RECORD)
+    extra = np.array([_record(0, RecordKind.EVALUATE, view.end_ns + 1_000_000, 8_000_000_000)], RANK_RECORD)
     records = np.concatenate([view.records, extra])
     longer = dataclasses.replace(view, records=records[np.lexsort((records["start_ns"], records["rank"]))])
 
@@ -164,6 +167,6 @@ def test_spans_after_the_end_of_the_step_do_not_belong_to_it(sim: ModuleType) ->
 
 
 def test_an_empty_step_has_an_empty_graph() -> None:
-    graph = build(StepView(attempt=0, step=0, records=np.empty(0, RANK_RECORD), comms={}))
+    graph = build(StepRecords(attempt=0, step=0, records=np.empty(0, RANK_RECORD), comms={}))
     assert graph.events == 0
     assert makespan_s(graph, replay(graph, graph.edges.weight)) == 0.0

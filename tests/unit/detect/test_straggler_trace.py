@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronapp_analyzer.model import RANK_RECORD, Comm, JobLayout, StepView
-from megatronapp_common.trace import DURATION_UNIT_NS, MAX_DURATION_UNITS, NO_COMM, NO_MICROBATCH, Flag, Kind
+from megatronapp_analyzer.model import RANK_RECORD, Communicator, JobLayout, StepRecords
+from megatronapp_common.trace import DURATION_UNIT_NS, MAX_DURATION_UNITS, NO_COMM, NO_MICROBATCH, Flag, RecordKind
 
 _DEFAULT = pathlib.Path(__file__).parents[4] / "shared" / "data"
 DATA = pathlib.Path(os.environ.get("MEGATRONAPP_TEST_DATA", _DEFAULT)) / "straggler"
 STAGES = REPLICAS = 4
-LOCAL = {"forward-compute": Kind.FORWARD, "backward-compute": Kind.BACKWARD, "optimizer": Kind.OPTIMIZER}
+LOCAL = {
+    "forward-compute": RecordKind.FORWARD,
+    "backward-compute": RecordKind.BACKWARD,
+    "optimizer": RecordKind.OPTIMIZER,
+}
 GROUPS = {
-    "params-all-gather": (Kind.PARAM_GATHER, "dp"),
-    "grads-reduce-scatter": (Kind.GRAD_REDUCE, "dp"),
-    "embedding-grads-all-reduce": (Kind.EMBED_REDUCE, "embed"),
-    "optimizer-clip-main-grad": (Kind.GRAD_NORM, "mp"),
+    "params-all-gather": (RecordKind.PARAM_GATHER, "dp"),
+    "grads-reduce-scatter": (RecordKind.GRAD_REDUCE, "dp"),
+    "embedding-grads-all-reduce": (RecordKind.EMBED_REDUCE, "embed"),
+    "optimizer-clip-main-grad": (RecordKind.GRAD_NORM, "mp"),
 }
 
 
@@ -28,16 +32,19 @@ def _rank(stage: int, replica: int) -> int:
     return replica + REPLICAS * stage
 
 
-def _comms(stage: int, replica: int) -> dict[int, Comm]:
+def _comms(stage: int, replica: int) -> dict[int, Communicator]:
     me = _rank(stage, replica)
     table = [
-        Comm("dp", tuple(_rank(stage, other) for other in range(REPLICAS))),
-        Comm("mp", tuple(_rank(other, replica) for other in range(STAGES))),
-        Comm("embed", (_rank(0, replica), _rank(STAGES - 1, replica))),
+        Communicator("dp", tuple(_rank(stage, other) for other in range(REPLICAS))),
+        Communicator("mp", tuple(_rank(other, replica) for other in range(STAGES))),
+        Communicator("embed", (_rank(0, replica), _rank(STAGES - 1, replica))),
     ]
     for other in (stage - 1, stage + 1):
         if 0 <= other < STAGES:
-            table += [Comm("p2p", (me, _rank(other, replica))), Comm("p2p", (_rank(other, replica), me))]
+            table += [
+                Communicator("p2p", (me, _rank(other, replica))),
+                Communicator("p2p", (_rank(other, replica), me)),
+            ]
     return dict(enumerate(table))
 
 
@@ -51,7 +58,7 @@ class _Rows:
         self.step = step
         self.rows: list[tuple[int, ...]] = []
 
-    def add(self, rank: int, kind: Kind, start_s: float, length_s: float, **fields: int) -> None:
+    def add(self, rank: int, kind: RecordKind, start_s: float, length_s: float, **fields: int) -> None:
         row = {"comm": NO_COMM, "ordinal": 0, "microbatch": NO_MICROBATCH, "flags": int(Flag.DEVICE_CLOCK), **fields}
         start_ns = 1_000_000_000 + int(start_s * 1e9)
         units = int(length_s * 1e9) // DURATION_UNIT_NS
@@ -75,7 +82,7 @@ class _Rows:
         )
 
 
-def _slot(rank: int, comm: Comm) -> int:
+def _slot(rank: int, comm: Communicator) -> int:
     return next(slot for slot, one in COMMS[rank].items() if one == comm)
 
 
@@ -86,14 +93,14 @@ def _transfer(rows: _Rows, op: dict[str, Any], rank: int, batched: set[tuple[int
         return  # no-op transfers at the ends of the pipeline
     peer = _rank(op["stage"] + towards, op["dp_rank"])
     pair = (rank, peer) if what == "send" else (peer, rank)
-    key = {"comm": _slot(rank, Comm("p2p", pair)), "ordinal": op["seq_id"]}
+    key = {"comm": _slot(rank, Communicator("p2p", pair)), "ordinal": op["seq_id"]}
     if what == "recv":
-        rows.add(rank, Kind.RECV_POST, op["start_ts"], 0.0, **key)
-        rows.add(rank, Kind.RECV_WAIT, op["start_ts"], op["duration"], **key)
+        rows.add(rank, RecordKind.RECV_POST, op["start_ts"], 0.0, **key)
+        rows.add(rank, RecordKind.RECV_WAIT, op["start_ts"], op["duration"], **key)
         return
-    rows.add(rank, Kind.SEND_POST, op["start_ts"], 0.0, **key)
+    rows.add(rank, RecordKind.SEND_POST, op["start_ts"], 0.0, **key)
     if (rank, op["start_ts"]) not in batched:
-        rows.add(rank, Kind.SEND_WAIT, op["start_ts"], op["duration"], **key)
+        rows.add(rank, RecordKind.SEND_WAIT, op["start_ts"], op["duration"], **key)
 
 
 def _group(rows: _Rows, op: dict[str, Any], rank: int) -> None:
@@ -103,7 +110,7 @@ def _group(rows: _Rows, op: dict[str, Any], rank: int) -> None:
         rows.add(rank, kind, op["start_ts"], op["duration"], comm=slot)
 
 
-def _view(step: int, ops: list[dict[str, Any]]) -> StepView:
+def _view(step: int, ops: list[dict[str, Any]]) -> StepRecords:
     rows = _Rows(step)
     batched = {(_rank(op["stage"], op["dp_rank"]), op["start_ts"]) for op in ops if op["optype"].endswith("-recv")}
     for op in ops:
@@ -117,13 +124,13 @@ def _view(step: int, ops: list[dict[str, Any]]) -> StepView:
     for rank in COMMS:
         mine = [op for op in ops if _rank(op["stage"], op["dp_rank"]) == rank]
         first = min(op["start_ts"] for op in mine)
-        rows.add(rank, Kind.STEP, first, max(op["start_ts"] + op["duration"] for op in mine) - first)
+        rows.add(rank, RecordKind.STEP, first, max(op["start_ts"] + op["duration"] for op in mine) - first)
     records = np.array(rows.rows, RANK_RECORD)
     order = np.lexsort((records["start_ns"], records["rank"]))
-    return StepView(attempt=0, step=step, records=records[order], comms=COMMS, boot_ids=BOOTS)
+    return StepRecords(attempt=0, step=step, records=records[order], comms=COMMS, boot_ids=BOOTS)
 
 
-def _views() -> Iterator[StepView]:
+def _views() -> Iterator[StepRecords]:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is needed to read the outside trace")
     steps: dict[int, list[dict[str, Any]]] = {}
     for op in parquet.read_table(DATA / "trace-AR.parquet").to_pylist():

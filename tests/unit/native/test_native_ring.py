@@ -134,7 +134,7 @@ def test_reader_reads_in_pieces_and_knows_its_place(path: str) -> None:
 def test_info_tells_what_the_agent_needs(path: str) -> None:
     before = time.time_ns()
     writer = RingWriter(path, 16, 3, b'{"rank": 5}')
-    writer.open_span(trace.Kind.FORWARD, 12, 2, 99)
+    writer.open_span(trace.RecordKind.FORWARD, 12, 2, 99)
     info = RingReader(path).info()
     assert (info.attempt, info.capacity, info.head, info.overwritten, info.closed) == (3, 16, 0, 0, False)
     assert info.pid == os.getpid()
@@ -143,7 +143,7 @@ def test_info_tells_what_the_agent_needs(path: str) -> None:
     assert info.clock_id == time.CLOCK_MONOTONIC
     assert info.open_span is not None
     span = info.open_span
-    assert (span.kind, span.step, span.microbatch, span.start_ns) == (trace.Kind.FORWARD, 12, 2, 99)
+    assert (span.kind, span.step, span.microbatch, span.start_ns) == (trace.RecordKind.FORWARD, 12, 2, 99)
     [(monotonic, realtime)] = info.clock_pairs
     assert monotonic <= monotonic_ns()
     assert before <= realtime <= time.time_ns()

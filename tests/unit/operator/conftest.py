@@ -9,17 +9,17 @@ import pytest
 from megatronapp_operator.plan import (
     Backoff,
     Deletion,
-    Hub,
     HubPhase,
-    Job,
+    HubState,
     JobSpec,
+    JobState,
     Observed,
-    Outcome,
     Plan,
     Progress,
     RunPolicy,
     Status,
     Worker,
+    WorkerOutcome,
     WorkerPhase,
     plan,
 )
@@ -31,7 +31,7 @@ NOW = 1000.0
 class Scene:
     """A job, and what exists of it; `plan` feeds the status back, as a backend does."""
 
-    job: Job
+    job: JobState
     observed: Observed = dataclasses.field(default_factory=lambda: Observed(secret=True))
     now: float = NOW
 
@@ -58,7 +58,7 @@ def make_worker(  # noqa: PLR0917
         attempt=attempt,
         phase=WorkerPhase(phase),
         finished_at=None if code is None else at,
-        outcome=None if code is None else Outcome(code=code, reason="Because", message="words", rank=index * 2),
+        outcome=None if code is None else WorkerOutcome(code=code, reason="Because", message="words", rank=index * 2),
         deletion=None if grace < 0 else Deletion(since=NOW, grace_s=grace),
     )
 
@@ -74,7 +74,7 @@ def scene() -> Callable[..., Scene]:
 
     def make(**policy: Any) -> Scene:
         limits = RunPolicy(backoff=Backoff(initial_s=10, max_s=40, factor=2), **policy)
-        return Scene(Job(spec=JobSpec(name="job", uid="u", workers=2, hub=False, policy=limits), status=Status()))
+        return Scene(JobState(spec=JobSpec(name="job", uid="u", workers=2, hub=False, policy=limits), status=Status()))
 
     return make
 
@@ -94,5 +94,5 @@ def running(scene: Callable[..., Scene], worker: Callable[..., Worker]) -> Calla
 
 
 @pytest.fixture
-def ready_hub() -> Hub:
-    return Hub(phase=HubPhase.READY)
+def ready_hub() -> HubState:
+    return HubState(phase=HubPhase.READY)

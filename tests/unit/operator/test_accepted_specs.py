@@ -6,14 +6,14 @@ import pytest
 import rendered
 
 from megatronapp_common.errors import JobError
-from megatronapp_operator.backends.kubernetes.client.api import Api, Listing, Object
-from megatronapp_operator.backends.kubernetes.errands import Errands
-from megatronapp_operator.backends.kubernetes.executor import Executor, Work
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object, ObjectList
+from megatronapp_operator.backends.kubernetes.errands import JobMaintenance
+from megatronapp_operator.backends.kubernetes.executor import Executor, JobContext
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.render import template_hash
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner
-from megatronapp_operator.backends.kubernetes.status_facts import Pinned
-from megatronapp_operator.backends.kubernetes.store import Store, key_of
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner
+from megatronapp_operator.backends.kubernetes.status_facts import PinnedAttempt
+from megatronapp_operator.backends.kubernetes.store import ObjectStore, key_of
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import EventType, RecordEvent
 
@@ -22,9 +22,14 @@ class Remembering(Reconciler):
     """A reconciler that only reads objects."""
 
     def __init__(self) -> None:
-        store, executor = cast("Store", None), cast("Executor", None)
+        store, executor = cast("ObjectStore", None), cast("Executor", None)
         super().__init__(
-            cast("Api", None), store, executor, rendered.SETTINGS, keys=cast("KeyRing", None), installation="ns/lease"
+            cast("KubernetesApi", None),
+            store,
+            executor,
+            rendered.SETTINGS,
+            keys=cast("KeyRing", None),
+            installation="ns/lease",
         )
 
     def read(self, document: Object) -> str:
@@ -82,19 +87,19 @@ class Listener(Executor):
     def __init__(self) -> None:
         self.told: list[RecordEvent] = []
 
-    async def tell(self, owner: Owner, event: RecordEvent) -> None:
+    async def record_event(self, owner: JobOwner, event: RecordEvent) -> None:
         self.told.append(event)
 
 
 @pytest.mark.asyncio
 async def test_rules_that_are_not_enforced_are_named_in_one_warning() -> None:
     reconciler, listener = Remembering(), Listener()
-    errands = Errands(cast("Store", Empty()), listener, lambda: 0.0)
+    errands = JobMaintenance(cast("ObjectStore", Empty()), listener, lambda: 0.0)
     reconciler.read(stored())
     memory = reconciler.memory(("default", "gpt"))
     assert memory is not None
-    work = Work(
-        document=stored(), job=memory.job, owner=rendered.owner_of(memory.job), attempt=Attempt(number=0),
+    work = JobContext(
+        document=stored(), job=memory.job, owner=rendered.owner_of(memory.job), attempt=AttemptSettings(number=0),
         settings=rendered.SETTINGS,
     )  # fmt: skip
     for _ in range(3):
@@ -111,27 +116,27 @@ class Empty:
         return []
 
 
-class NoObjects(Api):
+class NoObjects(KubernetesApi):
     """An API server that has no Services and no policies."""
 
     def __init__(self) -> None:
         pass
 
-    async def list_objects(self, *given: Any, **options: Any) -> Listing:
-        return Listing(items=[], resource_version="1")
+    async def list_objects(self, *given: Any, **options: Any) -> ObjectList:
+        return ObjectList(items=[], resource_version="1")
 
 
 class Comparing(Reconciler):
     """A reconciler that knows jobs of which it has begun an attempt."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         keys = KeyRing(["0" * 64])
         super().__init__(NoObjects(), store, Listener(), rendered.SETTINGS, keys=keys, installation="ns/lease")
 
     def know(self, document: Object, *, template: str | None = None) -> None:
         memory = self._remember(key_of(document), document)
         settings = rendered.SETTINGS
-        memory.pinned = Pinned(
+        memory.pinned = PinnedAttempt(
             attempt=0,
             trainer_image=settings.trainer_image,
             analyzer_image=settings.analyzer_image,
@@ -141,7 +146,7 @@ class Comparing(Reconciler):
 
 @pytest.mark.asyncio
 async def test_a_job_that_cannot_be_rendered_leaves_the_objects_of_others_compared() -> None:
-    store = Store()
+    store = ObjectStore()
     reconciler = Comparing(store)
     wrong, right = stored(name="first", uid="1"), stored(name="second", uid="2")
     wrong["spec"]["parallelism"] = {"tensor": 7}
@@ -150,4 +155,4 @@ async def test_a_job_that_cannot_be_rendered_leaves_the_objects_of_others_compar
         store.put_job(document)
     reconciler.know(wrong, template="none")
     reconciler.know(right)
-    assert await reconciler.see_surroundings([]) == [("default", "second")]
+    assert await reconciler.compare_owned_objects([]) == [("default", "second")]

@@ -16,7 +16,7 @@ import pytest
 
 from megatronapp_operator.cli.cluster import doors
 from megatronapp_operator.cli.cluster.connection import Cluster
-from megatronapp_operator.cli.cluster.doors import Door, Forward
+from megatronapp_operator.cli.cluster.doors import GatewayEndpoint, PortForward
 from megatronapp_operator.errors import OperatorError
 
 KUBECTL = """#!{python}
@@ -63,20 +63,20 @@ def kubectl(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 
 
 @pytest.fixture
-def forward(kubectl: pathlib.Path) -> Iterator[Forward]:
+def forward(kubectl: pathlib.Path) -> Iterator[PortForward]:
     class Somewhere:
         arguments, context = argparse.Namespace(kubeconfig=None), None
 
-    made = Forward(cast(Cluster, Somewhere()), cast(dict[str, Any], SERVICE))
+    made = PortForward(cast(Cluster, Somewhere()), cast(dict[str, Any], SERVICE))
     yield made
     made.stop()
 
 
-def door_of(forward: Forward) -> Door:
-    return Door(f"http://127.0.0.1:{forward.port}", forward)
+def door_of(forward: PortForward) -> GatewayEndpoint:
+    return GatewayEndpoint(f"http://127.0.0.1:{forward.port}", forward)
 
 
-def test_a_port_that_is_ours_at_all_addresses_is_opened_under_a_fresh_name(forward: Forward) -> None:
+def test_a_port_that_is_ours_at_all_addresses_is_opened_under_a_fresh_name(forward: PortForward) -> None:
     forward.start()
     for address in ("127.0.0.1", "::1"):
         socket.create_connection((address, forward.port)).close()
@@ -85,14 +85,16 @@ def test_a_port_that_is_ours_at_all_addresses_is_opened_under_a_fresh_name(forwa
     assert all(re.fullmatch(rf"http://door-[0-9a-f]{{16}}\.localhost:{forward.port}", page) for page in pages)
 
 
-def test_another_port_is_taken_where_somebody_has_the_other_address(forward: Forward, kubectl: pathlib.Path) -> None:
+def test_another_port_is_taken_where_somebody_has_the_other_address(
+    forward: PortForward, kubectl: pathlib.Path
+) -> None:
     kubectl.with_name("seize").write_text("x" * (doors.TRIES - 1))
     forward.start()
     assert forward.named
     socket.create_connection(("::1", forward.port)).close()
 
 
-def test_a_port_that_is_not_ours_at_all_addresses_has_no_name(forward: Forward, kubectl: pathlib.Path) -> None:
+def test_a_port_that_is_not_ours_at_all_addresses_has_no_name(forward: PortForward, kubectl: pathlib.Path) -> None:
     kubectl.with_name("seize").write_text("x" * 99)
     forward.start()
     with pytest.raises(ConnectionRefusedError):
@@ -101,7 +103,7 @@ def test_a_port_that_is_not_ours_at_all_addresses_has_no_name(forward: Forward, 
     assert door_of(forward).page == f"http://127.0.0.1:{forward.port}"
 
 
-def test_a_forward_that_begins_again_is_never_at_fewer_addresses(forward: Forward) -> None:
+def test_a_forward_that_begins_again_is_never_at_fewer_addresses(forward: PortForward) -> None:
     forward.start()
     port = forward.port
     forward.stop()
@@ -113,7 +115,7 @@ def test_a_forward_that_begins_again_is_never_at_fewer_addresses(forward: Forwar
     assert forward.port == port
 
 
-def test_a_port_is_forwarded_on_after_thousands_of_connections(forward: Forward, kubectl: pathlib.Path) -> None:
+def test_a_port_is_forwarded_on_after_thousands_of_connections(forward: PortForward, kubectl: pathlib.Path) -> None:
     kubectl.write_text(TALKS.format(python=sys.executable), encoding="utf-8")
     forward.start()
     assert (forward.port, forward.named) == (4321, True)
@@ -125,7 +127,7 @@ def test_a_port_is_forwarded_on_after_thousands_of_connections(forward: Forward,
 
 @pytest.mark.parametrize("line", ["Forwarding from 127.0.0.1:4321 -> 8080", "Forwarding from [::1]:99 -> 8080"])
 def test_a_kubectl_that_forwards_from_elsewhere_is_not_believed(
-    forward: Forward, kubectl: pathlib.Path, line: str
+    forward: PortForward, kubectl: pathlib.Path, line: str
 ) -> None:
     lines = ["Forwarding from 127.0.0.1:4321 -> 8080", line]
     kubectl.write_text(f"#!{sys.executable}\nfor line in {lines}:\n    print(line)\n", encoding="utf-8")
@@ -134,7 +136,7 @@ def test_a_kubectl_that_forwards_from_elsewhere_is_not_believed(
     assert not forward.named
 
 
-def test_what_kubectl_says_is_told_once(forward: Forward, kubectl: pathlib.Path) -> None:
+def test_what_kubectl_says_is_told_once(forward: PortForward, kubectl: pathlib.Path) -> None:
     asked = kubectl.with_name("asked")
     kubectl.write_text(f"#!/bin/sh\necho x >> {asked}\necho error: no such pod >&2\nexit 1\n", encoding="utf-8")
     with pytest.raises(OperatorError, match="cannot be forwarded: error: no such pod"):
@@ -143,4 +145,4 @@ def test_what_kubectl_says_is_told_once(forward: Forward, kubectl: pathlib.Path)
 
 
 def test_a_port_that_somebody_else_forwards_keeps_its_address() -> None:
-    assert Door("http://127.0.0.1:8080").page == "http://127.0.0.1:8080"
+    assert GatewayEndpoint("http://127.0.0.1:8080").page == "http://127.0.0.1:8080"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common import cli
-from megatronapp_common.text.terminal import one_line, plain
+from megatronapp_common.text.terminal import replace_control_characters, to_single_line
 from megatronapp_operator.cli import describe, get
 from megatronapp_operator.cli.cluster.connection import ClusterJob
 from megatronapp_operator.cli.text.tables import format_table
@@ -70,9 +70,9 @@ def test_a_row_is_one_line_whatever_its_cells_say() -> None:
 
 @given(st.text(st.characters(), max_size=30))
 def test_plain_keeps_all_but_what_moves(text: str) -> None:
-    assert not MOVES.search(plain(text))
-    assert len(one_line(text).splitlines()) <= 1
-    assert plain(text) == text or MOVES.search(text)
+    assert not MOVES.search(replace_control_characters(text))
+    assert len(to_single_line(text).splitlines()) <= 1
+    assert replace_control_characters(text) == text or MOVES.search(text)
 
 
 def test_errors_are_told_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,5 +84,5 @@ def test_errors_are_told_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(get, "main", fail)
     assert cli.main(["get"]) == 1
     told = capsys.readouterr().err
-    assert told == "".join(f"error: {plain(line)}\n" for line in EVIL.splitlines())
+    assert told == "".join(f"error: {replace_control_characters(line)}\n" for line in EVIL.splitlines())
     assert not MOVES.search(told)

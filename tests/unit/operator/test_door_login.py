@@ -7,18 +7,18 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatronapp_common.web.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.client.api import Api, Listing
+from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
-from megatronapp_operator.gateway.authorization import Gate
+from megatronapp_operator.gateway.authorization import Authorizer
 from megatronapp_operator.gateway.credentials import Credentials
-from megatronapp_operator.gateway.job_catalog import Catalog
-from megatronapp_operator.gateway.problems import Refusal
-from megatronapp_operator.gateway.sessions import Sessions
+from megatronapp_operator.gateway.job_catalog import JobCatalog
+from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_operator.gateway.sessions import BrowserSessions
 from megatronapp_operator.keys import KeyRing
 
 KEY = "ab" * 32
-TOKEN = derive(job_secret(KEY, "u"), Role.VIEWER)
+TOKEN = derive_token(job_secret(KEY, "u"), TokenRole.VIEWER)
 JOB = {"metadata": {"namespace": "team", "name": "gpt", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}}
 pytestmark = pytest.mark.asyncio
 
@@ -29,11 +29,11 @@ class Cluster:
     def __init__(self) -> None:
         self.away = False
 
-    async def list_objects(self, *_: object) -> Listing:
+    async def list_objects(self, *_: object) -> ObjectList:
         await asyncio.sleep(0)
         if self.away:
             raise ApiError("it does not answer")
-        return Listing([JOB], "1")
+        return ObjectList([JOB], "1")
 
 
 def browser() -> Request:
@@ -41,8 +41,11 @@ def browser() -> Request:
 
 
 async def test_a_ticket_outlives_a_cluster_that_does_not_answer() -> None:
-    cluster, sessions = Cluster(), Sessions()
-    gate, credentials = Gate(Catalog(cast(Api, cluster), keys=KeyRing([KEY])), None), Credentials(sessions, cookie="c")
+    cluster, sessions = Cluster(), BrowserSessions()
+    gate, credentials = (
+        Authorizer(JobCatalog(cast(KubernetesApi, cluster), keys=KeyRing([KEY])), None),
+        Credentials(sessions, cookie="c"),
+    )
     ticket = sessions.ticket((TOKEN,), whose="job u")
     cluster.away = True
     with pytest.raises(ApiError):
@@ -51,19 +54,19 @@ async def test_a_ticket_outlives_a_cluster_that_does_not_answer() -> None:
     answer = await credentials.log_in(browser(), ticket, Response(), gate=gate)
     word = answer.headers["set-cookie"].partition("=")[2].partition(";")[0]
     assert sessions.tokens(word) == (TOKEN,)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(GatewayError) as refused:
         await credentials.log_in(browser(), ticket, Response(), gate=gate)
     assert refused.value.status == 401
 
 
 async def test_a_ticket_that_two_show_at_once_logs_one_in() -> None:
-    sessions = Sessions()
+    sessions = BrowserSessions()
     gate, credentials = (
-        Gate(Catalog(cast(Api, Cluster()), keys=KeyRing([KEY])), None),
+        Authorizer(JobCatalog(cast(KubernetesApi, Cluster()), keys=KeyRing([KEY])), None),
         Credentials(sessions, cookie="c"),
     )
     ticket = sessions.ticket((TOKEN,), whose="job u")
     shown = [credentials.log_in(browser(), ticket, Response(), gate=gate) for _ in range(4)]
     answers = await asyncio.gather(*shown, return_exceptions=True)
     assert [isinstance(answer, Response) for answer in answers].count(True) == 1
-    assert {answer.status for answer in answers if isinstance(answer, Refusal)} == {401}
+    assert {answer.status for answer in answers if isinstance(answer, GatewayError)} == {401}

@@ -14,21 +14,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.web.tokens import Role
-from megatronapp_operator.backends.kubernetes.client.api import Api, Listing
+from megatronapp_common.web.tokens import TokenRole
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError
 from megatronapp_operator.gateway.app import build_api
 from megatronapp_operator.gateway.authorization import Caller
-from megatronapp_operator.gateway.concurrency_limits import Shares
+from megatronapp_operator.gateway.concurrency_limits import ConcurrencyLimits
 from megatronapp_operator.gateway.credentials import cookie_name
 from megatronapp_operator.gateway.http_proxy import AT_ONCE, address_of, new_session
-from megatronapp_operator.gateway.hub_addresses import join, owned
-from megatronapp_operator.gateway.job_catalog import Catalog, Job
-from megatronapp_operator.gateway.problems import Refusal
-from megatronapp_operator.gateway.routes import MAX_REQUESTS, MAX_SOCKETS, Door, readyz, shares_of_request, turns_of
-from megatronapp_operator.gateway.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
+from megatronapp_operator.gateway.hub_addresses import is_owned_by, join
+from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
+from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_operator.gateway.routes import (
+    MAX_REQUESTS,
+    MAX_SOCKETS,
+    Gateway,
+    concurrency_keys,
+    rate_limit_keys,
+    readyz,
+)
+from megatronapp_operator.gateway.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, BrowserSessions, TokenStore
 from megatronapp_operator.gateway.subject_access import AUDIENCE, User, audiences_of
-from megatronapp_operator.gateway.ttl_cache import Cache
+from megatronapp_operator.gateway.ttl_cache import TtlCache
 from megatronapp_operator.gateway.websocket_admission import CALLERS_SOCKETS, JOBS_SOCKETS
 from megatronapp_operator.gateway.websocket_proxy import reason_of
 from megatronapp_operator.keys import KeyRing
@@ -58,7 +65,7 @@ async def test_who_asks_at_the_same_time_is_answered_by_one_question() -> None:
         return len(asked)
 
     clock = Clock()
-    cache = Cache(load, ttl_s=5, size=2, clock=clock)
+    cache = TtlCache(load, ttl_s=5, size=2, clock=clock)
     waiting = [asyncio.ensure_future(cache.get("a")) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
@@ -84,7 +91,7 @@ async def test_a_failure_is_told_and_not_kept() -> None:
             raise answer
         return answer
 
-    cache = Cache(load, ttl_s=5)
+    cache = TtlCache(load, ttl_s=5)
     with pytest.raises(OSError, match="no"):
         await cache.get("a")
     assert await cache.get("a") == 7
@@ -96,9 +103,9 @@ class NoJobs:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def list_objects(self, *_: object) -> Listing:
+    async def list_objects(self, *_: object) -> ObjectList:
         self.asked += 1
-        return Listing([], "1")
+        return ObjectList([], "1")
 
 
 @pytest.mark.asyncio
@@ -106,7 +113,7 @@ async def test_a_token_of_a_job_that_is_gone_is_waited_for_once(monkeypatch: pyt
     """Else every request of a browser that kept some would wait for one more listing for each of them."""
     monkeypatch.setattr("megatronapp_operator.gateway.job_catalog.FRESH_S", 0.05)
     api = NoJobs()
-    catalog = Catalog(cast(Api, api), keys=KeyRing(["ab" * 32]))
+    catalog = JobCatalog(cast(KubernetesApi, api), keys=KeyRing(["ab" * 32]))
     tokens = [f"{number:064x}" for number in range(16)]
     assert await asyncio.gather(*map(catalog.job_of, tokens)) == [None] * 16
     assert api.asked == 2
@@ -121,19 +128,19 @@ class Cluster:
     def __init__(self) -> None:
         self.answers, self.asked = False, list[tuple[str | None, int]]()
 
-    async def pages(self, _resource: object, namespace: str | None, *, page: int) -> AsyncGenerator[Listing, None]:
+    async def pages(self, _resource: object, namespace: str | None, *, page: int) -> AsyncGenerator[ObjectList, None]:
         self.asked.append((namespace, page))
         if not self.answers:
             raise UnavailableError("no answer")
-        yield Listing([], "1")
-        yield Listing([], "1")
+        yield ObjectList([], "1")
+        yield ObjectList([], "1")
 
 
 @pytest.mark.asyncio
 async def test_the_door_is_ready_once_the_cluster_has_answered_and_stays_so_at_the_cost_of_one_job() -> None:
     cluster = Cluster()
-    catalog = Catalog(cast(Api, cluster), keys=KeyRing(["ab" * 32]), namespaces=("a", "b"))
-    door = cast(Door, types.SimpleNamespace(catalog=catalog, reached=False))
+    catalog = JobCatalog(cast(KubernetesApi, cluster), keys=KeyRing(["ab" * 32]), namespaces=("a", "b"))
+    door = cast(Gateway, types.SimpleNamespace(catalog=catalog, reached=False))
     with pytest.raises(UnavailableError):
         await readyz(door)
     cluster.answers = True
@@ -145,14 +152,14 @@ async def test_the_door_is_ready_once_the_cluster_has_answered_and_stays_so_at_t
 
 @given(st.text())
 def test_words_of_a_close_frame_fit(text: str) -> None:
-    reason = reason_of(Refusal(403, "no-right", text, ""))
+    reason = reason_of(GatewayError(403, "no-right", text, ""))
     assert text.startswith(reason)
     assert len(reason.encode()) <= 123
 
 
 def test_a_ticket_is_good_once_and_for_five_minutes() -> None:
     clock = Clock()
-    sessions = Sessions(clock=clock)
+    sessions = BrowserSessions(clock=clock)
     ticket, late = sessions.ticket(("token",), whose="a"), sessions.ticket(("token",), whose="a")
     assert sessions.redeem(ticket) == ("token",)
     assert sessions.redeem(ticket) == ()
@@ -162,7 +169,7 @@ def test_a_ticket_is_good_once_and_for_five_minutes() -> None:
 
 def test_a_browser_keeps_what_it_showed_until_its_time_is_over() -> None:
     clock = Clock()
-    sessions = Sessions(clock=clock)
+    sessions = BrowserSessions(clock=clock)
     first = sessions.log_in(("one",), whose="a")
     second = sessions.log_in(("two",), whose="a", before=first)
     assert sessions.tokens(first) == ()
@@ -178,7 +185,7 @@ def test_a_browser_keeps_what_it_showed_until_its_time_is_over() -> None:
 
 @given(st.lists(st.text(min_size=1), max_size=40))
 def test_a_browser_keeps_at_most_so_many_tokens_the_newest(tokens: list[str]) -> None:
-    sessions, word = Sessions(), ""
+    sessions, word = BrowserSessions(), ""
     for token in tokens:
         word = sessions.log_in((token,), whose="a", before=word)
     newest = list(dict.fromkeys(reversed(tokens)))
@@ -187,27 +194,27 @@ def test_a_browser_keeps_at_most_so_many_tokens_the_newest(tokens: list[str]) ->
 
 def test_the_oldest_sessions_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_SESSIONS", 2)
-    book = Book(life_s=1)
+    book = TokenStore(life_s=1)
     words = [book.add((str(number),), whose=str(number)) for number in range(3)]
-    assert [book.look_up(word) for word in words] == [(), ("1",), ("2",)]
+    assert [book.get(word) for word in words] == [(), ("1",), ("2",)]
 
 
 def test_the_tokens_of_all_sessions_fit_into_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_BYTES", 100)
-    book = Book(life_s=1)
+    book = TokenStore(life_s=1)
     words = [book.add(("x" * 40,), whose=str(number)) for number in range(3)]
-    assert [bool(book.look_up(word)) for word in words] == [False, True, True]
+    assert [bool(book.get(word)) for word in words] == [False, True, True]
     book.drop(words[1])
     words += [book.add(("x" * 40,), whose="y")]
-    assert [bool(book.look_up(word)) for word in words] == [False, False, True, True]
+    assert [bool(book.get(word)) for word in words] == [False, False, True, True]
 
 
 def test_who_logs_in_again_and_again_logs_out_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_EACH", 2)
-    book = Book(life_s=1)
+    book = TokenStore(life_s=1)
     other = book.add(("other",), whose="other")
     words = [book.add((str(number),), whose="me") for number in range(4)]
-    assert [book.look_up(word) for word in [other, *words]] == [("other",), (), (), ("2",), ("3",)]
+    assert [book.get(word) for word in [other, *words]] == [("other",), (), (), ("2",), ("3",)]
 
 
 @given(st.dictionaries(st.text(min_size=1), st.text()))
@@ -236,35 +243,38 @@ def test_no_token_is_too_odd(token: str) -> None:
 
 
 def test_nobody_takes_more_than_their_share() -> None:
-    shares = Shares("sockets", in_all=4)
-    first = shares.take({"alice": 2, "hub one": 3})
-    with shares.take({"alice": 2, "hub two": 3}), pytest.raises(Refusal, match="alice has 2 sockets at once"):
-        shares.take({"hub three": 3, "alice": 2})
-    assert shares.taken == 1
-    with shares.take({"hub three": 2}), shares.take({"hub three": 2}), shares.take({"alice": 2}):
-        assert shares.taken == 4
-        with pytest.raises(Refusal, match="the door has 4 sockets at once"):
-            shares.take({"bob": 2})
+    shares = ConcurrencyLimits("sockets", in_all=4)
+    first = shares.acquire({"alice": 2, "hub one": 3})
+    with shares.acquire({"alice": 2, "hub two": 3}), pytest.raises(GatewayError, match="alice has 2 sockets at once"):
+        shares.acquire({"hub three": 3, "alice": 2})
+    assert shares.in_use == 1
+    with shares.acquire({"hub three": 2}), shares.acquire({"hub three": 2}), shares.acquire({"alice": 2}):
+        assert shares.in_use == 4
+        with pytest.raises(GatewayError, match="the door has 4 sockets at once"):
+            shares.acquire({"bob": 2})
     first.close()
-    with shares.take({"alice": 2}), shares.take({"alice": 2}):
+    with shares.acquire({"alice": 2}), shares.acquire({"alice": 2}):
         pass
-    assert shares.taken == 0
+    assert shares.in_use == 0
 
 
 def test_no_caller_can_fill_the_share_of_a_job() -> None:
-    job, alice = Job("team", "gpt", "u"), Caller(User("alice"), frozenset())
-    shares = shares_of_request(alice, job)
+    job, alice = CatalogJob("team", "gpt", "u"), Caller(User("alice"), frozenset())
+    shares = concurrency_keys(alice, job)
     assert shares["user alice at the hub of team/gpt"] < shares["hub of team/gpt"] < MAX_REQUESTS
     assert CALLERS_SOCKETS < JOBS_SOCKETS < MAX_SOCKETS
 
 
 def test_who_holds_a_viewer_s_token_takes_nothing_of_who_holds_the_controller_s() -> None:
-    job, uids = Job("team", "gpt", "u"), frozenset({"u"})
+    job, uids = CatalogJob("team", "gpt", "u"), frozenset({"u"})
     viewer, controller = Caller(None, uids), Caller(None, uids, uids)
-    shared = shares_of_request(viewer, job).keys() & shares_of_request(controller, job).keys()
+    shared = concurrency_keys(viewer, job).keys() & concurrency_keys(controller, job).keys()
     assert shared == {"hub of team/gpt"}, "of which no caller can fill more than a part"
-    assert not turns_of(viewer, job, Role.VIEWER).keys() & turns_of(controller, job, Role.CONTROLLER).keys()
-    catalog = Catalog(cast("Api", None), keys=KeyRing(["ab" * 32]))
+    assert (
+        not rate_limit_keys(viewer, job, TokenRole.VIEWER).keys()
+        & rate_limit_keys(controller, job, TokenRole.CONTROLLER).keys()
+    )
+    catalog = JobCatalog(cast("KubernetesApi", None), keys=KeyRing(["ab" * 32]))
     assert catalog.alias(job, viewer.identity) != catalog.alias(job, controller.identity), "nor at the hub"
     both = Caller(None, frozenset({"a", "u"}), uids)
     assert both.identity == controller.identity
@@ -285,7 +295,7 @@ def test_cookies_of_two_installations_do_not_meet() -> None:
 def test_whose_pod_it_is() -> None:
     owner = {"kind": "MegatronJob", "uid": "u", "controller": True}
     pods = [owner, owner | {"uid": "v"}, owner | {"kind": "Job"}, owner | {"controller": False}]
-    found = [owned({"metadata": {"ownerReferences": [one]}}, "u") for one in pods]
+    found = [is_owned_by({"metadata": {"ownerReferences": [one]}}, "u") for one in pods]
     assert found == [True, False, False, False]
-    assert not owned({"metadata": {}}, "u")
+    assert not is_owned_by({"metadata": {}}, "u")
     assert (join("10.0.0.1", 80), join("fd00::1", 80)) == ("10.0.0.1:80", "[fd00::1]:80")

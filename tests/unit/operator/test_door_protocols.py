@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from megatronapp_operator.controller.probes import Server
+from megatronapp_operator.controller.probes import ProbeServer
 from megatronapp_operator.gateway import bounded_protocols
 
 LIMIT_S = 0.2
@@ -54,13 +54,13 @@ async def served() -> AsyncIterator[Callable[[], Any]]:
     listener = bounded_protocols.listener("127.0.0.1", 0)
     config = uvicorn.Config(
         application,
-        http=bounded_protocols.DoorHttp,
-        ws=bounded_protocols.DoorSockets,
+        http=bounded_protocols.GatewayHttpProtocol,
+        ws=bounded_protocols.GatewayWebSocketProtocol,
         lifespan="off",
         log_config=None,
         timeout_keep_alive=1,
     )
-    server = Server(config)
+    server = ProbeServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
 
     async def connect() -> Peer:

@@ -10,19 +10,19 @@ import pytest
 import rendered
 from prometheus_client import CollectorRegistry
 
-from megatronapp_common.web.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.client.api import Api, Listing, Object
-from megatronapp_operator.backends.kubernetes.executor import Executor, Work
-from megatronapp_operator.backends.kubernetes.render.objects import Names
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt
-from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object, ObjectList
+from megatronapp_operator.backends.kubernetes.executor import Executor, JobContext
+from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings
+from megatronapp_operator.backends.kubernetes.store import ObjectStore
 from megatronapp_operator.errors import SettingsError
-from megatronapp_operator.gateway.app import DoorSettings, create_app
-from megatronapp_operator.gateway.job_catalog import Catalog
-from megatronapp_operator.gateway.metrics import DoorMetrics
-from megatronapp_operator.gateway.problems import Refusal
+from megatronapp_operator.gateway.app import GatewaySettings, create_app
+from megatronapp_operator.gateway.job_catalog import JobCatalog
+from megatronapp_operator.gateway.metrics import GatewayMetrics
+from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.keys import KeyRing, key_id
-from megatronapp_operator.plan import ConditionType, CreateWorker, Hub, HubPhase, RecordEvent
+from megatronapp_operator.plan import ConditionType, CreateWorker, HubPhase, HubState, RecordEvent
 
 OLD, NEW = "ab" * 32, "cd" * 32
 DAY_S = 24 * 3600
@@ -71,7 +71,7 @@ def test_a_gang_that_refuses_our_token_is_never_restarted_for_it(
 ) -> None:
     made = running(**policy, max_restarts=3)
     made.spec(hub=True)
-    made.see(*made.observed.workers, hub=Hub(phase=HubPhase.READY), heard=0.0, progress=None)
+    made.see(*made.observed.workers, hub=HubState(phase=HubPhase.READY), last_contact=0.0, progress=None)
     made.see(*made.observed.workers, token_refused=("hub", "launcher"))
     first = made.plan()
     condition = first.status.condition(ConditionType.TOKEN_ACCEPTED)
@@ -84,18 +84,18 @@ def test_a_gang_that_refuses_our_token_is_never_restarted_for_it(
     assert (status.attempt, status.failures, status.is_true(ConditionType.STALLED)) == (0, (), False)
     made.see(*made.observed.workers, token_refused=(), since=made.now)  # a new process, which has sent no request yet
     assert told(made.plan()) == [] and not made.job.status.is_true(ConditionType.TOKEN_ACCEPTED)
-    made.see(*made.observed.workers, heard=made.now)
+    made.see(*made.observed.workers, last_contact=made.now)
     assert made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)
 
 
 def test_a_token_is_accepted_only_after_an_answer_later_than_the_refusal(running: Callable[..., Any]) -> None:
     made = running()
     made.now = int(made.now) + 10.9
-    made.see(*made.observed.workers, heard=made.now - 0.7, token_refused=("hub",))
+    made.see(*made.observed.workers, last_contact=made.now - 0.7, token_refused=("hub",))
     assert told(made.plan()) == ["TokenRefused"]
     made.see(*made.observed.workers, token_refused=())  # the hub is away; the last answer is older than its refusal
     assert not made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)
-    made.see(*made.observed.workers, heard=made.now + 0.1)
+    made.see(*made.observed.workers, last_contact=made.now + 0.1)
     assert made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)
 
 
@@ -104,7 +104,7 @@ def test_a_gang_whose_key_is_lost_trains_on_and_its_condition_says_what_to_do(
     running: Callable[..., Any], policy: dict[str, float]
 ) -> None:
     made = running(**policy, max_restarts=3)
-    made.see(*made.observed.workers, heard=0.0, progress=None, unknown_key=key_id(OLD))
+    made.see(*made.observed.workers, last_contact=0.0, progress=None, unknown_key=key_id(OLD))
     first = made.plan()
     condition = first.status.condition(ConditionType.TOKEN_ACCEPTED)
     assert (condition.status, condition.reason, told(first)) == (False, "KeyUnknown", ["KeyUnknown"])
@@ -122,7 +122,7 @@ def test_a_gang_that_is_said_to_stand_still_is_restarted_though_the_hub_refuses_
 ) -> None:
     made = running(progress_deadline_s=20)
     made.now += 25
-    made.see(*made.observed.workers, heard=made.now, token_refused=("hub",))
+    made.see(*made.observed.workers, last_contact=made.now, token_refused=("hub",))
     assert made.plan().status.failures[-1].reason == "ProgressDeadlineExceeded"
     assert dataclasses.asdict(made.observed)["token_refused"] == ("hub",)
 
@@ -146,8 +146,8 @@ class OneJob:
         metadata = {"namespace": "team", "name": "gpt", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
         self.document = {"metadata": metadata, "status": {"pinned": PINNED | {"keyId": key_id(key)}}}
 
-    async def list_objects(self, *_: object) -> Listing:
-        return Listing([self.document], "1")
+    async def list_objects(self, *_: object) -> ObjectList:
+        return ObjectList([self.document], "1")
 
     async def get(self, *_: object) -> Object:
         return self.document
@@ -158,21 +158,21 @@ class OneJob:
 async def test_the_door_reads_a_key_that_the_operator_took_first(tmp_path: pathlib.Path, listed: bool) -> None:
     path = tmp_path / "key"
     path.write_text(OLD, encoding="ascii")
-    catalog = Catalog(cast(Api, OneJob(NEW)), keys=KeyRing.read(path))
+    catalog = JobCatalog(cast(KubernetesApi, OneJob(NEW)), keys=KeyRing.read(path))
     path.write_text(f"{NEW}\n{OLD}", encoding="ascii")
     job = (await catalog.jobs())[0] if listed else await catalog.find("team", "gpt")
     assert job is not None
-    token = derive(job_secret(NEW, "u"), Role.VIEWER)
-    assert catalog.token(job, Role.VIEWER) == token
-    assert await catalog.job_of(token) == (job, Role.VIEWER)
+    token = derive_token(job_secret(NEW, "u"), TokenRole.VIEWER)
+    assert catalog.token(job, TokenRole.VIEWER) == token
+    assert await catalog.job_of(token) == (job, TokenRole.VIEWER)
 
 
 @pytest.mark.asyncio
 async def test_the_door_sends_no_token_of_another_key() -> None:
-    catalog = Catalog(cast(Api, OneJob(NEW)), keys=KeyRing([OLD]))
+    catalog = JobCatalog(cast(KubernetesApi, OneJob(NEW)), keys=KeyRing([OLD]))
     (job,) = await catalog.jobs()
-    with pytest.raises(Refusal, match=rf"key {key_id(NEW)} of team/gpt is not in the door's key file") as refused:
-        catalog.token(job, Role.VIEWER)
+    with pytest.raises(GatewayError, match=rf"key {key_id(NEW)} of team/gpt is not in the door's key file") as refused:
+        catalog.token(job, TokenRole.VIEWER)
     assert (refused.value.status, refused.value.code, refused.value.retry_s) == (503, "unknown-key", 10)
 
 
@@ -180,8 +180,8 @@ async def test_the_door_sends_no_token_of_another_key() -> None:
 async def test_the_door_follows_its_keys_while_it_serves(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "key"
     path.write_text(OLD, encoding="ascii")
-    settings = DoorSettings(keys=KeyRing.read(path))
-    app = create_app(cast(Api, OneJob(OLD)), settings, DoorMetrics(CollectorRegistry()))
+    settings = GatewaySettings(keys=KeyRing.read(path))
+    app = create_app(cast(KubernetesApi, OneJob(OLD)), settings, GatewayMetrics(CollectorRegistry()))
     path.write_text(NEW, encoding="ascii")
     async with app.router.lifespan_context(app):
         await asyncio.sleep(0)
@@ -211,11 +211,11 @@ async def test_an_attempt_whose_key_changes_before_its_first_worker_has_the_secr
     """Initializers run under the key of their time; what the gang is started with is pinned with its first worker."""
     job = rendered.make_job(rendered.GPUS)
     cluster, owner = EmptyNamespace(), rendered.owner_of(job)
-    executor = Executor(cast(Api, cluster), Store(), keys=KeyRing([NEW, OLD]), identity="one")
+    executor = Executor(cast(KubernetesApi, cluster), ObjectStore(), keys=KeyRing([NEW, OLD]), identity="one")
     for key in (OLD, NEW, NEW):
         settings = dataclasses.replace(rendered.SETTINGS, key_id=key_id(key))
         document = {"metadata": {"generation": 1}}
-        work = Work(document=document, job=job, owner=owner, attempt=Attempt(number=0), settings=settings)
+        work = JobContext(document=document, job=job, owner=owner, attempt=AttemptSettings(number=0), settings=settings)
         assert await executor.run(work, [CreateWorker(index=0, attempt=0)]) is None
-    names = [Names(owner.name).secret(owner.uid, key_id(key)) for key in (OLD, NEW)]
+    names = [ObjectNames(owner.name).secret(owner.uid, key_id(key)) for key in (OLD, NEW)]
     assert cluster.secrets == names

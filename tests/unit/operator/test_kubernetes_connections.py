@@ -72,7 +72,7 @@ async def test_a_connection_that_stays_open_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connections, "CLOSE_S", 0.0)
-    made = connections.Connections()
+    made = connections.SocketTracker()
     address = socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.1", 6443)
     with made.make(address), made.make(address) as closed:
         closed.close()

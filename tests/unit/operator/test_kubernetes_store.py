@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes.client.api import Object
-from megatronapp_operator.backends.kubernetes.observe import Told, observe
+from megatronapp_operator.backends.kubernetes.observe import PollResult, observe
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
-from megatronapp_operator.backends.kubernetes.store import Store
-from megatronapp_operator.plan import HubPhase, Outcome, WorkerPhase
+from megatronapp_operator.backends.kubernetes.store import ObjectStore
+from megatronapp_operator.plan import HubPhase, WorkerOutcome, WorkerPhase
 
 LABELS = {
     "megatronapp.io/job-name": "job",
@@ -45,13 +45,13 @@ def state(name: str = "trainer", **states: Any) -> Object:
 def worker(**status: Any) -> Any:
     record = read_pod(pod(**status))
     assert record is not None
-    seen = observe([record], Told(), attempt=2, refusal=None)
+    seen = observe([record], PollResult(), attempt=2, refusal=None)
     return seen.workers[0]
 
 
 @given(st.permutations(range(6)), st.integers(0, 6))
 def test_the_newest_news_win_in_any_order(order: list[int], until: int) -> None:
-    store = Store()
+    store = ObjectStore()
     news = [pod(version=number, phase=f"P{number}") for number in range(6)]
     for number in order[:until]:
         store.put_pod(news[number])
@@ -61,7 +61,7 @@ def test_the_newest_news_win_in_any_order(order: list[int], until: int) -> None:
 
 @given(st.permutations(["first", "second", "gone"]))
 def test_what_is_gone_stays_gone_whatever_comes_late(order: list[str]) -> None:
-    store = Store()
+    store = ObjectStore()
     for word in order:
         if word == "gone":
             store.drop_pod(pod(version=9))
@@ -73,7 +73,7 @@ def test_what_is_gone_stays_gone_whatever_comes_late(order: list[str]) -> None:
 
 
 def test_a_list_takes_away_what_is_older_than_it_and_keeps_what_is_newer() -> None:
-    store = Store()
+    store = ObjectStore()
     store.put_pod(pod("a", uid="a", version=5))
     store.put_pod(pod("b", uid="b", version=20))
     assert store.replace_pods([read_pod(pod("c", uid="c", version=8))], 10) == {("here", "job")}
@@ -81,7 +81,7 @@ def test_a_list_takes_away_what_is_older_than_it_and_keeps_what_is_newer() -> No
 
 
 def test_a_job_of_the_same_name_is_another_job() -> None:
-    store = Store()
+    store = ObjectStore()
     old: Object = {"metadata": {"namespace": "n", "name": "j", "uid": "old", "resourceVersion": "7"}, "spec": {}}
     new = copy.deepcopy(old)
     new["metadata"] |= {"uid": "new", "resourceVersion": "9"}
@@ -95,7 +95,7 @@ def test_a_job_of_the_same_name_is_another_job() -> None:
 
 
 def test_pods_that_only_say_to_be_of_a_job_are_none_of_it() -> None:
-    store, forged = Store(), pod(uid="forged", version=99)
+    store, forged = ObjectStore(), pod(uid="forged", version=99)
     store.put_pod(pod())
     forged["metadata"]["namespace"] = "elsewhere"
     store.put_pod(forged)
@@ -124,7 +124,7 @@ def test_a_pod_with_labels_of_another_kind_is_none_of_ours(change: dict[str, str
     stranger = pod()
     stranger["metadata"]["labels"] |= change
     assert read_pod(stranger) is None
-    assert Store().put_pod(stranger) is None
+    assert ObjectStore().put_pod(stranger) is None
 
 
 def test_a_worker_has_ended_when_its_trainer_has_whatever_the_agent_does() -> None:
@@ -132,7 +132,7 @@ def test_a_worker_has_ended_when_its_trainer_has_whatever_the_agent_does() -> No
     ended = {"exitCode": 66, "finishedAt": "2026-11-22T03:05:00Z", "reason": "Error", "message": json.dumps(record)}
     seen = worker(phase="Running", **state(terminated=ended))
     assert seen.phase is WorkerPhase.FAILED and seen.finished_at is not None
-    assert seen.outcome == Outcome(code=66, reason="RankFailed", message="loss is NaN", rank=3)
+    assert seen.outcome == WorkerOutcome(code=66, reason="RankFailed", message="loss is NaN", rank=3)
 
 
 KILLED = "the launcher died"
@@ -141,14 +141,14 @@ KILLED = "the launcher died"
 @pytest.mark.parametrize(
     ("code", "reason", "message", "expected"),
     [
-        (137, "OOMKilled", "", Outcome(code=137, reason="OOMKilled", message=KILLED, signal=9)),
-        (137, "Error", "", Outcome(code=137, reason="LauncherKilled", message=KILLED, signal=9)),
-        (2, "Error", "no module", Outcome(code=2, reason="LauncherFailed", message="no module")),
-        (128, "StartError", "no such file", Outcome(code=128, reason="StartError", message="no such file")),
-        (0, "Completed", "{]", Outcome(code=0, reason="Completed", message="{]")),
+        (137, "OOMKilled", "", WorkerOutcome(code=137, reason="OOMKilled", message=KILLED, signal=9)),
+        (137, "Error", "", WorkerOutcome(code=137, reason="LauncherKilled", message=KILLED, signal=9)),
+        (2, "Error", "no module", WorkerOutcome(code=2, reason="LauncherFailed", message="no module")),
+        (128, "StartError", "no such file", WorkerOutcome(code=128, reason="StartError", message="no such file")),
+        (0, "Completed", "{]", WorkerOutcome(code=0, reason="Completed", message="{]")),
     ],
 )
-def test_how_a_container_without_a_record_ended(code: int, reason: str, message: str, expected: Outcome) -> None:
+def test_how_a_container_without_a_record_ended(code: int, reason: str, message: str, expected: WorkerOutcome) -> None:
     ended = {"exitCode": code, "reason": reason, "message": message}
     assert worker(phase="Running", **state(terminated=ended)).outcome == expected
 
@@ -177,7 +177,7 @@ def test_since_when_a_pod_is_to_go() -> None:
     record = read_pod(going)
     assert record is not None and record.deleted_at is not None
     assert record.deleted_at == record.created_at
-    seen = observe([record], Told(), attempt=2, refusal=None).workers[0].deletion
+    seen = observe([record], PollResult(), attempt=2, refusal=None).workers[0].deletion
     assert seen is not None and (seen.since, seen.grace_s) == (record.created_at, 600)
 
 
@@ -190,7 +190,7 @@ def test_the_phases_of_a_hub(phase: str, ready: str, expected: HubPhase) -> None
     hub["metadata"]["labels"] |= {"megatronapp.io/replica-type": ReplicaType.HUB.value}
     record = read_pod(hub)
     assert record is not None
-    seen = observe([record], Told(), attempt=0, refusal=None)
+    seen = observe([record], PollResult(), attempt=0, refusal=None)
     assert seen.hub is not None and seen.hub.phase is expected
 
 
@@ -249,7 +249,7 @@ def observed(kind: ReplicaType, **status: Any) -> Any:
     made["metadata"]["labels"] |= {"megatronapp.io/replica-type": kind.value}
     record = read_pod(made)
     assert record is not None
-    return observe([record], Told(), attempt=0, refusal=None)
+    return observe([record], PollResult(), attempt=0, refusal=None)
 
 
 def test_why_a_hub_does_not_start_begins_with_a_word_for_programs() -> None:

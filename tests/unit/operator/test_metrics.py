@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatronapp_operator.metrics import EARLIER, SLOW_NODES_SHOWN, JobFacts, OperatorMetrics
 from megatronapp_operator.plan import Condition, ConditionType, Failure, FailureAction, Phase, Progress, Status
 from megatronapp_operator.plan.observed import SlowRank
-from megatronapp_operator.plan.status import FAILURES_KEPT
+from megatronapp_operator.plan.status import MAX_FAILURES
 
 NOW = 1000.0
 JOB = {"namespace": "team", "name": "gpt"}
@@ -148,7 +148,7 @@ def test_restarts_by_reason_and_those_from_before(scrape: Scrape) -> None:
 def test_restarts_over_all_reasons_are_what_the_status_counts(reasons: list[str], stride: int) -> None:
     scrape, kept = Scrape(), [failure(number, reason) for number, reason in enumerate(reasons)]
     for end in [*range(0, len(kept), stride), len(kept)]:
-        scrape.see(Status(restarts=end, failures=tuple(kept[:end][-FAILURES_KEPT:])))
+        scrape.see(Status(restarts=end, failures=tuple(kept[:end][-MAX_FAILURES:])))
         rows = scrape.rows("megatron_job_restarts_total").get("megatron_job_restarts_total", [])
         assert sum(scrape.value("megatron_job_restarts_total", **row) or 0 for row in rows) == end
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_operator.controller.clock import AGREED, AGREED_S, SLACK_S, SLEW, Clock
+from megatronapp_operator.controller.clock import AGREED, AGREED_S, SLACK_S, SLEW, ServerClock
 
 
 class Machine:
@@ -12,14 +12,14 @@ class Machine:
 
     def __init__(self, off_s: float) -> None:
         self.now, self.off_s = 5_000_000.0, off_s
-        self.clock = Clock(wall=lambda: self.now + off_s, monotonic=lambda: self.now - 4_000_000.0)
+        self.clock = ServerClock(wall=lambda: self.now + off_s, monotonic=lambda: self.now - 4_000_000.0)
 
     def ask(self, took_s: float = 0.2, wrong_s: float = 0.0) -> None:
         """Ask an API server whose clock is wrong by so many seconds; it says whole seconds."""
         sent = self.now - 4_000_000.0
         date = float(int(self.now + took_s / 2 + wrong_s))
         self.now += took_s
-        self.clock.heard(date, sent, sent + took_s)
+        self.clock.observe_date(date, sent, sent + took_s)
 
     def ask_for_long(self, wrong_s: float = 0.0) -> None:
         """Ask again and again, until the answers count."""

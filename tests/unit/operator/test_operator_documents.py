@@ -14,7 +14,7 @@ from megatronapp_operator.backends.process.state.registry import JobView, lost_s
 from megatronapp_operator.cli.describe import describe
 from megatronapp_operator.cli.text.durations import human_duration, parse_duration
 from megatronapp_operator.cli.text.tables import COLUMNS, WIDE_COLUMNS, Table, format_table, job_row
-from megatronapp_operator.cli.wait import Wanted, parse_condition
+from megatronapp_operator.cli.wait import WaitCondition, parse_condition
 from megatronapp_operator.errors import OperatorError
 from megatronapp_operator.plan import (
     Condition,
@@ -220,12 +220,12 @@ def test_a_condition_is_waited_for_by_type_and_status(tmp_path: Any) -> None:
     assert parse_condition("condition=running=true").holds(view)
     assert not parse_condition("condition=Running=False").holds(view)
     assert not parse_condition("condition=Complete").holds(view)
-    assert not Wanted("Complete").hopeless(view)
+    assert not WaitCondition("Complete").is_unreachable(view)
     ended = make_view(tmp_path, lost_status(status_document(FULL), now=0))
-    assert Wanted("Complete").hopeless(ended)
-    assert not Wanted("Failed").hopeless(ended)
+    assert WaitCondition("Complete").is_unreachable(ended)
+    assert not WaitCondition("Failed").is_unreachable(ended)
     stopped = make_view(tmp_path, status_document(dataclasses.replace(FULL, phase=Phase.SUSPENDED)))
-    assert Wanted("Complete").hopeless(stopped), "nothing on this machine takes it up by itself"
+    assert WaitCondition("Complete").is_unreachable(stopped), "nothing on this machine takes it up by itself"
 
 
 @pytest.mark.parametrize(

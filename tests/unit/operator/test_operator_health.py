@@ -7,14 +7,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 
-from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, NamespaceEndsError, error_of
+from megatronapp_operator.backends.kubernetes.client.errors import (
+    ForbiddenError,
+    NamespaceTerminatingError,
+    api_error_for,
+)
 from megatronapp_operator.controller.probes import create_app
-from megatronapp_operator.controller.service import STUCK_S, TURN_LATE_S, Health
+from megatronapp_operator.controller.service import LOOP_LATE_S, STUCK_S, ControllerHealth
 
 
-def health(*, oldest_s: float = 0.0, finished_ago_s: float = 0.0, turned_ago_s: float = 0.0) -> Health:
+def health(*, oldest_s: float = 0.0, finished_ago_s: float = 0.0, turned_ago_s: float = 0.0) -> ControllerHealth:
     now = time.monotonic()
-    return Health(
+    return ControllerHealth(
         synced=True,
         leads=True,
         finished_at=now - finished_ago_s,
@@ -33,7 +37,7 @@ LATE_S = STUCK_S + 1
         ({"oldest_s": LATE_S}, None),  # looks come to their end: there is much to do
         ({"finished_ago_s": LATE_S}, None),  # nothing is to do
         ({"oldest_s": LATE_S, "finished_ago_s": LATE_S}, "jobs wait"),
-        ({"turned_ago_s": TURN_LATE_S + 1}, "watches"),
+        ({"turned_ago_s": LOOP_LATE_S + 1}, "watches"),
     ],
 )
 def test_an_operator_is_stuck_where_jobs_wait_and_nothing_is_done_or_its_watches_stand_still(
@@ -47,7 +51,7 @@ def test_an_operator_is_stuck_where_jobs_wait_and_nothing_is_done_or_its_watches
 
 
 def test_who_waits_for_the_lease_or_still_lists_everything_is_not_stuck() -> None:
-    waiting = health(oldest_s=LATE_S, finished_ago_s=LATE_S, turned_ago_s=TURN_LATE_S + 1)
+    waiting = health(oldest_s=LATE_S, finished_ago_s=LATE_S, turned_ago_s=LOOP_LATE_S + 1)
     assert dataclasses.replace(waiting, leads=False).stuck() is None
     listing = health(oldest_s=LATE_S, finished_ago_s=LATE_S)
     assert dataclasses.replace(listing, synced=False).stuck() is None
@@ -55,7 +59,7 @@ def test_who_waits_for_the_lease_or_still_lists_everything_is_not_stuck() -> Non
 
 def test_only_the_cause_says_that_a_namespace_ends() -> None:
     document = {"reason": "Forbidden", "message": 'pods "a" is forbidden: because it is being terminated'}
-    assert type(error_of(403, document, "POST /pods")) is ForbiddenError
+    assert type(api_error_for(403, document, "POST /pods")) is ForbiddenError
     cause = {"reason": "NamespaceTerminating", "field": "metadata.namespace"}
-    ending = error_of(403, document | {"details": {"causes": [cause]}}, "POST /pods")
-    assert isinstance(ending, NamespaceEndsError) and "being terminated" in str(ending)
+    ending = api_error_for(403, document | {"details": {"causes": [cause]}}, "POST /pods")
+    assert isinstance(ending, NamespaceTerminatingError) and "being terminated" in str(ending)

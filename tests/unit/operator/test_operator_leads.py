@@ -7,13 +7,13 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from megatronapp_operator.backends.kubernetes.client.api import Api, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, InvalidError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
 from megatronapp_operator.controller import capabilities
 from megatronapp_operator.controller.capabilities import has_container_restarts
 from megatronapp_operator.controller.main import _lead
-from megatronapp_operator.controller.service import Health
+from megatronapp_operator.controller.service import ControllerHealth
 from megatronapp_operator.controller.settings import parse
 from megatronapp_operator.metrics import OperatorMetrics
 
@@ -50,7 +50,7 @@ class Server:
 async def test_a_feature_that_a_provider_switched_off_is_not_used(
     error: Exception | None, minor: int, expected: bool
 ) -> None:
-    assert await has_container_restarts(cast(Api, Server(error, minor)), "n") is expected
+    assert await has_container_restarts(cast(KubernetesApi, Server(error, minor)), "n") is expected
 
 
 class SilentServer(Server):
@@ -65,8 +65,8 @@ class SilentServer(Server):
 @pytest.mark.asyncio
 async def test_the_version_decides_where_a_webhook_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "ANSWER_S", 0.01)
-    assert await has_container_restarts(cast(Api, SilentServer(None, 35)), "n")
-    assert not await has_container_restarts(cast(Api, SilentServer(None, 34)), "n")
+    assert await has_container_restarts(cast(KubernetesApi, SilentServer(None, 35)), "n")
+    assert not await has_container_restarts(cast(KubernetesApi, SilentServer(None, 34)), "n")
 
 
 class Asked(Exception):
@@ -98,5 +98,5 @@ async def test_the_lease_is_renewed_while_the_first_question_waits(tmp_path: pat
     flags = ["--trainer-image", "a", "--analyzer-image", "b", "--key-file", str(tmp_path / "keys")]
     server, metrics = CuriousServer(), OperatorMetrics(CollectorRegistry(), version="0")
     with pytest.raises((Asked, ExceptionGroup)):
-        await _lead(cast(Api, server), cast(LeaseHolder, server), parse(flags), metrics, Health())
+        await _lead(cast(KubernetesApi, server), cast(LeaseHolder, server), parse(flags), metrics, ControllerHealth())
     assert server.renewals == [True]

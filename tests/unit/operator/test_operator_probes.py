@@ -25,7 +25,7 @@ async def test_a_scraper_that_reads_nothing_holds_up_no_end(monkeypatch: pytest.
         with socket.socket() as scraper:
             scraper.setblocking(False)
             scraper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            async with probes.served(server, 0) as port:
+            async with probes.run_server(server, 0) as port:
                 while not server.started:
                     await asyncio.sleep(0.01)
                 await loop.sock_connect(scraper, ("127.0.0.1", port))
@@ -40,7 +40,7 @@ async def test_a_scraper_that_reads_nothing_holds_up_no_end(monkeypatch: pytest.
 async def test_a_kubelet_asks_over_either_family(family: int, address: str) -> None:
     app = probes.create_app(CollectorRegistry(), alive=lambda: None, ready=lambda: None)
     server, loop = probes.create_server(app), asyncio.get_running_loop()
-    async with asyncio.timeout(HANGS_S), probes.served(server, 0) as port:
+    async with asyncio.timeout(HANGS_S), probes.run_server(server, 0) as port:
         with socket.socket(family) as kubelet:
             kubelet.setblocking(False)
             await loop.sock_connect(kubelet, (address, port))
@@ -54,5 +54,5 @@ async def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(SettingsError, match=f"--port {port}: "):
-            async with probes.served(probes.create_server(app), port):
+            async with probes.run_server(probes.create_server(app), port):
                 pass

@@ -8,7 +8,7 @@ import pytest
 from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.names import UNSAVED_STOP
 from megatronapp_operator.backends.process.state.paths import JobPaths
-from megatronapp_operator.cli.follower import Follower, reporting_log
+from megatronapp_operator.cli.follower import JobFollower, reporting_log
 from megatronapp_operator.cli.run import exit_code, read_job
 from megatronapp_operator.cli.text.stop_messages import stopped_line, stopping_line
 from megatronapp_operator.errors import ManifestError
@@ -86,7 +86,7 @@ def test_no_checkpoint_is_claimed_of_a_job_that_saves_nothing(tmp_path: pathlib.
 
 
 def test_a_stop_that_could_not_save_says_why(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    follower = Follower(make_job(tmp_path), JobPaths(tmp_path / "job"), verbose=False, retain_hub=False)
+    follower = JobFollower(make_job(tmp_path), JobPaths(tmp_path / "job"), verbose=False, retain_hub=False)
     follower(STOPPED, (RecordEvent(type=EventType.WARNING, reason="RankFailed", message="rank 0 failed"),))
     assert "warning: rank 0 failed\n" in capsys.readouterr().out
 
@@ -96,7 +96,7 @@ def test_a_stop_is_said_once(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], status: Status, end: str
 ) -> None:
     job = make_job(tmp_path)
-    follower = Follower(job, JobPaths(tmp_path / "job"), verbose=False, retain_hub=False)
+    follower = JobFollower(job, JobPaths(tmp_path / "job"), verbose=False, retain_hub=False)
     asked = RecordEvent(type=EventType.NORMAL, reason="Interrupted", message="stopped by SIGINT")
     ended = RecordEvent(type=EventType.WARNING, reason=end, message="stopped by SIGINT")
     follower(dataclasses.replace(status, phase=Phase.RUNNING, conditions=()), (asked,))
@@ -122,7 +122,7 @@ def test_a_stop_of_a_job_that_saves_nothing_is_no_error(
         RecordEvent(type=EventType.WARNING, reason="RankFailed", message=f"rank {rank} failed: {why}")
         for rank, why in enumerate((words, "the disk is full"))
     ]
-    follower = Follower(job, paths, verbose=True, retain_hub=False)
+    follower = JobFollower(job, paths, verbose=True, retain_hub=False)
     follower(dataclasses.replace(STOPPED, phase=Phase.RUNNING, conditions=()), (asked,))
     follower(STOPPED, tuple(failures))
     follower.finish(STOPPED)
@@ -134,7 +134,7 @@ def test_a_stop_of_a_job_that_saves_nothing_is_no_error(
         f"{job.metadata.name}: Failed (Interrupted)",
         "stopped; nothing was saved, as spec.checkpoint.save is not set",
     ]
-    Follower(job, paths, verbose=False, retain_hub=False)(STOPPED, tuple(failures))
+    JobFollower(job, paths, verbose=False, retain_hub=False)(STOPPED, tuple(failures))
     assert f"warning: rank 0 failed: {words}\n" in capsys.readouterr().out, "not asked from here"
 
 

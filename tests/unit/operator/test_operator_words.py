@@ -9,14 +9,14 @@ from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.cli.delete import _stopping
 from megatronapp_operator.plan import Phase
-from megatronapp_operator.plan.observed import Outcome, Worker, WorkerPhase
+from megatronapp_operator.plan.observed import Worker, WorkerOutcome, WorkerPhase
 from megatronapp_operator.plan.outcome import describe
 from megatronapp_operator.plan.spec import JobSpec
 
 TRACEBACK = '  File "train.py", line 3\n    step()\nValueError: no such column\n\n'
 
 
-def ended(outcome: Outcome) -> Worker:
+def ended(outcome: WorkerOutcome) -> Worker:
     return Worker(index=1, attempt=2, phase=WorkerPhase.FAILED, outcome=outcome)
 
 
@@ -24,25 +24,25 @@ def ended(outcome: Outcome) -> Worker:
     ("outcome", "said"),
     [
         (
-            Outcome(code=1, reason="RankFailed", message=TRACEBACK, rank=3),
+            WorkerOutcome(code=1, reason="RankFailed", message=TRACEBACK, rank=3),
             "rank 3 on worker 1 failed with exit code 1: ValueError: no such column "
             "(megatronapp logs demo --rank 3 --attempt 2)",
         ),
         (
-            Outcome(code=1, reason="LauncherFailed", message=" \n"),
+            WorkerOutcome(code=1, reason="LauncherFailed", message=" \n"),
             "worker 1 failed with exit code 1 (megatronapp logs demo --worker 1 --attempt 2)",
         ),
     ],
 )
-def test_a_failure_is_told_by_its_last_words_and_names_the_log(outcome: Outcome, said: str) -> None:
+def test_a_failure_is_told_by_its_last_words_and_names_the_log(outcome: WorkerOutcome, said: str) -> None:
     assert describe(ended(outcome), "demo") == said
 
 
 @pytest.mark.parametrize(("count", "said", "all_said"), [(1, "1 worker", "the only worker"), (2, "2 workers", "all 2")])
 def test_one_worker_is_not_many(count: int, said: str, all_said: str) -> None:
     spec = JobSpec(name="demo", uid="u", workers=count)
-    assert spec.workers_words == said
-    assert spec.all_workers_words.startswith(all_said)
+    assert spec.workers_text == said
+    assert spec.all_workers_text.startswith(all_said)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from megatronapp_operator.plan import (
     DeleteJob,
     DeleteWorker,
     FailureAction,
-    Init,
+    InitPod,
     Phase,
+    PodRejection,
     RecordEvent,
-    Refusal,
     SuccessPolicy,
     WorkerPhase,
 )
@@ -99,7 +99,7 @@ def test_the_pause_before_a_released_gang_grows_to_its_cap(scene: Maker, worker:
 def test_a_quota_in_the_middle_of_the_gang_releases_it_at_once(scene: Maker, worker: Maker) -> None:
     made = scene()
     made.plan()
-    refusal = Refusal(attempt=0, final=False, reason="QuotaExceeded", message="exceeded quota: gpus")
+    refusal = PodRejection(attempt=0, final=False, reason="QuotaExceeded", message="exceeded quota: gpus")
     made.see(worker(0, "Pending"), refusal=refusal)
     released = made.plan()
     assert deeds(released) == [DeleteWorker(index=0, attempt=0, grace_s=0)]
@@ -113,7 +113,7 @@ def test_what_can_never_be_accepted_fails_the_job_with_the_reason(scene: Maker, 
     made = scene()
     made.plan()
     message = "violates PodSecurity restricted: runAsNonRoot"
-    made.see(worker(0, "Pending"), refusal=Refusal(attempt=0, final=True, reason="PodForbidden", message=message))
+    made.see(worker(0, "Pending"), refusal=PodRejection(attempt=0, final=True, reason="PodForbidden", message=message))
     made.plan()
     made.see()
     failed = made.plan().status
@@ -122,9 +122,9 @@ def test_what_can_never_be_accepted_fails_the_job_with_the_reason(scene: Maker, 
     assert failed.attempt == 0
 
 
-def denied(attempt: int) -> Refusal:
+def denied(attempt: int) -> PodRejection:
     message = 'error looking up service account ns/train: serviceaccount "train" not found'
-    return Refusal(attempt=attempt, final=False, denied=True, reason="PodDenied", message=message)
+    return PodRejection(attempt=attempt, final=False, denied=True, reason="PodDenied", message=message)
 
 
 def deny(made: Any, *, for_s: float) -> None:
@@ -248,8 +248,8 @@ def test_a_queue_may_let_the_gang_wait_for_ever_until_it_holds_something(scene: 
     assert made.plan().status.phase is Phase.STARTING
 
 
-def init(phase: str, message: str = "", **others: Any) -> Init:
-    return Init(phase=WorkerPhase(phase), message=message, created_at=1000.0, **others)
+def init(phase: str, message: str = "", **others: Any) -> InitPod:
+    return InitPod(phase=WorkerPhase(phase), message=message, created_at=1000.0, **others)
 
 
 def test_initializers_come_before_the_gang_and_once(scene: Maker, worker: Maker) -> None:

@@ -6,10 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.scope.store.audit_log import ActionLog
-from megatronapp_operator.plan import Control, Job, JobSpec, Observed, RecordEvent, Status
-from megatronapp_operator.plan.plan_builder import Draft
-from megatronapp_operator.plan.policies.controls import GAP, KEPT, MAX_EVENTS, TURN_S, TURNS, controls, spent_after
+from megatronapp_analyzer.scope.store.audit_log import AuditLog
+from megatronapp_operator.plan import ControlAction, JobSpec, JobState, Observed, RecordEvent, Status
+from megatronapp_operator.plan.plan_builder import PlanBuilder
+from megatronapp_operator.plan.policies.controls import (
+    GAP,
+    HUB_MAX_CONTROLS,
+    MAX_EVENTS,
+    TURN_S,
+    TURNS,
+    controls,
+    spent_after,
+)
 from megatronapp_operator.plan_io.hub_summary import read_controls
 from megatronapp_operator.plan_io.status_document import status_document
 from megatronapp_operator.plan_io.status_reader import read_status
@@ -22,16 +30,16 @@ class Told:
     """A job whose hub says this and that; every look reads the status as the last one wrote it down."""
 
     def __init__(self) -> None:
-        self._job = Job(spec=JobSpec(name="job", uid="u", workers=2, hub=True), status=Status())
+        self._job = JobState(spec=JobSpec(name="job", uid="u", workers=2, hub=True), status=Status())
         self.now = NOW
         self.spent = 0.0
         self.status = Status()
         self.wakes: list[float] = []
 
     def look(self, *numbers: int) -> list[str]:
-        said = tuple(Control(id=number, text=f"did {number}") for number in sorted(numbers))
+        said = tuple(ControlAction(id=number, text=f"did {number}") for number in sorted(numbers))
         seen = Observed(controls=said, controls_spent=self.spent)
-        draft = Draft(job=self._job, observed=seen, now=self.now, status=self.status)
+        draft = PlanBuilder(job=self._job, observed=seen, now=self.now, status=self.status)
         controls(draft)
         self.spent = spent_after(self.spent, draft.actions, self.now)
         self.status, self.wakes = read_status(status_document(draft.status)), draft.wakes
@@ -86,16 +94,16 @@ def test_what_has_no_turn_waits_for_one(told: Told) -> None:
 
 def test_what_a_hub_no_longer_had_is_said_to_be_missing(told: Told) -> None:
     assert told.look(0) == ["did 0"]
-    assert told.look(*range(KEPT))[0] == "did 1", "all that are new are still there"
-    assert told.look(*range(KEPT, 2 * KEPT - 1))[0] == f"did {KEPT}"
-    texts = told.look(*range(2 * KEPT + 5, 3 * KEPT + 5))
-    assert texts[:2] == [GAP, f"did {2 * KEPT + 5}"] and len(texts) <= MAX_EVENTS
-    assert told.look(*range(2 * KEPT + 5, 3 * KEPT + 5)) == []
-    assert GAP not in Told().look(*range(KEPT)), "who sees a hub first does not know what was before"
+    assert told.look(*range(HUB_MAX_CONTROLS))[0] == "did 1", "all that are new are still there"
+    assert told.look(*range(HUB_MAX_CONTROLS, 2 * HUB_MAX_CONTROLS - 1))[0] == f"did {HUB_MAX_CONTROLS}"
+    texts = told.look(*range(2 * HUB_MAX_CONTROLS + 5, 3 * HUB_MAX_CONTROLS + 5))
+    assert texts[:2] == [GAP, f"did {2 * HUB_MAX_CONTROLS + 5}"] and len(texts) <= MAX_EVENTS
+    assert told.look(*range(2 * HUB_MAX_CONTROLS + 5, 3 * HUB_MAX_CONTROLS + 5)) == []
+    assert GAP not in Told().look(*range(HUB_MAX_CONTROLS)), "who sees a hub first does not know what was before"
 
 
 def test_what_a_real_hub_has_forgotten_is_said_to_be_missing(told: Told) -> None:
-    log = ActionLog(clock=lambda: NOW)
+    log = AuditLog(clock=lambda: NOW)
 
     def said() -> list[str]:
         kept = read_controls([dataclasses.asdict(one) for one in log.all()])

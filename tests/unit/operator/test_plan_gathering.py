@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from megatronapp_operator.plan import ConditionType, DeleteWorker, FailureAction, Match, Phase, Progress, Rule
+from megatronapp_operator.plan import (
+    ConditionType,
+    DeleteWorker,
+    FailureAction,
+    FailureMatch,
+    FailureRule,
+    Phase,
+    Progress,
+)
 
 Maker = Callable[..., Any]
 
@@ -18,7 +26,7 @@ def gathering(scene: Maker, worker: Maker) -> Callable[..., Any]:
     def make(**policy: Any) -> Any:
         made = scene(start_deadline_s=900, silent_start_s=300, **policy)
         made.plan()
-        made.see(worker(0), dataclasses.replace(worker(1), node="gpu-3"), missing=(1,), heard=made.now)
+        made.see(worker(0), dataclasses.replace(worker(1), node="gpu-3"), missing=(1,), last_contact=made.now)
         made.plan()
         return made
 
@@ -27,14 +35,14 @@ def gathering(scene: Maker, worker: Maker) -> Callable[..., Any]:
 
 def test_who_does_not_reach_worker_0_ends_the_attempt_when_the_deadline_is_over(gathering: Maker) -> None:
     made = gathering()
-    made.see(*made.observed.workers, heard=made.now + 899)
+    made.see(*made.observed.workers, last_contact=made.now + 899)
     made.now += 899
     assert (made.plan().status.failures, made.job.status.phase) == ((), Phase.STARTING)
     made.now += 1
     assert made.plan().status.failures == ()  # nobody was asked since
     assert made.plan().wake_at == made.now + 15
     made.now += 15
-    made.see(*made.observed.workers, heard=made.now)
+    made.see(*made.observed.workers, last_contact=made.now)
     failure = made.plan().status.failures[-1]
     assert (failure.reason, failure.worker, failure.node) == ("NotGathered", 1, "gpu-3")
     assert failure.action is FailureAction.RESTART
@@ -52,23 +60,23 @@ def test_a_gang_that_still_gathers_has_not_begun_to_train(gathering: Maker) -> N
 def test_a_gang_that_has_told_of_progress_has_gathered(gathering: Maker) -> None:
     made = gathering()
     made.now += 1000
-    made.see(*made.observed.workers, heard=made.now, progress=Progress(attempt=0, iteration=0, state="starting"))
+    made.see(*made.observed.workers, last_contact=made.now, progress=Progress(attempt=0, iteration=0, state="starting"))
     assert made.plan().status.failures == ()
 
 
 def test_workers_that_still_prepare_are_waited_for(scene: Maker, worker: Maker) -> None:
     made = scene(start_deadline_s=900)
     made.plan()
-    made.see(worker(0), dataclasses.replace(worker(1, "Pending"), preparing=True), missing=(1,), heard=1e9)
+    made.see(worker(0), dataclasses.replace(worker(1, "Pending"), preparing=True), missing=(1,), last_contact=1e9)
     made.now += 50_000
     assert made.plan().status.failures == ()
 
 
 def test_a_rule_may_say_what_becomes_of_it(gathering: Maker) -> None:
-    rule = Rule(match=Match(reasons=("NotGathered",)), action=FailureAction.EXCLUDE_AND_RESTART)
+    rule = FailureRule(match=FailureMatch(reasons=("NotGathered",)), action=FailureAction.EXCLUDE_AND_RESTART)
     made = gathering(rules=(rule,))
     made.now += 900
-    made.see(*made.observed.workers, heard=made.now)
+    made.see(*made.observed.workers, last_contact=made.now)
     assert [one.node for one in made.plan().status.excluded_nodes] == ["gpu-3"]
 
 
@@ -77,16 +85,16 @@ def test_nobody_is_blamed_while_the_cluster_takes_a_worker_away(gathering: Maker
     made = gathering(lost_worker_s=1e9)
     made.now += 1000
     first, second = made.observed.workers
-    made.see(first, dataclasses.replace(second, **taken), heard=made.now)
+    made.see(first, dataclasses.replace(second, **taken), last_contact=made.now)
     assert (made.plan().status.failures, made.plan().wake_at) == ((), made.now + 15)
-    made.see(first, second, heard=made.now)
+    made.see(first, second, last_contact=made.now)
     assert made.plan().status.failures[-1].reason == "NotGathered"
 
 
 def test_people_are_told_when_nobody_can_say_whether_a_gang_has_gathered(scene: Maker, worker: Maker) -> None:
     made = scene(start_deadline_s=900, silent_start_s=300)
     made.plan()
-    made.see(worker(0), worker(1), missing=(), heard=0.0)
+    made.see(worker(0), worker(1), missing=(), last_contact=0.0)
     made.plan()
     made.now += 899
     assert not made.plan().status.is_true(ConditionType.STALLED)
@@ -95,7 +103,7 @@ def test_people_are_told_when_nobody_can_say_whether_a_gang_has_gathered(scene: 
     assert (stalled.status, stalled.reason) == (True, "ProgressUnknown")
     made.now += 50_000
     assert made.plan().status.failures == ()
-    made.see(*made.observed.workers, heard=made.now)
+    made.see(*made.observed.workers, last_contact=made.now)
     assert not made.plan().status.is_true(ConditionType.STALLED)
 
 

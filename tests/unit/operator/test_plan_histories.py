@@ -25,30 +25,30 @@ from megatronapp_operator.plan import (
     EnsureHub,
     EnsureSecret,
     FailureAction,
-    Group,
-    Hub,
+    FailureMatch,
+    FailureRule,
     HubPhase,
-    Init,
-    Job,
+    HubState,
+    InitPod,
     JobSpec,
-    Match,
+    JobState,
     NodeExclusion,
     Observed,
-    Outcome,
     Phase,
     Plan,
+    PodGroupKey,
+    PodRejection,
     Progress,
     RecordEvent,
-    Refusal,
     RemoveGroup,
-    Rule,
     RunPolicy,
     SlowNodeAction,
     SlowNodePolicy,
     SlowRank,
-    Stop,
+    StopRequest,
     SuccessPolicy,
     Worker,
+    WorkerOutcome,
     WorkerPhase,
     plan,
 )
@@ -58,10 +58,10 @@ from megatronapp_operator.plan_io.status_reader import read_status
 CODES = [*ExitCode, 137, 2, 201]
 RULES = [
     (),
-    (Rule(match=Match(exit_codes=(137,)), action=FailureAction.IGNORE),),
+    (FailureRule(match=FailureMatch(exit_codes=(137,)), action=FailureAction.IGNORE),),
     (
-        Rule(match=Match(workers=(0,)), action=FailureAction.RESTART_IGNORE_MAX),
-        Rule(match=Match(message_regex="lost|words"), action=FailureAction.EXCLUDE_AND_RESTART),
+        FailureRule(match=FailureMatch(workers=(0,)), action=FailureAction.RESTART_IGNORE_MAX),
+        FailureRule(match=FailureMatch(message_regex="lost|words"), action=FailureAction.EXCLUDE_AND_RESTART),
     ),
 ]
 ENDS = {
@@ -89,7 +89,7 @@ class History(RuleBasedStateMachine):
             {
                 "initializers": st.booleans(),
                 "gang": st.booleans(),
-                "group": st.sampled_from(Group),
+                "group": st.sampled_from(PodGroupKey),
                 "success": st.sampled_from(SuccessPolicy),
                 "slow_node": st.builds(SlowNodePolicy, action=st.sampled_from(SlowNodeAction), min_s=st.just(30)),
             }
@@ -124,7 +124,7 @@ class History(RuleBasedStateMachine):
             **end,
         )
         spec = JobSpec(name="job", uid="u", workers=workers, hub=hub, hub_retain_s=30, policy=policy, **cluster)
-        self.job = Job(spec=spec)
+        self.job = JobState(spec=spec)
         self.world = Observed()
         self.now = 1000.0
         self.last: Plan | None = None
@@ -169,14 +169,14 @@ class History(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(self.world.workers))
         if worker.live:
             phase = WorkerPhase.FAILED if code else WorkerPhase.SUCCEEDED
-            self.replace(worker, phase=phase, outcome=Outcome(code=code), finished_at=self.now - late)
+            self.replace(worker, phase=phase, outcome=WorkerOutcome(code=code), finished_at=self.now - late)
 
     @precondition(lambda self: self.world.workers)
     @rule()
     def all_succeed(self) -> None:
         for worker in self.world.workers:
             if worker.live:
-                self.replace(worker, phase=WorkerPhase.SUCCEEDED, outcome=Outcome(code=0), finished_at=self.now)
+                self.replace(worker, phase=WorkerPhase.SUCCEEDED, outcome=WorkerOutcome(code=0), finished_at=self.now)
 
     @precondition(lambda self: self.world.workers)
     @rule(data=st.data())
@@ -217,7 +217,7 @@ class History(RuleBasedStateMachine):
     @rule(heard=st.none() | st.floats(0, 200))
     def somebody_was_heard(self, heard: float | None) -> None:
         at = None if heard is None else self.now - heard
-        self.world = dataclasses.replace(self.world, heard=at)
+        self.world = dataclasses.replace(self.world, last_contact=at)
 
     @rule(waiting=st.none() | st.sampled_from(["ErrImagePull: no", "ImagePullBackOff", "Unschedulable: full"]))
     def hub_waits(self, waiting: str | None) -> None:
@@ -237,7 +237,9 @@ class History(RuleBasedStateMachine):
 
     @rule(final=st.integers(0, 4))
     def creation_is_refused(self, final: int) -> None:
-        refusal = Refusal(attempt=self.job.status.attempt, final=final == 0, reason="QuotaExceeded", message="full")
+        refusal = PodRejection(
+            attempt=self.job.status.attempt, final=final == 0, reason="QuotaExceeded", message="full"
+        )
         self.world = dataclasses.replace(self.world, refusal=refusal)
 
     @precondition(lambda self: self.world.init is not None)
@@ -277,7 +279,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.now > 1300)
     def stop(self, force: bool) -> None:
         force = force or (self.job.stop is not None and self.job.stop.force)
-        self.job = dataclasses.replace(self.job, stop=Stop(reason="Interrupted", message="", force=force))
+        self.job = dataclasses.replace(self.job, stop=StopRequest(reason="Interrupted", message="", force=force))
 
     # What must hold.
 
@@ -343,7 +345,8 @@ class History(RuleBasedStateMachine):
     def check_idempotent(self) -> None:
         if any(
             isinstance(action, DeleteJob | RemoveGroup) or action == DeleteInit(force=True)
-            or (isinstance(action, DeleteWorker) and (action.grace_s == 0 or self.job.spec.group is Group.WORKLOAD))
+            or (isinstance(action, DeleteWorker)
+            and (action.grace_s == 0 or self.job.spec.group is PodGroupKey.WORKLOAD))
             for action in self.last_actions()
         ):  # fmt: skip
             return  # what went by force or with a group is gone by now, so the next look is at another world
@@ -378,7 +381,7 @@ class History(RuleBasedStateMachine):
         if not hasattr(self, "job"):
             return
         self.all_is_placed()
-        self.world = dataclasses.replace(self.world, heard=None)
+        self.world = dataclasses.replace(self.world, last_contact=None)
         for _ in range(LONG_ENOUGH):
             self.finish_workloads()
             made = plan(self.job, self.world, self.now)
@@ -396,7 +399,7 @@ class History(RuleBasedStateMachine):
         resting = TERMINAL_PHASES | {Phase.SUSPENDED}
         assert self.job.status.phase in resting
         assert not any(one.live for one in self.world.workers)
-        assert self.job.spec.group is not Group.POD_GROUP or not self.groups
+        assert self.job.spec.group is not PodGroupKey.POD_GROUP or not self.groups
 
     def all_is_placed(self) -> None:
         """A queue, and initializers that run, may take for ever; the silence begins after them."""
@@ -418,14 +421,14 @@ class History(RuleBasedStateMachine):
                 self.world = dataclasses.replace(self.world, secret=True)
             case EnsureHub():
                 starts = 1 if self.world.hub is None else self.world.hub.starts + 1
-                self.world = dataclasses.replace(self.world, hub=Hub(phase=HubPhase.STARTING, starts=starts))
+                self.world = dataclasses.replace(self.world, hub=HubState(phase=HubPhase.STARTING, starts=starts))
             case DeleteHub():
                 assert self.world.hub is not None
                 self.world = dataclasses.replace(self.world, hub=dataclasses.replace(self.world.hub, deleting=True))
             case CreateInit():
                 assert self.job.status.phase not in TERMINAL_PHASES
                 assert self.world.init is None and not self.job.status.initialized
-                new = Init(phase=WorkerPhase.PENDING, created_at=self.now)
+                new = InitPod(phase=WorkerPhase.PENDING, created_at=self.now)
                 self.world = dataclasses.replace(self.world, init=new)
             case DeleteInit():
                 assert self.world.init is not None
@@ -455,7 +458,7 @@ class History(RuleBasedStateMachine):
 
     def delete(self, action: DeleteWorker) -> None:
         target = next(one for one in self.world.workers if (one.index, one.attempt) == (action.index, action.attempt))
-        queued = self.job.spec.group is Group.WORKLOAD
+        queued = self.job.spec.group is PodGroupKey.WORKLOAD
         grace_s = 0.0 if queued and not target.scheduled else action.grace_s
         self.replace(target, deletion=Deletion(since=self.now, grace_s=grace_s))
         held = queued and action.attempt in self.groups and target.live
@@ -467,9 +470,9 @@ class History(RuleBasedStateMachine):
         members = [one for one in self.world.workers if one.attempt == action.attempt]
         assert not any(one.live and one.deletion is None for one in members), "a gang that is wanted loses its group"
         self.groups.discard(action.attempt)
-        gone = frozenset({action.attempt, *self.world.groups_gone})
-        self.world = dataclasses.replace(self.world, groups_gone=gone)
-        if self.job.spec.group is Group.WORKLOAD:
+        gone = frozenset({action.attempt, *self.world.groups_removed})
+        self.world = dataclasses.replace(self.world, groups_removed=gone)
+        if self.job.spec.group is PodGroupKey.WORKLOAD:
             others = tuple(one for one in self.world.workers if one not in members)
             self.world = dataclasses.replace(self.world, workers=others)
 
@@ -477,7 +480,7 @@ class History(RuleBasedStateMachine):
         """Kueue lets go of pods when all of their group have ended."""
         held = {one.attempt for one in self.world.workers if one.live}
         gone = [one for one in self.world.workers if one.deletion is not None and one.deletion.grace_s == 0]
-        if self.job.spec.group is Group.WORKLOAD:
+        if self.job.spec.group is PodGroupKey.WORKLOAD:
             workers = tuple(one for one in self.world.workers if one not in gone or one.attempt in held)
             self.world = dataclasses.replace(self.world, workers=workers)
 

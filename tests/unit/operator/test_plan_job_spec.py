@@ -6,10 +6,10 @@ from megatronapp_common.job import load_job
 from megatronapp_operator.plan import (
     CleanPodPolicy,
     FailureAction,
-    Group,
-    Match,
+    FailureMatch,
+    FailureRule,
     NodeExclusion,
-    Rule,
+    PodGroupKey,
     SlowNodeAction,
     SlowNodePolicy,
     SuccessPolicy,
@@ -47,11 +47,13 @@ spec:
       - {match: {exitCodes: {notIn: [4]}, conditionTypes: [DisruptionTarget]}, action: Ignore}
 """
 RULES = (
-    Rule(
-        match=Match(exit_codes=(3,), signals=(9,), reasons=("OOMKilled",), message_regex="Xid", workers=(0,)),
+    FailureRule(
+        match=FailureMatch(exit_codes=(3,), signals=(9,), reasons=("OOMKilled",), message_regex="Xid", workers=(0,)),
         action=FailureAction.EXCLUDE_AND_RESTART,
     ),
-    Rule(match=Match(not_exit_codes=(4,), condition_types=("DisruptionTarget",)), action=FailureAction.IGNORE),
+    FailureRule(
+        match=FailureMatch(not_exit_codes=(4,), condition_types=("DisruptionTarget",)), action=FailureAction.IGNORE
+    ),
 )
 
 
@@ -59,7 +61,7 @@ def test_a_manifest_reaches_the_plan_on_a_cluster() -> None:
     spec = build_spec(load_job(MANIFEST), uid="u", generation=4)
     assert (spec.name, spec.uid, spec.workers, spec.generation) == ("job", "u", 2, 4)
     assert (spec.hub, spec.suspend, spec.initializers, spec.gang) == (True, True, True, True)
-    assert spec.group is Group.POD_GROUP
+    assert spec.group is PodGroupKey.POD_GROUP
     assert spec.success is SuccessPolicy.RANK0
     assert spec.slow_node == SlowNodePolicy(action=SlowNodeAction.EXCLUDE_AND_RESTART, min_slowdown=1.3, min_s=60)
     policy = spec.policy
@@ -76,14 +78,14 @@ def test_a_failed_gang_has_half_a_minute_to_end_on_a_cluster() -> None:
 
 def test_kueue_holds_pods_by_a_workload_of_its_own_and_others_take_a_pod_group() -> None:
     manifest = MANIFEST.replace("{gang: Volcano}", "{gang: Kueue, queue: team}")
-    assert build_spec(load_job(manifest), uid="u").group is Group.WORKLOAD
-    assert build_spec(load_job(MANIFEST.replace("gang: Volcano", "gang: KAI")), uid="u").group is Group.POD_GROUP
+    assert build_spec(load_job(manifest), uid="u").group is PodGroupKey.WORKLOAD
+    assert build_spec(load_job(MANIFEST.replace("gang: Volcano", "gang: KAI")), uid="u").group is PodGroupKey.POD_GROUP
 
 
 def test_what_only_a_cluster_has_is_left_out_on_one_machine() -> None:
     spec = process_spec(load_job(MANIFEST), uid="u", retain_hub=True)
     assert not (spec.suspend or spec.initializers or spec.gang or spec.policy.exclusion.enabled)
-    assert spec.slow_node.action is SlowNodeAction.REPORT and spec.group is Group.NONE
+    assert spec.slow_node.action is SlowNodeAction.REPORT and spec.group is PodGroupKey.NONE
     assert (spec.policy.ttl_s, spec.policy.clean) == (None, CleanPodPolicy.RUNNING)
     assert (spec.success, spec.policy.rules) == (SuccessPolicy.RANK0, RULES)
     assert dataclasses.replace(spec, hub_retain_s=0) == process_spec(load_job(MANIFEST), uid="u", retain_hub=False)

@@ -18,19 +18,19 @@ from megatronapp_operator.plan import (
     ExcludedNode,
     Failure,
     FailureAction,
-    Hub,
     HubPhase,
-    Init,
+    HubState,
+    InitPod,
     NodeExclusion,
     Observed,
-    Outcome,
     Phase,
     Progress,
     RecordEvent,
     Status,
+    WorkerOutcome,
     WorkerPhase,
 )
-from megatronapp_operator.plan.policies.restart import taken_away_since
+from megatronapp_operator.plan.policies.restart import unbudgeted_failures_since
 
 Maker = Callable[..., Any]
 UNCOUNTED = FailureAction.RESTART_IGNORE_MAX
@@ -72,7 +72,8 @@ def test_a_failure_that_says_what_it_is_stays_one_beside_a_lost_machine(running:
 def test_who_is_killed_because_it_was_to_go_has_not_failed_by_itself(running: Maker, worker: Maker) -> None:
     made = running(max_restarts=0)
     killed = dataclasses.replace(
-        worker(1, "Failed", 137, grace=5.0), outcome=Outcome(code=137, reason="LauncherKilled", signal=signal.SIGKILL)
+        worker(1, "Failed", 137, grace=5.0),
+        outcome=WorkerOutcome(code=137, reason="LauncherKilled", signal=signal.SIGKILL),
     )
     made.see(worker(0), killed)
     assert last(made.plan())[2] is UNCOUNTED
@@ -120,7 +121,7 @@ def test_a_machine_whose_kubelet_does_not_take_a_worker_is_avoided_and_that_coun
 ) -> None:
     made = scene()
     made.plan()
-    refused = dataclasses.replace(worker(1, "Failed"), node="gpu-3", outcome=Outcome(code=1, reason=reason))
+    refused = dataclasses.replace(worker(1, "Failed"), node="gpu-3", outcome=WorkerOutcome(code=1, reason=reason))
     made.see(on(worker(0, "Pending"), "gpu-2"), refused)
     plan = made.plan()
     assert last(plan) == (reason, "gpu-3", FailureAction.EXCLUDE_AND_RESTART)
@@ -175,11 +176,11 @@ def test_only_what_was_taken_away_lately_lengthens_the_pause(
 ) -> None:
     kept = tuple(Failure(time=at, attempt=0, reason="", message="", action=action) for at, action in failures)
     expected = len([at for at, action in failures if at > since and action is UNCOUNTED])
-    assert taken_away_since(Status(failures=kept), since) == expected
+    assert unbudgeted_failures_since(Status(failures=kept), since) == expected
 
 
-def init(phase: str, **others: Any) -> Init:
-    return Init(phase=WorkerPhase(phase), created_at=1000.0, **others)
+def init(phase: str, **others: Any) -> InitPod:
+    return InitPod(phase=WorkerPhase(phase), created_at=1000.0, **others)
 
 
 def initializing(scene: Maker, **policy: Any) -> Any:
@@ -257,7 +258,7 @@ def test_a_gang_that_is_half_placed_is_released_whatever_its_workers_do(scene: M
 
 def test_time_in_which_nobody_could_be_asked_is_no_lack_of_progress(running: Maker) -> None:
     made = running(progress_deadline_s=20, unheard_s=100, max_restarts=0, grace_s=600)
-    made.see(*made.observed.workers, heard=made.now + 5)
+    made.see(*made.observed.workers, last_contact=made.now + 5)
     made.now += 20
     unknown = made.plan()
     assert (unknown.status.failures, told(unknown)) == ((), ["ProgressUnknown"])
@@ -266,7 +267,7 @@ def test_time_in_which_nobody_could_be_asked_is_no_lack_of_progress(running: Mak
     again = made.plan()
     assert (again.status, again.actions) == (unknown.status, ())
     assert again.wake_at is not None and again.wake_at <= made.now + 15
-    made.see(*made.observed.workers, heard=made.now, progress=Progress(attempt=0, iteration=9))
+    made.see(*made.observed.workers, last_contact=made.now, progress=Progress(attempt=0, iteration=9))
     assert not made.plan().status.is_true(ConditionType.STALLED)
 
 
@@ -274,36 +275,36 @@ def test_an_answer_from_before_the_deadline_in_its_second_takes_nothing_back(run
     """Conditions know the second of their change only: the warning came again with each look."""
     made = running(progress_deadline_s=20, unheard_s=100)
     made.now += 0.5
-    made.see(*made.observed.workers, progress=Progress(attempt=0, iteration=1), heard=made.now)
+    made.see(*made.observed.workers, progress=Progress(attempt=0, iteration=1), last_contact=made.now)
     made.plan()
-    made.see(*made.observed.workers, heard=made.now + 19.9)
+    made.see(*made.observed.workers, last_contact=made.now + 19.9)
     made.now += 20.1
     assert told(made.plan()) == ["ProgressUnknown"]
     assert told(made.plan()) == []
-    made.see(*made.observed.workers, heard=made.now + 1.0, progress=Progress(attempt=0, iteration=9))
+    made.see(*made.observed.workers, last_contact=made.now + 1.0, progress=Progress(attempt=0, iteration=9))
     made.now += 1.0
     assert not made.plan().status.is_true(ConditionType.STALLED)
 
 
 def test_a_gang_that_is_said_to_stand_still_is_restarted(running: Maker) -> None:
     made = running(progress_deadline_s=20)
-    made.see(*made.observed.workers, heard=made.now + 19)
+    made.see(*made.observed.workers, last_contact=made.now + 19)
     made.now += 25
     assert made.plan().status.failures == ()
-    made.see(*made.observed.workers, heard=made.now)
+    made.see(*made.observed.workers, last_contact=made.now)
     assert last(made.plan()) == ("ProgressDeadlineExceeded", None, FailureAction.RESTART)
 
 
 def test_nobody_is_believed_to_train_unheard_for_ever(running: Maker) -> None:
     made = running(progress_deadline_s=20, unheard_s=100, max_restarts=0, grace_s=600)
-    made.see(*made.observed.workers, heard=0.0)
+    made.see(*made.observed.workers, last_contact=0.0)
     made.now += 120
     assert last(made.plan()) == ("ProgressUnknown", None, UNCOUNTED)
     assert [one.grace_s for one in deeds(made.plan())] == [600, 600]
 
 
 def see_hub(made: Any, waiting: str | None, phase: HubPhase = HubPhase.STARTING) -> Any:
-    made.observed = dataclasses.replace(made.observed, hub=Hub(phase=phase, waiting=waiting))
+    made.observed = dataclasses.replace(made.observed, hub=HubState(phase=phase, waiting=waiting))
     return made.plan()
 
 

@@ -15,13 +15,13 @@ from megatronapp_operator.plan import (
     ExcludedNode,
     Failure,
     FailureAction,
-    Outcome,
     Phase,
     Progress,
     Replicas,
     SlowRank,
     Status,
     Worker,
+    WorkerOutcome,
     WorkerPhase,
 )
 from megatronapp_operator.plan_io.status_document import ranges, status_document
@@ -37,7 +37,7 @@ MAYBE_COUNT, MAYBE_TIME = st.none() | COUNTS, st.none() | TIMES
 MAYBE_WORD, MAYBE_REAL = st.none() | WORDS, st.none() | REALS
 STATES = st.sampled_from(["starting", "training", "done"])
 OUTCOMES = st.builds(
-    Outcome, code=st.integers(0, 255), reason=WORDS, message=WORDS, rank=MAYBE_COUNT, signal=MAYBE_COUNT
+    WorkerOutcome, code=st.integers(0, 255), reason=WORDS, message=WORDS, rank=MAYBE_COUNT, signal=MAYBE_COUNT
 )
 DELETIONS = st.builds(Deletion, since=TIMES, grace_s=st.floats(0, 1e6))
 SLOW = st.builds(

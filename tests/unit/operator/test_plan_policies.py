@@ -9,19 +9,19 @@ import pytest
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
     ConditionType,
-    Control,
+    ControlAction,
     CreateWorker,
     DeleteHub,
     DeleteWorker,
     EnsureHub,
     EnsureSecret,
     FailureAction,
-    Hub,
     HubPhase,
+    HubState,
     Phase,
     Progress,
     RecordEvent,
-    Stop,
+    StopRequest,
 )
 from megatronapp_operator.plan.observed import SlowRank
 from megatronapp_operator.plan.policies.restart import backoff_s
@@ -294,7 +294,7 @@ def test_progress_of_an_older_attempt_is_not_taken_for_life(running: Maker) -> N
 
 def test_a_worker_that_outlives_its_grace_is_removed_by_force_once(running: Maker, worker: Maker) -> None:
     made = running(grace_s=60, lost_worker_s=300)
-    made.job = dataclasses.replace(made.job, stop=Stop(reason="Interrupted", message=""))
+    made.job = dataclasses.replace(made.job, stop=StopRequest(reason="Interrupted", message=""))
     made.see(worker(0, grace=60.0), worker(1, "Failed", 75, grace=60.0))
     assert made.plan().wake_at == made.now + 360
     made.now += 360
@@ -322,7 +322,7 @@ def test_suspending_stops_the_gang_and_resuming_takes_a_new_attempt_outside_the_
     assert not resumed.status.is_true(ConditionType.SUSPENDED)
 
 
-def test_deleting_takes_the_hub_and_every_worker(running: Maker, ready_hub: Hub) -> None:
+def test_deleting_takes_the_hub_and_every_worker(running: Maker, ready_hub: HubState) -> None:
     made = running()
     made.spec(hub=True)
     made.observed = dataclasses.replace(made.observed, hub=ready_hub)
@@ -339,7 +339,7 @@ def test_the_terminal_guard_starts_nothing_and_kills_what_still_lives(running: M
     assert deeds(made.plan()) == []
 
 
-def test_the_hub_stays_for_its_time_after_the_end(running: Maker, worker: Maker, ready_hub: Hub) -> None:
+def test_the_hub_stays_for_its_time_after_the_end(running: Maker, worker: Maker, ready_hub: HubState) -> None:
     made = running()
     made.spec(hub=True, hub_retain_s=100.0)
     made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0), hub=ready_hub)
@@ -351,7 +351,7 @@ def test_the_hub_stays_for_its_time_after_the_end(running: Maker, worker: Maker,
 def test_a_hub_that_keeps_dying_is_started_less_and_less_often(running: Maker) -> None:
     made = running()
     made.spec(hub=True)
-    dead = Hub(phase=HubPhase.ENDED, starts=3, ended_at=made.now)
+    dead = HubState(phase=HubPhase.ENDED, starts=3, ended_at=made.now)
     made.observed = dataclasses.replace(made.observed, hub=dead)
     assert made.plan().wake_at == made.now + 4
     made.now += 4
@@ -428,7 +428,7 @@ def test_what_people_change_is_told_once_also_by_the_next_operator_and_after_the
     running: Maker, worker: Maker
 ) -> None:
     def said(*numbers: int) -> list[str]:
-        controls = tuple(Control(id=number, text=f"jane did {number}") for number in numbers)
+        controls = tuple(ControlAction(id=number, text=f"jane did {number}") for number in numbers)
         made.observed = dataclasses.replace(made.observed, controls=controls)
         document = status_document(made.job.status)
         made.job = dataclasses.replace(made.job, status=read_status(document))
@@ -482,7 +482,7 @@ def test_the_time_of_a_condition_moves_only_with_its_status(running: Maker) -> N
 
 
 def test_the_hub_of_a_suspended_job_goes_when_its_pages_have_stayed_for_a_while(
-    running: Maker, worker: Maker, ready_hub: Hub
+    running: Maker, worker: Maker, ready_hub: HubState
 ) -> None:
     made = running()
     made.spec(hub=True, hub_retain_s=300, suspend=True)

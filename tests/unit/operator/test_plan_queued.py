@@ -7,11 +7,19 @@ from typing import Any, cast
 import pytest
 
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.backends.kubernetes.client.api import Api
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
-from megatronapp_operator.backends.kubernetes.groups import RETRY_S, Groups
-from megatronapp_operator.backends.kubernetes.render.settings import Owner
-from megatronapp_operator.plan import ConditionType, Deletion, Group, Progress, RecordEvent, RemoveGroup, SuccessPolicy
+from megatronapp_operator.backends.kubernetes.groups import RETRY_S, PodGroupRemover
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
+from megatronapp_operator.plan import (
+    ConditionType,
+    Deletion,
+    PodGroupKey,
+    Progress,
+    RecordEvent,
+    RemoveGroup,
+    SuccessPolicy,
+)
 
 Maker = Callable[..., Any]
 
@@ -63,7 +71,7 @@ def test_the_active_deadline_begins_anew_when_a_queued_job_is_resumed(scene: Mak
 def held(worker: Any, grace: float = 0.0, since: float = 1000.0, **changes: Any) -> Any:
     """A worker that was asked to go, and that a finalizer keeps."""
     deletion = Deletion(since=since, grace_s=grace)
-    return dataclasses.replace(worker, deletion=deletion, held_by=("kueue.x-k8s.io/managed",), **changes)
+    return dataclasses.replace(worker, deletion=deletion, finalizers=("kueue.x-k8s.io/managed",), **changes)
 
 
 def groups(made: Any) -> list[int]:
@@ -73,7 +81,7 @@ def groups(made: Any) -> list[int]:
 @pytest.mark.parametrize("how", ["suspended", "released", "past its deadline", "deleted"])
 def test_the_workload_of_a_gang_that_never_ran_goes_with_its_pods(scene: Maker, worker: Maker, how: str) -> None:
     made = scene(start_deadline_s=60, active_deadline_s=30 if how == "past its deadline" else None)
-    made.spec(gang=True, group=Group.WORKLOAD)
+    made.spec(gang=True, group=PodGroupKey.WORKLOAD)
     made.plan()
     placed, waits = worker(0, "Pending"), dataclasses.replace(worker(1, "Pending"), scheduled=False)
     made.see(placed, waits)
@@ -98,7 +106,7 @@ def test_the_workload_of_a_gang_that_never_ran_goes_with_its_pods(scene: Maker, 
 def test_pod_groups_of_attempts_before_an_upgrade_are_removed_once(running: Maker, worker: Maker, ended: bool) -> None:
     """The status of an earlier release has no list of them; an empty list says that none is left."""
     made = running()
-    made.spec(gang=True, group=Group.POD_GROUP)
+    made.spec(gang=True, group=PodGroupKey.POD_GROUP)
     made.job = dataclasses.replace(made.job, status=dataclasses.replace(made.job.status, attempt=3, groups=None))
     if ended:
         made.see(*(worker(index, "Succeeded", 0, made.now, attempt=3) for index in (0, 1)))
@@ -106,22 +114,22 @@ def test_pod_groups_of_attempts_before_an_upgrade_are_removed_once(running: Make
         made.see(*(worker(index, attempt=3) for index in (0, 1)))
     before = made.plan()
     assert groups(before) == ([0, 1, 2, 3] if ended else [0, 1, 2])
-    made.observed = dataclasses.replace(made.observed, groups_gone=frozenset(groups(before)))
+    made.observed = dataclasses.replace(made.observed, groups_removed=frozenset(groups(before)))
     after = made.plan()
     assert (groups(after), after.status.groups) == ([], () if ended else (3,))
-    made.observed = dataclasses.replace(made.observed, groups_gone=frozenset())
+    made.observed = dataclasses.replace(made.observed, groups_removed=frozenset())
     assert groups(made.plan()) == [], "the next process has removed none itself"
 
 
 def test_a_job_that_has_not_begun_has_no_pod_groups(scene: Maker) -> None:
     made = scene()
-    made.spec(gang=True, group=Group.POD_GROUP, suspend=True)
+    made.spec(gang=True, group=PodGroupKey.POD_GROUP, suspend=True)
     assert (groups(made.plan()), made.job.status.groups) == ([], ())
 
 
 def test_a_workload_goes_where_a_machine_is_lost(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300)
-    made.spec(gang=True, group=Group.WORKLOAD)
+    made.spec(gang=True, group=PodGroupKey.WORKLOAD)
     made.see(worker(0), held(worker(1), 30, unreachable_since=made.now))
     made.now += 330
     assert made.plan().status.attempt == 1
@@ -146,8 +154,8 @@ class NoRights:
 
 @pytest.mark.asyncio
 async def test_a_refused_removal_is_tried_again_after_ten_minutes_and_announced_once() -> None:
-    now, api, owner = [0.0], NoRights(), Owner(namespace="team", name="gpt", uid="u")
-    kept = Groups(cast(Api, api), clock=lambda: now[0])
+    now, api, owner = [0.0], NoRights(), JobOwner(namespace="team", name="gpt", uid="u")
+    kept = PodGroupRemover(cast(KubernetesApi, api), clock=lambda: now[0])
     assert await kept.remove(owner, "Kueue", 1, ()) is not None
     assert (kept.refused("u"), kept.refused("other")) == ({1}, frozenset())
     now[0] = RETRY_S
@@ -160,7 +168,7 @@ def test_a_workload_goes_where_the_success_of_worker_0_ends_a_job_whose_others_w
     running: Maker, worker: Maker
 ) -> None:
     made = running(lost_worker_s=300)
-    made.spec(gang=True, group=Group.WORKLOAD, success=SuccessPolicy.RANK0)
+    made.spec(gang=True, group=PodGroupKey.WORKLOAD, success=SuccessPolicy.RANK0)
     done = worker(0, "Succeeded", 0, made.now)
     made.see(done, held(worker(1), 0, made.now))
     made.plan()
@@ -172,7 +180,7 @@ def test_a_workload_stays_for_the_log_of_a_worker_that_failed_while_another_can_
     running: Maker, worker: Maker
 ) -> None:
     made = running(max_restarts=0, lost_worker_s=300)
-    made.spec(gang=True, group=Group.WORKLOAD)
+    made.spec(gang=True, group=PodGroupKey.WORKLOAD)
     failed = worker(0, "Failed", ExitCode.DATA, made.now)
     made.see(failed, worker(1))
     assert made.plan().status.is_true(ConditionType.FAILURE_TARGET)
@@ -203,13 +211,13 @@ def test_workers_that_do_not_go_are_told_of_with_what_holds_them(running: Maker,
 
 def test_pod_groups_of_earlier_attempts_are_removed_until_that_is_known(running: Maker, worker: Maker) -> None:
     made = running()
-    made.spec(gang=True, group=Group.POD_GROUP)
+    made.spec(gang=True, group=PodGroupKey.POD_GROUP)
     assert groups(made.plan()) == [] and made.job.status.groups == (0,)
     made.see(worker(0, "Failed", 1, made.now), worker(1))
     assert groups(made.plan()) == []  # a worker still runs
     made.see()  # also where all vanish together
     assert groups(made.plan()) == [0] == groups(made.plan())
-    made.observed = dataclasses.replace(made.observed, groups_gone=frozenset({0}))
+    made.observed = dataclasses.replace(made.observed, groups_removed=frozenset({0}))
     made.now += 10
     assert groups(made.plan()) == [] and made.job.status.groups == (1,)
 
@@ -217,10 +225,10 @@ def test_pod_groups_of_earlier_attempts_are_removed_until_that_is_known(running:
 @pytest.mark.parametrize("code", [0, ExitCode.DATA])
 def test_the_pod_group_of_a_job_that_has_ended_is_removed(running: Maker, worker: Maker, code: int) -> None:
     made = running()
-    made.spec(gang=True, group=Group.POD_GROUP)
+    made.spec(gang=True, group=PodGroupKey.POD_GROUP)
     made.plan()
     ended = "Failed" if code else "Succeeded"
     made.see(*(worker(index, ended, code, made.now) for index in (0, 1)))
     assert groups(made.plan()) == [0]
-    made.observed = dataclasses.replace(made.observed, groups_gone=frozenset({0}))
+    made.observed = dataclasses.replace(made.observed, groups_removed=frozenset({0}))
     assert groups(made.plan()) == [] and made.job.status.groups == ()

@@ -12,61 +12,61 @@ from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
     Deletion,
     FailureAction,
-    Match,
+    FailureMatch,
+    FailureRule,
     NodeExclusion,
-    Outcome,
     Phase,
     Progress,
-    Rule,
+    WorkerOutcome,
 )
-from megatronapp_operator.plan.failure_rules import Evidence, asked_for, fits
+from megatronapp_operator.plan.failure_rules import FailureEvidence, matches_rule, matching_user_action
 
 Maker = Callable[..., Any]
-FOUND = Evidence(worker=3, reason="RankFailed", message="rank 6: CUDA error: Xid 79", code=137, signal=9)
+FOUND = FailureEvidence(worker=3, reason="RankFailed", message="rank 6: CUDA error: Xid 79", code=137, signal=9)
 
 
 @pytest.mark.parametrize(
     ("match", "yes"),
     [
-        (Match(), True),
-        (Match(exit_codes=(1, 137)), True),
-        (Match(exit_codes=(1,)), False),
-        (Match(not_exit_codes=(1,)), True),
-        (Match(not_exit_codes=(137,)), False),
-        (Match(signals=(9,)), True),
-        (Match(signals=(15,)), False),
-        (Match(reasons=("OOMKilled", "RankFailed")), True),
-        (Match(reasons=("OOMKilled",)), False),
-        (Match(message_regex="Xid [0-9]+$"), True),
-        (Match(message_regex="^CUDA"), False),
-        (Match(message_regex="("), False),
-        (Match(condition_types=("DisruptionTarget",)), False),
-        (Match(workers=(3,)), True),
-        (Match(workers=(0,)), False),
-        (Match(exit_codes=(137,), workers=(0,)), False),
+        (FailureMatch(), True),
+        (FailureMatch(exit_codes=(1, 137)), True),
+        (FailureMatch(exit_codes=(1,)), False),
+        (FailureMatch(not_exit_codes=(1,)), True),
+        (FailureMatch(not_exit_codes=(137,)), False),
+        (FailureMatch(signals=(9,)), True),
+        (FailureMatch(signals=(15,)), False),
+        (FailureMatch(reasons=("OOMKilled", "RankFailed")), True),
+        (FailureMatch(reasons=("OOMKilled",)), False),
+        (FailureMatch(message_regex="Xid [0-9]+$"), True),
+        (FailureMatch(message_regex="^CUDA"), False),
+        (FailureMatch(message_regex="("), False),
+        (FailureMatch(condition_types=("DisruptionTarget",)), False),
+        (FailureMatch(workers=(3,)), True),
+        (FailureMatch(workers=(0,)), False),
+        (FailureMatch(exit_codes=(137,), workers=(0,)), False),
     ],
     ids=str,
 )
-def test_a_rule_fits_where_all_that_it_asks_holds(match: Match, yes: bool) -> None:
-    assert fits(match, FOUND) is yes
+def test_a_rule_fits_where_all_that_it_asks_holds(match: FailureMatch, yes: bool) -> None:
+    assert matches_rule(match, FOUND) is yes
 
 
 def test_a_worker_that_the_cluster_took_away_fits_its_condition_and_reason() -> None:
     evicted = dataclasses.replace(FOUND, disrupted="Evicted")
-    assert fits(Match(condition_types=("DisruptionTarget",), reasons=("Evicted",)), evicted)
-    assert fits(Match(condition_types=("TerminationTarget",)), evicted)
-    assert not fits(Match(condition_types=("Ready",)), evicted)
+    assert matches_rule(FailureMatch(condition_types=("DisruptionTarget",), reasons=("Evicted",)), evicted)
+    assert matches_rule(FailureMatch(condition_types=("TerminationTarget",)), evicted)
+    assert not matches_rule(FailureMatch(condition_types=("Ready",)), evicted)
 
 
-@pytest.mark.parametrize("match", [Match(exit_codes=(0,)), Match(not_exit_codes=(1,))])
-def test_without_an_exit_code_no_rule_about_codes_fits(match: Match) -> None:
-    assert not fits(match, dataclasses.replace(FOUND, code=None))
+@pytest.mark.parametrize("match", [FailureMatch(exit_codes=(0,)), FailureMatch(not_exit_codes=(1,))])
+def test_without_an_exit_code_no_rule_about_codes_fits(match: FailureMatch) -> None:
+    assert not matches_rule(match, dataclasses.replace(FOUND, code=None))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(FailureAction)), max_size=6))
 def test_the_first_rule_that_fits_decides(rules: list[tuple[bool, FailureAction]]) -> None:
-    made = tuple(Rule(match=Match(workers=(3,) if fit else (4,)), action=action) for fit, action in rules)
-    assert asked_for(made, FOUND) == next((action for fit, action in rules if fit), None)
+    made = tuple(FailureRule(match=FailureMatch(workers=(3,) if fit else (4,)), action=action) for fit, action in rules)
+    assert matching_user_action(made, FOUND) == next((action for fit, action in rules if fit), None)
 
 
 def judged(made: Any) -> tuple[FailureAction, int]:
@@ -80,14 +80,14 @@ def ended(worker: Any, **changes: Any) -> Any:
 
 
 def test_the_rules_of_the_user_come_before_our_own(running: Maker, worker: Maker) -> None:
-    rule = Rule(match=Match(exit_codes=(ExitCode.DATA,)), action=FailureAction.RESTART_IGNORE_MAX)
+    rule = FailureRule(match=FailureMatch(exit_codes=(ExitCode.DATA,)), action=FailureAction.RESTART_IGNORE_MAX)
     made = running(rules=(rule,))
     made.see(worker(0), worker(1, "Failed", ExitCode.DATA))
     assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
 
 
 def test_an_ignored_worker_counts_as_one_that_succeeded(running: Maker, worker: Maker) -> None:
-    made = running(rules=(Rule(match=Match(workers=(1,)), action=FailureAction.IGNORE),))
+    made = running(rules=(FailureRule(match=FailureMatch(workers=(1,)), action=FailureAction.IGNORE),))
     made.see(worker(0), worker(1, "Failed", 1))
     going = made.plan().status
     assert (going.phase, going.succeeded, going.failures) == (Phase.RUNNING, (1,), ())
@@ -120,7 +120,7 @@ def test_a_worker_that_another_deletes_is_preempted_whatever_it_ends_with(
 ) -> None:
     made = running(max_restarts=0)
     going = Deletion(since=made.now, grace_s=600.0)
-    end = Outcome(code=code, signal=signal)
+    end = WorkerOutcome(code=code, signal=signal)
     made.see(*(ended(worker(index, "Failed", code), outcome=end, deletion=going) for index in (0, 1)))
     assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
 
@@ -143,7 +143,7 @@ def test_the_victims_of_one_that_is_being_taken_away_are_preempted(running: Make
 
 def test_a_job_out_of_memory_is_restarted_and_people_are_told(running: Maker, worker: Maker) -> None:
     made = running()
-    made.see(worker(0), ended(worker(1, "Failed", 137), outcome=Outcome(code=137, reason="OOMKilled")))
+    made.see(worker(0), ended(worker(1, "Failed", 137), outcome=WorkerOutcome(code=137, reason="OOMKilled")))
     first = made.plan()
     assert (first.status.failures[-1].action, first.status.restarts_towards_max) == (FailureAction.RESTART, 1)
     told = next((one.type, one.reason) for one in first.actions if hasattr(one, "reason"))
@@ -217,9 +217,9 @@ def test_other_early_ends_are_restarted(scene: Maker, worker: Maker, case: str) 
     first = short_lived(worker(0, "Failed", 1), 61 if case == "late" else 5)
     second = short_lived(worker(1, "Failed", 1), 61 if case in {"late", "one of them late"} else 5)
     if case == "signal":
-        first = ended(first, outcome=Outcome(code=1, reason="RankKilled", signal=9))
+        first = ended(first, outcome=WorkerOutcome(code=1, reason="RankKilled", signal=9))
     if case == "not started":
-        first = ended(first, outcome=Outcome(code=1, reason="WorkerNotStarted"))
+        first = ended(first, outcome=WorkerOutcome(code=1, reason="WorkerNotStarted"))
     if case == "second attempt":
         made.status(restarts=1)
     page = Progress(attempt=0, iteration=3) if case == "trained" else None
@@ -228,7 +228,7 @@ def test_other_early_ends_are_restarted(scene: Maker, worker: Maker, case: str) 
 
 
 def test_a_rule_may_fail_a_job_whose_worker_vanished(running: Maker, worker: Maker) -> None:
-    rule = Rule(match=Match(reasons=("WorkerLost",)), action=FailureAction.FAIL_JOB)
+    rule = FailureRule(match=FailureMatch(reasons=("WorkerLost",)), action=FailureAction.FAIL_JOB)
     made = running(rules=(rule,))
     made.see(worker(0))
     assert judged(made) == (FailureAction.FAIL_JOB, 0)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatronapp_common.room import LEAST_BYTES, Room
+from megatronapp_common.room import LEAST_BYTES, SharedMemorySpace
 from megatronapp_operator.plan import ConditionType, RecordEvent
 from megatronapp_operator.plan_io import hub_summary
 
-FULL = Room(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
+FULL = SharedMemorySpace(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
 ANSWER: dict[str, Any] = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}
 
 
@@ -51,12 +51,12 @@ def test_what_cannot_be_read_takes_no_verdict_away(entries: Any) -> None:
 
 MEASURE = """
 import pathlib, sys
-from megatronapp_common.room import Room
+from megatronapp_common.room import SharedMemorySpace
 folder = pathlib.Path(sys.argv[1])
-print(Room.measure(folder).full)
+print(SharedMemorySpace.measure(folder).full)
 with (folder / "filler").open("wb", buffering=0) as file:
     file.write(bytes(5 << 20))
-print(Room.measure(folder).full)
+print(SharedMemorySpace.measure(folder).full)
 """
 
 
@@ -70,4 +70,4 @@ def test_a_file_system_is_measured(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_folder_that_is_gone_says_nothing(tmp_path: pathlib.Path) -> None:
-    assert Room.measure(tmp_path / "gone") is None
+    assert SharedMemorySpace.measure(tmp_path / "gone") is None

@@ -11,14 +11,14 @@ from megatronapp_operator.plan import (
     ConditionType,
     CreateWorker,
     FailureAction,
-    Outcome,
     Phase,
     RecordEvent,
-    Stop,
+    StopRequest,
+    WorkerOutcome,
 )
 
 Maker = Callable[..., Any]
-STOP = Stop(reason="Interrupted", message="stopped by SIGINT")
+STOP = StopRequest(reason="Interrupted", message="stopped by SIGINT")
 
 
 def deeds(made: Any) -> list[Any]:
@@ -138,7 +138,7 @@ def test_a_killed_worker_is_told_with_who_killed_it(
 ) -> None:
     killed = dataclasses.replace(
         worker(1, "Failed", 1, at, grace=grace),
-        outcome=Outcome(code=1, reason="LauncherKilled", message="words", signal=9),
+        outcome=WorkerOutcome(code=1, reason="LauncherKilled", message="words", signal=9),
     )
     (failure,) = stopped(running(), worker(0, "Failed", 75, grace=grace), killed).status.failures
     assert (failure.message, failure.signal) == (message, 9)

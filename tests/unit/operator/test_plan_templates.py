@@ -7,12 +7,12 @@ import pytest
 import rendered
 
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.backends.kubernetes.status_facts import Pinned, facts, rank_zero, read_pinned
+from megatronapp_operator.backends.kubernetes.status_facts import PinnedAttempt, rank_zero, read_pinned, status_facts
 from megatronapp_operator.plan import (
+    AttemptTemplate,
     ConditionType,
     CreateWorker,
     DeleteWorker,
-    Made,
     Progress,
     RecordEvent,
     Status,
@@ -31,7 +31,7 @@ def starting(scene: Maker, *found: Any, template: str, generation: int) -> Any:
     made = scene()
     made.spec(template="old")
     made.plan()
-    made.see(*found, made=Made(attempt=0, template="old", generation=1))
+    made.see(*found, attempt_template=AttemptTemplate(attempt=0, template="old", generation=1))
     made.plan()
     made.spec(template=template, generation=generation)
     return made
@@ -66,15 +66,17 @@ def test_another_release_makes_only_gangs_anew_that_it_would_mix(
 def test_a_gang_that_has_run_waits_with_an_edit_for_its_next_attempt(running: Maker, worker: Maker) -> None:
     made = running()
     made.spec(template="new", generation=2)
-    made.see(worker(0), worker(1), made=Made(attempt=0, template="old", generation=1))
+    made.see(worker(0), worker(1), attempt_template=AttemptTemplate(attempt=0, template="old", generation=1))
     assert made.plan().actions == ()
 
 
 def test_what_was_pinned_is_read_again() -> None:
-    pinned = Pinned(attempt=3, trainer_image="t", analyzer_image="a", template_hash="h", key_id="k", generation=7)
-    document = facts(rendered.make_job(), Status(attempt=3), table=None, pinned=pinned, urls={})
+    pinned = PinnedAttempt(
+        attempt=3, trainer_image="t", analyzer_image="a", template_hash="h", key_id="k", generation=7
+    )
+    document = status_facts(rendered.make_job(), Status(attempt=3), table=None, pinned=pinned, urls={})
     assert read_pinned(document) == pinned
-    assert pinned.made == Made(attempt=3, template="h", generation=7)
+    assert pinned.template == AttemptTemplate(attempt=3, template="h", generation=7)
 
 
 def test_with_rank0_the_worker_that_holds_it_ends_the_job(running: Maker, worker: Maker) -> None:

@@ -60,7 +60,7 @@ def test_a_gang_none_of_whose_machines_is_heard_of_is_left_alone(running: Maker,
     made.see(*away)
     made.now += 1200
     assert (deeds(made.plan()), made.job.status.failures) == ([], ())
-    made.see(on(worker(0), "gpu-0", heard_since=made.now), away[1])
+    made.see(on(worker(0), "gpu-0", reachable_since=made.now), away[1])
     assert (deeds(made.plan()), made.plan().wake_at) == ([], made.now + 300)
     made.now += 300
     assert last(made.plan()) == ("LostNode", "gpu-1", UNCOUNTED)

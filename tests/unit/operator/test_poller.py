@@ -13,18 +13,18 @@ import httpx
 import pytest
 
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
-from megatronapp_common.web.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.hub_poller import MAX_BYTES, POLL_S, RECENT_S, Poller
-from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told, observe
-from megatronapp_operator.backends.kubernetes.pod_record import Container, PodRecord
+from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
+from megatronapp_operator.backends.kubernetes.hub_poller import MAX_BYTES, POLL_S, RECENT_S, HubPoller
+from megatronapp_operator.backends.kubernetes.observe import GatheringStatus, PollHealth, PollResult, observe
+from megatronapp_operator.backends.kubernetes.pod_record import ContainerState, PodRecord
 from megatronapp_operator.keys import KeyRing, key_id
-from megatronapp_trainer.launch.rendezvous.gang_status import Board
-from megatronapp_trainer.launch.rendezvous.gang_status import Phase as LauncherPhase
+from megatronapp_trainer.launch.rendezvous.gang_status import GangPhase as LauncherPhase
+from megatronapp_trainer.launch.rendezvous.gang_status import GangStatus
 
 pytestmark = pytest.mark.asyncio
 KEY = "cd" * 32
 HUB, LAUNCHER = "127.8.0.1", "127.8.0.2"
-TOKEN = derive(job_secret(KEY, "uid"), Role.VIEWER)
+TOKEN = derive_token(job_secret(KEY, "uid"), TokenRole.VIEWER)
 SUMMARY = {"attempt": 1, "progress": {"attempt": 1, "iteration": 7}, "slowRanks": [], "hungRanks": []}
 TABLE = {"attempt": 1, "digest": "d", "masterAddr": "10.0.0.1", "masterPort": 29500, "workers": []}
 LAUNCHER_ANSWER = {"attempt": 1, "rankTable": TABLE, "progress": {"attempt": 1, "iteration": 9}, "phase": "Running"}
@@ -34,7 +34,7 @@ def pod(kind: ReplicaType, address: str, **changes: Any) -> PodRecord:
     record = PodRecord(
         namespace="n", name=kind.value, uid=kind.value, version=1, job="job", job_uid="uid", type=kind, index=0,
         attempt=1, phase="Running", created_at=0.0, node="a", address=address, scheduled=True, ready=True,
-        main=Container(running=True),
+        main=ContainerState(running=True),
     )  # fmt: skip
     return dataclasses.replace(record, **changes)
 
@@ -75,10 +75,10 @@ async def silent(host: str, port: int) -> AsyncIterator[None]:
         await asyncio.gather(*(task for task in tasks if task is not None))
 
 
-async def polled(before: Told | None = None, pods: list[PodRecord] = PODS) -> Told:
+async def polled(before: PollResult | None = None, pods: list[PodRecord] = PODS) -> PollResult:
     async with httpx.AsyncClient(trust_env=False) as client:
-        return await Poller(client, keys=KeyRing([KEY])).poll(
-            "uid", pods, before or Told(), attempt=1, workers=2, key_id=""
+        return await HubPoller(client, keys=KeyRing([KEY])).poll(
+            "uid", pods, before or PollResult(), attempt=1, workers=2, key_id=""
         )
 
 
@@ -99,14 +99,14 @@ async def test_a_token_that_is_refused_is_remembered_until_another_answer_comes(
     other = KeyRing(["ef" * 32])
     async with httpx.AsyncClient(trust_env=False) as client:
         async with answering(HUB, HUB_PORT, b"{}"), answering(LAUNCHER, STATUS_PORT, b"{}"):
-            told = await Poller(client, keys=other).poll("uid", PODS, Told(), attempt=1, workers=2, key_id="")
-        assert told.refused == ("hub", "launcher") and (told.summary, told.heard_at) == (None, 0.0)
-        silence = await Poller(client, keys=other).poll("uid", PODS, told, attempt=1, workers=2, key_id="")
+            told = await HubPoller(client, keys=other).poll("uid", PODS, PollResult(), attempt=1, workers=2, key_id="")
+        assert told.refused == ("hub", "launcher") and (told.summary, told.received_at) == (None, 0.0)
+        silence = await HubPoller(client, keys=other).poll("uid", PODS, told, attempt=1, workers=2, key_id="")
         assert silence.refused == ("hub", "launcher")
         observed = observe(PODS, silence, attempt=1, refusal=None)
-        assert (observed.token_refused, observed.heard) == (("hub", "launcher"), 0.0)
+        assert (observed.token_refused, observed.last_contact) == (("hub", "launcher"), 0.0)
         async with answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()), answering(LAUNCHER, STATUS_PORT, b"{}"):
-            both = Poller(client, keys=KeyRing([*other.values, KEY]))
+            both = HubPoller(client, keys=KeyRing([*other.values, KEY]))
             told = await both.poll("uid", PODS, silence, attempt=1, workers=2, key_id=key_id(KEY))
     assert told.refused == () and told.summary is not None
 
@@ -119,17 +119,17 @@ async def test_without_the_jobs_key_neither_is_asked_and_none_sees_a_token_of_an
         answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()) as launcher,
     ):
         known = await polled()
-        lost = await Poller(client, keys=ring).poll("uid", PODS, known, attempt=1, workers=2, key_id="01234567")
+        lost = await HubPoller(client, keys=ring).poll("uid", PODS, known, attempt=1, workers=2, key_id="01234567")
         assert (len(hub), len(launcher)) == (1, 1)
         observed = observe(PODS, lost, attempt=1, refusal=None)
         assert (observed.unknown_key, observed.token_refused, lost.rank_table) == ("01234567", (), TABLE)
-        again = await Poller(client, keys=ring).poll("uid", PODS, lost, attempt=1, workers=2, key_id=key_id(KEY))
+        again = await HubPoller(client, keys=ring).poll("uid", PODS, lost, attempt=1, workers=2, key_id=key_id(KEY))
     assert again.unknown_key is None and again.summary is not None
 
 
 async def test_without_a_hub_the_launcher_is_asked_every_time() -> None:
     async with answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()):
-        told = await polled(Told(rank_table=TABLE), PODS[1:])
+        told = await polled(PollResult(rank_table=TABLE), PODS[1:])
     assert told.summary is None and told.progress is not None and told.progress.iteration == 9
 
 
@@ -149,14 +149,14 @@ async def test_without_a_hub_the_launcher_is_asked_every_time() -> None:
     ],
 )
 async def test_an_answer_of_no_use_says_nothing_and_takes_nothing_away(body: bytes, status: str) -> None:
-    before = Told(rank_table={"attempt": 0})
+    before = PollResult(rank_table={"attempt": 0})
     async with answering(HUB, HUB_PORT, body, status=status), answering(LAUNCHER, STATUS_PORT, body, status=status):
         told = await polled(before)
     assert told == before
 
 
 async def test_an_address_of_ipv6_and_one_that_is_none_are_asked_in_vain() -> None:
-    assert await polled(pods=[pod(ReplicaType.HUB, "::1"), pod(ReplicaType.WORKER, "no address")]) == Told()
+    assert await polled(pods=[pod(ReplicaType.HUB, "::1"), pod(ReplicaType.WORKER, "no address")]) == PollResult()
 
 
 async def test_nobody_is_asked_who_does_not_run_or_is_of_another_attempt() -> None:
@@ -165,7 +165,7 @@ async def test_nobody_is_asked_who_does_not_run_or_is_of_another_attempt() -> No
         answering(HUB, HUB_PORT, b"{}") as hub,
         answering(LAUNCHER, STATUS_PORT, b"{}") as launcher,
     ):
-        assert await polled(pods=waiting) == Told()
+        assert await polled(pods=waiting) == PollResult()
     assert hub == [] and launcher == []
 
 
@@ -177,9 +177,9 @@ class Clock:
 
 
 async def test_a_hub_that_does_not_answer_in_time_is_asked_less_and_less_often() -> None:
-    clock, told, misses = Clock(), Told(), []
+    clock, told, misses = Clock(), PollResult(), []
     async with silent(HUB, HUB_PORT), httpx.AsyncClient(trust_env=False) as client:
-        poller = Poller(client, keys=KeyRing([KEY]), clock=clock, timeout_s=0.02)
+        poller = HubPoller(client, keys=KeyRing([KEY]), clock=clock, timeout_s=0.02)
         for _ in range(40):
             told = await poller.poll("uid", PODS[:1], told, attempt=1, workers=2, key_id="")
             misses.append(told.hub.misses)
@@ -191,7 +191,7 @@ async def test_a_hub_that_does_not_answer_in_time_is_asked_less_and_less_often()
 
 
 async def test_while_a_slow_hub_is_left_alone_its_launcher_is_asked_as_ever() -> None:
-    resting = Told(hub=Contact(uid=PODS[0].uid, misses=3, due=float("inf")))
+    resting = PollResult(hub=PollHealth(uid=PODS[0].uid, misses=3, due=float("inf")))
     async with (
         answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()) as hub,
         answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()),
@@ -228,7 +228,7 @@ def summary(updated_at: float | None, *, attempt: int = 1, agents: int | None = 
     return json.dumps(SUMMARY | {"progress": page} | tracer).encode()
 
 
-async def heard(poller: Poller, before: Told, body: bytes, port: int = HUB_PORT) -> Told:
+async def heard(poller: HubPoller, before: PollResult, body: bytes, port: int = HUB_PORT) -> PollResult:
     """What is known after this answer of the hub, or of the launcher."""
     async with answering(HUB if port == HUB_PORT else LAUNCHER, port, body):
         return await poller.poll("uid", PODS, before, attempt=1, workers=2, key_id="")
@@ -237,27 +237,27 @@ async def heard(poller: Poller, before: Told, body: bytes, port: int = HUB_PORT)
 async def test_when_somebody_who_knows_of_progress_answered_is_no_news_by_itself() -> None:
     clock = Clock()
     async with httpx.AsyncClient(trust_env=False) as client:
-        poller = Poller(client, keys=KeyRing([KEY]), clock=clock)
-        assert (await heard(poller, Told(), summary(1000.0, attempt=0))).heard_at == 0.0
-        first = await heard(poller, Told(), summary(1000.0))
+        poller = HubPoller(client, keys=KeyRing([KEY]), clock=clock)
+        assert (await heard(poller, PollResult(), summary(1000.0, attempt=0))).received_at == 0.0
+        first = await heard(poller, PollResult(), summary(1000.0))
         clock.now += 5
         again = await heard(poller, first, summary(1000.0))
-        assert (first.heard_at, again.heard_at, first == again) == (1000.0, 1005.0, True)
+        assert (first.received_at, again.received_at, first == again) == (1000.0, 1005.0, True)
         clock.now += 5
-        assert (await poller.poll("uid", PODS, again, attempt=1, workers=2, key_id="")).heard_at == 1005.0
+        assert (await poller.poll("uid", PODS, again, attempt=1, workers=2, key_id="")).received_at == 1005.0
         nothing = b'{"rankTable": null, "progress": null}'
-        assert (await heard(poller, again, nothing, STATUS_PORT)).heard_at == 1010.0
+        assert (await heard(poller, again, nothing, STATUS_PORT)).received_at == 1010.0
 
 
 @pytest.mark.parametrize(
     ("phase", "attempt", "waits"), [("Gathering", 1, True), ("Preflight", 1, False), ("Gathering", 0, False)]
 )
 async def test_a_launcher_says_whom_of_its_gang_it_waits_for(phase: str, attempt: int, waits: bool) -> None:
-    board = Board(attempt)
+    board = GangStatus(attempt)
     board.phase, board.missing = LauncherPhase(phase), [1, 2, 3]
     async with answering(LAUNCHER, STATUS_PORT, json.dumps(board.document()).encode()):
         told = await polled()
-    assert told.gathering == (Gathering(attempt=1, missing=(1,)) if waits else None)
+    assert told.gathering == (GatheringStatus(attempt=1, missing=(1,)) if waits else None)
     assert observe([], told, attempt=1, refusal=None).missing == ((1,) if waits else ())
     assert observe([], told, attempt=2, refusal=None).missing == ()
     assert (await polled(told)).gathering is None
@@ -266,25 +266,25 @@ async def test_a_launcher_says_whom_of_its_gang_it_waits_for(phase: str, attempt
 async def test_a_hub_whose_agent_has_died_says_nothing_by_its_last_page() -> None:
     clock = Clock()
     async with httpx.AsyncClient(trust_env=False) as client:
-        poller = Poller(client, keys=KeyRing([KEY]), clock=clock)
-        first = await heard(poller, Told(), summary(1000.0))
+        poller = HubPoller(client, keys=KeyRing([KEY]), clock=clock)
+        first = await heard(poller, PollResult(), summary(1000.0))
         clock.now += RECENT_S + 1
         stale = await heard(poller, first, summary(1000.0, agents=1))
-        assert stale.heard_at == 1000.0 and stale == first
-        assert (await heard(poller, Told(), summary(1000.0))).heard_at == 0.0
-        assert (await heard(poller, Told(), summary(clock.now + 3600))).heard_at == 0.0
-        assert (await heard(poller, Told(), summary(None))).heard_at == 0.0
+        assert stale.received_at == 1000.0 and stale == first
+        assert (await heard(poller, PollResult(), summary(1000.0))).received_at == 0.0
+        assert (await heard(poller, PollResult(), summary(clock.now + 3600))).received_at == 0.0
+        assert (await heard(poller, PollResult(), summary(None))).received_at == 0.0
         newer = await heard(poller, stale, summary(1000.5))  # by a clock that is behind
-        assert newer.heard_at == clock.now
+        assert newer.received_at == clock.now
         clock.now += 1
-        assert (await heard(poller, newer, summary(1000.0))).heard_at == newer.heard_at
+        assert (await heard(poller, newer, summary(1000.0))).received_at == newer.received_at
 
 
 async def test_a_hub_that_has_all_agents_knows_that_a_gang_stands_still() -> None:
     clock = Clock()
     clock.now += 3600
     async with httpx.AsyncClient(trust_env=False) as client:
-        poller = Poller(client, keys=KeyRing([KEY]), clock=clock)
-        assert (await heard(poller, Told(), summary(1000.0, agents=1))).heard_at == 0.0
-        assert (await heard(poller, Told(), summary(1000.0, agents=2))).heard_at == clock.now
-        assert (await heard(poller, Told(), summary(1000.0, attempt=0, agents=2))).heard_at == 0.0
+        poller = HubPoller(client, keys=KeyRing([KEY]), clock=clock)
+        assert (await heard(poller, PollResult(), summary(1000.0, agents=1))).received_at == 0.0
+        assert (await heard(poller, PollResult(), summary(1000.0, agents=2))).received_at == clock.now
+        assert (await heard(poller, PollResult(), summary(1000.0, attempt=0, agents=2))).received_at == 0.0

@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 
 from megatronapp_common.job import load_job
 from megatronapp_common.names import Env
-from megatronapp_common.processes import is_held
-from megatronapp_common.room import LEAST_BYTES, Room
+from megatronapp_common.processes import is_locked
+from megatronapp_common.room import LEAST_BYTES, SharedMemorySpace
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.process import job_processes, settings, settings_builder, spawn
-from megatronapp_operator.backends.process.backend import Backend
+from megatronapp_operator.backends.process.backend import ProcessBackend
 from megatronapp_operator.backends.process.state import files, lock
 from megatronapp_operator.backends.process.state.paths import JobPaths, shm_prefix
-from megatronapp_operator.backends.process.worker import WorkerProcess, not_started, read_outcome
+from megatronapp_operator.backends.process.worker import WorkerProcess, read_outcome, worker_not_started
 from megatronapp_operator.cli.follower import LogTail
 from megatronapp_operator.errors import JobConflictError
 from megatronapp_operator.plan import Action, EnsureHub, HubPhase, Progress, RecordEvent
@@ -87,16 +87,16 @@ def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 def test_kin_are_found_by_job_attempt_and_worker(sleeper: Any) -> None:
     first, tenth, other = sleeper("kin-a", 1), sleeper("kin-a", 10), sleeper("kin-ab", 1)
-    assert set(job_processes.find(job_processes.Kin(uid="kin-a"))) == {first.pid, tenth.pid}
-    assert job_processes.find(job_processes.Kin(uid="kin-a", attempt=0, worker=1)) == [first.pid]
-    assert job_processes.find(job_processes.Kin(uid="kin-a", attempt=1)) == []
-    assert job_processes.find(job_processes.Kin(uid="kin-ab")) == [other.pid]
+    assert set(job_processes.find(job_processes.ProcessSelector(uid="kin-a"))) == {first.pid, tenth.pid}
+    assert job_processes.find(job_processes.ProcessSelector(uid="kin-a", attempt=0, worker=1)) == [first.pid]
+    assert job_processes.find(job_processes.ProcessSelector(uid="kin-a", attempt=1)) == []
+    assert job_processes.find(job_processes.ProcessSelector(uid="kin-ab")) == [other.pid]
 
 
 def test_a_sweep_kills_kin_alone_also_stopped_ones(sleeper: Any) -> None:
     mine, stopped, other = sleeper("kin-c"), sleeper("kin-c"), sleeper("kin-d")
     stopped.send_signal(signal.SIGSTOP)
-    assert job_processes.sweep(job_processes.Kin(uid="kin-c"))
+    assert job_processes.sweep(job_processes.ProcessSelector(uid="kin-c"))
     assert (mine.wait(DEADLINE_S), stopped.wait(DEADLINE_S)) == (-9, -9)
     assert other.poll() is None
 
@@ -143,13 +143,13 @@ def test_a_program_that_is_not_there_is_named() -> None:
 
 def test_a_lock_is_seen_waited_out_and_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "job" / "backend.lock"
-    assert not is_held(path)
+    assert not is_locked(path)
     path.parent.mkdir()
     with lock.hold(path):
-        assert is_held(path)
+        assert is_locked(path)
         with pytest.raises(JobConflictError, match="job: another process"), lock.hold(path):
             pass
-    assert not is_held(path)
+    assert not is_locked(path)
 
 
 def test_who_only_asks_for_the_lock_makes_nobody_fail(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_who_only_asks_for_the_lock_makes_nobody_fail(tmp_path: pathlib.Path, mo
     monkeypatch.setattr(lock, "PATIENCE_S", -1.0)
     monkeypatch.setattr(time, "sleep", lambda _s: os.close(asking))
     with lock.hold(path):
-        assert is_held(path)
+        assert is_locked(path)
 
 
 def test_the_last_line_is_printed_without_its_end_once_nothing_follows(tmp_path: pathlib.Path) -> None:
@@ -172,11 +172,11 @@ def test_the_last_line_is_printed_without_its_end_once_nothing_follows(tmp_path:
     assert tail.lines(final=True) == []
 
 
-def make_backend(made: settings.Settings, told: list[Action]) -> Backend:
+def make_backend(made: settings.ProcessSettings, told: list[Action]) -> ProcessBackend:
     made.paths.root.mkdir(exist_ok=True)
     files.write_text(made.paths.secret, tokens.new_secret())
     spec = process_spec(load_job(MANIFEST), uid=made.uid, retain_hub=True)
-    return Backend(made, spec, facts={}, listener=lambda _status, actions: told.extend(actions))
+    return ProcessBackend(made, spec, facts={}, listener=lambda _status, actions: told.extend(actions))
 
 
 def test_a_hub_that_cannot_be_started_is_told_and_tried_again_later(tmp_path: pathlib.Path) -> None:
@@ -222,7 +222,7 @@ def test_a_backend_does_not_wait_for_ever_for_room(
     made = make_settings(tmp_path)
     backend = make_backend(made, [])
     made.paths.status.mkdir()
-    monkeypatch.setattr("megatronapp_operator.backends.process.backend.LAST_WORDS_S", 0.0)
+    monkeypatch.setattr("megatronapp_operator.backends.process.backend.FINAL_STATUS_RETRY_S", 0.0)
     backend._write_to_the_end(frozenset())
     assert "the last state is not written" in capsys.readouterr().err
 
@@ -244,8 +244,8 @@ def test_a_warning_that_finds_no_room_harms_nobody(tmp_path: pathlib.Path, monke
 def test_shared_memory_is_measured_without_a_hub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(make_settings(tmp_path, shm=tmp_path), [])
     for free, said in ((LEAST_BYTES, ()), (0, (f"{tmp_path} (64 MiB) has less than 4 MiB free",))):
-        room = Room(path=str(tmp_path), total=64 << 20, free=free)
-        monkeypatch.setattr(Room, "measure", lambda _folder, room=room: room)
+        room = SharedMemorySpace(path=str(tmp_path), total=64 << 20, free=free)
+        monkeypatch.setattr(SharedMemorySpace, "measure", lambda _folder, room=room: room)
         assert backend._observe().full_shared_memory == said
 
 
@@ -315,7 +315,7 @@ def test_a_worker_that_cannot_be_started_counts_as_one_that_failed(tmp_path: pat
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 67), (errno.EAGAIN, 1)])
 def test_a_full_disk_is_told_by_its_code(number: int, code: int) -> None:
-    assert not_started(OSError(number, os.strerror(number))).code == code
+    assert worker_not_started(OSError(number, os.strerror(number))).code == code
 
 
 WAITS_FOR_SIGNALS = """
@@ -343,7 +343,7 @@ def test_every_worker_has_a_loopback_address_of_its_own(index: int) -> None:
     assert int.from_bytes(socket.inet_aton(address)) - (127 << 24) == index + 2
 
 
-def make_settings(tmp_path: pathlib.Path, **changes: Any) -> settings.Settings:
+def make_settings(tmp_path: pathlib.Path, **changes: Any) -> settings.ProcessSettings:
     job = load_job(MANIFEST)
     commands = settings_builder.build_commands(job)
     made = settings_builder.build_settings(job, uid="u", paths=JobPaths(tmp_path), commands=commands)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatronapp_operator.backends.kubernetes.client.api import Object
-from megatronapp_operator.backends.kubernetes.observe import Told, observe
+from megatronapp_operator.backends.kubernetes.observe import PollResult, observe
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 
 
@@ -36,11 +36,11 @@ def with_agent(**ended: Any) -> Object:
 
 
 def test_an_agent_that_ends_as_asked_before_its_trainer_is_no_trouble() -> None:
-    assert record(with_agent(exitCode=0)).agent_trouble is None
-    assert record(with_agent(exitCode=1, message="no hub")).agent_trouble == "agent ended with code 1: no hub"
+    assert record(with_agent(exitCode=0)).agent_problem is None
+    assert record(with_agent(exitCode=1, message="no hub")).agent_problem == "agent ended with code 1: no hub"
     going = with_agent(exitCode=143)
     going["metadata"] |= {"deletionTimestamp": "2026-11-22T03:10:00Z", "deletionGracePeriodSeconds": 30}
-    assert record(going).agent_trouble is None
+    assert record(going).agent_problem is None
 
 
 PROXY = {"name": "istio-proxy", "restartPolicy": "Always"}
@@ -63,13 +63,13 @@ def test_a_sidecar_that_runs_prepares_nothing(kind: str) -> None:
 
 
 def _preparing(made: Object) -> bool:
-    seen = observe([record(made)], Told(), attempt=0, refusal=None)
+    seen = observe([record(made)], PollResult(), attempt=0, refusal=None)
     return (seen.workers or (seen.init,))[0].preparing  # type: ignore[union-attr]
 
 
 def test_since_when_a_worker_is_heard_of() -> None:
     ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-11-22T03:07:00Z"}
     made = record(pod(conditions=[ready]))
-    (seen,) = observe([made], Told(), attempt=0, refusal=None).workers
-    assert seen.heard_since == made.created_at + 7 * 60
-    assert record(pod(conditions=[ready | {"status": "False"}])).heard_since is None
+    (seen,) = observe([made], PollResult(), attempt=0, refusal=None).workers
+    assert seen.reachable_since == made.created_at + 7 * 60
+    assert record(pod(conditions=[ready | {"status": "False"}])).reachable_since is None

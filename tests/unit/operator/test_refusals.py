@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatronapp_operator.backends.kubernetes.client.errors import error_of
-from megatronapp_operator.backends.kubernetes.client.rejections import refusal_of
+from megatronapp_operator.backends.kubernetes.client.errors import api_error_for
+from megatronapp_operator.backends.kubernetes.client.rejections import classify_rejection
 
 WEBHOOK = 'admission webhook "validate.kyverno.svc-fail" denied the request: no signature'
 POLICY = "pods \"j-worker-0\" is forbidden: ValidatingAdmissionPolicy 'team' with binding 'team' denied request: no"
@@ -25,7 +25,7 @@ POLICY = "pods \"j-worker-0\" is forbidden: ValidatingAdmissionPolicy 'team' wit
     ],
 )
 def test_only_what_no_change_around_the_pod_can_heal_is_final(status: int, message: str, kind: str) -> None:
-    refusal = refusal_of(error_of(status, {"message": message}, "POST /pods"), 3)
+    refusal = classify_rejection(api_error_for(status, {"message": message}, "POST /pods"), 3)
     assert refusal is not None
     assert (refusal.reason, refusal.attempt) == (kind, 3)
     assert refusal.final is (kind in {"PodForbidden", "PodInvalid"})
@@ -43,4 +43,4 @@ def test_only_what_no_change_around_the_pod_can_heal_is_final(status: int, messa
     ],
 )
 def test_what_does_not_speak_of_the_pod_is_no_refusal(status: int, message: str) -> None:
-    assert refusal_of(error_of(status, {"message": message}, "POST /pods"), 0) is None
+    assert classify_rejection(api_error_for(status, {"message": message}, "POST /pods"), 0) is None

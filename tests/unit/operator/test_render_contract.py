@@ -10,11 +10,11 @@ from megatronapp_analyzer.agent.settings import load_settings
 from megatronapp_analyzer.hub.__main__ import build_parser as hub_parser
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file
 from megatronapp_common.names import Env, RankOrder
-from megatronapp_common.web.tokens import Role, derive
+from megatronapp_common.web.tokens import TokenRole, derive_token
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.render import Attempt
+from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 from megatronapp_trainer.launch.config.interface import attachment
-from megatronapp_trainer.launch.config.settings import Settings
+from megatronapp_trainer.launch.config.settings import LauncherSettings
 from megatronapp_trainer.launch.main import build_parser as launcher_parser
 
 FIELDS = {
@@ -37,7 +37,7 @@ def test_launchers_understand_their_environment(kind: str) -> None:
     job = rendered.make_job(rendered.VARIETY[kind])
     for index in range(job.world.nodes):
         pod = rendered.make_worker(job, index, attempt=2)
-        found = Settings.from_environment(kubelet(pod), host_name="pod")
+        found = LauncherSettings.from_environment(kubelet(pod), host_name="pod")
         assert (found.job, found.uid, found.attempt, found.index) == ("gpt", rendered.UID, 2, index)
         assert found.proc_per_node == job.world.proc_per_node
         assert found.node == "gpu-7"
@@ -48,7 +48,7 @@ def test_launchers_understand_their_environment(kind: str) -> None:
 
 def test_launchers_understand_rank_order_preflight_and_networks() -> None:
     told = kubelet(rendered.make_worker(rendered.make_job(rendered.VARIETY["sriov"])))
-    found = Settings.from_environment(told, host_name="pod")
+    found = LauncherSettings.from_environment(told, host_name="pod")
     assert (found.rank_order, found.topology) == (RankOrder.TOPOLOGY, "rack-2")
     assert found.preflight is not None
     assert attachment(told[Env.NETWORK_STATUS]) == ("192.168.7.4", None)
@@ -69,7 +69,7 @@ def test_agents_understand_their_environment(tmp_path: pathlib.Path) -> None:
     found = load_settings(told)
     assert (found.job, found.worker, found.attempt, found.node) == ("gpt", 1, 3, "gpu-7")
     assert found.socket_url == "ws://gpt-hub.default.svc.cluster.local:8080/api/v1/agent"
-    assert found.token == derive("ab" * 32, Role.AGENT)
+    assert found.token == derive_token("ab" * 32, TokenRole.AGENT)
     assert found.shm_prefix == kubelet(pod)[Env.SHM_PREFIX]
 
 
@@ -89,7 +89,7 @@ def test_hubs_know_their_flags_and_their_job(tmp_path: pathlib.Path) -> None:
     flags = hub_parser().parse_args(command[3:])
     check_bind(flags.host, allow_remote=flags.allow_remote)
     assert (flags.port, flags.die_with_parent, flags.frontend) == (8080, False, None)
-    objects = render.gang_objects(job, owner, Attempt(number=0), rendered.SETTINGS)
+    objects = render.gang_objects(job, owner, AttemptSettings(number=0), rendered.SETTINGS)
     (text,) = [obj["data"]["job.yaml"] for _, obj in objects if obj["kind"] == "ConfigMap"]
     manifest = tmp_path / flags.job_file.name
     manifest.write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ from megatronapp_common.errors import JobError
 from megatronapp_common.job import MegatronJob, parse_manifest
 from megatronapp_common.job.api.metadata import MAX_NAME_LENGTH
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.render import Attempt
+from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 from megatronapp_operator.backends.kubernetes.render.pod.initializers import container_name
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -37,7 +37,7 @@ def jobs(draw: st.DrawFn) -> MegatronJob:
         raise
 
 
-def everything(job: MegatronJob, attempt: Attempt) -> Iterator[rendered.Object]:
+def everything(job: MegatronJob, attempt: AttemptSettings) -> Iterator[rendered.Object]:
     owner = rendered.owner_of(job)
     yield from (obj for _, obj in render.gang_objects(job, owner, attempt, rendered.SETTINGS))
     yield from (obj for _, obj in render.hub_objects(job, owner, rendered.SETTINGS))
@@ -50,7 +50,7 @@ def everything(job: MegatronJob, attempt: Attempt) -> Iterator[rendered.Object]:
 
 
 ATTEMPTS = st.builds(
-    lambda number, excluded: Attempt(number=number, excluded_nodes=tuple(excluded)),
+    lambda number, excluded: AttemptSettings(number=number, excluded_nodes=tuple(excluded)),
     st.integers(0, 10**9),
     st.lists(st.sampled_from(["a", "b"]), unique=True),
 )
@@ -59,7 +59,7 @@ THOROUGHLY = settings(max_examples=30, deadline=None, suppress_health_check=[Hea
 
 @THOROUGHLY
 @given(job=jobs(), attempt=ATTEMPTS)
-def test_objects_belong_to_their_job_and_have_names_of_their_own(job: MegatronJob, attempt: Attempt) -> None:
+def test_objects_belong_to_their_job_and_have_names_of_their_own(job: MegatronJob, attempt: AttemptSettings) -> None:
     objects = list(everything(job, attempt))
     assert json.loads(json.dumps(objects)) == objects
     places = [(obj["kind"], obj["apiVersion"], obj["metadata"]["name"]) for obj in objects]
@@ -73,7 +73,7 @@ def test_objects_belong_to_their_job_and_have_names_of_their_own(job: MegatronJo
 
 @THOROUGHLY
 @given(job=jobs(), attempt=ATTEMPTS)
-def test_pods_are_whole(job: MegatronJob, attempt: Attempt) -> None:
+def test_pods_are_whole(job: MegatronJob, attempt: AttemptSettings) -> None:
     for pod in everything(job, attempt):
         if pod["kind"] != "Pod":
             continue
@@ -96,7 +96,9 @@ def unique(entries: list[rendered.Object], key: str) -> set[str]:
 
 @THOROUGHLY
 @given(job=jobs(), attempt=ATTEMPTS, word=TEXT)
-def test_the_hub_reads_the_manifest_without_variables_of_users(job: MegatronJob, attempt: Attempt, word: str) -> None:
+def test_the_hub_reads_the_manifest_without_variables_of_users(
+    job: MegatronJob, attempt: AttemptSettings, word: str
+) -> None:
     spec = {"containers": [{"name": "trainer", "env": [{"name": "X", "value": word}]}]}
     given_job = rendered.with_template(job, {**spec, "again": spec})
     objects = render.gang_objects(given_job, rendered.owner_of(job), attempt, rendered.SETTINGS)
@@ -120,7 +122,7 @@ def test_objects_of_two_jobs_never_meet(name: str, suffix: str) -> None:
     names: list[set[Any]] = []
     for one in (name, name + suffix):
         job = rendered.make_job({**rendered.VARIETY["initializers"], **rendered.ANALYZED}, name=one)
-        objects = everything(job, Attempt(number=0))
+        objects = everything(job, AttemptSettings(number=0))
         names.append({(obj["kind"], obj["metadata"]["name"]) for obj in objects})
     assert not names[0] & names[1]
 
@@ -130,7 +132,7 @@ def test_what_must_exist_first_comes_first(kind: str) -> None:
     job = rendered.make_job(rendered.VARIETY[kind])
     order = ["NetworkPolicy", "Service", "ConfigMap", "PodGroup"]
     owner = rendered.owner_of(job)
-    kinds = [obj["kind"] for _, obj in render.gang_objects(job, owner, Attempt(number=0), rendered.SETTINGS)]
+    kinds = [obj["kind"] for _, obj in render.gang_objects(job, owner, AttemptSettings(number=0), rendered.SETTINGS)]
     assert [order.index(one) for one in kinds] == sorted(order.index(one) for one in kinds)
 
 

@@ -16,7 +16,7 @@ from megatronapp_common.names import Env
 from megatronapp_operator.backends.kubernetes.render import gang
 from megatronapp_operator.backends.kubernetes.render.pod import annotations
 from megatronapp_operator.backends.kubernetes.render.pod.network import LABEL_HOST_NETWORK, ucx_devices
-from megatronapp_operator.backends.kubernetes.render.settings import Owner
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 
 
 def network(patch: rendered.Object, **spec: object) -> rendered.Object:
@@ -224,7 +224,7 @@ def test_ports_of_a_pods_own_network_are_not_the_nodes() -> None:
 
 def test_a_rank_table_of_any_gang_fits_into_a_config_map() -> None:
     """The largest gang that the CRD allows, with the longest names of nodes, would have more than its 1 MiB."""
-    owner = Owner(namespace="team", name="gpt", uid="u")
+    owner = JobOwner(namespace="team", name="gpt", uid="u")
     for workers, key in ((64, "rank-table.json"), (4096, "rank-table.json.gz")):
         entries = [
             {

@@ -10,7 +10,7 @@ from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import NETWORK_POLICIES
-from megatronapp_operator.backends.kubernetes.render import Attempt
+from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 
 OTHER_UID = "00000000-0000-4000-8000-000000000000"
 TORCH_PORT = 23456
@@ -20,7 +20,7 @@ PORTS = (STATUS_PORT, HUB_PORT, TORCH_PORT)
 def objects(job: MegatronJob, uid: str = rendered.UID, **settings: object) -> list[rendered.Object]:
     """The policies of a job."""
     owner, chosen = rendered.owner_of(job, uid), rendered.with_settings(**settings)
-    made = render.gang_objects(job, owner, Attempt(number=0), chosen) + render.hub_objects(job, owner, chosen)
+    made = render.gang_objects(job, owner, AttemptSettings(number=0), chosen) + render.hub_objects(job, owner, chosen)
     return [obj for resource, obj in made if resource == NETWORK_POLICIES]
 
 
@@ -36,8 +36,8 @@ def places(patch: rendered.Object, uid: str = rendered.UID, namespace: str = "de
     init = render.init_pod(job, owner, rendered.SETTINGS)
     assert init is not None
     return {
-        "worker": place(render.worker_pod(job, owner, Attempt(number=0), 0, rendered.SETTINGS)),
-        "peer": place(render.worker_pod(job, owner, Attempt(number=0), 1, rendered.SETTINGS)),
+        "worker": place(render.worker_pod(job, owner, AttemptSettings(number=0), 0, rendered.SETTINGS)),
+        "peer": place(render.worker_pod(job, owner, AttemptSettings(number=0), 1, rendered.SETTINGS)),
         "hub": place(render.hub_pod(job, owner, rendered.SETTINGS, starts=1)),
         "init": place(init),
     }
@@ -47,7 +47,7 @@ FETCHED = {**rendered.ANALYZED, **rendered.VARIETY["initializers"]}
 OURS = places(FETCHED)
 OUTSIDE = {
     "operator": Place(namespace="megatron-system", labels=rendered.SETTINGS.operator_labels),
-    "door": Place(namespace="megatron-system", labels=rendered.SETTINGS.door_labels),
+    "door": Place(namespace="megatron-system", labels=rendered.SETTINGS.gateway_labels),
     "prometheus": Place(namespace="monitoring", labels=rendered.SETTINGS.prometheus_labels),
     "neighbour of the operator": Place(namespace="megatron-system", labels={"app": "other"}),
     "neighbour of Prometheus": Place(namespace="monitoring", labels={"app": "grafana"}),
@@ -109,7 +109,7 @@ def test_prometheus_without_labels_means_its_whole_namespace() -> None:
 
 def test_forgotten_labels_of_the_operator_let_nobody_in_for_it() -> None:
     """An empty selector would let its whole namespace in."""
-    policies = objects(rendered.make_job(FETCHED), operator_labels={}, door_labels={})
+    policies = objects(rendered.make_job(FETCHED), operator_labels={}, gateway_labels={})
     for source in ("operator", "door", "neighbour of the operator"):
         assert not may_connect(policies, OUTSIDE[source], OURS["hub"], HUB_PORT)
         assert not may_connect(policies, OUTSIDE[source], OURS["worker"], STATUS_PORT)
@@ -125,7 +125,7 @@ def test_no_policy_says_anything_about_outgoing_connections(kind: str) -> None:
 def test_services_find_the_pods_of_this_job_alone() -> None:
     job = rendered.make_job(FETCHED)
     owner = rendered.owner_of(job)
-    made = render.gang_objects(job, owner, Attempt(number=0), rendered.SETTINGS)
+    made = render.gang_objects(job, owner, AttemptSettings(number=0), rendered.SETTINGS)
     made += render.hub_objects(job, owner, rendered.SETTINGS)
     selectors = {obj["metadata"]["name"]: obj["spec"]["selector"] for _, obj in made if obj["kind"] == "Service"}
     found = {
@@ -144,13 +144,15 @@ def test_what_an_edit_takes_out_of_a_job_is_not_wanted_any_more() -> None:
     owner = rendered.owner_of(whole)
     gone = objects_of(whole) - objects_of(less)
     assert ("configmaps", "gpt-job") in gone
-    unwanted = {(resource.plural, name) for resource, name in render.unwanted(less, owner, rendered.SETTINGS)}
+    unwanted = {
+        (resource.plural, name) for resource, name in render.unwanted_hub_objects(less, owner, rendered.SETTINGS)
+    }
     assert gone <= unwanted and not unwanted & objects_of(less)
 
 
 def objects_of(job: MegatronJob) -> set[tuple[str, str]]:
     """Everything around the pods of a job."""
     owner, settings = rendered.owner_of(job), rendered.SETTINGS
-    made = render.gang_objects(job, owner, Attempt(number=0), settings)
+    made = render.gang_objects(job, owner, AttemptSettings(number=0), settings)
     made += render.hub_objects(job, owner, settings) if job.spec.analyzer.enabled else ()
     return {(resource.plural, obj["metadata"]["name"]) for resource, obj in made}

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.render import Attempt
+from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 from megatronapp_operator.backends.kubernetes.render.pod.quantities import pod_requests, text_of
 
 
 def group(job: MegatronJob, attempt: int = 0) -> rendered.Object | None:
-    objects = render.gang_objects(job, rendered.owner_of(job), Attempt(number=attempt), rendered.SETTINGS)
+    objects = render.gang_objects(job, rendered.owner_of(job), AttemptSettings(number=attempt), rendered.SETTINGS)
     found = [obj for _, obj in objects if obj["kind"] == "PodGroup"]
     assert objects[-1][1] in found or not found, "the pod group comes last"
     return found[0] if found else None

@@ -9,20 +9,20 @@ from network_policy import Place, may_connect
 from megatronapp_common.names import LABEL_REPLICA_INDEX, LABEL_REPLICA_TYPE, SERVE_PORT, STATUS_PORT, Env
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import NETWORK_POLICIES, SERVICES
-from megatronapp_operator.backends.kubernetes.render import Attempt
+from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 
 JOB = rendered.make_job(rendered.VARIETY["served"])
 TRAINED = rendered.make_job(rendered.VARIETY["analyzed"])
 OWNER = rendered.owner_of(JOB)
-OBJECTS = render.gang_objects(JOB, OWNER, Attempt(number=0), rendered.SETTINGS)
-DOOR = Place(namespace="megatron-system", labels=rendered.SETTINGS.door_labels)
+OBJECTS = render.gang_objects(JOB, OWNER, AttemptSettings(number=0), rendered.SETTINGS)
+DOOR = Place(namespace="megatron-system", labels=rendered.SETTINGS.gateway_labels)
 OPERATOR = Place(namespace="megatron-system", labels=rendered.SETTINGS.operator_labels)
 BESIDE = Place(namespace="default", labels={"app": "client"})
 ELSEWHERE = Place(namespace="other", labels={"app": "client"})
 
 
 def trainer(index: int, job: Any = JOB) -> dict[str, Any]:
-    pod = render.worker_pod(job, OWNER, Attempt(number=0), index, rendered.SETTINGS)
+    pod = render.worker_pod(job, OWNER, AttemptSettings(number=0), index, rendered.SETTINGS)
     found: dict[str, Any] = next(one for one in pod["spec"]["containers"] if one["name"] == "trainer")
     return found
 
@@ -32,7 +32,7 @@ def test_the_service_leads_to_worker_0_alone() -> None:
     spec = services["gpt-serve"]
     assert spec["ports"] == [{"name": "serve", "port": SERVE_PORT, "targetPort": "serve", "protocol": "TCP"}]
     assert "publishNotReadyAddresses" not in spec
-    pods = [render.worker_pod(JOB, OWNER, Attempt(number=3), index, rendered.SETTINGS) for index in (0, 1)]
+    pods = [render.worker_pod(JOB, OWNER, AttemptSettings(number=3), index, rendered.SETTINGS) for index in (0, 1)]
     pods.append(render.hub_pod(JOB, OWNER, rendered.SETTINGS, starts=1))
     chosen = [spec["selector"].items() <= pod["metadata"]["labels"].items() for pod in pods]
     assert chosen == [True, False, False]
@@ -40,7 +40,7 @@ def test_the_service_leads_to_worker_0_alone() -> None:
 
 
 def test_a_job_that_trains_has_none_of_it() -> None:
-    objects = render.gang_objects(TRAINED, OWNER, Attempt(number=0), rendered.SETTINGS)
+    objects = render.gang_objects(TRAINED, OWNER, AttemptSettings(number=0), rendered.SETTINGS)
     assert "gpt-serve" not in {obj["metadata"]["name"] for _, obj in objects}
     container = trainer(0, TRAINED)
     assert "readinessProbe" not in container
@@ -83,7 +83,7 @@ def test_the_hub_is_told_where_the_model_answers() -> None:
     ],
 )
 def test_who_may_ask_the_model(source: Place, port: int, *, allowed: bool) -> None:
-    meta = render.worker_pod(JOB, OWNER, Attempt(number=0), 0, rendered.SETTINGS)["metadata"]
+    meta = render.worker_pod(JOB, OWNER, AttemptSettings(number=0), 0, rendered.SETTINGS)["metadata"]
     worker = Place(namespace=meta["namespace"], labels=meta["labels"])
     policies = [obj for resource, obj in OBJECTS if resource == NETWORK_POLICIES]
     assert may_connect(policies, source, worker, port) is allowed

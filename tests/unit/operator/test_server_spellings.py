@@ -11,7 +11,7 @@ from megatronapp_common.command_parser import CommandParser
 from megatronapp_common.job import load_job, megatron_arguments
 from megatronapp_operator.cli import commands
 from megatronapp_operator.cli.serve import manifest_of
-from megatronapp_operator.cli.server_spellings import COMMANDS, SPELLINGS, OldCommand, Spelling, table
+from megatronapp_operator.cli.server_spellings import COMMANDS, SPELLINGS, LegacyCommand, LegacyOption, table
 from megatronapp_trainer.serve.settings import read_command
 
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "serving.md"
@@ -34,7 +34,7 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(list(words))
 
 
-def said(one: Spelling) -> list[str]:
+def said(one: LegacyOption) -> list[str]:
     return [one.flag] if one.takes is None else [one.flag, VALUES.get(one.takes, "4")]
 
 
@@ -51,7 +51,7 @@ def test_no_option_stands_twice_or_hides_one_of_ours() -> None:
 
 
 @pytest.mark.parametrize("one", OWN, ids=lambda one: one.flag)
-def test_an_option_runs_as_it_says(one: Spelling, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_runs_as_it_says(one: LegacyOption, capsys: pytest.CaptureFixture[str]) -> None:
     document, arguments = arguments_of(*said(one))
     read_command(arguments)  # the trainer knows all of them
     if one.passed:
@@ -65,7 +65,7 @@ def test_an_option_runs_as_it_says(one: Spelling, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("one", [one for one in SPELLINGS if one.answer is not None], ids=lambda one: one.flag)
-def test_an_option_is_answered(one: Spelling, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_is_answered(one: LegacyOption, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse("serve", "--load", "saved", *said(one))
     assert ended.value.code == 2
@@ -80,7 +80,7 @@ def test_what_is_passed_on_is_known_to_the_trainer() -> None:
 
 
 @pytest.mark.parametrize("one", [one for one in COMMANDS if one.ours], ids=lambda one: one.theirs)
-def test_a_command_is_one_of_ours(one: OldCommand) -> None:
+def test_a_command_is_one_of_ours(one: LegacyCommand) -> None:
     assert callable(parse(*one.ours).func)
 
 

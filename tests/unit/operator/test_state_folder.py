@@ -9,7 +9,7 @@ import pytest
 
 from megatronapp_common.cli import main
 from megatronapp_common.errors import StateError
-from megatronapp_common.state import errors_named
+from megatronapp_common.state import raise_state_errors
 
 FAULT = ("--rank", "0", "--kind", "host", "--factor", "2", "--from-step", "1", "--steps", "1")
 COMMANDS = {
@@ -35,8 +35,9 @@ spec:
 ON_A_MOUNT = """
 import os, pathlib, sys
 from megatronapp_common.cli import main
-from megatronapp_operator.backends.process import build, files, registry
-from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.backends.process import settings_builder
+from megatronapp_operator.backends.process.state import files, registry
+from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.cli import run
 
 run.preflight = lambda job, command: None
@@ -111,14 +112,14 @@ def test_a_read_only_folder_is_one_sentence_with_the_path(tmp_path: pathlib.Path
 
 
 def test_an_error_about_another_file_stays_what_it_is(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(FileNotFoundError), errors_named():
+    with pytest.raises(FileNotFoundError), raise_state_errors():
         (tmp_path / "x").read_text()
-    with pytest.raises(OSError, match=r"^words$"), errors_named():
+    with pytest.raises(OSError, match=r"^words$"), raise_state_errors():
         raise OSError("words")
 
 
 def test_a_folder_above_the_state_counts_too(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "a" / "b"))
     (tmp_path / "a").touch()
-    with pytest.raises(StateError, match=f"^{tmp_path}/a: "), errors_named():
+    with pytest.raises(StateError, match=f"^{tmp_path}/a: "), raise_state_errors():
         (tmp_path / "a" / "b" / "megatronapp").mkdir(parents=True)

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_common.job import Status as StatusDocument
-from megatronapp_common.text.terminal import one_line
+from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.backends.kubernetes.executor import MAX_NOTE, _event
 from megatronapp_operator.backends.kubernetes.pod_record import _number
-from megatronapp_operator.backends.kubernetes.render.settings import Owner
-from megatronapp_operator.plan import EventType, Job, JobSpec, Observed, RecordEvent, Status
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
+from megatronapp_operator.plan import EventType, JobSpec, JobState, Observed, RecordEvent, Status
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import report
-from megatronapp_operator.plan_io.hub_summary import UNREADABLE, Summary, read_progress, read_summary
+from megatronapp_operator.plan_io.hub_summary import UNREADABLE, HubSummary, read_progress, read_summary
 from megatronapp_operator.plan_io.status_document import status_document
 
 MOST_BYTES = 1 << 20
@@ -69,15 +69,15 @@ def numbers(document: Any) -> Iterator[int]:
         yield document
 
 
-def written(summary: Summary | None) -> dict[str, Any]:
+def written(summary: HubSummary | None) -> dict[str, Any]:
     """The status after a look with this summary."""
     observed = Observed(secret=True)
     if summary is not None:
         observed = dataclasses.replace(
             observed, progress=summary.progress, slow_ranks=summary.slow_ranks, hung_ranks=summary.hung_ranks
         )
-    job = Job(spec=JobSpec(name="job", uid="u", workers=1), status=Status(running_time=5.0, attempt=2**31 - 1))
-    draft = Draft(job=job, observed=observed, now=1000.0, status=job.status)
+    job = JobState(spec=JobSpec(name="job", uid="u", workers=1), status=Status(running_time=5.0, attempt=2**31 - 1))
+    draft = PlanBuilder(job=job, observed=observed, now=1000.0, status=job.status)
     report.progress(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
@@ -104,7 +104,7 @@ def test_every_page_of_a_launcher_becomes_a_status_that_can_be_written(page: Any
         progress = read_progress(page)
     except UNREADABLE:
         return
-    check(written(Summary(progress=progress)))
+    check(written(HubSummary(progress=progress)))
 
 
 def test_as_many_long_verdicts_as_a_hub_can_tell_fit() -> None:
@@ -126,8 +126,8 @@ def test_as_many_long_verdicts_as_a_hub_can_tell_fit() -> None:
 
 @given(st.text())
 def test_the_note_of_an_event_is_cut_in_bytes_and_between_letters(text: str) -> None:
-    owner = Owner(namespace="n", name="j", uid="u")
-    event = RecordEvent(type=EventType.NORMAL, reason="R", message=one_line(text) * 200)
+    owner = JobOwner(namespace="n", name="j", uid="u")
+    event = RecordEvent(type=EventType.NORMAL, reason="R", message=to_single_line(text) * 200)
     note = _event(owner, event, "me")["note"].encode()
     assert len(note) <= MAX_NOTE and event.message.encode().startswith(note)
     assert len(note) > MAX_NOTE - 4 or note == event.message.encode()

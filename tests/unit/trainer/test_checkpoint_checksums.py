@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_trainer.checkpoint import checksums
-from megatronapp_trainer.checkpoint.checksums import BlockSums, SummedFile, WrittenFile, checksum_of, first_damage
+from megatronapp_trainer.checkpoint.checksums import (
+    BlockChecksums,
+    ChecksummedFile,
+    WrittenFile,
+    checksum_of,
+    first_damage,
+)
 
 
 def of_blocks(content: bytes, block_bytes: int) -> str:
@@ -24,7 +30,7 @@ def of_blocks(content: bytes, block_bytes: int) -> str:
 
 @given(st.lists(st.binary(max_size=20)), st.integers(1, 16))
 def test_bytes_may_come_in_any_pieces(pieces: list[bytes], block_bytes: int) -> None:
-    sums = BlockSums(block_bytes)
+    sums = BlockChecksums(block_bytes)
     for piece in pieces:
         sums.update(piece)
     assert sums.text() == of_blocks(b"".join(pieces), block_bytes)
@@ -34,7 +40,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(tmp_path: pathlib.Path, monk
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    stream = SummedFile(tmp_path / "data.distcp")
+    stream = ChecksummedFile(tmp_path / "data.distcp")
     stream.write(b"weights")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
@@ -54,7 +60,7 @@ def test_a_written_file_knows_itself_and_is_on_the_disk(
 
     monkeypatch.setattr(os, "fsync", seen)
     path = tmp_path / "data.distcp"
-    with SummedFile(path) as stream:
+    with ChecksummedFile(path) as stream:
         stream.write(b"weights")
         stream.write(memoryview(b" and more"))
         with pytest.raises(OSError, match="seek"):
@@ -93,7 +99,7 @@ def test_shares_are_pieces_of_one_file_too(tmp_path: pathlib.Path, monkeypatch: 
     read: list[tuple[str, int]] = []
     crc32 = checksums._crc32
 
-    def noted(path: pathlib.Path, block: checksums._Block) -> int:
+    def noted(path: pathlib.Path, block: checksums._FileBlock) -> int:
         read.append((block.file, block.offset))
         return crc32(path, block)
 
@@ -126,7 +132,7 @@ def test_threads_read_at_the_same_time(tmp_path: pathlib.Path, monkeypatch: pyte
     both = threading.Barrier(2)
     crc32 = checksums._crc32
 
-    def met(path: pathlib.Path, block: checksums._Block) -> int:
+    def met(path: pathlib.Path, block: checksums._FileBlock) -> int:
         both.wait(timeout=60)
         return crc32(path, block)
 

@@ -15,12 +15,12 @@ from megatronapp_trainer.checkpoint.directory import (
     MANIFEST,
     BrokenCheckpointError,
     CheckpointDirectory,
-    Claim,
     Manifest,
+    OwnershipClaim,
     read_manifest,
 )
 from megatronapp_trainer.errors import StorageError, SupersededError
-from megatronapp_trainer.utils.atomic_files import patiently
+from megatronapp_trainer.utils.atomic_files import retry_transient_errors
 
 
 def manifest(iteration: int, attempt: int = 0) -> Manifest:
@@ -41,13 +41,13 @@ def directory(tmp_path: pathlib.Path) -> CheckpointDirectory:
     return CheckpointDirectory(tmp_path / "save")
 
 
-def claimed(directory: CheckpointDirectory, attempt: int = 0, uid: str = "job") -> Claim:
-    claim = Claim(uid=uid, attempt=attempt)
+def claimed(directory: CheckpointDirectory, attempt: int = 0, uid: str = "job") -> OwnershipClaim:
+    claim = OwnershipClaim(uid=uid, attempt=attempt)
     directory.claim(claim)
     return claim
 
 
-def write(directory: CheckpointDirectory, iteration: int, claim: Claim) -> pathlib.Path:
+def write(directory: CheckpointDirectory, iteration: int, claim: OwnershipClaim) -> pathlib.Path:
     temporary = directory.begin(iteration, claim)
     (temporary / "data.distcp").write_bytes(b"weights")
     return directory.publish(temporary, manifest(iteration, claim.attempt), claim)
@@ -137,7 +137,7 @@ def test_each_deletion_asks_for_the_owner(directory: CheckpointDirectory, monkey
     rename = pathlib.Path.rename
 
     def taken_over(self: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-        owner = Claim(uid="job", attempt=2)
+        owner = OwnershipClaim(uid="job", attempt=2)
         (directory.path / "owner.json").write_text(json.dumps(asdict(owner)))
         return rename(self, target)
 
@@ -227,7 +227,7 @@ def test_a_lasting_fault_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, wanted in ((errno.EIO, 5), (errno.EACCES, 1)):
         tries.clear()
         with pytest.raises(OSError, match="for ever"):
-            patiently(functools.partial(failing, number))
+            retry_transient_errors(functools.partial(failing, number))
         assert len(tries) == wanted
 
 

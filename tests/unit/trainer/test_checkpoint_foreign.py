@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatronapp_trainer.checkpoint.foreign import Layout, answer, megatron_checkpoint, rank_files
+from megatronapp_trainer.checkpoint.foreign import MegatronLayout, answer, megatron_checkpoint, rank_files
 from megatronapp_trainer.errors import CheckpointError
 from megatronapp_trainer.serve.settings import newest_arguments
 
@@ -31,21 +31,21 @@ def test_the_legacy_layout(tmp_path: pathlib.Path) -> None:
     folder = legacy(tmp_path / "iter_0000020", "mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001")
     (folder / "mp_rank_02").mkdir()  # without a file
     assert sorted(rank_files(folder)) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
-    assert megatron_checkpoint(tmp_path) == (folder, Layout.LEGACY)
-    assert megatron_checkpoint(folder) == (folder, Layout.LEGACY)
+    assert megatron_checkpoint(tmp_path) == (folder, MegatronLayout.LEGACY)
+    assert megatron_checkpoint(folder) == (folder, MegatronLayout.LEGACY)
 
 
 def test_the_tracker_says_which(tmp_path: pathlib.Path) -> None:
     old, new = (torch_dist(tmp_path / f"iter_{number:07d}") for number in (20, 40))
-    assert megatron_checkpoint(tmp_path) == (new, Layout.TORCH_DIST)
+    assert megatron_checkpoint(tmp_path) == (new, MegatronLayout.TORCH_DIST)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
-    assert megatron_checkpoint(tmp_path) == (old, Layout.TORCH_DIST)
-    assert megatron_checkpoint(tmp_path, 40) == (new, Layout.TORCH_DIST)
+    assert megatron_checkpoint(tmp_path) == (old, MegatronLayout.TORCH_DIST)
+    assert megatron_checkpoint(tmp_path, 40) == (new, MegatronLayout.TORCH_DIST)
     assert megatron_checkpoint(tmp_path, 41) is None
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    assert megatron_checkpoint(tmp_path) == (new, Layout.TORCH_DIST)
+    assert megatron_checkpoint(tmp_path) == (new, MegatronLayout.TORCH_DIST)
     release = legacy(tmp_path / "release", "mp_rank_00")
-    assert megatron_checkpoint(tmp_path) == (release, Layout.LEGACY)
+    assert megatron_checkpoint(tmp_path) == (release, MegatronLayout.LEGACY)
 
 
 @pytest.mark.parametrize("kind", ["torch_dist", "legacy", "hugging face", "zarr", "one of ours"])

@@ -8,7 +8,7 @@ import pytest
 from megatronapp_trainer.checkpoint import schedules
 from megatronapp_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, TrainingConfig
 from megatronapp_trainer.data.batch_size import BatchSchedule
-from megatronapp_trainer.utils.silence_megatron import importing_megatron
+from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=2, lr_decay_style="cosine")
 
@@ -31,7 +31,7 @@ class NoOptimizer:
 def scheduler_of(config: TrainerConfig, batch: int) -> Any:
     from megatronapp_trainer.training.optimizer import build_scheduler
 
-    with importing_megatron():
+    with silence_megatron_imports():
         return build_scheduler(config, NoOptimizer(), BatchSchedule(micro_batch_size=1, data_size=1, final=batch))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatronapp_trainer.data.blend import Blend, parse_blend, split_shares
+from megatronapp_trainer.data.blend import Blend, parse_blend, split_fractions
 from megatronapp_trainer.errors import UsageError
 
 
@@ -30,10 +30,10 @@ def test_blends_that_are_refused(words: list[str]) -> None:
     [("98,2,0", (0.98, 0.02, 0.0)), ("1", (1.0, 0.0, 0.0)), ("1,1", (0.5, 0.5, 0.0)), ("2, 1, 1", (0.5, 0.25, 0.25))],
 )
 def test_splits(split: str, shares: tuple[float, float, float]) -> None:
-    assert split_shares(split) == pytest.approx(shares)
+    assert split_fractions(split) == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "1;2"])
 def test_splits_that_are_refused(split: str) -> None:
     with pytest.raises(UsageError, match="--split"):
-        split_shares(split)
+        split_fractions(split)

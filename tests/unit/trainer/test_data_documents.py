@@ -6,15 +6,19 @@ import numpy as np
 import pytest
 
 from megatronapp_trainer.data import tokenizer as tokenizers
-from megatronapp_trainer.data.prepare.documents import EncodeOptions, Encoder, Parsed, parse
-from megatronapp_trainer.data.prepare.sources import START, Batch, Chunk, Format
+from megatronapp_trainer.data.prepare.documents import EncodeOptions, Encoder, ParsedTexts, parse
+from megatronapp_trainer.data.prepare.sources import START, DocumentBatch, DocumentFormat, InputChunk
 
 
-def chunk(payload: bytes, *, kind: Format = Format.JSONL, first_line: int = 1, closes: bool = True) -> Chunk:
-    return Chunk(path="corpus", format=kind, first_line=first_line, payload=payload, closes_file=closes)
+def chunk(
+    payload: bytes, *, kind: DocumentFormat = DocumentFormat.JSONL, first_line: int = 1, closes: bool = True
+) -> InputChunk:
+    return InputChunk(path="corpus", format=kind, first_line=first_line, payload=payload, closes_file=closes)
 
 
-def parsed(payload: bytes, kind: Format = Format.JSONL, keys: tuple[str, ...] = ("text",)) -> Parsed:
+def parsed(
+    payload: bytes, kind: DocumentFormat = DocumentFormat.JSONL, keys: tuple[str, ...] = ("text",)
+) -> ParsedTexts:
     return parse([chunk(payload, kind=kind, first_line=10)], keys)
 
 
@@ -53,9 +57,9 @@ def test_a_bad_line_is_named_and_the_others_are_kept(line: bytes, reason: str) -
 
 
 def test_a_text_file_is_one_document_and_its_bad_byte_has_a_line() -> None:
-    assert parsed("größer\nals".encode(), Format.TEXT).texts["text"] == ["größer\nals"]
-    assert parsed(b" \n", Format.TEXT).empty == 1
-    (bad,) = parsed(b"one\ntwo\nthr\xffe\n", Format.TEXT).bad
+    assert parsed("größer\nals".encode(), DocumentFormat.TEXT).texts["text"] == ["größer\nals"]
+    assert parsed(b" \n", DocumentFormat.TEXT).empty == 1
+    (bad,) = parsed(b"one\ntwo\nthr\xffe\n", DocumentFormat.TEXT).bad
     assert bad.line == 12
 
 
@@ -69,8 +73,8 @@ def encoder(tokenizer: tokenizers.Tokenizer, *, eod: bool) -> Encoder:
     return Encoder(tokenizer.backend.to_str(), options)
 
 
-def encode(tokenizer: tokenizers.Tokenizer, chunks: list[Chunk], *, eod: bool) -> list[list[int]]:
-    (encoded,) = encoder(tokenizer, eod=eod)(Batch(chunks=tuple(chunks), end=START)).encoded.values()
+def encode(tokenizer: tokenizers.Tokenizer, chunks: list[InputChunk], *, eod: bool) -> list[list[int]]:
+    (encoded,) = encoder(tokenizer, eod=eod)(DocumentBatch(chunks=tuple(chunks), end=START)).encoded.values()
     ids = np.frombuffer(encoded.ids, dtype=np.uint16)
     return [part.tolist() for part in np.split(ids, np.cumsum(encoded.lengths)[:-1])]
 
@@ -83,13 +87,16 @@ def test_ids_are_those_of_the_tokenizer(trained: tokenizers.Tokenizer) -> None:
 
 
 def test_a_file_in_pieces_ends_once(trained: tokenizers.Tokenizer) -> None:
-    pieces = [chunk(b"the\n", kind=Format.TEXT, closes=False), chunk(b"dog\n", kind=Format.TEXT, closes=True)]
+    pieces = [
+        chunk(b"the\n", kind=DocumentFormat.TEXT, closes=False),
+        chunk(b"dog\n", kind=DocumentFormat.TEXT, closes=True),
+    ]
     first, second = encode(trained, pieces, eod=True)
     assert first[-1] != trained.eod
     assert second[-1] == trained.eod
 
 
 def test_text_cannot_forge_the_end_of_a_document(trained: tokenizers.Tokenizer) -> None:
-    (ids,) = encode(trained, [chunk(b"the <|endoftext|> dog", kind=Format.TEXT)], eod=False)
+    (ids,) = encode(trained, [chunk(b"the <|endoftext|> dog", kind=DocumentFormat.TEXT)], eod=False)
     assert trained.eod not in ids
     assert trained.detokenize(ids) == "the <|endoftext|> dog"

@@ -178,7 +178,7 @@ def test_a_run_stopped_between_its_renames_may_be_given_up(
         raise StopHereError
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare._Run, "_publish", stopping)
+        patch.setattr(prepare._Preparation, "_publish", stopping)
         with pytest.raises(StopHereError):
             run()
     assert run("--append-eod", "--overwrite") == 0

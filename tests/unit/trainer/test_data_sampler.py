@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.data.sampler import Sampler
+from megatronapp_trainer.data.sampler import SampleOrder
 
 
 def taken(consumed: int, microbatches: int, micro_batch_size: int, replicas: int, size: int = 10**9) -> list[int]:
     """Samples that all replicas take in so many microbatches, in order."""
     samplers = [
-        Sampler(
+        SampleOrder(
             consumed_samples=consumed,
             micro_batch_size=micro_batch_size,
             data_rank=rank,
@@ -46,10 +46,10 @@ def test_the_order_begins_anew_after_the_last_sample() -> None:
 
 
 def test_an_evaluation_begins_anew_though_the_data_is_longer() -> None:
-    sampler = Sampler(consumed_samples=0, micro_batch_size=2, data_rank=0, data_size=1, size=100, restart_after=4)
+    sampler = SampleOrder(consumed_samples=0, micro_batch_size=2, data_rank=0, data_size=1, size=100, restart_after=4)
     assert [sampler.indices(step) for step in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
 def test_an_evaluation_longer_than_its_data_repeats_it_within() -> None:
-    sampler = Sampler(consumed_samples=0, micro_batch_size=2, data_rank=0, data_size=1, size=3, restart_after=4)
+    sampler = SampleOrder(consumed_samples=0, micro_batch_size=2, data_rank=0, data_size=1, size=3, restart_after=4)
     assert [sampler.indices(step) for step in range(4)] == [[0, 1], [2, 0], [0, 1], [2, 0]]

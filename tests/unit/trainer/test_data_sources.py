@@ -7,22 +7,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatronapp_trainer.data.prepare import sources
-from megatronapp_trainer.data.prepare.sources import DEFAULT_PATTERNS, START, Batch, Format, batches, find_sources
+from megatronapp_trainer.data.prepare.sources import (
+    DEFAULT_PATTERNS,
+    START,
+    DocumentBatch,
+    DocumentFormat,
+    batches,
+    find_sources,
+)
 from megatronapp_trainer.errors import DataError
 
 
-def find(*inputs: pathlib.Path | str, patterns: tuple[str, ...] = DEFAULT_PATTERNS) -> list[sources.Source]:
+def find(*inputs: pathlib.Path | str, patterns: tuple[str, ...] = DEFAULT_PATTERNS) -> list[sources.InputFile]:
     return find_sources([str(name) for name in inputs], patterns, None)
 
 
-def joined(work: list[Batch]) -> bytes:
+def joined(work: list[DocumentBatch]) -> bytes:
     return b"".join(chunk.payload for batch in work for chunk in batch.chunks)
 
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "BATCH_BYTES", 16)
-    monkeypatch.setattr(sources, "PIECE_BYTES", 24)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 24)
     monkeypatch.setattr(sources, "READ_BYTES", 5)
     monkeypatch.setattr(sources, "_FILES_PER_BATCH", 2)
 
@@ -58,7 +65,7 @@ def test_chunks_know_their_lines(tmp_path: pathlib.Path, small_batches: None) ->
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_reading_is_told_within_a_line_as_long_as_the_file(tmp_path: pathlib.Path, name: str) -> None:
-    size_bytes = 3 * sources.PIECE_BYTES
+    size_bytes = 3 * sources.CHUNK_BYTES
     (tmp_path / name).write_bytes(b"a" * size_bytes)
     told: list[int] = []
     (batch,) = batches(find(tmp_path), START, told.append)
@@ -77,8 +84,8 @@ def test_directories_are_searched_and_each_file_is_taken_once(tmp_path: pathlib.
 def test_the_suffix_tells_the_format(tmp_path: pathlib.Path) -> None:
     for name in ("a.jsonl", "b.txt"):
         (tmp_path / name).write_text("{}")
-    assert [source.format for source in find(tmp_path)] == [Format.JSONL, Format.TEXT]
-    assert find_sources([str(tmp_path / "a.jsonl")], (), Format.TEXT)[0].format is Format.TEXT
+    assert [source.format for source in find(tmp_path)] == [DocumentFormat.JSONL, DocumentFormat.TEXT]
+    assert find_sources([str(tmp_path / "a.jsonl")], (), DocumentFormat.TEXT)[0].format is DocumentFormat.TEXT
 
 
 @pytest.mark.parametrize(

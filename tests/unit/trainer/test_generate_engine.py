@@ -30,9 +30,9 @@ from megatronapp_trainer.inference.build import checkpoint_config, generation_la
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.errors import CacheTooLargeError, EngineLostError, QueueFullError, RequestError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, PromptEvent, TokenEvent
-from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.model_runner import RunnerOptions
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.inference.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.torch
 
@@ -65,7 +65,7 @@ def run(engine: Engine, *requests: GenerationRequest) -> list[Event]:
     return drain(engine)
 
 
-def joins(_gang: Gang, engine: Engine, _plain: Any) -> None:
+def joins(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     """A request that comes while another generates, and reads its prompt in between, changes nothing for either."""
     apart = [generated(run(engine, greedy(name, PROMPTS[place])), name) for name, place in (("a", 0), ("d", 3))]
     engine.submit(greedy("a", PROMPTS[0]))
@@ -82,7 +82,7 @@ def joins(_gang: Gang, engine: Engine, _plain: Any) -> None:
     assert any(kind == {"a", "d"} for kind in kinds)
 
 
-def mixes(gang: Gang, engine: Engine, _plain: Any) -> None:
+def mixes(gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     """Requests that come whenever they like, many more than slots, some of them cancelled: each as if it were alone."""
     source = random.Random(3)
     wanted = [
@@ -111,7 +111,7 @@ def mixes(gang: Gang, engine: Engine, _plain: Any) -> None:
         assert (finish_of(events, one.id).reason == "cancelled") == (said != apart[one.id])
 
 
-def stops(_gang: Gang, engine: Engine, _plain: Any) -> None:
+def stops(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     tokens = generated(run(engine, greedy("whole", PROMPTS[1])), "whole")
     pair = tuple(tokens[3:5])
     ended = run(engine, greedy("pair", PROMPTS[1], stop_tokens=((VOCABULARY - 1,) * 3, pair)))
@@ -127,7 +127,7 @@ def stops(_gang: Gang, engine: Engine, _plain: Any) -> None:
     assert said == whole[: whole.index(text)]
 
 
-def ends_of_documents(gang: Gang, _engine: Engine, _plain: Any) -> None:
+def ends_of_documents(gang: WorkerGroup, _engine: Engine, _plain: Any) -> None:
     """The second token of this prompt's answer stands for the end of a document."""
     tokens = generated(run(Engine(gang), greedy("whole", PROMPTS[2])), "whole")
     engine = Engine(gang, decode=decode, end_tokens={tokens[1]})
@@ -147,7 +147,7 @@ def ends_of_documents(gang: Gang, _engine: Engine, _plain: Any) -> None:
     assert texts == {"whole": decode(tokens), "plain": decode(one for one in tokens if one != tokens[1])}
 
 
-def cancels(_gang: Gang, engine: Engine, _plain: Any) -> None:
+def cancels(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     whole = generated(run(engine, greedy("b", PROMPTS[1])), "b")
     for name, place in (("a", 0), ("b", 1), ("c", 2)):
         engine.submit(greedy(name, PROMPTS[place]))
@@ -166,7 +166,7 @@ def cancels(_gang: Gang, engine: Engine, _plain: Any) -> None:
     assert not engine.cancel("a")
 
 
-def tells_of_prompts(_gang: Gang, engine: Engine, plain: Any) -> None:
+def tells_of_prompts(_gang: WorkerGroup, engine: Engine, plain: Any) -> None:
     """Log-probabilities, candidates and logits of every position, in three chunks, equal plain torch's."""
     request = greedy("all", PROMPTS[3], 4, prompt_logprobs=True, logits=True, candidates=5)
     events = run(engine, request, greedy("none", PROMPTS[0], 4))
@@ -190,7 +190,7 @@ def tells_of_prompts(_gang: Gang, engine: Engine, plain: Any) -> None:
     assert torch.equal(told[-1].logits, made[0].logits)
 
 
-def reads_only(_gang: Gang, engine: Engine, _plain: Any) -> None:
+def reads_only(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     """No new tokens: the prompt is scored."""
     events = run(engine, greedy("score", PROMPTS[0], 0, prompt_logprobs=True))
     assert len(prompt_events(events, "score")) == 5
@@ -198,7 +198,7 @@ def reads_only(_gang: Gang, engine: Engine, _plain: Any) -> None:
     assert finish_of(events, "score").reason == "length"
 
 
-def waits_in_line(_gang: Gang, engine: Engine, _plain: Any) -> None:
+def waits_in_line(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     for index in range(3):
         engine.submit(greedy(str(index), PROMPTS[0]))
     engine.step()
@@ -214,7 +214,7 @@ def waits_in_line(_gang: Gang, engine: Engine, _plain: Any) -> None:
     assert order == sorted(order)
 
 
-def wakes(_gang: Gang, engine: Engine, _plain: Any) -> None:
+def wakes(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     """Whoever waits for work sleeps until another thread brings some."""
     assert not engine.wait_for_work(timeout_s=0)
     other = threading.Thread(target=engine.submit, args=(greedy("a", PROMPTS[0], 1),))
@@ -224,7 +224,7 @@ def wakes(_gang: Gang, engine: Engine, _plain: Any) -> None:
     drain(engine)
 
 
-def refuses(gang: Gang, engine: Engine, _plain: Any) -> None:
+def refuses(gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     for field, request in (
         ("max_new_tokens", greedy("a", PROMPTS[3], 25)),
         ("prompt", greedy("a", (1, VOCABULARY))),
@@ -238,7 +238,7 @@ def refuses(gang: Gang, engine: Engine, _plain: Any) -> None:
     assert not engine.is_busy
 
 
-def shows_hooks(gang: Gang, engine: Engine, _plain: Any) -> None:
+def shows_hooks(gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     """Queries and keys before and after rotation, values, and what attention is given: at prefill and at decode."""
     seen: dict[str, list[Any]] = {"attention": [], "core": [], "rotation": []}
     attention = gang.stage.model.decoder.layers[1].self_attention
@@ -398,4 +398,4 @@ def test_a_gang_is_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_that_cannot_work() -> None:
     with pytest.raises(UsageError, match="slots is 0"):
-        Options(slots=0)
+        RunnerOptions(slots=0)

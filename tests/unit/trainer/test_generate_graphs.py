@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.inference.lru import Recent
-from megatronapp_trainer.inference.model.cuda_graphs import Graphs
+from megatronapp_trainer.inference.lru import LruCache
+from megatronapp_trainer.inference.model.cuda_graphs import GraphCache
 
 
 @given(st.lists(st.integers(0, 6)), st.integers(1, 4))
@@ -21,7 +21,7 @@ def test_the_last_ones_are_kept_and_every_other_is_told_of(asked: list[int], mos
         made.append(key)
         return f"v{key}"
 
-    recent: Recent[int, str] = Recent(most, lambda key, value: gone.append(key if value == f"v{key}" else -1))
+    recent: LruCache[int, str] = LruCache(most, lambda key, value: gone.append(key if value == f"v{key}" else -1))
     for place, key in enumerate(asked):
         assert recent.get(key, functools.partial(make, key)) == f"v{key}"
         last = list(dict.fromkeys(reversed(asked[: place + 1])))[:most]
@@ -50,7 +50,7 @@ class Captures:
 
 def test_families_share_memory_and_the_one_that_nobody_looks_at_stays() -> None:
     captures, gone = Captures(), list[Any]()
-    graphs = Graphs(enabled=True, most=2, forget=gone.append, capture=captures)
+    graphs = GraphCache(enabled=True, most=2, forget=gone.append, capture=captures)
     for family, key in ((None, 1), ("a", 1), ("a", 2), (None, 2), ("a", 1), ("b", 1)):
         assert graphs.run(family, key, functools.partial(tuple, (family, key))) == (family, key)
     assert captures.pools == [None, None, 2, 1, None]
@@ -73,7 +73,7 @@ def test_families_share_memory_and_the_one_that_nobody_looks_at_stays() -> None:
 
 def test_without_graphs_everything_is_computed() -> None:
     captures = Captures()
-    graphs = Graphs(enabled=False, capture=captures)
+    graphs = GraphCache(enabled=False, capture=captures)
     results = iter(range(3))
     assert [graphs.run("a", 1, lambda: next(results)) for _ in range(3)] == [0, 1, 2]
     assert captures.pools == []
@@ -81,7 +81,7 @@ def test_without_graphs_everything_is_computed() -> None:
 
 def test_turns_of_a_family_share_no_memory_and_go_together() -> None:
     captures, gone = Captures(), list[Any]()
-    graphs = Graphs(enabled=True, forget=gone.append, capture=captures)
+    graphs = GraphCache(enabled=True, forget=gone.append, capture=captures)
     for turn in (0, 1, 0, 1):
         assert graphs.run("a", 1, functools.partial(tuple, (turn,)), turn=turn) == (turn,)
     graphs.run("a", 2, tuple, turn=1)

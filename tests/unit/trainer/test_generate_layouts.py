@@ -26,8 +26,8 @@ from generating_ranks import (
 from plain_gpt import PlainGpt
 
 from megatronapp_trainer.inference.build import build_model, checkpoint_config, load_weights
-from megatronapp_trainer.inference.forward_observer import Sight
-from megatronapp_trainer.inference.model.cuda_graphs import Graphs
+from megatronapp_trainer.inference.forward_observer import StepContext
+from megatronapp_trainer.inference.model.cuda_graphs import GraphCache
 from megatronapp_trainer.inference.request import GenerationRequest
 
 pytestmark = pytest.mark.torch
@@ -115,7 +115,7 @@ def let_go() -> tuple[int, int]:
         config = config_of(f"--tensor-model-parallel-size 2 {VARIANTS['learned-tied']}")
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
         replays = Replays()
-        gang.stage._graphs = Graphs(enabled=True, capture=replays)
+        gang.stage._graphs = GraphCache(enabled=True, capture=replays)
         if engine is None:
             gang.follow()
         else:
@@ -196,7 +196,7 @@ class Reader:
         self._stage = stage
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def begin(self, _sight: Sight) -> str:
+    def begin(self, _sight: StepContext) -> str:
         if self._seen is not None:
             self.unchanged.append(torch.equal(*self._seen))
         return "all"
@@ -240,7 +240,7 @@ def train(flags: str) -> None:
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
     from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     config = config_of(flags)
     layout = layout_of(config)
@@ -248,7 +248,7 @@ def train(flags: str) -> None:
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     manager = CheckpointManager(config, layout)
-    Trainer(run, build_iterators(config, layout, 0), stop_wish=StopWish(), checkpoints=manager).train()
+    Trainer(run, build_iterators(config, layout, 0), stop_wish=StopRequest(), checkpoints=manager).train()
     destroy_groups()
 
 

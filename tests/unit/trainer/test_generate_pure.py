@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import CacheTooLargeError, QueueFullError, RequestError
-from megatronapp_trainer.inference.idle_window import Lull
-from megatronapp_trainer.inference.model.kv_cache import CacheShape, check_room
-from megatronapp_trainer.inference.model.sampling import _kept, choose, gumbel_noise, noise_keys, read
-from megatronapp_trainer.inference.model.token_statistics import Measurer
+from megatronapp_trainer.inference.idle_window import IdleWindow
+from megatronapp_trainer.inference.model.kv_cache import KvCacheShape, check_memory
+from megatronapp_trainer.inference.model.sampling import _sampling_mask, choose, gumbel_noise, noise_keys, read
+from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
 from megatronapp_trainer.inference.rank_channel import _packed, _unpacked
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.inference.scheduler import MOST_AHEAD, Board
-from megatronapp_trainer.inference.step_plan import Output, Sampling
+from megatronapp_trainer.inference.scheduler import MOST_AHEAD, Scheduler
+from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_neighbour_that_filters_takes_no_token_away() -> None:
     """Sums of floats reach 1 early where there are many tokens."""
     logits = torch.cat((torch.tensor([30.0]), torch.linspace(0, -30, 5000)))
     ordered, free, bound = logits.expand(2, -1), torch.zeros(2, dtype=torch.int64), torch.tensor([1.0, 0.9])
-    assert _kept(ordered, free, bound).sum(1).tolist() == [5001, 1]
+    assert _sampling_mask(ordered, free, bound).sum(1).tolist() == [5001, 1]
 
 
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
@@ -105,13 +105,13 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
 
 def test_readings_of_mixed_outputs() -> None:
     logits = torch.tensor([LOGITS, LOGITS, LOGITS])
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, noise=noise_keys(7, 0))
+    sampling = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, noise=noise_keys(7, 0))
     outputs = (
-        Output(row=0, candidates=3),
-        Output(row=1, target=3, logits=True),
-        Output(row=2, sampling=sampling, candidates=1),
+        OutputRequest(row=0, candidates=3),
+        OutputRequest(row=1, target=3, logits=True),
+        OutputRequest(row=2, sampling=sampling, candidates=1),
     )
-    greedy, target, sampled = read(logits, outputs, Measurer(rows=3), Lull())
+    greedy, target, sampled = read(logits, outputs, StatisticsLauncher(rows=3), IdleWindow())
     logprobs = torch.tensor(LOGITS).log_softmax(0).tolist()
     assert greedy.token == 2
     assert greedy.logprob == pytest.approx(logprobs[2])
@@ -127,8 +127,8 @@ def test_readings_of_mixed_outputs() -> None:
 
 def test_measures_of_more_rows_than_there_is_memory_for() -> None:
     logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(3))
-    whole = Measurer(rows=8).launch(logits, [3, 0, 3, 2, 3])
-    parts = Measurer(rows=2).launch(logits, [3, 0, 3, 2, 3])
+    whole = StatisticsLauncher(rows=8).launch(logits, [3, 0, 3, 2, 3])
+    parts = StatisticsLauncher(rows=2).launch(logits, [3, 0, 3, 2, 3])
     assert [row for row in range(5) if whole[row] is None] == [row for row in range(5) if parts[row] is None] == [1]
     for row, (one, other) in enumerate(zip(whole, parts, strict=True)):
         if one is not None and other is not None:
@@ -173,8 +173,8 @@ def test_a_character_comes_when_it_is_whole() -> None:
     assert [stream.feed(token) for token in "a\u20acb".encode()] == ["a", "", "", "\u20ac", "b"]
 
 
-def board(**sizes: int) -> Board:
-    return Board(**({"slots": 2, "prefill_chunk": 4, "most_waiting": 100} | sizes))
+def board(**sizes: int) -> Scheduler:
+    return Scheduler(**({"slots": 2, "prefill_chunk": 4, "most_waiting": 100} | sizes))
 
 
 @given(
@@ -247,7 +247,7 @@ def test_the_background_waits_behind_all_others_and_each_kind_in_its_order(calls
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_the_background_waits_for_so_many_and_no_more(kinds: list[bool]) -> None:
-    line = Board(slots=1, prefill_chunk=4, most_waiting=64)
+    line = Scheduler(slots=1, prefill_chunk=4, most_waiting=64)
     line.add(*(GenerationRequest(id=str(place), prompt=(1,), is_background=kind) for place, kind in enumerate(kinds)))
     ahead, seen = 0, []
     while line.waiting:
@@ -264,25 +264,25 @@ def test_the_background_waits_for_so_many_and_no_more(kinds: list[bool]) -> None
     assert not seen[0].is_background or all(kinds)
 
 
-def shape(**sizes: int) -> CacheShape:
+def shape(**sizes: int) -> KvCacheShape:
     values = {"layers": 4, "slots": 8, "capacity": 1023, "key_heads": 2, "channels": 64} | sizes
-    return CacheShape(**values, dtype=torch.bfloat16)
+    return KvCacheShape(**values, dtype=torch.bfloat16)
 
 
 def test_the_size_of_the_cache() -> None:
     assert shape().num_bytes == 2 * 4 * 8 * 1024 * 2 * 64 * 2
-    check_room(shape(), free_bytes=shape().num_bytes * 2, place="cpu")
+    check_memory(shape(), free_bytes=shape().num_bytes * 2, place="cpu")
 
 
 @given(st.integers(1, 2**26))
 def test_what_is_said_to_fit_does(free_bytes: int) -> None:
     try:
-        check_room(shape(), free_bytes=free_bytes, place="cpu")
+        check_memory(shape(), free_bytes=free_bytes, place="cpu")
     except CacheTooLargeError as error:
         offers = str(error).partition("what fits: ")[2]
         for offer in filter(None, offers.split(", or ")):
             words = offer.split()
-            check_room(shape(slots=int(words[0]), capacity=int(words[3])), free_bytes=free_bytes, place="cpu")
+            check_memory(shape(slots=int(words[0]), capacity=int(words[3])), free_bytes=free_bytes, place="cpu")
     else:
         assert shape().num_bytes <= free_bytes
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.trace import RECORD, Counter, Kind
+from megatronapp_common.trace import RECORD, Counter, RecordKind
 from megatronapp_native import RingReader
 from megatronapp_trainer.launch.preflight import gpu_counters
 from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader, visible_devices
 from megatronapp_trainer.launch.reporting import counters
-from megatronapp_trainer.launch.reporting.counters import CounterThread, Pressure, RunQueue, Sampler
+from megatronapp_trainer.launch.reporting.counters import CounterSampler, CounterThread, PressureReader, RunQueueReader
 
 SECOND = 10**9
 
@@ -97,7 +97,7 @@ def test_a_process_that_ends_while_its_threads_are_listed(
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", ended)
         patch.setattr(os, "listdir", ended)
-        assert RunQueue(7, tmp_path).read(SECOND) is None
+        assert RunQueueReader(7, tmp_path).read(SECOND) is None
 
 
 def test_no_driver_means_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_no_driver_means_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pressure_is_the_share_of_the_interval(tmp_path: pathlib.Path) -> None:
     (tmp_path / "pressure").mkdir()
     file = tmp_path / "pressure" / "cpu"
-    pressure = Pressure(tmp_path)
+    pressure = PressureReader(tmp_path)
     assert pressure.read(0) is None
     file.write_text("some avg10=0.00 avg60=0.00 avg300=0.00 total=1000000\nfull avg10=0.00 total=7\n")
     assert pressure.read(5 * SECOND) is None
@@ -133,7 +133,7 @@ def thread(proc: pathlib.Path, name: str, wait_ns: int) -> None:
 
 
 def test_run_queue_sums_over_threads_that_come_and_go(tmp_path: pathlib.Path) -> None:
-    queue = RunQueue(7, tmp_path)
+    queue = RunQueueReader(7, tmp_path)
     assert queue.read(SECOND) is None
     thread(tmp_path, "7", 100)
     thread(tmp_path, "8", 900)
@@ -145,7 +145,7 @@ def test_run_queue_sums_over_threads_that_come_and_go(tmp_path: pathlib.Path) ->
 
 
 def test_our_own_run_queue_can_be_read() -> None:
-    queue = RunQueue(os.getpid())
+    queue = RunQueueReader(os.getpid())
     if not pathlib.Path("/proc/self/schedstat").exists():
         pytest.skip("this kernel has no schedstat")
     queue.read(SECOND)
@@ -162,7 +162,7 @@ def test_float_bits(value: float) -> None:
 def test_thread_writes_and_closes_its_ring(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver(count=1))
     path = tmp_path / "worker.ring"
-    sampler = Sampler(lambda: {0: os.getpid()}, DeviceReader({}))
+    sampler = CounterSampler(lambda: {0: os.getpid()}, DeviceReader({}))
     with CounterThread(path, attempt=3, metadata={"worker": 1}, sampler=sampler):
         reader = RingReader(str(path))
         while reader.info().head < len(gpu_counters.READERS):
@@ -171,12 +171,12 @@ def test_thread_writes_and_closes_its_ring(tmp_path: pathlib.Path, monkeypatch: 
     assert (info.closed, info.attempt, info.metadata) == (True, 3, b'{"worker": 1}')
     records = np.frombuffer(reader.read(100)[0], RECORD)
     temperature = records[records["comm"] == Counter.GPU_TEMPERATURE_C][:1]
-    assert temperature["kind"] == Kind.COUNTER
+    assert temperature["kind"] == RecordKind.COUNTER
     assert temperature["aux"].view("<f4") == 60.0
 
 
 def test_without_room_there_are_no_counters(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    sampler = Sampler(dict, DeviceReader({}))
+    sampler = CounterSampler(dict, DeviceReader({}))
     with CounterThread(tmp_path / "missing" / "ring", attempt=0, metadata={}, sampler=sampler):
         pass
     assert "no counters of host and devices" in caplog.text

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_trainer.launch.reporting import log_relay
-from megatronapp_trainer.launch.reporting.log_relay import LONGEST_LINE, Echo, Follower
+from megatronapp_trainer.launch.reporting.log_relay import LONGEST_LINE, LogFollower, LogRelay
 
 
 def repeated(tmp_path: pathlib.Path, logs: dict[int, bytes]) -> bytes:
@@ -25,7 +25,7 @@ def repeated(tmp_path: pathlib.Path, logs: dict[int, bytes]) -> bytes:
 
     thread = threading.Thread(target=drain)
     thread.start()
-    with Echo(writer, paths):
+    with LogRelay(writer, paths):
         pass
     os.close(writer)
     thread.join()
@@ -53,7 +53,7 @@ def test_lines_do_not_depend_on_when_they_are_read(
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "rank-5.log"
     path.touch()
-    follower = Follower(5, path)
+    follower = LogFollower(5, path)
     lines: list[bytes] = []
     for chunk in chunks:
         with path.open("ab") as file:
@@ -72,7 +72,7 @@ def test_a_stdout_that_takes_nothing_holds_nobody_up(tmp_path: pathlib.Path, mon
     with path.open("ab") as rank:
         rank.write(b"z\n" * 200_000)  # far more than a pipe holds, and nobody reads it
     reader, writer = os.pipe()
-    with Echo(writer, {0: path}) as stuck:
+    with LogRelay(writer, {0: path}) as stuck:
         pass
     assert stuck._thread.is_alive()
     os.close(reader)  # the thread ends with EPIPE

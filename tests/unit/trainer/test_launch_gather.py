@@ -17,20 +17,20 @@ from megatronapp_trainer.launch.config import address
 from megatronapp_trainer.launch.config.settings import Endpoint
 from megatronapp_trainer.launch.rendezvous import member, messages
 from megatronapp_trainer.launch.rendezvous.coordinator import Coordinator
-from megatronapp_trainer.launch.rendezvous.gang_status import Board
-from megatronapp_trainer.launch.rendezvous.member import Member, join_gang
-from megatronapp_trainer.launch.rendezvous.messages import Expected, Join, News, Notice, Stop
-from megatronapp_trainer.launch.rendezvous.secure_channel import Wire
-from megatronapp_trainer.launch.rendezvous.session import gone
+from megatronapp_trainer.launch.rendezvous.gang_status import GangStatus
+from megatronapp_trainer.launch.rendezvous.member import GangMember, join_gang
+from megatronapp_trainer.launch.rendezvous.messages import EndNotice, ExpectedGang, JoinRequest, Notices, StopNotice
+from megatronapp_trainer.launch.rendezvous.secure_channel import SecureChannel
+from megatronapp_trainer.launch.rendezvous.session import connection_lost_notice
 
 TOKEN = "ab" * 32
 HOST = "127.0.0.2"
 DEADLINE_S = 30.0
-EXPECTED = Expected(uid="u", attempt=2, proc_per_node=(2, 1, 3))
+EXPECTED = ExpectedGang(uid="u", attempt=2, proc_per_node=(2, 1, 3))
 
 
-def join(index: int, **changes: Any) -> Join:
-    base = Join(
+def join(index: int, **changes: Any) -> JoinRequest:
+    base = JoinRequest(
         uid="u",
         attempt=2,
         index=index,
@@ -44,7 +44,7 @@ def join(index: int, **changes: Any) -> Join:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    with address.held_port(HOST) as port:
+    with address.reserved_port(HOST) as port:
         yield Endpoint(host=HOST, port=port)
 
 
@@ -71,12 +71,14 @@ async def coordinating(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def enter(endpoint: Endpoint, own: Join, *, token: str = TOKEN, timeout_s: float = DEADLINE_S) -> Member:
+async def enter(
+    endpoint: Endpoint, own: JoinRequest, *, token: str = TOKEN, timeout_s: float = DEADLINE_S
+) -> GangMember:
     return await join_gang(endpoint, token=token, own=own, timeout_s=timeout_s)
 
 
 @contextlib.asynccontextmanager
-async def gang(endpoint: Endpoint) -> AsyncIterator[tuple[Coordinator, Member, Member]]:
+async def gang(endpoint: Endpoint) -> AsyncIterator[tuple[Coordinator, GangMember, GangMember]]:
     async with coordinating(endpoint) as task:
         first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
         try:
@@ -86,9 +88,9 @@ async def gang(endpoint: Endpoint) -> AsyncIterator[tuple[Coordinator, Member, M
             await second.close()
 
 
-async def next_notice(one: Coordinator | Member) -> News:
+async def next_notice(one: Coordinator | GangMember) -> Notices:
     async with asyncio.timeout(DEADLINE_S):
-        return await one.news.get()
+        return await one.notices.get()
 
 
 @pytest.mark.asyncio
@@ -124,7 +126,9 @@ async def test_members_may_come_before_the_coordinator(endpoint: Endpoint, monke
         (join(1, address="::1"), "not one of IPv4"),
     ],
 )
-async def test_the_wrong_worker_is_refused_at_once_with_the_reason(endpoint: Endpoint, own: Join, words: str) -> None:
+async def test_the_wrong_worker_is_refused_at_once_with_the_reason(
+    endpoint: Endpoint, own: JoinRequest, words: str
+) -> None:
     async with coordinating(endpoint) as task:
         with pytest.raises(RendezvousError, match=f"worker 0 refused this worker: .*{words}"):
             await enter(endpoint, own)
@@ -141,7 +145,7 @@ async def test_the_wrong_worker_is_refused_at_once_with_the_reason(endpoint: End
     ],
 )
 async def test_who_may_meet_a_stale_coordinator_tries_until_the_deadline(
-    endpoint: Endpoint, own: Join, token: str, words: str
+    endpoint: Endpoint, own: JoinRequest, token: str, words: str
 ) -> None:
     async with coordinating(endpoint):
         with pytest.raises(RendezvousError, match=rf"no rank table from .* within 1 s; last: .*{words}"):
@@ -196,9 +200,11 @@ async def said(caplog: pytest.LogCaptureFixture, words: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def joined_by_hand(endpoint: Endpoint, own: Join) -> Wire:
+async def joined_by_hand(endpoint: Endpoint, own: JoinRequest) -> SecureChannel:
     """The connection of a worker that has sent its join and now says nothing."""
-    wire = await Wire.greet(*await asyncio.open_connection(endpoint.host, endpoint.port), token=TOKEN, side="worker")
+    wire = await SecureChannel.greet(
+        *await asyncio.open_connection(endpoint.host, endpoint.port), token=TOKEN, side="worker"
+    )
     wire.send(messages.join_to_json(own))
     return wire
 
@@ -323,22 +329,22 @@ async def test_a_stop_while_gathering_reaches_who_is_here(
 @pytest.mark.asyncio
 async def test_a_stop_is_told_to_all_others(endpoint: Endpoint) -> None:
     async with gang(endpoint) as (coordinator, first, second):
-        first.tell(Stop(worker=1))
-        assert await next_notice(coordinator) == await next_notice(second) == Stop(worker=1)
-        coordinator.tell(Stop(worker=0))
-        assert await next_notice(first) == await next_notice(second) == Stop(worker=0)
+        first.broadcast(StopNotice(worker=1))
+        assert await next_notice(coordinator) == await next_notice(second) == StopNotice(worker=1)
+        coordinator.broadcast(StopNotice(worker=0))
+        assert await next_notice(first) == await next_notice(second) == StopNotice(worker=0)
 
 
 @pytest.mark.asyncio
 async def test_progress_reaches_worker_0_only_where_it_is_wanted(endpoint: Endpoint) -> None:
-    board = Board(2)
+    board = GangStatus(2)
     async with coordinating(endpoint, board=board) as task:
         assert board.missing == [1, 2]
         first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
         assert board.missing == []
         second.report({"iteration": 7})
-        first.tell(Notice(worker=1, code=0))
-        second.tell(Notice(worker=2, code=0))
+        first.broadcast(EndNotice(worker=1, code=0))
+        second.broadcast(EndNotice(worker=2, code=0))
         coordinator = await task
         assert {(await next_notice(coordinator)).worker, (await next_notice(coordinator)).worker} == {1, 2}
         assert board.progress == {"iteration": 7}
@@ -346,10 +352,10 @@ async def test_progress_reaches_worker_0_only_where_it_is_wanted(endpoint: Endpo
         await second.close()
     async with gang(endpoint) as (coordinator, first, second):
         first.report({"iteration": 7})
-        first.tell(Stop(worker=1))
-        assert await next_notice(coordinator) == Stop(worker=1)
-        assert coordinator.news.empty()
-        assert await next_notice(second) == Stop(worker=1)
+        first.broadcast(StopNotice(worker=1))
+        assert await next_notice(coordinator) == StopNotice(worker=1)
+        assert coordinator.notices.empty()
+        assert await next_notice(second) == StopNotice(worker=1)
 
 
 def test_a_port_in_use_is_named(endpoint: Endpoint) -> None:
@@ -370,7 +376,7 @@ def listens(host: str, port: int) -> socket.socket:
 
 
 def test_the_port_for_torch_is_free_at_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    with address.held_port(HOST) as port:
+    with address.reserved_port(HOST) as port:
         assert port < 32768  # not one that an outgoing connection may take
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.9", port))
@@ -380,7 +386,7 @@ def test_the_port_for_torch_is_free_at_all_addresses(monkeypatch: pytest.MonkeyP
     with (
         listens("127.0.0.9", port),
         pytest.raises(RendezvousError, match="are all in use"),
-        address.held_port(HOST) as other,
+        address.reserved_port(HOST) as other,
     ):
         pytest.fail(f"took port {other}, where torch's store could not listen at all addresses")
 
@@ -388,7 +394,7 @@ def test_the_port_for_torch_is_free_at_all_addresses(monkeypatch: pytest.MonkeyP
 def test_addresses_of_others_are_refused() -> None:
     with (
         pytest.raises(RendezvousError, match=r"192.0.2.1 is not an address of this machine"),
-        address.held_port("192.0.2.1"),
+        address.reserved_port("192.0.2.1"),
     ):
         pytest.fail("held a port of another machine")
     with pytest.raises(UsageError, match="IPv6"):
@@ -397,13 +403,13 @@ def test_addresses_of_others_are_refused() -> None:
 
 @pytest.mark.asyncio
 async def test_a_failure_is_told_to_all_others(endpoint: Endpoint) -> None:
-    failure = Notice(worker=1, code=ExitCode.DATA, rank=2, message="rank 2 on worker 1 ended with exit code 65")
+    failure = EndNotice(worker=1, code=ExitCode.DATA, rank=2, message="rank 2 on worker 1 ended with exit code 65")
     async with gang(endpoint) as (coordinator, first, second):
-        first.tell(failure)
+        first.broadcast(failure)
         assert await next_notice(coordinator) == failure
         assert await next_notice(second) == failure
-        own = Notice(worker=0, code=ExitCode.PEER_LOST)
-        coordinator.tell(own)
+        own = EndNotice(worker=0, code=ExitCode.PEER_LOST)
+        coordinator.broadcast(own)
         assert await next_notice(first) == own
         assert await next_notice(second) == own
 
@@ -414,7 +420,7 @@ async def test_parting_without_a_word_is_a_loss(endpoint: Endpoint) -> None:
         await first.close()
         for one in (coordinator, second):
             notice = await next_notice(one)
-            assert notice == gone(1)
+            assert notice == connection_lost_notice(1)
 
 
 @pytest.mark.asyncio
@@ -422,24 +428,24 @@ async def test_the_coordinators_parting_is_a_loss_too(endpoint: Endpoint) -> Non
     async with gang(endpoint) as (coordinator, first, _second):
         await coordinator.close()
         notice = await next_notice(first)
-        assert notice == gone(0)
-        assert coordinator.news.empty()
+        assert notice == connection_lost_notice(0)
+        assert coordinator.notices.empty()
 
 
 @pytest.mark.asyncio
 async def test_parting_in_order_is_none(endpoint: Endpoint) -> None:
     async with gang(endpoint) as (coordinator, first, second):
-        done = Notice(worker=1, code=ExitCode.OK)
-        first.tell(done)
+        done = EndNotice(worker=1, code=ExitCode.OK)
+        first.broadcast(done)
         await first.close()
         assert await next_notice(coordinator) == await next_notice(second) == done
-        last = Notice(worker=0, code=ExitCode.OK)
-        coordinator.tell(last)
+        last = EndNotice(worker=0, code=ExitCode.OK)
+        coordinator.broadcast(last)
         await coordinator.close()
         assert await next_notice(second) == last
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await second.news.get()
+                await second.notices.get()
 
 
 @pytest.mark.asyncio

@@ -10,9 +10,9 @@ import pytest
 from megatronapp_common.names import Env
 from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.launch.config import interface
-from megatronapp_trainer.launch.config.interface import Place, attachment, find_place, pick_interface
+from megatronapp_trainer.launch.config.interface import WorkerAddress, attachment, find_worker_address, pick_interface
 from megatronapp_trainer.launch.ranks.environment import rank_environment
-from megatronapp_trainer.launch.rendezvous.messages import Join
+from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
 from megatronapp_trainer.launch.rendezvous.rank_table import build_table
 
 FOUND = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5", "10.0.0.6"), "ib1": ("192.168.1.5",), "ib0": (), "v6": ()}
@@ -55,8 +55,8 @@ def test_who_finds_no_interface_is_told_what_there_is() -> None:
 def test_the_interface_of_the_own_address_is_the_libraries_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left to themselves gloo and NCCL take what the host's name leads to, or any bridge of a node."""
     monkeypatch.setattr(interface, "own_interfaces", lambda: FOUND | {"cni0": ("10.244.0.1",), "bond0": ("10.7.0.3",)})
-    table = build_table([Join(uid="u", attempt=0, index=0, address="10.7.0.3", node="n", num_ranks=1, port=1)])
-    place = find_place({Env.ADDRESS: "10.7.0.3"}, "x")
+    table = build_table([JoinRequest(uid="u", attempt=0, index=0, address="10.7.0.3", node="n", num_ranks=1, port=1)])
+    place = find_worker_address({Env.ADDRESS: "10.7.0.3"}, "x")
     made = rank_environment({"NCCL_SOCKET_IFNAME": "mine"}, table, worker=0, local_rank=0, place=place)
     assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("bond0", "mine")
 
@@ -64,9 +64,11 @@ def test_the_interface_of_the_own_address_is_the_libraries_default(monkeypatch: 
 def test_the_interfaces_of_this_machine() -> None:
     name = next(one for one, addresses in interface.own_interfaces().items() if "127.0.0.1" in addresses)
     assert name in psutil.net_if_stats()
-    place = find_place({Env.INTERFACE: name, Env.ADDRESS: "127.0.0.7", Env.NETWORK_STATUS: "broken"}, "no-such-host")
-    assert place == Place(address="127.0.0.1", interface=name, door="127.0.0.7")
-    assert find_place({Env.INTERFACE: name}, "no-such-host").door == ""
+    place = find_worker_address(
+        {Env.INTERFACE: name, Env.ADDRESS: "127.0.0.7", Env.NETWORK_STATUS: "broken"}, "no-such-host"
+    )
+    assert place == WorkerAddress(address="127.0.0.1", interface=name, door="127.0.0.7")
+    assert find_worker_address({Env.INTERFACE: name}, "no-such-host").door == ""
 
 
 POD = {"name": "cbr0", "interface": "eth0", "ips": ["10.244.0.9"], "default": True, "dns": {}}
@@ -108,13 +110,13 @@ def test_the_ways_to_an_address_in_their_order(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(interface, "own_interfaces", lambda: FOUND)
     status = json.dumps([POD, RAIL])
     told: dict[str, str] = {Env.ADDRESS: "10.0.0.5"}
-    assert find_place({**told, Env.NETWORK_STATUS: status, Env.INTERFACE: "ib1"}, "x").address == "192.168.1.5"
-    assert find_place({**told, Env.NETWORK_STATUS: status}, "x") == Place(
+    assert find_worker_address({**told, Env.NETWORK_STATUS: status, Env.INTERFACE: "ib1"}, "x").address == "192.168.1.5"
+    assert find_worker_address({**told, Env.NETWORK_STATUS: status}, "x") == WorkerAddress(
         address="192.168.3.9", interface="net1", door="10.0.0.5"
     )
-    own = Place(address="10.0.0.5", interface="eth0", door="10.0.0.5")
-    assert find_place({**told, Env.NETWORK_STATUS: json.dumps([POD])}, "x") == own
-    assert find_place({Env.ADDRESS: "10.0.0.9"}, "x").interface is None, "no interface lists it"
-    assert find_place({}, "localhost").address == socket.gethostbyname("localhost")
+    own = WorkerAddress(address="10.0.0.5", interface="eth0", door="10.0.0.5")
+    assert find_worker_address({**told, Env.NETWORK_STATUS: json.dumps([POD])}, "x") == own
+    assert find_worker_address({Env.ADDRESS: "10.0.0.9"}, "x").interface is None, "no interface lists it"
+    assert find_worker_address({}, "localhost").address == socket.gethostbyname("localhost")
     with pytest.raises(UsageError, match="IPv6"):
-        find_place({Env.ADDRESS: "fe80::2", Env.INTERFACE: "ib1"}, "x")
+        find_worker_address({Env.ADDRESS: "fe80::2", Env.INTERFACE: "ib1"}, "x")

@@ -16,8 +16,8 @@ import pytest
 from launchers import Gang, wait_until
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.pages import PageWriter
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.pages import DocumentWriter
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 from megatronapp_trainer.launch.config import address
 
 pytestmark = pytest.mark.process
@@ -93,22 +93,22 @@ def ask(port: int, token: str) -> tuple[int, Any]:
 
 
 def test_worker_0_tells_table_and_progress_of_the_gang(gang: Gang) -> None:
-    with address.held_port("127.0.0.2") as port:
+    with address.reserved_port("127.0.0.2") as port:
         pass
-    token = derive(read_secret(gang.tmp / "secret"), Role.VIEWER)
+    token = derive_token(read_secret(gang.tmp / "secret"), TokenRole.VIEWER)
     gang.start(dict.fromkeys(range(4), "polite"), only=0, STATUS_PORT=str(port))
     wait_until(lambda: ask(port, token)[0] == 200)
     answer = ask(port, token)[1]
     assert (answer["phase"], answer["missing"], answer["rankTable"]) == ("Gathering", [1], None)
     gang.start(dict.fromkeys(range(4), "polite"), only=1)  # has no port for a status, and reports all the same
     gang.running(BOTH)
-    page = PageWriter(gang.shm / "demo-w1.progress")
+    page = DocumentWriter(gang.shm / "demo-w1.progress")
     page.write({"iteration": 7, "state": "training"})
     wait_until(lambda: ask(port, token)[1]["progress"] == {"iteration": 7, "state": "training"})
     answer = ask(port, token)[1]
     assert (answer["attempt"], answer["phase"], answer["missing"]) == (0, "Running", [])
     assert answer["rankTable"] == json.loads((gang.workers[1].run_dir / "rank-table.json").read_text())
-    assert ask(port, derive(read_secret(gang.tmp / "secret"), Role.AGENT))[0] == 401
+    assert ask(port, derive_token(read_secret(gang.tmp / "secret"), TokenRole.AGENT))[0] == 401
     gang.workers[1].process.terminate()
     assert [worker.end() for worker in gang.workers] == [ExitCode.PREEMPTED] * 2
     page.close()

@@ -11,15 +11,15 @@ from ports import held_ports
 from refusals import first_refusal
 
 from megatronapp_common.names import ExitCode, RankOrder
-from megatronapp_trainer.launch.config.interface import Place
+from megatronapp_trainer.launch.config.interface import WorkerAddress
 from megatronapp_trainer.launch.preflight import machine, reachability, run
-from megatronapp_trainer.launch.preflight.requirements import Preflight
-from megatronapp_trainer.launch.ranks.outcome import STOPPED, Outcome
+from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
+from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
-from megatronapp_trainer.launch.rendezvous.messages import Join, News, Notice, Stop
-from megatronapp_trainer.launch.rendezvous.session import Alone
+from megatronapp_trainer.launch.rendezvous.messages import EndNotice, JoinRequest, Notices, StopNotice
+from megatronapp_trainer.launch.rendezvous.session import SingleWorkerGang
 
-PLACE = Place(address="127.0.0.2", door="127.0.0.2")
+PLACE = WorkerAddress(address="127.0.0.2", door="127.0.0.2")
 DEADLINE_S = 30.0
 
 
@@ -94,13 +94,16 @@ def test_links_are_up_where_they_are_needed(
 
 
 def test_an_interface_that_is_not_up_is_named(tmp_path: pathlib.Path) -> None:
-    assert text(machine.find_faults(Preflight(), shm=tmp_path, interface="none9")) == "the interface none9 is down"
-    assert text(machine.find_faults(Preflight(gpus=0, shm_bytes=1), shm=tmp_path, interface=None)) == ""
+    assert (
+        text(machine.find_faults(PreflightRequirements(), shm=tmp_path, interface="none9"))
+        == "the interface none9 is down"
+    )
+    assert text(machine.find_faults(PreflightRequirements(gpus=0, shm_bytes=1), shm=tmp_path, interface=None)) == ""
 
 
 def briefing(ports: dict[int, int]) -> Briefing:
     joins = [
-        Join(
+        JoinRequest(
             uid="u",
             attempt=2,
             index=index,
@@ -115,16 +118,16 @@ def briefing(ports: dict[int, int]) -> Briefing:
     return Briefing.of(joins, RankOrder.INDEX, report=False)
 
 
-async def looked(found: Briefing, tmp_path: pathlib.Path, **changes: Any) -> Outcome | None:
-    wanted = Preflight(**{"timeout_s": 0.1, **changes})
-    return await run.look(wanted, found, uid="u", index=0, place=PLACE, shm=tmp_path)
+async def looked(found: Briefing, tmp_path: pathlib.Path, **changes: Any) -> LauncherOutcome | None:
+    wanted = PreflightRequirements(**{"timeout_s": 0.1, **changes})
+    return await run.run_preflight(wanted, found, uid="u", index=0, place=PLACE, shm=tmp_path)
 
 
 @pytest.mark.asyncio
 async def test_who_answers_as_the_right_worker_is_reached(tmp_path: pathlib.Path) -> None:
     async with (
-        reachability.answering("127.0.0.3", reachability.answer("u", 2, 1)) as right,
-        reachability.answering("127.0.0.4", reachability.answer("u", 1, 2)) as older,
+        reachability.answer_probes("127.0.0.3", reachability.answer("u", 2, 1)) as right,
+        reachability.answer_probes("127.0.0.4", reachability.answer("u", 1, 2)) as older,
     ):
         assert await looked(briefing({0: 5, 1: right, 2: 0}), tmp_path) is None
         stale = await looked(briefing({0: 5, 1: right, 2: older}), tmp_path)
@@ -171,42 +174,42 @@ async def test_a_fault_of_the_machine_comes_before_the_network(tmp_path: pathlib
     assert found.message.startswith("worker 0 on node node-0: ")
 
 
-FAILED = Notice(worker=1, code=ExitCode.OWN_FAILURE, message="worker 1 on node node-1: 7 of 8 GPUs answer")
+FAILED = EndNotice(worker=1, code=ExitCode.OWN_FAILURE, message="worker 1 on node node-1: 7 of 8 GPUs answer")
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("news", "outcome"),
     [
-        ([FAILED], Outcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=FAILED.message)),
+        ([FAILED], LauncherOutcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=FAILED.message)),
         (
-            [Notice(worker=1, code=75), FAILED],
-            Outcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=FAILED.message),
+            [EndNotice(worker=1, code=75), FAILED],
+            LauncherOutcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=FAILED.message),
         ),
-        ([Stop(worker=1)], STOPPED),
+        ([StopNotice(worker=1)], STOPPED),
     ],
 )
-async def test_what_others_tell_ends_the_looking(news: list[News], outcome: Outcome) -> None:
-    gang = Alone(briefing({0: 0}))
+async def test_what_others_tell_ends_the_looking(news: list[Notices], outcome: LauncherOutcome) -> None:
+    gang = SingleWorkerGang(briefing({0: 0}))
     never = asyncio.create_task(asyncio.Event().wait())
     for one in news:
-        gang.news.put_nowait(one)
+        gang.notices.put_nowait(one)
     async with asyncio.timeout(DEADLINE_S):
-        assert await run.unless_told(gang, never) == outcome  # type: ignore[arg-type]
+        assert await run.until_notice(gang, never) == outcome  # type: ignore[arg-type]
     await asyncio.gather(never, return_exceptions=True)
     assert never.cancelled()
 
 
 @pytest.mark.asyncio
 async def test_what_was_heard_meanwhile_is_not_forgotten() -> None:
-    gang = Alone(briefing({0: 0}))
-    done = Notice(worker=1, code=0)
-    gang.news.put_nowait(done)
+    gang = SingleWorkerGang(briefing({0: 0}))
+    done = EndNotice(worker=1, code=0)
+    gang.notices.put_nowait(done)
 
-    async def fine() -> Outcome | None:
-        while not gang.news.empty():
+    async def fine() -> LauncherOutcome | None:
+        while not gang.notices.empty():
             await asyncio.sleep(0)
         return None
 
-    assert await run.unless_told(gang, asyncio.create_task(fine())) is None
-    assert gang.news.get_nowait() == done
+    assert await run.until_notice(gang, asyncio.create_task(fine())) is None
+    assert gang.notices.get_nowait() == done

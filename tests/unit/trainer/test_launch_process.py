@@ -15,7 +15,7 @@ import pytest
 from launchers import DEADLINE_S, Gang, alive, wait_until
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.trace import RECORD, Counter, Kind
+from megatronapp_common.trace import RECORD, Counter, RecordKind
 from megatronapp_native import RingReader
 from megatronapp_trainer.launch.config import address
 from megatronapp_trainer.launch.ranks import process
@@ -112,14 +112,14 @@ def test_ranks_that_hang_are_told_of_a_lost_peer_and_end_by_themselves(gang: Gan
 def test_who_leaves_by_itself_when_a_peer_is_lost_ends_as_it_likes() -> None:
     code = (
         "import os, signal, sys, threading\n"
-        "from megatronapp_trainer import lost\n"
-        "lost.LINGER_S = 600\n"
-        "before, heard = signal.getsignal(lost.PEER_LOST), threading.Event()\n"
-        "with lost.LossWatch(heard.set):\n"
+        "from megatronapp_trainer.parallel import peer_loss\n"
+        "peer_loss.LINGER_S = 600\n"
+        "before, heard = signal.getsignal(peer_loss.PEER_LOST), threading.Event()\n"
+        "with peer_loss.PeerLossListener(heard.set):\n"
         "    os.kill(os.getpid(), signal.SIGCHLD)\n"
-        "    os.kill(os.getpid(), lost.PEER_LOST)\n"
+        "    os.kill(os.getpid(), peer_loss.PEER_LOST)\n"
         "    heard.wait()\n"
-        "assert signal.getsignal(lost.PEER_LOST) is before and signal.set_wakeup_fd(-1) == -1\n"
+        "assert signal.getsignal(peer_loss.PEER_LOST) is before and signal.set_wakeup_fd(-1) == -1\n"
         "sys.exit(7)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
@@ -203,7 +203,7 @@ def test_counters_reach_the_worker_ring_where_a_hub_is(gang: Gang) -> None:
     gang.go()
     wait_until(lambda: reader.info().closed)
     records = np.frombuffer(reader.read(1000)[0], RECORD)
-    assert set(records["kind"]) == {Kind.COUNTER}
+    assert set(records["kind"]) == {RecordKind.COUNTER}
     assert set(records["comm"]) <= {counter.value for counter in Counter}
     waits = records[records["comm"] == Counter.RANK_RUN_QUEUE]
     assert set(waits["ordinal"]) <= {0, 1}

@@ -16,24 +16,24 @@ from hypothesis import strategies as st
 from megatronapp_common.names import Env, ExitCode, RankOrder
 from megatronapp_trainer.errors import MessageError, RefusedError, UsageError
 from megatronapp_trainer.launch.config import address
-from megatronapp_trainer.launch.config.interface import Place
-from megatronapp_trainer.launch.config.settings import Settings
-from megatronapp_trainer.launch.preflight.requirements import Preflight
+from megatronapp_trainer.launch.config.interface import WorkerAddress
+from megatronapp_trainer.launch.config.settings import LauncherSettings
+from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
 from megatronapp_trainer.launch.ranks import outcome
 from megatronapp_trainer.launch.ranks.environment import rank_environment
-from megatronapp_trainer.launch.ranks.failure_cause import Event, RankEnd, Standing, judge
-from megatronapp_trainer.launch.ranks.outcome import Outcome
+from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureState, RankEnd, judge
+from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome
 from megatronapp_trainer.launch.rendezvous import messages
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
-from megatronapp_trainer.launch.rendezvous.messages import Expected, Join, Notice, Stop
+from megatronapp_trainer.launch.rendezvous.messages import EndNotice, ExpectedGang, JoinRequest, StopNotice
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable, build_table
 
 TOKEN = "ab" * 32
-PLACE = Place(address="10.0.0.2", door="10.0.0.2")
+PLACE = WorkerAddress(address="10.0.0.2", door="10.0.0.2")
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
 
-def join(index: int = 1, **changes: Any) -> Join:
+def join(index: int = 1, **changes: Any) -> JoinRequest:
     fields: dict[str, Any] = {
         "uid": "u",
         "attempt": 2,
@@ -43,10 +43,10 @@ def join(index: int = 1, **changes: Any) -> Join:
         "num_ranks": 2,
         "port": 29500 + index,
     }
-    return Join(**{**fields, **changes})
+    return JoinRequest(**{**fields, **changes})
 
 
-EXPECTED = Expected(uid="u", attempt=2, proc_per_node=(2, 2, 2))
+EXPECTED = ExpectedGang(uid="u", attempt=2, proc_per_node=(2, 2, 2))
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 
 def test_settings_are_read_from_the_environment() -> None:
-    settings = Settings.from_environment(environment(HUB_URL="http://h:1"), host_name="box")
+    settings = LauncherSettings.from_environment(environment(HUB_URL="http://h:1"), host_name="box")
     assert settings.num_workers == 2
     assert settings.num_ranks == 3
     assert settings.node == "box"
@@ -81,11 +81,11 @@ def test_settings_are_read_from_the_environment() -> None:
 
 
 def test_a_lone_worker_needs_no_coordinator() -> None:
-    assert Settings.from_environment(environment(PROC_PER_NODE="3x2"), host_name="box").proc_per_node == (3, 3)
+    assert LauncherSettings.from_environment(environment(PROC_PER_NODE="3x2"), host_name="box").proc_per_node == (3, 3)
     alone = environment(NUM_WORKERS="1", PROC_PER_NODE="4", WORKER_INDEX="0", COORDINATOR=None, SECRET_FILE=None)
-    assert Settings.from_environment(alone, host_name="box").coordinator is None
+    assert LauncherSettings.from_environment(alone, host_name="box").coordinator is None
     with pytest.raises(UsageError, match="MEGATRONAPP_SECRET_FILE is not set"):
-        Settings.from_environment({**alone, Env.STATUS_PORT: "19401"}, host_name="box")
+        LauncherSettings.from_environment({**alone, Env.STATUS_PORT: "19401"}, host_name="box")
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_a_lone_worker_needs_no_coordinator() -> None:
     [
         (None, None),
         ('{"enabled": false, "gpus": 8}', None),
-        ('{"enabled": true, "timeoutSeconds": 7}', Preflight(timeout_s=7)),
+        ('{"enabled": true, "timeoutSeconds": 7}', PreflightRequirements(timeout_s=7)),
         (
             '{"gpus": 0, "shmBytes": 5, "rdma": true, "hca": "mlx5"}',
-            Preflight(gpus=0, shm_bytes=5, rdma=True, hca="mlx5"),
+            PreflightRequirements(gpus=0, shm_bytes=5, rdma=True, hca="mlx5"),
         ),
-        ('{"rdma": {"enabled": false}, "hca": null}', Preflight()),
+        ('{"rdma": {"enabled": false}, "hca": null}', PreflightRequirements()),
     ],
 )
-def test_what_the_preflight_is_to_look_at(text: str | None, wanted: Preflight | None) -> None:
-    assert Settings.from_environment(environment(PREFLIGHT=text), host_name="box").preflight == wanted
+def test_what_the_preflight_is_to_look_at(text: str | None, wanted: PreflightRequirements | None) -> None:
+    assert LauncherSettings.from_environment(environment(PREFLIGHT=text), host_name="box").preflight == wanted
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_what_the_preflight_is_to_look_at(text: str | None, wanted: Preflight | 
 )
 def test_wrong_settings_name_the_variable(changes: dict[str, str | None], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        Settings.from_environment(environment(**changes), host_name="box")
+        LauncherSettings.from_environment(environment(**changes), host_name="box")
 
 
 @pytest.mark.parametrize(("text", "words"), [("::1", "IPv6"), ("worker-0", "no IPv4 address"), ("1.2.3", "no IPv4")])
@@ -199,7 +199,7 @@ def test_ranks_follow_the_order_that_is_asked_for(places: list[Any], order: Rank
 def test_a_rank_knows_its_place_in_another_order() -> None:
     joins = [join(0, num_ranks=2, topology="rack-b"), join(1, num_ranks=1, topology="rack-a")]
     table = build_table(joins, RankOrder.TOPOLOGY)
-    place = Place(address="10.0.0.1", interface="ib0", door="")
+    place = WorkerAddress(address="10.0.0.1", interface="ib0", door="")
     made = rank_environment({"GLOO_SOCKET_IFNAME": "lo"}, table, worker=0, local_rank=1, place=place)
     assert (made["RANK"], made["WORLD_SIZE"], made["NPROC_PER_NODE"]) == ("2", "3", "2")
     assert (made["NODE_RANK"], made["GROUP_RANK"], made["NNODES"]) == ("1", "1", "2")
@@ -278,10 +278,10 @@ def test_who_belongs_here_may_join() -> None:
     messages.check_join(join(1), EXPECTED, {0, 2})
 
 
-def sessions(worker_token: str = TOKEN) -> tuple[messages.Session, messages.Session]:
+def sessions(worker_token: str = TOKEN) -> tuple[messages.ChannelCipher, messages.ChannelCipher]:
     nonces = {"coordinator_nonce": messages.new_nonce(), "worker_nonce": messages.new_nonce()}
-    coordinator = messages.Session(TOKEN, side="coordinator", **nonces)
-    return coordinator, messages.Session(worker_token, side="worker", **nonces)
+    coordinator = messages.ChannelCipher(TOKEN, side="coordinator", **nonces)
+    return coordinator, messages.ChannelCipher(worker_token, side="worker", **nonces)
 
 
 def test_only_a_sealed_refusal_is_final() -> None:
@@ -331,7 +331,7 @@ json_values = st.recursive(
 
 @given(document=st.dictionaries(st.sampled_from([*messages.join_to_json(join()), "code", "message"]), json_values))
 def test_any_object_is_a_message_or_a_message_error(document: dict[str, Any]) -> None:
-    for parse in (messages.join_from_json, messages.news_from_json):
+    for parse in (messages.join_from_json, messages.notice_from_json):
         try:
             parse(document)
         except MessageError:
@@ -340,7 +340,7 @@ def test_any_object_is_a_message_or_a_message_error(document: dict[str, Any]) ->
 
 @given(
     notice=st.builds(
-        Notice,
+        EndNotice,
         worker=st.integers(0, 99),
         code=st.integers(0, 255),
         rank=st.none() | st.integers(0, 999),
@@ -348,9 +348,9 @@ def test_any_object_is_a_message_or_a_message_error(document: dict[str, Any]) ->
         early=st.booleans(),
     )
 )
-def test_messages_survive_json(notice: Notice) -> None:
-    for news in (notice, Stop(worker=notice.worker)):
-        assert messages.news_from_json(json.loads(json.dumps(messages.news_to_json(news)))) == news
+def test_messages_survive_json(notice: EndNotice) -> None:
+    for news in (notice, StopNotice(worker=notice.worker)):
+        assert messages.notice_from_json(json.loads(json.dumps(messages.notice_to_json(news)))) == news
     assert messages.join_from_json(json.loads(json.dumps(messages.join_to_json(join())))) == join()
 
 
@@ -370,37 +370,43 @@ def end(rank: int, code: int = 0, **changes: Any) -> RankEnd:
 
 
 LOST = end(1, ExitCode.PEER_LOST)
-NAMED = Notice(worker=1, code=1, rank=3, message="rank 3 on worker 1 ended with signal 9")
-EARLY = Notice(worker=1, code=75, early=True)
-ELSEWHERE_LOST = Notice(worker=2, code=ExitCode.PEER_LOST)
+NAMED = EndNotice(worker=1, code=1, rank=3, message="rank 3 on worker 1 ended with signal 9")
+EARLY = EndNotice(worker=1, code=75, early=True)
+ELSEWHERE_LOST = EndNotice(worker=2, code=ExitCode.PEER_LOST)
 
 
 @pytest.mark.parametrize(
     ("events", "asked", "standing", "reason"),
     [
-        pytest.param([], False, Standing.FINE, None, id="nothing yet"),
-        pytest.param([end(0), end(1, 75)], False, Standing.FINE, None, id="orderly ends"),
-        pytest.param([end(0), end(1, 65), end(2, 66)], False, Standing.CERTAIN, end(1, 65), id="first own failure"),
-        pytest.param([LOST], False, Standing.SUSPICIOUS, LOST, id="a lost peer"),
-        pytest.param([LOST, end(2, 1)], False, Standing.CERTAIN, end(2, 1), id="culprit after its victim"),
-        pytest.param([LOST, NAMED], False, Standing.CERTAIN, NAMED, id="culprit on another worker"),
-        pytest.param([NAMED, end(2, 1)], False, Standing.CERTAIN, NAMED, id="what came first"),
-        pytest.param([ELSEWHERE_LOST], False, Standing.SUSPICIOUS, ELSEWHERE_LOST, id="victim elsewhere"),
-        pytest.param([Notice(worker=1, code=0)], False, Standing.FINE, None, id="complete elsewhere"),
-        pytest.param([Notice(worker=1, code=75)], False, Standing.FINE, None, id="preempted elsewhere"),
-        pytest.param([LOST, end(0, signal=9, killed_by_us=True)], False, Standing.SUSPICIOUS, LOST, id="our own kill"),
-        pytest.param([end(0, signal=15)], True, Standing.ENDING, None, id="stopped early, as asked"),
-        pytest.param([end(0, signal=15)], False, Standing.CERTAIN, end(0, signal=15), id="SIGTERM from a stranger"),
-        pytest.param([end(0, signal=11)], True, Standing.CERTAIN, end(0, signal=11), id="crash while stopping"),
-        pytest.param([LOST, end(0, signal=15)], True, Standing.ENDING, None, id="lost one that was stopped early here"),
-        pytest.param([LOST, EARLY], True, Standing.ENDING, None, id="lost one that was stopped early elsewhere"),
-        pytest.param([EARLY, end(1, 67)], True, Standing.CERTAIN, end(1, 67), id="own failure beside an early stop"),
+        pytest.param([], False, FailureState.FINE, None, id="nothing yet"),
+        pytest.param([end(0), end(1, 75)], False, FailureState.FINE, None, id="orderly ends"),
+        pytest.param([end(0), end(1, 65), end(2, 66)], False, FailureState.CERTAIN, end(1, 65), id="first own failure"),
+        pytest.param([LOST], False, FailureState.SUSPICIOUS, LOST, id="a lost peer"),
+        pytest.param([LOST, end(2, 1)], False, FailureState.CERTAIN, end(2, 1), id="culprit after its victim"),
+        pytest.param([LOST, NAMED], False, FailureState.CERTAIN, NAMED, id="culprit on another worker"),
+        pytest.param([NAMED, end(2, 1)], False, FailureState.CERTAIN, NAMED, id="what came first"),
+        pytest.param([ELSEWHERE_LOST], False, FailureState.SUSPICIOUS, ELSEWHERE_LOST, id="victim elsewhere"),
+        pytest.param([EndNotice(worker=1, code=0)], False, FailureState.FINE, None, id="complete elsewhere"),
+        pytest.param([EndNotice(worker=1, code=75)], False, FailureState.FINE, None, id="preempted elsewhere"),
         pytest.param(
-            [LOST, end(0, signal=9, killed_by_us=True)], True, Standing.SUSPICIOUS, LOST, id="loss while stopping"
+            [LOST, end(0, signal=9, killed_by_us=True)], False, FailureState.SUSPICIOUS, LOST, id="our own kill"
+        ),
+        pytest.param([end(0, signal=15)], True, FailureState.ENDING, None, id="stopped early, as asked"),
+        pytest.param([end(0, signal=15)], False, FailureState.CERTAIN, end(0, signal=15), id="SIGTERM from a stranger"),
+        pytest.param([end(0, signal=11)], True, FailureState.CERTAIN, end(0, signal=11), id="crash while stopping"),
+        pytest.param(
+            [LOST, end(0, signal=15)], True, FailureState.ENDING, None, id="lost one that was stopped early here"
+        ),
+        pytest.param([LOST, EARLY], True, FailureState.ENDING, None, id="lost one that was stopped early elsewhere"),
+        pytest.param(
+            [EARLY, end(1, 67)], True, FailureState.CERTAIN, end(1, 67), id="own failure beside an early stop"
+        ),
+        pytest.param(
+            [LOST, end(0, signal=9, killed_by_us=True)], True, FailureState.SUSPICIOUS, LOST, id="loss while stopping"
         ),
     ],
 )
-def test_judgement(events: list[Event], asked: bool, standing: Standing, reason: Event | None) -> None:
+def test_judgement(events: list[Event], asked: bool, standing: FailureState, reason: Event | None) -> None:
     judgement = judge(events, asked_to_stop=asked)
     assert judgement.standing is standing
     assert judgement.reason == reason
@@ -439,24 +445,28 @@ def test_other_ends_are_own_failures() -> None:
 
 
 def test_lost_peers_name_the_culprit_where_it_is_known() -> None:
-    assert outcome.failed(NAMED, lines) == Outcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=NAMED.message)
+    assert outcome.failed(NAMED, lines) == LauncherOutcome(
+        code=ExitCode.PEER_LOST, reason="PeerLost", message=NAMED.message
+    )
     unnamed = outcome.failed(LOST, lines)
     assert unnamed.code is ExitCode.PEER_LOST
     assert unnamed.message == "rank 1 lost a peer that no launcher has named:\nlast line of rank 1"
 
 
 def test_notice_says_rank_worker_and_last_line() -> None:
-    failed = Outcome(code=ExitCode.DATA, reason="RankFailed", message="a\nb", rank=5, local_rank=1)
+    failed = LauncherOutcome(code=ExitCode.DATA, reason="RankFailed", message="a\nb", rank=5, local_rank=1)
     killed = dataclasses.replace(failed, code=ExitCode.OWN_FAILURE, signal=9)
     assert outcome.notice_of(killed, 2).message == "rank 5 on worker 2 ended with signal 9"
-    assert outcome.notice_of(failed, 2) == Notice(
+    assert outcome.notice_of(failed, 2) == EndNotice(
         worker=2, code=65, rank=5, message="rank 5 on worker 2 ended with exit code 65: b"
     )
 
 
 @given(message=st.one_of(st.text(max_size=5000), st.text(alphabet='\x00\U0001f600"\\é', min_size=400, max_size=3000)))
 def test_record_fits_and_keeps_the_end(message: str) -> None:
-    record = Outcome(code=ExitCode.OWN_FAILURE, reason="RankFailed", message=message, rank=7, local_rank=3, signal=9)
+    record = LauncherOutcome(
+        code=ExitCode.OWN_FAILURE, reason="RankFailed", message=message, rank=7, local_rank=3, signal=9
+    )
     text = outcome.to_json(record, attempt=4, worker=1, now=NOW)
     assert len(text.encode()) <= outcome.MAX_BYTES
     document = json.loads(text)

@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 
 from megatronapp_trainer.errors import RendezvousError
-from megatronapp_trainer.launch.rendezvous.gang_status import Board, Phase
-from megatronapp_trainer.launch.rendezvous.messages import Join
+from megatronapp_trainer.launch.rendezvous.gang_status import GangPhase, GangStatus
+from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
 from megatronapp_trainer.launch.rendezvous.rank_table import build_table
 from megatronapp_trainer.launch.reporting import status_server
-from megatronapp_trainer.launch.reporting.status_server import PATH, serving
+from megatronapp_trainer.launch.reporting.status_server import PATH, serve_status
 
 TOKEN = "ab" * 32
 HOST = "127.0.0.2"
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board(3)
+def board() -> GangStatus:
+    return GangStatus(3)
 
 
 @pytest.fixture
-def port(board: Board) -> Iterator[int]:
-    with serving(board, token=TOKEN, address=HOST, port=0) as port:
+def port(board: GangStatus) -> Iterator[int]:
+    with serve_status(board, token=TOKEN, address=HOST, port=0) as port:
         yield port
 
 
@@ -40,7 +40,7 @@ def ask(port: int, path: str = PATH, authorization: str | None = f"Bearer {TOKEN
     return answer.status, answer.headers, body
 
 
-def test_what_worker_0_knows_is_told(board: Board, port: int) -> None:
+def test_what_worker_0_knows_is_told(board: GangStatus, port: int) -> None:
     board.missing = [2]
     status, headers, body = ask(port)
     assert (status, headers["Content-Type"]) == (200, "application/json")
@@ -51,8 +51,8 @@ def test_what_worker_0_knows_is_told(board: Board, port: int) -> None:
         "rankTable": None,
         "progress": None,
     }
-    join = Join(uid="u", attempt=3, index=0, address="10.0.0.1", node="n", num_ranks=2, port=1)
-    board.table, board.phase, board.missing = build_table([join]), Phase.RUNNING, []
+    join = JoinRequest(uid="u", attempt=3, index=0, address="10.0.0.1", node="n", num_ranks=2, port=1)
+    board.table, board.phase, board.missing = build_table([join]), GangPhase.RUNNING, []
     board.progress = {"iteration": 7, "loss": math.nan, "gradNorm": math.inf, "learningRate": 0.5, "state": "training"}
     answer = json.loads(ask(port)[2])
     assert answer["phase"] == "Running"
@@ -81,7 +81,7 @@ def test_there_is_nothing_else(port: int, method: str, path: str, status: int) -
 
 
 def test_the_silent_hold_nobody_up_and_are_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_server._Handler, "timeout", 0.3)
+    monkeypatch.setattr(status_server._StatusHandler, "timeout", 0.3)
     silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(status_server.MOST_CONNECTIONS - 1)]
     assert ask(port)[0] == 200
     for one in silent:
@@ -97,6 +97,6 @@ def test_too_many_at_once_are_closed_unanswered(port: int) -> None:
         one.close()
 
 
-def test_a_port_in_use_is_named(board: Board, port: int) -> None:
+def test_a_port_in_use_is_named(board: GangStatus, port: int) -> None:
     with pytest.raises(RendezvousError, match=rf"cannot serve its status at {HOST}:{port}: Address already in use"):
-        serving(board, token=TOKEN, address=HOST, port=port).__enter__()
+        serve_status(board, token=TOKEN, address=HOST, port=port).__enter__()

@@ -24,14 +24,14 @@ def prepared(flags: str) -> Any:
     from megatronapp_trainer.parallel.groups import initialize_groups
     from megatronapp_trainer.training.build import build_iterators, build_run, layout_of
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)
     device = prepare_device(layout.local_rank)
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=64)
-    return run, Trainer(run, build_iterators(config, layout, 0), stop_wish=StopWish())
+    return run, Trainer(run, build_iterators(config, layout, 0), stop_wish=StopRequest())
 
 
 def operations_of_the_norm(flags: str) -> tuple[int, int, int]:
@@ -76,10 +76,10 @@ def weights_with_and_without(flags: str) -> tuple[bool, list[float], list[float]
         else:
             from megatronapp_trainer.training.build import build_iterators, build_run
             from megatronapp_trainer.training.loop import Trainer
-            from megatronapp_trainer.training.signals import StopWish
+            from megatronapp_trainer.training.signals import StopRequest
 
             again = build_run(run.config, run.layout, run.device, vocab_size=64)
-            trainer = Trainer(again, build_iterators(run.config, run.layout, 0), stop_wish=StopWish())
+            trainer = Trainer(again, build_iterators(run.config, run.layout, 0), stop_wish=StopRequest())
             run = again
         assert clip_grads.l2_norm_impl is optimizer_kernels.list_norm
         if not ours:

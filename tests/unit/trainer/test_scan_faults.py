@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.errors import PageError
-from megatronapp_common.trace import Kind
+from megatronapp_common.errors import DocumentError
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.scan.faults import HISTORY, Fault, FaultPlan, commanded_faults
+from megatronapp_trainer.scan.faults import HISTORY, FaultPlan, InjectedFault, commanded_faults
 
 MS = 1_000_000
 
 
-def fault(kind: str = "compute", *, rank: int = 0, factor: float = 3.0, peer: int | None = None) -> Fault:
-    return Fault(rank=rank, kind=kind, factor=factor, from_step=10, steps=5, peer=peer)
+def fault(kind: str = "compute", *, rank: int = 0, factor: float = 3.0, peer: int | None = None) -> InjectedFault:
+    return InjectedFault(rank=rank, kind=kind, factor=factor, from_step=10, steps=5, peer=peer)
 
 
-def plan_with(one: Fault, *, step: int = 10, usual_ns: int = 4 * MS) -> FaultPlan:
+def plan_with(one: InjectedFault, *, step: int = 10, usual_ns: int = 4 * MS) -> FaultPlan:
     plan = FaultPlan(0, [one])
     for _ in range(HISTORY):
-        plan.observe(Kind.FORWARD, usual_ns)
+        plan.observe(RecordKind.FORWARD, usual_ns)
     plan.begin_step(step)
     return plan
 
@@ -56,13 +56,13 @@ def test_link_can_be_one_source_only() -> None:
 
 def test_usual_is_the_median_of_the_last_spans() -> None:
     plan = plan_with(fault())
-    assert plan.usual_ns(Kind.FORWARD) == 4 * MS
-    assert plan.usual_ns(Kind.BACKWARD) == 0
-    plan.observe(Kind.FORWARD, 100 * MS)
-    assert plan.usual_ns(Kind.FORWARD) == 4 * MS
+    assert plan.usual_ns(RecordKind.FORWARD) == 4 * MS
+    assert plan.usual_ns(RecordKind.BACKWARD) == 0
+    plan.observe(RecordKind.FORWARD, 100 * MS)
+    assert plan.usual_ns(RecordKind.FORWARD) == 4 * MS
     for _ in range(HISTORY):
-        plan.observe(Kind.FORWARD, 6 * MS)
-    assert plan.usual_ns(Kind.FORWARD) == 6 * MS
+        plan.observe(RecordKind.FORWARD, 6 * MS)
+    assert plan.usual_ns(RecordKind.FORWARD) == 6 * MS
 
 
 def test_commands_add_to_the_manifest_and_can_be_taken_back() -> None:
@@ -96,7 +96,7 @@ def test_commands_add_to_the_manifest_and_can_be_taken_back() -> None:
 )
 def test_a_fault_that_cannot_be_is_refused(document: object) -> None:
     with pytest.raises(UsageError, match="fault"):
-        Fault.from_json(document)
+        InjectedFault.from_json(document)
 
 
 JSON = st.recursive(
@@ -132,7 +132,7 @@ class Pages:
 def test_a_page_that_cannot_be_read_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     good = {"faults": [{"rank": 0, "kind": "compute", "factor": 3, "fromStep": 0, "steps": 9}]}
     plan = FaultPlan(0, [])
-    pages: Any = Pages(good, {"faults": [1]}, {"faults": 7}, PageError("torn"), PageError("torn"), None)
+    pages: Any = Pages(good, {"faults": [1]}, {"faults": 7}, DocumentError("torn"), DocumentError("torn"), None)
     for step in range(6):
         plan.read_commands(pages)
         plan.begin_step(step)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.scan.metadata import communicators, directed_pairs
-from megatronapp_trainer.scan.peers import Peers
+from megatronapp_trainer.scan.peers import PeerCounters
 
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
 
@@ -56,7 +56,7 @@ def test_slots_are_places_and_lonely_groups_are_left_out() -> None:
 
 
 def test_messages_are_counted_per_directed_pair_and_step() -> None:
-    peers = Peers(0, {(0, 2): 1, (2, 0): 0})
+    peers = PeerCounters(0, {(0, 2): 1, (2, 0): 0})
     assert [peers.next_message(name, 2) for name in ("send_next", "recv_next", "send_next")] == [(1, 0), (0, 0), (1, 1)]
     peers.begin_step()
     assert peers.next_message("send_prev", 2) == (1, 0)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatronapp_native as native
-from megatronapp_common.trace import RECORD, Flag, Kind, Metric
+from megatronapp_common.trace import RECORD, Flag, Metric, RecordKind
 from megatronapp_trainer.scan.device import DeviceClock, DeviceRecorder
-from megatronapp_trainer.scan.recorder import Fields, Recorder, float_bits
+from megatronapp_trainer.scan.recorder import Recorder, RecordKey, float_bits
 
 
 class Clock:
@@ -79,7 +79,7 @@ def records(path: pathlib.Path) -> np.ndarray:
     return np.frombuffer(data, RECORD)
 
 
-def host_recorder(path: pathlib.Path, clock: Clock, heard: list[tuple[Kind, int]]) -> Recorder:
+def host_recorder(path: pathlib.Path, clock: Clock, heard: list[tuple[RecordKind, int]]) -> Recorder:
     return Recorder(
         ring(path),
         monotonic_ns=clock.read_ns,
@@ -89,36 +89,36 @@ def host_recorder(path: pathlib.Path, clock: Clock, heard: list[tuple[Kind, int]
 
 
 def test_a_compute_span_carries_its_key_and_its_run_queue_delay(ring_path: pathlib.Path, clock: Clock) -> None:
-    heard: list[tuple[Kind, int]] = []
+    heard: list[tuple[RecordKind, int]] = []
     recorder = host_recorder(ring_path, clock, heard)
     recorder.begin_step(7)
-    fields = Fields(Kind.FORWARD, microbatch=3, chunk=1)
+    fields = RecordKey(RecordKind.FORWARD, microbatch=3, chunk=1)
     mark = recorder.enter(fields)
     clock.now_ns += 8_000
     clock.waited_ns += 1_600
     recorder.leave(fields, mark)
     (record,) = records(ring_path)
-    assert (record["step"], record["kind"], record["microbatch"], record["chunk"]) == (7, Kind.FORWARD, 3, 1)
+    assert (record["step"], record["kind"], record["microbatch"], record["chunk"]) == (7, RecordKind.FORWARD, 3, 1)
     assert (record["start_ns"], record["duration"] * 8, record["aux"] * 8) == (1_000_000_000, 8_000, 1_600)
     assert record["flags"] == Flag.AUX_RUN_QUEUE
-    assert heard == [(Kind.FORWARD, 6_400)]
+    assert heard == [(RecordKind.FORWARD, 6_400)]
 
 
 def test_an_open_span_is_seen_while_it_lasts(ring_path: pathlib.Path, clock: Clock) -> None:
     recorder = host_recorder(ring_path, clock, [])
     recorder.begin_step(4)
-    fields = Fields(Kind.RECV_WAIT)
+    fields = RecordKey(RecordKind.RECV_WAIT)
     mark = recorder.enter(fields)
     seen = native.RingReader(str(ring_path)).info().open_span
     assert seen is not None
-    assert (seen.kind, seen.step) == (Kind.RECV_WAIT, 4)
+    assert (seen.kind, seen.step) == (RecordKind.RECV_WAIT, 4)
     recorder.leave(fields, mark)
     assert native.RingReader(str(ring_path)).info().open_span is None
 
 
 def test_a_transfer_carries_its_size(ring_path: pathlib.Path, clock: Clock) -> None:
     recorder = host_recorder(ring_path, clock, [])
-    recorder.transfer(Fields(Kind.SEND_POST, comm=2, ordinal=5), recorder.host_mark(), 4096)
+    recorder.transfer(RecordKey(RecordKind.SEND_POST, comm=2, ordinal=5), recorder.host_mark(), 4096)
     (record,) = records(ring_path)
     assert (record["comm"], record["ordinal"], record["aux"] * 16) == (2, 5, 4096)
     assert record["flags"] == Flag.AUX_BYTES
@@ -138,7 +138,7 @@ def test_a_metric_is_a_record_of_its_step(ring_path: pathlib.Path, clock: Clock)
     recorder.begin_step(9)
     recorder.metric(Metric.LOSS, 2.5)
     (record,) = records(ring_path)
-    assert (record["kind"], record["comm"], record["step"]) == (Kind.METRIC, Metric.LOSS, 9)
+    assert (record["kind"], record["comm"], record["step"]) == (RecordKind.METRIC, Metric.LOSS, 9)
     assert record["aux"].view(np.float32) == 2.5
 
 
@@ -154,7 +154,7 @@ def device_recorder(path: pathlib.Path, clock: Clock, device: Device) -> DeviceR
 
 def device_step(recorder: DeviceRecorder, clock: Clock, step: int, *, length_ns: int = 8_000) -> None:
     recorder.begin_step(step)
-    fields = Fields(Kind.BACKWARD, microbatch=0)
+    fields = RecordKey(RecordKind.BACKWARD, microbatch=0)
     mark = recorder.enter(fields)
     clock.now_ns += length_ns
     recorder.leave(fields, mark)
@@ -224,7 +224,7 @@ def test_a_post_on_a_device_tells_when_the_stream_reached_it(ring_path: pathlib.
     recorder.begin_step(0)
     mark = recorder.host_mark()
     clock.now_ns += 5_000
-    recorder.transfer(Fields(Kind.SEND_POST, comm=1, ordinal=2), mark, 4096)
+    recorder.transfer(RecordKey(RecordKind.SEND_POST, comm=1, ordinal=2), mark, 4096)
     recorder.finish()
     (record,) = records(ring_path)
     assert (record["start_ns"], record["duration"]) == (1_000_005_000, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronapp_common.trace import COMPUTE_KINDS, NO_MICROBATCH, P2P_KINDS, RECORD, Flag, Kind, Metric
+from megatronapp_common.trace import COMPUTE_KINDS, NO_MICROBATCH, P2P_KINDS, RECORD, Flag, Metric, RecordKind
 
 pytestmark = pytest.mark.torch
 
@@ -53,7 +53,7 @@ def train(flags: list[str]) -> dict[str, Any]:
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
     from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     config = parse([*MODEL.split(), *flags])
     layout = layout_of(config)
@@ -78,7 +78,7 @@ def train(flags: list[str]) -> dict[str, Any]:
     Trainer(
         run,
         build_iterators(config, layout, 0),
-        stop_wish=StopWish(),
+        stop_wish=StopRequest(),
         reporter=losses,  # type: ignore[arg-type]
         observer=observer,
     ).train()
@@ -137,9 +137,9 @@ def test_every_send_has_its_receive(layout: str, request: pytest.FixtureRequest)
         pairs = {one["slot"]: tuple(one["members"]) for one in result["metadata"]["comms"] if one["kind"] == "p2p"}
         for record in records(result):
             key = (pairs.get(int(record["comm"])), int(record["step"]), int(record["ordinal"]))
-            if record["kind"] == Kind.SEND_POST:
+            if record["kind"] == RecordKind.SEND_POST:
                 sent[*key, int(record["aux"])] += 1
-            if record["kind"] == Kind.RECV_POST:
+            if record["kind"] == RecordKind.RECV_POST:
                 received[*key, int(record["aux"])] += 1
     assert sent == received
     assert set(sent.values()) == {1}
@@ -153,9 +153,9 @@ def test_every_receive_is_waited_for(layout: str, request: pytest.FixtureRequest
     for result in request.getfixturevalue(layout):
         keys = [(int(r["kind"]), int(r["step"]), int(r["comm"]), int(r["ordinal"])) for r in records(result)]
         of = {kind: {key[1:] for key in keys if key[0] == kind} for kind in P2P_KINDS}
-        assert of[Kind.RECV_POST] == of[Kind.RECV_WAIT]
-        assert of[Kind.SEND_POST] >= of[Kind.SEND_WAIT]
-        assert layout == "interleaved" or of[Kind.SEND_POST] == of[Kind.SEND_WAIT]
+        assert of[RecordKind.RECV_POST] == of[RecordKind.RECV_WAIT]
+        assert of[RecordKind.SEND_POST] >= of[RecordKind.SEND_WAIT]
+        assert layout == "interleaved" or of[RecordKind.SEND_POST] == of[RecordKind.SEND_WAIT]
 
 
 @pytest.mark.parametrize(("layout", "chunks"), [("pipeline", 1), ("interleaved", 2)])
@@ -164,7 +164,7 @@ def test_every_microbatch_runs_forward_and_backward_once(
 ) -> None:
     expected = {(step, chunk, m) for step in range(STEPS) for chunk in range(chunks) for m in range(MICROBATCHES)}
     for result in request.getfixturevalue(layout):
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in (RecordKind.FORWARD, RecordKind.BACKWARD):
             found = [
                 (int(r["step"]), int(r["chunk"]), int(r["microbatch"])) for r in records(result) if r["kind"] == kind
             ]
@@ -174,9 +174,13 @@ def test_every_microbatch_runs_forward_and_backward_once(
 
 @pytest.mark.parametrize("layout", ["pipeline", "interleaved"])
 def test_compute_and_waits_never_overlap(layout: str, request: pytest.FixtureRequest) -> None:
-    apart = (COMPUTE_KINDS | P2P_KINDS | {Kind.DATA, Kind.GRAD_REDUCE, Kind.GRAD_NORM, Kind.PARAM_GATHER}) - {
-        Kind.SEND_POST,
-        Kind.RECV_POST,  # posts of one call carry the interval of the call
+    apart = (
+        COMPUTE_KINDS
+        | P2P_KINDS
+        | {RecordKind.DATA, RecordKind.GRAD_REDUCE, RecordKind.GRAD_NORM, RecordKind.PARAM_GATHER}
+    ) - {
+        RecordKind.SEND_POST,
+        RecordKind.RECV_POST,  # posts of one call carry the interval of the call
     }
     for result in request.getfixturevalue(layout):
         spans = sorted(
@@ -198,12 +202,12 @@ def test_an_overlapped_gather_is_waited_for_before_the_first_forward(
         found = records(result)
         for step in range(STEPS):
             own = found[found["step"] == step]
-            gathers = [int(span["ordinal"]) for span in own if span["kind"] == Kind.PARAM_GATHER]
+            gathers = [int(span["ordinal"]) for span in own if span["kind"] == RecordKind.PARAM_GATHER]
             assert gathers[:chunks] == list(range(chunks)), rank
-            kinds = [int(span["kind"]) for span in own if span["kind"] in {Kind.PARAM_GATHER, Kind.FORWARD}]
-            assert kinds[:2] == [Kind.PARAM_GATHER, Kind.FORWARD]
-        waits = found[found["kind"] == Kind.PARAM_GATHER]
-        passes = found[found["kind"] == Kind.FORWARD]
+            kinds = [int(span["kind"]) for span in own if span["kind"] in {RecordKind.PARAM_GATHER, RecordKind.FORWARD}]
+            assert kinds[:2] == [RecordKind.PARAM_GATHER, RecordKind.FORWARD]
+        waits = found[found["kind"] == RecordKind.PARAM_GATHER]
+        passes = found[found["kind"] == RecordKind.FORWARD]
         ends = passes["start_ns"] + passes["duration"].astype(np.uint64) * 8
         for span in waits:
             assert not ((passes["start_ns"] <= span["start_ns"]) & (span["start_ns"] < ends)).any()
@@ -214,10 +218,10 @@ def test_an_overlapped_gather_is_waited_for_before_the_first_forward(
 def test_each_step_has_one_step_span_around_its_spans(pipeline: list[dict[str, Any]]) -> None:
     for result in pipeline:
         found = records(result)
-        steps = found[found["kind"] == Kind.STEP]
+        steps = found[found["kind"] == RecordKind.STEP]
         assert steps["step"].tolist() == list(range(STEPS))
         for step in steps:
-            inside = found[(found["step"] == step["step"]) & (found["kind"] < Kind.METRIC)]
+            inside = found[(found["step"] == step["step"]) & (found["kind"] < RecordKind.METRIC)]
             assert (inside["start_ns"] >= step["start_ns"]).all()
             ends = inside["start_ns"] + inside["duration"].astype(np.uint64) * 8
             assert ends.max() <= step["start_ns"] + int(step["duration"]) * 8 + 8
@@ -225,7 +229,7 @@ def test_each_step_has_one_step_span_around_its_spans(pipeline: list[dict[str, A
 
 def test_the_reporting_rank_samples_the_loss_of_every_step(pipeline: list[dict[str, Any]]) -> None:
     samples = [records(result) for result in pipeline]
-    losses = [one[(one["kind"] == Kind.METRIC) & (one["comm"] == Metric.LOSS)] for one in samples]
+    losses = [one[(one["kind"] == RecordKind.METRIC) & (one["comm"] == Metric.LOSS)] for one in samples]
     assert [len(one) for one in losses] == [0, 0, STEPS, 0]
     assert losses[2]["aux"].view(np.float32).tolist() == [np.float32(x) for x in pipeline[2]["losses"]]
     assert losses[2]["step"].tolist() == list(range(STEPS))
@@ -234,12 +238,14 @@ def test_the_reporting_rank_samples_the_loss_of_every_step(pipeline: list[dict[s
 def test_a_fault_stretches_the_spans_of_its_rank_and_steps_only(pipeline: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(pipeline):
         found = records(result)
-        injected = found[(found["flags"] & Flag.INJECTED > 0) & (found["kind"] != Kind.FAULT)]
+        injected = found[(found["flags"] & Flag.INJECTED > 0) & (found["kind"] != RecordKind.FAULT)]
         expected = (
-            {(3, Kind.FORWARD), (3, Kind.BACKWARD), (4, Kind.FORWARD), (4, Kind.BACKWARD)} if rank == 1 else set()
+            {(3, RecordKind.FORWARD), (3, RecordKind.BACKWARD), (4, RecordKind.FORWARD), (4, RecordKind.BACKWARD)}
+            if rank == 1
+            else set()
         )
-        assert {(int(r["step"]), Kind(int(r["kind"]))) for r in injected} == expected
-        added = found[found["kind"] == Kind.FAULT]
+        assert {(int(r["step"]), RecordKind(int(r["kind"]))) for r in injected} == expected
+        added = found[found["kind"] == RecordKind.FAULT]
         assert len(added) == len(injected)
         for span, fault in zip(injected, added, strict=True):
             # The fault adds three times the span's own time; a preemption between the two clocks may blur that.
@@ -250,7 +256,7 @@ def test_only_compute_and_data_know_their_microbatch(pipeline: list[dict[str, An
     for result in pipeline:
         found = records(result)
         named = set(found["kind"][found["microbatch"] != NO_MICROBATCH].tolist())
-        assert named == {Kind.FORWARD, Kind.BACKWARD, Kind.DATA}
+        assert named == {RecordKind.FORWARD, RecordKind.BACKWARD, RecordKind.DATA}
 
 
 def test_without_room_for_the_ring_training_goes_on(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:

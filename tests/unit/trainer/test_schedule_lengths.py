@@ -11,7 +11,7 @@ from megatronapp_trainer.config import parse
 from megatronapp_trainer.data.batch_size import batch_schedule
 from megatronapp_trainer.data.request import sample_counts
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.utils.silence_megatron import importing_megatron
+from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 
 pytestmark = pytest.mark.torch
 
@@ -35,7 +35,7 @@ def rates_of(flags: str) -> list[float]:
 
     config, optimizer = parse(shlex.split(f"{MODEL} {flags}")), OneGroup()
     batches = batch_schedule(config, data_size=1)
-    with importing_megatron():
+    with silence_megatron_imports():
         scheduler = build_scheduler(config, optimizer, batches)
     rates, consumed = [optimizer.param_groups[0]["lr"]], 0
     for _ in range(config.training.train_iters):

@@ -47,19 +47,19 @@ def test_no_candidate_is_lost_where_texts_are_the_same(tokens: list[int]) -> Non
 def answer_of(prompts: int) -> tuple[Any, Any, list[Any]]:
     """An answer, its ticket, and the tickets that were cancelled."""
     from megatronapp_trainer.inference.request import GenerationRequest
-    from megatronapp_trainer.serve.openai.completion import Answer
-    from megatronapp_trainer.serve.request_broker import Ticket
+    from megatronapp_trainer.serve.openai.completion import CompletionResponse
+    from megatronapp_trainer.serve.request_broker import RequestHandle
 
     cancelled: list[Any] = []
     requests = [GenerationRequest(id=f"r{index}", prompt=(1,)) for index in range(prompts)]
-    answer = Answer(model=MODEL, name="n", seed=1, requests=requests, with_logprobs=True, prompts=prompts)
-    return answer, Ticket(requests, cancelled.append), cancelled
+    answer = CompletionResponse(model=MODEL, name="n", seed=1, requests=requests, with_logprobs=True, prompts=prompts)
+    return answer, RequestHandle(requests, cancelled.append), cancelled
 
 
 def token(request_id: str, index: int) -> Any:
-    from megatronapp_trainer.inference.events import Candidate, TokenEvent
+    from megatronapp_trainer.inference.events import TokenCandidate, TokenEvent
 
-    top = (Candidate(token=3, logprob=-0.5), Candidate(token=0, logprob=-0.7))
+    top = (TokenCandidate(token=3, logprob=-0.5), TokenCandidate(token=0, logprob=-0.7))
     return TokenEvent(request_id=request_id, index=index, token=3, logprob=-0.5, candidates=top, text="a", logits=None)
 
 
@@ -77,18 +77,18 @@ def test_both_of_two_tokens_with_one_text_are_told() -> None:
 def test_events_that_nobody_reads_are_bounded_and_end_with_their_reason(prompts: int) -> None:
     from megatronapp_trainer.serve.openai.completion import stream
     from megatronapp_trainer.serve.openai.schemas_completions import StreamOptions
-    from megatronapp_trainer.serve.request_broker import MOST_HELD
+    from megatronapp_trainer.serve.request_broker import MAX_BUFFERED
 
     async def left_unread() -> tuple[list[str], list[Any], Any]:
         answer, ticket, cancelled = answer_of(prompts)
-        for index in range(MOST_HELD + 10):
+        for index in range(MAX_BUFFERED + 10):
             ticket.put([token(f"r{index % prompts}", index)])
         await asyncio.sleep(0)
         return [piece async for piece in stream(answer, ticket, StreamOptions())], cancelled, ticket
 
     pieces, cancelled, ticket = asyncio.run(left_unread())
     assert cancelled == [ticket], "generation ends, once"
-    assert len(pieces) == MOST_HELD + 1
+    assert len(pieces) == MAX_BUFFERED + 1
     name, data = pieces[-1].splitlines()[:2]
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["error"]["code"] == "slow-reader"
@@ -96,9 +96,9 @@ def test_events_that_nobody_reads_are_bounded_and_end_with_their_reason(prompts:
 
 def test_a_prompt_with_its_candidates_is_written_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatronapp_trainer.inference.events import FinishedEvent
-    from megatronapp_trainer.serve.openai.completion import Answer, stream, whole
+    from megatronapp_trainer.serve.openai.completion import CompletionResponse, stream, whole
     from megatronapp_trainer.serve.openai.schemas_completions import Completion, StreamOptions
-    from megatronapp_trainer.serve.served_model import Echo
+    from megatronapp_trainer.serve.served_model import PromptEcho
 
     written: list[int] = []
     dump = Completion.model_dump_json
@@ -111,8 +111,10 @@ def test_a_prompt_with_its_candidates_is_written_outside_the_event_loop(monkeypa
 
     async def answered(streamed: bool) -> None:
         plain, ticket, _ = answer_of(1)
-        echo = Echo(ids=(1,), text="b", offsets=(0,))
-        answer = Answer(model=MODEL, name="n", seed=1, requests=plain.requests, with_logprobs=True, echoes=[echo])
+        echo = PromptEcho(ids=(1,), text="b", offsets=(0,))
+        answer = CompletionResponse(
+            model=MODEL, name="n", seed=1, requests=plain.requests, with_logprobs=True, echoes=[echo]
+        )
         ended = FinishedEvent(request_id="r0", reason="length", prompt_tokens=1, generated_tokens=1)
         ticket.put([token("r0", 0), ended])
         if streamed:

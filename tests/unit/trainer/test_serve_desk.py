@@ -17,10 +17,10 @@ from megatronapp_trainer.inference.errors import QueueFullError
 from megatronapp_trainer.inference.events import FinishedEvent
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.assemble import SOCKET, open_scope
-from megatronapp_trainer.serve.request_broker import MOST_PROBED, Desk, Ticket
+from megatronapp_trainer.serve.request_broker import MOST_PROBED, RequestBroker, RequestHandle
 from megatronapp_trainer.serve.scope import detached_runs
 from megatronapp_trainer.serve.served_model import ServedModel
-from megatronapp_trainer.serve.statistics import Tally
+from megatronapp_trainer.serve.statistics import ServerStatistics
 
 pytestmark = pytest.mark.torch
 
@@ -33,7 +33,7 @@ def with_desk(check: str) -> None:
     with groups_of("") as (layout, device):
         config = config_of(VARIANTS["rotary-grouped"])
         gang, _ = open_engine(model_of(config, layout, device), config, layout, device)
-        desk = Desk(most_open=MOST_OPEN, tally=Tally())
+        desk = RequestBroker(most_open=MOST_OPEN, tally=ServerStatistics())
         desk.open(Engine(gang, most_waiting=MOST_OPEN + MOST_PROBED))
         asyncio.run(globals()[check](desk))
 
@@ -65,7 +65,7 @@ def probe(name: str, count: int) -> list[GenerationRequest]:
     ]
 
 
-async def ended(desk: Desk, ticket: Ticket) -> None:
+async def ended(desk: RequestBroker, ticket: RequestHandle) -> None:
     left = len(ticket.ids)
     while left:
         desk.step(0)
@@ -73,7 +73,7 @@ async def ended(desk: Desk, ticket: Ticket) -> None:
             left -= isinstance(item, FinishedEvent)
 
 
-async def probes_apart(desk: Desk) -> None:
+async def probes_apart(desk: RequestBroker) -> None:
     probed = desk.submit(probe("p", MOST_PROBED))
     with pytest.raises(QueueFullError, match=f"{MOST_PROBED} prompts of probes are open, and at most {MOST_PROBED}"):
         desk.submit(probe("q", 1))
@@ -87,12 +87,12 @@ async def probes_apart(desk: Desk) -> None:
     await ended(desk, desk.submit(probe("q", 1)))
 
 
-async def running_kept(desk: Desk) -> None:
-    detached_runs.KEPT = 2
+async def running_kept(desk: RequestBroker) -> None:
+    detached_runs.MAX_RUNS = 2
     model = ServedModel(name="tiny", created=0, capacity=64, vocab_size=96, most_prompts=1, most_open=1, most_tokens=40)
-    known = detached_runs.Runs(desk)
+    known = detached_runs.RunStore(desk)
 
-    def start(name: str) -> detached_runs.Record:
+    def start(name: str) -> detached_runs.RunRecord:
         return known.start(name, RunRequest(prompts=("a",)), 0, model, [asked(f"{name}-0", 30)])
 
     start("first")

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from megatronapp_common.web.tokens import Role, derive, new_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 
 SECRET = new_secret()
-KEY = derive(SECRET, Role.SERVE)
+KEY = derive_token(SECRET, TokenRole.SERVE)
 MIB = 1 << 20
 
 
@@ -24,8 +24,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server of at most 8 requests and 16 connections; gives its port."""
     from megatronapp_trainer.serve import app as web
     from megatronapp_trainer.serve import bounded_protocols as protocol
-    from megatronapp_trainer.serve.request_broker import Desk
-    from megatronapp_trainer.serve.statistics import Tally
+    from megatronapp_trainer.serve.request_broker import RequestBroker
+    from megatronapp_trainer.serve.statistics import ServerStatistics
 
     monkeypatch.setattr(web, "SPARE_REQUESTS", 6)
     monkeypatch.setattr(web, "SPARE_CONNECTIONS", 8)
@@ -43,7 +43,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.setattr(protocol, "STALL_S", stall_s)
             sock = web.listen("127.0.0.1", 0)
             port: int = sock.getsockname()[1]
-            desk = Desk(most_open=2, tally=Tally())
+            desk = RequestBroker(most_open=2, tally=ServerStatistics())
             desk.is_stopping = stopping
             app = web.create_app(desk, secret=secret)
             if route is not None:

@@ -12,9 +12,9 @@ from megatronapp_trainer.serve.logprobs import MOST_ANSWER_LOGPROBS, MOST_OPEN_L
 from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
 from megatronapp_trainer.serve.problems import ApiError
-from megatronapp_trainer.serve.request_broker import Desk
+from megatronapp_trainer.serve.request_broker import RequestBroker
 from megatronapp_trainer.serve.served_model import ServedModel
-from megatronapp_trainer.serve.statistics import Tally
+from megatronapp_trainer.serve.statistics import ServerStatistics
 
 TOKENS = 1 << 12
 FITTING = MOST_ANSWER_LOGPROBS // (TOKENS * 2)
@@ -88,9 +88,9 @@ class IdleEngine:
         """Nothing waits."""
 
 
-def with_desk(check: Callable[[Desk], None]) -> None:
+def with_desk(check: Callable[[RequestBroker], None]) -> None:
     async def run() -> None:
-        desk = Desk(most_open=9, tally=Tally())
+        desk = RequestBroker(most_open=9, tally=ServerStatistics())
         engine: Any = IdleEngine()
         desk.open(engine)
         check(desk)
@@ -99,7 +99,7 @@ def with_desk(check: Callable[[Desk], None]) -> None:
 
 
 def test_all_answers_together_are_bounded_until_they_are_sent() -> None:
-    def check(desk: Desk) -> None:
+    def check(desk: RequestBroker) -> None:
         names = iter(range(99))
 
         def submit(logprobs: int) -> Any:

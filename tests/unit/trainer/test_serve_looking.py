@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
-from megatronapp_trainer.inference.idle_window import Lull
-from megatronapp_trainer.serve.scope.capture_gateway import Looking
+from megatronapp_trainer.inference.idle_window import IdleWindow
+from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 
 class Told:
@@ -31,8 +31,8 @@ def end() -> FinishedEvent:
 @given(st.lists(st.sampled_from(["token", "end", "lull"]), max_size=12))
 def test_everything_is_told_in_order_and_soon(steps: list[str]) -> None:
     told: Any = Told()
-    lull = Lull()
-    looking = Looking(told, lull.defer)
+    lull = IdleWindow()
+    looking = CaptureController(told, lull.defer)
     happened: list[Event] = []
     for index, step in enumerate(steps):
         if step == "lull":
@@ -49,5 +49,5 @@ def test_everything_is_told_in_order_and_soon(steps: list[str]) -> None:
 
 def test_with_nothing_that_defers_all_is_told_at_once() -> None:
     told: Any = Told()
-    Looking(told).observe([token(0)])
+    CaptureController(told).observe([token(0)])
     assert told.events == [token(0)]

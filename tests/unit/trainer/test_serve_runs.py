@@ -11,8 +11,8 @@ from megatronapp_common.scope.protocol_requests import RunRequest
 from megatronapp_trainer.inference.errors import EngineLostError
 from megatronapp_trainer.inference.events import FinishedEvent, FinishReason, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.serve.request_broker import QueueEvent, Ticket
-from megatronapp_trainer.serve.scope.detached_runs import Record
+from megatronapp_trainer.serve.request_broker import QueueEvent, RequestHandle
+from megatronapp_trainer.serve.scope.detached_runs import RunRecord
 from megatronapp_trainer.serve.served_model import new_seed
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch]
@@ -26,11 +26,11 @@ class Told:
         self.states.append((header["state"], header["steps"]))
 
 
-def opened(told: Told, *prompts: str) -> Record:
+def opened(told: Told, *prompts: str) -> RunRecord:
     ids = [f"r-{sample}" for sample in range(len(prompts))]
-    ticket = Ticket([GenerationRequest(id=one, prompt=(1,), max_new_tokens=9) for one in ids], lambda _: None)
-    return Record(
-        run="r", body=RunRequest(prompts=prompts), seed=0, ticket=ticket, started_at="", prompts=[], tell=told
+    ticket = RequestHandle([GenerationRequest(id=one, prompt=(1,), max_new_tokens=9) for one in ids], lambda _: None)
+    return RunRecord(
+        run="r", body=RunRequest(prompts=prompts), seed=0, ticket=ticket, started_at="", prompts=[], announce=told
     )
 
 
@@ -46,7 +46,7 @@ def end(sample: int, reason: FinishReason, text: str = "", error: EngineLostErro
     )
 
 
-async def followed(record: Record, *batches: list[TokenEvent | FinishedEvent | QueueEvent]) -> None:
+async def followed(record: RunRecord, *batches: list[TokenEvent | FinishedEvent | QueueEvent]) -> None:
     for batch in batches:
         record.ticket.put(batch)
     async with asyncio.timeout(20):

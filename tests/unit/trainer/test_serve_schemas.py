@@ -3,7 +3,7 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from megatronapp_common.scope.protocol_requests import Sampling
+from megatronapp_common.scope.protocol_requests import SamplingSettings
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest, StreamOptions
 from megatronapp_trainer.serve.served_model import new_seed
 
@@ -42,5 +42,5 @@ def test_zero_penalties_are_taken_as_any_number() -> None:
 def test_a_drawn_seed_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.randbelow", lambda most: most - 1)
     largest = new_seed(None)
-    assert Sampling(seed=largest).seed == largest
+    assert SamplingSettings(seed=largest).seed == largest
     assert float(largest + 2**17 - 1) == largest + 2**17 - 1, "also with an index added it is a number of a browser's"

@@ -36,14 +36,14 @@ def make(root: str) -> dict[str, list[list[float]]]:
     import torch
 
     from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import Options
+    from megatronapp_trainer.convert.options import ConversionOptions
     from megatronapp_trainer.data.tokenizer import train
 
     here = pathlib.Path(root)
     model = save_model(FAMILY, here / "hf", vocab_size=VOCABULARY)
     tokenizer = train(TEXTS, VOCABULARY)
     tokenizer.backend.save(str(here / "hf" / "tokenizer.json"))
-    convert(Options(load_dir=here / "hf", save_dir=here / "ours"))
+    convert(ConversionOptions(load_dir=here / "hf", save_dir=here / "ours"))
     with torch.no_grad():
         logits = {text: model(torch.tensor([tokenizer.tokenize(text)])).logits[0] for text in PROMPTS}
     found: dict[str, list[list[float]]] = {text: one.log_softmax(-1).tolist() for text, one in logits.items()}

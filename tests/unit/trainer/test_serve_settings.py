@@ -19,7 +19,7 @@ from megatronapp_trainer.serve.middleware import MOST_BYTES, BodyLimit, TokenGua
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
 from megatronapp_trainer.serve.rank_main import limits_of, main
 from megatronapp_trainer.serve.settings import configure, read_command
-from megatronapp_trainer.serve.statistics import Tally
+from megatronapp_trainer.serve.statistics import ServerStatistics
 
 STORED: dict[str, Any] = {
     "--num-layers": 4,
@@ -191,7 +191,7 @@ def test_a_server_that_nobody_asks_for_its_speed_forgets_too() -> None:
     from megatronapp_trainer.inference.events import TokenEvent
 
     clock = itertools.count(0.0, 1.0)
-    tally = Tally(lambda: next(clock))
+    tally = ServerStatistics(lambda: next(clock))
     token = TokenEvent(request_id="a", index=0, token=1, logprob=-1.0, candidates=(), text=None, logits=None)
     for _ in range(1000):
         tally.count([token])
@@ -202,7 +202,7 @@ def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
     from megatronapp_trainer.inference.events import FinishedEvent, FinishReason, TokenEvent
 
     now = 10.0
-    tally = Tally(lambda: now)
+    tally = ServerStatistics(lambda: now)
 
     def token(request_id: str, index: int) -> TokenEvent:
         return TokenEvent(
@@ -246,7 +246,7 @@ def test_tokens_per_second_forget_what_is_old() -> None:
     from megatronapp_trainer.inference.events import FinishedEvent, TokenEvent
 
     times = [1.0, 1.0, 2.0, 3.0, 3.0, 12.5]
-    tally = Tally(lambda: times.pop(0) if times else 13.0)
+    tally = ServerStatistics(lambda: times.pop(0) if times else 13.0)
     tally.submitted(["a"])
     token = TokenEvent(request_id="a", index=0, token=1, logprob=-1.0, candidates=(), text=None, logits=None)
     for _ in range(3):

@@ -10,7 +10,7 @@ import pytest
 import small_training
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.trace import Kind
+from megatronapp_common.trace import RecordKind
 
 pytestmark = pytest.mark.torch
 
@@ -34,7 +34,7 @@ class Recorder:
         self.saved: list[int] = []
         self.states: list[str] = []
         self.events: list[tuple[str, Any, int, int]] = []
-        self.open: list[Kind] = []
+        self.open: list[RecordKind] = []
 
     def step(self, metrics: Any, **_details: object) -> None:
         self.losses.append(metrics.loss)
@@ -68,10 +68,10 @@ class Observer:
     def step_end(self, *, skipped: bool) -> None:
         self.events.append(("step_end", "STEP", -1, -1))
 
-    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
         self.events.append(("begin", kind.name, chunk, microbatch))
 
-    def end(self, kind: Kind) -> None:
+    def end(self, kind: RecordKind) -> None:
         self.events.append(("end", kind.name, -1, -1))
 
     def metrics(self, metrics: Any) -> None:
@@ -92,11 +92,11 @@ def prepared(flags: str) -> tuple[Any, Any]:
 def train(flags: str) -> dict[str, Any]:
     """What a run told on this rank."""
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
-    code = Trainer(run, iterators, stop_wish=StopWish(), reporter=recorder, checkpoints=recorder).train()
+    code = Trainer(run, iterators, stop_wish=StopRequest(), reporter=recorder, checkpoints=recorder).train()
     modules = [name for name in sys.modules if name.startswith("megatronapp_trainer.scan")]
     return {**vars(recorder), "code": int(code), "scan": modules, "timers": run.core_config.timers}
 
@@ -114,10 +114,10 @@ def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import UnsavedStopError
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared("")
-    with StopWish() as wish, pytest.raises(UnsavedStopError) as caught:
+    with StopRequest() as wish, pytest.raises(UnsavedStopError) as caught:
         ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
         Trainer(run, DataIterators(train=ask, valid=None, test=None), stop_wish=wish).train()
     return int(caught.value.exit_code), str(caught.value)
@@ -126,10 +126,10 @@ def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
 def train_with_a_signal_in_the_last_step() -> int:
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared("--train-iters 2")
-    with StopWish() as wish:
+    with StopRequest() as wish:
         ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
         return int(Trainer(run, DataIterators(train=ask, valid=None, test=None), stop_wish=wish).train())
 
@@ -137,11 +137,11 @@ def train_with_a_signal_in_the_last_step() -> int:
 def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(PP2)
     recorder: Any = Recorder()
-    with StopWish() as wish:
+    with StopRequest() as wish:
         if run.layout.rank == 0:
             ask = at_step(iterators.train, 2, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
             iterators = DataIterators(train=ask, valid=None, test=None)
@@ -153,7 +153,7 @@ def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[t
     """A signal on rank 0 at the third batch of the evaluation after step 2: code, saves, steps, batches, results."""
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
@@ -168,7 +168,7 @@ def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[t
             yield batch
 
     iterators = DataIterators(train=iterators.train, valid=counted(iterators.valid), test=None)
-    with StopWish() as wish:
+    with StopRequest() as wish:
         trainer = Trainer(run, iterators, stop_wish=wish, reporter=recorder, checkpoints=recorder)
         code = trainer.test() if run.config.logging.skip_train else trainer.train()
     return int(code), recorder.saved, run.state.iteration, taken // 4, recorder.validations
@@ -178,11 +178,11 @@ def stop_where_an_evaluation_is_due() -> tuple[int, list[int], list[str]]:
     """A signal in the step before an evaluation: code, saves, states."""
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared("--eval-iters 2 --eval-interval 2")
     recorder: Any = Recorder()
-    with StopWish() as wish:
+    with StopRequest() as wish:
         ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
         iterators = DataIterators(train=ask, valid=iterators.valid, test=None)
         code = Trainer(run, iterators, stop_wish=wish, reporter=recorder, checkpoints=recorder).train()
@@ -194,7 +194,7 @@ def train_with_poisoned_weights() -> str:
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import NotFiniteError
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(PP2)
     if run.layout.is_first_stage and run.layout.data_rank == 1:
@@ -204,7 +204,7 @@ def train_with_poisoned_weights() -> str:
 
         iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
     with pytest.raises(NotFiniteError) as caught:
-        Trainer(run, iterators, stop_wish=StopWish()).train()
+        Trainer(run, iterators, stop_wish=StopRequest()).train()
     return str(caught.value)
 
 
@@ -215,7 +215,7 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import NotFiniteError
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
     if run.layout.data_rank == 1:
@@ -226,7 +226,7 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
         iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
     recorder: Any = Recorder()
     with pytest.raises(NotFiniteError) as caught:
-        Trainer(run, iterators, stop_wish=StopWish(), checkpoints=recorder).train()
+        Trainer(run, iterators, stop_wish=StopRequest(), checkpoints=recorder).train()
     finite = all(bool(weight.isfinite().all()) for weight in run.state.chunks[0].parameters())
     return str(caught.value), recorder.saved, finite
 
@@ -234,11 +234,11 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
 def train_and_test(flags: str) -> Any:
     """States that a whole run goes through."""
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
-    trainer = Trainer(run, iterators, stop_wish=StopWish(), reporter=recorder, checkpoints=recorder)
+    trainer = Trainer(run, iterators, stop_wish=StopRequest(), reporter=recorder, checkpoints=recorder)
     trainer.train()
     trainer.test()
     return recorder.states
@@ -247,11 +247,11 @@ def train_and_test(flags: str) -> Any:
 def observed(flags: str) -> tuple[list[tuple[str, str, int, int]], list[float], list[tuple[int, int]]]:
     from megatronapp_trainer.pipeline.static import backward_order
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
     observer = Observer()
-    Trainer(run, iterators, stop_wish=StopWish(), observer=observer).train()  # type: ignore[arg-type]
+    Trainer(run, iterators, stop_wish=StopRequest(), observer=observer).train()  # type: ignore[arg-type]
     return observer.events, observer.losses, list(backward_order(run.layout, 4))
 
 
@@ -303,12 +303,12 @@ def local_attention_results(flags: str, masked: bool) -> list[list[Any]]:
 
 def feed_of_a_step(microbatches: int, flags: str = "") -> tuple[list[int], list[int], list[tuple[str, str, int, int]]]:
     """First tokens of what was read and of what two chunks took, in order, and the spans of that."""
-    from megatronapp_trainer.data.microbatches import Batch, BatchSource, ChunkFeed, StepFeed
+    from megatronapp_trainer.data.microbatches import BatchSource, ChunkFeed, HostMicrobatch, StepFeed
 
     run, iterators = prepared(flags)
     read: list[int] = []
 
-    def noted() -> Iterator[Batch]:
+    def noted() -> Iterator[HostMicrobatch]:
         for batch in iterators.train:
             read.append(int(batch["tokens"][0, 0]))
             yield batch

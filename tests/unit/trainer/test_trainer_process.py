@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatronapp_common.names import Env, ExitCode
-from megatronapp_common.pages import PageReader
-from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, Claim
-from megatronapp_trainer.launch.config.address import held_port
+from megatronapp_common.pages import DocumentReader
+from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, OwnershipClaim
+from megatronapp_trainer.launch.config.address import reserved_port
 
 pytestmark = pytest.mark.torch
 
@@ -34,7 +34,7 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def ranks(flags: str) -> list[subprocess.Popen[str]]:
-        port = ports.enter_context(held_port("127.0.0.1"))
+        port = ports.enter_context(reserved_port("127.0.0.1"))
         shared = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -99,7 +99,7 @@ def test_sigterm_saves_and_a_new_start_goes_on(start: Start, tmp_path: pathlib.P
     for rank in ranks:
         _, errors = rank.communicate(timeout=LIMIT_S)
         assert rank.returncode == ExitCode.PREEMPTED, errors
-    page = PageReader(tmp_path / "test.progress").read()
+    page = DocumentReader(tmp_path / "test.progress").read()
     assert page is not None
     done = page["iteration"]
     assert done >= 3
@@ -115,7 +115,7 @@ def test_ranks_whose_directory_has_a_newer_owner_write_nothing_and_say_so(start:
     folder = tmp_path / "checkpoints"
     ranks = start(f"{FLAGS} --save {folder}")
     wait_for_steps(ranks[1], 2)
-    CheckpointDirectory(folder).claim(Claim(uid="", attempt=1))
+    CheckpointDirectory(folder).claim(OwnershipClaim(uid="", attempt=1))
     ranks[0].send_signal(signal.SIGTERM)
     for rank in ranks:
         _, errors = rank.communicate(timeout=LIMIT_S)

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 
-from megatronapp_trainer.utils.silence_megatron import importing_megatron, saving
+from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports, silence_saving
 
 
 def told(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
     """What rank 1 says of its state when rank 0 has another, without a process group."""
-    with importing_megatron():
+    with silence_megatron_imports():
         import torch.distributed as dist
         from megatron.core.dist_checkpointing import validation
         from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -28,7 +28,7 @@ def told(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
         mock.patch.object(dist, "get_rank", lambda: 1),
         mock.patch.object(dist, "broadcast_object_list", broadcast),
         caplog.at_level(logging.WARNING),
-        saving(),
+        silence_saving(),
     ):
         validation._validate_common_state_dict(common[1])
     return [record.getMessage() for record in caplog.records]
@@ -52,5 +52,5 @@ def test_any_other_difference_is_told(here: dict[str, Any], caplog: pytest.LogCa
 
 def test_without_the_filter_megatron_speaks(caplog: pytest.LogCaptureFixture) -> None:
     """Or the filter is no longer needed."""
-    with mock.patch("megatronapp_trainer.utils.silence_megatron._tells_something", lambda _record: True):
+    with mock.patch("megatronapp_trainer.utils.silence_megatron._is_relevant", lambda _record: True):
         assert len(told({"optimizer": {"param_state": None, "step": 3}}, caplog)) == 1

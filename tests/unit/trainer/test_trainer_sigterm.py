@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatronapp_common.names import Env, ExitCode
-from megatronapp_common.pages import PageReader
+from megatronapp_common.pages import DocumentReader
 
 pytestmark = pytest.mark.torch
 
@@ -83,7 +83,7 @@ def lives(folder: str) -> dict[str, tuple[Any, ...]]:
                 code = int(main(arguments))
             checkpoints = sorted(int(path.name.removeprefix("iter_")) for path in save.glob("iter_*"))
             again = int(main(arguments)) if code == STOPPED else code
-        page = PageReader(pathlib.Path(folder, "run.progress")).read() or {}
+        page = DocumentReader(pathlib.Path(folder, "run.progress")).read() or {}
         end = {name: page.get(name) for name in ("iteration", "validationLoss", "state")}
         found[phase] = ((code, checkpoints), (again, end))
     return found

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.names import Env
-from megatronapp_common.pages import PageReader
-from megatronapp_common.trace import NO_MICROBATCH, Kind
+from megatronapp_common.pages import DocumentReader
+from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.data.batch_size import BatchSchedule
 from megatronapp_trainer.errors import UsageError
@@ -229,7 +229,7 @@ def test_the_progress_page_tells_state_and_figures(tmp_path: pathlib.Path, monke
     monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
     monkeypatch.setenv(Env.ATTEMPT, "3")
     reporter = Reporter(config_of(), progress=open_progress(10), events=None, print_line=lambda _: None)
-    reader = PageReader(tmp_path / "job.0.progress")
+    reader = DocumentReader(tmp_path / "job.0.progress")
     reporter.state("starting")
     document = reader.read()
     assert document is not None
@@ -253,7 +253,7 @@ def test_a_resume_is_told_at_once(
     lines: list[str] = []
     reporter = Reporter(config_of(), progress=open_progress(10), events=None, print_line=lines.append)
     reporter.resumed(iteration, 16 * iteration, total_iterations=10)
-    document = PageReader(tmp_path / "job.0.progress").read()
+    document = DocumentReader(tmp_path / "job.0.progress").read()
     assert document is not None
     assert (document["iteration"], document["state"]) == (iteration, "starting")
     assert [line.startswith(said) for line in lines] == [True]
@@ -340,12 +340,12 @@ class Spans:
     """Keeps what an observer is told of spans."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, Kind, int, int]] = []
+        self.events: list[tuple[str, RecordKind, int, int]] = []
 
-    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
         self.events.append(("begin", kind, chunk, microbatch))
 
-    def end(self, kind: Kind) -> None:
+    def end(self, kind: RecordKind) -> None:
         self.events.append(("end", kind, -1, -1))
 
 
@@ -364,10 +364,10 @@ def test_timers_name_chunk_and_microbatch_of_backward_passes() -> None:
     timers("forward-recv", log_level=2).start()
     timers("forward-recv").stop()
     assert [event for event in spans.events if event[0] == "begin"] == [
-        ("begin", Kind.FORWARD, 1, 7),
-        ("begin", Kind.BACKWARD, 1, 0),
-        ("begin", Kind.BACKWARD, 0, 0),
-        ("begin", Kind.GRAD_REDUCE, 0, NO_MICROBATCH),
+        ("begin", RecordKind.FORWARD, 1, 7),
+        ("begin", RecordKind.BACKWARD, 1, 0),
+        ("begin", RecordKind.BACKWARD, 0, 0),
+        ("begin", RecordKind.GRAD_REDUCE, 0, NO_MICROBATCH),
     ]
     assert len(spans.events) == 8
 
@@ -444,10 +444,10 @@ def test_transformer_engine_is_refused_where_it_is_missing() -> None:
 def test_second_interrupt_does_not_wait() -> None:
     import signal
 
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     before = signal.getsignal(signal.SIGTERM)
-    with StopWish() as wish:
+    with StopRequest() as wish:
         signal.raise_signal(signal.SIGTERM)
         assert wish.requested
         signal.raise_signal(signal.SIGTERM)

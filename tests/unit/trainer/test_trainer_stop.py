@@ -51,7 +51,7 @@ def evaluations(flags: str, split: str, before: int) -> list[list[tuple[int, flo
     from megatronapp_trainer.parallel.groups import initialize_groups
     from megatronapp_trainer.training.build import build_iterators, build_run, layout_of
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)
@@ -68,7 +68,7 @@ def evaluations(flags: str, split: str, before: int) -> list[list[tuple[int, flo
             asking = {split: asking_to_stop(getattr(iterators, split), before)}
             iterators = dataclasses.replace(iterators, **asking)
         reporter: Any = Reporter()
-        with StopWish() as wish:
+        with StopRequest() as wish:
             Trainer(run, iterators, stop_wish=wish, reporter=reporter, checkpoints=manager).train()
         results.append(reporter.validations)
     return results

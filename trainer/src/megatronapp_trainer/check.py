@@ -31,7 +31,7 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class ArgumentProblem:
     """One reason why a run cannot begin."""
 
     code: int
@@ -53,13 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return found[0].code if found else ExitCode.OK
 
 
-def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
+def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentProblem]:
     """Why `world_size` ranks with these arguments could not train: the first problem of the flags, or all of the data.
 
     Raises nothing: what cannot be read is a problem, too.
     """
     if {"-h", "--help"} & set(arguments):
-        return [Problem(code=ExitCode.USAGE, flags=("--help", "-h"), message="--help trains nothing; leave it out")]
+        return [
+            ArgumentProblem(code=ExitCode.USAGE, flags=("--help", "-h"), message="--help trains nothing; leave it out")
+        ]
     try:
         config = parse(arguments)
         parallel = config.parallel
@@ -80,7 +82,7 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
     return list(_data_problems(config, request))
 
 
-def _foreign_load(config: TrainerConfig) -> Problem | None:
+def _foreign_load(config: TrainerConfig) -> ArgumentProblem | None:
     """Refuse another program's checkpoint where a rank looks for one: first in --save, then in --load."""
     folders = {"--save": config.checkpoint.save, "--load": config.checkpoint.load}
     for flag, folder in folders.items():
@@ -90,13 +92,13 @@ def _foreign_load(config: TrainerConfig) -> Problem | None:
         if directory.has_whole():
             return None
         if (reason := foreign.answer(directory.path)) is not None:
-            return Problem(code=ExitCode.DATA, flags=(flag,), message=reason)
+            return ArgumentProblem(code=ExitCode.DATA, flags=(flag,), message=reason)
         if directory.checkpoints():  # damaged ones, which a rank reports
             return None
     return None
 
 
-def _data_problems(config: TrainerConfig, request: DatasetRequest) -> Iterator[Problem]:
+def _data_problems(config: TrainerConfig, request: DatasetRequest) -> Iterator[ArgumentProblem]:
     vocabulary = None
     try:
         vocabulary = load_vocabulary(config.data)
@@ -125,13 +127,15 @@ def _flag_of(prefix: str, config: TrainerConfig) -> str:
     return "--data-path" if data.data_path is not None else next(named, "--test-data-path")
 
 
-def problem_of(error: TrainerError | OSError, *, flags: tuple[str, ...], value: str | None = None) -> Problem:
+def problem_of(error: TrainerError | OSError, *, flags: tuple[str, ...], value: str | None = None) -> ArgumentProblem:
     """An error as a problem about `flags`, unless its text begins with one; empty: about those in its text."""
     if isinstance(error, OSError):
-        return Problem(code=ExitCode.DATA, flags=flags, value=value, message=f"{error.filename}: {error.strerror}")
+        return ArgumentProblem(
+            code=ExitCode.DATA, flags=flags, value=value, message=f"{error.filename}: {error.strerror}"
+        )
     message = str(error)
     told = tuple(_FLAG.findall(message))
-    return Problem(
+    return ArgumentProblem(
         code=error.exit_code,
         flags=told if not flags or message.startswith("--") else flags,
         value=value,

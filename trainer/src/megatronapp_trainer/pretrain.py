@@ -16,7 +16,7 @@ from megatronapp_trainer.errors import CheckpointError, PeerLostError, Rendezvou
 if TYPE_CHECKING:
     from megatronapp_trainer.device import Device
     from megatronapp_trainer.parallel.layout import Layout
-    from megatronapp_trainer.training.build import Run
+    from megatronapp_trainer.training.build import TrainingRun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,10 +39,10 @@ def pretrain(config: TrainerConfig) -> ExitCode:
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.parallel.groups import apply_deterministic_mode, destroy_groups, initialize_groups
     from megatronapp_trainer.training.build import layout_of
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     layout = layout_of(config)
-    with StopWish() as stop_wish, named_errors():
+    with StopRequest() as stop_wish, named_errors():
         apply_deterministic_mode(config)
         device = prepare_device(layout.local_rank)
         initialize_groups(config, layout, device)
@@ -95,7 +95,7 @@ def _checkpoint_manager(config: TrainerConfig, layout: "Layout") -> Any | None: 
     return CheckpointManager(config, layout)
 
 
-def open_observer(run: "Run") -> Any | None:  # noqa: ANN401 - StepObserver, not imported where there is none
+def open_observer(run: "TrainingRun") -> Any | None:  # noqa: ANN401 - StepObserver, not imported where there is none
     """The tracer with ``--trace``, else None and nothing imported; collective."""
     if not run.config.logging.trace:
         return None
@@ -116,17 +116,17 @@ def open_observer(run: "Run") -> Any | None:  # noqa: ANN401 - StepObserver, not
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
     """Turn what torch says of peers and ports into errors of ours."""
-    from megatronapp_trainer.parallel.agreement import says_lost_peer, says_port_in_use
+    from megatronapp_trainer.parallel.agreement import is_peer_lost_error, is_port_in_use_error
 
     try:
         yield
     except RuntimeError as error:
-        if says_port_in_use(error):
+        if is_port_in_use_error(error):
             raise RendezvousError(
                 f"port {os.environ.get('MASTER_PORT')} is in use, so that rank 0 cannot listen there for the others; "
                 "stop what uses it, or start again with another MASTER_PORT (the launcher chooses one by itself)"
             ) from error
-        if says_lost_peer(error):
+        if is_peer_lost_error(error):
             raise PeerLostError(f"a peer was lost: {error}") from error
         raise
 

@@ -13,7 +13,7 @@ RingId = int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Packet:
+class RecordsPacket:
     """An encoded RECORDS frame: records [first, end) of one ring."""
 
     ring: RingId
@@ -28,8 +28,8 @@ class SendBuffer:
     def __init__(self, *, limit_bytes: int, resend_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._resend_bytes = resend_bytes
-        self._waiting: deque[Packet] = deque()
-        self._sent: deque[Packet] = deque()
+        self._waiting: deque[RecordsPacket] = deque()
+        self._sent: deque[RecordsPacket] = deque()
         self._waiting_bytes = 0
         self._sent_bytes = 0
         self.dropped_records = 0
@@ -42,17 +42,17 @@ class SendBuffer:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def push(self, packet: Packet) -> None:
+    def push(self, packet: RecordsPacket) -> None:
         """Queue a packet; drops the oldest ones beyond the limit."""
         self._waiting.append(packet)
         self._waiting_bytes += len(packet.data)
         self._drop_oldest()
 
-    def peek(self) -> Packet | None:
+    def peek(self) -> RecordsPacket | None:
         """The next packet to send."""
         return self._waiting[0] if self._waiting else None
 
-    def mark_sent(self, packet: Packet) -> None:
+    def mark_sent(self, packet: RecordsPacket) -> None:
         """`packet`, which was the next, has left. It may have been dropped meanwhile; then nothing happens."""
         if not self._waiting or self._waiting[0] is not packet:
             return

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class OpenSpan(Protocol):
+class NativeOpenSpan(Protocol):
     """See megatronapp_native."""
 
     @property
@@ -23,7 +23,7 @@ class OpenSpan(Protocol):
         """See megatronapp_native."""
 
 
-class RingInfo(Protocol):
+class NativeRingInfo(Protocol):
     """See megatronapp_native."""
 
     @property
@@ -51,7 +51,7 @@ class RingInfo(Protocol):
         """See megatronapp_native."""
 
     @property
-    def open_span(self) -> OpenSpan | None:
+    def open_span(self) -> NativeOpenSpan | None:
         """See megatronapp_native."""
 
     @property
@@ -63,13 +63,13 @@ class RingInfo(Protocol):
         """See megatronapp_native."""
 
 
-class Reader(Protocol):
+class RingReader(Protocol):
     """What the agent needs of megatronapp_native.RingReader."""
 
     def read(self, max_records: int) -> tuple[bytes, int]:
         """See megatronapp_native."""
 
-    def info(self) -> RingInfo:
+    def info(self) -> NativeRingInfo:
         """See megatronapp_native."""
 
     @property

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megatronapp_analyzer.agent.buffer import Packet, RingId
-from megatronapp_analyzer.agent.native import Reader
+from megatronapp_analyzer.agent.buffer import RecordsPacket, RingId
+from megatronapp_analyzer.agent.native import RingReader
 from megatronapp_common.frames import Frame, FrameType, encode
 from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.trace import NO_MICROBATCH, RECORD_BYTES
@@ -27,7 +27,7 @@ MAX_FRAMES_PER_READ = 16
 class RingLibrary:
     """How rings are opened, and the error that says that a file is no whole ring (yet, or any more)."""
 
-    open: Callable[[str], Reader]
+    open: Callable[[str], RingReader]
     error: type[Exception]
 
 
@@ -95,9 +95,9 @@ class RingSource:
         self._clock_pairs, self._clock_due_ns = self._info.clock_pairs, now_ns + CLOCK_RESEND_NS
         return True
 
-    def read(self) -> list[Packet]:
+    def read(self) -> list[RecordsPacket]:
         """New records as packets. A file that has shrunk or garbled counts as gone; what was read is kept."""
-        packets: list[Packet] = []
+        packets: list[RecordsPacket] = []
         if self._gone:
             return packets
         self._state = self._process_state()
@@ -115,7 +115,7 @@ class RingSource:
         self._gone = self._drained and not self._is_linked()
         return packets
 
-    def _read_packets(self) -> list[Packet]:
+    def _read_packets(self) -> list[RecordsPacket]:
         packets = []
         for _ in range(MAX_FRAMES_PER_READ):
             position = self._reader.next_index
@@ -127,10 +127,10 @@ class RingSource:
                 break
         return packets
 
-    def _packet(self, first: int, data: bytes, lost: int) -> Packet:
+    def _packet(self, first: int, data: bytes, lost: int) -> RecordsPacket:
         header = {"rank": self.ring, "worker": self._worker, "first": first, "lost": lost}
         end = first + len(data) // RECORD_BYTES
-        return Packet(ring=self.ring, first=first, end=end, data=encode(Frame(FrameType.RECORDS, header, data)))
+        return RecordsPacket(ring=self.ring, first=first, end=end, data=encode(Frame(FrameType.RECORDS, header, data)))
 
     def status(self, now_ns: int) -> dict[str, Any]:
         """Entry of a STATUS frame."""

@@ -56,7 +56,7 @@ class ScopeBuffer:
         self._count(-len(data))
         return data
 
-    async def room(self) -> None:
+    async def wait_for_space(self) -> None:
         """Wait until less than the limit is held."""
         await self._room.wait()
 
@@ -68,7 +68,7 @@ class ScopeBuffer:
             self._room.clear()
 
 
-class Standing:
+class ScopeResumeState:
     """What a hub that begins anew has to be told again: who publishes, which runs go on, which ended last. Pure."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class ScopeSocket:
         self._directory = directory
         self._wake = wake
         self.buffer = ScopeBuffer()
-        self.standing = Standing()
+        self.standing = ScopeResumeState()
         self._tasks: set[asyncio.Task[None]] = set()
         self._speaks: dict[int, asyncio.Task[None]] = {}
         """Whose connection each rank has: the newest one, if it has come back."""
@@ -160,10 +160,10 @@ class ScopeSocket:
             self._tasks.discard(task)
             for rank in [rank for rank, one in self._speaks.items() if one is task]:
                 del self._speaks[rank]
-                self._tell_left(rank)
+                self._announce_left(rank)
             writer.close()
 
-    def _tell_left(self, rank: int) -> None:
+    def _announce_left(self, rank: int) -> None:
         """To the hub, behind all that the rank has said."""
         self.buffer.push(frames.encode(Frame(FrameType.SCOPE_LEFT, {"rank": rank})))
         self._wake()
@@ -171,7 +171,7 @@ class ScopeSocket:
     async def _read(self, reader: asyncio.StreamReader, task: asyncio.Task[None]) -> None:
         """Frames until the stream ends; notes who publishes. Raises FrameError for bytes that are none."""
         while True:
-            await self.buffer.room()
+            await self.buffer.wait_for_space()
             prefix = await reader.readexactly(PREFIX.size)
             length = frames.frame_length(prefix)
             data = prefix + await reader.readexactly(length - PREFIX.size)

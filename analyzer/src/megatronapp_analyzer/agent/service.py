@@ -16,11 +16,11 @@ from megatronapp_analyzer.agent.scope import ScopeSocket
 from megatronapp_analyzer.agent.settings import AgentSettings
 from megatronapp_analyzer.agent.uplink import Uplink
 from megatronapp_common import frames
-from megatronapp_common.errors import PageError
+from megatronapp_common.errors import DocumentError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import ShmFile
-from megatronapp_common.pages import PageReader, PageWriter
-from megatronapp_common.room import Room
+from megatronapp_common.pages import DocumentReader, DocumentWriter
+from megatronapp_common.room import SharedMemorySpace
 
 LOG = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class Agent:
         self._monotonic_ns = monotonic_ns
         self._rings = RingDirectory(settings.shm_dir, settings.shm_prefix, settings.worker, library)
         self._buffer = SendBuffer(limit_bytes=settings.buffer_bytes, resend_bytes=settings.resend_bytes)
-        self._progress = PageReader(settings.shm_dir / f"{settings.shm_prefix}.{ShmFile.PROGRESS.value}")
-        self._control: PageWriter | None = None
+        self._progress = DocumentReader(settings.shm_dir / f"{settings.shm_prefix}.{ShmFile.PROGRESS.value}")
+        self._control: DocumentWriter | None = None
         self._stopping = asyncio.Event()
         self._asked_to_stop = False
         self._reason = "rings ended"
@@ -139,13 +139,15 @@ class Agent:
             "progress": self._read_progress(),
             "buffered": self._buffer.buffered_bytes,
             "dropped": self._buffer.dropped_records,
-            "sharedMemory": room.to_json() if (room := Room.measure(self._settings.shm_dir)) is not None else None,
+            "sharedMemory": room.to_json()
+            if (room := SharedMemorySpace.measure(self._settings.shm_dir)) is not None
+            else None,
         }
 
     def _read_progress(self) -> dict[str, Any] | None:
         try:
             return self._progress.read()
-        except PageError as error:
+        except DocumentError as error:
             LOG.warning("%s", error)
             return None
 
@@ -154,9 +156,9 @@ class Agent:
         path = self._settings.shm_dir / f"{self._settings.shm_prefix}.{ShmFile.CONTROL.value}"
         try:
             if self._control is None:
-                self._control = PageWriter(path)
+                self._control = DocumentWriter(path)
             self._control.write(dict(page))
-        except PageError as error:
+        except DocumentError as error:
             LOG.error("faults cannot be given to the ranks: %s", error)
 
     def _close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_common.names import Env
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 DEFAULT_SHM_DIR = "/dev/shm"
 
@@ -72,7 +72,7 @@ def load_settings(environment: Mapping[str, str]) -> AgentSettings:
     """Settings from the variables of names.Env. Raises SettingsError that names the variable."""
     secret_file = pathlib.Path(_required(environment, Env.SECRET_FILE))
     try:
-        token = derive(read_secret(secret_file), Role.AGENT)
+        token = derive_token(read_secret(secret_file), TokenRole.AGENT)
     except (OSError, ValueError) as error:
         raise SettingsError(f"{Env.SECRET_FILE.value}={secret_file}: {error}") from error
     shm_dir = pathlib.Path(environment.get(Env.SHM_DIR) or DEFAULT_SHM_DIR)

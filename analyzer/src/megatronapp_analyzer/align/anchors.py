@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, messages_of
-from megatronapp_analyzer.model import RankRecords, StepView
-from megatronapp_common.trace import DURATION_UNIT_NS, Kind
+from megatronapp_analyzer.model import RankRecords, StepRecords
+from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
 
 STEP_END_UNCERTAINTY_NS = 5e7
 """Ends of the same step on two nodes are taken to differ by no more than this."""
@@ -31,7 +31,7 @@ class Anchor:
     uncertainty_ns: float
 
 
-def anchors_of(view: StepView, domain: Index) -> list[Anchor]:
+def anchors_of(view: StepRecords, domain: Index) -> list[Anchor]:
     """The best anchor of every pair of clocks in one step. `domain[rank]` numbers the clock of a rank."""
     spans = rec.stream(view.records)
     index = rec.CommIndex(view.comms)
@@ -87,7 +87,7 @@ def _by_collectives(spans: RankRecords, groups: Collectives, end: Index, domain:
 
 
 def _by_step_ends(records: RankRecords, domain: Index) -> list[Anchor]:
-    steps = records[records["kind"] == Kind.STEP]
+    steps = records[records["kind"] == RecordKind.STEP]
     end = steps["start_ns"].astype(np.int64) + steps["duration"].astype(np.int64) * DURATION_UNIT_NS
     where = domain[steps["rank"]]
     present = np.unique(where)

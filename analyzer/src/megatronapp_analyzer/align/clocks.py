@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.anchors import anchors_of
 from megatronapp_analyzer.graph.matching import Index
-from megatronapp_analyzer.model import JobLayout, StepView
-from megatronapp_common.trace import Kind
+from megatronapp_analyzer.model import JobLayout, StepRecords
+from megatronapp_common.trace import RecordKind
 
 WINDOW = 64
 FIT_POINTS = 8
@@ -26,7 +26,7 @@ class ClockModel:
     uncertainty_ns: NDArray[np.float64]
     """Against the clock of the first rank; 0 on the same clock, infinite where nothing ties the clocks together."""
 
-    def apply(self, view: StepView) -> StepView:
+    def apply(self, view: StepRecords) -> StepRecords:
         """The step on the clock of the first rank."""
         if not self.offset_ns.any():
             return view
@@ -53,7 +53,7 @@ class ClockAligner:
         self._world = layout.world
         self._points: dict[tuple[str, str], collections.deque[tuple[float, float, float]]] = {}
 
-    def observe(self, view: StepView) -> ClockModel:
+    def observe(self, view: StepRecords) -> ClockModel:
         """Learn from one step, and give the model that holds for it."""
         boots = [view.boot_ids.get(rank, "") for rank in range(self._world)]
         names = list(dict.fromkeys(boots))
@@ -91,10 +91,10 @@ class ClockAligner:
             reached.add(new)
 
 
-def _time_s(view: StepView, domain: Index) -> float:
+def _time_s(view: StepRecords, domain: Index) -> float:
     """When the step ended on the first clock."""
     records = view.records
-    own = records[(domain[records["rank"]] == 0) & (records["kind"] != Kind.METRIC)]
+    own = records[(domain[records["rank"]] == 0) & (records["kind"] != RecordKind.METRIC)]
     return float((own if len(own) else records)["start_ns"].max()) * 1e-9
 
 

@@ -10,7 +10,7 @@ MAD_TO_SIGMA = 1.4826
 """A normal distribution's standard deviation over its median absolute deviation."""
 
 
-class History:
+class ColumnHistory:
     """The last `window` accepted values of each column; columns fill independently."""
 
     def __init__(self, columns: int, window: int) -> None:

@@ -7,16 +7,16 @@ import numpy as np
 
 from megatronapp_analyzer.detect.baseline import Mask
 from megatronapp_analyzer.detect.features import Floats, Ints
-from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
-from megatronapp_analyzer.model import Cause, JobLayout, Subject, SubjectType
+from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictSubject
 
 EXPLAINS = 0.5
 """A member's own stall or late input explains its unit's slow compute if it costs at least this part of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class CauseEvidence:
     """What all channels of one cause say in one step, per column, with the votes of the last steps."""
 
     cause: Cause
@@ -32,10 +32,10 @@ class Evidence:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class SuspectCandidate:
     """A subject with the columns that speak against it."""
 
-    subject: Subject
+    subject: VerdictSubject
     cause: Cause
     columns: tuple[int, ...]
     votes: int
@@ -51,30 +51,30 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
+class SubjectResolver:
     """Where ranks run, and which subjects several of them can make up."""
 
     layout: JobLayout
     units: Units
 
-    def rank(self, rank: int) -> Subject:
+    def rank(self, rank: int) -> VerdictSubject:
         """One rank."""
         return self._subject(SubjectType.RANK, (rank,))
 
-    def unit(self, unit: int) -> Subject:
+    def unit(self, unit: int) -> VerdictSubject:
         """A unit; one of several ranks that cannot be told apart is still of type rank."""
         return self._subject(SubjectType.RANK, self.units.ranks(unit))
 
-    def link(self, source: int, destination: int) -> Subject:
+    def link(self, source: int, destination: int) -> VerdictSubject:
         """A directed pair."""
-        return Subject(type=SubjectType.LINK, ranks=(source, destination))
+        return VerdictSubject(type=SubjectType.LINK, ranks=(source, destination))
 
-    def stage(self, stage: int) -> Subject:
+    def stage(self, stage: int) -> VerdictSubject:
         """All ranks of a pipeline stage."""
         ranks = [rank for rank, at in enumerate(self.layout.coordinates) if at.pp == stage]
-        return Subject(type=SubjectType.STAGE, ranks=tuple(ranks))
+        return VerdictSubject(type=SubjectType.STAGE, ranks=tuple(ranks))
 
-    def shared(self) -> Iterable[tuple[Subject, frozenset[int]]]:
+    def shared(self) -> Iterable[tuple[VerdictSubject, frozenset[int]]]:
         """Nodes, then workers, that hold several ranks but not all."""
         layout = self.layout
         for node in dict.fromkeys(layout.nodes):
@@ -95,10 +95,10 @@ class Places:
             if 1 < len(ranks) < self.layout.world:
                 yield ranks
 
-    def _subject(self, kind: SubjectType, ranks: tuple[int, ...]) -> Subject:
+    def _subject(self, kind: SubjectType, ranks: tuple[int, ...]) -> VerdictSubject:
         workers = {self.layout.workers[rank] for rank in ranks}
         nodes = {self.layout.nodes[rank] for rank in ranks}
-        return Subject(
+        return VerdictSubject(
             type=kind,
             ranks=ranks,
             worker=workers.pop() if len(workers) == 1 else None,
@@ -106,7 +106,9 @@ class Places:
         )
 
 
-def of_compute(evidence: Evidence, active: Ints, places: Places, settings: Settings) -> list[Candidate]:
+def of_compute(
+    evidence: CauseEvidence, active: Ints, places: SubjectResolver, settings: DetectorSettings
+) -> list[SuspectCandidate]:
     """Slow units, together where they share a node, a worker, or (all of them) a stage."""
     left = {int(unit) for unit in active}
     found = []
@@ -124,7 +126,9 @@ def of_compute(evidence: Evidence, active: Ints, places: Places, settings: Setti
     return found + [_candidate(evidence, (unit,), places.unit(unit)) for unit in sorted(left)]
 
 
-def of_host(evidence: Evidence, active: Ints, places: Places, settings: Settings) -> list[Candidate]:
+def of_host(
+    evidence: CauseEvidence, active: Ints, places: SubjectResolver, settings: DetectorSettings
+) -> list[SuspectCandidate]:
     """Stalling ranks, together where they share a node or a worker."""
     left = {int(rank) for rank in active}
     found = []
@@ -136,7 +140,7 @@ def of_host(evidence: Evidence, active: Ints, places: Places, settings: Settings
     return found + [_candidate(evidence, (rank,), places.rank(rank)) for rank in sorted(left)]
 
 
-def of_links(evidence: Evidence, active: Ints, pairs: Ints, places: Places) -> list[Candidate]:
+def of_links(evidence: CauseEvidence, active: Ints, pairs: Ints, places: SubjectResolver) -> list[SuspectCandidate]:
     """Late links; where all that a rank receives is late, that rank."""
     left = {int(pair) for pair in active}
     found = []
@@ -150,7 +154,7 @@ def of_links(evidence: Evidence, active: Ints, pairs: Ints, places: Places) -> l
     return found
 
 
-def of_imbalance(evidence: Evidence, active: Ints, places: Places) -> list[Candidate]:
+def of_imbalance(evidence: CauseEvidence, active: Ints, places: SubjectResolver) -> list[SuspectCandidate]:
     """Stages that take much longer than the others, where neither peers nor a healthy history say more."""
     stages = sorted({int(places.units.stage[unit]) for unit in active})
     return [
@@ -161,26 +165,32 @@ def of_imbalance(evidence: Evidence, active: Ints, places: Places) -> list[Candi
     ]
 
 
-def without_explained(compute: list[Candidate], others: list[Candidate], places: Places) -> list[Candidate]:
+def without_explained(
+    compute: list[SuspectCandidate], others: list[SuspectCandidate], places: SubjectResolver
+) -> list[SuspectCandidate]:
     """Slow compute of a unit is no finding where a member's stall or late input makes the others wait inside it."""
     return [candidate for candidate in compute if not any(_explains(other, candidate, places) for other in others)]
 
 
-def without_weaker(candidates: list[Candidate], strongest_s: float, settings: Settings) -> list[Candidate]:
+def without_weaker(
+    candidates: list[SuspectCandidate], strongest_s: float, settings: DetectorSettings
+) -> list[SuspectCandidate]:
     """Only what costs a fair part of what the strongest costs."""
     least = settings.weaker_share * max([strongest_s, *(candidate.excess_s for candidate in candidates)])
     return [candidate for candidate in candidates if candidate.excess_s >= least]
 
 
-def _explains(other: Candidate, candidate: Candidate, places: Places) -> bool:
+def _explains(other: SuspectCandidate, candidate: SuspectCandidate, places: SubjectResolver) -> bool:
     coupled = any(len(places.units.ranks(unit)) > 1 for unit in candidate.columns)
     touched = {other.subject.ranks[-1]} if other.subject.type is SubjectType.LINK else set(other.subject.ranks)
     return coupled and bool(touched & set(candidate.subject.ranks)) and other.excess_s >= EXPLAINS * candidate.excess_s
 
 
-def _candidate(evidence: Evidence, columns: tuple[int, ...], subject: Subject, cause: Cause | None = None) -> Candidate:
+def _candidate(
+    evidence: CauseEvidence, columns: tuple[int, ...], subject: VerdictSubject, cause: Cause | None = None
+) -> SuspectCandidate:
     where = list(columns)
-    return Candidate(
+    return SuspectCandidate(
         subject=subject,
         cause=cause or evidence.cause,
         columns=columns,

@@ -9,9 +9,9 @@ import math
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import History, Mask, median_of_others, median_of_others_by
+from megatronapp_analyzer.detect.baseline import ColumnHistory, Mask, median_of_others, median_of_others_by
 from megatronapp_analyzer.detect.features import Floats, Ints
-from megatronapp_analyzer.detect.settings import Noise, Settings
+from megatronapp_analyzer.detect.settings import DetectorSettings, NoiseLevel
 
 SIGMA_CAP = 1.75
 """Noise never hides a slowdown beyond this factor; persistence has to hold it back."""
@@ -24,7 +24,7 @@ OWN_PART = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class ChannelReading:
     """One step's judgement of every column of a channel."""
 
     known: Mask
@@ -39,10 +39,10 @@ class Reading:
     by_history: Mask
     """Judged by own history (else by peers)."""
 
-    def or_else(self, other: "Reading") -> "Reading":
+    def or_else(self, other: "ChannelReading") -> "ChannelReading":
         """Column by column this reading where it is known, else the other."""
         first = self.known
-        return Reading(
+        return ChannelReading(
             known=first | other.known,
             over=np.where(first, self.over, other.over),
             excess=np.where(first, self.excess, other.excess),
@@ -51,7 +51,7 @@ class Reading:
             by_history=np.where(first, self.by_history, other.by_history),
         )
 
-    def within(self, columns: Mask) -> "Reading":
+    def within(self, columns: Mask) -> "ChannelReading":
         """The same, with all other columns unknown."""
         return dataclasses.replace(
             self,
@@ -62,23 +62,25 @@ class Reading:
             strength=np.where(columns, self.strength, 0.0),
         )
 
-    def at(self, columns: Ints) -> "Reading":
+    def at(self, columns: Ints) -> "ChannelReading":
         """The reading of `columns`, in that order."""
-        return Reading(**{field.name: getattr(self, field.name)[columns] for field in dataclasses.fields(self)})
+        return ChannelReading(**{field.name: getattr(self, field.name)[columns] for field in dataclasses.fields(self)})
 
 
 class LogChannel:
     """Compute time of units, in logarithms."""
 
-    def __init__(self, peers: Ints, settings: Settings, *, cap: float = SIGMA_CAP) -> None:
+    def __init__(self, peers: Ints, settings: DetectorSettings, *, cap: float = SIGMA_CAP) -> None:
         columns = len(peers)
         self._peers = peers
         self._settings = settings
         self._cap = cap
-        self._history = History(columns, settings.window)
-        self._residuals = History(columns, settings.window)
+        self._history = ColumnHistory(columns, settings.window)
+        self._residuals = ColumnHistory(columns, settings.window)
 
-    def read(self, values_s: Floats, noise: Noise, doubt_s: Floats, *, usual: Mask | None = None) -> Reading:
+    def read(
+        self, values_s: Floats, noise: NoiseLevel, doubt_s: Floats, *, usual: Mask | None = None
+    ) -> ChannelReading:
         """Judge one step, and learn from what is healthy.
 
         `doubt_s`: what each value may be too large by. `usual`: columns that may be learned from, if not all.
@@ -99,7 +101,7 @@ class LogChannel:
         self._history.add(logs, healthy)
         self._residuals.add(shift, healthy & warm)
         shift = np.where(known, shift, 0.0)
-        return Reading(
+        return ChannelReading(
             known=known,
             over=over,
             excess=np.nan_to_num(values_s) * (1.0 - np.exp(-shift)),
@@ -108,7 +110,7 @@ class LogChannel:
             by_history=warm,
         )
 
-    def _threshold(self, noise: Noise) -> Floats:
+    def _threshold(self, noise: NoiseLevel) -> Floats:
         scale = np.fmax(self._residuals.deviation(), noise.compute_floor)
         pooled = np.nanmedian(scale) if np.isfinite(scale).any() else noise.compute_floor
         sigma = np.maximum(np.nan_to_num(scale, nan=pooled), pooled)
@@ -123,14 +125,14 @@ class LogChannel:
 class DelayChannel:
     """Seconds that should not be there (stalls, idle time, late delivery): judged by what they cost of a step."""
 
-    def __init__(self, peers: Ints, settings: Settings, *, weight: float = 1.0) -> None:
+    def __init__(self, peers: Ints, settings: DetectorSettings, *, weight: float = 1.0) -> None:
         """`peers` numbers the columns that compare without history; -1 for those that never do."""
         self._peers = peers
         self._settings = settings
         self._weight = weight
-        self._history = History(len(peers), settings.window)
+        self._history = ColumnHistory(len(peers), settings.window)
 
-    def read(self, values_s: Floats, budget_s: Floats, noise: Noise, doubt_s: Floats) -> Reading:
+    def read(self, values_s: Floats, budget_s: Floats, noise: NoiseLevel, doubt_s: Floats) -> ChannelReading:
         """Judge one step. `budget_s` is the usual step time per occurrence of each column.
 
         `doubt_s`: what each value may be too large by.
@@ -146,7 +148,7 @@ class DelayChannel:
         over = known & (delay > threshold)
         self._history.add(values_s, ~over)
         delay = np.where(known, delay, 0.0)
-        return Reading(
+        return ChannelReading(
             known=known,
             over=over,
             excess=np.maximum(delay, 0.0),
@@ -160,7 +162,7 @@ class DelayChannel:
         self._peers = peers
         self._history.grow(len(peers))
 
-    def _threshold(self, budget_s: Floats, noise: Noise) -> Floats:
+    def _threshold(self, budget_s: Floats, noise: NoiseLevel) -> Floats:
         least = self._weight * noise.share * budget_s
         spread = self._settings.sigmas * np.nan_to_num(self._history.deviation())
         bound: Floats = np.clip(spread, least, SHARE_CAP * least)

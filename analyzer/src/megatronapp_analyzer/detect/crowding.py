@@ -7,9 +7,9 @@ beyond what is usual for the rank, it tells how much of an excess may be the mac
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import History, Mask
+from megatronapp_analyzer.detect.baseline import ColumnHistory, Mask
 from megatronapp_analyzer.detect.features import Floats
-from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.settings import DetectorSettings
 
 COMPUTE_PART = 0.5
 """Part of the additional run-queue delay by which compute may seem longer."""
@@ -19,11 +19,11 @@ USUAL_DEVIATIONS = 2.0
 """Robust deviations from the median up to which a run-queue delay is usual; what that does is in the residuals."""
 
 
-class Crowding:
+class CrowdingBaseline:
     """Usual run-queue delay of each rank per microbatch."""
 
-    def __init__(self, world: int, settings: Settings) -> None:
-        self._history = History(world, settings.window)
+    def __init__(self, world: int, settings: DetectorSettings) -> None:
+        self._history = ColumnHistory(world, settings.window)
 
     def growth_s(self, queue_s: Floats) -> Floats:
         """Run-queue delay per microbatch beyond the usual; all of it without history, 0 where it is unknown."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatronapp_analyzer.detect.features import Floats, Ints
-from megatronapp_analyzer.graph.build import Edge, StepGraph
+from megatronapp_analyzer.graph.build import EdgeKind, StepGraph
 from megatronapp_analyzer.graph.replay import makespan_s, replay
-from megatronapp_analyzer.model import Cause, Subject, SubjectType
-from megatronapp_common.trace import Kind
+from megatronapp_analyzer.model import Cause, SubjectType, VerdictSubject
+from megatronapp_common.trace import RecordKind
 
 HIDDEN_SHARE = 0.05
 """A gap beyond this part of the step is taken for a wait that nobody records, unless gaps are what is judged."""
@@ -21,7 +21,7 @@ REMEDIES_AT_ONCE = 16
 class Remedy:
     """What to imagine away: a subject's slowness of one cause."""
 
-    subject: Subject
+    subject: VerdictSubject
     cause: Cause
     ratio: float
     """Recorded over expected length, for compute."""
@@ -69,7 +69,7 @@ def _without_hidden_waits(graph: StepGraph) -> Floats:
     """Weights with the gaps cut to what may be a rank's own."""
     limit_s = HIDDEN_SHARE * float(graph.end_s.max() - graph.start_s.min())
     weight = graph.edges.weight
-    return np.where(graph.edges.kind == Edge.GAP, np.minimum(weight, limit_s), weight)
+    return np.where(graph.edges.kind == EdgeKind.GAP, np.minimum(weight, limit_s), weight)
 
 
 def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
@@ -77,16 +77,16 @@ def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
     edges, spans, subject = graph.edges, graph.spans, remedy.subject
     kind, rank = spans["kind"][edges.span], spans["rank"][edges.span]
     weight = recorded.copy()
-    own = (edges.kind == Edge.SPAN) | (edges.kind == Edge.TRANSFER)
-    passes = own & ((kind == Kind.FORWARD) | (kind == Kind.BACKWARD))
+    own = (edges.kind == EdgeKind.SPAN) | (edges.kind == EdgeKind.TRANSFER)
+    passes = own & ((kind == RecordKind.FORWARD) | (kind == RecordKind.BACKWARD))
     if remedy.cause is Cause.LINK:
-        chosen = (kind == Kind.RECV_WAIT) & _received_by(graph, subject)[edges.span]
+        chosen = (kind == RecordKind.RECV_WAIT) & _received_by(graph, subject)[edges.span]
         weight[chosen] = np.maximum(weight[chosen] - remedy.excess_s, 0.0)
     elif remedy.cause is Cause.HOST:
-        idle = (edges.kind == Edge.GAP) | ((edges.kind == Edge.SPAN) & (kind == Kind.DATA))
+        idle = (edges.kind == EdgeKind.GAP) | ((edges.kind == EdgeKind.SPAN) & (kind == RecordKind.DATA))
         for member in subject.ranks:
             chosen = idle & (rank == member)
-            forwards = int(((spans["kind"] == Kind.FORWARD) & (spans["rank"] == member)).sum())
+            forwards = int(((spans["kind"] == RecordKind.FORWARD) & (spans["rank"] == member)).sum())
             weight[chosen] = np.minimum(weight[chosen], level(weight[chosen], remedy.excess_s * forwards))
         for member, ratio in remedy.late:
             weight[passes & (rank == member)] /= max(ratio, 1.0)
@@ -95,7 +95,7 @@ def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
     return weight
 
 
-def _received_by(graph: StepGraph, subject: Subject) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _received_by(graph: StepGraph, subject: VerdictSubject) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Mask of the RECV_WAIT spans that the subject delays."""
     messages = graph.messages
     destination = subject.ranks[-1]

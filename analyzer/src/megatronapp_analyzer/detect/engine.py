@@ -7,39 +7,39 @@ import numpy as np
 
 from megatronapp_analyzer.align.clocks import ClockAligner, ClockModel
 from megatronapp_analyzer.detect import candidates as cand
-from megatronapp_analyzer.detect.baseline import History
-from megatronapp_analyzer.detect.candidates import Candidate, Evidence, Places
+from megatronapp_analyzer.detect.baseline import ColumnHistory
+from megatronapp_analyzer.detect.candidates import CauseEvidence, SubjectResolver, SuspectCandidate
 from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
-from megatronapp_analyzer.detect.evidence import Channels, StepEvidence
+from megatronapp_analyzer.detect.evidence import ChannelSet, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
-from megatronapp_analyzer.detect.findings.lifecycle import Track, Tracks
+from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
 from megatronapp_analyzer.detect.findings.report import evidence_text, verdict_of
-from megatronapp_analyzer.detect.hangs import HangBook
-from megatronapp_analyzer.detect.localize import Narrowing
-from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.hangs import HangTracker
+from megatronapp_analyzer.detect.localize import MemberLocalizer
+from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build
 from megatronapp_analyzer.graph.waits import attribute
-from megatronapp_analyzer.model import Cause, JobLayout, RankLiveness, StepView, SubjectType, Verdict, When
+from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, RankLiveness, StepRecords, SubjectType, Verdict
 
 
 class Detector:
     """Judges a job of one layout. Not thread-safe. Memory is bounded by layout and settings, however long the run."""
 
-    def __init__(self, layout: JobLayout, settings: Settings | None = None) -> None:
+    def __init__(self, layout: JobLayout, settings: DetectorSettings | None = None) -> None:
         self._layout = layout
-        self._settings = settings or Settings()
+        self._settings = settings or DetectorSettings()
         self._units = Units.of(layout)
-        self._places = Places(layout=layout, units=self._units)
+        self._places = SubjectResolver(layout=layout, units=self._units)
         self._attempt: int | None = None
-        self._hangs = HangBook(layout, self._settings)
-        self._tracks = Tracks(self._settings)
+        self._hangs = HangTracker(layout, self._settings)
+        self._tracks = FindingTracker(self._settings)
         self.steps_without_cost = 0
         """Steps whose graph could not be ordered, so that a finding's cost could not be replayed."""
         self._reset()
 
-    def observe(self, view: StepView) -> list[Verdict]:
+    def observe(self, view: StepRecords) -> list[Verdict]:
         """Judge one finished step; returns the verdicts that are new or changed.
 
         Steps come in order; a lower attempt than the newest is ignored, a higher one starts afresh. A step may lack
@@ -68,18 +68,18 @@ class Detector:
         starting = attempt != self._attempt
         usual = float("nan") if starting else float(self._step_s.median()[0])
         step = 0 if starting or not self._recent else self._recent[-1]
-        when = When(attempt=attempt, step=step, time=now_ns * 1e-9)
+        when = JobMoment(attempt=attempt, step=step, time=now_ns * 1e-9)
         return self._hangs.observe(ranks, usual if np.isfinite(usual) else None, when)
 
     def _reset(self) -> None:
-        self._channels = Channels(self._layout, self._units, self._settings)
+        self._channels = ChannelSet(self._layout, self._units, self._settings)
         self._aligner = ClockAligner(self._layout)
-        self._narrowing = Narrowing(self._units)
-        self._step_s = History(1, self._settings.window)
+        self._narrowing = MemberLocalizer(self._units)
+        self._step_s = ColumnHistory(1, self._settings.window)
         self._steps_seen = 0
         self._recent: collections.deque[int] = collections.deque(maxlen=self._settings.votes)
 
-    def _begin(self, view: StepView) -> list[Verdict]:
+    def _begin(self, view: StepRecords) -> list[Verdict]:
         """Another life of the gang: other processes, perhaps other machines. Nothing learned is carried over."""
         now = _when(view)
         ended = [self._verdict(track) for track in self._tracks.close(now)]
@@ -87,7 +87,7 @@ class Detector:
         self._reset()
         return ended
 
-    def _judge(self, view: StepView, features: StepFeatures, clocks: ClockModel) -> list[Verdict]:
+    def _judge(self, view: StepRecords, features: StepFeatures, clocks: ClockModel) -> list[Verdict]:
         step_s = float(np.nanmedian(features.step_s))
         usual = float(self._step_s.median()[0])
         budget = min(usual, step_s) if np.isfinite(usual) else step_s
@@ -107,7 +107,7 @@ class Detector:
         told += self._tracks.confirm(lambda track: self._costly(track, budget, doubt_s))
         return [self._verdict(track) for track in told]
 
-    def _costly(self, track: Track, step_s: float, doubt_s: float) -> bool:
+    def _costly(self, track: FindingTrack, step_s: float, doubt_s: float) -> bool:
         """Whether the replayed cost of a suspect is above its own uncertainty.
 
         A delay may be large and cost nothing: the step is as long without it where somebody waits for another rank.
@@ -117,7 +117,7 @@ class Detector:
             least_s += doubt_s
         return track.least_cost_s > 0 and track.seconds_per_step >= least_s
 
-    def _candidates(self, evidence: StepEvidence, view: StepView, step_s: float) -> list[Candidate]:
+    def _candidates(self, evidence: StepEvidence, view: StepRecords, step_s: float) -> list[SuspectCandidate]:
         """Subjects that the last steps speak against."""
         host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
         link = cand.of_links(evidence.link, self._active(evidence.link), evidence.pairs, self._places)
@@ -128,25 +128,25 @@ class Detector:
         alone = cand.of_imbalance(evidence.imbalance, self._active(evidence.imbalance), self._places)
         return found + [one for one in alone if not self._spoken_for(one, found)]
 
-    def _worth_telling(self, candidates: list[Candidate], step_s: float) -> list[Candidate]:
+    def _worth_telling(self, candidates: list[SuspectCandidate], step_s: float) -> list[SuspectCandidate]:
         found = [one for one in candidates if one.excess_s >= self._settings.impact_share * step_s]
         return cand.without_weaker(found, self._tracks.strongest_s(), self._settings)
 
-    def _hits(self, candidate: Candidate, evidence: StepEvidence) -> int:
+    def _hits(self, candidate: SuspectCandidate, evidence: StepEvidence) -> int:
         """Steps that must have spoken against a candidate; a host is a processor, whatever it launches for."""
         device = evidence.on_device and candidate.cause is not Cause.HOST
         return (self._settings.device if device else self._settings.processor).hits
 
-    def _spoken_for(self, imbalance: Candidate, found: list[Candidate]) -> bool:
+    def _spoken_for(self, imbalance: SuspectCandidate, found: list[SuspectCandidate]) -> bool:
         named = [track.candidate for track in self._tracks.live.values() if track.named]
         return any(
             set(one.subject.ranks) & set(imbalance.subject.ranks) for one in found + named if one.key != imbalance.key
         )
 
-    def _active(self, evidence: Evidence) -> Ints:
+    def _active(self, evidence: CauseEvidence) -> Ints:
         return np.flatnonzero(evidence.votes >= self._settings.suspect_votes)
 
-    def _hold(self, candidate: Candidate, evidence: StepEvidence) -> bool:
+    def _hold(self, candidate: SuspectCandidate, evidence: StepEvidence) -> bool:
         """Whether neighbours on the node are about to become suspects too, so that the node may be the subject."""
         if candidate.subject.type is not SubjectType.RANK or candidate.cause not in (Cause.COMPUTE, Cause.HOST):
             return False
@@ -161,7 +161,7 @@ class Detector:
                     return True
         return False
 
-    def _over(self, track: Track, evidence: StepEvidence) -> tuple[bool, int]:
+    def _over(self, track: FindingTrack, evidence: StepEvidence) -> tuple[bool, int]:
         """Whether most of a track's columns are over in this step, and its votes."""
         part = evidence.part(track.candidate)
         where = list(track.candidate.columns)
@@ -174,7 +174,7 @@ class Detector:
                 track.late.append(float(evidence.launches.late.ratio[where].max()))
         return hit, int(part.votes[where].min())
 
-    def _cost(self, view: StepView, evidence: StepEvidence, doubt_s: float) -> None:
+    def _cost(self, view: StepRecords, evidence: StepEvidence, doubt_s: float) -> None:
         """Replay the step without each finding and add its cost; a step that cannot be replayed adds none."""
         hit = [one for one in self._tracks.live.values() if one.evidence and one.evidence[-1] == view.step]
         if not hit:
@@ -199,16 +199,16 @@ class Detector:
             track.lost_s.append(float(lost))
             track.text = evidence_text(track, waits)
 
-    def _since(self, view: StepView, votes: int) -> When:
+    def _since(self, view: StepRecords, votes: int) -> JobMoment:
         first = list(self._recent)[-min(votes, len(self._recent))]
-        return When(attempt=view.attempt, step=first, time=view.real_time_s)
+        return JobMoment(attempt=view.attempt, step=first, time=view.real_time_s)
 
-    def _verdict(self, track: Track) -> Verdict:
+    def _verdict(self, track: FindingTrack) -> Verdict:
         return verdict_of(track, self._layout, self._channels.columns)
 
 
-def _when(view: StepView) -> When:
-    return When(attempt=view.attempt, step=view.step, time=view.real_time_s)
+def _when(view: StepRecords) -> JobMoment:
+    return JobMoment(attempt=view.attempt, step=view.step, time=view.real_time_s)
 
 
 def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepFeatures:

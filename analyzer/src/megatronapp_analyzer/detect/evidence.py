@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 
 from megatronapp_analyzer.detect.baseline import median_of_others
-from megatronapp_analyzer.detect.candidates import Candidate, Evidence
-from megatronapp_analyzer.detect.channels import COUPLED_CAP, SIGMA_CAP, DelayChannel, LogChannel, Reading
-from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, Crowding
+from megatronapp_analyzer.detect.candidates import CauseEvidence, SuspectCandidate
+from megatronapp_analyzer.detect.channels import COUPLED_CAP, SIGMA_CAP, ChannelReading, DelayChannel, LogChannel
+from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, CrowdingBaseline
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
-from megatronapp_analyzer.detect.findings.persistence import Votes
-from megatronapp_analyzer.detect.launches import Launches, LaunchReading
-from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.findings.persistence import VoteWindow
+from megatronapp_analyzer.detect.launches import LaunchBaseline, LaunchReading
+from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.model import Cause, JobLayout
 
@@ -23,17 +23,17 @@ IDLE_WEIGHT = 2.0
 class StepEvidence:
     """Evidence of one step. Columns: units, ranks, directed pairs."""
 
-    compute: Evidence
-    host: Evidence
-    link: Evidence
-    imbalance: Evidence
+    compute: CauseEvidence
+    host: CauseEvidence
+    link: CauseEvidence
+    imbalance: CauseEvidence
     launches: LaunchReading
     stalls_s: Floats
     """Part of the evidence against each host that lies between spans, per FORWARD."""
     pairs: Ints
     on_device: bool
 
-    def part(self, candidate: Candidate) -> Evidence:
+    def part(self, candidate: SuspectCandidate) -> CauseEvidence:
         """The evidence that a candidate's columns belong to."""
         parts = {Cause.COMPUTE: self.compute, Cause.HOST: self.host, Cause.LINK: self.link}
         if candidate.cause in parts:
@@ -41,27 +41,27 @@ class StepEvidence:
         return self.compute if candidate.by_history else self.imbalance
 
 
-class Channels:
+class ChannelSet:
     """Channels and votes of one attempt."""
 
-    def __init__(self, layout: JobLayout, units: Units, settings: Settings) -> None:
+    def __init__(self, layout: JobLayout, units: Units, settings: DetectorSettings) -> None:
         self._settings = settings
         self._units = units
         self._stage_of = np.array([at.pp for at in layout.coordinates], np.int64)
         stages = self._stage_of
         self._compute = LogChannel(units.stage, settings, cap=SIGMA_CAP if len(units) == layout.world else COUPLED_CAP)
         self._chunks = layout.vpp
-        self._launches = Launches(layout, units, settings)
+        self._launches = LaunchBaseline(layout, units, settings)
         self._stall = DelayChannel(np.zeros(layout.world, np.int64), settings)
         self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
         self._data = DelayChannel(stages, settings)
-        self._crowding = Crowding(layout.world, settings)
+        self._crowding = CrowdingBaseline(layout.world, settings)
         self._pairs: dict[tuple[int, int], int] = {}
         self._link = DelayChannel(np.empty(0, np.int64), settings)
-        self._votes_compute = Votes(len(units), settings.votes)
-        self._votes_imbalance = Votes(len(units), settings.imbalance_steps)
-        self._votes_host = Votes(layout.world, settings.votes)
-        self._votes_link = Votes(0, settings.votes)
+        self._votes_compute = VoteWindow(len(units), settings.votes)
+        self._votes_imbalance = VoteWindow(len(units), settings.imbalance_steps)
+        self._votes_host = VoteWindow(layout.world, settings.votes)
+        self._votes_link = VoteWindow(0, settings.votes)
 
     @property
     def columns(self) -> int:
@@ -92,7 +92,7 @@ class Channels:
             on_device=features.on_device,
         )
 
-    def _read_compute(self, features: StepFeatures, crowded_s: Floats, launches: LaunchReading) -> Evidence:
+    def _read_compute(self, features: StepFeatures, crowded_s: Floats, launches: LaunchReading) -> CauseEvidence:
         noise = self._settings.device if features.on_device else self._settings.processor
         doubt = COMPUTE_PART * self._units.slowest(crowded_s)
         values = np.where(launches.unknown, np.nan, self._units.slowest(features.compute_s))
@@ -104,7 +104,7 @@ class Channels:
 
     def _read_host(
         self, features: StepFeatures, step_s: float, crowded_s: Floats, launches: LaunchReading, *, whole: bool
-    ) -> Evidence:
+    ) -> CauseEvidence:
         noise = self._settings.device if features.on_device else self._settings.processor
         count = np.where(features.forwards > 0, features.forwards, np.nan)
         budget = step_s / count
@@ -120,7 +120,7 @@ class Channels:
         evidence = _evidence(Cause.HOST, reading, self._votes_host, np.nan_to_num(count))
         return _against_compute(evidence, features.passes_s - launches.late.excess * self._chunks)
 
-    def _read_link(self, features: StepFeatures, step_s: float, crowded_s: Floats) -> Evidence:
+    def _read_link(self, features: StepFeatures, step_s: float, crowded_s: Floats) -> CauseEvidence:
         noise = self._settings.device if features.on_device else self._settings.processor
         columns = self._columns(features.pairs)
         delivery, count = np.full(len(self._pairs), np.nan), np.zeros(len(self._pairs))
@@ -132,7 +132,7 @@ class Channels:
         evidence = _evidence(Cause.LINK, reading, self._votes_link, count)
         return _against_compute(evidence, features.passes_s[self.pairs[:, 1]])
 
-    def _read_imbalance(self, features: StepFeatures) -> Evidence:
+    def _read_imbalance(self, features: StepFeatures) -> CauseEvidence:
         """Stages of a single unit against the median of the other stages, over a long window."""
         compute = np.where(self._units.members_in(features.bound), np.nan, self._units.slowest(features.passes_s))
         others = median_of_others(compute)
@@ -145,7 +145,7 @@ class Channels:
         self._votes_imbalance.add(over, known)
         count = self._units.slowest(features.forwards / self._chunks)
         excess = np.nan_to_num(compute - others)
-        return Evidence(
+        return CauseEvidence(
             cause=Cause.UNDETERMINED,
             over=over,
             votes=self._votes_imbalance.count - (self._settings.imbalance_steps - self._settings.votes),
@@ -164,8 +164,8 @@ class Channels:
         return np.array(columns, np.int64)
 
 
-def _evidence(cause: Cause, reading: Reading, votes: Votes, count: Floats) -> Evidence:
-    return Evidence(
+def _evidence(cause: Cause, reading: ChannelReading, votes: VoteWindow, count: Floats) -> CauseEvidence:
+    return CauseEvidence(
         cause=cause,
         over=reading.over,
         votes=votes.count,
@@ -177,13 +177,13 @@ def _evidence(cause: Cause, reading: Reading, votes: Votes, count: Floats) -> Ev
     )
 
 
-def _against_compute(evidence: Evidence, compute_s: Floats) -> Evidence:
+def _against_compute(evidence: CauseEvidence, compute_s: Floats) -> CauseEvidence:
     """Delays as slowdowns: how many times longer a microbatch takes the rank than its compute alone."""
     ratio = 1.0 + evidence.occurrence_s / np.where(compute_s > 0, compute_s, np.nan)
     return dataclasses.replace(evidence, ratio=np.nan_to_num(ratio, nan=1.0))
 
 
-def _strongest(readings: list[Reading]) -> Reading:
+def _strongest(readings: list[ChannelReading]) -> ChannelReading:
     """Of several channels of one cause, column by column, the one that costs most among those that are over."""
     cost = np.stack([np.where(reading.over, reading.excess, -1.0 + reading.strength * 1e-9) for reading in readings])
     best = cost.argmax(axis=0)
@@ -193,7 +193,7 @@ def _strongest(readings: list[Reading]) -> Reading:
         row: Floats = rows[best, np.arange(len(best))]
         return row
 
-    return Reading(
+    return ChannelReading(
         known=np.logical_or.reduce([reading.known for reading in readings]),
         over=pick("over").astype(np.bool_),
         excess=pick("excess"),

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Messages, meetings_of, messages_of
-from megatronapp_analyzer.model import JobLayout, RankRecords, StepView
-from megatronapp_common.trace import DURATION_UNIT_NS, Flag, Kind
+from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords
+from megatronapp_common.trace import DURATION_UNIT_NS, Flag, RecordKind
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-POSTS = frozenset({Kind.SEND_POST, Kind.RECV_POST})
+POSTS = frozenset({RecordKind.SEND_POST, RecordKind.RECV_POST})
 LEAD_PART = 0.25
 """A device that ends a span less than this part of its length behind the host's last launch has waited for launches."""
 FREE_SHARE = 0.25
@@ -60,14 +60,14 @@ class StepFeatures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Laid:
+class _StepSpans:
     spans: RankRecords
     start: Floats
     end: Floats
     clean: Floats
 
 
-def extract(view: StepView, layout: JobLayout) -> StepFeatures:
+def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
     """Features of one step on aligned clocks."""
     spans = rec.stream(view.records)
     spans = spans[spans["rank"] < layout.world]
@@ -75,10 +75,10 @@ def extract(view: StepView, layout: JobLayout) -> StepFeatures:
     clean = rec.clean_s(spans)
     if layout.tp * layout.cp * layout.ep > 1:
         clean = np.maximum(clean - _shared_waits(spans, start, layout), 0.0)
-        clean[_partly_heard(spans, layout)] = np.nan
-    laid = _Laid(spans=spans, start=start, end=end, clean=clean)
+        clean[_incomplete_spans(spans, layout)] = np.nan
+    laid = _StepSpans(spans=spans, start=start, end=end, clean=clean)
     messages = messages_of(spans, rec.CommIndex(view.comms))
-    forwards = np.bincount(spans["rank"][spans["kind"] == Kind.FORWARD], minlength=layout.world)
+    forwards = np.bincount(spans["rank"][spans["kind"] == RecordKind.FORWARD], minlength=layout.world)
     late = _launched_late(spans)
     passes_s = _positive(_per_microbatch(spans, clean, layout.world))
     compute_s = _positive(_per_microbatch(spans, clean, layout.world, counted=~_may_have_waited(late, spans)))
@@ -116,7 +116,7 @@ def _unit_of_rank(layout: JobLayout) -> Ints:
     return np.array([at.pp * layout.dp + at.dp // layout.ep for at in layout.coordinates], np.int64)
 
 
-def _partly_heard(spans: RankRecords, layout: JobLayout) -> NDArray[np.bool_]:
+def _incomplete_spans(spans: RankRecords, layout: JobLayout) -> NDArray[np.bool_]:
     """Spans of units of which a member did not report: what they wait for inside cannot be known."""
     unit = _unit_of_rank(layout)
     silent = np.bincount(spans["rank"], minlength=layout.world) == 0
@@ -163,7 +163,7 @@ def _may_have_waited(late: Mask, spans: RankRecords) -> Mask:
 
 
 def _is_pass(spans: RankRecords) -> Mask:
-    mask: Mask = (spans["kind"] == Kind.FORWARD) | (spans["kind"] == Kind.BACKWARD)
+    mask: Mask = (spans["kind"] == RecordKind.FORWARD) | (spans["kind"] == RecordKind.BACKWARD)
     return mask
 
 
@@ -187,7 +187,7 @@ def _per_microbatch(spans: RankRecords, values_s: Floats, world: int, *, counted
     if not passes.any():
         return np.full(world, np.nan)
     chunks = int(spans["chunk"][passes].max()) + 1
-    group = (spans["rank"].astype(np.int64) * 2 + (spans["kind"] == Kind.BACKWARD)) * chunks + spans["chunk"]
+    group = (spans["rank"].astype(np.int64) * 2 + (spans["kind"] == RecordKind.BACKWARD)) * chunks + spans["chunk"]
     chosen = passes & np.isfinite(values_s) & (True if counted is None else counted)
     groups = world * 2 * chunks
     medians = segment_medians(group[chosen], values_s[chosen], groups)
@@ -202,16 +202,16 @@ def _positive(values: Floats) -> Floats:
     return np.where(values > 0, values, np.nan)
 
 
-def _stalls(laid: _Laid, world: int) -> Floats:
+def _stalls(laid: _StepSpans, world: int) -> Floats:
     """Gap between each FORWARD and the span before it on its rank."""
     rank = laid.spans["rank"].astype(np.int64)
     follows = np.flatnonzero(rank[1:] == rank[:-1]) + 1
-    forward = follows[laid.spans["kind"][follows] == Kind.FORWARD]
+    forward = follows[laid.spans["kind"][follows] == RecordKind.FORWARD]
     gap = np.maximum(laid.start[forward] - laid.end[forward - 1], 0.0)
     return segment_medians(rank[forward], gap, world)
 
 
-def _idle(laid: _Laid, world: int, step_s: Floats, step_queue_s: Floats, forwards: Ints) -> Floats:
+def _idle(laid: _StepSpans, world: int, step_s: Floats, step_queue_s: Floats, forwards: Ints) -> Floats:
     """The run-queue delay that no span carries lies in the gaps and posts, so it is taken off there."""
     rank = laid.spans["rank"].astype(np.int64)
     work = ~rec.is_kind(laid.spans["kind"], POSTS)
@@ -221,8 +221,8 @@ def _idle(laid: _Laid, world: int, step_s: Floats, step_queue_s: Floats, forward
     return np.maximum(idle, 0.0) / np.where(forwards > 0, forwards, np.nan)
 
 
-def _data(laid: _Laid, world: int, forwards: Ints) -> Floats:
-    chosen = laid.spans["kind"] == Kind.DATA
+def _data(laid: _StepSpans, world: int, forwards: Ints) -> Floats:
+    chosen = laid.spans["kind"] == RecordKind.DATA
     total = np.bincount(laid.spans["rank"][chosen], weights=laid.clean[chosen], minlength=world)
     out: Floats = total / np.where(forwards > 0, forwards, np.nan)
     return out
@@ -230,14 +230,14 @@ def _data(laid: _Laid, world: int, forwards: Ints) -> Floats:
 
 def _step_spans(records: RankRecords, world: int) -> tuple[Floats, Floats]:
     """Length and run-queue delay of each rank's STEP span; NaN where it is missing."""
-    steps = records[(records["kind"] == Kind.STEP) & (records["rank"] < world)]
+    steps = records[(records["kind"] == RecordKind.STEP) & (records["rank"] < world)]
     length, queued = np.full(world, np.nan), np.zeros(world)
     length[steps["rank"]] = steps["duration"].astype(np.float64) * (DURATION_UNIT_NS * rec.NS)
     queued[steps["rank"]] = rec.run_queue_s(steps)
     return length, queued
 
 
-def _deliveries(laid: _Laid, messages: Messages, world: int) -> tuple[Ints, Floats, Ints]:
+def _deliveries(laid: _StepSpans, messages: Messages, world: int) -> tuple[Ints, Floats, Ints]:
     """Directed pairs, their median delivery, and how many messages they carried."""
     matched = messages.matched
     send, recv = messages.send_post[matched], messages.recv_wait[matched]

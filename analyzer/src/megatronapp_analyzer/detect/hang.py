@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
-from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.model import RankLiveness
-from megatronapp_common.trace import COLLECTIVE_KINDS, Kind
+from megatronapp_common.trace import COLLECTIVE_KINDS, RecordKind
 
-WAITING_KINDS = COLLECTIVE_KINDS | {Kind.RECV_WAIT, Kind.SEND_WAIT}
-PAUSING_KINDS = frozenset({Kind.CHECKPOINT, Kind.EVALUATE})
+WAITING_KINDS = COLLECTIVE_KINDS | {RecordKind.RECV_WAIT, RecordKind.SEND_WAIT}
+PAUSING_KINDS = frozenset({RecordKind.CHECKPOINT, RecordKind.EVALUATE})
 STOPPED = frozenset({"T", "t"})
 CLEARLY_EARLIER_S = 1.0
 """Lead by which the first of several silent ranks is taken for the cause."""
@@ -25,7 +25,7 @@ class Hang:
     reason: str
 
 
-def find(ranks: Sequence[RankLiveness], usual_step_s: float | None, settings: Settings) -> Hang | None:
+def find(ranks: Sequence[RankLiveness], usual_step_s: float | None, settings: DetectorSettings) -> Hang | None:
     """The hang that the ranks' heartbeats show, or None. `usual_step_s` is None before the first finished step."""
     if any(not rank.alive and not rank.closed for rank in ranks):
         return None  # a rank that died is the launcher's and the backend's to report; the others wait for it
@@ -67,7 +67,7 @@ def _silent_s(rank: RankLiveness) -> float:
     return (rank.now_ns - rank.heartbeat_ns) * 1e-9
 
 
-def _patience_s(rank: RankLiveness, usual_step_s: float | None, settings: Settings) -> float:
+def _patience_s(rank: RankLiveness, usual_step_s: float | None, settings: DetectorSettings) -> float:
     if rank.process_state in STOPPED:
         return settings.hang_after_s  # whatever it is in the middle of: a stopped process never ends it
     if usual_step_s is None:

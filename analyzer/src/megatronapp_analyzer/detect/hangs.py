@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 from megatronapp_analyzer.detect import hang
 from megatronapp_analyzer.detect.findings.sentences import hang_sentence
-from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.model import (
     Cause,
     JobLayout,
+    JobMoment,
     RankLiveness,
-    State,
-    Subject,
     SubjectType,
     Verdict,
-    When,
+    VerdictState,
+    VerdictSubject,
 )
 
 CERTAIN = 0.98
@@ -24,17 +24,17 @@ DOUBT_S = 3.0
 """How long a hang without direct evidence must last before it is named."""
 
 
-class HangBook:
+class HangTracker:
     """At most one hang at a time: all that is silent belongs together."""
 
-    def __init__(self, layout: JobLayout, settings: Settings) -> None:
+    def __init__(self, layout: JobLayout, settings: DetectorSettings) -> None:
         self._layout = layout
         self._settings = settings
         self._live: dict[int, Verdict] = {}
         self._doubtful: tuple[int, ...] = ()
         self._doubtful_since_s = 0.0
 
-    def observe(self, ranks: Sequence[RankLiveness], usual_step_s: float | None, when: When) -> list[Verdict]:
+    def observe(self, ranks: Sequence[RankLiveness], usual_step_s: float | None, when: JobMoment) -> list[Verdict]:
         """Judge the newest heartbeats; returns verdicts that are new or over."""
         found = hang.find(ranks, usual_step_s, self._settings)
         if found is not None and not found.certain and len(ranks) < self._layout.world:
@@ -48,7 +48,7 @@ class HangBook:
                 told.append(self._live[rank])
         return told
 
-    def _lasting(self, found: hang.Hang | None, when: When) -> hang.Hang | None:
+    def _lasting(self, found: hang.Hang | None, when: JobMoment) -> hang.Hang | None:
         """`found` if the evidence is direct, or all ranks were heard of and it has held for a while.
 
         Ranks that only wait may wait for one that nothing is heard of.
@@ -61,22 +61,22 @@ class HangBook:
             self._doubtful, self._doubtful_since_s = doubtful, when.time
         return found if not doubtful or when.time - self._doubtful_since_s >= DOUBT_S else None
 
-    def _over(self, rank: int, when: When) -> Verdict:
+    def _over(self, rank: int, when: JobMoment) -> Verdict:
         verdict = self._live.pop(rank)
-        return dataclasses.replace(verdict, state=State.CLEARED, until=when)
+        return dataclasses.replace(verdict, state=VerdictState.CLEARED, until=when)
 
-    def _verdict(self, rank: int, found: hang.Hang, when: When) -> Verdict:
+    def _verdict(self, rank: int, found: hang.Hang, when: JobMoment) -> Verdict:
         alone = len(found.culprits) == 1
         lines = [f"no progress for {found.silent_s:.0f} s", found.reason]
         if found.victims:
             lines.append("waiting for it: " + ", ".join(f"rank {victim}" for victim in found.victims))
         return Verdict(
             id=f"a{when.attempt}-s{when.step}-hang-{rank}",
-            subject=Subject(
+            subject=VerdictSubject(
                 type=SubjectType.RANK, ranks=(rank,), worker=self._layout.workers[rank], node=self._layout.nodes[rank]
             ),
             cause=Cause.HANG,
-            state=State.CONFIRMED,
+            state=VerdictState.CONFIRMED,
             seconds_per_step=found.silent_s,
             slowdown=1.0,
             confidence=CERTAIN if found.certain else LIKELY if alone else OPEN,

@@ -10,9 +10,9 @@ import dataclasses
 import numpy as np
 
 from megatronapp_analyzer.detect.baseline import Mask
-from megatronapp_analyzer.detect.channels import COUPLED_CAP, LogChannel, Reading
+from megatronapp_analyzer.detect.channels import COUPLED_CAP, ChannelReading, LogChannel
 from megatronapp_analyzer.detect.features import Floats, StepFeatures
-from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.model import JobLayout
 
@@ -27,15 +27,15 @@ class LaunchReading:
     """One step's judgement of what launching takes."""
 
     units: Units
-    passes: Reading
+    passes: ChannelReading
     """Per unit, its spans against history and peers; known only where its hosts keep ahead of their devices."""
     unknown: Mask
     """Units whose device's time is not known, because a member waits for launches and the others for that member."""
-    late: Reading
+    late: ChannelReading
     """Per rank, how much longer than usual its device's spans are, per FORWARD; known only where they wait for
     launches."""
 
-    def added_to(self, stalls: Reading) -> Reading:
+    def added_to(self, stalls: ChannelReading) -> ChannelReading:
         """A host's stalls between spans together with its late launches within them."""
         over = stalls.over | self.late.over
         return dataclasses.replace(
@@ -62,10 +62,10 @@ class LaunchReading:
         return tuple((rank, times) for unit, times in grown.items() for rank in self.units.ranks(unit))
 
 
-class Launches:
+class LaunchBaseline:
     """Usual length of the spans of each unit, whoever decides it."""
 
-    def __init__(self, layout: JobLayout, units: Units, settings: Settings) -> None:
+    def __init__(self, layout: JobLayout, units: Units, settings: DetectorSettings) -> None:
         self._units = units
         self._chunks = layout.vpp
         self._settings = settings
@@ -90,7 +90,7 @@ class Launches:
             late=self._late(passes, features, step_s),
         )
 
-    def _late(self, passes: Reading, features: StepFeatures, step_s: float) -> Reading:
+    def _late(self, passes: ChannelReading, features: StepFeatures, step_s: float) -> ChannelReading:
         """A host is a processor, and is judged as one."""
         late = passes.at(self._units.of_rank).within(features.bound)
         excess = late.excess / self._chunks

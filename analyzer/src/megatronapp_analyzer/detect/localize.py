@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.detect.candidates import Candidate, Places
+from megatronapp_analyzer.detect.candidates import SubjectResolver, SuspectCandidate
 from megatronapp_analyzer.detect.features import Floats
 from megatronapp_analyzer.detect.units import Units, last_member, lateness_s
-from megatronapp_analyzer.model import StepView, SubjectType
+from megatronapp_analyzer.model import StepRecords, SubjectType
 
 LEAST_PART = 0.1
 """Part of the unit's excess by which the late member must trail."""
@@ -15,14 +15,14 @@ FORGET = 0.7
 """Weight of the past in the running mean of lateness."""
 
 
-class Narrowing:
+class MemberLocalizer:
     """Running mean of how late each member of each suspected unit is."""
 
     def __init__(self, units: Units) -> None:
         self._units = units
         self._late: dict[int, Floats] = {}
 
-    def narrow(self, view: StepView, candidate: Candidate, places: Places) -> Candidate:
+    def narrow(self, view: StepRecords, candidate: SuspectCandidate, places: SubjectResolver) -> SuspectCandidate:
         """The candidate, on one rank where its unit has several and one of them is clearly the last."""
         if candidate.subject.type is not SubjectType.RANK or len(candidate.subject.ranks) < 2:
             return candidate

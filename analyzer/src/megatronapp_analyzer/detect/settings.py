@@ -4,7 +4,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Noise:
+class NoiseLevel:
     """What is still healthy on one kind of clock."""
 
     compute_floor: float
@@ -22,12 +22,12 @@ class Noise:
     away for a second or two makes a rank slow for up to five short steps; a device knows nothing like it."""
 
 
-PROCESSOR = Noise(compute_floor=0.08, compute_ratio=1.40, peer_ratio=1.60, share=0.06, cold_share=0.10, hits=6)
-DEVICE = Noise(compute_floor=0.01, compute_ratio=1.05, peer_ratio=1.10, share=0.03, cold_share=0.06, hits=4)
+PROCESSOR = NoiseLevel(compute_floor=0.08, compute_ratio=1.40, peer_ratio=1.60, share=0.06, cold_share=0.10, hits=6)
+DEVICE = NoiseLevel(compute_floor=0.01, compute_ratio=1.05, peer_ratio=1.10, share=0.03, cold_share=0.06, hits=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class DetectorSettings:
     """Defaults suit a shared laptop as well as a GPU node."""
 
     warmup_steps: int = 3
@@ -58,8 +58,8 @@ class Settings:
     """Share of a node's ranks that must be slow together to blame the node."""
     weaker_share: float = 0.35
     """A second subject is named beside a first only if it costs at least this part of what the first costs."""
-    processor: Noise = PROCESSOR
-    device: Noise = DEVICE
+    processor: NoiseLevel = PROCESSOR
+    device: NoiseLevel = DEVICE
     hang_after_s: float = 10.0
     """Time without progress after which a rank hangs; at least `hang_steps` usual steps."""
     hang_steps: float = 10.0
@@ -67,5 +67,5 @@ class Settings:
     """The same before the first step of an attempt has ended."""
     pause_s: float = 600.0
     """The same inside a checkpoint or an evaluation."""
-    cleared_kept: int = 100
+    max_cleared: int = 100
     """Cleared verdicts that are remembered."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from megatronapp_analyzer.detect.features import Floats, Ints, Mask
 from megatronapp_analyzer.graph import records as rec
-from megatronapp_analyzer.model import JobLayout, StepView
-from megatronapp_common.trace import Kind
+from megatronapp_analyzer.model import JobLayout, StepRecords
+from megatronapp_common.trace import RecordKind
 
 CLEARLY_LATER = 2.0
 """How many times later than the second the last member must be to be told from the others."""
@@ -62,13 +62,13 @@ class Units:
         return mask
 
 
-def lateness_s(view: StepView, ranks: tuple[int, ...]) -> Floats:
+def lateness_s(view: StepRecords, ranks: tuple[int, ...]) -> Floats:
     """How much later than the first of them each of `ranks` leaves its compute spans, median in seconds.
 
     Members of a unit wait for each other inside a span, so its length does not tell who is slow; who leaves last does.
     """
     spans = view.records[np.isin(view.records["rank"], ranks)]
-    spans = spans[(spans["kind"] == Kind.FORWARD) | (spans["kind"] == Kind.BACKWARD)]
+    spans = spans[(spans["kind"] == RecordKind.FORWARD) | (spans["kind"] == RecordKind.BACKWARD)]
     end = rec.starts_s(spans, view.start_ns) + rec.durations_s(spans)
     work = (spans["kind"].astype(np.int64) << 32) | (spans["chunk"].astype(np.int64) << 16) | spans["microbatch"]
     names, row = np.unique(work, return_inverse=True)

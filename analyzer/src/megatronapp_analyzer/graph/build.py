@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, meetings_of, messages_of
-from megatronapp_analyzer.model import RankRecords, StepView
+from megatronapp_analyzer.model import RankRecords, StepRecords
 
 Seconds = NDArray[np.float64]
 CLOCK_TOLERANCE_S = 1e-3
 """A message may seem to arrive this much before it was sent."""
 
 
-class Edge(enum.IntEnum):
+class EdgeKind(enum.IntEnum):
     """What an edge's weight means; `edge_span` is the span that it belongs to."""
 
     SPAN = 0
@@ -76,7 +76,7 @@ class StepGraph:
         return len(self.initial_s)
 
 
-def build(view: StepView, *, tolerance_s: float = CLOCK_TOLERANCE_S, unit_of_rank: Index | None = None) -> StepGraph:
+def build(view: StepRecords, *, tolerance_s: float = CLOCK_TOLERANCE_S, unit_of_rank: Index | None = None) -> StepGraph:
     """Graph of one step on aligned clocks, which may be wrong by `tolerance_s`.
 
     Ranks of one unit meet inside their compute spans; without `unit_of_rank` no ranks do.
@@ -97,7 +97,7 @@ def build(view: StepView, *, tolerance_s: float = CLOCK_TOLERANCE_S, unit_of_ran
     inside, in_meeting = _group_edges(meetings, start, end, 2 * len(spans) + len(collectives))
     free[in_meeting] = False
     own = np.flatnonzero(free)
-    plain = _edges(2 * own, 2 * own + 1, (end - start)[own], Edge.SPAN, own)
+    plain = _edges(2 * own, 2 * own + 1, (end - start)[own], EdgeKind.SPAN, own)
     edges = _joined([plain, parts, waits, groups, inside])
     events = 2 * len(spans) + len(collectives) + len(meetings)
     initial = np.zeros(events)
@@ -117,7 +117,7 @@ def build(view: StepView, *, tolerance_s: float = CLOCK_TOLERANCE_S, unit_of_ran
     )
 
 
-def _edges(source: Index, target: Index, weight: Seconds, kind: Edge, span: Index) -> Edges:
+def _edges(source: Index, target: Index, weight: Seconds, kind: EdgeKind, span: Index) -> Edges:
     return Edges(
         source=source,
         target=target,
@@ -152,7 +152,7 @@ def _stream_edges(spans: RankRecords, start: Seconds, end: Seconds) -> tuple[Edg
     rank = spans["rank"]
     later = np.flatnonzero(rank[1:] == rank[:-1]) + 1
     first = np.setdiff1d(np.arange(len(spans)), later)
-    return _edges(2 * (later - 1) + 1, 2 * later, start[later] - end[later - 1], Edge.GAP, later), first
+    return _edges(2 * (later - 1) + 1, 2 * later, start[later] - end[later - 1], EdgeKind.GAP, later), first
 
 
 def _message_edges(
@@ -166,8 +166,8 @@ def _message_edges(
     free[recv] = False
     left = end[recv] - np.maximum(start[recv], end[send])
     parts = [
-        _edges(2 * recv, 2 * recv + 1, left, Edge.SPAN, recv),
-        _edges(2 * send + 1, 2 * recv + 1, left, Edge.DELIVERY, recv),
+        _edges(2 * recv, 2 * recv + 1, left, EdgeKind.SPAN, recv),
+        _edges(2 * send + 1, 2 * recv + 1, left, EdgeKind.DELIVERY, recv),
     ]
     both = (messages.send_wait >= 0) & (messages.recv_post >= 0)
     wait, post = messages.send_wait[both], messages.recv_post[both]
@@ -175,8 +175,8 @@ def _message_edges(
     wait, post = wait[rendezvous], post[rendezvous]
     free[wait] = False
     left = end[wait] - np.maximum(start[wait], end[post])
-    parts.append(_edges(2 * wait, 2 * wait + 1, left, Edge.SPAN, wait))
-    parts.append(_edges(2 * post + 1, 2 * wait + 1, left, Edge.READY, wait))
+    parts.append(_edges(2 * wait, 2 * wait + 1, left, EdgeKind.SPAN, wait))
+    parts.append(_edges(2 * post + 1, 2 * wait + 1, left, EdgeKind.READY, wait))
     return _joined(parts), free, int((messages.recv_wait >= 0).sum()) - len(recv)
 
 
@@ -189,8 +189,8 @@ def _group_edges(collectives: Collectives, start: Seconds, end: Seconds, first_e
     last = np.full(len(collectives), -np.inf)
     np.maximum.at(last, instance, start[member])
     event = first_event + instance
-    arrive = _edges(2 * member, event, np.zeros(len(member)), Edge.ARRIVE, member)
-    transfer = _edges(event, 2 * member + 1, end[member] - last[instance], Edge.TRANSFER, member)
+    arrive = _edges(2 * member, event, np.zeros(len(member)), EdgeKind.ARRIVE, member)
+    transfer = _edges(event, 2 * member + 1, end[member] - last[instance], EdgeKind.TRANSFER, member)
     return _joined([arrive, transfer]), member
 
 

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph.records import GROUP_KINDS, CommIndex, is_kind
-from megatronapp_analyzer.model import Comm, RankRecords
-from megatronapp_common.trace import Kind
+from megatronapp_analyzer.model import Communicator, RankRecords
+from megatronapp_common.trace import RecordKind
 
 Index = NDArray[np.int64]
 _ORDINAL_BITS = 32
 _KIND_BITS = 8
-MEETING_KINDS = frozenset({Kind.DATA, Kind.FORWARD, Kind.BACKWARD})
-_PARTS = (Kind.SEND_POST, Kind.SEND_WAIT, Kind.RECV_POST, Kind.RECV_WAIT)
+MEETING_KINDS = frozenset({RecordKind.DATA, RecordKind.FORWARD, RecordKind.BACKWARD})
+_PARTS = (RecordKind.SEND_POST, RecordKind.SEND_WAIT, RecordKind.RECV_POST, RecordKind.RECV_WAIT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class Collectives:
         return whole
 
 
-def match_messages(records: RankRecords, comms: Mapping[int, Mapping[int, Comm]]) -> Messages:
+def match_messages(records: RankRecords, comms: Mapping[int, Mapping[int, Communicator]]) -> Messages:
     """Messages of one step. `records` hold that step only, in any order."""
     return messages_of(records, CommIndex(comms))
 
@@ -133,7 +133,7 @@ def meetings_of(records: RankRecords, unit_of_rank: Index) -> Collectives:
     )
 
 
-def _pair(comm: Comm) -> tuple[int, int]:
+def _pair(comm: Communicator) -> tuple[int, int]:
     if comm.kind != "p2p" or len(comm.members) != 2:
         return (-1, -1)
     return (comm.members[0], comm.members[1])

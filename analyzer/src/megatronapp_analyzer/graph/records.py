@@ -5,12 +5,14 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.model import Comm, RankRecords
-from megatronapp_common.trace import COLLECTIVE_KINDS, DURATION_UNIT_NS, NO_COMM, Flag, Kind
+from megatronapp_analyzer.model import Communicator, RankRecords
+from megatronapp_common.trace import COLLECTIVE_KINDS, DURATION_UNIT_NS, NO_COMM, Flag, RecordKind
 
-NESTED_KINDS = frozenset({Kind.TP_REDUCE, Kind.TP_GATHER, Kind.LAYER_FORWARD, Kind.LAYER_BACKWARD, Kind.GC})
+NESTED_KINDS = frozenset(
+    {RecordKind.TP_REDUCE, RecordKind.TP_GATHER, RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD, RecordKind.GC}
+)
 """Spans that lie inside a compute span."""
-NOT_WORK_KINDS = frozenset({Kind.STEP, Kind.FAULT, Kind.METRIC, Kind.COUNTER})
+NOT_WORK_KINDS = frozenset({RecordKind.STEP, RecordKind.FAULT, RecordKind.METRIC, RecordKind.COUNTER})
 """Frames around work, notes for people, samples. FAULT is truth for demonstrations: analysis must never look at it."""
 GROUP_KINDS = COLLECTIVE_KINDS - NESTED_KINDS
 """Collectives that stand on their own in a rank's stream."""
@@ -18,7 +20,7 @@ GROUP_KINDS = COLLECTIVE_KINDS - NESTED_KINDS
 NS = 1e-9
 
 
-def is_kind(kinds: NDArray[np.uint8], wanted: frozenset[Kind]) -> NDArray[np.bool_]:
+def is_kind(kinds: NDArray[np.uint8], wanted: frozenset[RecordKind]) -> NDArray[np.bool_]:
     """Mask of records whose kind is among `wanted`."""
     table = np.zeros(256, np.bool_)
     table[[int(kind) for kind in wanted]] = True
@@ -41,7 +43,7 @@ def stream(records: RankRecords) -> RankRecords:
 def _step_ends_ns(records: RankRecords) -> NDArray[np.uint64]:
     """End of each rank's step; the end of time where its STEP record is missing or saturated."""
     ends = np.full(int(records["rank"].max(initial=-1)) + 1, np.iinfo(np.uint64).max)
-    steps = records[(records["kind"] == Kind.STEP) & ((records["flags"] & Flag.SATURATED) == 0)]
+    steps = records[(records["kind"] == RecordKind.STEP) & ((records["flags"] & Flag.SATURATED) == 0)]
     ends[steps["rank"]] = steps["start_ns"] + steps["duration"].astype(np.uint64) * np.uint64(DURATION_UNIT_NS)
     return ends
 
@@ -88,9 +90,9 @@ def laid_out_s(spans: RankRecords, origin_ns: int) -> tuple[NDArray[np.float64],
 class CommIndex:
     """Dense numbers for the communicators of all ranks: the same members and kind get the same number everywhere."""
 
-    def __init__(self, comms: Mapping[int, Mapping[int, Comm]]) -> None:
-        self.members: list[Comm] = []
-        number: dict[Comm, int] = {}
+    def __init__(self, comms: Mapping[int, Mapping[int, Communicator]]) -> None:
+        self.members: list[Communicator] = []
+        number: dict[Communicator, int] = {}
         slots = 1 + max((slot for table in comms.values() for slot in table), default=0)
         ranks = 1 + max(comms, default=0)
         self._lookup = np.full((ranks, slots), -1, np.int64)

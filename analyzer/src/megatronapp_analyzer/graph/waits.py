@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.build import Seconds, StepGraph
 from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, messages_of
-from megatronapp_analyzer.model import RankRecords, StepView
+from megatronapp_analyzer.model import RankRecords, StepRecords
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ def attribute(graph: StepGraph) -> Waits:
     )
 
 
-def imposed_s(view: StepView) -> dict[tuple[int, str], float]:
+def imposed_s(view: StepRecords) -> dict[tuple[int, str], float]:
     """Seconds that each rank made others wait in one step on aligned clocks, by kind of communicator.
 
     Waits inside compute spans (tensor parallelism) have no record of their own and are not among them.

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import AnalyzerError, SettingsError
 from megatronapp_analyzer.hub.http.app import create_app
-from megatronapp_analyzer.hub.http.server import server_of
-from megatronapp_analyzer.hub.http.sockets import listening
+from megatronapp_analyzer.hub.http.server import build_server
+from megatronapp_analyzer.hub.http.sockets import open_sockets
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
-from megatronapp_analyzer.hub.neighbours import Neighbours
+from megatronapp_analyzer.hub.neighbours import UserJobs
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_ended, load_job_file
 from megatronapp_analyzer.process import die_with_parent
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common.names import Env, ExitCode
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 LOG = logging.getLogger("megatronapp_analyzer.hub")
 
@@ -72,20 +72,20 @@ def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Exit
     make_state_dir(arguments.state_dir)
     job = load_job_file(arguments.job_file, name=environment.get(Env.JOB), uid=environment.get(Env.JOB_UID))
     store = StoreLimits(full_steps=arguments.hold_steps)
-    model = ServeClient(arguments.serve_url, derive(secret, Role.SERVE)) if arguments.serve_url else None
+    model = Rank0Client(arguments.serve_url, derive_token(secret, TokenRole.SERVE)) if arguments.serve_url else None
     settings = HubSettings(
         job=job,
         state_dir=arguments.state_dir,
         store=store,
         serve=model,
         ended=load_ended(arguments.status_file) if arguments.status_file else None,
-        neighbours=Neighbours(arguments.jobs_dir) if arguments.jobs_dir else None,
+        neighbours=UserJobs(arguments.jobs_dir) if arguments.jobs_dir else None,
     )
     hub = Hub(settings, Detector)
-    with listening(arguments.host, arguments.port) as found:
+    with open_sockets(arguments.host, arguments.port) as found:
         app = create_app(hub, secret=secret, frontend=arguments.frontend, named=found.named)
         LOG.info("listening on %s%s", found.url, "" if found.named else " (its pages get no name of their own)")
-        server = server_of(app)
+        server = build_server(app)
         hub.on_failure = lambda: setattr(server, "should_exit", True)
         server.run(sockets=list(found.sockets))
     return ExitCode.OWN_FAILURE if hub.failed else ExitCode.OK

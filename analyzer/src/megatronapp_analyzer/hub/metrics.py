@@ -37,7 +37,7 @@ SCRAPE_SPANS = 100_000
 
 
 @dataclasses.dataclass(slots=True)
-class Totals:
+class HubTotals:
     """Counts since the hub began."""
 
     protocol_errors: int = 0
@@ -59,7 +59,7 @@ class Totals:
             self.phases[key] = (before[0] + total, before[1] + count)
 
 
-def histogram(totals: Totals) -> list[tuple[str, float]]:
+def histogram(totals: HubTotals) -> list[tuple[str, float]]:
     """Cumulative buckets as Prometheus wants them."""
     cumulative = np.cumsum(totals.buckets)
     bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
@@ -259,8 +259,8 @@ class HubCollector(Collector):
         ):
             family = GaugeMetricFamily(name, text, labels=["job_id", "pod"])
             for link in self._hub.links.values():
-                if link.room is not None:
-                    family.add_metric([self._job, self._pod(link.worker)], getattr(link.room, field))
+                if link.shared_memory is not None:
+                    family.add_metric([self._job, self._pod(link.worker)], getattr(link.shared_memory, field))
             yield family
 
     def _tracer(self) -> Iterator[Metric]:

@@ -8,14 +8,14 @@ from typing import Any
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import TERMINAL_PHASES, parse_manifest
-from megatronapp_common.processes import is_held
+from megatronapp_common.processes import is_locked
 
 ENDED = TERMINAL_PHASES | {"Suspended"}
 STANDING = frozenset({"confirmed", "recovering"})
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, JobError)
 
 
-class Neighbours:
+class UserJobs:
     """Reads the folder anew for each list. What cannot be read is no job."""
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -35,7 +35,7 @@ class Neighbours:
     def _entry(self, folder: pathlib.Path) -> schemas.JobEntry:
         metadata, status = self._read_metadata(folder / "job.yaml"), _read_status(folder / "status.json")
         phase, progress = str(status.get("phase", "Pending")), status.get("progress") or {}
-        if phase not in ENDED and not is_held(folder / "backend.lock"):
+        if phase not in ENDED and not is_locked(folder / "backend.lock"):
             phase = "Failed"
         return schemas.JobEntry(
             name=folder.name,

@@ -20,15 +20,15 @@ from megatronapp_analyzer.hub.http import schemas, views
 from megatronapp_analyzer.hub.http.broadcast import Broadcaster, metrics_frame, steps_frame
 from megatronapp_analyzer.hub.ingest import restore
 from megatronapp_analyzer.hub.ingest.agent_connection import AgentLink
-from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import SpoolReader, SpoolWriter
 from megatronapp_analyzer.hub.ingest.store import StepStore, StoredStep
-from megatronapp_analyzer.hub.metrics import HubCollector, Totals
+from megatronapp_analyzer.hub.metrics import HubCollector, HubTotals
 from megatronapp_analyzer.hub.settings import HubSettings
 from megatronapp_analyzer.hub.state import ranks
-from megatronapp_analyzer.hub.state.detector_task import Analysis, DetectorFactory, Liveness
-from megatronapp_analyzer.hub.state.faults import FaultBook
-from megatronapp_analyzer.hub.state.verdicts import VerdictBook
+from megatronapp_analyzer.hub.state.detector_task import DetectorFactory, DetectorTask, LivenessReport
+from megatronapp_analyzer.hub.state.faults import FaultStore
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_analyzer.scope.store.registry import ScopeSettings
 from megatronapp_common import frames
@@ -47,15 +47,15 @@ class Hub:
     def __init__(self, settings: HubSettings, detector: DetectorFactory) -> None:
         self.settings = settings
         self.identity = settings.job
-        self.ingest = Ingest(settings.store)
+        self.ingest = TraceIngest(settings.store)
         live = settings.ended is None
-        self.verdicts = VerdictBook(self._path("verdicts.json"), writable=live)
-        self.faults = FaultBook(self._path("faults.json"), settings.job.faults, writable=live)
+        self.verdicts = VerdictStore(self._path("verdicts.json"), writable=live)
+        self.faults = FaultStore(self._path("faults.json"), settings.job.faults, writable=live)
         self.faults.on_change = self._send_faults
         self.live = Broadcaster()
         self.scope = ScopeService(ScopeSettings(job=settings.job.name), settings.serve)
-        self.analysis = Analysis(detector, self.verdicts, liveness=self._liveness)
-        self.totals = Totals()
+        self.analysis = DetectorTask(detector, self.verdicts, liveness=self._liveness)
+        self.totals = HubTotals()
         self.links: dict[tuple[int, int], AgentLink] = {}
         self.statuses: dict[int, ranks.RankStatus] = {}
         self.progress: schemas.Progress | None = None if settings.ended is None else settings.ended.progress
@@ -130,7 +130,7 @@ class Hub:
         if (older := self.links.get(key)) is not None:
             older.replace()
         self.links[key] = link
-        self.scope.desk.begins(link.attempt)
+        self.scope.desk.on_attempt(link.attempt)
         link.command(self.faults.control_page())
         state = self.ingest.attempts.get(link.attempt)
         have = (
@@ -145,9 +145,9 @@ class Hub:
         key = (link.attempt, link.worker)
         if self.links.get(key) is link:
             del self.links[key]
-            self.scope.desk.lost(link.attempt, link.worker)
+            self.scope.desk.on_agent_lost(link.attempt, link.worker)
 
-    def take(self, link: AgentLink, frame: Frame, raw: bytes) -> None:
+    def take_frame(self, link: AgentLink, frame: Frame, raw: bytes) -> None:
         """One frame of an agent. Raises ProtocolError; types of a newer release are skipped."""
         if frame.type == FrameType.RECORDS:
             self._take_records(link, frame, raw)
@@ -158,13 +158,13 @@ class Hub:
         elif frame.type == FrameType.BYE:
             self._take_bye(link, str(frame.header.get("reason")))
         elif frame.type in SCOPE_TYPES:
-            self.scope.desk.take(link.attempt, link.worker, frame)
+            self.scope.desk.take_frame(link.attempt, link.worker, frame)
 
     def _take_bye(self, link: AgentLink, reason: str) -> None:
         """A worker ended; after the last one, unfinished steps of the attempt are finished as they are."""
         LOG.info("agent of worker %d, attempt %d, ended: %s", link.worker, link.attempt, reason)
         self._said_bye.add((link.attempt, link.worker))
-        self.scope.desk.lost(link.attempt, link.worker, for_good=True)
+        self.scope.desk.on_agent_lost(link.attempt, link.worker, for_good=True)
         state = self.ingest.attempts.get(link.attempt)
         if state is None or len(state.rings) < state.world:
             return
@@ -196,7 +196,7 @@ class Hub:
 
     def _take_status(self, link: AgentLink, header: Mapping[str, Any]) -> None:
         status = ranks.parse_agent_status(header, time.monotonic_ns(), link.attempt)
-        link.room = status.room
+        link.shared_memory = status.shared_memory
         newest = self.ingest.newest
         if newest is not None and link.attempt != newest.attempt:
             return
@@ -275,12 +275,12 @@ class Hub:
     def _progress_state(self) -> str | None:
         return self.progress.state if self.progress else None
 
-    def _liveness(self) -> Liveness | None:
+    def _liveness(self) -> LivenessReport | None:
         newest = self.ingest.newest
         if newest is None or newest.layout is None:
             return None
         heard = ranks.in_pause(ranks.fresh(self.statuses, time.monotonic_ns()), self._progress_state())
-        return Liveness(layout=newest.layout, now_ns=time.time_ns(), ranks=heard)
+        return LivenessReport(layout=newest.layout, now_ns=time.time_ns(), ranks=heard)
 
     # ---- pages
 
@@ -297,9 +297,9 @@ class Hub:
     async def _serve_pages(self) -> None:
         while True:
             await asyncio.sleep(self.settings.tick_s)
-            self.publish(time.monotonic())
+            self.publish_updates(time.monotonic())
 
-    def publish(self, now_s: float) -> None:
+    def publish_updates(self, now_s: float) -> None:
         """Send pages what is new since the last call."""
         steps, self._fresh_steps = self._fresh_steps, []
         points, self._fresh_points = self._fresh_points, []

@@ -11,8 +11,8 @@ from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
-from megatronapp_analyzer.hub.neighbours import Neighbours
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.hub.neighbours import UserJobs
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import parse_manifest
 
@@ -52,11 +52,11 @@ class HubSettings:
     """Newest record segments of each attempt that are read again at the start."""
     tick_s: float = 0.25
     """How often pages are served and ranks are looked at."""
-    serve: ServeClient | None = None
+    serve: Rank0Client | None = None
     """The model that generates in this job; None: none does."""
     ended: EndedJob | None = None
     """The job has ended: what is stored is shown as it is, and nothing is judged or written."""
-    neighbours: Neighbours | None = None
+    neighbours: UserJobs | None = None
     """Other jobs of this user, for the list; None: it has this job alone."""
 
 

@@ -22,13 +22,13 @@ from megatronapp_analyzer.scope.delivery import page_socket, session_download, s
 from megatronapp_analyzer.scope.delivery.limits import caller_of, too_many_pages
 from megatronapp_analyzer.scope.probes.probe_client import RETRY_MS
 from megatronapp_analyzer.scope.store.audit_log import who_of
-from megatronapp_analyzer.scope.store.run import Run, value_site
+from megatronapp_analyzer.scope.store.run import ScopeRun, value_site
 from megatronapp_analyzer.scope.views import export_values
 from megatronapp_analyzer.scope.views.candidates import candidates_of
-from megatronapp_analyzer.scope.views.tiles import MAX_LEVEL, MAX_TILES, Place, body, etag
+from megatronapp_analyzer.scope.views.tiles import MAX_LEVEL, MAX_TILES, TileRef, body, etag
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.tokens import TokenRole
 
 if TYPE_CHECKING:
     from megatronapp_analyzer.scope.service import ScopeService
@@ -39,7 +39,7 @@ Answers = dict[int | str, dict[str, Any]]
 PROBLEMS: Answers = {401: {"model": Problem}, 422: {"model": Problem}, 429: {"model": Problem}}
 NOT_FOUND: Answers = {404: {"model": Problem}}
 PROBLEM: dict[str, Any] = {"model": Problem}
-COMING: Answers = {**NOT_FOUND, 202: {"model": schemas.Coming}, 409: PROBLEM, 413: PROBLEM, 503: PROBLEM}
+COMING: Answers = {**NOT_FOUND, 202: {"model": schemas.AnswerPending}, 409: PROBLEM, 413: PROBLEM, 503: PROBLEM}
 CONTROLS: Answers = {403: PROBLEM, 404: PROBLEM, 409: PROBLEM, 429: PROBLEM, 503: PROBLEM}
 BODY: Answers = {**CONTROLS, 400: PROBLEM, 408: PROBLEM, 413: PROBLEM}
 TILE: Answers = COMING | {200: {"content": {"application/octet-stream": {}}}, 304: {"description": "as it was"}}
@@ -70,7 +70,7 @@ router = APIRouter(prefix="/api/v1/scope", responses=PROBLEMS, dependencies=[Dep
 
 async def controller(connection: HTTPConnection) -> None:
     """Refuses whoever may only look."""
-    if role_of(connection) != Role.CONTROLLER:
+    if role_of(connection) != TokenRole.CONTROLLER:
         raise ApiError(
             403, "needs-controller", "a viewer may only look", "Open the address of `megatronapp ui JOB` as its owner."
         )
@@ -89,7 +89,7 @@ IfNoneMatch = Annotated[str | None, Header()]
 IndexQuery = Annotated[int | None, Query(ge=0, lt=1 << 20)]
 
 
-def run_of(scope: "ScopeService", run: str) -> Run:
+def run_of(scope: "ScopeService", run: str) -> ScopeRun:
     """A run that is known. Raises ApiError 404."""
     known = scope.desk.runs.get(run)
     if known is None:
@@ -98,22 +98,22 @@ def run_of(scope: "ScopeService", run: str) -> Run:
 
 
 def _coming(probe: str) -> JSONResponse:
-    said = schemas.Coming(probe=probe, retry_ms=RETRY_MS).model_dump(by_alias=True)
+    said = schemas.AnswerPending(probe=probe, retry_ms=RETRY_MS).model_dump(by_alias=True)
     return JSONResponse(said, 202, headers={"Cache-Control": "no-store"})
 
 
 @router.get("", operation_id="getScope")
-async def hello(scope: ScopeOf, role: Annotated[Role, Depends(direct(role_of))]) -> schemas.Hello:
+async def hello(scope: ScopeOf, role: Annotated[TokenRole, Depends(direct(role_of))]) -> schemas.Hello:
     """The model, its limits, and the runs that are known."""
     return schemas.Hello.model_validate(scope.desk.hello(role.value))
 
 
 @router.get("/served", operation_id="getServed", responses={409: PROBLEM, 503: PROBLEM})
-async def served(scope: ScopeOf) -> schemas.Served:
+async def served(scope: ScopeOf) -> schemas.ServerStatus:
     """Queue and latencies of the server, read from rank 0."""
     serving = scope.asker.serving
     counts = read_counts(await serving.metrics())
-    return schemas.Served.model_validate({**dataclasses.asdict(counts), "address": f"{serving.url}/v1"})
+    return schemas.ServerStatus.model_validate({**dataclasses.asdict(counts), "address": f"{serving.url}/v1"})
 
 
 @router.get("/runs", operation_id="listRuns")
@@ -129,10 +129,10 @@ async def runs(scope: ScopeOf) -> list[schemas.RunSummary]:
     responses=BODY,
     dependencies=CONTROLLER,
 )
-async def start(scope: ScopeOf, request: RunRequest, who: Who) -> schemas.Started:
+async def start(scope: ScopeOf, request: RunRequest, who: Who) -> schemas.RunAccepted:
     """Generate from some prompts; the answer tells the place in the queue."""
     answer = await scope.asker.start(request, who)
-    return schemas.Started(run=str(answer.get("run")), position=answer.get("position"))
+    return schemas.RunAccepted(run=str(answer.get("run")), position=answer.get("position"))
 
 
 @router.get("/runs/{run}", operation_id="getRun", responses=NOT_FOUND)
@@ -247,11 +247,13 @@ def _tagged(
     return Response(data, headers=said, media_type="application/octet-stream")
 
 
-def _tile_place(scope: "ScopeService", run: Run, where: tuple[int, int, int], which: tuple[int, int, int]) -> Place:
+def _tile_place(
+    scope: "ScopeService", run: ScopeRun, where: tuple[int, int, int], which: tuple[int, int, int]
+) -> TileRef:
     sample, layer, head = where
     scope.check_head(run, sample, layer, head)
     level, q, k = which
-    place = Place(level=level, q=q, k=k, length=run.length(sample))
+    place = TileRef(level=level, q=q, k=k, length=run.length(sample))
     if not place.inside:
         raise ApiError(
             404, "outside", f"level {level} has no tile {q}, {k}", f"{place.length} tokens were read; stay within them."
@@ -276,7 +278,7 @@ async def values(
     """Exact numbers of a site at one position, or at all. `rotary`: of `q` and `k`, after the turn or before it."""
     known = scope.whole(run_of(scope, run))
     scope.check_site(known, site, (sample, layer, head))
-    turn = scope.turn_of(site, rotary)
+    turn = scope.rotation_of(site, rotary)
     wanted = _positions(known, sample, position)
     rows = known.values.get((value_site(site, turn), sample, layer, head))
     absent = [place for place in wanted if place not in rows]
@@ -293,7 +295,7 @@ async def values(
     return Response(data, headers={"Cache-Control": "no-store"}, media_type=export_values.MEDIA[form])
 
 
-def _positions(run: Run, sample: int, position: int | None) -> list[int]:
+def _positions(run: ScopeRun, sample: int, position: int | None) -> list[int]:
     length = run.length(sample)
     if position is None:
         return list(range(length))
@@ -305,8 +307,8 @@ def _positions(run: Run, sample: int, position: int | None) -> list[int]:
 @router.post(
     "/runs/{run}/pca",
     operation_id="refitPca",
-    response_model=schemas.Fitted,
-    responses={**BODY, 202: {"model": schemas.Coming}},
+    response_model=schemas.PcaFitted,
+    responses={**BODY, 202: {"model": schemas.AnswerPending}},
     dependencies=CONTROLLER,
 )
 async def refit(
@@ -320,7 +322,7 @@ async def refit(
     known = scope.whole(run_of(scope, run))
     probe = await scope.bases.refit(known, scope.check_layers(request.layers), caller)
     scope.asker.actions.note(who, f"asked for new axes of PCA from run {known.id}")
-    return schemas.Fitted(version=scope.bases.version) if probe is None else _coming(probe)
+    return schemas.PcaFitted(version=scope.bases.version) if probe is None else _coming(probe)
 
 
 @router.get("/runs/{run}/pca/variance", operation_id="getVariance", response_model=schemas.Variance, responses=COMING)
@@ -358,9 +360,9 @@ async def session(scope: ScopeOf, run: RunId, caller: Caller) -> Response:
     """The recorded session: what `megatronapp scope replay` plays. A reader that is too slow is ended."""
     known = run_of(scope, run)
     headers = {"Content-Disposition": f'attachment; filename="{known.id}.scope"', "Cache-Control": "no-store"}
-    with session_download.room(scope.sessions, caller) as place:
-        pieces = session_file.Snapshot(scope.desk, known).pieces()
-        return session_download.SessionAnswer(pieces, place.pop_all(), headers)
+    with session_download.download_slot(scope.sessions, caller) as place:
+        pieces = session_file.RunSnapshot(scope.desk, known).frames()
+        return session_download.SessionResponse(pieces, place.pop_all(), headers)
 
 
 @router.api_route(
@@ -383,7 +385,7 @@ async def page(socket: WebSocket, scope: ScopeOf) -> None:
         await socket.close(page_socket.REFUSED, reason=f"subprotocol {SUBPROTOCOL}")
         return
     await socket.accept(subprotocol=SUBPROTOCOL)
-    with scope.pages.held() as granted:
+    with scope.pages.acquired() as granted:
         if granted:
             await page_socket.serve(socket, scope.desk, role_of(socket).value)
         else:

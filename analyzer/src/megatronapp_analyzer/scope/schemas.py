@@ -9,14 +9,14 @@ from megatronapp_analyzer.hub.http.schemas import ApiModel
 RunState = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
 
 
-class Started(ApiModel):
+class RunAccepted(ApiModel):
     """A run that waits for its turn."""
 
     run: str
     position: int | None
 
 
-class Coming(ApiModel):
+class AnswerPending(ApiModel):
     """The model is asked; ask again after so many milliseconds."""
 
     probe: str
@@ -161,7 +161,7 @@ class PcaRequest(ApiModel):
     refit: Literal[True] = True
 
 
-class Fitted(ApiModel):
+class PcaFitted(ApiModel):
     """The axes are there."""
 
     version: int
@@ -193,7 +193,7 @@ class Latencies(ApiModel):
     output_token: Latency
 
 
-class Served(ApiModel):
+class ServerStatus(ApiModel):
     """The server of the model."""
 
     address: str

@@ -4,39 +4,39 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from megatronapp_analyzer.hub.http.problems import ApiError
-from megatronapp_analyzer.hub.scope.scores import ScoreDesk
-from megatronapp_analyzer.scope.delivery.limits import MAX_CALLERS, MAX_PAGES, REQUESTS, Slots, too_fast
+from megatronapp_analyzer.hub.scope.scores import ScoreService
+from megatronapp_analyzer.scope.delivery.limits import MAX_CALLERS, MAX_PAGES, REQUESTS, ConcurrencySlots, too_fast
 from megatronapp_analyzer.scope.delivery.session_download import MAX_SESSIONS
-from megatronapp_analyzer.scope.ingest.token_backfill import Refiller
-from megatronapp_analyzer.scope.probes.pca_service import BasisDesk
-from megatronapp_analyzer.scope.probes.probe_client import Asker
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.scope.store.run import TURNED, Run
+from megatronapp_analyzer.scope.ingest.token_backfill import TokenBackfill
+from megatronapp_analyzer.scope.probes.pca_service import PcaService
+from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.store.run import TURNED, ScopeRun
 from megatronapp_analyzer.scope.views import export_values
 from megatronapp_common.scope.protocol_requests import Rotary
-from megatronapp_common.web.token_bucket import Buckets
+from megatronapp_common.web.token_bucket import TokenBuckets
 
 
 class ScopeService:
     """One for each hub. `client` None: nothing generates here."""
 
-    def __init__(self, settings: ScopeSettings, client: ServeClient | None = None) -> None:
-        self.desk = ScopeDesk(settings)
-        self.asker = Asker(self.desk, client)
-        self.bases = BasisDesk(self.asker)
-        self.scores = ScoreDesk(self.asker)
-        self.refiller = Refiller(self.asker)
+    def __init__(self, settings: ScopeSettings, client: Rank0Client | None = None) -> None:
+        self.desk = ScopeRegistry(settings)
+        self.asker = ProbeClient(self.desk, client)
+        self.bases = PcaService(self.asker)
+        self.scores = ScoreService(self.asker)
+        self.refiller = TokenBackfill(self.asker)
         self.desk.on_engine = self._engine_is_there
-        self.pages = Slots(MAX_PAGES)
-        self.sessions = Slots(MAX_SESSIONS)
+        self.pages = ConcurrencySlots(MAX_PAGES)
+        self.sessions = ConcurrencySlots(MAX_SESSIONS)
         self.requests = REQUESTS
         """That one caller has."""
-        self._buckets = Buckets(MAX_CALLERS)
+        self._buckets = TokenBuckets(MAX_CALLERS)
 
     def _engine_is_there(self) -> None:
         self.bases.give()
-        self.refiller.look_again()
+        self.refiller.refresh_runs()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -53,31 +53,31 @@ class ScopeService:
 
     def count_request(self, caller: str, turns: int = 1) -> None:
         """Of a request that costs as much as so many. Raises ApiError 429 for a caller that asks too often."""
-        short = self._buckets.take({caller: self.requests}, self.desk.clock(), turns)
+        short = self._buckets.consume({caller: self.requests}, self.desk.clock(), turns)
         if short is not None:
             raise too_fast(short.wait_s)
 
-    def whole(self, run: Run) -> Run:
+    def whole(self, run: ScopeRun) -> ScopeRun:
         """The run, of which the hub has all tokens. Raises ApiError 409 or 503 for another."""
         self.refiller.check(run)
         return run
 
-    def turn_of(self, site: str, rotary: Rotary) -> Rotary:
+    def rotation_of(self, site: str, rotary: Rotary) -> Rotary:
         """Which of `q` and `k` is meant: without rotary positions both are the same. Raises ApiError 422."""
         if rotary == "before" and site not in TURNED:
             raise ApiError(422, "invalid-request", f"rotary: {site} is not turned", "Leave it out; it is of q and k.")
         model = self.desk.publishers.model
         return "after" if model is not None and model["positions"] != "rotary" else rotary
 
-    def check_sample(self, run: Run, sample: int) -> None:
+    def check_sample(self, run: ScopeRun, sample: int) -> None:
         """Raise ApiError 404 for a prompt that the run does not have."""
         self._check(run, sample, None, None)
 
-    def check_head(self, run: Run, sample: int, layer: int, head: int) -> None:
+    def check_head(self, run: ScopeRun, sample: int, layer: int, head: int) -> None:
         """Raises ApiError 404 for a sample, layer or head that there is not."""
         self._check(run, sample, layer, head)
 
-    def _check(self, run: Run, sample: int, layer: int | None, head: int | None, *, heads: str = "heads") -> None:
+    def _check(self, run: ScopeRun, sample: int, layer: int | None, head: int | None, *, heads: str = "heads") -> None:
         if not run.has_sample(sample):
             raise ApiError(404, "outside", f"there is no prompt {sample}", f"The run has {len(run.tokens)}, from 0.")
         model = self.desk.publishers.model
@@ -87,7 +87,7 @@ class ScopeService:
             if value is not None and value >= count:
                 raise ApiError(404, "outside", f"there is no {name} {value}", f"The model has {count}, from 0.")
 
-    def check_site(self, run: Run, site: str, where: tuple[int, int | None, int | None]) -> None:
+    def check_site(self, run: ScopeRun, site: str, where: tuple[int, int | None, int | None]) -> None:
         """Raises ApiError for a site that there is not, or that needs another place."""
         sample, layer, head = where
         if site not in export_values.SITES | self.desk.publishers.sites:

@@ -15,10 +15,10 @@ from megatronapp_common.filters.reducers import Histogram
 from megatronapp_common.filters.syntax import (
     Apply,
     Binary,
-    Data,
-    Element,
+    DataVector,
     Function,
-    Merged,
+    IndexedElement,
+    MergedReduction,
     Node,
     Number,
     Operator,
@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 A = TypeVar("A")
 
 
-class Backend(Protocol[A]):
+class ArrayBackend(Protocol[A]):
     """What a library of arrays has to do. Constants come as plain floats, never two of them."""
 
     def apply(self, function: Function, values: A) -> A:
@@ -76,40 +76,40 @@ OPERATORS: Mapping[Operator, Callable[[Any, Any], Any]] = {
 """Arrays of numpy and torch both follow Python's operators."""
 
 
-def evaluate(node: Node, data: A, backend: Backend[A], merged: Sequence[A] = ()) -> A:
+def evaluate(node: Node, data: A, backend: ArrayBackend[A], merged: Sequence[A] = ()) -> A:
     """The value of a tree that looks at data or at merged results, for `data` [..., elements]."""
-    value = _Walk(data, backend, merged).value(node)
+    value = _TreeEvaluator(data, backend, merged).value(node)
     assert not isinstance(value, float)
     return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Walk(Generic[A]):
+class _TreeEvaluator(Generic[A]):
     data: A
-    backend: Backend[A]
+    backend: ArrayBackend[A]
     merged: Sequence[A]
 
     def value(self, node: Node) -> A | float:
         if isinstance(node, Number):
             return node.value
-        if isinstance(node, Data):
+        if isinstance(node, DataVector):
             return self.data
-        if isinstance(node, Merged):
+        if isinstance(node, MergedReduction):
             return self.merged[node.index]
         inner = [self.value(part) for part in node.parts]
         if isinstance(node, Binary):
             return self.backend.binary(node.operator, *inner)
         first, *others = inner
         assert not isinstance(first, float)
-        return self.backend.where(first, *others) if isinstance(node, Where) else self._of_one(node, first)
+        return self.backend.where(first, *others) if isinstance(node, Where) else self._reduce_single(node, first)
 
-    def _of_one(self, node: Node, operand: A) -> A:
+    def _reduce_single(self, node: Node, operand: A) -> A:
         match node:
             case Apply():
                 return self.backend.apply(node.function, operand)
             case Reduce():
                 return self.backend.reduce(node.reduction, operand)
-            case Slice() | Element():
+            case Slice() | IndexedElement():
                 return self.backend.part(operand, node.slice)
             case _:
                 raise AssertionError(f"{type(node).__name__} has no value")

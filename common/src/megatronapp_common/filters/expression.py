@@ -7,10 +7,10 @@ and bounded.
 
 import dataclasses
 
-from megatronapp_common.errors import ExpressionError
+from megatronapp_common.errors import FilterError
 from megatronapp_common.filters import lexer, syntax
 from megatronapp_common.filters.parser import Parser
-from megatronapp_common.filters.syntax import Apply, Binary, Data, Element, Function, Node, Operator, Where
+from megatronapp_common.filters.syntax import Apply, Binary, DataVector, Function, IndexedElement, Node, Operator, Where
 
 MAX_CHARACTERS = 500
 MAX_NODES = 64
@@ -35,12 +35,12 @@ class Expression:
 def parse(text: str) -> Expression:
     """The filter that the text says. Raises ExpressionError, and nothing else, for any text."""
     if len(text) > MAX_CHARACTERS:
-        raise ExpressionError(
+        raise FilterError(
             MAX_CHARACTERS + 1, f"a filter has at most {MAX_CHARACTERS} characters, this one {len(text)}; shorten it"
         )
     if not text.strip():
-        raise ExpressionError(1, "nothing is written here; write data.mean(dim=-1)")
-    root = Parser(lexer.words(text)).parse()
+        raise FilterError(1, "nothing is written here; write data.mean(dim=-1)")
+    root = Parser(lexer.tokenize(text)).parse()
     _check_limits(root)
     _check_result(root)
     return Expression(root)
@@ -52,7 +52,7 @@ def cost(node: Node) -> int:
 
 
 def _cost(node: Node) -> int:
-    if not any(part.vector for part in node.parts) or isinstance(node, Element):
+    if not any(part.vector for part in node.parts) or isinstance(node, IndexedElement):
         return 0
     match node:
         case Apply():
@@ -68,21 +68,19 @@ def _cost(node: Node) -> int:
 def _check_limits(root: Node) -> None:
     nodes = list(syntax.walk(root))
     if len(nodes) > MAX_NODES:
-        raise ExpressionError(
-            root.column, f"this has {len(nodes)} parts, and at most {MAX_NODES} are taken; shorten it"
-        )
+        raise FilterError(root.column, f"this has {len(nodes)} parts, and at most {MAX_NODES} are taken; shorten it")
     if (deepest := syntax.depth(root)) > MAX_DEPTH:
-        raise ExpressionError(root.column, f"this is {deepest} parts deep, and {MAX_DEPTH} are taken; write it flatter")
+        raise FilterError(root.column, f"this is {deepest} parts deep, and {MAX_DEPTH} are taken; write it flatter")
     if (total := cost(root)) > MAX_COST:
-        raise ExpressionError(
+        raise FilterError(
             root.column, f"this costs {total} operations for each element, and {MAX_COST} are taken; use fewer powers"
         )
 
 
 def _check_result(root: Node) -> None:
-    if not any(isinstance(node, Data) for node in syntax.walk(root)):
-        raise ExpressionError(root.column, "this does not look at data; write data.mean(dim=-1)")
+    if not any(isinstance(node, DataVector) for node in syntax.walk(root)):
+        raise FilterError(root.column, "this does not look at data; write data.mean(dim=-1)")
     if root.vector:
-        raise ExpressionError(root.column, "this is one value for each element; end it with .mean(dim=-1)")
+        raise FilterError(root.column, "this is one value for each element; end it with .mean(dim=-1)")
     if root.boolean:
-        raise ExpressionError(root.column, "this is true or false; write where(condition, 1, 0)")
+        raise FilterError(root.column, "this is true or false; write where(condition, 1, 0)")

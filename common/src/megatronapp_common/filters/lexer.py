@@ -5,9 +5,9 @@ import enum
 import re
 from collections.abc import Iterator
 
-from megatronapp_common.errors import ExpressionError
+from megatronapp_common.errors import FilterError
 
-_WORD = re.compile(
+_TOKEN = re.compile(
     r"(?P<space>[ \t\r\n]+)"
     r"|(?P<number>(?:[0-9]+(?:\.(?!\.)[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
     r"|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
@@ -36,7 +36,7 @@ _INSTEAD = {
 SHOWN_CHARACTERS = 40
 
 
-class Kind(enum.Enum):
+class TokenKind(enum.Enum):
     """What a word is."""
 
     NUMBER = "number"
@@ -46,32 +46,32 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Word:
+class Token:
     """One word of a filter."""
 
-    kind: Kind
+    kind: TokenKind
     text: str
     column: int
 
     def shown(self) -> str:
         """For a sentence to people."""
-        return "the end of the text" if self.kind is Kind.END else f"'{self.text[:SHOWN_CHARACTERS]}'"
+        return "the end of the text" if self.kind is TokenKind.END else f"'{self.text[:SHOWN_CHARACTERS]}'"
 
 
-def words(text: str) -> Iterator[Word]:
+def tokenize(text: str) -> Iterator[Token]:
     """The words, and one of kind END behind them. Raises ExpressionError."""
     at = 0
     while at < len(text):
-        found = _WORD.match(text, at)
+        found = _TOKEN.match(text, at)
         if found is None or text.startswith("//", at):
-            raise ExpressionError(at + 1, _stranger(text, at))
+            raise FilterError(at + 1, _unexpected_character_message(text, at))
         if found.lastgroup != "space":
-            yield Word(Kind(found.lastgroup), found[0], at + 1)
+            yield Token(TokenKind(found.lastgroup), found[0], at + 1)
         at = found.end()
-    yield Word(Kind.END, "", len(text) + 1)
+    yield Token(TokenKind.END, "", len(text) + 1)
 
 
-def _stranger(text: str, at: int) -> str:
+def _unexpected_character_message(text: str, at: int) -> str:
     sign = text[at : at + 2] if text.startswith("//", at) else text[at]
     shown = repr(sign) if sign.isprintable() else f"U+{ord(sign):04X}"
     return f"{shown} has no meaning here; {_INSTEAD.get(sign, 'write numbers, data, + - * / **, and functions')}"

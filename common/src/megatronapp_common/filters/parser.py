@@ -14,10 +14,10 @@ import itertools
 from collections.abc import Iterator
 from types import EllipsisType
 
-from megatronapp_common.errors import ExpressionError
+from megatronapp_common.errors import FilterError
 from megatronapp_common.filters import types
-from megatronapp_common.filters.lexer import SHOWN_CHARACTERS, Kind, Word
-from megatronapp_common.filters.syntax import Data, Function, Node, Number, Operator, Reduce, Reduction
+from megatronapp_common.filters.lexer import SHOWN_CHARACTERS, Token, TokenKind
+from megatronapp_common.filters.syntax import DataVector, Function, Node, Number, Operator, Reduce, Reduction
 from megatronapp_common.filters.vocabulary import (
     AXES,
     CALLABLE,
@@ -46,7 +46,7 @@ Subscript = int | slice | EllipsisType
 
 
 @dataclasses.dataclass(slots=True)
-class _Arguments:
+class _CallArguments:
     """What stands in the brackets of a call."""
 
     positional: list[Node]
@@ -56,7 +56,7 @@ class _Arguments:
 class Parser:
     """Reads the words of one filter."""
 
-    def __init__(self, words: Iterator[Word]) -> None:
+    def __init__(self, words: Iterator[Token]) -> None:
         self._words = words
         self._word = next(words)
         self._nesting = 0
@@ -64,7 +64,7 @@ class Parser:
     def parse(self) -> Node:
         """The tree of all words. Raises ExpressionError."""
         node = self._binary(_COMPARISON)
-        if self._word.kind is not Kind.END:
+        if self._word.kind is not TokenKind.END:
             raise self._unexpected("write an operator such as + or *, or end here")
         return node
 
@@ -77,7 +77,7 @@ class Parser:
         return left
 
     def _operator(self) -> Operator | None:
-        known = self._word.kind is Kind.MARK and self._word.text in set(_PRECEDENCE)
+        known = self._word.kind is TokenKind.MARK and self._word.text in set(_PRECEDENCE)
         return Operator(self._word.text) if known else None
 
     def _sign(self) -> Node:
@@ -111,15 +111,15 @@ class Parser:
 
     def _atom(self) -> Node:
         word = self._word
-        if word.kind is Kind.NUMBER:
+        if word.kind is TokenKind.NUMBER:
             return types.number(float(self._take().text), word.column)
         if self._at("("):
             return self._bracketed()
-        if word.kind is not Kind.NAME:
+        if word.kind is not TokenKind.NAME:
             raise self._unexpected("write data, a number, a function or '('")
         self._take()
         if word.text == DATA:
-            return Data(column=word.column)
+            return DataVector(column=word.column)
         if word.text in PREFIXES:
             self._expect(".", f"write a function behind it, as in {word.text}.sqrt(data)")
             word = self._name()
@@ -132,20 +132,20 @@ class Parser:
         self._expect(")", f"close the '(' of column {opening.column}")
         return node
 
-    def _called(self, name: Word, receiver: Node | None) -> Node:
+    def _called(self, name: Token, receiver: Node | None) -> Node:
         if name.text not in CALLABLE:
             raise _unknown(name)
         if not self._at("("):
             example = f"data.{name.text}()" if receiver is not None else f"{name.text}(data)"
-            raise ExpressionError(name.column, f"'{name.text}' is a function; write {example}")
+            raise FilterError(name.column, f"'{name.text}' is a function; write {example}")
         arguments = self._arguments()
         if receiver is not None:
             arguments.positional.insert(1 if name.text == WHERE else 0, receiver)
         return _call(name, arguments)
 
-    def _arguments(self) -> _Arguments:
+    def _arguments(self) -> _CallArguments:
         opening = self._take()
-        found = _Arguments([], {})
+        found = _CallArguments([], {})
         with _Nested(self, opening.column):
             while not self._at(")"):
                 self._argument(found)
@@ -155,7 +155,7 @@ class Parser:
         self._expect(")", f"write ',' and more, or close the '(' of column {opening.column}")
         return found
 
-    def _argument(self, found: _Arguments) -> None:
+    def _argument(self, found: _CallArguments) -> None:
         word = self._word
         if word.text in AXES | KEEP:
             self._take()
@@ -180,7 +180,7 @@ class Parser:
         self._expect("]", f"only whole numbers and ':' stand here; close the '[' of column {opening.column}")
         for column, earlier in found[:-1]:
             if earlier not in (..., slice(None), slice(None, None, None)):
-                raise ExpressionError(column, "data has one axis here; write data[..., :8] or data[:8]")
+                raise FilterError(column, "data has one axis here; write data[..., :8] or data[:8]")
         column, last = found[-1]
         if isinstance(last, int):
             return types.element(node, last, column)
@@ -208,23 +208,23 @@ class Parser:
         if negative:
             self._take()
         word = self._word
-        if word.kind is Kind.NUMBER and word.text.isdigit() and len(word.text) <= _LONGEST_INTEGER:
+        if word.kind is TokenKind.NUMBER and word.text.isdigit() and len(word.text) <= _LONGEST_INTEGER:
             return int(self._take().text) * (-1 if negative else 1)
-        if negative or word.kind is Kind.NUMBER:
+        if negative or word.kind is TokenKind.NUMBER:
             raise self._unexpected("write a whole number below a billion")
         return None
 
-    def _name(self) -> Word:
-        if self._word.kind is not Kind.NAME:
+    def _name(self) -> Token:
+        if self._word.kind is not TokenKind.NAME:
             raise self._unexpected("write the name of a function, as in data.mean()")
         return self._take()
 
     def _at(self, *marks: str) -> bool:
-        return self._word.kind is Kind.MARK and self._word.text in marks
+        return self._word.kind is TokenKind.MARK and self._word.text in marks
 
-    def _take(self) -> Word:
+    def _take(self) -> Token:
         word = self._word
-        if word.kind is not Kind.END:
+        if word.kind is not TokenKind.END:
             self._word = next(self._words)
         return word
 
@@ -233,17 +233,17 @@ class Parser:
             raise self._unexpected(hint)
         self._take()
 
-    def _unexpected(self, hint: str) -> ExpressionError:
+    def _unexpected(self, hint: str) -> FilterError:
         word = self._word
         if word.text in INSTEAD:
             return _unknown(word)
-        return ExpressionError(word.column, f"{word.shown()} is unexpected here; {hint}")
+        return FilterError(word.column, f"{word.shown()} is unexpected here; {hint}")
 
     def nest(self, step: int, column: int) -> None:
         """Go one bracket deeper (1) or out again (-1). Raises ExpressionError."""
         self._nesting += step
         if self._nesting > MAX_NESTING:
-            raise ExpressionError(column, f"this nests more than {MAX_NESTING} deep; write it simpler")
+            raise FilterError(column, f"this nests more than {MAX_NESTING} deep; write it simpler")
 
 
 class _Nested:
@@ -260,23 +260,23 @@ class _Nested:
         self._parser.nest(-1, self._column)
 
 
-def _unknown(name: Word) -> ExpressionError:
+def _unknown(name: Token) -> FilterError:
     if name.text in INSTEAD:
-        return ExpressionError(name.column, f"'{name.text}' is not offered; {INSTEAD[name.text]}")
+        return FilterError(name.column, f"'{name.text}' is not offered; {INSTEAD[name.text]}")
     hint = types.nearest(name.text, [DATA, *CALLABLE]) or f"; known are {', '.join([DATA, *CALLABLE])}"
-    return ExpressionError(name.column, f"'{name.text[:SHOWN_CHARACTERS]}' is not known{hint}")
+    return FilterError(name.column, f"'{name.text[:SHOWN_CHARACTERS]}' is not known{hint}")
 
 
-def _call(name: Word, arguments: _Arguments) -> Node:
+def _call(name: Token, arguments: _CallArguments) -> Node:
     if name.text in REDUCTIONS:
         return _reduced(name, arguments)
     for keyword, (_, column) in itertools.islice(arguments.keywords.items(), 1):
-        raise ExpressionError(column, f"{name.text} knows no {keyword}; leave it out")
+        raise FilterError(column, f"{name.text} knows no {keyword}; leave it out")
     count = {WHERE: 3, POWER: 2}.get(name.text, 1)
     if len(arguments.positional) != count:
         example = {WHERE: "where(data > 0, data, 0)", POWER: "data ** 2"}.get(name.text, f"{name.text}(data)")
         found = len(arguments.positional)
-        raise ExpressionError(name.column, f"{name.text} takes {count}, and here are {found}; write {example}")
+        raise FilterError(name.column, f"{name.text} takes {count}, and here are {found}; write {example}")
     if name.text == WHERE:
         condition, yes, no = arguments.positional
         return types.where(condition, yes, no, name.column)
@@ -286,25 +286,25 @@ def _call(name: Word, arguments: _Arguments) -> Node:
     return types.apply(FUNCTIONS[name.text], arguments.positional[0], name.column)
 
 
-def _reduced(name: Word, arguments: _Arguments) -> Node:
+def _reduced(name: Token, arguments: _CallArguments) -> Node:
     example = f"data.{name.text}(dim=-1)"
     if not arguments.positional:
-        raise ExpressionError(name.column, f"{name.text} of nothing; write {example}")
+        raise FilterError(name.column, f"{name.text} of nothing; write {example}")
     for keyword, (value, column) in arguments.keywords.items():
         if keyword in AXES:
             _check_axis(value, column)
         elif value is not False:
-            raise ExpressionError(column, f"the result is one number for each pixel; leave {keyword} out")
+            raise FilterError(column, f"the result is one number for each pixel; leave {keyword} out")
     operand, *axis = arguments.positional
     for value in axis[:1]:
         if not isinstance(value, Number):
-            raise ExpressionError(value.column, "for the larger of two write where(a > b, a, b); an axis is dim=-1")
+            raise FilterError(value.column, "for the larger of two write where(a > b, a, b); an axis is dim=-1")
         _check_axis(value, value.column)
     if len(axis) > 1:
-        raise ExpressionError(axis[1].column, f"{name.text} takes a vector and an axis; write {example}")
+        raise FilterError(axis[1].column, f"{name.text} takes a vector and an axis; write {example}")
     return types.reduce(REDUCTIONS[name.text], operand, name.column)
 
 
 def _check_axis(value: Node | bool, column: int) -> None:
     if not (isinstance(value, Number) and value.value == -1):
-        raise ExpressionError(column, "data has one axis here; write dim=-1, or leave it out")
+        raise FilterError(column, "data has one axis here; write dim=-1, or leave it out")

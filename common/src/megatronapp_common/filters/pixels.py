@@ -4,20 +4,20 @@ Where the edges are follows from width and number of pixels alone. A layout that
 own edges falls inside a pixel, or if every pixel is made of whole shards; others are refused.
 """
 
-from megatronapp_common.errors import PlanError
+from megatronapp_common.errors import ReductionPlanError
 
 
 def pixel_edges(width: int, pixels: int) -> tuple[int, ...]:
     """The `pixels` + 1 edges, whose distances differ by one at most. Raises PlanError."""
     if not 1 <= pixels <= width:
-        raise PlanError(f"{pixels} pixels of a vector of {width} numbers are not possible; write 1 to {width}")
+        raise ReductionPlanError(f"{pixels} pixels of a vector of {width} numbers are not possible; write 1 to {width}")
     return tuple(index * width // pixels for index in range(pixels + 1))
 
 
 def shard_edges(width: int, shards: int) -> tuple[int, ...]:
     """The `shards` + 1 edges of equal shards. Raises PlanError."""
     if shards < 1 or width % shards:
-        raise PlanError(f"a vector of {width} numbers has no {shards} equal shards; use a divisor of {width}")
+        raise ReductionPlanError(f"a vector of {width} numbers has no {shards} equal shards; use a divisor of {width}")
     return tuple(range(0, width + 1, width // shards))
 
 
@@ -29,7 +29,7 @@ def merges(width: int, pixels: int, shards: int) -> bool:
     if cuts <= bounds:
         return True
     inside = min(bounds - cuts)
-    raise PlanError(
+    raise ReductionPlanError(
         f"with {pixels} pixels the edge between two shards, at {inside} of {width}, falls inside a pixel; "
         f"write {fitting_pixels(width, pixels, shards)} pixels, which fits {shards} shards"
     )

@@ -5,16 +5,16 @@ import re
 
 import numpy as np
 
-from megatronapp_common.errors import ExpressionError
+from megatronapp_common.errors import FilterError
 from megatronapp_common.filters.expression import Expression, parse
-from megatronapp_common.filters.syntax import Data, Reduce, Reduction
+from megatronapp_common.filters.syntax import DataVector, Reduce, Reduction
 
 MAX_BINS = 256
 NAMED = {
     "mean": parse("data.mean()"),
     "absmax": parse("data.abs().max()"),
     "rms": parse("data.square().mean().sqrt()"),
-    "std": Expression(Reduce(Reduction.STD, Data())),
+    "std": Expression(Reduce(Reduction.STD, DataVector())),
     "min": parse("data.min()"),
     "max": parse("data.max()"),
 }
@@ -61,13 +61,13 @@ def parse_reducer(text: str) -> Reducer:
 def _histogram(text: str) -> Histogram:
     found = _HISTOGRAM.fullmatch(text)
     if found is None:
-        raise ExpressionError(1, "a histogram has bins, lowest and highest number; write histogram(32, -4, 4)")
+        raise FilterError(1, "a histogram has bins, lowest and highest number; write histogram(32, -4, 4)")
     bins = int(found[1])
     if not 1 <= bins <= MAX_BINS:
-        raise ExpressionError(found.start(1) + 1, f"{bins} bins are not possible; write 1 to {MAX_BINS}")
+        raise FilterError(found.start(1) + 1, f"{bins} bins are not possible; write 1 to {MAX_BINS}")
     with np.errstate(all="ignore"):
         lo, hi = np.float32(found[2]), np.float32(found[3])
         usable = lo < hi and np.isfinite(np.float32(bins) / (hi - lo)) and np.isfinite(hi - lo)
     if not usable:
-        raise ExpressionError(found.start(2) + 1, "the lowest number comes first; write histogram(32, -4, 4)")
+        raise FilterError(found.start(2) + 1, "the lowest number comes first; write histogram(32, -4, 4)")
     return Histogram(bins=bins, lo=float(lo), hi=float(hi))

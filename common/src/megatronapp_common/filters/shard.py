@@ -9,10 +9,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatronapp_common.errors import ExpressionError, FrameError, PlanError
+from megatronapp_common.errors import FilterError, FrameError, ReductionPlanError
 from megatronapp_common.filters.expression import MAX_CHARACTERS
 from megatronapp_common.filters.reducers import parse_reducer
-from megatronapp_common.filters.shard_plan import Plan, compile_plan
+from megatronapp_common.filters.shard_plan import ReductionPlan, compile_reduction_plan
 
 MAX_WIDTH = 1 << 24
 MAX_SHARDS = 1024
@@ -35,14 +35,14 @@ class Shard(BaseModel):
     """Which one, in the order of the vector."""
 
     @model_validator(mode="after")
-    def _is_one_of_them(self) -> Self:
+    def _is_known_shard(self) -> Self:
         if self.pixels >= self.shards or self.shard >= self.shards:
             raise ValueError(f"shard {self.shard} of {self.shards} makes no part of {self.pixels} pixels")
         return self
 
     @property
-    def plan(self) -> Plan:
-        """How the shards merge. Raises PlanError, ExpressionError; not of what `read` gave."""
+    def plan(self) -> ReductionPlan:
+        """How the shards merge. Raises PlanError, ExpressionError; not of what `parse_shard` gave."""
         return _plan(self.reducer, self.width, self.pixels, self.shards)
 
     def dump(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Shard(BaseModel):
         return {MERGE: self.model_dump()}
 
 
-def read(said: object) -> Shard:
+def parse_shard(said: object) -> Shard:
     """The shard that a header's `merge` says, with a plan that merges. Raises FrameError for anything else."""
     try:
         found = Shard.model_validate(said)
@@ -60,10 +60,10 @@ def read(said: object) -> Shard:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, (MERGE, *first["loc"])))
         raise FrameError(f"{place}: {first['msg'][:200]}") from error
-    except (ExpressionError, PlanError) as error:
+    except (FilterError, ReductionPlanError) as error:
         raise FrameError(f"{MERGE}: {error}") from error
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(reducer: str, width: int, pixels: int, shards: int) -> Plan:
-    return compile_plan(parse_reducer(reducer), width=width, pixels=pixels, shards=shards)
+def _plan(reducer: str, width: int, pixels: int, shards: int) -> ReductionPlan:
+    return compile_reduction_plan(parse_reducer(reducer), width=width, pixels=pixels, shards=shards)

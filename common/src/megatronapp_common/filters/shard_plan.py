@@ -14,16 +14,26 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatronapp_common.errors import ExpressionError, PlanError
+from megatronapp_common.errors import FilterError, ReductionPlanError
 from megatronapp_common.filters import pixels as cutting
 from megatronapp_common.filters import types
-from megatronapp_common.filters.evaluate import A, Array, Backend, NumpyBackend, evaluate
+from megatronapp_common.filters.evaluate import A, Array, ArrayBackend, NumpyBackend, evaluate
 from megatronapp_common.filters.expression import Expression
 from megatronapp_common.filters.reducers import Histogram, Reducer
-from megatronapp_common.filters.syntax import Element, Function, Merged, Node, Operator, Reduce, Reduction, Slice, walk
+from megatronapp_common.filters.syntax import (
+    Function,
+    IndexedElement,
+    MergedReduction,
+    Node,
+    Operator,
+    Reduce,
+    Reduction,
+    Slice,
+    walk,
+)
 
 
-class Merge(enum.Enum):
+class MergeOperation(enum.Enum):
     """How the same column of several shards becomes one."""
 
     SUM = "sum"
@@ -33,28 +43,33 @@ class Merge(enum.Enum):
     """Two columns: mean, and sum of squared deviations from it."""
 
 
-_OVER_SHARDS = {Merge.SUM: np.add, Merge.MAX: np.maximum, Merge.MIN: np.minimum}
-_MERGES = {Reduction.SUM: Merge.SUM, Reduction.MEAN: Merge.SUM, Reduction.MAX: Merge.MAX, Reduction.MIN: Merge.MIN}
+_OVER_SHARDS = {MergeOperation.SUM: np.add, MergeOperation.MAX: np.maximum, MergeOperation.MIN: np.minimum}
+_MERGES = {
+    Reduction.SUM: MergeOperation.SUM,
+    Reduction.MEAN: MergeOperation.SUM,
+    Reduction.MAX: MergeOperation.MAX,
+    Reduction.MIN: MergeOperation.MIN,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Output:
+class ShardOutput:
     """What a shard tells of each of its pixels."""
 
     source: Node | Histogram
     """One number for each pixel; of SPREAD the vector; or the histogram, which counts data."""
-    merge: Merge
+    merge: MergeOperation
 
     @property
     def columns(self) -> int:
         """How many numbers."""
         if isinstance(self.source, Histogram):
             return self.source.bins
-        return 2 if self.merge is Merge.SPREAD else 1
+        return 2 if self.merge is MergeOperation.SPREAD else 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PixelGroup:
     """The pixels of a shard that have one width: they are computed together."""
 
     width: int
@@ -69,13 +84,13 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ShardProgram:
     """What one shard computes: from [..., width] to [..., pixels, columns]."""
 
     width: int
     pixels: int
-    groups: tuple[Group, ...]
-    outputs: tuple[Output, ...]
+    groups: tuple[PixelGroup, ...]
+    outputs: tuple[ShardOutput, ...]
 
     @property
     def columns(self) -> int:
@@ -84,7 +99,7 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ReductionPlan:
     """A reducer made fit for a state of `width` numbers, cut into `pixels` and held by `shards`."""
 
     width: int
@@ -92,7 +107,7 @@ class Plan:
     shards: int
     merged: bool
     """Pixels are made of several shards each; else each lies within one."""
-    outputs: tuple[Output, ...]
+    outputs: tuple[ShardOutput, ...]
     result: Node | None
     """Of merged results, where there is more to compute with them."""
     reductions: tuple[Reduction, ...]
@@ -121,32 +136,32 @@ class Plan:
     def shard_pixels(self, shard: int) -> range:
         """The pixels that this shard holds, or holds a part of. Raises PlanError for one that there is not."""
         if not 0 <= shard < self.shards:
-            raise PlanError(f"there is no shard {shard} among {self.shards}; write 0 to {self.shards - 1}")
+            raise ReductionPlanError(f"there is no shard {shard} among {self.shards}; write 0 to {self.shards - 1}")
         size = self.width // self.shards
         first, end = shard * size, (shard + 1) * size
         pairs = enumerate(itertools.pairwise(self.edges))
         inside = [index for index, (start, stop) in pairs if start < end and stop > first]
         return range(inside[0], inside[-1] + 1)
 
-    def program(self, shard: int) -> Program:
+    def program(self, shard: int) -> ShardProgram:
         """What this shard computes. Raises PlanError for one that there is not."""
         held = self.shard_pixels(shard)
         size = self.width // self.shards
         first = shard * size
         spans = [(0, size)] if self.merged else [(self.edges[p] - first, self.edges[p + 1] - first) for p in held]
-        return Program(width=size, pixels=len(held), groups=_groups(spans), outputs=self.outputs)
+        return ShardProgram(width=size, pixels=len(held), groups=_groups(spans), outputs=self.outputs)
 
     def merge(self, parts: Sequence[Array]) -> Array:
         """What all shards computed, in their order, as [..., pixels, columns]. Raises PlanError."""
         if len(parts) != self.shards:
-            raise PlanError(f"{len(parts)} parts of {self.shards} shards cannot be merged; wait for all")
+            raise ReductionPlanError(f"{len(parts)} parts of {self.shards} shards cannot be merged; wait for all")
         if not self.merged:
             return np.concatenate(parts, axis=-2)
         states = np.concatenate(parts, axis=-2).astype(np.float64)
         blocks = [states[..., first:end, :] for first, end in itertools.pairwise(self.shard_bounds)]
-        return np.stack([self._merge_one(block) for block in blocks], axis=-2)
+        return np.stack([self._merge_pixel(block) for block in blocks], axis=-2)
 
-    def _merge_one(self, block: Array) -> Array:
+    def _merge_pixel(self, block: Array) -> Array:
         """One pixel: [..., shards, columns] -> [..., columns]."""
         ends = list(itertools.accumulate(output.columns for output in self.outputs))
         pieces = zip(self.outputs, [0, *ends], ends, strict=False)
@@ -172,7 +187,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def compile_plan(reducer: Reducer, *, width: int, pixels: int, shards: int = 1) -> Plan:
+def compile_reduction_plan(reducer: Reducer, *, width: int, pixels: int, shards: int = 1) -> ReductionPlan:
     """The plan of a reducer. Raises PlanError for a cut, and ExpressionError for a filter, that cannot be so."""
     merged = cutting.merges(width, pixels, shards)
     outputs, result, reductions = _compile(reducer, merged, shards)
@@ -180,7 +195,7 @@ def compile_plan(reducer: Reducer, *, width: int, pixels: int, shards: int = 1) 
         edges = cutting.pixel_edges(width, pixels)
         for size in sorted({stop - start for start, stop in itertools.pairwise(edges)}):
             types.length(reducer.root, size)
-    return Plan(
+    return ReductionPlan(
         width=width,
         pixels=pixels,
         shards=shards,
@@ -191,12 +206,12 @@ def compile_plan(reducer: Reducer, *, width: int, pixels: int, shards: int = 1) 
     )
 
 
-def compute(program: Program, data: A, backend: Backend[A]) -> list[A]:
+def compute(program: ShardProgram, data: A, backend: ArrayBackend[A]) -> list[A]:
     """What a program tells of the pixels of one group, [..., pixels, width], as columns to put side by side."""
     return [column for output in program.outputs for column in _columns(output, data, backend)]
 
 
-def run(program: Program, shard: Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
+def run(program: ShardProgram, shard: Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
     """The reference: what a shard [..., width] tells, [..., pixels, columns], computed in `dtype`."""
     out = np.empty((*shard.shape[:-1], program.pixels, program.columns), dtype)
     with np.errstate(all="ignore"):
@@ -206,44 +221,44 @@ def run(program: Program, shard: Array, *, dtype: npt.DTypeLike = np.float32) ->
     return out
 
 
-def _columns(output: Output, data: A, backend: Backend[A]) -> list[A]:
+def _columns(output: ShardOutput, data: A, backend: ArrayBackend[A]) -> list[A]:
     if isinstance(output.source, Histogram):
         return [backend.count(output.source, data)]
     value = evaluate(output.source, data, backend)
-    if output.merge is not Merge.SPREAD:
+    if output.merge is not MergeOperation.SPREAD:
         return [value]
     mean = backend.reduce(Reduction.MEAN, value)
     deviations = backend.apply(Function.SQUARE, backend.binary(Operator.SUBTRACT, value, mean))
     return [mean, backend.reduce(Reduction.SUM, deviations)]
 
 
-def _groups(spans: list[tuple[int, int]]) -> tuple[Group, ...]:
+def _groups(spans: list[tuple[int, int]]) -> tuple[PixelGroup, ...]:
     sizes = [stop - start for start, stop in spans]
     groups = {size: [place for place, other in enumerate(sizes) if other == size] for size in sorted(set(sizes))}
     return tuple(
-        Group(width=size, starts=tuple(spans[place][0] for place in places), places=tuple(places))
+        PixelGroup(width=size, starts=tuple(spans[place][0] for place in places), places=tuple(places))
         for size, places in groups.items()
     )
 
 
-Compiled = tuple[tuple[Output, ...], Node | None, tuple[Reduction, ...]]
+Compiled = tuple[tuple[ShardOutput, ...], Node | None, tuple[Reduction, ...]]
 
 
 def _compile(reducer: Reducer, merged: bool, shards: int) -> Compiled:
     if isinstance(reducer, Histogram):
-        return (Output(reducer, Merge.SUM),), None, ()
+        return (ShardOutput(reducer, MergeOperation.SUM),), None, ()
     if not merged:
-        return (Output(reducer.root, Merge.SUM),), None, ()
+        return (ShardOutput(reducer.root, MergeOperation.SUM),), None, ()
     found: list[Reduce] = []
     result = _split(reducer.root, found, shards)
     return tuple(map(_state, found)), result, tuple(node.reduction for node in found)
 
 
-def _state(node: Reduce) -> Output:
+def _state(node: Reduce) -> ShardOutput:
     if node.reduction is Reduction.STD:
-        return Output(node.operand, Merge.SPREAD)
+        return ShardOutput(node.operand, MergeOperation.SPREAD)
     merge = _MERGES[node.reduction]
-    return Output(Reduce(Reduction.SUM, node.operand) if merge is Merge.SUM else node, merge)
+    return ShardOutput(Reduce(Reduction.SUM, node.operand) if merge is MergeOperation.SUM else node, merge)
 
 
 def _split(node: Node, found: list[Reduce], shards: int) -> Node:
@@ -252,31 +267,31 @@ def _split(node: Node, found: list[Reduce], shards: int) -> Node:
         _check_mergeable(node, shards)
         if node not in found:
             found.append(node)
-        return Merged(found.index(node))
-    if isinstance(node, Element):
+        return MergedReduction(found.index(node))
+    if isinstance(node, IndexedElement):
         raise _spread(node, "an element cannot be taken", shards)
     return node.with_parts([_split(part, found, shards) for part in node.parts])
 
 
 def _check_mergeable(node: Reduce, shards: int) -> None:
     for below in walk(node.operand):
-        if isinstance(below, Slice | Element):
+        if isinstance(below, Slice | IndexedElement):
             raise _spread(below, "a part of the vector cannot be taken", shards)
         if isinstance(below, Reduce):
             raise _spread(below, f"{node.reduction} cannot wait for the {below.reduction} in it", shards)
 
 
-def _spread(node: Node, problem: str, shards: int) -> ExpressionError:
-    return ExpressionError(
+def _spread(node: Node, problem: str, shards: int) -> FilterError:
+    return FilterError(
         node.column,
         f"{problem} where a pixel lies on several of {shards} shards; ask for {shards} pixels, or a multiple of that, "
         "or reduce the whole vector in one step",
     )
 
 
-def _merged(merge: Merge, block: Array, size: int) -> Array:
+def _merged(merge: MergeOperation, block: Array, size: int) -> Array:
     """Over the shards, the last axis but one; each has `size` elements."""
-    if merge is Merge.SPREAD:
+    if merge is MergeOperation.SPREAD:
         return _merged_spread(block, size)
     found: Array = _OVER_SHARDS[merge].reduce(block, axis=-2)
     return found

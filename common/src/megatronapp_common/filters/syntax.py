@@ -95,7 +95,7 @@ class Number(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Data(Node):
+class DataVector(Node):
     """The vector of a pixel."""
 
     @property
@@ -194,7 +194,7 @@ class Slice(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Element(Node):
+class IndexedElement(Node):
     """One element of a vector of numbers; below 0 it counts from the end."""
 
     operand: Node
@@ -217,7 +217,7 @@ class Element(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Merged(Node):
+class MergedReduction(Node):
     """The result of a reduction over several shards, by its place in a plan. No text can say it."""
 
     index: int
@@ -263,7 +263,7 @@ def _render_others(node: Node, inner: list[str]) -> str:
         case Slice():
             bounds = ":".join("" if bound is None else str(bound) for bound in (node.start, node.stop, node.step))
             return f"{inner[0]}[{bounds}]"
-        case Element():
+        case IndexedElement():
             return f"{inner[0]}[{node.index}]"
         case _:
             return "data"

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from megatronapp_common.errors import ExpressionError
+from megatronapp_common.errors import FilterError
 from megatronapp_common.filters.syntax import (
     Apply,
     Binary,
-    Data,
-    Element,
+    DataVector,
     Function,
+    IndexedElement,
     Node,
     Number,
     Operator,
@@ -43,7 +43,7 @@ def number(value: float, column: int) -> Number:
     with np.errstate(all="ignore"):
         rounded = np.float32(value)
     if not np.isfinite(rounded):
-        raise ExpressionError(column, "the number here is not finite or passes 3.4e38; write a smaller one")
+        raise FilterError(column, "the number here is not finite or passes 3.4e38; write a smaller one")
     return Number(float(rounded), column=column)
 
 
@@ -67,7 +67,7 @@ def binary(operator: Operator, left: Node, right: Node, column: int) -> Node:
     if not (isinstance(left, Number) and isinstance(right, Number)):
         return Binary(operator, left, right, column=column)
     if operator.compares:
-        raise ExpressionError(column, "this compares two constants; compare something of data, such as data > 0")
+        raise FilterError(column, "this compares two constants; compare something of data, such as data > 0")
     with np.errstate(all="ignore"):
         return number(float(_OPERATORS[operator](np.float32(left.value), np.float32(right.value))), column)
 
@@ -75,7 +75,7 @@ def binary(operator: Operator, left: Node, right: Node, column: int) -> Node:
 def where(condition: Node, yes: Node, no: Node, column: int) -> Node:
     """One of two for each element. Raises ExpressionError."""
     if not condition.boolean:
-        raise ExpressionError(condition.column, "where begins with a comparison; write where(data > 0, data, 0)")
+        raise FilterError(condition.column, "where begins with a comparison; write where(data > 0, data, 0)")
     for side in (yes, no):
         if side.boolean:
             raise _no_number(side, side.column)
@@ -85,7 +85,7 @@ def where(condition: Node, yes: Node, no: Node, column: int) -> Node:
 def reduce(reduction: Reduction, operand: Node, column: int) -> Node:
     """A vector made one number. Raises ExpressionError."""
     if not operand.vector:
-        raise ExpressionError(column, f"{reduction} needs a vector, and this is one number already; leave it out")
+        raise FilterError(column, f"{reduction} needs a vector, and this is one number already; leave it out")
     if operand.boolean:
         if reduction not in COUNTS_TRUTHS:
             raise _no_number(operand, column)
@@ -96,10 +96,10 @@ def reduce(reduction: Reduction, operand: Node, column: int) -> Node:
 def part(operand: Node, bounds: slice, column: int) -> Node:
     """A slice of a vector. Raises ExpressionError."""
     if not operand.vector:
-        raise ExpressionError(column, "this is one number and has no parts; take the part of data, as in data[:8]")
+        raise FilterError(column, "this is one number and has no parts; take the part of data, as in data[:8]")
     step = 1 if bounds.step is None else bounds.step
     if step < 1:
-        raise ExpressionError(column, f"a step of {step} is not possible; write 1 or more")
+        raise FilterError(column, f"a step of {step} is not possible; write 1 or more")
     if bounds.start in {None, 0} and bounds.stop is None and step == 1:
         return operand
     return Slice(operand, bounds.start, bounds.stop, step, column=column)
@@ -111,25 +111,25 @@ def element(operand: Node, index: int, column: int) -> Node:
     if largest and index == 0:
         return operand  # torch's max and min along an axis give the values first, and then where they stand
     if largest:
-        raise ExpressionError(column, "where the largest stands is not told; leave the index out")
+        raise FilterError(column, "where the largest stands is not told; leave the index out")
     if not operand.vector:
-        raise ExpressionError(column, "this is one number and has no elements; take one of data, as in data[0]")
+        raise FilterError(column, "this is one number and has no elements; take one of data, as in data[0]")
     if operand.boolean:
         raise _no_number(operand, operand.column)
-    return Element(operand, index, column=column)
+    return IndexedElement(operand, index, column=column)
 
 
 def length(node: Node, width: int) -> int | None:
     """How many elements the node has where data has `width`; None for a single one. Raises ExpressionError."""
     found = [size for size in [length(below, width) for below in node.parts] if size is not None]
-    if isinstance(node, Data):
+    if isinstance(node, DataVector):
         return width
     if isinstance(node, Slice):
         return _sliced(node, found[0], width)
-    if isinstance(node, Element) and not -found[0] <= node.index < found[0]:
-        raise ExpressionError(node.column, f"there is no element {node.index}: a pixel has {width} numbers here")
+    if isinstance(node, IndexedElement) and not -found[0] <= node.index < found[0]:
+        raise FilterError(node.column, f"there is no element {node.index}: a pixel has {width} numbers here")
     if len(set(found)) > 1:
-        raise ExpressionError(
+        raise FilterError(
             node.column,
             f"vectors of {' and '.join(map(str, found))} elements do not fit together where a pixel has {width} "
             "numbers; take parts of equal length, or reduce them first",
@@ -140,7 +140,7 @@ def length(node: Node, width: int) -> int | None:
 def _sliced(node: Slice, size: int, width: int) -> int:
     kept = len(range(*node.slice.indices(size)))
     if kept == 0:
-        raise ExpressionError(
+        raise FilterError(
             node.column, f"nothing is left of a pixel of {width} numbers; use fewer pixels, or begin earlier"
         )
     return kept
@@ -152,7 +152,7 @@ def nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def _no_number(node: Node, column: int, *, chained: bool = False) -> ExpressionError:
+def _no_number(node: Node, column: int, *, chained: bool = False) -> FilterError:
     if chained and node.boolean:
-        return ExpressionError(column, "one comparison at a time; write where(data > a, where(data < b, x, y), y)")
-    return ExpressionError(column, "this is true or false, not a number; write (data > 0).float(), or a where")
+        return FilterError(column, "one comparison at a time; write where(data > a, where(data < b, x, y), y)")
+    return FilterError(column, "this is true or false, not a number; write (data > 0).float(), or a where")

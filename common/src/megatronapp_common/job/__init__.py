@@ -3,9 +3,9 @@
 from megatronapp_common.job.api.analyzer import Analyzer, AnalyzerVolume, SlowNode
 from megatronapp_common.job.api.cluster import (
     Initializer,
+    ObjectReference,
     PodMetadata,
     PodTemplate,
-    Reference,
     Resources,
     SharedMemory,
     Toleration,
@@ -25,7 +25,7 @@ from megatronapp_common.job.api.policy import (
     TopologyRequest,
 )
 from megatronapp_common.job.api.quantity import quantity_value
-from megatronapp_common.job.api.runtimes import Dpp, Fbd, Forward
+from megatronapp_common.job.api.runtimes import Dpp, Fbd, ForwardWorkers
 from megatronapp_common.job.api.serve import Serve
 from megatronapp_common.job.api.spec import EnvVar, Fault, Spec, Trace
 from megatronapp_common.job.api.status import (
@@ -62,13 +62,14 @@ __all__ = [
     "FailureRule",
     "Fault",
     "Fbd",
-    "Forward",
+    "ForwardWorkers",
     "Initializer",
     "MegatronJob",
     "Metadata",
     "Model",
     "Network",
     "NodeExclusion",
+    "ObjectReference",
     "Parallelism",
     "Phase",
     "PodMetadata",
@@ -79,7 +80,6 @@ __all__ = [
     "RankTableEntry",
     "Rdma",
     "Recompute",
-    "Reference",
     "ReplicaStatuses",
     "Resources",
     "RunPolicy",

@@ -37,7 +37,7 @@ _OWN_FIELDS = ("image", "command", "args", "restartPolicy", "terminationMessageP
 
 
 def _of_pod(name: str, hint: str) -> Rule:
-    return Rule(id=f"pod-{name}", field=f".podTemplate.spec.{name}", rule=f"!has({_SPEC}.{name})", says=hint)
+    return Rule(id=f"pod-{name}", field=f".podTemplate.spec.{name}", rule=f"!has({_SPEC}.{name})", message=hint)
 
 
 _NAMED = "type(one) == map && has(one.name) && type(one.name) == string"
@@ -49,7 +49,7 @@ def _are_named(name: str) -> Rule:
         id=f"pod-{name}-have-names",
         field=f".podTemplate.spec.{name}",
         rule=f"!has({items}) || (type({items}) == list && {items}.all(one, {_NAMED}))",
-        says="must be a list of blocks with a name each, by which they are merged",
+        message="must be a list of blocks with a name each, by which they are merged",
     )
 
 
@@ -73,8 +73,10 @@ def _of_ours(name: str, instead: str) -> Rule:
         id=f"container-{name}",
         field=".podTemplate.spec.containers",
         rule=no_item(_OURS, "one", wrong),
-        says=f"sets {name} of trainer or agent, which is the operator's; {instead}",
-        message=first_item(_OURS, "one", wrong, f"sets {name} of {{one.name}}, which is the operator's; {instead}"),
+        message=f"sets {name} of trainer or agent, which is the operator's; {instead}",
+        message_expression=first_item(
+            _OURS, "one", wrong, f"sets {name} of {{one.name}}, which is the operator's; {instead}"
+        ),
     )
 
 
@@ -87,13 +89,13 @@ ADMISSION_RULES = (
         id="container-env",
         field=".podTemplate.spec.containers",
         rule=no_item(_VARIABLES, "variables", f"variables.exists(variable, {_RESERVED})"),
-        says="sets a variable of trainer or agent that the operator or the launcher sets; leave it out",
+        message="sets a variable of trainer or agent that the operator or the launcher sets; leave it out",
     ),
     Rule(
         id="container-mounts",
         field=".podTemplate.spec.containers",
         rule=no_item(_MOUNTS, "mounts", f"mounts.exists(mount, {is_taken('mount.mountPath')})"),
-        says="mounts a volume where trainer or agent have what the system or the operator puts there; "
+        message="mounts a volume where trainer or agent have what the system or the operator puts there; "
         "write another mountPath",
     ),
     Rule(
@@ -101,7 +103,7 @@ ADMISSION_RULES = (
         field=".shm.sizeLimit",
         rule=f"!has({_SHM}) || !({_OURS}.exists(one, one.name == 'trainer' && {_LIMITED} && "
         f"!quantity(string({_SHM})).isLessThan(quantity(string(one.resources.limits['memory'])))))",
-        says="must be below the memory limit of the trainer in podTemplate, which it is charged to",
+        message="must be below the memory limit of the trainer in podTemplate, which it is charged to",
     ),
     *WITHIN_LIMITS,
     Rule(
@@ -109,7 +111,7 @@ ADMISSION_RULES = (
         field=".runPolicy.rules",
         rule="object.spec.runPolicy.rules.all(one, !has(one.match.messageRegex) || "
         "type(''.matches(one.match.messageRegex)) == bool)",
-        says="holds a messageRegex that is no regular expression of RE2",
+        message="holds a messageRegex that is no regular expression of RE2",
     ),
 )
 """Over `object`, the whole job with its defaults."""
@@ -149,8 +151,10 @@ def _validation(rule: Rule) -> dict[str, Any]:
     before = re.sub(r"\bobject\.", "oldObject.", rule.rule)
     return {
         "expression": f"({rule.rule}) || (oldObject != null && !({before}))",
-        "message": place + rule.says,
-        **({"messageExpression": f"'{place}%s'.format([{rule.message}])"} if rule.message else {}),
+        "message": place + rule.message,
+        **(
+            {"messageExpression": f"'{place}%s'.format([{rule.message_expression}])"} if rule.message_expression else {}
+        ),
         "reason": "Invalid",
     }
 

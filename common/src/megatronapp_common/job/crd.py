@@ -125,8 +125,8 @@ def _validation(rule: Rule) -> Schema:
     return {
         "rule": rule.rule,
         "fieldPath": rule.field,
-        "message": rule.says,
-        **({"messageExpression": rule.message} if rule.message else {}),
+        "message": rule.message,
+        **({"messageExpression": rule.message_expression} if rule.message_expression else {}),
         "reason": "FieldValueInvalid",
     }
 

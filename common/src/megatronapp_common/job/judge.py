@@ -35,17 +35,17 @@ def find_problems(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> li
 
 def broken_rules(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> list[tuple[Rule, str]]:
     """Return the problems as `find_problems` does, each with the rule that the spec breaks."""
-    known = [rule for rule in SPEC_RULES if not _looks_at(rule, unknown)]
-    admitted = [rule for rule in ADMISSION_RULES if not _looks_at(rule, unknown)]
+    known = [rule for rule in SPEC_RULES if not _depends_on(rule, unknown)]
+    admitted = [rule for rule in ADMISSION_RULES if not _depends_on(rule, unknown)]
     return _broken(known, {"self": spec}) + _broken(admitted, {"object": {"spec": spec}}, refuse_errors=True)
 
 
 def check_update(old: Spec, new: Spec) -> list[str]:
     """What may not change from a job's old spec to its new one, one line each. Both are right by themselves."""
-    return judge(CHANGE_RULES, {"self": new.to_dict(), "oldSelf": old.to_dict()})
+    return evaluate_rules(CHANGE_RULES, {"self": new.to_dict(), "oldSelf": old.to_dict()})
 
 
-def judge(rules: Sequence[Rule], data: Mapping[str, Any]) -> list[str]:
+def evaluate_rules(rules: Sequence[Rule], data: Mapping[str, Any]) -> list[str]:
     """Problems that these rules find in data, which holds `self` and, for rules about changes, `oldSelf`."""
     return [text for _, text in _broken(rules, data)]
 
@@ -61,8 +61,12 @@ def _broken(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bo
         holds = _evaluate(rule.rule, activation)
         assert holds is not None or refuse_errors, f"rule {rule.id} gives neither yes nor no"
         if not holds:
-            said = _evaluate(rule.message, activation) if rule.message and holds is not None else None
-            found.append((rule, f"spec{rule.field}: {rule.says if said is None else said}"))
+            said = (
+                _evaluate(rule.message_expression, activation)
+                if rule.message_expression and holds is not None
+                else None
+            )
+            found.append((rule, f"spec{rule.field}: {rule.message if said is None else said}"))
     return found
 
 
@@ -110,13 +114,14 @@ def _compiled(text: str) -> Any:  # noqa: ANN401 - the library has no types
     return _environment().compile(_RESERVED.sub(r"`\1`", text))
 
 
-def _looks_at(rule: Rule, unknown: Collection[Path]) -> bool:
-    return any(path[: len(mention)] == mention[: len(path)] for path in unknown for mention in mentions(rule))
+def _depends_on(rule: Rule, unknown: Collection[Path]) -> bool:
+    return any(path[: len(mention)] == mention[: len(path)] for path in unknown for mention in fields_mentioned(rule))
 
 
 @functools.cache
-def mentions(rule: Rule) -> frozenset[Path]:
+def fields_mentioned(rule: Rule) -> frozenset[Path]:
     """Paths below the spec that a rule or its message looks at; a method that is called there ends one of them."""
     return frozenset(
-        tuple(path.removeprefix(".").split(".")) for path in _MENTION.findall(_GUARD.sub("", rule.rule) + rule.message)
+        tuple(path.removeprefix(".").split("."))
+        for path in _MENTION.findall(_GUARD.sub("", rule.rule) + rule.message_expression)
     )

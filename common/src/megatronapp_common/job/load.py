@@ -91,7 +91,7 @@ def parse_manifest(text: str) -> Any:  # noqa: ANN401
     if len(text.encode()) > MAX_MANIFEST_BYTES:
         raise JobError(f"the document: passes {MAX_MANIFEST_BYTES} bytes; this is not a manifest")
     try:
-        documents = [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
+        documents = [document for document in yaml.load_all(text, Loader=_ManifestLoader) if document is not None]
     except yaml.YAMLError as error:
         raise JobError(f"the document: is not YAML: {_yaml_problem(error)}") from error
     except RecursionError as error:
@@ -107,7 +107,7 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return place + str(getattr(error, "problem", None) or error)
 
 
-class _Loader(yaml.SafeLoader):
+class _ManifestLoader(yaml.SafeLoader):
     """Plain values only; a key that stands twice is refused; no aliases, which grow without bound."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -127,9 +127,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-_Loader.yaml_implicit_resolvers = {
+_ManifestLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 # YAML 1.1 as PyYAML reads it takes 1e-4 for text; the API server takes it for a number, and so do we.
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_ManifestLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))

@@ -33,7 +33,7 @@ def partial_spec(
     block, unknown = copy.deepcopy(document["spec"]), set[Path]()
     for error in errors:
         if error["loc"][:1] == ("spec",) and len(error["loc"]) > 1:
-            unknown |= _taken_out(block, error, document["spec"])
+            unknown |= _remove_invalid_fields(block, error, document["spec"])
     _fill(block, Spec)
     try:
         return Spec.model_validate_json(json.dumps(block), by_alias=True, by_name=False).to_dict(), unknown
@@ -41,7 +41,7 @@ def partial_spec(
         return None
 
 
-def _taken_out(block: dict[str, Any], error: ErrorDetails, written: dict[str, Any]) -> set[Path]:
+def _remove_invalid_fields(block: dict[str, Any], error: ErrorDetails, written: dict[str, Any]) -> set[Path]:
     """Remove what an error is about; returns the fields that are unknown for it. A list goes as a whole."""
     path = tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), error["loc"][1:]))
     *parents, name = path
@@ -62,10 +62,10 @@ def _fill(block: dict[str, Any], model: type[BaseModel]) -> None:
         if nested is not None and isinstance(block.get(alias), dict):
             _fill(block[alias], nested)
         elif alias not in block and field.is_required():
-            block[alias] = _stand_in(field.annotation)
+            block[alias] = _placeholder_value(field.annotation)
 
 
-def _stand_in(annotation: Any) -> Any:  # noqa: ANN401
+def _placeholder_value(annotation: Any) -> Any:  # noqa: ANN401
     plain, nested = without_none(annotation), model_of(annotation)
     if nested is not None:
         block: dict[str, Any] = {}

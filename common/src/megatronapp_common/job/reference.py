@@ -62,7 +62,7 @@ def _rules() -> str:
 
 
 def _rule_rows(rules: Iterable[Rule]) -> str:
-    return "\n".join(f"| `spec{rule.field}` | {rule.says} |" for rule in rules)
+    return "\n".join(f"| `spec{rule.field}` | {rule.message} |" for rule in rules)
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[str]:

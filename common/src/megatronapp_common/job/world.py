@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megatronapp_common.errors import JobError, TopologyError
 from megatronapp_common.job.api.cluster import Resources
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
-from megatronapp_common.job.api.runtimes import Forward
+from megatronapp_common.job.api.runtimes import ForwardWorkers
 from megatronapp_common.job.api.spec import Spec
 from megatronapp_common.topology import FbdWorld, Placement, Topology
 
@@ -172,7 +172,7 @@ def _spread(ranks: int, nodes: int | None, per_node: int | None, gpus: int) -> t
     return count, per_node or (max(1, ranks // count) if nodes else free)
 
 
-def _forward_group(spec: Spec, forward: Forward, ranks: int, first: int) -> WorkerGroup:
+def _forward_group(spec: Spec, forward: ForwardWorkers, ranks: int, first: int) -> WorkerGroup:
     """The forward workers, behind the backward ones."""
     nodes, per_node = _spread(ranks, forward.nodes, forward.proc_per_node, forward.gpus_per_node)
     fits = per_node <= min(forward.gpus_per_node or MAX_PROC_PER_NODE, MAX_PROC_PER_NODE)

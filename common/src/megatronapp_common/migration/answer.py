@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 
-from megatronapp_common.migration.commands import COMMANDS, Old
+from megatronapp_common.migration.commands import COMMANDS, LegacyCommand
 from megatronapp_common.migration.megatron_flags import without_unavailable
 from megatronapp_common.migration.names import FLAGS, NAMES, VARIABLES
 
@@ -23,7 +23,7 @@ _PLAIN = re.compile(r"[\w@%+=:,./${}()-]+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class Translation:
     """What is said of one command, flag, variable, file or control."""
 
     theirs: str
@@ -34,12 +34,12 @@ class Answer:
     """Flags of theirs, with their values, that the commands do not have, and why."""
 
 
-def answers(text: str) -> list[Answer]:
+def find_translations(text: str) -> list[Translation]:
     """What to do for everything in a text that is known; empty where nothing is."""
-    found: dict[str, Answer] = {}
+    found: dict[str, Translation] = {}
     whole = text.strip()
     if whole in NAMES:
-        return [Answer(whole, (), NAMES[whole])]
+        return [Translation(whole, (), NAMES[whole])]
     for line in _lines(text):
         for answer in _of_line(line):
             found.setdefault(answer.theirs, answer)
@@ -49,13 +49,13 @@ def answers(text: str) -> list[Answer]:
 def report(words: Sequence[str]) -> tuple[str, bool]:
     """What is said of the words of a command line, and whether all of it was known."""
     text = words[0] if len(words) == 1 else _join(words)
-    found = answers(text)
+    found = find_translations(text)
     if not found:
         return f"{text}: no command of MegatronApp's pages; docs/from-megatronapp.md lists them", False
-    return "\n".join(line for answer in found for line in _told(answer)), True
+    return "\n".join(line for answer in found for line in _describe(answer)), True
 
 
-def _told(answer: Answer) -> Iterator[str]:
+def _describe(answer: Translation) -> Iterator[str]:
     if not answer.here:
         later = "" if answer.later is None else f"; not yet: {answer.later}"
         yield f"{answer.theirs}: {answer.why}{later}"
@@ -87,14 +87,14 @@ def _lines(text: str) -> Iterator[str]:
             yield line.strip()
 
 
-def _of_line(line: str) -> Iterator[Answer]:
+def _of_line(line: str) -> Iterator[Translation]:
     try:
         words = shlex.split(line)
     except ValueError:  # an open quote
         words = line.split()
     while words and (match := _ASSIGNMENT.fullmatch(words[0])) is not None:
         if match[1] in VARIABLES:
-            yield Answer(match[1], (), VARIABLES[match[1]])
+            yield Translation(match[1], (), VARIABLES[match[1]])
         yield from _of_flags(match[2].split())
         words.pop(0)
     if words and words[0].startswith("--"):
@@ -103,14 +103,14 @@ def _of_line(line: str) -> Iterator[Answer]:
     yield from _of_command(line, words)
 
 
-def _of_flags(words: Sequence[str]) -> Iterator[Answer]:
+def _of_flags(words: Sequence[str]) -> Iterator[Translation]:
     for word in words:
         flag = word.partition("=")[0]
         if flag in FLAGS:
-            yield Answer(flag, (), FLAGS[flag])
+            yield Translation(flag, (), FLAGS[flag])
 
 
-def _of_command(line: str, words: list[str]) -> Iterator[Answer]:
+def _of_command(line: str, words: list[str]) -> Iterator[Translation]:
     launch: list[str] = []
     while words and words[0] in _LAUNCHERS:
         words = words[1:]
@@ -125,18 +125,18 @@ def _of_command(line: str, words: list[str]) -> Iterator[Answer]:
             behind = words[2:] if words[0] == "megatronapp" else words[1:]
             trains = any("{train}" in command for command in old.here)
             refused = without_unavailable(behind)[1] if trains else ()
-            yield Answer(line, tuple(_filled(old, behind, launch, line)), old.why, old.later, tuple(refused))
+            yield Translation(line, tuple(_filled(old, behind, launch, line)), old.why, old.later, tuple(refused))
             return
     if words[0] in _HARMLESS:
-        yield Answer(line, (line,), "runs as it is")
+        yield Translation(line, (line,), "runs as it is")
 
 
-def _matches(old: Old, plain: str) -> bool:
+def _matches(old: LegacyCommand, plain: str) -> bool:
     """Whether the pattern fits the program's name, its first words, or the whole command."""
     return re.fullmatch(rf"(?:{old.pattern})(?: .*)?", plain) is not None
 
 
-def _filled(old: Old, behind: Sequence[str], launch: Sequence[str], line: str) -> list[str]:
+def _filled(old: LegacyCommand, behind: Sequence[str], launch: Sequence[str], line: str) -> list[str]:
     """Commands of ours with the words of theirs."""
 
     def value(match: re.Match[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Old:
+class LegacyCommand:
     """A command of theirs."""
 
     printed: str
@@ -37,30 +37,30 @@ _ALL_NODES = (
 _DPP, _FBD, _BERT = "MegaDPP (--use-dpp)", "MegaFBD", "BERT and T5"
 _NO_BUILD = "nothing is built for it: the transfer libraries of MegaDPP are not there yet"
 _IMAGES = "images of trainer, analyzer and operator, with all that they need; no shell and no SSH in a pod"
-_LOOK = "the page of a job is served beside it, and opens with an address that is good once"
+_INSPECT = "the page of a job is served beside it, and opens with an address that is good once"
 
 COMMANDS: Final = (
-    Old(
+    LegacyCommand(
         "docker run --runtime --nvidia --gpus all -it --rm -v /path/to/megatron:/workspace/megatron "
         "nvcr.io/nvidia/pytorch:25.04-py3\nbash prerequisite.sh",
         r"docker run|prerequisite\.sh",
         ("make images",),
         _IMAGES,
     ),
-    Old(
+    LegacyCommand(
         "pip install -r requirements.txt\npip install -r requirements/requirements.txt",
         r"pip3? install -r",
         ("make setup",),
         "exact versions with their hashes are in the repository; the images hold the same",
     ),
-    Old(
+    LegacyCommand(
         "pip install -e .\npython setup.py install",
         r"pip3? install -e|setup\.py",
         ("make setup",),
         _NO_BUILD,
         _DPP,
     ),
-    Old(
+    LegacyCommand(
         "python ../tools/preprocess_data.py --input dataset.json --output-prefix bert --vocab-file vocab.txt "
         "--tokenizer-type BertWordPieceLowerCase --split-sentences --workers $(nproc)",
         r"preprocess_data\.py .*(BertWordPiece|--split-sentences).*",
@@ -68,14 +68,14 @@ COMMANDS: Final = (
         "only GPT is trained now",
         _BERT,
     ),
-    Old(
+    LegacyCommand(
         "python ../tools/preprocess_data.py --input gpt/dataset.json --output-prefix gpt --vocab-file gpt/vocab.json "
         '--tokenizer-type GPT2BPETokenizer --merge-file gpt/merges.txt --append-eod --workers "$(nproc)"',
         r"preprocess_data(\.py)?",
         ("megatronapp data prepare {args}",),
         "the same files; the options are understood",
     ),
-    Old(
+    LegacyCommand(
         "bash test_scripts/process_dataset_gpt.sh",
         r"process_dataset_gpt\.sh",
         (
@@ -84,7 +84,7 @@ COMMANDS: Final = (
         ),
         "the same files",
     ),
-    Old(
+    LegacyCommand(
         "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 2 --hidden-size 64 "
         "--num-attention-heads 4 --seq-length 64 "
         "--micro-batch-size 1 --lr 1e-3 --train-iters 10 --mock-data --vocab-size 512",
@@ -92,7 +92,7 @@ COMMANDS: Final = (
         ("torchrun {launch} -m megatronapp_trainer.pretrain {train}",),
         "the same flags; tracing, restarts and pages come with a manifest: megatronapp run FILE",
     ),
-    Old(
+    LegacyCommand(
         "python pretrain_bert.py\npython pretrain_t5.py\nbash pretrain_bert_distributed.sh\n"
         "bash pretrain_t5_distributed_with_mp.sh\nbash examples/bert/train_bert_340m_distributed.sh\n"
         "bash examples/t5/train_t5_220m_distributed.sh\nbash run_single_bert.sh\nbash run_master_bert.sh\n"
@@ -102,7 +102,7 @@ COMMANDS: Final = (
         "only GPT is trained now",
         _BERT,
     ),
-    Old(
+    LegacyCommand(
         "bash run_single.sh\nbash run_single_gpt.sh\nbash scripts/run_single_gpt.sh\n"
         "bash test_scripts/test_train_gpt_single_dpp.sh",
         r"run_single(_gpt)?\.sh|test_train_gpt_single_dpp\.sh|run_single_with_profiling\.sh",
@@ -110,7 +110,7 @@ COMMANDS: Final = (
         _ONE_JOB,
         _DPP,
     ),
-    Old(
+    LegacyCommand(
         "bash run_master.sh\nbash run_worker.sh\nbash run_master_gpt.sh\nbash run_worker_gpt.sh\n"
         "bash examples/gpt3/train_gpt3_175b_distributed_master.sh",
         r"run_(master|worker)(_gpt)?\.sh|train_gpt3_175b_distributed_(master|worker)\.sh",
@@ -118,7 +118,7 @@ COMMANDS: Final = (
         _ALL_NODES,
         _DPP,
     ),
-    Old(
+    LegacyCommand(
         "bash pretrain_gpt_distributed.sh\nbash pretrain_gpt_distributed_with_mp.sh\n"
         "bash examples/gpt3/train_gpt3_175b_distributed.sh\nbash examples/gpt3/train_gpt3_345m_distributed.sh\n"
         "bash test_scripts/test_train_gpt_single_trace.sh\nbash test_scripts/train_gpt_single_trace.sh\n"
@@ -129,7 +129,7 @@ COMMANDS: Final = (
         _RUN,
         f"{_ONE_JOB}; spans are recorded and slow ranks named while it runs",
     ),
-    Old(
+    LegacyCommand(
         "TP=1 PP=2 NNODES=1 NCCL_DEBUG=INFO MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 bash "
         "scripts/DockerUsage_MegaScope.sh\n"
         "bash pretrain_gpt.sh 0",
@@ -138,7 +138,7 @@ COMMANDS: Final = (
         f"{_ONE_JOB}; checkpoints lie in the same folders (iter_0000020, latest_checkpointed_iteration.txt)",
         "MegaScope and perturbations while a model trains",
     ),
-    Old(
+    LegacyCommand(
         "bash scripts/DockerUsage_MegaFBD.sh $RANK\nbash docker/DockerUsage_MegaFBD.sh 0\n"
         "bash test_scripts/test_train_gpt_distributed_fbd.sh 0",
         r"DockerUsage_MegaFBD\.sh|test_train_gpt_distributed_fbd\.sh",
@@ -146,7 +146,7 @@ COMMANDS: Final = (
         _ONE_JOB,
         _FBD,
     ),
-    Old(
+    LegacyCommand(
         "python tools/checkpoint/convert.py --bf16 --model-type GPT --loader llama_mistral --saver "
         "core --checkpoint-type hf "
         "--model-size llama3 --load-dir llama --save-dir llama-megatron --tokenizer-model llama/tokenizer.model\n"
@@ -159,19 +159,19 @@ COMMANDS: Final = (
         ("megatronapp checkpoint convert {args}",),
         "the options are understood; docs/checkpoints.md has their table",
     ),
-    Old(
+    LegacyCommand(
         "bash test_scripts/convert_hf_to_megatron.sh",
         r"convert_hf_to_megatron\.sh",
         ("megatronapp checkpoint convert --load-dir gpt2 --save-dir checkpoints/gpt2",),
         "from the folder of Hugging Face to a checkpoint that trains and serves; no second step",
     ),
-    Old(
+    LegacyCommand(
         "bash test_scripts/convert_legacy_to_core.sh",
         r"convert_legacy_to_core\.sh",
         ("megatronapp checkpoint convert --loader legacy --load-dir gpt2-legacy --save-dir checkpoints/gpt2",),
         "only for files that Megatron-LM wrote (mp_rank_...)",
     ),
-    Old(
+    LegacyCommand(
         "wget https://api.ngc.nvidia.com/v2/models/nvidia/megatron_lm_345m/versions/v0.0/zip -O "
         "megatron_lm_345m_v0.0.zip",
         r"wget .*megatron_.*345m.*|unzip .*345m.*",
@@ -181,7 +181,7 @@ COMMANDS: Final = (
         ),
         "the files of NGC do not say what their model is; Hugging Face has one of the same size",
     ),
-    Old(
+    LegacyCommand(
         "huggingface-cli download meta-llama/Meta-Llama-3-8B-Instruct --local-dir llama3 "
         "--local-dir-use-symlinks False",
         r"huggingface-cli download|hf download",
@@ -191,14 +191,14 @@ COMMANDS: Final = (
         ),
         "runs as it is; then its folder is converted",
     ),
-    Old(
+    LegacyCommand(
         "bash examples/inference/a_text_generation_server_bash_script.sh /path/to/model /path/to/tokenizer\n"
         "bash examples/inference/llama_mistral/run_text_generation_llama3.sh /ckpts/llama3-core /ckpts/llama3",
         r"a_text_generation_server_bash_script\.sh|run_text_generation_(server_|wsserver_)?\w+\.sh",
         ("megatronapp serve --load {1=CHECKPOINT} --tokenizer-file {2=FOLDER}/tokenizer.json",),
         "the checkpoint says what its model is; one that was converted here has its tokenizer beside it",
     ),
-    Old(
+    LegacyCommand(
         "torchrun --nproc_per_node 1 tools/run_text_generation_server.py --load gpt2-core "
         "--tensor-model-parallel-size 1 "
         "--tokenizer-type GPT2BPETokenizer --vocab-file gpt2/vocab.json --merge-file gpt2/merges.txt "
@@ -207,27 +207,27 @@ COMMANDS: Final = (
         ("megatronapp serve {args}",),
         "the options are understood; docs/serving.md has their table",
     ),
-    Old(
+    LegacyCommand(
         "bash test_scripts/test_text_generation_server_gpt2.sh",
         r"test_text_generation_server_gpt2\.sh",
         ("megatronapp serve --load checkpoints/gpt2",),
         "one server answers programs, and its page shows the model",
     ),
-    Old(
+    LegacyCommand(
         "python tools/text_generation_cli.py localhost:5000\ncurl -X PUT http://localhost:5000/api",
         r"text_generation_cli\.py|curl (.* )?-X ?(PUT|POST)",
         ("megatronapp serve --print serve",),
         "address and key for a shell; the API is that of OpenAI (docs/serving.md)",
     ),
-    Old(
+    LegacyCommand(
         "cd transformer-visualize\ncd tools/visualization/transformer-visualize\nnpm install\nnpm "
         "run dev\nnpm run build\n"
         "open http://localhost:5173",
         r"cd (.*/)?transformer-visualize.*|npm (install|run).*|.*localhost:5173.*",
         ("megatronapp ui serve",),
-        _LOOK,
+        _INSPECT,
     ),
-    Old(
+    LegacyCommand(
         "python tools/aggregate_benchmarks.py --b trace_output --output benchmark.json\n"
         "python scripts/aggregate.py --benchmark . --output benchmark.json\npython scripts/aggregate.py -b . -d\n"
         "python tools/aggregate.py --bench-dir trace_output --detect\n"
@@ -239,62 +239,62 @@ COMMANDS: Final = (
         "second names slow ranks, "
         "which are looked for while the job runs",
     ),
-    Old(
+    LegacyCommand(
         "open chrome://tracing\nopen https://ui.perfetto.dev",
         r".*(chrome://tracing|ui\.perfetto\.dev).*",
         ("megatronapp trace export JOB -o trace.json",),
         "both open the file; the page of a job has a timeline of its own",
     ),
-    Old(
+    LegacyCommand(
         "bash scripts/gpu_control.sh limit 0 900",
         r"gpu_control\.sh limit.*",
         ("megatronapp inject JOB --rank {2=0} --kind compute --factor 2 --from-step 20 --steps 50",),
         "a rank is made slow for some steps, without root and on CPUs too, and is itself again afterwards",
     ),
-    Old(
+    LegacyCommand(
         "bash scripts/gpu_control.sh reset 0\nbash scripts/gpu_control.sh monitor",
         r"gpu_control\.sh.*",
         ("megatronapp describe JOB",),
         "a fault ends after its steps; state and verdicts of the ranks are told",
     ),
-    Old(
+    LegacyCommand(
         "kubectl apply -f job.yaml",
         r"kubectl (apply|create) .*",
         _APPLY,
         "runs with a MegatronJob, once the chart is installed (charts/megatronapp/README.md)",
     ),
-    Old(
+    LegacyCommand(
         "kubectl port-forward svc/frontend 5173",
         r"kubectl port-forward.*",
         ("megatronapp ui JOB --cluster",),
-        _LOOK,
+        _INSPECT,
     ),
-    Old(
+    LegacyCommand(
         "helm install megatronapp ./chart",
         r"helm (install|upgrade) .*",
         ("helm install megatronapp charts/megatronapp",),
         "values and rights are in charts/megatronapp/README.md; Grafana's boards with grafanaDashboards.enabled (on)",
     ),
-    Old(
+    LegacyCommand(
         "megatronapp train\nmegatronapp pretrain",
         r"megatronapp (pretrain|train)\b.*",
         _RUN,
         _ONE_JOB,
     ),
-    Old(
+    LegacyCommand(
         "megatronapp convert --load-dir gpt2 --save-dir out",
         r"megatronapp convert\b.*",
         ("megatronapp checkpoint convert {args}",),
         "weights from Hugging Face and back, and from Megatron-LM",
     ),
-    Old(
+    LegacyCommand(
         "megatronapp preprocess_data --input text.jsonl --output-prefix out --vocab-file vocab.json "
         "--merge-file merges.txt",
         r"megatronapp (preprocess_data|preprocess)\b.*",
         ("megatronapp data prepare {args}",),
         "the options of tools/preprocess_data.py are understood",
     ),
-    Old(
+    LegacyCommand(
         "megatronapp aggregate\nmegatronapp trace aggregate",
         r"megatronapp (trace )?aggregate\b.*",
         ("megatronapp trace export JOB -o {--output=benchmark.json}",),

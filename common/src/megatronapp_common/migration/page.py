@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from megatronapp_common.migration.answer import answers
-from megatronapp_common.migration.commands import COMMANDS, Old
+from megatronapp_common.migration.answer import find_translations
+from megatronapp_common.migration.commands import COMMANDS, LegacyCommand
 from megatronapp_common.migration.names import CONTROLS, FIELDS, FILES, FLAGS, VARIABLES
 
 _HEAD = """\
@@ -42,11 +42,11 @@ def render_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(old: Old) -> Iterator[str]:
+def _rows(old: LegacyCommand) -> Iterator[str]:
     """One for all spellings, or one for each where the answer depends on their words."""
     by_answer: dict[tuple[str, ...], list[str]] = {}
     for printed in old.printed.splitlines():
-        by_answer.setdefault(answers(printed)[-1].here, []).append(printed)
+        by_answer.setdefault(find_translations(printed)[-1].here, []).append(printed)
     later = "" if old.later is None else f"; not yet: {old.later}"
     for here, printed_all in by_answer.items():
         there = "<br>".join(f"`{_cell(printed)}`" for printed in printed_all)

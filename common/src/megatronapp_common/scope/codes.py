@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_common.errors import CodeError
+from megatronapp_common.errors import TensorCodeError
 
 STEPS = 126
 """Of `i8`, on either side of 0."""
@@ -40,7 +40,7 @@ LARGEST = 255
 Floats = NDArray[np.float32]
 
 
-class Code(enum.StrEnum):
+class TensorCode(enum.StrEnum):
     """Codes of numbers; those of whole numbers, `u32` and `i32`, need no coding."""
 
     I8 = "i8"
@@ -50,17 +50,17 @@ class Code(enum.StrEnum):
     F32 = "f32"
 
 
-DTYPES: Mapping[Code, np.dtype[Any]] = {
-    Code.I8: np.dtype("<i1"),
-    Code.U8S: np.dtype("<u1"),
-    Code.U8: np.dtype("<u1"),
-    Code.F16: np.dtype("<f2"),
-    Code.F32: np.dtype("<f4"),
+DTYPES: Mapping[TensorCode, np.dtype[Any]] = {
+    TensorCode.I8: np.dtype("<i1"),
+    TensorCode.U8S: np.dtype("<u1"),
+    TensorCode.U8: np.dtype("<u1"),
+    TensorCode.F16: np.dtype("<f2"),
+    TensorCode.F32: np.dtype("<f4"),
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedArray:
     """Numbers of one code, little endian, in the shape that they had."""
 
     data: NDArray[Any]
@@ -68,24 +68,26 @@ class Encoded:
     """Of `i8`: one for each row."""
 
 
-def encode(code: Code, values: NDArray[Any]) -> Encoded:
+def encode(code: TensorCode, values: NDArray[Any]) -> EncodedArray:
     """The numbers in this code. They need at least one axis."""
     numbers = np.asarray(values, np.float32)
     with np.errstate(all="ignore"):
-        if code is Code.I8:
+        if code is TensorCode.I8:
             return _signed(numbers)
-        return Encoded(_ENCODE[code](numbers).astype(DTYPES[code]))
+        return EncodedArray(_ENCODE[code](numbers).astype(DTYPES[code]))
 
 
-def decode(code: Code, data: NDArray[Any], scales: NDArray[Any] | None = None) -> Floats:
+def decode(code: TensorCode, data: NDArray[Any], scales: NDArray[Any] | None = None) -> Floats:
     """The numbers that stand there, as 32-bit floats. Raises CodeError for arrays that are not of this code."""
     if data.dtype != DTYPES[code]:
-        raise CodeError(f"{data.dtype} is not what code {code} holds, which is {DTYPES[code]}")
-    if code is not Code.I8:
+        raise TensorCodeError(f"{data.dtype} is not what code {code} holds, which is {DTYPES[code]}")
+    if code is not TensorCode.I8:
         return _DECODE[code](data.astype(np.float32))
     if scales is None or scales.shape != data.shape[:-1]:
         found = "none" if scales is None else f"those of shape {scales.shape}"
-        raise CodeError(f"code i8 of shape {data.shape} comes with scales of shape {data.shape[:-1]}, not {found}")
+        raise TensorCodeError(
+            f"code i8 of shape {data.shape} comes with scales of shape {data.shape[:-1]}, not {found}"
+        )
     steps = np.take(_STEPS, data.view(np.uint8))
     return steps * scales.astype(np.float32)[..., None]
 
@@ -100,11 +102,11 @@ def _steps() -> Floats:
 _STEPS = _steps()
 
 
-def _signed(numbers: Floats) -> Encoded:
+def _signed(numbers: Floats) -> EncodedArray:
     finite = np.where(np.isfinite(numbers), np.abs(numbers), np.float32(0))
     scales = np.maximum(finite.max(axis=-1, initial=0) / np.float32(STEPS), np.float32(LEAST_SCALE))
     steps = np.clip(np.rint(numbers / scales[..., None]), -INFINITE, INFINITE)
-    return Encoded(np.nan_to_num(steps, nan=MISSING).astype(DTYPES[Code.I8]), scales.astype("<f4"))
+    return EncodedArray(np.nan_to_num(steps, nan=MISSING).astype(DTYPES[TensorCode.I8]), scales.astype("<f4"))
 
 
 def _clamped(numbers: Floats) -> Floats:
@@ -115,15 +117,15 @@ def _same(numbers: Floats) -> Floats:
     return numbers
 
 
-_ENCODE: Mapping[Code, Callable[[Floats], NDArray[Any]]] = {
-    Code.U8S: lambda numbers: np.rint(np.sqrt(_clamped(numbers)) * np.float32(LARGEST)),
-    Code.U8: lambda numbers: np.rint(_clamped(numbers) * np.float32(LARGEST)),
-    Code.F16: _same,
-    Code.F32: _same,
+_ENCODE: Mapping[TensorCode, Callable[[Floats], NDArray[Any]]] = {
+    TensorCode.U8S: lambda numbers: np.rint(np.sqrt(_clamped(numbers)) * np.float32(LARGEST)),
+    TensorCode.U8: lambda numbers: np.rint(_clamped(numbers) * np.float32(LARGEST)),
+    TensorCode.F16: _same,
+    TensorCode.F32: _same,
 }
-_DECODE: Mapping[Code, Callable[[Floats], Floats]] = {
-    Code.U8S: lambda numbers: np.square(numbers / np.float32(LARGEST)),
-    Code.U8: lambda numbers: numbers / np.float32(LARGEST),
-    Code.F16: _same,
-    Code.F32: _same,
+_DECODE: Mapping[TensorCode, Callable[[Floats], Floats]] = {
+    TensorCode.U8S: lambda numbers: np.square(numbers / np.float32(LARGEST)),
+    TensorCode.U8: lambda numbers: numbers / np.float32(LARGEST),
+    TensorCode.F16: _same,
+    TensorCode.F32: _same,
 }

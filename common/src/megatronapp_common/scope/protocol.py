@@ -30,7 +30,7 @@ ATLAS = 8
 """Cells of one side of a head's picture in `atlas`."""
 MAX_TENSORS = 4096
 MAX_AXES = 6
-SAID = frozenset({"n", "c", "s", "o", "so"})
+ENTRY_KEYS = frozenset({"n", "c", "s", "o", "so"})
 DTYPES: Mapping[str, str] = {
     **{code.value: dtype.str for code, dtype in codes.DTYPES.items()},
     "u32": "<u4",
@@ -85,7 +85,7 @@ def _check(tensor: Tensor) -> None:
         raise FrameError(f"tensor {tensor.name}: scales of shape {scales} do not fit code {tensor.code}")
 
 
-def frame_of(kind: int, header: Mapping[str, Any], tensors: Iterable[Tensor] = ()) -> Frame:
+def build_frame(kind: int, header: Mapping[str, Any], tensors: Iterable[Tensor] = ()) -> Frame:
     """A frame with these tensors as its body."""
     entries, body = pack(tensors)
     return Frame(kind, {**header, "tensors": entries}, body)
@@ -109,7 +109,7 @@ def _tensor(entry: object, body: memoryview) -> Tensor:
         raise FrameError(f"tensor {name[:64]!r}: the shape is not a list of 1 to {MAX_AXES} sizes")
     data = _view(name, body, entry.get("o"), shape, DTYPES[code])
     scales = _view(name, body, entry.get("so"), shape[:-1], "<f4") if code == "i8" else None
-    return Tensor(name, code, data, scales, {key: value for key, value in entry.items() if key not in SAID})
+    return Tensor(name, code, data, scales, {key: value for key, value in entry.items() if key not in ENTRY_KEYS})
 
 
 def _is_count(value: object) -> bool:

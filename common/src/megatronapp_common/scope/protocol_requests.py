@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic.alias_generators import to_camel
 
-from megatronapp_common.errors import ExpressionError
+from megatronapp_common.errors import FilterError
 from megatronapp_common.filters.expression import MAX_CHARACTERS
 from megatronapp_common.filters.reducers import parse_reducer
 
@@ -28,7 +28,7 @@ Index = Annotated[int, Field(ge=0, lt=1 << 20)]
 def _checked(text: str) -> str:
     try:
         parse_reducer(text)
-    except ExpressionError as error:
+    except FilterError as error:
         raise ValueError(str(error)) from error
     return text
 
@@ -55,7 +55,7 @@ AsList = Strict(False)
 """Of tuples in strict models: they take a list, as JSON has it."""
 
 
-class States(RequestModel):
+class StateSelection(RequestModel):
     """What of the model is looked at."""
 
     qkv: bool = True
@@ -66,7 +66,7 @@ class States(RequestModel):
     pca: bool = True
 
 
-class Pixels(RequestModel):
+class PixelCounts(RequestModel):
     """Numbers that stand for the vectors of one row and layer."""
 
     qkv: Annotated[int, Field(ge=3, le=768, multiple_of=3)] = 96
@@ -74,40 +74,40 @@ class Pixels(RequestModel):
     mlp: Annotated[int, Field(ge=1, le=512)] = 64
 
 
-class Expressions(RequestModel):
+class PixelFilters(RequestModel):
     """How a vector becomes one pixel."""
 
     qkv: Filter = "data.mean(dim=-1)"
     mlp: Filter = "data.mean(dim=-1)"
 
 
-class Head(RequestModel):
+class HeadRef(RequestModel):
     """One head of one layer."""
 
     layer: Index
     head: Index
 
 
-class Capture(RequestModel):
+class CaptureSettings(RequestModel):
     """What is sent of a run."""
 
     preset: Preset = "default"
-    states: States = States()
-    pixels: Pixels = Pixels()
-    expression: Expressions = Expressions()
+    states: StateSelection = StateSelection()
+    pixels: PixelCounts = PixelCounts()
+    expression: PixelFilters = PixelFilters()
     rotary: Rotary = "after"
-    pinned: Annotated[tuple[Head, ...], Field(max_length=MAX_PINNED), AsList] = ()
+    pinned: Annotated[tuple[HeadRef, ...], Field(max_length=MAX_PINNED), AsList] = ()
     """Heads whose attention rows are streamed."""
     candidates: Annotated[int, Field(ge=1, le=100)] = 20
 
     @model_validator(mode="after")
-    def _lite_pins_nothing(self) -> "Capture":
+    def _lite_pins_nothing(self) -> "CaptureSettings":
         if self.preset != "default" and self.pinned:
             raise ValueError(f"pinned: the preset {self.preset} streams no rows; take default, or pin nothing")
         return self
 
 
-class Sampling(RequestModel):
+class SamplingSettings(RequestModel):
     """How tokens are chosen."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -131,14 +131,14 @@ class RunRequest(RequestModel):
     prompts: Annotated[tuple[Prompt, ...], Field(min_length=1, max_length=MAX_PROMPTS), AsList]
     tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 32
     """How many are generated for each prompt, at most."""
-    sampling: Sampling = Sampling()
-    capture: Capture = Capture()
+    sampling: SamplingSettings = SamplingSettings()
+    capture: CaptureSettings = CaptureSettings()
 
 
 class CaptureChange(RequestModel):
     """Another capture, from the next step on."""
 
-    capture: Capture
+    capture: CaptureSettings
 
 
 class ProbeSite(RequestModel):
@@ -161,7 +161,7 @@ class ScoreRequest(RequestModel):
     candidates: Annotated[int, Field(ge=1, le=100)] = 20
 
 
-class Probe(RequestModel):
+class ProbeRequest(RequestModel):
     """Known tokens that the model reads once more."""
 
     ids: Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], AsList], ...], AsList]

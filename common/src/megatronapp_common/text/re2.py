@@ -6,7 +6,7 @@ from typing import Any
 from cel_expr_python import cel
 
 
-def matches(pattern: str, text: str) -> bool:
+def matches_re2(pattern: str, text: str) -> bool:
     """Whether the pattern fits a part of the text. A pattern that is no expression fits nothing."""
     value = _expression().eval(data={"pattern": pattern, "text": text})
     return value.type() != cel.Type.ERROR and value.plain_value() is True

@@ -8,13 +8,13 @@ LONGEST = 1 << 17
 _RUN = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?", re.ASCII)
 
 
-def write_counts(counts: Sequence[int]) -> str:
+def format_run_lengths(counts: Sequence[int]) -> str:
     """The short form of positive counts."""
     runs = ((value, len(list(same))) for value, same in itertools.groupby(counts))
     return ",".join(str(value) if times == 1 else f"{value}x{times}" for value, times in runs)
 
 
-def read_counts(text: str, *, longest: int = LONGEST) -> tuple[int, ...]:
+def parse_run_lengths(text: str, *, longest: int = LONGEST) -> tuple[int, ...]:
     """The counts of a short form, or of one with each count written out. Raises ValueError."""
     found: list[int] = []
     for run in text.split(","):

@@ -37,24 +37,24 @@ _MAX_ROUTE = 256
 _ROUTE = re.compile(r"[\w~-]+(?:/[\w~-]+)*/?", re.ASCII)
 
 
-def bearer(headers: Mapping[str, str]) -> str | None:
+def bearer_token(headers: Mapping[str, str]) -> str | None:
     """Token of an `Authorization: Bearer` header."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return (token.strip() or None) if scheme.lower() == "bearer" else None
 
 
-def same_origin(headers: Mapping[str, str]) -> bool:
+def is_same_origin(headers: Mapping[str, str]) -> bool:
     """Whether a request comes from our own page, or from no page at all."""
     origin = headers.get("origin")
     return origin is None or re.sub("^https?://", "", origin) == headers.get("host")
 
 
-def asked_here(headers: Mapping[str, str]) -> bool:
+def is_same_site_navigation(headers: Mapping[str, str]) -> bool:
     """Whether a person or our own page opened an address, as far as the browser says; a link elsewhere did not."""
     return headers.get("sec-fetch-site", "none") in {"none", "same-origin"}
 
 
-def own_host(host: str | None, kind: str) -> str | None:
+def loopback_alias(host: str | None, kind: str) -> str | None:
     """A fresh name for this machine in place of its own; None where `host` is another, or has a name already.
 
     A cookie of 127.0.0.1 goes to all servers of the machine, whatever their port: to another forward, or to what
@@ -71,7 +71,7 @@ def own_host(host: str | None, kind: str) -> str | None:
     return f"{kind}-{secrets.token_hex(8)}.localhost{port}"
 
 
-def opens_page(headers: Mapping[str, str]) -> bool:
+def can_open_localhost_name(headers: Mapping[str, str]) -> bool:
     """Whether a browser loads a document, and is none that finds no names below `localhost`, as WebKit's (Safari)."""
     agent = headers.get("user-agent", "")
     webkit = "Safari/" in agent and "Chrome/" not in agent
@@ -84,7 +84,7 @@ def is_route(path: str) -> bool:
     return path == "" or (len(path) <= _MAX_ROUTE and _ROUTE.fullmatch(path) is not None)
 
 
-def marked(page: str, *marks: str) -> str:
+def add_meta_tags(page: str, *marks: str) -> str:
     """A page that says of itself what its server knows."""
     return page.replace("<head>", f"<head>{''.join(marks)}", 1)
 

@@ -17,7 +17,7 @@ SAFE_HEADERS = {
 """No guessing of types, no address to other sites, nothing of ours within their pages, nothing kept in caches."""
 
 
-class SafeHeaders:
+class SecurityHeaders:
     """Adds SAFE_HEADERS, and `more`, wherever a route says nothing else."""
 
     def __init__(self, app: App, more: Mapping[str, str] | None = None) -> None:

@@ -3,7 +3,7 @@
 import socket
 
 
-def send_at_once(listener: socket.socket) -> None:
+def set_tcp_nodelay(listener: socket.socket) -> None:
     """Connections of a socket that listens send the end of an answer without waiting.
 
     Else the kernel keeps the last bytes until the peer has confirmed those before them (RFC 896), and peers take up to

@@ -9,21 +9,21 @@ SLACK = 1e-9
 """Of a turn: whoever waits as long as told is served, however numbers are rounded."""
 
 
-class Size(NamedTuple):
+class BucketSize(NamedTuple):
     """Of a bucket: so many turns at once after a rest, and so many in a second from then on."""
 
     burst: float
     per_s: float
 
 
-class Short(NamedTuple):
+class BucketEmpty(NamedTuple):
     """A bucket with too few turns, and after how many whole seconds it has enough."""
 
     key: str
     wait_s: int
 
 
-class Buckets:
+class TokenBuckets:
     """Buckets by key; beyond `most_keys`, who was not heard of for longest begins anew. Times are in seconds."""
 
     def __init__(self, most_keys: int) -> None:
@@ -34,7 +34,7 @@ class Buckets:
     def __len__(self) -> int:
         return len(self._spent)
 
-    def take(self, wanted: Mapping[str, Size], now_s: float, turns: int = 1) -> Short | None:
+    def consume(self, wanted: Mapping[str, BucketSize], now_s: float, turns: int = 1) -> BucketEmpty | None:
         """So many turns of each key; of none, if one of them has too few left: the first such, and how long to wait.
 
         More turns than a burst are never there.
@@ -43,7 +43,7 @@ class Buckets:
         for key, size in wanted.items():
             short = spent[key] + turns - size.burst
             if short > SLACK:
-                return Short(key, max(1, math.ceil(short / size.per_s - SLACK)))
+                return BucketEmpty(key, max(1, math.ceil(short / size.per_s - SLACK)))
         for key in wanted:
             self._spent[key] = (spent[key] + turns, now_s)
             self._spent.move_to_end(key)
@@ -51,6 +51,6 @@ class Buckets:
             self._spent.popitem(last=False)
         return None
 
-    def _spent_of(self, key: str, size: Size, now_s: float) -> float:
+    def _spent_of(self, key: str, size: BucketSize, now_s: float) -> float:
         spent, at_s = self._spent.get(key, (0.0, now_s))
         return max(0.0, spent - (now_s - at_s) * size.per_s)

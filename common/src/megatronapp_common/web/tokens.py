@@ -9,7 +9,7 @@ import secrets
 SECRET_BYTES = 32
 
 
-class Role(enum.StrEnum):
+class TokenRole(enum.StrEnum):
     """Who may prove what."""
 
     GATHER = "gather"
@@ -31,14 +31,14 @@ def job_secret(key: str, uid: str) -> str:
     return hmac.new(bytes.fromhex(key), f"megatronapp:job:{uid}".encode(), hashlib.sha256).hexdigest()
 
 
-def derive(secret: str, role: Role) -> str:
+def derive_token(secret: str, role: TokenRole) -> str:
     """Token of `role`: HMAC-SHA256 (RFC 2104) keyed with the secret, in hex."""
     return hmac.new(bytes.fromhex(secret), f"megatronapp:{role}".encode(), hashlib.sha256).hexdigest()
 
 
-def matches(secret: str, role: Role, token: str) -> bool:
+def is_valid_token(secret: str, role: TokenRole, token: str) -> bool:
     """Whether `token` proves `role`; takes the same time for every wrong token."""
-    return hmac.compare_digest(derive(secret, role).encode(), token.encode("utf-8", "surrogatepass"))
+    return hmac.compare_digest(derive_token(secret, role).encode(), token.encode("utf-8", "surrogatepass"))
 
 
 def read_secret(path: pathlib.Path) -> str:

@@ -4,7 +4,7 @@ import urllib.parse
 
 import httpx
 
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 from megatronapp_operator.backends.process.state import files
 from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.errors import HubError, OperatorError
@@ -20,7 +20,7 @@ def hub_access(paths: JobPaths) -> tuple[str, str]:
             f"{paths.name}: no hub listens; it needs spec.analyzer.enabled: true, and ends with the job "
             "(after spec.analyzer.retainSeconds); what it stored is still there for `megatronapp trace export`"
         )
-    return hub["url"], derive(read_secret(paths.secret), Role.VIEWER)
+    return hub["url"], derive_token(read_secret(paths.secret), TokenRole.VIEWER)
 
 
 def api_access(paths: JobPaths) -> tuple[str, str]:
@@ -28,7 +28,7 @@ def api_access(paths: JobPaths) -> tuple[str, str]:
     api = files.read_json(paths.serve)
     if api is None:
         raise OperatorError(f"{paths.name}: no model is served; it needs spec.mode: serve, and ends with the job")
-    return api["url"], derive(read_secret(paths.secret), Role.SERVE)
+    return api["url"], derive_token(read_secret(paths.secret), TokenRole.SERVE)
 
 
 def page_address(paths: JobPaths, *, mode: str | None) -> str:
@@ -37,12 +37,12 @@ def page_address(paths: JobPaths, *, mode: str | None) -> str:
     `mode`: spec.mode.
     """
     url, _ = hub_access(paths)
-    return logged_in(url, paths, mode=mode)
+    return login_address(url, paths, mode=mode)
 
 
-def logged_in(url: str, paths: JobPaths, *, mode: str | None) -> str:
+def login_address(url: str, paths: JobPaths, *, mode: str | None) -> str:
     """The same of a hub at `url`."""
-    token = derive(read_secret(paths.secret), Role.CONTROLLER)  # it is their own job
+    token = derive_token(read_secret(paths.secret), TokenRole.CONTROLLER)  # it is their own job
     try:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
             answer = client.post(f"{url}/api/v1/codes", headers={"Authorization": f"Bearer {token}"})

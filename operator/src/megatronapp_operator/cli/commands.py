@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatronapp_common.command_parser import JOB_NAMES
-from megatronapp_common.state import errors_named
+from megatronapp_common.state import raise_state_errors
 from megatronapp_operator.cli import cluster
 from megatronapp_operator.cli.server_spellings import add_spellings
 from megatronapp_operator.cli.text.durations import parse_duration
@@ -33,7 +33,7 @@ def extend(subparsers: Subparsers) -> None:
         return
     here, there = export.get_default("func"), _command("trace")
     _add_cluster(export)
-    _add_door(export)
+    _add_gateway(export)
     export.set_defaults(func=lambda arguments: (there if cluster.meant(arguments) else here)(arguments))
 
 
@@ -48,7 +48,7 @@ def _command(module: str) -> Callable[[argparse.Namespace], int]:
     def call(arguments: argparse.Namespace) -> int:
         folder = "cli.cluster" if cluster.meant(arguments) and module not in LOCAL else "cli"
         loaded = importlib.import_module(f"megatronapp_operator.{folder}.{module}")
-        with errors_named():
+        with raise_state_errors():
             code: int = loaded.main(arguments)
         return code
 
@@ -71,7 +71,7 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--cluster", action="store_true", help="the kubeconfig's own context and namespace")
 
 
-def _add_door(parser: argparse.ArgumentParser) -> None:
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
     """Only for those subcommands that talk to hubs."""
     text = "on a cluster: the door's URL, or NAMESPACE/SERVICE; left out: the one that is found"
     parser.add_argument("--door", metavar="WHERE", help=text)
@@ -227,7 +227,7 @@ Needs spec.analyzer.enabled and spec.trace.enabled."""
     )
     parser.add_argument("--from-step", type=parse_index, required=True, metavar="N", help="first step")
     parser.add_argument("--steps", type=parse_count, required=True, metavar="M", help="number of steps")
-    _add_door(parser)
+    _add_gateway(parser)
     parser.add_argument("--peer", type=parse_index, metavar="R", help="with link: only what comes from this rank")
 
 
@@ -237,5 +237,5 @@ five. There a port is forwarded to the door until Ctrl-C, and the rights are you
 jobs. Of a job of this machine that has ended the pages are those that were stored; they stay open until Ctrl-C."""
     parser = _add(subparsers, "ui", "open the pages of a job", description=text)
     _add_job(parser, nargs="?")
-    _add_door(parser)
+    _add_gateway(parser)
     parser.add_argument("--print", action="store_true", dest="print_only", help="print the address, and nothing else")

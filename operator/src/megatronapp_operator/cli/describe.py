@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatronapp_common.text.terminal import one_line
+from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.backends.process.state import files, registry
 from megatronapp_operator.backends.process.state.registry import JobView
-from megatronapp_operator.cli.jobs import Job
+from megatronapp_operator.cli.jobs import JobHandle
 from megatronapp_operator.cli.text.tables import NONE, age, format_table, iteration, number
 
 EVENTS_SHOWN = 30
@@ -27,7 +27,7 @@ def describe(job: JobView) -> Iterator[str]:
     yield from lines(job, files.read_lines(job.paths.events), place=[backend], end=[("State", str(job.paths.root))])
 
 
-def lines(job: Job, events: list[dict[str, Any]], *, place: Pairs, end: Pairs = ()) -> Iterator[str]:
+def lines(job: JobHandle, events: list[dict[str, Any]], *, place: Pairs, end: Pairs = ()) -> Iterator[str]:
     """Lines about a job; what only its backend knows stands in `place`, after the phase, and at the head's `end`."""
     yield from _pairs([*_head(job, place), *end])
     yield from _conditions(job.status)
@@ -37,7 +37,7 @@ def lines(job: Job, events: list[dict[str, Any]], *, place: Pairs, end: Pairs = 
     yield from _events(events)
 
 
-def _head(job: Job, place: Pairs) -> list[tuple[str, str]]:
+def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
     metadata, spec, status = job.document["metadata"], job.document["spec"], job.status
     layout = ", ".join(f"{name} {size}" for name, size in spec.get("parallelism", {}).items())
     replicas = ", ".join(f"{count} {name}" for name, count in status.get("replicaStatuses", {}).items())
@@ -65,7 +65,7 @@ def _head(job: Job, place: Pairs) -> list[tuple[str, str]]:
 
 def _pairs(pairs: Pairs) -> Iterator[str]:
     width = max(len(name) for name, _ in pairs) + 3
-    return (f"{name + ':':<{width}}{one_line(value)}" for name, value in pairs)
+    return (f"{name + ':':<{width}}{to_single_line(value)}" for name, value in pairs)
 
 
 def _section(title: str, rows: list[list[str]]) -> Iterator[str]:

@@ -8,17 +8,17 @@ from megatronapp_common.names import UNSAVED_STOP
 from megatronapp_common.topology import Placement, Topology
 from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.cli.addresses import api_access, page_address
-from megatronapp_operator.cli.text.stop_messages import INTERRUPTED, interrupted, stopped_line, stopping_line
+from megatronapp_operator.cli.text.stop_messages import INTERRUPTED, stopped_line, stopping_line, was_interrupted
 from megatronapp_operator.errors import HubError, OperatorError
 from megatronapp_operator.plan import TERMINAL_PHASES, Action, EventType, Phase, RecordEvent, Status
 from megatronapp_operator.plan.observed import Progress
 from megatronapp_operator.plan.policies.report import NAMED_STATES
 
-TOLD_BY_VERDICTS = frozenset({"SlowNodeDetected", "RankHung"})
+REPORTED_BY_VERDICTS = frozenset({"SlowNodeDetected", "RankHung"})
 """Events whose words --follow prints as verdicts, one by one."""
 
 
-class Follower:
+class JobFollower:
     """A listener of the backend. A terminal that has gone away silences it and does not harm the job."""
 
     def __init__(self, job: MegatronJob, paths: JobPaths, *, verbose: bool, retain_hub: bool) -> None:
@@ -37,36 +37,36 @@ class Follower:
 
     def __call__(self, status: Status, actions: tuple[Action, ...]) -> None:
         """Print what is new."""
-        self._say_pages()
+        self._print_page_address()
         for action in actions:
-            if isinstance(action, RecordEvent) and not (self._verbose and action.reason in TOLD_BY_VERDICTS):
-                self._say_event(action, status)
+            if isinstance(action, RecordEvent) and not (self._verbose and action.reason in REPORTED_BY_VERDICTS):
+                self._print_event(action, status)
         if self._verbose:
-            self._say_progress(status)
-            self._say_log(status)
-            self._say_verdicts(status)
+            self._print_progress(status)
+            self._print_log(status)
+            self._print_verdicts(status)
         if status.phase is not self._phase:
             self._phase = status.phase
-            why = f" ({INTERRUPTED})" if interrupted(status) else ""
+            why = f" ({INTERRUPTED})" if was_interrupted(status) else ""
             self._print(f"{self._job.metadata.name}: {status.phase}{why}")
             if status.phase is Phase.RUNNING and self._job.spec.mode == "serve":
-                self._say_api()
+                self._print_api_address()
             if status.phase in TERMINAL_PHASES:
-                self._say_retention()
+                self._print_retention()
 
     def finish(self, status: Status) -> None:
         """Print the rest of the log, and what a stop has left."""
         if self._verbose:
-            self._say_log(status)
-            self._say_rest()
-        if interrupted(status):
+            self._print_log(status)
+            self._print_remaining()
+        if was_interrupted(status):
             self._print(stopped_line(self._job, status))
 
-    def _say_event(self, event: RecordEvent, status: Status) -> None:
+    def _print_event(self, event: RecordEvent, status: Status) -> None:
         if event.reason == INTERRUPTED:
             self._stopping = True
             self._print(stopping_line(self._job))
-        elif event.reason in {"Failed", "Suspended"} and interrupted(status):
+        elif event.reason in {"Failed", "Suspended"} and was_interrupted(status):
             pass  # said by `finish`
         elif not self._is_expected(event.message):
             mark = "" if event.type is EventType.NORMAL else "warning: "
@@ -84,7 +84,7 @@ class Follower:
         except OSError:
             self._silent = True
 
-    def _say_pages(self) -> None:
+    def _print_page_address(self) -> None:
         """As soon as the hub answers."""
         if not self._pages_told and self._job.spec.analyzer.enabled:
             with contextlib.suppress(HubError):
@@ -93,16 +93,16 @@ class Follower:
                 name = self._job.metadata.name
                 self._print(f"pages: {address} (opens once, within a minute; then `megatronapp ui {name}`)")
 
-    def _say_api(self) -> None:
+    def _print_api_address(self) -> None:
         with contextlib.suppress(OperatorError):
             url, key = api_access(self._paths)
             self._print(f"api: {url}/v1 (key: {key})")
 
-    def _say_retention(self) -> None:
+    def _print_retention(self) -> None:
         if self._retain_hub and self._paths.hub.exists() and self._job.spec.analyzer.retain_seconds:
             self._print(f"the pages stay open for {self._job.spec.analyzer.retain_seconds} s; Ctrl-C closes them")
 
-    def _say_progress(self, status: Status) -> None:
+    def _print_progress(self, status: Status) -> None:
         new, old = status.progress, self._progress
         if new is None or (old is not None and (new.attempt, new.iteration) == (old.attempt, old.iteration)):
             return
@@ -112,15 +112,15 @@ class Follower:
             self._progress = new
             self._print(progress_line(new))
 
-    def _say_log(self, status: Status) -> None:
+    def _print_log(self, status: Status) -> None:
         if status.attempt != self._attempt:
-            self._say_rest()
+            self._print_remaining()
             self._attempt = status.attempt
             self._log = LogTail(reporting_log(self._job, self._paths, status.attempt))
         assert self._log is not None
         self._say_lines(self._log.lines())
 
-    def _say_rest(self) -> None:
+    def _print_remaining(self) -> None:
         """A rank that was killed may have left half a line."""
         if self._log is not None:
             self._say_lines(self._log.lines(final=True))
@@ -130,7 +130,7 @@ class Follower:
             if not self._is_expected(line):
                 self._print(line)
 
-    def _say_verdicts(self, status: Status) -> None:
+    def _print_verdicts(self, status: Status) -> None:
         for verdict in status.slow_ranks:
             key = f"{verdict.id} {verdict.state}"
             if key not in self._told and verdict.state in NAMED_STATES | {"cleared"}:

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from megatronapp_common.text.terminal import one_line
+from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.backends.process.state import registry
-from megatronapp_operator.cli.jobs import Job, Jobs
+from megatronapp_operator.cli.jobs import JobHandle, JobLookup
 from megatronapp_operator.cli.text.tables import COLUMNS, WIDE_COLUMNS, Table, job_row
 from megatronapp_operator.errors import JobNotFoundError
 
@@ -23,7 +23,7 @@ def main(arguments: argparse.Namespace) -> int:
     return show(registry, arguments)
 
 
-def show(place: Jobs, arguments: argparse.Namespace, *, watch_s: float = WATCH_S, namespaces: bool = False) -> int:
+def show(place: JobLookup, arguments: argparse.Namespace, *, watch_s: float = WATCH_S, namespaces: bool = False) -> int:
     """Print one job or all, wherever they are; with `namespaces` the table says which they are in."""
     jobs = _jobs(place, arguments.job)
     if not jobs and not arguments.watch:
@@ -39,11 +39,11 @@ def show(place: Jobs, arguments: argparse.Namespace, *, watch_s: float = WATCH_S
     return 0
 
 
-def _jobs(place: Jobs, name: str | None) -> Sequence[Job]:
+def _jobs(place: JobLookup, name: str | None) -> Sequence[JobHandle]:
     return place.views() if name is None else [place.view(name)]
 
 
-def _key(job: Job) -> tuple[str, str]:
+def _key(job: JobHandle) -> tuple[str, str]:
     return str(job.document["metadata"].get("namespace")), job.name
 
 
@@ -53,17 +53,19 @@ class _Printer:
         self._namespaces = namespaces
         self._table = Table()
 
-    def print(self, jobs: Sequence[Job], *, headers: bool) -> None:
+    def print(self, jobs: Sequence[JobHandle], *, headers: bool) -> None:
         """Print jobs in the form that was asked for."""
         output = self._arguments.output
         if output in {"json", "yaml"}:
             _print_documents(jobs, single=self._arguments.job is not None, output=output)
         elif output == "name":
-            print("".join(f"megatronjob.megatronapp.io/{one_line(job.name)}\n" for job in jobs), end="", flush=True)
+            print(
+                "".join(f"megatronjob.megatronapp.io/{to_single_line(job.name)}\n" for job in jobs), end="", flush=True
+            )
         else:
             self._table.print(self._rows(jobs, wide=output == "wide", headers=headers))
 
-    def _rows(self, jobs: Sequence[Job], *, wide: bool, headers: bool) -> Iterator[Sequence[str]]:
+    def _rows(self, jobs: Sequence[JobHandle], *, wide: bool, headers: bool) -> Iterator[Sequence[str]]:
         if headers:
             yield self._row("NAMESPACE", WIDE_COLUMNS if wide else COLUMNS)
         for job in jobs:
@@ -73,7 +75,7 @@ class _Printer:
         return [namespace, *cells] if self._namespaces else cells
 
 
-def _print_documents(jobs: Sequence[Job], *, single: bool, output: str) -> None:
+def _print_documents(jobs: Sequence[JobHandle], *, single: bool, output: str) -> None:
     items = [job.document for job in jobs]
     document: dict[str, Any] = items[0] if single else {"apiVersion": "v1", "kind": "List", "items": items}
     text = json.dumps(document, indent=4) if output == "json" else yaml.safe_dump(document, sort_keys=False)
@@ -81,7 +83,7 @@ def _print_documents(jobs: Sequence[Job], *, single: bool, output: str) -> None:
 
 
 def _watch(
-    place: Jobs, arguments: argparse.Namespace, printer: _Printer, every_s: float, seen: dict[tuple[str, str], Any]
+    place: JobLookup, arguments: argparse.Namespace, printer: _Printer, every_s: float, seen: dict[tuple[str, str], Any]
 ) -> None:
     """Print every job again that changed; ends with a named job that is deleted, else by Ctrl-C."""
     while True:

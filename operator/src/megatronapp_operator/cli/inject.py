@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise OperatorError(f"{job.name} has ended ({job.phase}); faults act in running jobs only")
     check(load_job({key: value for key, value in job.document.items() if key != "status"}), arguments)
     url, token = hub_access(job.paths)
-    print(told(post(f"{url}/api/v1/faults", token=token, document=fault_of(arguments)), arguments))
+    print(describe_fault(post(f"{url}/api/v1/faults", token=token, document=fault_of(arguments)), arguments))
     return 0
 
 
@@ -40,7 +40,7 @@ def fault_of(arguments: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def told(answer: dict[str, Any], arguments: argparse.Namespace) -> str:
+def describe_fault(answer: dict[str, Any], arguments: argparse.Namespace) -> str:
     """What was given, in words."""
     last = arguments.from_step + arguments.steps - 1
     peer = "" if arguments.peer is None else f" from rank {arguments.peer}"

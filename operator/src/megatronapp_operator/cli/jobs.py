@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-class Job(Protocol):
+class JobHandle(Protocol):
     """One job: of this machine, or of a cluster."""
 
     @property
@@ -28,11 +28,11 @@ class Job(Protocol):
         """Whether nothing more happens by itself."""
 
 
-class Jobs(Protocol):
+class JobLookup(Protocol):
     """Where jobs are looked up. Both methods raise OperatorError."""
 
-    def view(self, name: str) -> Job:
+    def view(self, name: str) -> JobHandle:
         """The job of this name, as it is now. Raises JobNotFoundError."""
 
-    def views(self) -> Sequence[Job]:
+    def views(self) -> Sequence[JobHandle]:
         """All jobs, by name."""

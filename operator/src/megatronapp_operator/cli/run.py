@@ -11,9 +11,9 @@ from megatronapp_operator.backends.process.runner import run_detached, run_job
 from megatronapp_operator.backends.process.settings_builder import build_commands
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.backends.process.state.paths import JobPaths
-from megatronapp_operator.cli.follower import Follower
+from megatronapp_operator.cli.follower import JobFollower
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest
-from megatronapp_operator.cli.text.stop_messages import interrupted
+from megatronapp_operator.cli.text.stop_messages import was_interrupted
 from megatronapp_operator.errors import ManifestError
 from megatronapp_operator.plan import Phase, Status
 
@@ -43,7 +43,7 @@ def start(read: Callable[[], MegatronJob], arguments: argparse.Namespace) -> int
         print(f"megatronjob.megatronapp.io/{job.metadata.name} created")
         return 0
     on_terminal = sys.stdout.isatty()
-    follower = Follower(job, JobPaths.of(job.metadata.name), verbose=arguments.follow, retain_hub=on_terminal)
+    follower = JobFollower(job, JobPaths.of(job.metadata.name), verbose=arguments.follow, retain_hub=on_terminal)
     status = run_job(job, commands=commands, retain_hub=on_terminal, listener=follower)
     follower.finish(status)
     return exit_code(status)
@@ -53,7 +53,7 @@ def exit_code(status: Status) -> int:
     """What a script wants to know."""
     if status.phase is Phase.SUCCEEDED:
         return 0
-    return INTERRUPTED_EXIT_CODE if interrupted(status) else 1
+    return INTERRUPTED_EXIT_CODE if was_interrupted(status) else 1
 
 
 def read_job(file: str, *, name: str | None) -> MegatronJob:

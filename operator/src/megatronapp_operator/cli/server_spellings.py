@@ -17,7 +17,7 @@ ACCESS: Final = 'eval "$(megatronapp serve --print serve)"'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spelling:
+class LegacyOption:
     """One option of theirs. Exactly one of the last five says what it means."""
 
     flag: str
@@ -36,7 +36,7 @@ class Spelling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OldCommand:
+class LegacyCommand:
     """A command of theirs as a whole."""
 
     theirs: str
@@ -46,27 +46,27 @@ class OldCommand:
 
 
 COMMANDS: Final = (
-    OldCommand(
+    LegacyCommand(
         "torchrun --nproc_per_node N tools/run_text_generation_server.py OPTIONS",
         ("serve", "--load", "CHECKPOINT"),
         "the ranks are started and supervised; the layout follows from the two sizes of parallel groups",
     ),
-    OldCommand(
+    LegacyCommand(
         "python tools/run_text_generation_server.py --enable-ws-server OPTIONS",
         ("serve", "--load", "CHECKPOINT"),
         "one server answers programs, and the pages beside it show the model",
     ),
-    OldCommand(
+    LegacyCommand(
         "tools/text_generation_cli.py HOST:PORT",
         ("serve", "--print", "serve"),
         f"prints address and key for a shell; then {ASK}",
     ),
-    OldCommand(
+    LegacyCommand(
         "curl -X PUT http://HOST:PORT/api", ("serve", "--print", "serve"), f"prints address and key; then {ASK}"
     ),
-    OldCommand("npm install", (), "the page is built and served by the hub"),
-    OldCommand("npm run dev", ("ui", "serve"), "opens the page of a job; no proxy, no second server"),
-    OldCommand("npm run build", (), "the page is built and served by the hub"),
+    LegacyCommand("npm install", (), "the page is built and served by the hub"),
+    LegacyCommand("npm run dev", ("ui", "serve"), "opens the page of a job; no proxy, no second server"),
+    LegacyCommand("npm run build", (), "the page is built and served by the hub"),
 )
 
 _SHAPE = (
@@ -102,59 +102,61 @@ _SHAPE = (
 _PER_REQUEST = "belongs to a request now; say it there"
 
 SPELLINGS: Final = (
-    *(Spelling(flag, takes, passed=True) for flag, takes in _SHAPE),
-    Spelling("--enable-ws-server", always="the pages are served beside the API (--no-pages: not)"),
-    Spelling("--use-rotary-position-embeddings", always="the checkpoint tells which positions its model has"),
-    Spelling("--no-position-embedding", always="the checkpoint tells which positions its model has"),
-    Spelling("--return-log-probs", always="a request that gives logprobs gets them"),
-    Spelling("--use-checkpoint-args", always="the checkpoint tells the shape of its model"),
-    Spelling("--micro-batch-size", "N", always="prompts of any number and length go together"),
-    Spelling("--no-load-optim", always="only weights are read"),
-    Spelling("--no-load-rng", always="only weights are read"),
-    Spelling("--use-flash-attn", always="the fastest kernel that the device has is taken"),
-    Spelling("--flash-decode", always="the fastest kernel that the device has is taken"),
-    Spelling("--inference-max-seq-length", "N", means="--max-length"),
-    Spelling("--inference-max-requests", "N", means="--max-batch-size"),
-    Spelling("--inference-max-batch-size", "N", means="--max-batch-size"),
-    Spelling("--tokenizer-model", "FILE", means="--tokenizer-file"),
-    Spelling("--temperature", "T", belongs=f'{_PER_REQUEST}: "temperature"'),
-    Spelling("--top_k", "K", belongs=f'{_PER_REQUEST}: "top_k"'),
-    Spelling("--top_p", "P", belongs=f'{_PER_REQUEST}: "top_p"'),
-    Spelling("--top-k", "K", belongs=f'{_PER_REQUEST}: "top_k"'),
-    Spelling("--top-p", "P", belongs=f'{_PER_REQUEST}: "top_p"'),
-    Spelling("--num-tokens-to-generate", "N", belongs=f'{_PER_REQUEST}: "max_tokens"'),
-    Spelling("--seed", "N", belongs=f'{_PER_REQUEST}: "seed"'),
-    Spelling("--tokenizer-type", "TYPE", belongs="files tell it: --tokenizer-file, or --vocab-file and --merge-file"),
-    Spelling(
+    *(LegacyOption(flag, takes, passed=True) for flag, takes in _SHAPE),
+    LegacyOption("--enable-ws-server", always="the pages are served beside the API (--no-pages: not)"),
+    LegacyOption("--use-rotary-position-embeddings", always="the checkpoint tells which positions its model has"),
+    LegacyOption("--no-position-embedding", always="the checkpoint tells which positions its model has"),
+    LegacyOption("--return-log-probs", always="a request that gives logprobs gets them"),
+    LegacyOption("--use-checkpoint-args", always="the checkpoint tells the shape of its model"),
+    LegacyOption("--micro-batch-size", "N", always="prompts of any number and length go together"),
+    LegacyOption("--no-load-optim", always="only weights are read"),
+    LegacyOption("--no-load-rng", always="only weights are read"),
+    LegacyOption("--use-flash-attn", always="the fastest kernel that the device has is taken"),
+    LegacyOption("--flash-decode", always="the fastest kernel that the device has is taken"),
+    LegacyOption("--inference-max-seq-length", "N", means="--max-length"),
+    LegacyOption("--inference-max-requests", "N", means="--max-batch-size"),
+    LegacyOption("--inference-max-batch-size", "N", means="--max-batch-size"),
+    LegacyOption("--tokenizer-model", "FILE", means="--tokenizer-file"),
+    LegacyOption("--temperature", "T", belongs=f'{_PER_REQUEST}: "temperature"'),
+    LegacyOption("--top_k", "K", belongs=f'{_PER_REQUEST}: "top_k"'),
+    LegacyOption("--top_p", "P", belongs=f'{_PER_REQUEST}: "top_p"'),
+    LegacyOption("--top-k", "K", belongs=f'{_PER_REQUEST}: "top_k"'),
+    LegacyOption("--top-p", "P", belongs=f'{_PER_REQUEST}: "top_p"'),
+    LegacyOption("--num-tokens-to-generate", "N", belongs=f'{_PER_REQUEST}: "max_tokens"'),
+    LegacyOption("--seed", "N", belongs=f'{_PER_REQUEST}: "seed"'),
+    LegacyOption(
+        "--tokenizer-type", "TYPE", belongs="files tell it: --tokenizer-file, or --vocab-file and --merge-file"
+    ),
+    LegacyOption(
         "--max-tokens-to-oom", "N", belongs="memory is checked at the start; --max-batch-size and --max-length bound it"
     ),
-    Spelling(
+    LegacyOption(
         "--rotary-seq-len-interpolation-factor",
         "N",
         answer="rotary positions are not interpolated; a model for long contexts has --use-rope-scaling: leave it out",
     ),
-    Spelling(
+    LegacyOption(
         "--exit-duration-in-mins",
         "N",
         answer="a server runs until its job is deleted; a manifest bounds its time: add "
         "spec.runPolicy.activeDeadlineSeconds to what megatronapp serve --load CHECKPOINT --manifest prints",
     ),
-    Spelling("--prompts", "TEXT", answer=f"prompts are sent to the server: {ACCESS}; {ASK}"),
-    Spelling("--fp16", answer="weights are fp32 or bf16: give --precision bf16"),
-    Spelling(
+    LegacyOption("--prompts", "TEXT", answer=f"prompts are sent to the server: {ACCESS}; {ASK}"),
+    LegacyOption("--fp16", answer="weights are fp32 or bf16: give --precision bf16"),
+    LegacyOption(
         "--sequence-parallel",
         answer="checkpoints that were trained with it are served without: leave it out",
     ),
-    Spelling(
+    LegacyOption(
         "--training-ws-port",
         "PORT",
         answer="a training is watched by its own job: megatronapp run FILE with spec.analyzer.enabled, "
         "then megatronapp ui JOB",
     ),
-    Spelling(
+    LegacyOption(
         "--context-parallel-size", "N", answer="one rank holds a whole sequence: leave it out, or raise the tensor size"
     ),
-    Spelling("--expert-model-parallel-size", "N", answer="models of experts are not supported yet: leave it out"),
+    LegacyOption("--expert-model-parallel-size", "N", answer="models of experts are not supported yet: leave it out"),
 )
 
 
@@ -167,7 +169,12 @@ def add_spellings(parser: argparse.ArgumentParser) -> None:
         else:
             nargs = 0 if one.takes is None else None
             parser.add_argument(
-                one.flag, action=_Taken, nargs=nargs, spelling=one, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                one.flag,
+                action=_LegacyOptionAction,
+                nargs=nargs,
+                spelling=one,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
             )
 
 
@@ -176,10 +183,10 @@ def _add_alias(parser: argparse.ArgumentParser, flag: str, ours: str) -> None:
     parser.add_argument(flag, dest=meant.dest, type=meant.type, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-class _Taken(argparse.Action):
+class _LegacyOptionAction(argparse.Action):
     """Hands on, tells, or refuses, as the spelling says."""
 
-    def __init__(self, *words: Any, spelling: Spelling, **keywords: Any) -> None:  # noqa: ANN401
+    def __init__(self, *words: Any, spelling: LegacyOption, **keywords: Any) -> None:  # noqa: ANN401
         super().__init__(*words, **keywords)
         self.spelling = spelling
 
@@ -209,11 +216,11 @@ def table() -> str:
     return "\n".join(line.replace("\\|", "|") for line in lines) + "\n"
 
 
-def _ours(one: OldCommand) -> str:
+def _ours(one: LegacyCommand) -> str:
     return f"`megatronapp {' '.join(one.ours)}`: " if one.ours else ""
 
 
-def meaning(one: Spelling) -> str:
+def meaning(one: LegacyOption) -> str:
     """What an option means, in words."""
     kinds: Mapping[str, str | None] = {
         f"`{one.means}`": one.means,

@@ -13,7 +13,7 @@ from megatronapp_operator.backends.process.settings_builder import hub_command
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.backends.process.stored_hub import stored_hub
-from megatronapp_operator.cli.addresses import hub_access, logged_in, page_address
+from megatronapp_operator.cli.addresses import hub_access, login_address, page_address
 from megatronapp_operator.errors import HubError, OperatorError
 
 READY_S = 120.0
@@ -52,7 +52,7 @@ def show_stored(job: JobView, *, print_only: bool) -> int:
         raise HubError(f"{job.name}: no pages are stored; a job keeps them with spec.analyzer.enabled: true")
     with stored_hub(job, hub_command()) as (url, process):
         wait_ready(url, ended=lambda: process.poll() is not None)
-        show(logged_in(url, job.paths, mode=None), print_only=print_only)
+        show(login_address(url, job.paths, mode=None), print_only=print_only)
         print(f"{job.name} has ended as {job.phase}; Ctrl-C closes its pages", file=sys.stderr, flush=True)
         return _wait(process)
 

@@ -7,32 +7,32 @@ import time
 from collections.abc import Sequence
 
 from megatronapp_operator.backends.process.state import registry
-from megatronapp_operator.cli.jobs import Job, Jobs
+from megatronapp_operator.cli.jobs import JobHandle, JobLookup
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 from megatronapp_operator.plan import ConditionType
 
 POLL_S = 0.2
-OTHER_WORDS = {"succeeded": "Complete", "done": "Complete", "interrupted": "Suspended", "ready": "Running"}
+ALIASES = {"succeeded": "Complete", "done": "Complete", "interrupted": "Suspended", "ready": "Running"}
 """What people call a condition by a word that is not near its name."""
 STATUSES = ("True", "False", "Unknown")
 FINAL = frozenset({"Complete", "Failed", "Suspended"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class WaitCondition:
     """What is waited for: a condition with a status, or (no type) that the job is gone."""
 
     type: str
     status: str = "True"
 
-    def holds(self, job: Job) -> bool:
+    def holds(self, job: JobHandle) -> bool:
         """Whether it is so."""
         conditions = job.status.get("conditions", ())
         return any(
             self._equal(one["type"], self.type) and self._equal(one["status"], self.status) for one in conditions
         )
 
-    def hopeless(self, job: Job) -> bool:
+    def is_unreachable(self, job: JobHandle) -> bool:
         """Whether it can never be so, because the job has ended in another way."""
         return bool(self.type) and job.ended and not self.holds(job)
 
@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     return wait(registry, arguments)
 
 
-def wait(place: Jobs, arguments: argparse.Namespace, *, poll_s: float = POLL_S) -> int:
+def wait(place: JobLookup, arguments: argparse.Namespace, *, poll_s: float = POLL_S) -> int:
     """Wait for a job, wherever it is; returns the exit code."""
     wanted = parse_condition(arguments.condition)
     deadline = time.monotonic() + arguments.timeout if arguments.timeout >= 0 else float("inf")
@@ -60,15 +60,17 @@ def wait(place: Jobs, arguments: argparse.Namespace, *, poll_s: float = POLL_S) 
         time.sleep(poll_s)
 
 
-def parse_condition(text: str) -> Wanted:
+def parse_condition(text: str) -> WaitCondition:
     """The value of --for. Raises OperatorError."""
     if text == "delete":
-        return Wanted("")
+        return WaitCondition("")
     word, _, rest = text.partition("=")
     name, _, status = rest.partition("=")
     if word != "condition" or not name:
         raise OperatorError(f"--for={text}: write condition=Complete, condition=Running=false, or delete")
-    return Wanted(_known(text, name, [kind.value for kind in ConditionType]), _known(text, status or "True", STATUSES))
+    return WaitCondition(
+        _known(text, name, [kind.value for kind in ConditionType]), _known(text, status or "True", STATUSES)
+    )
 
 
 def _known(text: str, word: str, known: Sequence[str]) -> str:
@@ -76,13 +78,13 @@ def _known(text: str, word: str, known: Sequence[str]) -> str:
     by_small = {one.lower(): one for one in known}
     if word.lower() in by_small:
         return by_small[word.lower()]
-    words = by_small | {other: meant for other, meant in OTHER_WORDS.items() if meant in known}
+    words = by_small | {other: meant for other, meant in ALIASES.items() if meant in known}
     nearest = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
     meant = f"did you mean {words[nearest[0]]}? " if nearest else ""
     raise OperatorError(f"--for={text}: {word!r} is not known; {meant}known: {', '.join(known)}")
 
 
-def _reached(place: Jobs, name: str, wanted: Wanted) -> bool:
+def _reached(place: JobLookup, name: str, wanted: WaitCondition) -> bool:
     try:
         job = place.view(name)
     except JobNotFoundError:
@@ -91,7 +93,7 @@ def _reached(place: Jobs, name: str, wanted: Wanted) -> bool:
         return True
     if wanted.type and wanted.holds(job):
         return True
-    if wanted.hopeless(job):
+    if wanted.is_unreachable(job):
         ends = [one for one in job.status.get("conditions", ()) if one["type"] in FINAL and one["status"] == "True"]
         last = ends[-1] if ends else None
         why = "" if last is None else f" ({last['reason']}: {last['message']})"

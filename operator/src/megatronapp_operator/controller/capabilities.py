@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from megatronapp_operator.backends.kubernetes.client.api import PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.client.api import PODS, KubernetesApi, Object
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, InvalidError
 
 log = logging.getLogger(__name__)
@@ -14,7 +14,7 @@ ANSWER_S = 5.0
 """Longest wait for an answer to the question; admission webhooks for pods may be slow."""
 
 
-async def has_container_restarts(api: Api, namespace: str) -> bool:
+async def has_container_restarts(api: KubernetesApi, namespace: str) -> bool:
     """Whether a container may have a restart policy of its own: asked by a pod that is never stored.
 
     Where the question itself is refused (a quota, a policy, no such namespace), or the answer is late, the server's
@@ -31,7 +31,7 @@ async def has_container_restarts(api: Api, namespace: str) -> bool:
     return any(one.get("restartPolicy") for one in made["spec"]["containers"])
 
 
-async def _by_version(api: Api) -> bool:
+async def _by_version(api: KubernetesApi) -> bool:
     try:
         async with asyncio.timeout(ANSWER_S):
             return await api.minor_version() >= CONTAINER_RESTARTS

@@ -16,7 +16,7 @@ SLEW = 0.5
 """A correction makes the clock run faster or slower by this share, so that it neither leaps nor stands still."""
 
 
-class Clock:
+class ServerClock:
     """Seconds since the epoch. It never goes back.
 
     Until it is read for the first time it takes over each answer that differs. Later only what several answers agree
@@ -39,7 +39,7 @@ class Clock:
         self._read = True
         return self._move()
 
-    def heard(self, date: float, sent: float, received: float) -> None:
+    def observe_date(self, date: float, sent: float, received: float) -> None:
         """Take in the Date of an answer, and when (monotonic) its request was sent and it was received."""
         least, most = date - received, date + RESOLUTION_S - sent
         if least - SLACK_S <= self._target <= most + SLACK_S:

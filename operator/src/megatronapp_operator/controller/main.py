@@ -16,14 +16,14 @@ import httpx
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common import __version__
-from megatronapp_operator.backends.kubernetes.client.api import Api, connect
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
 from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
 from megatronapp_operator.controller.capabilities import has_container_restarts
-from megatronapp_operator.controller.clock import Clock
-from megatronapp_operator.controller.probes import create_app, create_server, served
-from megatronapp_operator.controller.service import Health, Service, namespaces_words
-from megatronapp_operator.controller.settings import Settings, parse
+from megatronapp_operator.controller.clock import ServerClock
+from megatronapp_operator.controller.probes import create_app, create_server, run_server
+from megatronapp_operator.controller.service import ControllerHealth, LeaderService, describe_namespaces
+from megatronapp_operator.controller.settings import ControllerSettings, parse
 from megatronapp_operator.controller.watches import Watches
 from megatronapp_operator.errors import BackendError, SettingsError
 from megatronapp_operator.metrics import OperatorMetrics
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return asyncio.run(_until_signal(settings))
 
 
-async def _until_signal(settings: Settings) -> int:
+async def _until_signal(settings: ControllerSettings) -> int:
     task = asyncio.create_task(operate(settings))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -66,16 +66,16 @@ async def _until_signal(settings: Settings) -> int:
     return FAILED
 
 
-async def operate(settings: Settings) -> None:
+async def operate(settings: ControllerSettings) -> None:
     """Wait for the lease, then lead. Raises LeaseLostError when it is lost, BackendError when the watches end."""
-    registry, health = CollectorRegistry(), Health()
+    registry, health = CollectorRegistry(), ControllerHealth()
     metrics = OperatorMetrics(registry, version=__version__)
     async with connect(kubeconfig=settings.kubeconfig) as api:
         lease = LeaseHolder(
             api, namespace=settings.lease_namespace, name=settings.lease_name, identity=settings.identity
         )
         app = create_app(registry, alive=health.stuck, ready=lambda: _not_ready(health))
-        async with served(create_server(app), settings.port):
+        async with run_server(create_server(app), settings.port):
             log.info("waiting for the lease %s/%s", settings.lease_namespace, settings.lease_name)
             await lease.acquire()
             try:
@@ -87,8 +87,14 @@ async def operate(settings: Settings) -> None:
                 await asyncio.shield(lease.release())
 
 
-async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: OperatorMetrics, health: Health) -> None:
-    log.info("leading as %s; watching %s", settings.identity, namespaces_words(settings.namespaces))
+async def _lead(
+    api: KubernetesApi,
+    lease: LeaseHolder,
+    settings: ControllerSettings,
+    metrics: OperatorMetrics,
+    health: ControllerHealth,
+) -> None:
+    log.info("leading as %s; watching %s", settings.identity, describe_namespaces(settings.namespaces))
     metrics.leader(True)
     settings.keys.reload()  # they may have been rotated while this process waited for the lease
     health.leads = True
@@ -97,23 +103,29 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
         await _serve(api, lease, await _with_capabilities(api, settings), metrics, health)
 
 
-async def _with_capabilities(api: Api, settings: Settings) -> Settings:
+async def _with_capabilities(api: KubernetesApi, settings: ControllerSettings) -> ControllerSettings:
     place = settings.namespaces[0] if settings.namespaces else settings.render.operator_namespace
     restarts = await has_container_restarts(api, place)
     return dataclasses.replace(settings, render=dataclasses.replace(settings.render, container_restarts=restarts))
 
 
-async def _serve(api: Api, lease: LeaseHolder, settings: Settings, metrics: OperatorMetrics, health: Health) -> None:
-    clock = Clock()
+async def _serve(
+    api: KubernetesApi,
+    lease: LeaseHolder,
+    settings: ControllerSettings,
+    metrics: OperatorMetrics,
+    health: ControllerHealth,
+) -> None:
+    clock = ServerClock()
     guarded = api.guarded(
         _guard(lease),
         lambda verb, what, code: metrics.request(verb, what, code or "error"),
-        dated=clock.heard,
+        dated=clock.observe_date,
         at_once=settings.concurrency,
     )
     async with httpx.AsyncClient(trust_env=False) as client:
-        service = Service(guarded, client, settings, metrics, health, clock=clock)
-        watches = Watches(settings.kubeconfig, settings.namespaces, service.news)
+        service = LeaderService(guarded, client, settings, metrics, health, clock=clock)
+        watches = Watches(settings.kubeconfig, settings.namespaces, service.on_watch_event)
         try:
             async with asyncio.TaskGroup() as group:
                 await service.begin()  # before the watches list the same again: what is to be done soon comes first
@@ -128,7 +140,7 @@ async def _serve(api: Api, lease: LeaseHolder, settings: Settings, metrics: Oper
 
 def _guard(lease: LeaseHolder) -> Callable[[], None]:
     def guard() -> None:
-        if not lease.held:
+        if not lease.is_held:
             raise LeaseLostError("the lease is not surely ours any more: nothing is changed")
 
     return guard
@@ -150,6 +162,6 @@ def _loss(group: BaseExceptionGroup[BaseException]) -> LeaseLostError | None:
     return None
 
 
-def _not_ready(health: Health) -> str | None:
+def _not_ready(health: ControllerHealth) -> str | None:
     """A replica that waits for the lease is ready to take over; one that leads must know what is there."""
     return "everything is being listed" if health.leads and not health.synced else None

@@ -25,7 +25,7 @@ Check = Callable[[], str | None]
 """Why something is not well; None: it is."""
 
 
-class Server(uvicorn.Server):
+class ProbeServer(uvicorn.Server):
     """One that leaves signals to us."""
 
     @contextlib.contextmanager
@@ -65,7 +65,7 @@ def _probe(check: Check) -> Callable[[Request], PlainTextResponse]:
     return answer
 
 
-def create_server(app: Starlette) -> Server:
+def create_server(app: Starlette) -> ProbeServer:
     """A server of it."""
     config = uvicorn.Config(
         app,
@@ -75,11 +75,11 @@ def create_server(app: Starlette) -> Server:
         lifespan="off",
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    return Server(config)
+    return ProbeServer(config)
 
 
 @contextlib.asynccontextmanager
-async def served(server: Server, port: int) -> AsyncIterator[int]:
+async def run_server(server: ProbeServer, port: int) -> AsyncIterator[int]:
     """Serve at all addresses; gives the port. Raises SettingsError if it is taken."""
     try:
         listening = _listen(port)

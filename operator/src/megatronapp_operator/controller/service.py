@@ -13,27 +13,27 @@ import httpx
 from megatronapp_common.errors import JobError
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, KubernetesApi, Object
 from megatronapp_operator.backends.kubernetes.client.errors import (
-    AgainError,
     ApiError,
     ForbiddenError,
     InvalidError,
     LeaseLostError,
-    NamespaceEndsError,
+    NamespaceTerminatingError,
     NameTakenError,
     NotFoundError,
+    RetryReconcileError,
     ThrottledError,
 )
 from megatronapp_operator.backends.kubernetes.executor import Executor
-from megatronapp_operator.backends.kubernetes.hub_poller import POLL_S, Poller
-from megatronapp_operator.backends.kubernetes.job_memory import Memory
+from megatronapp_operator.backends.kubernetes.hub_poller import POLL_S, HubPoller
+from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.keyed_queue import KeyedQueue
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
-from megatronapp_operator.backends.kubernetes.store import Key, Store
-from megatronapp_operator.controller.clock import Clock
-from megatronapp_operator.controller.settings import Settings
+from megatronapp_operator.backends.kubernetes.store import Key, ObjectStore
+from megatronapp_operator.controller.clock import ServerClock
+from megatronapp_operator.controller.settings import ControllerSettings
 from megatronapp_operator.errors import OperatorError
 from megatronapp_operator.metrics import JobFacts, OperatorMetrics
 from megatronapp_operator.plan import TERMINAL_PHASES
@@ -54,12 +54,12 @@ POLL_PER_JOB_S = 0.015
 """Of many jobs each is asked less often: five hundred every 7.5 s."""
 STUCK_S = 600.0
 """So long a job may wait while no look at any job comes to an end; each request ends within half a minute."""
-TURN_LATE_S = 120.0
+LOOP_LATE_S = 120.0
 """The watches' loop turns every second, if it is not stuck."""
 
 
 @dataclasses.dataclass(slots=True)
-class Health:
+class ControllerHealth:
     """What probes and metrics are told."""
 
     synced: bool = False
@@ -81,23 +81,23 @@ class Health:
             return None
         now = time.monotonic()
         late_s, waited_s = now - self.turned_at(), min(self.oldest_s(), now - self.finished_at)
-        if late_s > TURN_LATE_S:
+        if late_s > LOOP_LATE_S:
             return f"the watches have not turned for {late_s:.0f} s"
         if self.synced and waited_s > STUCK_S:
             return f"jobs wait, and no look at a job has come to its end for {waited_s:.0f} s"
         return None
 
 
-class Service:
+class LeaderService:
     """Lives as long as the lease is held; a new lease means a new process."""
 
     def __init__(
         self,
-        api: Api,
+        api: KubernetesApi,
         client: httpx.AsyncClient,
-        settings: Settings,
+        settings: ControllerSettings,
         metrics: OperatorMetrics,
-        health: Health,
+        health: ControllerHealth,
         *,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -105,8 +105,8 @@ class Service:
         self._settings = settings
         self._metrics = metrics
         self._health = health
-        self._clock = clock or Clock()
-        self._store = Store()
+        self._clock = clock or ServerClock()
+        self._store = ObjectStore()
         executor = Executor(api, self._store, keys=settings.keys, identity=settings.identity)
         self._reconciler = Reconciler(
             api,
@@ -117,7 +117,7 @@ class Service:
             installation=f"{settings.lease_namespace}/{settings.lease_name}",
             clock=self._clock,
         )
-        self._poller = Poller(client, keys=settings.keys, clock=self._clock)
+        self._poller = HubPoller(client, keys=settings.keys, clock=self._clock)
         self._queue: KeyedQueue[Key] = KeyedQueue(self._clock)
         self._polls: KeyedQueue[Key] = KeyedQueue(self._clock)
         self._polled: set[Key] = set()
@@ -127,7 +127,7 @@ class Service:
         """Namespaces that are being terminated."""
         health.oldest_s = lambda: self._queue.oldest_s
 
-    def news(self, resource: str, kind: str | None, obj: Object) -> None:
+    def on_watch_event(self, resource: str, kind: str | None, obj: Object) -> None:
         """What a watch brings (`watches.News`)."""
         self._metrics.watch_event(resource, time.time())
         gone = kind == "DELETED"
@@ -149,7 +149,7 @@ class Service:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync())
             for _ in range(self._settings.workers):
-                group.create_task(self._work(self._queue, self._look))
+                group.create_task(self._work(self._queue, self._reconcile))
             for _ in range(POLLERS):
                 group.create_task(self._work(self._polls, self._poll))
         raise AssertionError("these tasks end by an error only")
@@ -192,7 +192,7 @@ class Service:
             await asyncio.sleep(pause)
             try:
                 await self._sync()
-                for key in await self._reconciler.see_surroundings(self._settings.namespaces):
+                for key in await self._reconciler.compare_owned_objects(self._settings.namespaces):
                     self._queue.add(key)
                 pause = self._settings.resync_s
             except LeaseLostError:
@@ -213,7 +213,7 @@ class Service:
                 pause = min(PAUSE_S, PAUSE_PER_LOOK * (time.monotonic() - began))
                 asyncio.get_running_loop().call_later(pause, queue.done, key)
 
-    async def _look(self, key: Key) -> None:
+    async def _reconcile(self, key: Key) -> None:
         """One look at a job; what goes wrong there is tried again later and stops nobody else."""
         began, outcome = time.monotonic(), "ok"
         try:
@@ -221,17 +221,17 @@ class Service:
             self._after(key)
         except LeaseLostError:
             raise
-        except AgainError:
+        except RetryReconcileError:
             self._queue.add(key)
             return
-        except NamespaceEndsError as error:
+        except NamespaceTerminatingError as error:
             wake_at = self._clock() + ENDING_S
             if key[0] not in self._ending:
                 log.info("namespace %s is being terminated, its jobs wait for that: %s", key[0], error)
             self._ending.add(key[0])
         except Exception as error:
             outcome, wake_at = "error", self._retry_at(key, error)
-            await self._tell(key, error)
+            await self._report_error(key, error)
         else:
             self._failures.pop(key, None)
             self._ending.discard(key[0])
@@ -242,7 +242,7 @@ class Service:
             self._queue.add_at(key, wake_at)
         self._metrics.queue(self._queue.depth, self._queue.oldest_s)
 
-    async def _tell(self, key: Key, error: Exception) -> None:
+    async def _report_error(self, key: Key, error: Exception) -> None:
         """Name what went wrong, in the log, and at the job if it does not pass by itself."""
         if not isinstance(error, OperatorError | JobError):
             log.error("%s/%s: a look at the job failed", *key, exc_info=error)
@@ -251,7 +251,7 @@ class Service:
         if not isinstance(error, TELLING):
             return
         try:
-            await self._reconciler.tell_trouble(key, error)
+            await self._reconciler.report_trouble(key, error)
         except LeaseLostError:
             raise
         except Exception:
@@ -288,21 +288,21 @@ class Service:
         gang = {"attempt": status.attempt, "workers": status.replicas.desired}
         key_id = memory.pinned.key_id if memory.pinned is not None else self._settings.keys.current_id
         try:
-            told = await self._poller.poll(memory.uid, pods, memory.told, key_id=key_id, **gang)
+            told = await self._poller.poll(memory.uid, pods, memory.poll_result, key_id=key_id, **gang)
         except Exception:
             log.exception("%s/%s: hub and launcher could not be asked", *key)
-            told = memory.told
-        changed = told != memory.told or told.refused != memory.told.refused
-        memory.told = told  # also the same words as before: that they were said now is kept beside them
+            told = memory.poll_result
+        changed = told != memory.poll_result or told.refused != memory.poll_result.refused
+        memory.poll_result = told  # also the same words as before: that they were said now is kept beside them
         if changed:
             self._queue.add(key)
         if memory.status.phase not in TERMINAL_PHASES:
             self._poll_later(key)
 
 
-def _facts(memory: Memory) -> JobFacts:
+def _facts(memory: JobMemory) -> JobFacts:
     """What metrics show beside the status."""
-    world, table = memory.job.world, memory.told.rank_table or {}
+    world, table = memory.job.world, memory.poll_result.rank_table or {}
     nodes = {rank: str(one.get("node", "")) for one in table.get("workers") or () for rank in one.get("ranks") or ()}
     queue = memory.job.spec.scheduling.queue or ""
     return JobFacts(
@@ -310,6 +310,6 @@ def _facts(memory: Memory) -> JobFacts:
     )
 
 
-def namespaces_words(namespaces: Sequence[str]) -> str:
+def describe_namespaces(namespaces: Sequence[str]) -> str:
     """Which namespaces are watched, for people."""
     return ", ".join(namespaces) if namespaces else "all namespaces"

@@ -14,7 +14,7 @@ from megatronapp_operator.keys import KeyRing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ControllerSettings:
     """All of it."""
 
     render: RenderSettings
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(arguments: Sequence[str] | None = None) -> Settings:
+def parse(arguments: Sequence[str] | None = None) -> ControllerSettings:
     """Settings from the command line. Raises SettingsError."""
     given = build_parser().parse_args(arguments)
     render = RenderSettings(
@@ -71,12 +71,12 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         cluster_domain=given.cluster_domain,
         operator_namespace=given.operator_namespace,
         operator_labels=_labels("--operator-labels", given.operator_labels),
-        door_labels=_labels("--door-labels", given.door_labels),
+        gateway_labels=_labels("--door-labels", given.door_labels),
         prometheus_namespace=given.prometheus_namespace or None,
         prometheus_labels=_labels("--prometheus-labels", given.prometheus_labels),
         node_access=given.node_access,
     )
-    return Settings(
+    return ControllerSettings(
         render=render,
         keys=KeyRing.read(given.key_file),
         identity=f"{socket.gethostname()}_{os.getpid()}_{os.urandom(4).hex()}",

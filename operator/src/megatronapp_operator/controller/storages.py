@@ -5,7 +5,7 @@ import kopf
 NOTHING: kopf.BodyEssence = {}
 
 
-class NoDiffBase(kopf.DiffBaseStorage):
+class NullDiffBaseStorage(kopf.DiffBaseStorage):
     """Knows no earlier state, and keeps none."""
 
     def build(self, **_: object) -> kopf.BodyEssence:
@@ -20,7 +20,7 @@ class NoDiffBase(kopf.DiffBaseStorage):
         """It is not kept."""
 
 
-class NoProgress(kopf.ProgressStorage):
+class NullProgressStorage(kopf.ProgressStorage):
     """Handlers of events have no progress."""
 
     def fetch(self, **_: object) -> None:

@@ -17,24 +17,24 @@ import kopf
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import GROUP, LABEL_JOB_UID, VERSION
 from megatronapp_operator.backends.kubernetes.client.api import Object
-from megatronapp_operator.controller.storages import NoDiffBase, NoProgress
+from megatronapp_operator.controller.storages import NullDiffBaseStorage, NullProgressStorage
 
 log = logging.getLogger(__name__)
 
-News = Callable[[str, str | None, Object], None]
+WatchCallback = Callable[[str, str | None, Object], None]
 """Resource, type of event (None: it was there when the watch began), object."""
 STOP_S = 10.0
 SERVER_TIMEOUT_S = 290
 CONNECT_TIMEOUT_S = 10
 PAGE = 500
-TURN_S = 1.0
+LOOP_CHECK_S = 1.0
 """How often the watches' loop shows that it turns."""
 
 
 class Watches:
     """Watches of jobs and of their pods. `news` is called in the thread of `loop`."""
 
-    def __init__(self, kubeconfig: str | None, namespaces: Sequence[str], news: News) -> None:
+    def __init__(self, kubeconfig: str | None, namespaces: Sequence[str], news: WatchCallback) -> None:
         """`kubeconfig` as for `api.connect`; no namespaces: all."""
         self._kubeconfig = kubeconfig
         self._namespaces = namespaces
@@ -72,7 +72,7 @@ class Watches:
             log.exception("the watches have ended")
 
     async def _operate(self) -> None:
-        turns = asyncio.create_task(self._turn())
+        turns = asyncio.create_task(self._mark_alive())
         try:
             await kopf.operator(
                 registry=self._registry(),
@@ -85,10 +85,10 @@ class Watches:
         finally:
             turns.cancel()
 
-    async def _turn(self) -> NoReturn:
+    async def _mark_alive(self) -> NoReturn:
         while True:
             self.turned_at = time.monotonic()
-            await asyncio.sleep(TURN_S)
+            await asyncio.sleep(LOOP_CHECK_S)
 
     def _registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
@@ -118,8 +118,8 @@ class Watches:
         settings.watching.connect_timeout = CONNECT_TIMEOUT_S
         settings.watching.chunk_size = PAGE
         settings.watching.label_selectors["pods"] = LABEL_JOB_UID
-        settings.persistence.diffbase_storage = NoDiffBase()
-        settings.persistence.progress_storage = NoProgress()
+        settings.persistence.diffbase_storage = NullDiffBaseStorage()
+        settings.persistence.progress_storage = NullProgressStorage()
         settings.posting.enabled = False
         settings.scanning.disabled = True
         return settings

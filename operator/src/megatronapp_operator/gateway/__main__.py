@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Sequence
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from megatronapp_common.names import DOOR_PORT, HUB_PORT, ExitCode
+from megatronapp_common.names import GATEWAY_PORT, HUB_PORT, ExitCode
 from megatronapp_operator.backends.kubernetes.client.api import connect
 from megatronapp_operator.controller import probes
 from megatronapp_operator.errors import BackendError, OperatorError
 from megatronapp_operator.gateway import bounded_protocols
-from megatronapp_operator.gateway.app import DoorSettings, create_app
-from megatronapp_operator.gateway.metrics import DoorMetrics
+from megatronapp_operator.gateway.app import GatewaySettings, create_app
+from megatronapp_operator.gateway.metrics import GatewayMetrics
 from megatronapp_operator.gateway.routes import CONTROLS, MAX_SOCKETS
 from megatronapp_operator.keys import KeyRing
 
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Flags of the door."""
     parser = argparse.ArgumentParser(prog="python -m megatronapp_operator.gateway", description=__doc__)
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=DOOR_PORT, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=GATEWAY_PORT, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--metrics-port", type=int, default=METRICS_PORT, help="port of /metrics and /healthz (default: %(default)s)"
     )
@@ -71,7 +71,7 @@ def listen(arguments: argparse.Namespace, flag: str, port: int) -> socket.socket
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes. Raises OperatorError if the door cannot begin."""
-    settings = DoorSettings(
+    settings = GatewaySettings(
         keys=KeyRing.read(arguments.key_file),
         namespaces=tuple(name for name in arguments.watch_namespaces.split(",") if name),
         reviews=not arguments.no_reviews,
@@ -81,14 +81,14 @@ async def serve(arguments: argparse.Namespace) -> None:
         controls=arguments.controls,
     )
     registry = CollectorRegistry()
-    metrics = DoorMetrics(registry)
+    metrics = GatewayMetrics(registry)
     with listen(arguments, "--port", arguments.port) as pages:
         async with connect(kubeconfig=arguments.kubeconfig) as api, measured(arguments, registry):
-            app = create_app(api.guarded(lambda: None, metrics.asked_cluster), settings, metrics)
+            app = create_app(api.guarded(lambda: None, metrics.count_api_request), settings, metrics)
             config = uvicorn.Config(
                 app,
-                http=bounded_protocols.DoorHttp,
-                ws=bounded_protocols.DoorSockets,
+                http=bounded_protocols.GatewayHttpProtocol,
+                ws=bounded_protocols.GatewayWebSocketProtocol,
                 ws_max_size=MAX_MESSAGE_BYTES,
                 ws_per_message_deflate=False,
                 limit_concurrency=MAX_CONNECTIONS,

@@ -10,18 +10,18 @@ from typing import Any
 from fastapi import FastAPI
 
 from megatronapp_common.names import HUB_PORT
-from megatronapp_common.web.security_headers import SafeHeaders
-from megatronapp_operator.backends.kubernetes.client.api import Api
+from megatronapp_common.web.security_headers import SecurityHeaders
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.gateway import problems, routes, routes_scope, static_pages
-from megatronapp_operator.gateway.authorization import Gate
-from megatronapp_operator.gateway.concurrency_limits import Shares
+from megatronapp_operator.gateway.authorization import Authorizer
+from megatronapp_operator.gateway.concurrency_limits import ConcurrencyLimits
 from megatronapp_operator.gateway.credentials import Credentials, cookie_name
 from megatronapp_operator.gateway.http_proxy import new_session
-from megatronapp_operator.gateway.hub_addresses import Hubs
-from megatronapp_operator.gateway.job_catalog import Catalog
-from megatronapp_operator.gateway.metrics import CountRequests, DoorMetrics
-from megatronapp_operator.gateway.sessions import Sessions
-from megatronapp_operator.gateway.subject_access import Reviews
+from megatronapp_operator.gateway.hub_addresses import HubAddresses
+from megatronapp_operator.gateway.job_catalog import JobCatalog
+from megatronapp_operator.gateway.metrics import GatewayMetrics, RequestCounter
+from megatronapp_operator.gateway.sessions import BrowserSessions
+from megatronapp_operator.gateway.subject_access import AccessReviews
 from megatronapp_operator.keys import KeyRing
 
 TITLE = "MegatronApp door"
@@ -31,7 +31,7 @@ API_POLICY = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'n
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DoorSettings:
+class GatewaySettings:
     """What a door is started with."""
 
     keys: KeyRing
@@ -79,19 +79,19 @@ async def _following(keys: KeyRing) -> AsyncIterator[None]:
             await task
 
 
-def create_app(api: Api, settings: DoorSettings, metrics: DoorMetrics) -> FastAPI:
+def create_app(api: KubernetesApi, settings: GatewaySettings, metrics: GatewayMetrics) -> FastAPI:
     """The application that opens the jobs of a cluster."""
-    sockets = Shares("live sockets", in_all=settings.max_sockets)
-    metrics.count_sockets(lambda: sockets.taken, settings.max_sockets)
+    sockets = ConcurrencyLimits("live sockets", in_all=settings.max_sockets)
+    metrics.count_sockets(lambda: sockets.in_use, settings.max_sockets)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        catalog = Catalog(api, keys=settings.keys, namespaces=settings.namespaces)
+        catalog = JobCatalog(api, keys=settings.keys, namespaces=settings.namespaces)
         async with new_session() as session, _following(settings.keys):
-            app.state.door = routes.Door(
+            app.state.door = routes.Gateway(
                 catalog=catalog,
-                gate=Gate(catalog, Reviews(api) if settings.reviews else None),
-                hubs=Hubs(api, port=settings.hub_port),
+                gate=Authorizer(catalog, AccessReviews(api) if settings.reviews else None),
+                hubs=HubAddresses(api, port=settings.hub_port),
                 credentials=credentials,
                 session=session,
                 metrics=metrics,
@@ -100,12 +100,12 @@ def create_app(api: Api, settings: DoorSettings, metrics: DoorMetrics) -> FastAP
             )
             yield
 
-    credentials = Credentials(Sessions(), cookie=cookie_name(settings.keys.current))
+    credentials = Credentials(BrowserSessions(), cookie=cookie_name(settings.keys.current))
     app = build_api(lifespan)
     app.include_router(
-        static_pages.build_router(settings.frontend, credentials, lambda request: routes.door_of(request).gate)
+        static_pages.build_router(settings.frontend, credentials, lambda request: routes.gateway_of(request).gate)
     )
     app.state.refused = metrics.refused
-    app.add_middleware(SafeHeaders, more=API_POLICY)
-    app.add_middleware(CountRequests, metrics=metrics)
+    app.add_middleware(SecurityHeaders, more=API_POLICY)
+    app.add_middleware(RequestCounter, metrics=metrics)
     return app

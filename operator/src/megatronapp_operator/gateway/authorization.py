@@ -4,10 +4,10 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
-from megatronapp_common.web.tokens import Role
-from megatronapp_operator.gateway.job_catalog import Catalog, Job
-from megatronapp_operator.gateway.problems import Refusal
-from megatronapp_operator.gateway.subject_access import Reviews, Right, User, Verb
+from megatronapp_common.web.tokens import TokenRole
+from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
+from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_operator.gateway.subject_access import AccessReviews, Permission, User, Verb
 
 LOG_IN = "Open the address that `megatronapp ui` prints, or send 'Authorization: Bearer TOKEN'."
 MAX_TOKEN_BYTES = 8 << 10
@@ -40,17 +40,17 @@ class Caller:
         return f"controller of job {min(self.controlled)}" if self.controlled else f"viewer of job {min(self.jobs)}"
 
 
-class Gate:
+class Authorizer:
     """Decides. Without `reviews` only tokens of jobs count. Methods raise ApiError if the cluster does not answer."""
 
-    def __init__(self, catalog: Catalog, reviews: Reviews | None) -> None:
+    def __init__(self, catalog: JobCatalog, reviews: AccessReviews | None) -> None:
         self._catalog = catalog
         self._reviews = reviews
 
     async def identify(self, tokens: Sequence[str]) -> Caller:
         """Who shows these tokens. Raises Refusal (401) if none of them is good."""
         if any(len(token.encode()) > MAX_TOKEN_BYTES for token in tokens):
-            raise Refusal(401, "log-in", f"the token has more than {MAX_TOKEN_BYTES} bytes", LOG_IN)
+            raise GatewayError(401, "log-in", f"the token has more than {MAX_TOKEN_BYTES} bytes", LOG_IN)
         jobs, controlled = set[str](), set[str]()
         user = None
         found = await asyncio.gather(*map(self._catalog.job_of, tokens))  # who is not known waits for one listing
@@ -58,49 +58,51 @@ class Gate:
             if known is not None:
                 job, role = known
                 jobs.add(job.uid)
-                controlled |= {job.uid} if role is Role.CONTROLLER else set()
+                controlled |= {job.uid} if role is TokenRole.CONTROLLER else set()
             elif self._reviews is not None and user is None:
                 user = await self._reviews.user_of(token)
         if user is None and not jobs:
-            raise Refusal(401, "log-in", self._unknown(some=bool(tokens)), LOG_IN)
+            raise GatewayError(401, "log-in", self._unknown(some=bool(tokens)), LOG_IN)
         return Caller(user, frozenset(jobs), frozenset(controlled))
 
-    async def admit(self, caller: Caller, verb: Verb, namespace: str, name: str) -> Job:
+    async def admit(self, caller: Caller, verb: Verb, namespace: str, name: str) -> CatalogJob:
         """The job, where the caller may. Raises Refusal: 403 without the right, 404 if there is no such job."""
         job = await self._catalog.find(namespace, name)
         if job is not None and job.uid in caller.jobs:
             return job
-        right = Right(verb, namespace, name)
+        right = Permission(verb, namespace, name)
         if caller.user is None or self._reviews is None:
             hint = "Open it with `megatronapp ui`, or ask for the right to read its Secret."
-            raise Refusal(
+            raise GatewayError(
                 403, "other-job", f"this is not the token of {namespace}/{name}, or there is no such job", hint
             )
         if not await self._reviews.allows(caller.user, right):
             hint = f"Ask for a Role that allows to {right.verb} megatronjobs in namespace {namespace!r}."
-            raise Refusal(403, "no-right", f"{caller.user.name} may not {right}", hint)
+            raise GatewayError(403, "no-right", f"{caller.user.name} may not {right}", hint)
         if job is None:
-            raise Refusal(404, "no-job", f"there is no job {namespace}/{name}", "`megatronapp get` lists the jobs.")
+            raise GatewayError(
+                404, "no-job", f"there is no job {namespace}/{name}", "`megatronapp get` lists the jobs."
+            )
         return job
 
-    async def role(self, caller: Caller, job: Job) -> Role:
+    async def role(self, caller: Caller, job: CatalogJob) -> TokenRole:
         """What somebody who may see the job is towards its hub. Who may update the job may control its model."""
         if job.uid in caller.controlled:
-            return Role.CONTROLLER
+            return TokenRole.CONTROLLER
         if caller.user is None or self._reviews is None:
-            return Role.VIEWER
-        may = await self._reviews.allows(caller.user, Right(Verb.UPDATE, job.namespace, job.name))
-        return Role.CONTROLLER if may else Role.VIEWER
+            return TokenRole.VIEWER
+        may = await self._reviews.allows(caller.user, Permission(Verb.UPDATE, job.namespace, job.name))
+        return TokenRole.CONTROLLER if may else TokenRole.VIEWER
 
-    async def control(self, caller: Caller, namespace: str, name: str) -> Job:
+    async def control(self, caller: Caller, namespace: str, name: str) -> CatalogJob:
         """The job, where the caller may generate and pin. Raises Refusal as `admit` does."""
         job = await self.admit(caller, Verb.UPDATE, namespace, name)
-        if await self.role(caller, job) is not Role.CONTROLLER:
+        if await self.role(caller, job) is not TokenRole.CONTROLLER:
             hint = "Open it with `megatronapp ui` as somebody who may update the job."
-            raise Refusal(403, "needs-controller", "the viewer's token of a job is for looking on only", hint)
+            raise GatewayError(403, "needs-controller", "the viewer's token of a job is for looking on only", hint)
         return job
 
-    async def visible(self, caller: Caller) -> list[Job]:
+    async def visible(self, caller: Caller) -> list[CatalogJob]:
         """The jobs that the caller may list, and those whose tokens they hold."""
         jobs = await self._catalog.jobs()
         namespaces = await self._listable(caller, {job.namespace for job in jobs})
@@ -110,13 +112,13 @@ class Gate:
         user, reviews = caller.user, self._reviews
         if user is None or reviews is None:
             return set()
-        if await reviews.allows(user, Right(Verb.LIST, "")):
+        if await reviews.allows(user, Permission(Verb.LIST, "")):
             return namespaces
         limit = asyncio.Semaphore(AT_ONCE)
 
         async def ask(namespace: str) -> bool:
             async with limit:
-                return await reviews.allows(user, Right(Verb.LIST, namespace))
+                return await reviews.allows(user, Permission(Verb.LIST, namespace))
 
         ordered = sorted(namespaces)
         allowed = await asyncio.gather(*map(ask, ordered))

@@ -9,7 +9,7 @@ import socket
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from megatronapp_common.web.tcp_nodelay import send_at_once
+from megatronapp_common.web.tcp_nodelay import set_tcp_nodelay
 
 HEAD_S = 10.0
 """So long may the head of a request take."""
@@ -20,7 +20,7 @@ KERNEL_BYTES = 128 << 10
 """What the kernel may keep of a connection in one direction (it doubles it); by itself it takes up to 6 MiB."""
 
 
-class _Timer:
+class _DeferredCall:
     """Does something later, unless it is stopped before."""
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class _Timer:
             self._handle = None
 
 
-class _MustRead(asyncio.Protocol):
+class _ReadDeadlineMixin(asyncio.Protocol):
     """A protocol whose peer must read what it is sent."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         assert isinstance(transport, asyncio.Transport)
-        self._stall, self._peer = _Timer(), transport
+        self._stall, self._peer = _DeferredCall(), transport
         super().connection_made(transport)
 
     def pause_writing(self) -> None:
@@ -63,12 +63,12 @@ class _MustRead(asyncio.Protocol):
         super().connection_lost(exc)
 
 
-class DoorHttp(_MustRead, H11Protocol):
+class GatewayHttpProtocol(_ReadDeadlineMixin, H11Protocol):
     """HTTP: a request must arrive, and its answer must be read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
-        self._head = _Timer()
+        self._head = _DeferredCall()
         super().connection_made(transport)
         self._head.start(self.loop, HEAD_S, transport)
 
@@ -92,7 +92,7 @@ class DoorHttp(_MustRead, H11Protocol):
         super().connection_lost(exc)
 
 
-class DoorSockets(_MustRead, WebSocketsSansIOProtocol):
+class GatewayWebSocketProtocol(_ReadDeadlineMixin, WebSocketsSansIOProtocol):
     """WebSocket: a page must read its frames, and the answers to what it asks (ping)."""
 
     def handle_ping(self) -> None:
@@ -108,11 +108,11 @@ def listener(host: str, port: int) -> socket.socket:
     made = socket.create_server((host, port), family=family, backlog=BACKLOG)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
-    send_at_once(made)
+    set_tcp_nodelay(made)
     return made
 
 
-def towards(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
+def hub_socket(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
     """A socket for a connection to a hub, which may send more than anybody reads."""
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)

@@ -4,13 +4,13 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping
 
-from megatronapp_operator.gateway.problems import Refusal
+from megatronapp_operator.gateway.problems import GatewayError
 
 ALL = "the door"
 """Key of what all share."""
 
 
-class Shares:
+class ConcurrencyLimits:
     """At most so many things at a time for each key, such as a caller's identity, and `in_all` for all."""
 
     def __init__(self, what: str, *, in_all: int) -> None:
@@ -19,17 +19,17 @@ class Shares:
         self._taken: Counter[str] = Counter()
 
     @property
-    def taken(self) -> int:
+    def in_use(self) -> int:
         """How many are taken."""
         return self._taken[ALL]
 
-    def take(self, most: Mapping[str, int]) -> contextlib.ExitStack:
+    def acquire(self, most: Mapping[str, int]) -> contextlib.ExitStack:
         """One of each key's share until the stack is closed. Raises Refusal (429) if a share is used up."""
         with contextlib.ExitStack() as stack:
             for key, limit in {**most, ALL: self.in_all}.items():
                 if self._taken[key] >= limit:
                     hint = "Close some pages, or try again in a moment."
-                    raise Refusal(429, "too-many", f"{key} has {limit} {self._what} at once, and no more", hint)
+                    raise GatewayError(429, "too-many", f"{key} has {limit} {self._what} at once, and no more", hint)
                 self._taken[key] += 1
                 stack.callback(self._give_back, key)
             return stack.pop_all()

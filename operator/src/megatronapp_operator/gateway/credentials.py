@@ -10,10 +10,10 @@ import hashlib
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
-from megatronapp_common.web.origin import READING, asked_here, bearer, same_origin
-from megatronapp_operator.gateway.authorization import LOG_IN, Caller, Gate
-from megatronapp_operator.gateway.problems import Refusal
-from megatronapp_operator.gateway.sessions import LIFE_S, Sessions
+from megatronapp_common.web.origin import READING, bearer_token, is_same_origin, is_same_site_navigation
+from megatronapp_operator.gateway.authorization import LOG_IN, Authorizer, Caller
+from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_operator.gateway.sessions import LIFE_S, BrowserSessions
 
 TLS = frozenset({"https", "wss"})
 
@@ -26,34 +26,36 @@ def cookie_name(key: str) -> str:
 class Credentials:
     """Reads and writes what proves a caller."""
 
-    def __init__(self, sessions: Sessions, *, cookie: str) -> None:
+    def __init__(self, sessions: BrowserSessions, *, cookie: str) -> None:
         self._sessions = sessions
         self._cookie = cookie
 
     def tokens(self, connection: HTTPConnection) -> tuple[str, ...]:
         """The tokens that stand behind a request. Raises Refusal (403) for a cookie that another page sent."""
-        token = bearer(connection.headers)
+        token = bearer_token(connection.headers)
         if token is not None:
             return (token,)
-        tokens = self._sessions.tokens(self._word(connection))
+        tokens = self._sessions.tokens(self._cookie_value(connection))
         reads = connection.scope["type"] == "http" and connection.scope["method"] in READING
-        if tokens and not (asked_here(connection.headers) and (reads or same_origin(connection.headers))):
+        if tokens and not (
+            is_same_site_navigation(connection.headers) and (reads or is_same_origin(connection.headers))
+        ):
             hint = "Open the page at the address that `megatronapp ui` prints."
-            raise Refusal(403, "other-origin", "this request comes from a page that is not the door's", hint)
+            raise GatewayError(403, "other-origin", "this request comes from a page that is not the door's", hint)
         return tokens
 
     def ticket(self, connection: HTTPConnection, caller: Caller) -> str:
         """A word that logs a browser in once."""
         return self._sessions.ticket(self.tokens(connection), whose=caller.identity)
 
-    async def log_in(self, connection: HTTPConnection, shown: str, response: Response, *, gate: Gate) -> Response:
+    async def log_in(self, connection: HTTPConnection, shown: str, response: Response, *, gate: Authorizer) -> Response:
         """Set the cookie for a token or ticket. Raises Refusal (401) for one that opens nothing; ApiError."""
-        behind = self._sessions.behind(shown)
+        behind = self._sessions.tokens_of_ticket(shown)
         tokens = behind or ((shown,) if shown else ())
         caller = await gate.identify(tokens)  # a cluster that does not answer uses no ticket up
         if behind and not self._sessions.redeem(shown):
-            raise Refusal(401, "log-in", "this ticket was used in the meantime", LOG_IN)
-        word = self._sessions.log_in(tokens, whose=caller.identity, before=self._word(connection))
+            raise GatewayError(401, "log-in", "this ticket was used in the meantime", LOG_IN)
+        word = self._sessions.log_in(tokens, whose=caller.identity, before=self._cookie_value(connection))
         response.set_cookie(
             self._name(connection),
             word,
@@ -67,11 +69,11 @@ class Credentials:
 
     def log_out(self, connection: HTTPConnection, response: Response) -> Response:
         """Forget the browser."""
-        self._sessions.log_out(self._word(connection))
+        self._sessions.log_out(self._cookie_value(connection))
         response.delete_cookie(self._name(connection), path="/", secure=_secure(connection))
         return response
 
-    def _word(self, connection: HTTPConnection) -> str:
+    def _cookie_value(self, connection: HTTPConnection) -> str:
         return connection.cookies.get(self._name(connection), "")
 
     def _name(self, connection: HTTPConnection) -> str:

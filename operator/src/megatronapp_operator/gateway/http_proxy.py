@@ -19,8 +19,8 @@ from yarl import URL
 
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 from megatronapp_operator.gateway import bounded_protocols
-from megatronapp_operator.gateway.problems import Refusal
-from megatronapp_operator.gateway.response_policy import JSON, PLAIN, TOTAL_S, Kind
+from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_operator.gateway.response_policy import JSON, PLAIN, TOTAL_S, ResponseRule
 
 LOG = logging.getLogger(__name__)
 CHUNK_BYTES = 64 << 10
@@ -38,7 +38,7 @@ def new_session() -> aiohttp.ClientSession:
     """Connections to hubs: no cookies, no proxies of the environment, nothing unpacked."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
-            limit=0, limit_per_host=AT_ONCE, socket_factory=lambda address: bounded_protocols.towards(*address[:3])
+            limit=0, limit_per_host=AT_ONCE, socket_factory=lambda address: bounded_protocols.hub_socket(*address[:3])
         ),
         timeout=_timeout(TOTAL_S),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -52,7 +52,7 @@ def _timeout(total_s: float) -> aiohttp.ClientTimeout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class HubRequest:
     """What a hub is asked."""
 
     url: URL
@@ -63,7 +63,7 @@ class Question:
     """Who asks, for the hub's shares: who controls by name, for its record; who looks by a word without meaning."""
     tag: str | None = None
     """Entity tag of what the caller has already."""
-    kind: Kind = PLAIN
+    kind: ResponseRule = PLAIN
 
     @property
     def headers(self) -> dict[str, str]:
@@ -71,11 +71,11 @@ class Question:
         accept = ", ".join(sorted(self.kind.types))
         headers = {"Authorization": f"Bearer {self.token}", "Accept": accept, "Accept-Encoding": "identity"}
         headers |= {} if self.body is None else {"Content-Type": JSON}
-        headers |= {} if self.who is None else {CALLER_HEADER: spelled(self.who)}
+        headers |= {} if self.who is None else {CALLER_HEADER: encode_caller_name(self.who)}
         return headers | ({} if self.tag is None else {"If-None-Match": self.tag})
 
 
-def spelled(name: str) -> str:
+def encode_caller_name(name: str) -> str:
     """A user's name as a header holds it: printable ASCII as it is, the rest by percent-encoding (RFC 3986)."""
     return urllib.parse.quote(name, safe="!#$&'()*+,/:;=?@[]|~ ", errors="replace").strip()[:MAX_IDENTITY]
 
@@ -86,7 +86,7 @@ def address_of(hub: str, path: str, query: str) -> URL:
     return URL(f"http://{hub}/api/v1/{path}" + (f"?{urllib.parse.urlencode(pairs)}" if pairs else ""), encoded=True)
 
 
-async def ask(session: aiohttp.ClientSession, question: Question) -> "HubAnswer":
+async def send_request(session: aiohttp.ClientSession, question: HubRequest) -> "HubResponse":
     """The hub's answer, of which nothing has been read yet. Raises Refusal (502, 504) if it cannot be passed on."""
     try:
         answer = await session.request(
@@ -98,18 +98,20 @@ async def ask(session: aiohttp.ClientSession, question: Question) -> "HubAnswer"
             timeout=_timeout(question.kind.total_s),
         )
     except TimeoutError as error:
-        raise Refusal(504, "hub-silent", "the job's hub did not answer in time", "Try again in a moment.") from error
+        raise GatewayError(
+            504, "hub-silent", "the job's hub did not answer in time", "Try again in a moment."
+        ) from error
     except (aiohttp.ClientError, ValueError, OSError) as error:
         text = f"the job's hub does not answer: {type(error).__name__}"
-        raise Refusal(502, "hub-not-there", text, "It may be starting; try again in a moment.") from error
-    wrong = what_is_wrong(answer, question)
+        raise GatewayError(502, "hub-not-there", text, "It may be starting; try again in a moment.") from error
+    wrong = find_response_problem(answer, question)
     if wrong is not None:
         answer.close()
-        raise Refusal(502, "bad-hub", f"the job's hub answered with {wrong}", _HUB_LOG)
-    return HubAnswer(answer, question.kind)
+        raise GatewayError(502, "bad-hub", f"the job's hub answered with {wrong}", _HUB_LOG)
+    return HubResponse(answer, question.kind)
 
 
-def what_is_wrong(answer: aiohttp.ClientResponse, question: Question) -> str | None:
+def find_response_problem(answer: aiohttp.ClientResponse, question: HubRequest) -> str | None:
     """Why an answer must not be passed on."""
     status = answer.status
     if status == HTTPStatus.NOT_MODIFIED and question.tag is not None and question.kind.tagged:
@@ -121,7 +123,7 @@ def what_is_wrong(answer: aiohttp.ClientResponse, question: Question) -> str | N
     return None if status == HTTPStatus.NO_CONTENT else _wrong_content(answer, question.kind)
 
 
-def _wrong_content(answer: aiohttp.ClientResponse, kind: Kind) -> str | None:
+def _wrong_content(answer: aiohttp.ClientResponse, kind: ResponseRule) -> str | None:
     if answer.content_type not in kind.types or "Content-Type" not in answer.headers:
         return "something that is not JSON" if kind is PLAIN else "something of another type"
     if answer.content_type != JSON and not answer.ok:
@@ -131,10 +133,10 @@ def _wrong_content(answer: aiohttp.ClientResponse, kind: Kind) -> str | None:
     return f"more than {kind.most} bytes" if (answer.content_length or 0) > kind.most else None
 
 
-class HubAnswer(Response):
+class HubResponse(Response):
     """Streams the hub's body. Where that breaks off or is too long, so does ours, and the caller sees that it did."""
 
-    def __init__(self, answer: aiohttp.ClientResponse, kind: Kind) -> None:
+    def __init__(self, answer: aiohttp.ClientResponse, kind: ResponseRule) -> None:
         super().__init__(status_code=answer.status)
         self._answer = answer
         self._most = kind.most
@@ -155,7 +157,7 @@ class HubAnswer(Response):
         try:
             if not self._empty:
                 await self._stream(send)
-        except (aiohttp.ClientError, TimeoutError, OSError, _TooLongError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, _ResponseTooLargeError) as error:
             LOG.warning("an answer of a hub broke off: %s", error or type(error).__name__)
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -165,10 +167,10 @@ class HubAnswer(Response):
         async for chunk in self._answer.content.iter_chunked(CHUNK_BYTES):
             total += len(chunk)
             if total > self._most:
-                raise _TooLongError(f"it has more than {self._most} bytes")
+                raise _ResponseTooLargeError(f"it has more than {self._most} bytes")
             async with asyncio.timeout(SEND_S):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
-class _TooLongError(Exception):
+class _ResponseTooLargeError(Exception):
     """The hub sends without end."""

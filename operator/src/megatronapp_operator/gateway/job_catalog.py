@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatronapp_common.web.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, Api, Object
+from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, KubernetesApi, Object
 from megatronapp_operator.backends.kubernetes.status_facts import read_pinned
-from megatronapp_operator.gateway.problems import Refusal
-from megatronapp_operator.gateway.ttl_cache import Cache
+from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_operator.gateway.ttl_cache import TtlCache
 from megatronapp_operator.keys import RELOAD_S, KeyRing
 
 FRESH_S = 2.0
@@ -21,7 +21,7 @@ UNKNOWN_S, MAX_UNKNOWN = 60.0, 2_000
 """How long a token counts as that of no job, which was asked for once: browsers keep those of jobs that are gone."""
 TOKEN_LENGTH = 64
 ALIAS_DIGITS = 16
-ROLES = (Role.VIEWER, Role.CONTROLLER)
+ROLES = (TokenRole.VIEWER, TokenRole.CONTROLLER)
 """Of people. The other tokens of a job open nothing here."""
 SHOWN = ("phase", "progress", "restarts", "slowRanks", "hungRanks")
 """Of a status."""
@@ -29,7 +29,7 @@ KEY_HINT = "The door reads its key file every few seconds. If this stays, write 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Job:
+class CatalogJob:
     """One MegatronJob."""
 
     namespace: str
@@ -41,7 +41,7 @@ class Job:
     """What the door shows of it. Rank tables and specs of thousands of jobs would fill the door's memory."""
 
     @classmethod
-    def of(cls, document: Object) -> "Job":
+    def of(cls, document: Object) -> "CatalogJob":
         """The job of an object as the API server gives it."""
         metadata, status = document["metadata"], document.get("status") or {}
         kept = {
@@ -60,21 +60,21 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Listed:
-    jobs: tuple[Job, ...]
-    by_token: dict[str, tuple[Job, Role]]
+class _JobListing:
+    jobs: tuple[CatalogJob, ...]
+    by_token: dict[str, tuple[CatalogJob, TokenRole]]
 
 
-class Catalog:
+class JobCatalog:
     """Jobs of the watched namespaces (none named: of all). Methods raise ApiError if the cluster does not answer."""
 
-    def __init__(self, api: Api, *, keys: KeyRing, namespaces: Sequence[str] = ()) -> None:
+    def __init__(self, api: KubernetesApi, *, keys: KeyRing, namespaces: Sequence[str] = ()) -> None:
         self._api = api
         self._keys = keys
         self._namespaces = tuple(namespaces)
-        self._all: Cache[None, _Listed] = Cache(self._list, ttl_s=FRESH_S)
-        self._one = Cache(self._get, ttl_s=FRESH_S)
-        self._unknown: Cache[str, bool] = Cache(self._is_unknown, ttl_s=UNKNOWN_S, size=MAX_UNKNOWN)
+        self._all: TtlCache[None, _JobListing] = TtlCache(self._list, ttl_s=FRESH_S)
+        self._one = TtlCache(self._get, ttl_s=FRESH_S)
+        self._unknown: TtlCache[str, bool] = TtlCache(self._is_unknown, ttl_s=UNKNOWN_S, size=MAX_UNKNOWN)
 
     async def reach(self) -> None:
         """Ask for one job of each watched namespace: whether the cluster answers, and whether the door may ask."""
@@ -82,17 +82,17 @@ class Catalog:
             async with contextlib.aclosing(self._api.pages(JOBS, namespace, page=1)) as pages:
                 await anext(pages)
 
-    async def jobs(self) -> tuple[Job, ...]:
+    async def jobs(self) -> tuple[CatalogJob, ...]:
         """All of them, by namespace and name."""
         return (await self._all.get(None)).jobs
 
-    async def find(self, namespace: str, name: str) -> Job | None:
+    async def find(self, namespace: str, name: str) -> CatalogJob | None:
         """One of them, if it is there and its namespace is watched."""
         if self._namespaces and namespace not in self._namespaces:
             return None
         return await self._one.get((namespace, name))
 
-    async def job_of(self, token: str) -> tuple[Job, Role] | None:
+    async def job_of(self, token: str) -> tuple[CatalogJob, TokenRole] | None:
         """The job whose token this is, and what who shows it may be."""
         if len(token) != TOKEN_LENGTH:
             return None
@@ -102,50 +102,50 @@ class Catalog:
             return found
         return (await self._all.get(None)).by_token.get(mark)
 
-    def token(self, job: Job, role: Role) -> str:
+    def token(self, job: CatalogJob, role: TokenRole) -> str:
         """What the job's hub wants to see of somebody with this role. Raises Refusal where its key is unknown."""
-        return derive(job_secret(self._key_of(job), job.uid), role)
+        return derive_token(job_secret(self._key_of(job), job.uid), role)
 
-    def alias(self, job: Job, identity: str) -> str:
+    def alias(self, job: CatalogJob, identity: str) -> str:
         """A word that stands for somebody who looks at a job: the same in each of its requests, and no name."""
         said = f"megatronapp:alias:{job.uid}:{identity}".encode()
         return "viewer-" + hmac.new(bytes.fromhex(self._key_of(job)), said, hashlib.sha256).hexdigest()[:ALIAS_DIGITS]
 
-    def _key_of(self, job: Job) -> str:
+    def _key_of(self, job: CatalogJob) -> str:
         """The key of the job's running attempt. Raises Refusal: no other key opens its hub."""
         key = self._find_key(job)
         if key is None:
             text = f"the key {job.key_id} of {job.namespace}/{job.name} is not in the door's key file"
-            raise Refusal(503, "unknown-key", text, KEY_HINT, retry_s=math.ceil(RELOAD_S))
+            raise GatewayError(503, "unknown-key", text, KEY_HINT, retry_s=math.ceil(RELOAD_S))
         return key
 
-    def _find_key(self, job: Job) -> str | None:
+    def _find_key(self, job: CatalogJob) -> str | None:
         return self._keys.current if job.key_id is None else self._keys.find(job.key_id)
 
-    def _read_keys_for(self, jobs: Iterable[Job]) -> None:
+    def _read_keys_for(self, jobs: Iterable[CatalogJob]) -> None:
         """Read the key file at once where a job has a key that is not known: the operator may have read it first."""
         if any(self._find_key(job) is None for job in jobs):
             self._keys.reload()
 
-    async def _list(self, _: None) -> _Listed:
+    async def _list(self, _: None) -> _JobListing:
         documents: list[Object] = []
         for namespace in self._namespaces or (None,):
             documents += (await self._api.list_objects(JOBS, namespace)).items
-        jobs = sorted((Job.of(document) for document in documents), key=lambda job: (job.namespace, job.name))
+        jobs = sorted((CatalogJob.of(document) for document in documents), key=lambda job: (job.namespace, job.name))
         self._read_keys_for(jobs)
         known = [job for job in jobs if self._find_key(job) is not None]
         marks = {_fingerprint(self.token(job, role)): (job, role) for job in known for role in ROLES}
-        return _Listed(tuple(jobs), marks)
+        return _JobListing(tuple(jobs), marks)
 
     async def _is_unknown(self, mark: str) -> bool:
         """Whether the next listing does not have it, either: its job may have just been made."""
         return mark not in (await self._all.next(None)).by_token
 
-    async def _get(self, key: tuple[str, str]) -> Job | None:
+    async def _get(self, key: tuple[str, str]) -> CatalogJob | None:
         document = await self._api.get(JOBS, *key)
         if document is None:
             return None
-        job = Job.of(document)
+        job = CatalogJob.of(document)
         self._read_keys_for([job])
         return job
 

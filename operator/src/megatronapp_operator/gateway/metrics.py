@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatronapp_operator.gateway.problems import Refusal
+from megatronapp_operator.gateway.problems import GatewayError
 
 HUB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 NO_ROUTE = "none"
@@ -18,7 +18,7 @@ NO_ROUTE = "none"
 OK = "ok"
 
 
-class DoorMetrics:
+class GatewayMetrics:
     """All metrics of one door process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -56,7 +56,7 @@ class DoorMetrics:
         self._sockets.set_function(count)
         self._most.set(most)
 
-    def refused(self, refusal: Refusal) -> None:
+    def refused(self, refusal: GatewayError) -> None:
         """The door did not do something."""
         self._refusals.labels(refusal.code).inc()
 
@@ -64,7 +64,7 @@ class DoorMetrics:
         """A request has its answer."""
         self._requests.labels(route, str(status)).inc()
 
-    def asked_cluster(self, verb: str, resource: str, status: int) -> None:
+    def count_api_request(self, verb: str, resource: str, status: int) -> None:
         """The API server has answered, or (0) has not."""
         self._api.labels(verb.lower(), resource, str(status) if status else "error").inc()
 
@@ -74,17 +74,17 @@ class DoorMetrics:
         began, outcome = time.perf_counter(), OK
         try:
             yield
-        except Refusal as refusal:
+        except GatewayError as refusal:
             outcome = refusal.code
             raise
         finally:
             self._hubs.labels(outcome).observe(time.perf_counter() - began)
 
 
-class CountRequests:
+class RequestCounter:
     """ASGI layer that counts answers by the route that gave them."""
 
-    def __init__(self, app: ASGIApp, metrics: DoorMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
         self._metrics = metrics
 

@@ -13,7 +13,7 @@ from megatronapp_operator.errors import OperatorError
 WHERE = "See /api/v1/openapi.json for what there is."
 
 
-class Refusal(OperatorError):
+class GatewayError(OperatorError):
     """What the door does not do. `status` is the HTTP status; `retry_s` says when another try may help."""
 
     def __init__(self, status: int, code: str, message: str, hint: str, *, retry_s: int | None = None) -> None:
@@ -30,7 +30,7 @@ def problem_response(status: int, code: str, message: str, hint: str) -> JSONRes
     return JSONResponse(body, status, headers={"WWW-Authenticate": "Bearer"} if status == 401 else None)
 
 
-def refused(refusal: Refusal) -> JSONResponse:
+def gateway_error_response(refusal: GatewayError) -> JSONResponse:
     """The answer for a refusal."""
     answer = problem_response(refusal.status, refusal.code, str(refusal), refusal.hint)
     if refusal.retry_s is not None:
@@ -39,29 +39,31 @@ def refused(refusal: Refusal) -> JSONResponse:
 
 
 async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refusal)
-    tell(request, error)
-    return refused(error)
+    assert isinstance(error, GatewayError)
+    count_error(request, error)
+    return gateway_error_response(error)
 
 
 async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     refusal = of_api(error)
-    tell(request, refusal)
-    return refused(refusal)
+    count_error(request, refusal)
+    return gateway_error_response(refusal)
 
 
-def tell(connection: HTTPConnection, refusal: Refusal) -> None:
+def count_error(connection: HTTPConnection, refusal: GatewayError) -> None:
     """Let the metrics know, where there are any."""
     getattr(connection.app.state, "refused", lambda _: None)(refusal)
 
 
-def of_api(error: ApiError) -> Refusal:
+def of_api(error: ApiError) -> GatewayError:
     """The cluster does not answer the door, or does not let it do its work; never the caller's fault."""
     if isinstance(error, ForbiddenError):
         hint = "Whoever installed the chart must give the door this right, or start it with --no-reviews."
-        return Refusal(503, "door-without-right", f"the door may not ask the cluster: {error}", hint)
-    return Refusal(503, "cluster-not-there", f"the cluster's API does not answer: {error}", "Try again in a moment.")
+        return GatewayError(503, "door-without-right", f"the door may not ask the cluster: {error}", hint)
+    return GatewayError(
+        503, "cluster-not-there", f"the cluster's API does not answer: {error}", "Try again in a moment."
+    )
 
 
 async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
@@ -80,7 +82,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 def install(app: FastAPI) -> None:
     """Give `app` these error answers."""
-    app.add_exception_handler(Refusal, _on_refusal)
+    app.add_exception_handler(GatewayError, _on_refusal)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)

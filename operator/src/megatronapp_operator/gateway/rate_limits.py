@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable, Mapping
 
-from megatronapp_common.web.token_bucket import Buckets, Size
-from megatronapp_operator.gateway.problems import Refusal
+from megatronapp_common.web.token_bucket import BucketSize, TokenBuckets
+from megatronapp_operator.gateway.problems import GatewayError
 
 MAX_KEYS = 10_000
 """So many are remembered."""
 
 
-class Rates:
+class RateLimits:
     """`turns` at once, and as many more in `fill_s` seconds; of a key that weighs more, so many times as often."""
 
     def __init__(self, what: str, *, turns: int, fill_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -18,13 +18,13 @@ class Rates:
         self._turns = turns
         self._fill_s = fill_s
         self._clock = clock
-        self._buckets = Buckets(MAX_KEYS)
+        self._buckets = TokenBuckets(MAX_KEYS)
 
-    def take(self, weights: Mapping[str, int]) -> None:
+    def acquire(self, weights: Mapping[str, int]) -> None:
         """One turn of each key. Raises Refusal (429), and takes none, if one of them has no turn left."""
         turns = {key: self._turns * weight for key, weight in weights.items()}
-        sizes = {key: Size(count, count / self._fill_s) for key, count in turns.items()}
-        short = self._buckets.take(sizes, self._clock())
+        sizes = {key: BucketSize(count, count / self._fill_s) for key, count in turns.items()}
+        short = self._buckets.consume(sizes, self._clock())
         if short is not None:
             text = f"{short.key} has had {turns[short.key]} {self._what} in a short time"
-            raise Refusal(429, "too-many", text, f"Try again in {short.wait_s} s.", retry_s=short.wait_s)
+            raise GatewayError(429, "too-many", text, f"Try again in {short.wait_s} s.", retry_s=short.wait_s)

@@ -31,7 +31,7 @@ TABLES = {"csv": CSV, "npy": BYTES}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class ResponseRule:
     """What may come back for a path."""
 
     types: frozenset[str] = frozenset({JSON})
@@ -59,21 +59,21 @@ class Kind:
         return headers
 
 
-PLAIN = Kind()
-TILE = Kind(types=frozenset({JSON, BYTES}), tagged=True, most=MAX_TILE_BYTES)
+PLAIN = ResponseRule()
+TILE = ResponseRule(types=frozenset({JSON, BYTES}), tagged=True, most=MAX_TILE_BYTES)
 TILES = dataclasses.replace(TILE, most=MAX_TILES_BYTES)
 
 
-def kind_of(path: str, query: str = "") -> Kind:
+def response_rule_for(path: str, query: str = "") -> ResponseRule:
     """What may come back for a path below `/api/v1/` of a hub. The path consists of plain words (see `routes`)."""
     if _TILE.fullmatch(path):
         return TILES if _TILES.fullmatch(path) else TILE
     if found := _SESSION.fullmatch(path):
         types = frozenset({JSON, BYTES})
-        return Kind(types=types, file=f"{found['run']}.scope", most=MAX_SESSION_BYTES, total_s=SESSION_S)
+        return ResponseRule(types=types, file=f"{found['run']}.scope", most=MAX_SESSION_BYTES, total_s=SESSION_S)
     form = urllib.parse.parse_qs(query).get("format", [""])[-1]
     if (found := _VALUES.fullmatch(path)) and form in TABLES:
-        return Kind(types=frozenset({JSON, TABLES[form]}), file=f"{found['run']}-{found['site']}.{form}")
+        return ResponseRule(types=frozenset({JSON, TABLES[form]}), file=f"{found['run']}-{found['site']}.{form}")
     return PLAIN
 
 

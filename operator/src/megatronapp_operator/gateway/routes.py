@@ -10,18 +10,18 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
 from megatronapp_common.job.api.metadata import NAME_PATTERN
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.gateway import http_proxy, websocket_admission, websocket_proxy
-from megatronapp_operator.gateway.authorization import Caller, Gate
-from megatronapp_operator.gateway.concurrency_limits import Shares
+from megatronapp_operator.gateway.authorization import Authorizer, Caller
+from megatronapp_operator.gateway.concurrency_limits import ConcurrencyLimits
 from megatronapp_operator.gateway.credentials import Credentials
-from megatronapp_operator.gateway.http_proxy import AT_ONCE, Question
-from megatronapp_operator.gateway.hub_addresses import Hubs
-from megatronapp_operator.gateway.job_catalog import Catalog, Job
-from megatronapp_operator.gateway.metrics import DoorMetrics
-from megatronapp_operator.gateway.rate_limits import Rates
-from megatronapp_operator.gateway.response_policy import kind_of
-from megatronapp_operator.gateway.schemas import DoorJob, Health, Problem, Ticket
+from megatronapp_operator.gateway.http_proxy import AT_ONCE, HubRequest
+from megatronapp_operator.gateway.hub_addresses import HubAddresses
+from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
+from megatronapp_operator.gateway.metrics import GatewayMetrics
+from megatronapp_operator.gateway.rate_limits import RateLimits
+from megatronapp_operator.gateway.response_policy import response_rule_for
+from megatronapp_operator.gateway.schemas import GatewayJob, Health, LoginTicket, Problem
 from megatronapp_operator.gateway.static_pages import read_body
 from megatronapp_operator.gateway.subject_access import Verb
 
@@ -35,11 +35,11 @@ MAX_SOCKETS = 64
 CONTROLS, CONTROLS_S, JOBS_CONTROLS = 30, 15.0, 4
 """Controlling calls of one caller to one job: so many at once, and as many more in so many seconds; those of all
 callers of one role to one job so many times as often."""
-Word = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
+PathSegment = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
-HubPath = Annotated[str, Path(max_length=200, pattern=f"^{Word}(/{Word})*$")]
-FaultId = Annotated[str, Path(max_length=100, pattern=f"^{Word}$")]
+HubPath = Annotated[str, Path(max_length=200, pattern=f"^{PathSegment}(/{PathSegment})*$")]
+FaultId = Annotated[str, Path(max_length=100, pattern=f"^{PathSegment}$")]
 STATUSES = (400, 401, 403, 404, 408, 413, 422, 503)
 FROM_HUB = (409, 429, 500, 502, 504)
 PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in STATUSES}
@@ -50,19 +50,19 @@ OBJECT_BODY = {
 BEARER = HTTPBearer(auto_error=False, description="A token of the cluster, or a job's viewer token.")
 
 
-class Door:
+class Gateway:
     """What the routes work with."""
 
     def __init__(
         self,
         *,
-        catalog: Catalog,
-        gate: Gate,
-        hubs: Hubs,
+        catalog: JobCatalog,
+        gate: Authorizer,
+        hubs: HubAddresses,
         credentials: Credentials,
         session: aiohttp.ClientSession,
-        metrics: DoorMetrics,
-        sockets: Shares,
+        metrics: GatewayMetrics,
+        sockets: ConcurrencyLimits,
         controls: int = CONTROLS,
     ) -> None:
         self.catalog = catalog
@@ -71,19 +71,26 @@ class Door:
         self.credentials = credentials
         self.session = session
         self.metrics = metrics
-        self.requests = Shares("requests", in_all=MAX_REQUESTS)
-        self.bodies = Shares("long bodies", in_all=MAX_LONG_BODIES)
+        self.requests = ConcurrencyLimits("requests", in_all=MAX_REQUESTS)
+        self.bodies = ConcurrencyLimits("long bodies", in_all=MAX_LONG_BODIES)
         self.sockets = sockets
         self.reached = False
         """Whether the cluster has answered once."""
-        self.controls = Rates("controlling calls", turns=controls, fill_s=CONTROLS_S)
+        self.controls = RateLimits("controlling calls", turns=controls, fill_s=CONTROLS_S)
 
     async def caller(self, connection: HTTPConnection) -> Caller:
         """Who asks. Raises Refusal (401, 403)."""
         return await self.gate.identify(self.credentials.tokens(connection))
 
-    async def ask_hub(
-        self, caller: Caller, job: Job, path: str, query: str = "", *, role: Role = Role.VIEWER, tag: str | None = None
+    async def forward_request(
+        self,
+        caller: Caller,
+        job: CatalogJob,
+        path: str,
+        query: str = "",
+        *,
+        role: TokenRole = TokenRole.VIEWER,
+        tag: str | None = None,
     ) -> Response:
         """What the job's hub tells. Raises Refusal."""
         url = http_proxy.address_of(await self.hubs.address(job), path, query)
@@ -91,66 +98,71 @@ class Door:
             self.catalog.token(job, role),
             self.catalog.alias(job, caller.identity),
         )  # hubs share out by callers
-        question = Question(url=url, token=token, who=who, tag=tag, kind=kind_of(path, query))
-        with self.requests.take(shares_of_request(caller, job)) as share:
-            return await self._ask(question, share)
+        question = HubRequest(url=url, token=token, who=who, tag=tag, kind=response_rule_for(path, query))
+        with self.requests.acquire(concurrency_keys(caller, job)) as share:
+            return await self._send_request(question, share)
 
     async def control_hub(
-        self, caller: Caller, job: Job, path: str, *, request: Request, most: int | None = None
+        self, caller: Caller, job: CatalogJob, path: str, *, request: Request, most: int | None = None
     ) -> Response:
         """What the job's hub says to something that changes its job, with the request's body. Raises Refusal.
 
         Nothing of a body is read before there is room for it.
         """
         role = await self.gate.role(caller, job)
-        self.controls.take(turns_of(caller, job, role))
-        with self.requests.take(shares_of_request(caller, job)) as share, self._room(caller, job, most or 0):
+        self.controls.acquire(rate_limit_keys(caller, job, role))
+        with (
+            self.requests.acquire(concurrency_keys(caller, job)) as share,
+            self._concurrency_slot(caller, job, most or 0),
+        ):
             body = None if most is None else await read_body(request, most)
             url = http_proxy.address_of(await self.hubs.address(job), path, "")
-            who = caller.name if role is Role.CONTROLLER else None
+            who = caller.name if role is TokenRole.CONTROLLER else None
             token = self.catalog.token(job, role)
-            return await self._ask(Question(url=url, token=token, method=request.method, body=body, who=who), share)
+            return await self._send_request(
+                HubRequest(url=url, token=token, method=request.method, body=body, who=who), share
+            )
 
-    def _room(self, caller: Caller, job: Job, most: int) -> contextlib.ExitStack:
+    def _concurrency_slot(self, caller: Caller, job: CatalogJob, most: int) -> contextlib.ExitStack:
         if most <= MAX_BODY_BYTES:
             return contextlib.ExitStack()
-        return self.bodies.take({f"{caller.identity} at the {hub_of(job)}": CALLERS_LONG_BODIES})
+        return self.bodies.acquire({f"{caller.identity} at the {hub_of(job)}": CALLERS_LONG_BODIES})
 
-    async def _ask(self, question: Question, share: contextlib.ExitStack) -> Response:
+    async def _send_request(self, question: HubRequest, share: contextlib.ExitStack) -> Response:
         with self.metrics.asking_hub():
-            answer = await http_proxy.ask(self.session, question)
+            answer = await http_proxy.send_request(self.session, question)
         answer.share = share.pop_all()
         return answer
 
 
-def shares_of_request(caller: Caller, job: Job) -> dict[str, int]:
+def concurrency_keys(caller: Caller, job: CatalogJob) -> dict[str, int]:
     """Of whose shares a request to a job's hub takes. No caller can fill those of a job."""
     whose, hub = caller.identity, hub_of(job)
     return {whose: CALLERS_REQUESTS, hub: JOBS_REQUESTS, f"{whose} at the {hub}": REQUESTS_OF_BOTH}
 
 
-def turns_of(caller: Caller, job: Job, role: Role) -> dict[str, int]:
+def rate_limit_keys(caller: Caller, job: CatalogJob, role: TokenRole) -> dict[str, int]:
     """Of whose turns a controlling call takes. No viewer, who may make ranks slow, can use up those of controllers."""
     hub = hub_of(job)
     return {f"{caller.identity} at the {hub}": 1, f"a {role} at the {hub}": JOBS_CONTROLS}
 
 
-def hub_of(job: Job) -> str:
+def hub_of(job: CatalogJob) -> str:
     """The job's hub, in words."""
     return f"hub of {job.namespace}/{job.name}"
 
 
-def door_of(connection: HTTPConnection) -> Door:
+def gateway_of(connection: HTTPConnection) -> Gateway:
     """The door that serves this connection."""
-    door: Door = connection.app.state.door
+    door: Gateway = connection.app.state.door
     return door
 
 
 async def _caller_of(connection: HTTPConnection) -> Caller:
-    return await door_of(connection).caller(connection)
+    return await gateway_of(connection).caller(connection)
 
 
-DoorOf = Annotated[Door, Depends(door_of)]
+GatewayOf = Annotated[Gateway, Depends(gateway_of)]
 CallerOf = Annotated[Caller, Depends(_caller_of)]
 probes = APIRouter(tags=["probes"])
 router = APIRouter(prefix="/api/v1", dependencies=[Security(BEARER)], responses=PROBLEMS)
@@ -164,7 +176,7 @@ async def healthz() -> Health:
 
 
 @probes.get("/readyz", responses={503: {"model": Problem}})
-async def readyz(door: DoorOf) -> Health:
+async def readyz(door: GatewayOf) -> Health:
     """The cluster has answered once. Later its silence takes no page away: requests that need it say so themselves."""
     if not door.reached:
         await door.catalog.reach()
@@ -173,31 +185,31 @@ async def readyz(door: DoorOf) -> Health:
 
 
 @router.get("/jobs")
-async def jobs(door: DoorOf, caller: CallerOf) -> list[DoorJob]:
+async def jobs(door: GatewayOf, caller: CallerOf) -> list[GatewayJob]:
     """The jobs that the caller may see, by namespace and name."""
     return [entry(job) for job in await door.gate.visible(caller)]
 
 
 @router.post("/tickets", status_code=201)
-async def new_ticket(request: Request, door: DoorOf, caller: CallerOf) -> Ticket:
+async def new_ticket(request: Request, door: GatewayOf, caller: CallerOf) -> LoginTicket:
     """A word that logs a browser in with the caller's rights, so that no token stands in an address."""
-    return Ticket(ticket=door.credentials.ticket(request, caller))
+    return LoginTicket(ticket=door.credentials.ticket(request, caller))
 
 
 @router.delete("/session", status_code=204)
-async def log_out(request: Request, door: DoorOf, caller: CallerOf) -> Response:
+async def log_out(request: Request, door: GatewayOf, caller: CallerOf) -> Response:
     """Forget this browser."""
     return door.credentials.log_out(request, Response(status_code=204))
 
 
 @router.get("/jobs/{namespace}/{name}")
-async def one_job(door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name) -> DoorJob:
+async def one_job(door: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name) -> GatewayJob:
     """One job."""
     return entry(await door.gate.admit(caller, Verb.GET, namespace, name))
 
 
 @router.post("/jobs/{namespace}/{name}/faults", status_code=201, openapi_extra=OBJECT_BODY, responses=HUB_PROBLEMS)
-async def add_fault(request: Request, door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
+async def add_fault(request: Request, door: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
     """Make a rank slow; the hub's own interface says how."""
     job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
     return await door.control_hub(caller, job, "faults", request=request, most=MAX_BODY_BYTES)
@@ -208,7 +220,7 @@ async def add_fault(request: Request, door: DoorOf, caller: CallerOf, namespace:
 )
 async def end_fault(request: Request, caller: CallerOf, namespace: Namespace, name: Name, fault: FaultId) -> Response:
     """End a fault."""
-    door = door_of(request)
+    door = gateway_of(request)
     job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
     return await door.control_hub(caller, job, f"faults/{fault}", request=request)
 
@@ -216,22 +228,22 @@ async def end_fault(request: Request, caller: CallerOf, namespace: Namespace, na
 @router.get("/jobs/{namespace}/{name}/{path:path}", response_model=None, responses={200: {}, **HUB_PROBLEMS})
 async def read_hub(request: Request, caller: CallerOf, namespace: Namespace, name: Name, path: HubPath) -> Response:
     """What the job's hub tells at `/api/v1/{path}`: JSON, with the same query."""
-    door = door_of(request)
+    door = gateway_of(request)
     job = await door.gate.admit(caller, Verb.GET, namespace, name)
-    return await door.ask_hub(caller, job, path, request.url.query)
+    return await door.forward_request(caller, job, path, request.url.query)
 
 
 @sockets.websocket("/jobs/{namespace}/{name}/live")
-async def follow(socket: WebSocket, namespace: Namespace, name: Name) -> None:
+async def live_socket(socket: WebSocket, namespace: Namespace, name: Name) -> None:
     """The hub's live frames."""
-    await websocket_admission.welcome(socket, door_of(socket), namespace, name, websocket_proxy.RULES)
+    await websocket_admission.serve_websocket(socket, gateway_of(socket), namespace, name, websocket_proxy.RULES)
 
 
-def entry(job: Job) -> DoorJob:
+def entry(job: CatalogJob) -> GatewayJob:
     """The job in a list."""
     status = job.status
     progress = status.get("progress") or {}
-    return DoorJob(
+    return GatewayJob(
         namespace=job.namespace,
         name=job.name,
         uid=job.uid,

@@ -17,8 +17,8 @@ from megatronapp_operator.gateway.routes import (
     HubPath,
     Name,
     Namespace,
-    Word,
-    door_of,
+    PathSegment,
+    gateway_of,
 )
 from megatronapp_operator.gateway.schemas import Problem
 from megatronapp_operator.gateway.subject_access import Verb
@@ -27,10 +27,10 @@ JOB = "/jobs/{namespace}/{name}/scope"
 MAX_RUN_BYTES = 1 << 20
 """Of a new run: eight prompts of the longest kind."""
 Answers = dict[int | str, dict[str, Any]]
-RunId = Annotated[str, Path(max_length=64, pattern=f"^{Word}$")]
+RunId = Annotated[str, Path(max_length=64, pattern=f"^{PathSegment}$")]
 Tag = Annotated[str | None, Header(alias="If-None-Match", max_length=200)]
 CONTROLS: Answers = {200: {}, 201: {}, 202: {}, 204: {}, **HUB_PROBLEMS}
-LOOKS: Answers = HUB_PROBLEMS | {
+READ_RESPONSES: Answers = HUB_PROBLEMS | {
     200: {"content": {"application/json": {}, "application/octet-stream": {}, "text/csv": {}}},
     202: {},
     304: {"description": "as it was"},
@@ -44,9 +44,9 @@ sockets = APIRouter(prefix="/api/v1")
 @router.get(JOB, response_model=None, responses={200: {}, **HUB_PROBLEMS})
 async def hello(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
     """The model of the job, and what the caller is: viewer or controller."""
-    door = door_of(request)
+    door = gateway_of(request)
     job = await door.gate.admit(caller, Verb.GET, namespace, name)
-    return await door.ask_hub(caller, job, "scope", role=await door.gate.role(caller, job))
+    return await door.forward_request(caller, job, "scope", role=await door.gate.role(caller, job))
 
 
 @router.post(f"{JOB}/runs", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
@@ -84,8 +84,8 @@ async def reserved(request: Request, caller: CallerOf, namespace: Namespace, nam
     return await _control(request, caller, (namespace, name), request.url.path.rpartition("/")[2])
 
 
-@router.get(f"{JOB}/{{path:path}}", response_model=None, responses=LOOKS)
-async def look(
+@router.get(f"{JOB}/{{path:path}}", response_model=None, responses=READ_RESPONSES)
+async def read_scope(
     *,
     request: Request,
     caller: CallerOf,
@@ -95,21 +95,21 @@ async def look(
     if_none_match: Tag = None,
 ) -> Response:
     """What the hub tells at `/api/v1/scope/{path}`, with the same query: runs, tiles, exact numbers, sessions."""
-    door = door_of(request)
+    door = gateway_of(request)
     job = await door.gate.admit(caller, Verb.GET, namespace, name)
     tag = if_none_match if ETAG.fullmatch(if_none_match or "") else None
-    return await door.ask_hub(caller, job, f"scope/{path}", request.url.query, tag=tag)
+    return await door.forward_request(caller, job, f"scope/{path}", request.url.query, tag=tag)
 
 
 @sockets.websocket(JOB)
-async def watch(socket: WebSocket, namespace: Namespace, name: Name) -> None:
+async def scope_socket(socket: WebSocket, namespace: Namespace, name: Name) -> None:
     """The hub's frames of MegaScope, subprotocol `megatronapp.scope.1`."""
-    await websocket_admission.welcome(socket, door_of(socket), namespace, name, websocket_proxy.SCOPE_RULES)
+    await websocket_admission.serve_websocket(socket, gateway_of(socket), namespace, name, websocket_proxy.SCOPE_RULES)
 
 
 async def _control(
     request: Request, caller: CallerOf, place: tuple[str, str], path: str, *, most: int | None = None
 ) -> Response:
-    door = door_of(request)
+    door = gateway_of(request)
     job = await door.gate.control(caller, *place)
     return await door.control_hub(caller, job, f"scope/{path}", request=request, most=most)

@@ -20,7 +20,7 @@ class Problem(ApiModel):
     hint: str
 
 
-class DoorJob(ApiModel):
+class GatewayJob(ApiModel):
     """One line of the list of jobs; what is below it stands at `/api/v1/jobs/{namespace}/{name}/`."""
 
     namespace: str
@@ -35,7 +35,7 @@ class DoorJob(ApiModel):
     created_at: Annotated[str, Field(description="RFC 3339.")]
 
 
-class Ticket(ApiModel):
+class LoginTicket(ApiModel):
     """Opens the pages once, within five minutes, at `/#code=TICKET`, with the rights of who asked for it."""
 
     ticket: str

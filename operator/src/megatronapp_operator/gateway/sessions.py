@@ -21,7 +21,7 @@ MAX_TOKENS = 16
 
 
 @dataclasses.dataclass(slots=True)
-class _Kept:
+class _StoredTokens:
     tokens: tuple[str, ...]
     whose: str
     until: float
@@ -32,13 +32,13 @@ class _Kept:
         return sum(map(len, self.tokens))
 
 
-class Book:
+class TokenStore:
     """Random words and the tokens behind them; the oldest go first where there are too many."""
 
     def __init__(self, *, life_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._life_s = life_s
         self._clock = clock
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, _StoredTokens] = OrderedDict()
         self._bytes = 0
 
     def add(self, tokens: tuple[str, ...], *, whose: str) -> str:
@@ -47,14 +47,14 @@ class Book:
         own = [older for older, kept in self._kept.items() if kept.whose == whose]
         for older in own[: max(0, len(own) - MAX_EACH + 1)]:
             self.drop(older)
-        kept = _Kept(tokens[:MAX_TOKENS], whose, self._clock() + self._life_s)
+        kept = _StoredTokens(tokens[:MAX_TOKENS], whose, self._clock() + self._life_s)
         self._kept[word] = kept
         self._bytes += kept.size
         while len(self._kept) > MAX_SESSIONS or self._bytes > MAX_BYTES:
             self.drop(next(iter(self._kept)))
         return word
 
-    def look_up(self, word: str) -> tuple[str, ...]:
+    def get(self, word: str) -> tuple[str, ...]:
         """The tokens of a word; none if it is not known any more."""
         found = self._kept.get(word)
         if found is None:
@@ -71,25 +71,25 @@ class Book:
 
     def take(self, word: str) -> tuple[str, ...]:
         """The tokens of a word that is good for once."""
-        tokens = self.look_up(word)
+        tokens = self.get(word)
         self.drop(word)
         return tokens
 
 
-class Sessions:
+class BrowserSessions:
     """The browsers that are logged in, and tickets with which a program logs one in."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._open = Book(life_s=LIFE_S, clock=clock)
-        self._tickets = Book(life_s=TICKET_LIFE_S, clock=clock)
+        self._open = TokenStore(life_s=LIFE_S, clock=clock)
+        self._tickets = TokenStore(life_s=TICKET_LIFE_S, clock=clock)
 
     def tokens(self, word: str) -> tuple[str, ...]:
         """What a browser with this cookie has shown."""
-        return self._open.look_up(word)
+        return self._open.get(word)
 
     def log_in(self, tokens: tuple[str, ...], *, whose: str, before: str = "") -> str:
         """The word for a browser that showed these tokens; those that it showed before, for other jobs, stay good."""
-        older = tuple(token for token in self._open.look_up(before) if token not in tokens)
+        older = tuple(token for token in self._open.get(before) if token not in tokens)
         self._open.drop(before)
         return self._open.add((*tokens, *older), whose=whose)
 
@@ -101,9 +101,9 @@ class Sessions:
         """A word for an address that somebody opens soon: good for one login."""
         return self._tickets.add(tokens, whose=whose)
 
-    def behind(self, word: str) -> tuple[str, ...]:
+    def tokens_of_ticket(self, word: str) -> tuple[str, ...]:
         """The tokens behind a ticket, which stays good."""
-        return self._tickets.look_up(word)
+        return self._tickets.get(word)
 
     def redeem(self, word: str) -> tuple[str, ...]:
         """The tokens behind a ticket, once."""

@@ -12,15 +12,15 @@ from megatronapp_common.web.origin import (
     ASSET_HEADERS,
     ELSEWHERE_MARK,
     PAGE_HEADERS,
-    asked_here,
+    add_meta_tags,
     is_route,
+    is_same_origin,
+    is_same_site_navigation,
     login_form,
-    marked,
-    same_origin,
 )
-from megatronapp_operator.gateway.authorization import Gate
+from megatronapp_operator.gateway.authorization import Authorizer
 from megatronapp_operator.gateway.credentials import Credentials
-from megatronapp_operator.gateway.problems import WHERE, Refusal, tell
+from megatronapp_operator.gateway.problems import WHERE, GatewayError, count_error
 
 MARK = '<meta name="megatronapp-server" content="door" />'
 MAX_FORM_BYTES = 16 << 10
@@ -39,27 +39,29 @@ def resolve(root: pathlib.Path, path: str) -> pathlib.Path | None:
         return None
 
 
-def build_router(root: pathlib.Path | None, credentials: Credentials, gate_of: Callable[[Request], Gate]) -> APIRouter:
+def build_router(
+    root: pathlib.Path | None, credentials: Credentials, gate_of: Callable[[Request], Authorizer]
+) -> APIRouter:
     """Routes of the page and of logging in."""
     router = APIRouter(include_in_schema=False)
 
     @router.post("/login")
     async def log_in(request: Request) -> Response:
-        if not same_origin(request.headers):
-            raise Refusal(403, "other-origin", "this form is not the door's", "Open the door's own page.")
+        if not is_same_origin(request.headers):
+            raise GatewayError(403, "other-origin", "this form is not the door's", "Open the door's own page.")
         fields = urllib.parse.parse_qs((await read_body(request, MAX_FORM_BYTES)).decode(errors="replace"))
         shown = fields.get("token", [""])[0].strip()
         try:
             return await credentials.log_in(request, shown, RedirectResponse("./", 303), gate=gate_of(request))
-        except Refusal as refusal:
-            tell(request, refusal)
+        except GatewayError as refusal:
+            count_error(request, refusal)
             return _form(refusal.status, f"{refusal}.")
 
     @router.get("/{path:path}")
     async def page(request: Request, path: str) -> Response:
         if path.startswith("api/"):
-            raise Refusal(404, "not-found", f"there is no /{path}", WHERE)
-        return _file(root, path, () if asked_here(request.headers) else (ELSEWHERE_MARK,))
+            raise GatewayError(404, "not-found", f"there is no /{path}", WHERE)
+        return _file(root, path, () if is_same_site_navigation(request.headers) else (ELSEWHERE_MARK,))
 
     return router
 
@@ -75,8 +77,8 @@ def _file(root: pathlib.Path | None, path: str, marks: tuple[str, ...]) -> Respo
         return FileResponse(found, headers=ASSET_HEADERS if path.startswith("assets/") else PAGE_HEADERS)
     index = None if root is None else resolve(root, "index.html")
     if index is None or (found is None and not is_route(path)):
-        raise Refusal(404, "not-found", f"there is no /{path}", NO_PAGE.strip() if index is None else WHERE)
-    return HTMLResponse(marked(index.read_text(encoding="utf-8"), MARK, *marks), headers=PAGE_HEADERS)
+        raise GatewayError(404, "not-found", f"there is no /{path}", NO_PAGE.strip() if index is None else WHERE)
+    return HTMLResponse(add_meta_tags(index.read_text(encoding="utf-8"), MARK, *marks), headers=PAGE_HEADERS)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -85,7 +87,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         async with asyncio.timeout(BODY_S):
             return await _read(request, limit)
     except TimeoutError as error:
-        raise Refusal(408, "too-slow", f"the body took more than {BODY_S:g} s", "Send it at once.") from error
+        raise GatewayError(408, "too-slow", f"the body took more than {BODY_S:g} s", "Send it at once.") from error
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -93,5 +95,5 @@ async def _read(request: Request, limit: int) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
-            raise Refusal(413, "too-long", f"the body has more than {limit} bytes", "Send less.")
+            raise GatewayError(413, "too-long", f"the body has more than {limit} bytes", "Send less.")
     return bytes(body)

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import GROUP
-from megatronapp_operator.backends.kubernetes.client.api import Api, Object, Resource
-from megatronapp_operator.gateway.ttl_cache import Cache
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object, Resource
+from megatronapp_operator.gateway.ttl_cache import TtlCache
 
 TOKEN_REVIEWS = Resource("authentication.k8s.io/v1", "tokenreviews")
 ACCESS_REVIEWS = Resource("authorization.k8s.io/v1", "subjectaccessreviews")
@@ -46,7 +46,7 @@ class User:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Right:
+class Permission:
     """A verb on the MegatronJobs of a namespace ("": of all), or on one of them."""
 
     verb: Verb
@@ -59,20 +59,20 @@ class Right:
         return f"{self.verb} {PLURAL}.{GROUP}{job} in {where}"
 
 
-class Reviews:
+class AccessReviews:
     """Asks the cluster. Every method raises ApiError if it does not answer."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: KubernetesApi) -> None:
         self._api = api
-        self._users = Cache(self._review_token, ttl_s=KEEP_S, size=MAX_TOKENS)
+        self._users = TtlCache(self._review_token, ttl_s=KEEP_S, size=MAX_TOKENS)
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._rights = Cache(self._review_right, ttl_s=KEEP_S)
+        self._rights = TtlCache(self._review_right, ttl_s=KEEP_S)
 
     async def user_of(self, token: str) -> User | None:
         """Whose token it is; None if the cluster does not know it."""
         return await self._users.get(token)
 
-    async def allows(self, user: User, right: Right) -> bool:
+    async def allows(self, user: User, right: Permission) -> bool:
         """Whether the user may."""
         return await self._rights.get((user, right))
 
@@ -80,12 +80,12 @@ class Reviews:
         ours = AUDIENCE in audiences_of(token)
         spec: dict[str, Any] = {"token": token} | ({"audiences": [AUDIENCE]} if ours else {})
         async with self._turns:
-            status = await self._ask(TOKEN_REVIEWS, "TokenReview", spec)
+            status = await self._post_review(TOKEN_REVIEWS, "TokenReview", spec)
         if not status.get("authenticated") or (ours and AUDIENCE not in status.get("audiences", ())):
             return None
         return _user(status.get("user", {}))
 
-    async def _review_right(self, question: tuple[User, Right]) -> bool:
+    async def _review_right(self, question: tuple[User, Permission]) -> bool:
         user, right = question
         attributes = {"group": GROUP, "resource": PLURAL, "verb": right.verb.value, "namespace": right.namespace}
         attributes |= {"name": right.name} if right.name else {}
@@ -96,10 +96,10 @@ class Reviews:
             "extra": {key: list(values) for key, values in user.extra},
             "resourceAttributes": attributes,
         }
-        status = await self._ask(ACCESS_REVIEWS, "SubjectAccessReview", spec)
+        status = await self._post_review(ACCESS_REVIEWS, "SubjectAccessReview", spec)
         return bool(status.get("allowed"))
 
-    async def _ask(self, resource: Resource, kind: str, spec: dict[str, Any]) -> Object:
+    async def _post_review(self, resource: Resource, kind: str, spec: dict[str, Any]) -> Object:
         question = {"apiVersion": resource.api_version, "kind": kind, "metadata": {}, "spec": spec}
         status: Object = (await self._api.create(resource, question)).get("status", {})
         return status

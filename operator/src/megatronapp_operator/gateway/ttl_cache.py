@@ -10,7 +10,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Cache(Generic[Key, Value]):
+class TtlCache(Generic[Key, Value]):
     """At most `size` answers of `load`, each for `ttl_s` from when it was asked for. Failures are not kept."""
 
     def __init__(

@@ -5,66 +5,68 @@ from typing import TYPE_CHECKING
 
 from starlette.websockets import WebSocket
 
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
 from megatronapp_operator.gateway import websocket_proxy
 from megatronapp_operator.gateway.authorization import Caller
-from megatronapp_operator.gateway.job_catalog import Job
-from megatronapp_operator.gateway.problems import Refusal, of_api, tell
+from megatronapp_operator.gateway.job_catalog import CatalogJob
+from megatronapp_operator.gateway.problems import GatewayError, count_error, of_api
 from megatronapp_operator.gateway.subject_access import Verb
-from megatronapp_operator.gateway.websocket_proxy import Rules
+from megatronapp_operator.gateway.websocket_proxy import SocketRules
 
 if TYPE_CHECKING:
-    from megatronapp_operator.gateway.routes import Door
+    from megatronapp_operator.gateway.routes import Gateway
 
 CALLERS_SOCKETS, JOBS_SOCKETS = 16, 48
 """Live sockets of one caller, and of one job."""
-Guest = tuple[Caller, Job, Role]
+Guest = tuple[Caller, CatalogJob, TokenRole]
 
 
-async def welcome(socket: WebSocket, door: "Door", namespace: str, name: str, rules: Rules) -> None:
+async def serve_websocket(socket: WebSocket, door: "Gateway", namespace: str, name: str, rules: SocketRules) -> None:
     """Let a page listen to the job's hub, as long as it may."""
     try:
         guest = await _admit(socket, door, namespace, name, rules)
         if rules.subprotocol is not None and rules.subprotocol not in socket.scope["subprotocols"]:
             hint = "Use the page of this release."
-            raise Refusal(400, "other-protocol", f"this socket speaks {rules.subprotocol} alone", hint)
-    except Refusal as refusal:
-        tell(socket, refusal)
+            raise GatewayError(400, "other-protocol", f"this socket speaks {rules.subprotocol} alone", hint)
+    except GatewayError as refusal:
+        count_error(socket, refusal)
         await socket.close(websocket_proxy.CLOSE_POLICY, websocket_proxy.reason_of(refusal))
         return
 
     async def check() -> None:
         if (await _admit(socket, door, namespace, name, rules))[2:] != guest[2:]:
-            raise Refusal(403, "other-role", "your rights have changed", "Open the page again.")
+            raise GatewayError(403, "other-role", "your rights have changed", "Open the page again.")
 
     await socket.accept(rules.subprotocol)
     try:
         await _listen(socket, door, guest, rules, check)
-    except (Refusal, ApiError) as error:
-        why = error if isinstance(error, Refusal) else of_api(error)
-        tell(socket, why)
-        await websocket_proxy.say(socket, why)
+    except (GatewayError, ApiError) as error:
+        why = error if isinstance(error, GatewayError) else of_api(error)
+        count_error(socket, why)
+        await websocket_proxy.send_error(socket, why)
 
 
-async def _admit(socket: WebSocket, door: "Door", namespace: str, name: str, rules: Rules) -> Guest:
+async def _admit(socket: WebSocket, door: "Gateway", namespace: str, name: str, rules: SocketRules) -> Guest:
     """Who comes, to which job, as what. Raises Refusal."""
     try:
         caller = await door.caller(socket)
         job = await door.gate.admit(caller, Verb.GET, namespace, name)
-        role = await door.gate.role(caller, job) if rules.by_role else Role.VIEWER
+        role = await door.gate.role(caller, job) if rules.by_role else TokenRole.VIEWER
     except ApiError as error:
         raise of_api(error) from error
     return caller, job, role
 
 
-async def _listen(socket: WebSocket, door: "Door", guest: Guest, rules: Rules, check: websocket_proxy.Check) -> None:
+async def _listen(
+    socket: WebSocket, door: "Gateway", guest: Guest, rules: SocketRules, check: websocket_proxy.Check
+) -> None:
     caller, job, role = guest
     hub_name = f"hub of {job.namespace}/{job.name}"
-    with door.sockets.take({caller.identity: CALLERS_SOCKETS, hub_name: JOBS_SOCKETS}):
+    with door.sockets.acquire({caller.identity: CALLERS_SOCKETS, hub_name: JOBS_SOCKETS}):
         address = await door.hubs.address(job)
         async with contextlib.AsyncExitStack() as stack:
             with door.metrics.asking_hub():
                 opened = websocket_proxy.listening(address, door.catalog.token(job, role), rules)
                 hub = await stack.enter_async_context(opened)
-            await websocket_proxy.relay(socket, hub, check, rules)
+            await websocket_proxy.proxy_frames(socket, hub, check, rules)

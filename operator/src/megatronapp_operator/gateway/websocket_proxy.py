@@ -17,7 +17,7 @@ from megatronapp_common import frames
 from megatronapp_common.frames import PREFIX, Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, SUBPROTOCOL
 from megatronapp_operator.gateway import bounded_protocols
-from megatronapp_operator.gateway.problems import Refusal
+from megatronapp_operator.gateway.problems import GatewayError
 
 LOG = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 << 20
@@ -43,7 +43,7 @@ Hub = websockets.asyncio.client.ClientConnection
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class SocketRules:
     """What one of the hub's sockets is like."""
 
     path: str
@@ -65,8 +65,8 @@ class Rules:
         return None
 
 
-RULES = Rules(path="live")
-SCOPE_RULES = Rules(
+RULES = SocketRules(path="live")
+SCOPE_RULES = SocketRules(
     path="scope",
     subprotocol=Subprotocol(SUBPROTOCOL),
     by_role=True,
@@ -76,7 +76,7 @@ SCOPE_RULES = Rules(
 """Docs/scope-protocol.md, section 7."""
 
 
-class _Direct(websockets.asyncio.client.connect):
+class _NoRedirectConnect(websockets.asyncio.client.connect):
     """A connection that no answer sends elsewhere."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
@@ -85,10 +85,10 @@ class _Direct(websockets.asyncio.client.connect):
 
 
 @contextlib.asynccontextmanager
-async def listening(hub: str, token: str, rules: Rules = RULES) -> AsyncIterator[Hub]:
+async def listening(hub: str, token: str, rules: SocketRules = RULES) -> AsyncIterator[Hub]:
     """One of the hub's sockets. Raises Refusal (502) if it cannot be opened."""
     try:
-        connection = await _Direct(
+        connection = await _NoRedirectConnect(
             f"ws://{hub}/api/v1/{rules.path}",
             subprotocols=None if rules.subprotocol is None else [rules.subprotocol],
             sock=await _reach(hub),
@@ -102,10 +102,12 @@ async def listening(hub: str, token: str, rules: Rules = RULES) -> AsyncIterator
         )
     except (WebSocketException, OSError, TimeoutError) as error:
         text = f"the job's hub does not open its {rules.path} socket: {type(error).__name__}"
-        raise Refusal(502, "hub-not-there", text, "It may be starting; the page tries again.") from error
+        raise GatewayError(502, "hub-not-there", text, "It may be starting; the page tries again.") from error
     async with connection:
         if connection.subprotocol != rules.subprotocol:
-            raise Refusal(502, "bad-hub", "the job's hub speaks another protocol", "Look at the log of the job's hub.")
+            raise GatewayError(
+                502, "bad-hub", "the job's hub speaks another protocol", "Look at the log of the job's hub."
+            )
         yield connection
 
 
@@ -113,7 +115,7 @@ async def _reach(hub: str) -> socket.socket:
     """A connection to `host:port`. Raises OSError, TimeoutError."""
     parts = urllib.parse.urlsplit(f"//{hub}")
     host, port = str(parts.hostname), parts.port
-    made = bounded_protocols.towards(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made = bounded_protocols.hub_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         async with asyncio.timeout(OPEN_S):
             await asyncio.get_running_loop().sock_connect(made, (host, port))
@@ -123,7 +125,7 @@ async def _reach(hub: str) -> socket.socket:
     return made
 
 
-async def relay(page: WebSocket, hub: Hub, check: Check, rules: Rules = RULES) -> None:
+async def proxy_frames(page: WebSocket, hub: Hub, check: Check, rules: SocketRules = RULES) -> None:
     """Pass frames on until one side ends, or `check`, which is asked every half minute, raises Refusal."""
     listening_to_page = _carry(page, hub) if rules.by_role else _listen(page)
     tasks = [asyncio.create_task(work) for work in (_pump(hub, page, rules), listening_to_page, _guard(check))]
@@ -139,7 +141,7 @@ async def relay(page: WebSocket, hub: Hub, check: Check, rules: Rules = RULES) -
             await page.close(code, reason)
 
 
-async def _pump(hub: Hub, page: WebSocket, rules: Rules) -> tuple[int, str]:
+async def _pump(hub: Hub, page: WebSocket, rules: SocketRules) -> tuple[int, str]:
     try:
         async for message in hub:
             wrong = rules.refuses(message)
@@ -193,16 +195,16 @@ async def _guard(check: Check) -> tuple[int, str]:
         await asyncio.sleep(RECHECK_S)
         try:
             await check()
-        except Refusal as refusal:
+        except GatewayError as refusal:
             return CLOSE_POLICY, reason_of(refusal)
 
 
-def reason_of(refusal: Refusal) -> str:
+def reason_of(refusal: GatewayError) -> str:
     """As much of the words as a close frame holds (123 bytes)."""
     return str(refusal).encode()[:MAX_REASON_BYTES].decode(errors="ignore")
 
 
-async def say(page: WebSocket, refusal: Refusal) -> None:
+async def send_error(page: WebSocket, refusal: GatewayError) -> None:
     """Tell the page why there are no frames, in its own language, and close."""
     header = {"code": refusal.code, "message": str(refusal), "hint": refusal.hint}
     await page.send_bytes(frames.encode(Frame(FrameType.ERROR, header)))

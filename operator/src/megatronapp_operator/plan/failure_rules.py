@@ -3,11 +3,11 @@
 import dataclasses
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.text.re2 import matches
+from megatronapp_common.text.re2 import matches_re2
 from megatronapp_operator.plan import outcome
 from megatronapp_operator.plan.observed import Worker, WorkerPhase
-from megatronapp_operator.plan.plan_builder import Draft
-from megatronapp_operator.plan.spec import Match, Rule
+from megatronapp_operator.plan.plan_builder import PlanBuilder
+from megatronapp_operator.plan.spec import FailureMatch, FailureRule
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
 
 DISRUPTIONS = frozenset({"DisruptionTarget", "TerminationTarget"})
@@ -35,7 +35,7 @@ HOPELESS_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class FailureEvidence:
     """What a rule may ask about a failure."""
 
     worker: int
@@ -47,10 +47,10 @@ class Evidence:
     disrupted: str | None = None
 
 
-def evidence_of(worker: Worker) -> Evidence:
+def evidence_of(worker: Worker) -> FailureEvidence:
     """What is known of a worker that failed."""
     end = outcome.outcome_of(worker)
-    return Evidence(
+    return FailureEvidence(
         worker=worker.index,
         reason=end.reason,
         message=end.message,
@@ -60,58 +60,58 @@ def evidence_of(worker: Worker) -> Evidence:
     )
 
 
-def fits(match: Match, found: Evidence) -> bool:
+def matches_rule(match: FailureMatch, found: FailureEvidence) -> bool:
     """Whether all that the rule asks holds."""
     return (
         (not match.exit_codes or found.code in match.exit_codes)
         and (not match.not_exit_codes or (found.code not in {None, 0, *match.not_exit_codes}))
         and (not match.signals or found.signal in match.signals)
         and (not match.reasons or bool({found.reason, found.disrupted} & set(match.reasons)))
-        and (match.message_regex is None or matches(match.message_regex, found.message))
+        and (match.message_regex is None or matches_re2(match.message_regex, found.message))
         and (not match.condition_types or (_names_disruption(match) and found.disrupted is not None))
         and (not match.workers or found.worker in match.workers)
     )
 
 
-def _names_disruption(match: Match) -> bool:
+def _names_disruption(match: FailureMatch) -> bool:
     return not DISRUPTIONS.isdisjoint(match.condition_types)
 
 
-def asked_for(rules: tuple[Rule, ...], found: Evidence) -> FailureAction | None:
+def matching_user_action(rules: tuple[FailureRule, ...], found: FailureEvidence) -> FailureAction | None:
     """The action of the first of the user's rules that fits."""
-    return next((rule.action for rule in rules if fits(rule.match, found)), None)
+    return next((rule.action for rule in rules if matches_rule(rule.match, found)), None)
 
 
-def ignored(draft: Draft, worker: Worker) -> bool:
+def ignored(draft: PlanBuilder, worker: Worker) -> bool:
     """Whether the user wants nothing to be made of the failure of this worker."""
     rules = draft.job.spec.policy.rules
     if all(rule.action is not FailureAction.IGNORE for rule in rules):  # a gang may have thousands of workers
         return False
-    return asked_for(rules, evidence_of(worker)) is FailureAction.IGNORE
+    return matching_user_action(rules, evidence_of(worker)) is FailureAction.IGNORE
 
 
-def culprits(draft: Draft) -> tuple[Worker, ...]:
+def culprits(draft: PlanBuilder) -> tuple[Worker, ...]:
     """Workers whose failure counts, most likely culprit first."""
     return tuple(one for one in outcome.failed(draft.gang) if not ignored(draft, one))
 
 
-def judged(draft: Draft, worker: Worker) -> Failure:
+def judged(draft: PlanBuilder, worker: Worker) -> Failure:
     """The failure that this worker, the first one, is the evidence of."""
-    action = asked_for(draft.job.spec.policy.rules, evidence_of(worker)) or _own_rules(draft, worker)
+    action = matching_user_action(draft.job.spec.policy.rules, evidence_of(worker)) or _own_rules(draft, worker)
     return _possible(draft, outcome.failure_of(worker, draft.job.spec.name, draft.now, action))
 
 
-def judged_lost(draft: Draft, failure: Failure, disrupted: str | None = None) -> Failure:
+def judged_lost(draft: PlanBuilder, failure: Failure, disrupted: str | None = None) -> Failure:
     """The same of a worker that is gone with all that it knew: a preemption, unless the user wants something else."""
     assert failure.worker is not None
-    found = Evidence(worker=failure.worker, reason=failure.reason, message=failure.message, disrupted=disrupted)
-    asked = asked_for(draft.job.spec.policy.rules, found)
+    found = FailureEvidence(worker=failure.worker, reason=failure.reason, message=failure.message, disrupted=disrupted)
+    asked = matching_user_action(draft.job.spec.policy.rules, found)
     if asked is None or asked is FailureAction.IGNORE:  # a gang does not go on without one
         return _possible(draft, failure)
     return _possible(draft, dataclasses.replace(failure, action=asked))
 
 
-def _possible(draft: Draft, failure: Failure) -> Failure:
+def _possible(draft: PlanBuilder, failure: Failure) -> Failure:
     """Without a machine that may be excluded, or the list of them, an exclusion is a restart."""
     if failure.action is not FailureAction.EXCLUDE_AND_RESTART:
         return failure
@@ -121,7 +121,7 @@ def _possible(draft: Draft, failure: Failure) -> Failure:
     return dataclasses.replace(failure, action=FailureAction.RESTART)
 
 
-def _own_rules(draft: Draft, worker: Worker) -> FailureAction:
+def _own_rules(draft: PlanBuilder, worker: Worker) -> FailureAction:
     code = outcome.outcome_of(worker).code
     if worker.disrupted is not None or _deleted_first(worker):
         return FailureAction.RESTART_IGNORE_MAX
@@ -150,13 +150,13 @@ def _refused(worker: Worker) -> bool:
     return never_ran and outcome.outcome_of(worker).reason.startswith(REFUSED_BY_NODE)
 
 
-def _peer_taken(draft: Draft) -> bool:
+def _peer_taken(draft: PlanBuilder) -> bool:
     """Whether a failure that says nothing is what becomes of a rank whose peer the cluster takes away: NCCL aborts
     it."""
     return any(one.disrupted is not None or one.unreachable_since is not None for one in draft.gang)
 
 
-def silent(draft: Draft) -> tuple[Worker, ...]:
+def silent_workers(draft: PlanBuilder) -> tuple[Worker, ...]:
     """Workers on one machine that still seem to run, although all others have ended because they lost somebody.
 
     Not while several machines are left (they may still be ending), nor where one beside them was seen to end: its
@@ -170,14 +170,14 @@ def silent(draft: Draft) -> tuple[Worker, ...]:
     return () if nodes & {one.node for one in ended} else quiet
 
 
-def _may_be_silent(draft: Draft) -> tuple[Worker, ...]:
+def _may_be_silent(draft: PlanBuilder) -> tuple[Worker, ...]:
     """Where somebody is known to be taken away, there is nothing to find out."""
     if any(one.taken for one in draft.gang):
         return ()
     return tuple(one for one in draft.gang if one.phase is WorkerPhase.RUNNING and one.node is not None)
 
 
-def settles_at(draft: Draft, culprit: Worker) -> float | None:
+def settles_at(draft: PlanBuilder, culprit: Worker) -> float | None:
     """Until when to wait for the ends of the others before this one is judged; None: it can be judged now.
 
     The victims' launchers may report before the culprit's does (`outcome.settles_at`), and one on a machine that is
@@ -191,12 +191,12 @@ def settles_at(draft: Draft, culprit: Worker) -> float | None:
     return at
 
 
-def _begins(draft: Draft) -> bool:
+def _begins(draft: PlanBuilder) -> bool:
     """Whether this is the first gang, and it has not trained yet."""
     return draft.status.restarts == 0 and not draft.status.trains
 
 
-def _hopeless(draft: Draft) -> bool:
+def _hopeless(draft: PlanBuilder) -> bool:
     """Whether the whole first gang ended at once, before it trained, as programs with wrong arguments do.
 
     A single worker that ends so proves less than several on different machines: it gets one more attempt.
@@ -208,7 +208,7 @@ def _hopeless(draft: Draft) -> bool:
     return first and all(_ended_at_once(one) for one in draft.gang)
 
 
-def _ended_the_same_before(draft: Draft) -> bool:
+def _ended_the_same_before(draft: PlanBuilder) -> bool:
     """Whether this is the second gang of a job that has never trained, and the first ended with the same exit code."""
     status, codes = draft.status, {outcome.outcome_of(one).code for one in draft.gang}
     if status.restarts != 1 or status.condition(ConditionType.RUNNING) is not None or not status.failures:

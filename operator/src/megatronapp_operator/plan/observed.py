@@ -19,7 +19,7 @@ LIVE_PHASES = frozenset({WorkerPhase.PENDING, WorkerPhase.RUNNING})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class WorkerOutcome:
     """How a worker ended: the launcher's record, or what the backend makes of its exit status."""
 
     code: int
@@ -46,7 +46,7 @@ class Worker:
     phase: WorkerPhase
     started_at: float | None = None
     finished_at: float | None = None
-    outcome: Outcome | None = None
+    outcome: WorkerOutcome | None = None
     deletion: Deletion | None = None
     node: str | None = None
     """Machine that it was placed on."""
@@ -68,9 +68,9 @@ class Worker:
     """When the last of them ended."""
     unreachable_since: float | None = None
     """Since when nothing is heard of its machine; None: it is, or has no machine."""
-    heard_since: float | None = None
+    reachable_since: float | None = None
     """Since when something is heard of it, at least; None: always, as far as is known."""
-    held_by: tuple[str, ...] = ()
+    finalizers: tuple[str, ...] = ()
     """Finalizers that keep it from going, once it was asked to."""
     disrupted: str | None = None
     """Why the cluster takes it away: reason of a DisruptionTarget condition, or Preempted, Evicted, NodeShutdown."""
@@ -87,7 +87,7 @@ class Worker:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Init:
+class InitPod:
     """The pod that makes what the job shares, once, before any worker."""
 
     phase: WorkerPhase
@@ -114,7 +114,7 @@ class Init:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class PodRejection:
     """The API server refused a pod of an attempt, or something that must be there before it."""
 
     attempt: int
@@ -137,7 +137,7 @@ class HubPhase(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Hub:
+class HubState:
     """The job's hub."""
 
     phase: HubPhase
@@ -192,7 +192,7 @@ class SlowRank:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class ControlAction:
     """What somebody changed through the hub."""
 
     id: int
@@ -202,7 +202,7 @@ class Control:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class AttemptTemplate:
     """What the workers of an attempt were made of."""
 
     attempt: int
@@ -217,24 +217,24 @@ class Observed:
     """Everything of a job that exists now."""
 
     secret: bool = False
-    hub: Hub | None = None
+    hub: HubState | None = None
     workers: tuple[Worker, ...] = ()
-    init: Init | None = None
+    init: InitPod | None = None
     """The initializer pod; None: none exists."""
-    made: Made | None = None
+    attempt_template: AttemptTemplate | None = None
     rank_zero: int | None = None
     """Worker that holds rank 0 in the current attempt, by the table that its launchers agreed on."""
-    groups_gone: AbstractSet[int] = frozenset()
+    groups_removed: AbstractSet[int] = frozenset()
     """Attempts whose pod groups are known to be removed, or must stay."""
     groups_refused: AbstractSet[int] = frozenset()
     """Attempts whose groups the operator may not remove; asked for again after some minutes."""
     volumes: str | None = None
     """What is wrong with the volume claims of the job; empty: nothing; None: nobody has looked."""
-    refusal: Refusal | None = None
+    refusal: PodRejection | None = None
     """Newest refusal; one of an older attempt says nothing any more."""
     since: float = 0.0
     """When this process began to look: before, nobody could have heard of progress."""
-    heard: float | None = None
+    last_contact: float | None = None
     """When somebody who knows of progress last answered; None: progress is always there to be read."""
     token_refused: tuple[str, ...] = ()
     """Which of hub and launcher answer that our token is not the job's: they live, and tell us nothing else."""
@@ -249,7 +249,7 @@ class Observed:
     """The same of ranks of the current attempt that hang."""
     full_shared_memory: tuple[str, ...] | None = None
     """Where shared memory has no room left, one sentence for each; None: nothing is known."""
-    controls: tuple[Control, ...] = ()
+    controls: tuple[ControlAction, ...] = ()
     """The newest that the hub has taken down, oldest first (by id)."""
     controls_spent: float = 0.0
     """When the turns that their events have used up will have come back; a backend that does not count gives all."""

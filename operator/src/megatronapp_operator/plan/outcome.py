@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import reasons
-from megatronapp_operator.plan.observed import Outcome, Worker, WorkerPhase
+from megatronapp_operator.plan.observed import Worker, WorkerOutcome, WorkerPhase
 from megatronapp_operator.plan.status import Failure, FailureAction
 
 SUSPICION = {ExitCode.RENDEZVOUS: 1, ExitCode.PEER_LOST: 2}
@@ -14,10 +14,10 @@ SUSPICION = {ExitCode.RENDEZVOUS: 1, ExitCode.PEER_LOST: 2}
 NOT_STARTED = "WorkerNotStarted"
 """Reason of the outcome of a worker that a backend could not start: it has no log, and no exit code of its own."""
 
-UNKNOWN = Outcome(code=ExitCode.OWN_FAILURE, reason="Unknown", message="the worker left no record")
+UNKNOWN = WorkerOutcome(code=ExitCode.OWN_FAILURE, reason="Unknown", message="the worker left no record")
 
 
-def outcome_of(worker: Worker) -> Outcome:
+def outcome_of(worker: Worker) -> WorkerOutcome:
     """The worker's outcome, or one that says that there is none."""
     return worker.outcome or UNKNOWN
 
@@ -56,7 +56,7 @@ def settles_at(culprits: Sequence[Worker], gang: Sequence[Worker], settle_s: flo
     return min(one.finished_at or 0.0 for one in culprits) + settle_s
 
 
-def missing(workers: Sequence[Worker], wanted: int) -> list[int]:
+def missing_indices(workers: Sequence[Worker], wanted: int) -> list[int]:
     """Indices of the workers of a gang of `wanted` that are not there."""
     return sorted(set(range(wanted)) - {one.index for one in workers})
 
@@ -78,7 +78,7 @@ def failure_of(worker: Worker, job: str, now: float, action: FailureAction) -> F
     )
 
 
-def lost(indices: Sequence[int], attempt: int, now: float) -> Failure:
+def lost_workers_failure(indices: Sequence[int], attempt: int, now: float) -> Failure:
     """What is kept of workers that are gone with all that they knew, as after a preemption."""
     return Failure(
         time=now,
@@ -90,7 +90,7 @@ def lost(indices: Sequence[int], attempt: int, now: float) -> Failure:
     )
 
 
-def out_of_reach(worker: Worker, now: float, after_s: float) -> Failure:
+def unreachable_failure(worker: Worker, now: float, after_s: float) -> Failure:
     """What is kept of a worker whose machine does not answer, or that was asked to go and is still there."""
     how = f"is still there {after_s:g} s after its time to stop was over"
     if worker.unreachable_since is not None and now >= worker.unreachable_since + after_s:
@@ -98,7 +98,7 @@ def out_of_reach(worker: Worker, now: float, after_s: float) -> Failure:
     return _lost_node(worker, now, how, FailureAction.RESTART_IGNORE_MAX)
 
 
-def silent(worker: Worker, now: float) -> Failure:
+def silent_worker_failure(worker: Worker, now: float) -> Failure:
     """What is kept of a worker that its peers have lost, and that has neither ended nor been heard of since.
 
     Nobody but they says so: it counts, and the machine is avoided.

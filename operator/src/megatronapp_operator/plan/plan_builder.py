@@ -6,7 +6,7 @@ from typing import Any
 from megatronapp_operator.plan import worker_history
 from megatronapp_operator.plan.actions import Action, DeleteWorker, EventType, RecordEvent
 from megatronapp_operator.plan.observed import Observed, Worker
-from megatronapp_operator.plan.spec import Job
+from megatronapp_operator.plan.spec import JobState
 from megatronapp_operator.plan.status import Condition, ConditionType, Status
 
 MAX_REASON, MAX_MESSAGE = 1024, 32_768
@@ -14,10 +14,10 @@ MAX_REASON, MAX_MESSAGE = 1024, 32_768
 
 
 @dataclasses.dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     """Mutable inside one call of `plan`, never beyond it."""
 
-    job: Job
+    job: JobState
     observed: Observed
     now: float
     status: Status
@@ -92,7 +92,7 @@ class Draft:
 
     def lost_at(self, worker: Worker) -> float | None:
         """When a worker that does not go, or whose machine does not answer, is given up; None: nothing is wrong."""
-        heard = self._heard_since(worker.attempt) if worker.unreachable_since is not None else None
+        heard = self._reachable_since(worker.attempt) if worker.unreachable_since is not None else None
         since = []
         if worker.unreachable_since is not None and heard is not None:
             since.append(max(worker.unreachable_since, heard, self._moved_at(worker.attempt)))
@@ -103,10 +103,10 @@ class Draft:
     def _moved_at(self, attempt: int) -> float:
         """When progress of a gang was last heard of. No gang goes on without one of its workers, so all lived then,
         whatever their machines tell the API server; one that stands still since is given up in its time."""
-        told = self.status.told
+        told = self.status.current_progress
         return 0.0 if told is None or told.attempt != attempt else self.status.progress_time or 0.0
 
-    def _heard_since(self, attempt: int) -> float | None:
+    def _reachable_since(self, attempt: int) -> float | None:
         """Since when something is heard of a gang; None: no machine of a whole gang on several of them is heard of.
 
         That is the way to the API server, not the machines: the gang may well train. When the machines come back one
@@ -115,6 +115,6 @@ class Draft:
         if attempt not in self._heard:
             gang = [one for one in self.observed.workers if one.attempt == attempt]
             several = len({one.node for one in gang}) > 1 and len(gang) >= self.job.spec.workers
-            known = (one.heard_since or 0.0 for one in gang if one.unreachable_since is None)
+            known = (one.reachable_since or 0.0 for one in gang if one.unreachable_since is None)
             self._heard[attempt] = min(known, default=None) if several else 0.0
         return self._heard[attempt]

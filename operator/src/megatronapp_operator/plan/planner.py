@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from megatronapp_operator.plan.actions import Action, Plan, RecordEvent
 from megatronapp_operator.plan.observed import Observed
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import (
     controls,
     deadlines,
@@ -22,11 +22,11 @@ from megatronapp_operator.plan.policies import (
     report,
     slow_nodes,
 )
-from megatronapp_operator.plan.spec import Job
+from megatronapp_operator.plan.spec import JobState
 from megatronapp_operator.plan.status import Status
 from megatronapp_operator.plan.worker_history import micros
 
-POLICIES: tuple[Callable[[Draft], bool], ...] = (
+POLICIES: tuple[Callable[[PlanBuilder], bool], ...] = (
     lifecycle.delete_job,
     lifecycle.guard_terminal,
     lifecycle.guard_stopped,
@@ -57,7 +57,7 @@ MAX_PASSES = 8
 """Longest chain of decisions in one instant (a failure, the budget, the end) and one pass that confirms it, doubled."""
 
 
-def plan(job: Job, observed: Observed, now: float) -> Plan:
+def plan(job: JobState, observed: Observed, now: float) -> Plan:
     """What to do about `job`, given what exists of it, at `now` (seconds since the epoch, never before the last call).
 
     Passes repeat until the status stands still; the actions are those of the last pass, so feeding the status back
@@ -74,14 +74,14 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     return Plan(actions=(*events, *draft.actions), status=status, wake_at=min(draft.wakes, default=None))
 
 
-def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft:
-    draft = Draft(job=job, observed=observed, now=now, status=status)
+def _one_pass(job: JobState, observed: Observed, now: float, status: Status) -> PlanBuilder:
+    draft = PlanBuilder(job=job, observed=observed, now=now, status=status)
     report.replicas(draft)
     report.volumes(draft)
     report.ends(draft)
     report.rank_zero(draft)
     report.removals(draft)
-    placement.placed(draft)
+    placement.record_placement(draft)
     report.progress(draft)
     report.hub(draft)
     report.tokens(draft)

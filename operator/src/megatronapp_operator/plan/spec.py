@@ -16,7 +16,7 @@ class Backoff:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class FailureMatch:
     """What a rule asks of the first failed worker; all that is given must hold, and nothing given holds always."""
 
     exit_codes: tuple[int, ...] = ()
@@ -30,10 +30,10 @@ class Match:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class FailureRule:
     """An action for failures that match."""
 
-    match: Match
+    match: FailureMatch
     action: FailureAction
 
 
@@ -116,7 +116,7 @@ class RunPolicy:
     missing (no room in shared memory), and training goes on without."""
     lost_worker_s: float = 300.0
     """A worker that is still there so long after it was asked to stop is removed by force."""
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[FailureRule, ...] = ()
     """The user's, asked in order before our own."""
     exclusion: NodeExclusion = dataclasses.field(default_factory=NodeExclusion)
     clean: CleanPodPolicy = CleanPodPolicy.RUNNING
@@ -124,7 +124,7 @@ class RunPolicy:
     """So long after its end the job object is deleted; None: never."""
 
 
-class Group(enum.StrEnum):
+class PodGroupKey(enum.StrEnum):
     """What the scheduler of a gang knows it by."""
 
     NONE = "None"
@@ -152,7 +152,7 @@ class JobSpec:
     """Whether an initializer pod must succeed before the first gang."""
     gang: bool = False
     """Whether a queue or gang scheduler places the workers all together, however long that takes."""
-    group: Group = Group.NONE
+    group: PodGroupKey = PodGroupKey.NONE
     success: SuccessPolicy = SuccessPolicy.ALL_WORKERS
     rank_zero: int | None = 0
     """Worker that holds rank 0; None: that is known only once the gang has gathered."""
@@ -162,18 +162,18 @@ class JobSpec:
     policy: RunPolicy = dataclasses.field(default_factory=RunPolicy)
 
     @property
-    def workers_words(self) -> str:
+    def workers_text(self) -> str:
         """The number of workers in words for people."""
         return "1 worker" if self.workers == 1 else f"{self.workers} workers"
 
     @property
-    def all_workers_words(self) -> str:
+    def all_workers_text(self) -> str:
         """The same as the subject of a sentence."""
         return "the only worker" if self.workers == 1 else f"all {self.workers} workers"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopRequest:
     """Somebody asked the job to end now, such as by Ctrl-C in front of it. Without this wish it goes on."""
 
     reason: str
@@ -183,10 +183,10 @@ class Stop:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobState:
     """A job and the status that the last plan gave it; the only memory between two plans."""
 
     spec: JobSpec
     status: Status = dataclasses.field(default_factory=Status)
     deletion_requested: bool = False
-    stop: Stop | None = None
+    stop: StopRequest | None = None

@@ -5,7 +5,7 @@ import enum
 
 from megatronapp_operator.plan.observed import Progress, SlowRank, Worker
 
-FAILURES_KEPT = 10
+MAX_FAILURES = 10
 STARTING = "starting"
 """State of a progress page whose ranks have not begun to train."""
 
@@ -180,14 +180,14 @@ class Status:
     """The newest ten, oldest first."""
 
     @property
-    def told(self) -> Progress | None:
+    def current_progress(self) -> Progress | None:
         """Progress of this attempt, if its ranks have told any."""
         return self.progress if self.progress is not None and self.progress.attempt == self.attempt else None
 
     @property
     def trains(self) -> bool:
         """Whether the ranks of this attempt have begun: groups, model and data are there."""
-        return self.told is not None and self.told.state != STARTING
+        return self.current_progress is not None and self.current_progress.state != STARTING
 
     def condition(self, kind: ConditionType) -> Condition | None:
         """The condition of this type, if it was ever set."""

@@ -3,12 +3,12 @@
 import dataclasses
 
 from megatronapp_operator.plan import outcome
-from megatronapp_operator.plan.observed import Observed, Outcome, Worker, WorkerPhase
+from megatronapp_operator.plan.observed import Observed, Worker, WorkerOutcome, WorkerPhase
 from megatronapp_operator.plan.status import Status
 
-ENDS_KEPT = 8
+MAX_ENDS = 8
 """Failed workers that are remembered; the first of them decides over the attempt."""
-MESSAGE_KEPT = 500
+MAX_MESSAGE = 500
 """Characters of their last words."""
 
 
@@ -25,7 +25,7 @@ def whole_gang(observed: Observed, status: Status) -> tuple[Worker, ...]:
     return tuple(found[index] for index in sorted(found))
 
 
-def remembered(worker: Worker) -> Worker:
+def ended_worker_record(worker: Worker) -> Worker:
     """What is kept of a worker that failed."""
     deletion = worker.deletion and dataclasses.replace(worker.deletion, since=micros(worker.deletion.since))
     return Worker(
@@ -43,12 +43,12 @@ def remembered(worker: Worker) -> Worker:
 
 def first_ends(gang: tuple[Worker, ...]) -> tuple[Worker, ...]:
     """The failed workers that are kept, most likely culprit first."""
-    return tuple(remembered(one) for one in outcome.failed(gang)[:ENDS_KEPT])
+    return tuple(ended_worker_record(one) for one in outcome.failed(gang)[:MAX_ENDS])
 
 
-def _shortened(end: Outcome | None) -> Outcome | None:
-    return None if end is None else dataclasses.replace(end, message=end.message[-MESSAGE_KEPT:])
+def _shortened(end: WorkerOutcome | None) -> WorkerOutcome | None:
+    return None if end is None else dataclasses.replace(end, message=end.message[-MAX_MESSAGE:])
 
 
 def _succeeded(index: int, attempt: int) -> Worker:
-    return Worker(index=index, attempt=attempt, phase=WorkerPhase.SUCCEEDED, outcome=Outcome(code=0))
+    return Worker(index=index, attempt=attempt, phase=WorkerPhase.SUCCEEDED, outcome=WorkerOutcome(code=0))

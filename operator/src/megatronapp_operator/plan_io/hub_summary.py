@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatronapp_common.errors import PageError
-from megatronapp_common.pages import PageReader
-from megatronapp_common.room import Room
-from megatronapp_common.text.terminal import one_line
+from megatronapp_common.errors import DocumentError
+from megatronapp_common.pages import DocumentReader
+from megatronapp_common.room import SharedMemorySpace
+from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.plan import Progress
-from megatronapp_operator.plan.observed import Control, SlowRank
-from megatronapp_operator.plan.policies.controls import KEPT
+from megatronapp_operator.plan.observed import ControlAction, SlowRank
+from megatronapp_operator.plan.policies.controls import HUB_MAX_CONTROLS
 from megatronapp_operator.plan_io.status_document import seconds_of
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
@@ -32,14 +32,14 @@ MAX_INT64 = (1 << 63) - 1
 END_OF_TIME_S = 253_402_300_800.0
 """The year 10000, for which RFC 3339 has no digits."""
 MAX_ROOMS = 16
-MAX_CONTROLS, MAX_WHO, MAX_WHAT = KEPT, 256, 512
+MAX_CONTROLS, MAX_WHO, MAX_WHAT = HUB_MAX_CONTROLS, 256, 512
 MAX_CONTROL_ID = (1 << 53) - 1
 """Hubs number by milliseconds since 1970; what is above no JSON reader agrees about."""
 STATES = frozenset({"starting", "training", "evaluating", "saving", "done", "serving"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class HubSummary:
     """The hub's summary."""
 
     attempt: int = 0
@@ -49,13 +49,13 @@ class Summary:
     hung_ranks: tuple[int, ...] = ()
     full_shared_memory: tuple[str, ...] | None = None
     """One sentence for each worker without room; None: hubs of older releases do not report it."""
-    controls: tuple[Control, ...] = ()
+    controls: tuple[ControlAction, ...] = ()
 
 
-def read_summary(document: Any) -> Summary | None:  # noqa: ANN401 - JSON of another process
+def read_summary(document: Any) -> HubSummary | None:  # noqa: ANN401 - JSON of another process
     """The answer to GET /api/v1/summary, or None if it is none."""
     try:
-        return Summary(
+        return HubSummary(
             attempt=_whole(document["attempt"]),
             progress=read_progress(document["progress"]),
             slow_ranks=_in_bounds(tuple(_verdict(entry) for entry in document["slowRanks"][:MAX_VERDICTS])),
@@ -71,18 +71,22 @@ def read_rooms(entries: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - JSON o
     """A sentence for each worker whose shared memory is full; None where nothing can be read."""
     try:
         return tuple(
-            _text(one_line(f"worker {int(entry['worker'])} on {entry['node']}: {Room.from_json(entry)}"))
+            _text(
+                to_single_line(
+                    f"worker {int(entry['worker'])} on {entry['node']}: {SharedMemorySpace.from_json(entry)}"
+                )
+            )
             for entry in entries[:MAX_ROOMS]
         )
     except UNREADABLE:
         return None
 
 
-def read_page(page: PageReader) -> Progress | None:
+def read_page(page: DocumentReader) -> Progress | None:
     """The progress on a page that may not be there (yet, or any more)."""
     try:
         return read_progress(page.read())
-    except (PageError, *UNREADABLE):
+    except (DocumentError, *UNREADABLE):
         return None
 
 
@@ -110,13 +114,13 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
     )
 
 
-def read_controls(entries: Any) -> tuple[Control, ...]:  # noqa: ANN401 - JSON of another process
+def read_controls(entries: Any) -> tuple[ControlAction, ...]:  # noqa: ANN401 - JSON of another process
     """The newest control actions, each once, oldest first; none where they cannot be read. Older hubs tell none."""
     found = {}
     try:
         for entry in entries[-MAX_CONTROLS:]:
-            number, who, what = int(entry["id"]), one_line(str(entry["who"])), one_line(str(entry["what"]))
-            found[number] = Control(id=number, text=f"{who[:MAX_WHO]} {what[:MAX_WHAT]}")
+            number, who, what = int(entry["id"]), to_single_line(str(entry["who"])), to_single_line(str(entry["what"]))
+            found[number] = ControlAction(id=number, text=f"{who[:MAX_WHO]} {what[:MAX_WHAT]}")
     except UNREADABLE:
         return ()
     return tuple(found[number] for number in sorted(found) if 0 <= number <= MAX_CONTROL_ID)

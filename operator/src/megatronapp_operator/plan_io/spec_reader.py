@@ -8,7 +8,7 @@ from megatronapp_operator import plan
 FAILED_GRACE_S = 30.0
 """Time of a worker on a cluster to end after a peer has failed: it writes no checkpoint, but logs and traces."""
 
-GROUPS = {"None": plan.Group.NONE, "Kueue": plan.Group.WORKLOAD}
+GROUPS = {"None": plan.PodGroupKey.NONE, "Kueue": plan.PodGroupKey.WORKLOAD}
 """The others take pod groups of ours."""
 
 
@@ -26,7 +26,7 @@ def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSp
         suspend=spec.suspend,
         initializers=any(one.scope == "Job" for one in spec.initializers),
         gang=spec.scheduling.gang != "None",
-        group=GROUPS.get(spec.scheduling.gang, plan.Group.POD_GROUP),
+        group=GROUPS.get(spec.scheduling.gang, plan.PodGroupKey.POD_GROUP),
         success=plan.SuccessPolicy(spec.success_policy),
         rank_zero=0 if spec.network.rank_order == "Index" else None,
         slow_node=_slow_node_policy(job),
@@ -91,10 +91,10 @@ def _slow_node_policy(job: MegatronJob) -> plan.SlowNodePolicy:
     )
 
 
-def _rule(given: FailureRule) -> plan.Rule:
+def _rule(given: FailureRule) -> plan.FailureRule:
     match = given.match
-    return plan.Rule(
-        match=plan.Match(
+    return plan.FailureRule(
+        match=plan.FailureMatch(
             exit_codes=(match.exit_codes and match.exit_codes.in_) or (),
             not_exit_codes=(match.exit_codes and match.exit_codes.not_in) or (),
             signals=match.signals or (),

@@ -17,7 +17,7 @@ MAX_NUMBERS = 1 << 16
 """More numbers than this in one range are a mistake of somebody's hand, not workers."""
 
 
-class Fields:
+class FieldReader:
     """A block of a document."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
@@ -33,16 +33,16 @@ class Fields:
         except UNREADABLE:
             return None
 
-    def block(self, name: str) -> "Fields":
+    def block(self, name: str) -> "FieldReader":
         """A block in this one; an empty one if there is none."""
-        return self.read(name, _fields) or Fields({})
+        return self.read(name, _fields) or FieldReader({})
 
-    def items(self, name: str, reader: Callable[["Fields"], Value | None]) -> tuple[Value, ...]:
+    def items(self, name: str, reader: Callable[["FieldReader"], Value | None]) -> tuple[Value, ...]:
         """What `reader` makes of the blocks of a list; items of which it makes nothing are left out."""
-        blocks = self.read(name, lambda given: [Fields(one) for one in given if isinstance(one, Mapping)]) or []
+        blocks = self.read(name, lambda given: [FieldReader(one) for one in given if isinstance(one, Mapping)]) or []
         return tuple(found for one in blocks if (found := reader(one)) is not None)
 
-    def word(self, name: str, kind: type[Word]) -> Word | None:
+    def choice(self, name: str, kind: type[Word]) -> Word | None:
         """One of a list of words."""
         return self.read(name, kind)
 
@@ -96,7 +96,7 @@ def numbers_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _fields(given: Any) -> Fields:  # noqa: ANN401 - a field of a document
+def _fields(given: Any) -> FieldReader:  # noqa: ANN401 - a field of a document
     if not isinstance(given, Mapping):
         raise TypeError
-    return Fields(given)
+    return FieldReader(given)

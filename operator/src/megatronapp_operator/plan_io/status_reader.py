@@ -15,16 +15,16 @@ from megatronapp_operator.plan import (
     ExcludedNode,
     Failure,
     FailureAction,
-    Outcome,
     Phase,
     Replicas,
     SlowRank,
     Status,
     Worker,
+    WorkerOutcome,
     WorkerPhase,
 )
 from megatronapp_operator.plan_io.hub_summary import read_progress
-from megatronapp_operator.plan_io.status_fields import Fields, numbers_of
+from megatronapp_operator.plan_io.status_fields import FieldReader, numbers_of
 
 _ENDS = {
     ConditionType.COMPLETE: Phase.SUCCEEDED,
@@ -36,7 +36,7 @@ _ENDS = {
 
 def read_status(document: Mapping[str, Any] | None) -> Status:
     """The status that the last plan gave, as far as the document tells it."""
-    fields = Fields(document or {})
+    fields = FieldReader(document or {})
     conditions = fields.items("conditions", _condition)
     phase, attempt = _phase(fields, conditions), fields.count("attempt")
     return Status(
@@ -79,15 +79,15 @@ def read_status(document: Mapping[str, Any] | None) -> Status:
     )
 
 
-def _phase(fields: Fields, conditions: tuple[Condition, ...]) -> Phase:
+def _phase(fields: FieldReader, conditions: tuple[Condition, ...]) -> Phase:
     """The conditions decide over the end of a job: a phase is a word for people."""
     true = {one.type for one in conditions if one.status}
     ended = next((phase for kind, phase in _ENDS.items() if kind in true), None)
-    told = fields.word("phase", Phase)
+    told = fields.choice("phase", Phase)
     return ended or (Phase.PENDING if told is None else told)
 
 
-def _completion_time(fields: Fields, phase: Phase, conditions: tuple[Condition, ...]) -> float | None:
+def _completion_time(fields: FieldReader, phase: Phase, conditions: tuple[Condition, ...]) -> float | None:
     """A job that has ended did so at some time, whatever is left of its status."""
     told = fields.time("completionTime")
     if told is not None or phase not in TERMINAL_PHASES:
@@ -95,8 +95,8 @@ def _completion_time(fields: Fields, phase: Phase, conditions: tuple[Condition, 
     return next((one.since for one in conditions if _ENDS.get(one.type) is phase), 0.0)
 
 
-def _condition(fields: Fields) -> Condition | None:
-    kind = fields.word("type", ConditionType)
+def _condition(fields: FieldReader) -> Condition | None:
+    kind = fields.choice("type", ConditionType)
     if kind is None:
         return None
     return Condition(
@@ -109,7 +109,7 @@ def _condition(fields: Fields) -> Condition | None:
     )
 
 
-def _replicas(fields: Fields) -> Replicas:
+def _replicas(fields: FieldReader) -> Replicas:
     return Replicas(
         desired=fields.count("desired"),
         pending=fields.count("pending"),
@@ -119,8 +119,8 @@ def _replicas(fields: Fields) -> Replicas:
     )
 
 
-def _failure(fields: Fields) -> Failure | None:
-    time, action = fields.time("time"), fields.word("action", FailureAction)
+def _failure(fields: FieldReader) -> Failure | None:
+    time, action = fields.time("time"), fields.choice("action", FailureAction)
     if time is None or action is None:
         return None
     return Failure(
@@ -137,12 +137,12 @@ def _failure(fields: Fields) -> Failure | None:
     )
 
 
-def _excluded(fields: Fields) -> ExcludedNode | None:
+def _excluded(fields: FieldReader) -> ExcludedNode | None:
     node, until = fields.optional_text("node"), fields.time("until")
     return None if node is None or until is None else ExcludedNode(node=node, reason=fields.text("reason"), until=until)
 
 
-def _ended(fields: Fields, attempt: int) -> Worker | None:
+def _ended(fields: FieldReader, attempt: int) -> Worker | None:
     index, code = fields.number("index"), fields.number("exitCode")
     if index is None:
         return None
@@ -159,8 +159,8 @@ def _ended(fields: Fields, attempt: int) -> Worker | None:
     )
 
 
-def _outcome(fields: Fields, code: int) -> Outcome:
-    return Outcome(
+def _outcome(fields: FieldReader, code: int) -> WorkerOutcome:
+    return WorkerOutcome(
         code=code,
         reason=fields.text("reason"),
         message=fields.text("message"),
@@ -169,12 +169,12 @@ def _outcome(fields: Fields, code: int) -> Outcome:
     )
 
 
-def _deletion(fields: Fields) -> Deletion | None:
+def _deletion(fields: FieldReader) -> Deletion | None:
     since = fields.time("deletedAt")
     return None if since is None else Deletion(since=since, grace_s=fields.real("graceSeconds") or 0.0)
 
 
-def _slow_rank(fields: Fields) -> SlowRank | None:
+def _slow_rank(fields: FieldReader) -> SlowRank | None:
     if not fields.text("id"):
         return None
     subject, effect, since = fields.block("subject"), fields.block("effect"), fields.block("since")

@@ -17,8 +17,8 @@ from megatronapp_analyzer.agent.scope import (
     MAX_RUNS,
     SOCKET,
     ScopeBuffer,
+    ScopeResumeState,
     ScopeSocket,
-    Standing,
 )
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -36,7 +36,7 @@ def test_who_pushes_waits_for_room_and_nothing_is_dropped(items: list[int | None
             if size is None:
                 got.append(buffer.pop())
                 continue
-            waiting = asyncio.ensure_future(buffer.room())
+            waiting = asyncio.ensure_future(buffer.wait_for_space())
             await asyncio.sleep(0)
             assert waiting.done() == (buffer.held_bytes < 200)
             while not waiting.done():
@@ -95,7 +95,7 @@ def framed(kind: int, **header: Any) -> bytes:
 
 
 def test_a_new_hub_hears_who_publishes_and_what_goes_on() -> None:
-    standing = Standing()
+    standing = ScopeResumeState()
     for kind, header in (
         (FrameType.SCOPE_PUBLISHER, {"rank": 0}),
         (FrameType.SCOPE_PUBLISHER, {"rank": 1}),

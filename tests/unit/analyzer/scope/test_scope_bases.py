@@ -13,17 +13,17 @@ import scope_rank_zero
 import scope_session
 
 from megatronapp_analyzer.scope.probes import pca_service
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_analyzer.scope.store.registry import ScopeSettings
-from megatronapp_analyzer.scope.store.run import Run
+from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import unpack
 
 pytestmark = pytest.mark.asyncio
 RUN, LAYERS = scope_session.RUN, range(4)
-FIRST = pca_service.Fit(layers=LAYERS, refit=False, tokens=8)
+FIRST = pca_service.FitTarget(layers=LAYERS, refit=False, tokens=8)
 
 
 @functools.cache
@@ -31,12 +31,12 @@ def recording() -> scope_session.Recording:
     return scope_session.record(tokens=6)
 
 
-def told(run: Run) -> list[Frame]:
+def told(run: ScopeRun) -> list[Frame]:
     found = [frames.decode(one.whole) for one in run.journal.after(0) if one.whole]
     return [frame for frame in found if frame.type == FrameType.SCOPE_PCA]
 
 
-def run_with_states(scope: ScopeService, name: str, sample: int) -> Run:
+def run_with_states(scope: ScopeService, name: str, sample: int) -> ScopeRun:
     """A run of which hidden states are held: those of a sample of the recording."""
     state = scope_session.run_state(recording(), "done")
     run = scope.desk.take_state(Frame(state.type, {**state.header, "run": name}))
@@ -81,10 +81,10 @@ class Model:
         self._scope = scope
         if not silent:
             self.rank.publish = self._publish
-        scope.asker.client = ServeClient("http://model", "token", transport=httpx.MockTransport(self._answer))
+        scope.asker.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(self._answer))
 
     def _publish(self, frame: Frame) -> None:
-        asyncio.get_running_loop().call_soon(self._scope.desk.take, 0, 0, frame)
+        asyncio.get_running_loop().call_soon(self._scope.desk.take_frame, 0, 0, frame)
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path.removeprefix("/scope/v1/")
@@ -96,10 +96,10 @@ class Model:
         return httpx.Response(found.status_code, content=bytes(found.body))
 
 
-def seen(scope: ScopeService, until: str) -> Run:
+def seen(scope: ScopeService, until: str) -> ScopeRun:
     """A run that the desk has heard of, without coordinates, up to a state."""
     for rank, frame in scope_session.rank_frames(recording(), with_pca=False):
-        scope.desk.take(0, rank, frame)
+        scope.desk.take_frame(0, rank, frame)
         if frame.header.get("state") == until:
             break
     return scope.desk.runs[RUN]
@@ -133,7 +133,7 @@ async def test_of_first_fits_that_meet_one_makes_the_basis_and_both_runs_are_sho
     assert scope.bases.version == 1
 
 
-def shown_rows(run: Run) -> list[list[int]]:
+def shown_rows(run: ScopeRun) -> list[list[int]]:
     pictures = told(run)
     return list(pictures[-1].header["rows"]) if pictures else []
 

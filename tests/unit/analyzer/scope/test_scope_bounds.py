@@ -7,16 +7,18 @@ import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
 from megatronapp_analyzer.scope.delivery import page_socket
-from megatronapp_analyzer.scope.delivery.session_file import Session
+from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
 from megatronapp_analyzer.scope.delivery.session_player import settings_of
 from megatronapp_common.frames import Frame, FrameType
 
 
-def hello(model: dict[str, Any], ranks: int) -> Session:
+def hello(model: dict[str, Any], ranks: int) -> RecordedSession:
     header = scope_session.desk_of(scope_session.record(tokens=1)).hello("viewer")
     said = {"stage": 0, "tensor": 0, "layers": [0, 1], "heads": [0, 1]}
     layout = {"tensor": 1, "pipeline": 1, "ranks": [{"rank": rank, **said} for rank in range(ranks)]}
-    return Session([Frame(FrameType.SCOPE_HELLO, header | {"model": header["model"] | model, "layout": layout})], None)
+    return RecordedSession(
+        [Frame(FrameType.SCOPE_HELLO, header | {"model": header["model"] | model, "layout": layout})], None
+    )
 
 
 def test_sizes_that_no_page_can_draw_are_refused() -> None:
@@ -30,4 +32,4 @@ def test_sizes_that_no_page_can_draw_are_refused() -> None:
 
 def test_a_message_of_another_type_is_refused() -> None:
     with pytest.raises(ProtocolError, match="'eval'"):
-        page_socket._obey(page_socket.parse_command('{"type": "eval"}'), None, None)  # type: ignore[arg-type]
+        page_socket._run_command(page_socket.parse_command('{"type": "eval"}'), None, None)  # type: ignore[arg-type]

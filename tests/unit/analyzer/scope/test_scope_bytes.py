@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, Tensor, frame_of
-from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, Tensor, build_frame
+from megatronapp_common.scope.protocol_requests import CaptureSettings
 
 LAYERS, HEADS, LENGTH, STEPS = 32, 32, 2048, 3
 RUN = "0123456789ab"
@@ -58,7 +58,7 @@ def part(step: int, positions: list[int], preset: str) -> Frame:
             said = {"site": "attention", "layers": [layer], "heads": [head, head + 1], "replicated": False}
             tensors.append(Tensor("attention", "u8s", row, None, said))
     rows = [[0, position, 1] for position in positions]
-    return frame_of(FrameType.SCOPE_PART, {"rank": 0, "run": RUN, "step": step, "rows": rows}, tensors)
+    return build_frame(FrameType.SCOPE_PART, {"rank": 0, "run": RUN, "step": step, "rows": rows}, tensors)
 
 
 def tokens(step: int) -> Frame:
@@ -68,13 +68,13 @@ def tokens(step: int) -> Frame:
     tensors += [Tensor(name, "f32", np.ones(1, "<f4")) for name in ("surprise", "entropy")]
     said = {"ids": [128_000], "texts": [" antidisestablishment"], "offsets": [[9000, 9021]], "finished": [None]}
     header = {"run": RUN, "step": step, "rows": [[0, LENGTH - 1 + step]]}
-    return frame_of(FrameType.SCOPE_TOKENS, header | said, tensors)
+    return build_frame(FrameType.SCOPE_TOKENS, header | said, tensors)
 
 
 def sent(preset: str) -> Iterator[Frame]:
     publisher = {"rank": 0, "attempt": 0, "coordinates": {"tp": 0, "pp": 0, "dp": 0}, "sites": [], "model": MODEL}
     yield Frame(FrameType.SCOPE_PUBLISHER, publisher)
-    capture = Capture.model_validate(PRESETS[preset]).model_dump(mode="json", by_alias=True)
+    capture = CaptureSettings.model_validate(PRESETS[preset]).model_dump(mode="json", by_alias=True)
     prompts = [{"text": "", "ids": list(range(LENGTH)), "offsets": [[n, n + 1] for n in range(LENGTH)]}]
     yield Frame(FrameType.SCOPE_RUN_STATE, {"run": RUN, "state": "decoding", "prompts": prompts, "capture": capture})
     for step in range(STEPS):
@@ -85,9 +85,9 @@ def sent(preset: str) -> Iterator[Frame]:
 
 @pytest.mark.parametrize(("preset", "limit"), [("default", 32 << 10), ("lite", 12 << 10)])
 def test_a_token_stays_within_its_bytes(preset: str, limit: int) -> None:
-    desk = ScopeDesk(ScopeSettings(job="large"))
+    desk = ScopeRegistry(ScopeSettings(job="large"))
     for frame in sent(preset):
-        desk.take(0, 0, frame)
+        desk.take_frame(0, 0, frame)
     assert desk.errors == 0
     entries = list(desk.runs[RUN].journal.after(0))
     per_step = [

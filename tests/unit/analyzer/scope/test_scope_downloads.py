@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.limits import Slots
-from megatronapp_analyzer.scope.delivery.session_download import CHUNK_BYTES, MAX_OF_CALLER, MAX_SESSIONS, Pace, room
+from megatronapp_analyzer.scope.delivery.limits import ConcurrencySlots
+from megatronapp_analyzer.scope.delivery.session_download import (
+    CHUNK_BYTES,
+    MAX_OF_CALLER,
+    MAX_SESSIONS,
+    ReadRateMonitor,
+    download_slot,
+)
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
@@ -19,7 +25,7 @@ from megatronapp_common.frames import Frame, FrameType
 def test_who_keeps_the_rate_is_never_ended_and_who_does_not_is_after_its_patience(
     waits: list[float], rate: float
 ) -> None:
-    fair, slow = Pace(rate, patience_s=6), Pace(rate, patience_s=6)
+    fair, slow = ReadRateMonitor(rate, patience_s=6), ReadRateMonitor(rate, patience_s=6)
     for seconds in waits:
         fair.took(int(seconds * rate) + 1, seconds)
         assert fair.left_s >= 1, "each wait of at most 5 s has brought its bytes"
@@ -31,16 +37,16 @@ def test_who_keeps_the_rate_is_never_ended_and_who_does_not_is_after_its_patienc
 
 
 def test_places_are_shared_out_by_callers() -> None:
-    slots = Slots(MAX_SESSIONS)
-    held = [room(slots, "jane") for _ in range(MAX_OF_CALLER)]
+    slots = ConcurrencySlots(MAX_SESSIONS)
+    held = [download_slot(slots, "jane") for _ in range(MAX_OF_CALLER)]
     with pytest.raises(ApiError, match="you download 2 sessions") as told:
-        room(slots, "jane")
+        download_slot(slots, "jane")
     assert (told.value.status, told.value.code, told.value.retry_s) == (429, "too-many-sessions", 1)
-    held += [room(slots, name) for name in ("joe", "jim")]
+    held += [download_slot(slots, name) for name in ("joe", "jim")]
     with pytest.raises(ApiError, match="4 sessions are being downloaded"):
-        room(slots, "jill")
+        download_slot(slots, "jill")
     held.pop(0).close()
-    room(slots, "jane").close()
+    download_slot(slots, "jane").close()
     for one in held:
         one.close()
     assert [slots.take("jane") for _ in range(MAX_SESSIONS + 1)] == [True] * MAX_SESSIONS + [False]

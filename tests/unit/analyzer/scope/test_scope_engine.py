@@ -13,13 +13,13 @@ from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.ingest import token_backfill
 from megatronapp_analyzer.scope.ingest.engine_liveness import PATIENCE_S
 from megatronapp_analyzer.scope.ingest.wire_models import SampleHeader
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.service import ScopeService
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.scope.store.run import Run
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol_requests import Probe, ProbeSite
+from megatronapp_common.scope.protocol_requests import ProbeRequest, ProbeSite
 
 RUN = scope_session.RUN
 
@@ -34,17 +34,17 @@ def published() -> list[Frame]:
     return [frame for _, frame in scope_session.rank_frames(recording())]
 
 
-def decoding(clock: list[float]) -> ScopeDesk:
+def decoding(clock: list[float]) -> ScopeRegistry:
     """A desk that has seen the prefill of a run."""
-    desk = ScopeDesk(ScopeSettings(job="tiny"), clock=lambda: clock[0])
+    desk = ScopeRegistry(ScopeSettings(job="tiny"), clock=lambda: clock[0])
     for frame in published():
-        desk.take(0, 0, frame)
+        desk.take_frame(0, 0, frame)
         if frame.header.get("state") == "decoding":
             return desk
     raise AssertionError
 
 
-def outcome(desk: ScopeDesk) -> tuple[str, str | None]:
+def outcome(desk: ScopeRegistry) -> tuple[str, str | None]:
     header = desk.runs[RUN].header
     return header["state"], (header["error"] or {}).get("code")
 
@@ -53,27 +53,27 @@ def test_an_agent_that_comes_back_in_time_brings_its_runs_back_and_their_ends() 
     clock, asked = [0.0], list[tuple[str, str | None]]()
     desk = decoding(clock)
     desk.on_engine = lambda: asked.append(outcome(desk))
-    desk.lost(0, 0)
+    desk.on_agent_lost(0, 0)
     assert desk.state == "restarting"
     clock[0] = PATIENCE_S - 1
     desk.close_due()
     assert outcome(desk) == ("decoding", None)
-    desk.take(0, 0, published()[0])
+    desk.take_frame(0, 0, published()[0])
     assert desk.state == "ready" and asked == [("decoding", None)], "rank 0 is asked how it stands"
     done = scope_session.run_state(recording(), "done")
     for _ in range(3):
-        desk.take(0, 0, done)
+        desk.take_frame(0, 0, done)
     assert outcome(desk) == ("done", None)
     states = [one.header["state"] for one in told(desk.runs[RUN]) if one.type == FrameType.SCOPE_RUN]
     assert desk.runs[RUN].journal.newest == len(told(desk.runs[RUN])) and states[-2:] == ["decoding", "done"]
 
 
 def test_ends_that_are_told_again_push_no_run_out() -> None:
-    desk = ScopeDesk(ScopeSettings(job="tiny", runs=3), clock=lambda: 0.0)
+    desk = ScopeRegistry(ScopeSettings(job="tiny", runs=3), clock=lambda: 0.0)
     state = scope_session.run_state(recording(), "done")
     ends = [Frame(state.type, {**state.header, "run": f"run{number}"}) for number in range(5)]
     for frame in [published()[0], *ends, published()[0], *ends]:
-        desk.take(0, 0, frame)
+        desk.take_frame(0, 0, frame)
     assert list(desk.runs) == ["run2", "run3", "run4"] and desk.runs["run4"].journal.newest == 1
 
 
@@ -105,14 +105,14 @@ async def test_a_rank_zero_that_comes_back_is_asked_for_runs_that_go_on(
         return httpx.Response(status, json=said)
 
     scope = ScopeService(ScopeSettings(job="tiny"))
-    scope.asker.client = ServeClient("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
+    scope.asker.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
     async with scope.running(), asyncio.timeout(20):
         for frame in published():
-            scope.desk.take(0, 0, frame)
+            scope.desk.take_frame(0, 0, frame)
             if frame.header.get("state") == "decoding":
                 break
-        scope.desk.lost(0, 0)
-        scope.desk.take(0, 0, published()[0])
+        scope.desk.on_agent_lost(0, 0)
+        scope.desk.take_frame(0, 0, published()[0])
         assert len(scope.refiller._looks) == 1
         await asyncio.gather(*scope.refiller._looks.values())
         assert outcome(scope.desk) == comes_of_it and next(answers, None) is None
@@ -121,13 +121,13 @@ async def test_a_rank_zero_that_comes_back_is_asked_for_runs_that_go_on(
 def test_an_agent_that_stays_away_loses_them_and_what_rank_zero_says_later_is_true() -> None:
     clock = [0.0]
     desk = decoding(clock)
-    desk.lost(0, 0)
+    desk.on_agent_lost(0, 0)
     clock[0] = PATIENCE_S
     desk.close_due()
     assert outcome(desk) == ("failed", "engine-lost")
     sent = published()
     for frame in [sent[0], *sent[[one.header.get("state") for one in sent].index("decoding") :]]:
-        desk.take(0, 0, frame)
+        desk.take_frame(0, 0, frame)
     assert outcome(desk) == ("done", None) and desk.runs[RUN].whole
 
 
@@ -135,13 +135,13 @@ def test_an_agent_that_stays_away_loses_them_and_what_rank_zero_says_later_is_tr
 def test_a_rank_zero_that_is_gone_for_good_is_not_waited_for(ending: str) -> None:
     desk = decoding([0.0])
     if ending == "left":
-        desk.take(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 0}))
+        desk.take_frame(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 0}))
     elif ending == "bye":
-        desk.lost(0, 0, for_good=True)
+        desk.on_agent_lost(0, 0, for_good=True)
     elif ending == "newer agent":
-        desk.begins(1)
+        desk.on_attempt(1)
     else:
-        desk.take(1, 0, Frame(FrameType.SCOPE_PUBLISHER, {**published()[0].header, "attempt": 1}))
+        desk.take_frame(1, 0, Frame(FrameType.SCOPE_PUBLISHER, {**published()[0].header, "attempt": 1}))
     assert outcome(desk) == ("failed", "engine-lost")
     states = [one.header["state"] for one in told(desk.runs[RUN]) if one.type == FrameType.SCOPE_RUN]
     assert states[-1] == "failed"
@@ -149,7 +149,7 @@ def test_a_rank_zero_that_is_gone_for_good_is_not_waited_for(ending: str) -> Non
 
 def test_another_rank_that_leaves_takes_no_run_with_it() -> None:
     desk = decoding([0.0])
-    desk.take(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 1}))
+    desk.take_frame(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 1}))
     assert outcome(desk) == ("decoding", None) and desk.state == "ready"
 
 
@@ -157,8 +157,8 @@ def test_another_rank_that_leaves_takes_no_run_with_it() -> None:
 def test_probes_do_not_wait_for_ranks_that_went_away(ending: str, code: str) -> None:
     desk = decoding([0.0])
     desk.probes.expect("waits", "key", lambda _: None, 0.0, caller="me")
-    desk.take(0, 0, Frame(FrameType.SCOPE_PART, {"rank": 0, "probe": "early", "rows": [], "tensors": []}))
-    desk.lost(0, 0, for_good=ending == "bye")
+    desk.take_frame(0, 0, Frame(FrameType.SCOPE_PART, {"rank": 0, "probe": "early", "rows": [], "tensors": []}))
+    desk.on_agent_lost(0, 0, for_good=ending == "bye")
     failure = desk.probes.take_failure("key")
     assert desk.probes.count("me") == 0 and failure is not None
     assert (failure.status, failure.code) == (503, code)
@@ -170,21 +170,21 @@ def test_probes_do_not_wait_for_ranks_that_went_away(ending: str, code: str) -> 
 @pytest.mark.asyncio
 async def test_a_probe_that_was_being_asked_for_when_ranks_went_away_is_refused() -> None:
     scope = ScopeService(ScopeSettings(job="tiny"))
-    wanted = Probe(ids=((1,),), sites=(ProbeSite(site="logits", layers=()),))
+    wanted = ProbeRequest(ids=((1,),), sites=(ProbeSite(site="logits", layers=()),))
 
     def of_rank_zero(request: httpx.Request) -> httpx.Response:
-        scope.desk.lost(0, 0)
+        scope.desk.on_agent_lost(0, 0)
         return httpx.Response(200, json={"probe": "told to nobody"})
 
-    scope.asker.client = ServeClient("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
+    scope.asker.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
     async with scope.running():
-        scope.desk.take(0, 0, published()[0])
+        scope.desk.take_frame(0, 0, published()[0])
         with pytest.raises(ApiError, match="went away") as refused:
-            await scope.asker.ask("key", wanted, lambda _: None, "me")
+            await scope.asker.request("key", wanted, lambda _: None, "me")
         assert refused.value.status == 503 and len(scope.desk.probes) == 0
 
 
-def told(run: Run) -> list[Frame]:
+def told(run: ScopeRun) -> list[Frame]:
     return [frames.decode(one.whole or b"") for one in run.journal.after(0)]
 
 
@@ -193,9 +193,9 @@ def test_tokens_that_rank_zero_counts_and_nobody_brought_are_a_hole() -> None:
     desk = decoding([0.0])
     desk.on_hole = lambda run: holes.append(run.id)
     done = scope_session.run_state(recording(), "done")
-    desk.take(0, 0, Frame(done.type, {**done.header, "steps": 1}))
+    desk.take_frame(0, 0, Frame(done.type, {**done.header, "steps": 1}))
     assert not holes and desk.runs[RUN].whole
-    desk.take(0, 0, Frame(done.type, {**done.header, "steps": 3}))
+    desk.take_frame(0, 0, Frame(done.type, {**done.header, "steps": 3}))
     assert holes == [RUN] and not desk.runs[RUN].whole
 
 

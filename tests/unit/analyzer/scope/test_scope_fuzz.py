@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.session_file import Session
-from megatronapp_analyzer.scope.delivery.session_player import Player, settings_of
-from megatronapp_analyzer.scope.ingest.merge import Piece, pieces_of
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
+from megatronapp_analyzer.scope.delivery.session_player import SessionPlayer, settings_of
+from megatronapp_analyzer.scope.ingest.merge import ShardTensor, shard_tensors_of
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.views.encode import tables_of
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
+from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 RANKS = [FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS, FrameType.SCOPE_RUN_STATE]
@@ -46,14 +46,16 @@ def recorded() -> bytes:
 @FUZZ
 @given(data=st.data())
 def test_a_desk_outlives_whatever_a_rank_says(data: st.DataObject) -> None:
-    desk = ScopeDesk(ScopeSettings(job="fuzz"), clock=iter(range(1_000_000)).__next__)
+    desk = ScopeRegistry(ScopeSettings(job="fuzz"), clock=iter(range(1_000_000)).__next__)
     for frame in published():
         header = dict(frame.header)
         if data.draw(st.integers(0, 3)) == 0:
             name = data.draw(st.sampled_from(sorted(header)))
             header[name] = data.draw(JUNK)
-        desk.take(0, 0, Frame(frame.type, header, frame.body))
-    desk.take(0, 0, Frame(data.draw(st.sampled_from(RANKS)), data.draw(st.dictionaries(st.text(), JUNK, max_size=5))))
+        desk.take_frame(0, 0, Frame(frame.type, header, frame.body))
+    desk.take_frame(
+        0, 0, Frame(data.draw(st.sampled_from(RANKS)), data.draw(st.dictionaries(st.text(), JUNK, max_size=5)))
+    )
     assert len(desk.runs) <= desk.settings.runs
 
 
@@ -72,12 +74,12 @@ STATES = st.tuples(MERGES, st.integers(1, 4), st.none() | st.lists(st.integers(0
 @settings(FUZZ, max_examples=60)
 @given(said=st.lists(STATES, min_size=1, max_size=4))
 def test_states_are_refused_by_name_or_merged(said: list[tuple[object, int, list[int] | None]]) -> None:
-    pieces: list[Piece] = []
+    pieces: list[ShardTensor] = []
     for tp, (merging, columns, layers) in enumerate(said):
         shape = (2, columns) if layers is None else (2, len(layers), columns)
         tensor = Tensor("q", "f32", np.full(shape, 1e38, "<f4"), None, {"layers": layers, "merge": merging})
         try:
-            pieces += pieces_of(frame_of(FrameType.SCOPE_PART, {"rows": [[0, tp % 2, 2]]}, [tensor]), tp)
+            pieces += shard_tensors_of(build_frame(FrameType.SCOPE_PART, {"rows": [[0, tp % 2, 2]]}, [tensor]), tp)
             tables_of(pieces, None)
         except ProtocolError as error:
             assert "PART frame" in str(error)
@@ -109,7 +111,7 @@ def test_a_session_plays_or_says_what_is_wrong(changes: list[tuple[float, int]],
     if not session.frames or session.frames[0].type != FrameType.SCOPE_HELLO:
         return
     try:
-        player = Player(session, ScopeDesk(settings_of(session)))
+        player = SessionPlayer(session, ScopeRegistry(settings_of(session)))
     except SessionError as error:
         assert "SCOPE_HELLO" in str(error)
     else:
@@ -120,8 +122,11 @@ def test_a_run_that_was_going_when_it_was_saved_ends_with_its_last_frame() -> No
     whole = session_file.parse(recorded())
     saved = [frame for frame in whole.frames if frame.header.get("state") != "done"]
     assert len(saved) == len(whole.frames) - 1
-    desk = ScopeDesk(settings_of(whole))
-    states = [next(iter(desk.runs.values())).header["state"] for _ in Player(Session(saved, None), desk).steps()]
+    desk = ScopeRegistry(settings_of(whole))
+    states = [
+        next(iter(desk.runs.values())).header["state"]
+        for _ in SessionPlayer(RecordedSession(saved, None), desk).steps()
+    ]
     assert not {"done", "cancelled"} & {*states}
     (run,) = desk.runs.values()
     assert (run.header["state"], run.ended, run.grows()) == ("cancelled", True, False)

@@ -9,11 +9,11 @@ import scope_session
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.delivery.page_socket import Viewer
-from megatronapp_analyzer.scope.delivery.session_file import Session
-from megatronapp_analyzer.scope.delivery.session_player import Player, settings_of
+from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
+from megatronapp_analyzer.scope.delivery.session_player import SessionPlayer, settings_of
 from megatronapp_analyzer.scope.ingest.ranks import parse_publisher
 from megatronapp_analyzer.scope.schemas import Hello
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
@@ -27,8 +27,8 @@ def publisher(rank: int) -> Frame:
     return dataclasses.replace(frame, header={**frame.header, "layers": UNEVEN[rank]})
 
 
-def new_desk() -> ScopeDesk:
-    return ScopeDesk(ScopeSettings(job="tiny"), clock=lambda: 0.0)
+def new_desk() -> ScopeRegistry:
+    return ScopeRegistry(ScopeSettings(job="tiny"), clock=lambda: 0.0)
 
 
 def states(page: Viewer) -> list[dict[str, Any]]:
@@ -47,11 +47,11 @@ def test_every_life_of_a_hub_has_its_own_boot() -> None:
 def test_layers_of_ranks_are_those_that_they_said_and_pages_that_came_before_hear_of_them() -> None:
     desk = new_desk()
     for rank in (0, 1, 3):
-        desk.take(0, rank, publisher(rank))
+        desk.take_frame(0, rank, publisher(rank))
     assert Hello.model_validate(desk.hello("viewer")).layout.ranks is None, "rank 2 has not begun"
     page = desk.subscribe()
-    desk.take(0, 2, publisher(2))
-    desk.take(0, 2, publisher(2))
+    desk.take_frame(0, 2, publisher(2))
+    desk.take_frame(0, 2, publisher(2))
     layout = Hello.model_validate(desk.hello("viewer")).layout
     assert layout.ranks is not None
     assert [(one.rank, one.stage, one.tensor) for one in layout.ranks] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
@@ -64,12 +64,12 @@ def test_layers_of_ranks_are_those_that_they_said_and_pages_that_came_before_hea
 def test_pages_have_the_layers_of_ranks_again_once_all_that_went_away_are_back() -> None:
     desk = new_desk()
     for rank in range(4):
-        desk.take(0, rank, publisher(rank))
+        desk.take_frame(0, rank, publisher(rank))
     page = desk.subscribe()
     for rank in (2, 3):
-        desk.lost(0, rank)
+        desk.on_agent_lost(0, rank)
     for rank in (3, 2):
-        desk.take(0, rank, publisher(rank))
+        desk.take_frame(0, rank, publisher(rank))
     said = states(page)
     assert [(one["state"], "ranks" in one["layout"]) for one in said] == [
         ("restarting", False),
@@ -82,10 +82,10 @@ def test_pages_have_the_layers_of_ranks_again_once_all_that_went_away_are_back()
 def test_pages_hear_nothing_of_a_model_before_its_rank_0_is_there() -> None:
     desk = new_desk()
     page = desk.subscribe()
-    desk.take(0, 1, publisher(1))
+    desk.take_frame(0, 1, publisher(1))
     hello = Hello.model_validate(desk.hello("viewer"))
     assert (states(page), hello.state, hello.layout.ranks) == ([], "gone", None)
-    desk.take(0, 0, publisher(0))
+    desk.take_frame(0, 0, publisher(0))
     (said,) = states(page)
     assert (said["state"], said["layout"]) == ("ready", {"tensor": 2, "pipeline": 2})
 
@@ -106,9 +106,9 @@ def test_recordings_of_older_hubs_play_and_newer_ones_keep_their_ranks() -> None
     }
     older = {name: value for name, value in hello.items() if name != "boot"} | {"layout": {"tensor": 1, "pipeline": 1}}
     for header, ranks in ((hello, hello["layout"]["ranks"]), (older, None)):
-        session = Session([Frame(FrameType.SCOPE_HELLO, header), *newer.frames[1:]], None)
-        desk = ScopeDesk(settings_of(session))
-        player = Player(session, desk)
+        session = RecordedSession([Frame(FrameType.SCOPE_HELLO, header), *newer.frames[1:]], None)
+        desk = ScopeRegistry(settings_of(session))
+        player = SessionPlayer(session, desk)
         assert len(list(player.steps())) == 2 and player.left_out == 0
         said = desk.hello("viewer")
         assert Hello.model_validate(said).layout.tensor == 1 and said["layout"].get("ranks") == ranks

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.page_queue import Outbox
-from megatronapp_analyzer.scope.ingest.merge import Piece
-from megatronapp_analyzer.scope.ingest.part_tracker import Numbering, Part, part_of
+from megatronapp_analyzer.scope.delivery.page_queue import PageQueue
+from megatronapp_analyzer.scope.ingest.merge import ShardTensor
+from megatronapp_analyzer.scope.ingest.part_tracker import PartHeader, PartTracker, part_of
 from megatronapp_analyzer.scope.probes import probe_tracker
-from megatronapp_analyzer.scope.store.frame_log import Entry, Journal
-from megatronapp_analyzer.scope.store.memory_budget import Ring
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.frame_log import FrameLog, LogEntry
+from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor
@@ -26,11 +26,11 @@ from megatronapp_common.scope.protocol import Tensor
 
 @given(st.permutations(list(range(6))), st.integers(0, 5))
 def test_a_rank_has_finished_when_all_its_numbers_are_there(order: list[int], lost: int) -> None:
-    numbering, seen = Numbering(), set[int]()
+    numbering, seen = PartTracker(), set[int]()
     for number in order:
         if number == lost and lost != order[-1]:
             continue
-        numbering.add(Part(3, number, more=number < 5))
+        numbering.add(PartHeader(3, number, more=number < 5))
         seen.add(number)
         assert (numbering.finished == {3}) == (seen == set(range(6)))
 
@@ -42,16 +42,16 @@ def test_numbers_that_are_none_are_refused() -> None:
 
 
 def test_probes_fail_once_each_with_their_reason() -> None:
-    book, got = probe_tracker.ProbeBook(), list[int]()
+    book, got = probe_tracker.ProbeTracker(), list[int]()
     for why, at in (("dropped", 1.0), ("silent", probe_tracker.PATIENCE_S), ("lost", 1.0), ("whole", 1.0)):
         book.expect(why, "key", lambda pieces: got.append(len(pieces)), 0.0, caller="me")
-        assert (book.asked("key"), book.count("me"), len(book)) == (why, 1, 1)
+        assert (book.find_pending("key"), book.count("me"), len(book)) == (why, 1, 1)
         if why == "lost":
             book.clear()
         elif why != "silent":
-            book.add(why, [], at, Part(0, dropped=why == "dropped"))
+            book.add(why, [], at, PartHeader(0, dropped=why == "dropped"))
         book.settle([0], at)
-        assert (book.asked("key"), book.count("me"), len(book)) == (None, 0, 0)
+        assert (book.find_pending("key"), book.count("me"), len(book)) == (None, 0, 0)
         failure = book.take_failure("key")
         assert (failure is None) == (why == "whole")
         assert failure is None or (isinstance(failure, ApiError) and failure.status == 503)
@@ -59,16 +59,16 @@ def test_probes_fail_once_each_with_their_reason() -> None:
     assert got == [0]
 
 
-def piece(nbytes: int) -> Piece:
+def piece(nbytes: int) -> ShardTensor:
     tensor = Tensor("residual", "f32", np.zeros((1, nbytes // 4), "<f4"))
-    return Piece(rows=((0, 0),), layers=None, span=None, tp=0, tensor=tensor)
+    return ShardTensor(rows=((0, 0),), layers=None, span=None, tp=0, tensor=tensor)
 
 
 def test_parts_that_overtake_their_answers_are_kept_for_as_many_probes_as_may_be_waited_for() -> None:
-    book, got = probe_tracker.ProbeBook(), list[int]()
+    book, got = probe_tracker.ProbeTracker(), list[int]()
     names = [str(number) for number in range(probe_tracker.MAX_PROBES)]
     for name in names:
-        book.add(name, [piece(1 << 10)], 0.0, Part(0))
+        book.add(name, [piece(1 << 10)], 0.0, PartHeader(0))
     for name in names:
         book.expect(name, name, lambda pieces: got.append(len(pieces)), 0.0)
         book.settle([0], 0.0)
@@ -79,10 +79,10 @@ def test_parts_that_overtake_their_answers_are_kept_for_as_many_probes_as_may_be
 def test_parts_that_nobody_waits_for_are_bounded_and_who_comes_for_lost_ones_is_told_at_once(
     parts: list[tuple[int, int, bool]],
 ) -> None:
-    book, got = probe_tracker.ProbeBook(), list[str]()
+    book, got = probe_tracker.ProbeTracker(), list[str]()
     with unittest.mock.patch.multiple(probe_tracker, MAX_PROBES=6, MAX_EARLY_BYTES=100):
         for probe, words, dropped in parts:
-            book.add(str(probe), [piece(4 * words)], 0.0, Part(0, dropped=dropped))
+            book.add(str(probe), [piece(4 * words)], 0.0, PartHeader(0, dropped=dropped))
             assert len(book._probes) <= 6 and sum(one.bytes for one in book._probes.values()) <= 100
     for name in {str(probe) for probe, _, _ in parts}:
         book.expect(name, name, functools.partial(lambda name, _: got.append(name), name), 0.0)
@@ -93,14 +93,14 @@ def test_parts_that_nobody_waits_for_are_bounded_and_who_comes_for_lost_ones_is_
 
 
 def test_one_run_at_a_time_is_sent_again() -> None:
-    journals = {name: Journal(name, Ring(1 << 20)) for name in "abc"}
+    journals = {name: FrameLog(name, MemoryBudget(1 << 20)) for name in "abc"}
     for name, journal in journals.items():
         for step in range(3):
             header = {"run": name, "step": step, "rows": [[0, step]], "ids": [step]}
             journal.append(Frame(FrameType.SCOPE_STEP, header, bytes(1000)))
-    outbox, asked = Outbox(credit=1000), list[str]()
+    outbox, asked = PageQueue(credit=1000), list[str]()
 
-    def replay(name: str) -> list[Entry]:
+    def replay(name: str) -> list[LogEntry]:
         asked.append(name)
         return journals[name].after(0)
 
@@ -117,16 +117,16 @@ def test_one_run_at_a_time_is_sent_again() -> None:
 def test_a_session_that_is_being_read_does_not_change() -> None:
     run = scope_session.record(tokens=3)
     sent = list(scope_session.rank_frames(run))
-    desk = ScopeDesk(ScopeSettings(job="tiny"), clock=lambda: 0.0)
+    desk = ScopeRegistry(ScopeSettings(job="tiny"), clock=lambda: 0.0)
     for rank, frame in sent[: len(sent) // 2]:
-        desk.take(0, rank, frame)
+        desk.take_frame(0, rank, frame)
     scope_session.put_values(desk, 0, run.sites[0])
     known = desk.runs[scope_session.RUN]
     before = session_file.dump(desk, known.id)
-    reading = session_file.Snapshot(desk, known).pieces()
+    reading = session_file.RunSnapshot(desk, known).frames()
     got = [next(reading)]
     for rank, frame in sent[len(sent) // 2 :]:
-        desk.take(0, rank, frame)
+        desk.take_frame(0, rank, frame)
     scope_session.put_values(desk, 1, run.sites[1])
     desk.ring.limit_bytes = 1
     known.values.put(("mlp2", 0, 0, None), [0], run.sites[0]["mlp2"][:1, 0])

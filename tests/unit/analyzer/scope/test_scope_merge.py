@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.ingest import shard_merge as merging
-from megatronapp_analyzer.scope.ingest.merge import merge, merge_all, pieces_of, rows_of
-from megatronapp_analyzer.scope.ingest.part_tracker import Part
-from megatronapp_analyzer.scope.ingest.step_assembler import TOKENS_WAIT_S, WAIT_S, StepBook
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.scope.store.run import Run
+from megatronapp_analyzer.scope.ingest.merge import merge, merge_all, rows_of, shard_tensors_of
+from megatronapp_analyzer.scope.ingest.part_tracker import PartHeader
+from megatronapp_analyzer.scope.ingest.step_assembler import TOKENS_WAIT_S, WAIT_S, ScopeStepAssembler
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common import frames
-from megatronapp_common.filters.shard_plan import Plan
+from megatronapp_common.filters.shard_plan import ReductionPlan
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.codes import Code, decode
-from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
+from megatronapp_common.scope.codes import TensorCode, decode
+from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
 
 LAYOUTS = [(1, 1, False), (2, 1, False), (1, 2, False), (4, 1, True), (2, 2, True), (4, 4, False)]
 
@@ -31,7 +31,7 @@ def recording() -> scope_session.Recording:
     return scope_session.record(tokens=3)
 
 
-def shown(desk: ScopeDesk) -> list[bytes]:
+def shown(desk: ScopeRegistry) -> list[bytes]:
     run = desk.runs[scope_session.RUN]
     return [entry.whole for entry in run.journal.after(0) if entry.whole and entry.type != FrameType.SCOPE_RUN]
 
@@ -46,16 +46,16 @@ def reference() -> list[tuple[int, dict[str, Any], bytes]]:
     return [unnumbered(one) for one in shown(fed(published()))]
 
 
-def introduce(run: Run) -> None:
+def introduce(run: ScopeRun) -> None:
     run.pca_version = scope_session.VERSION
 
 
-def fed(frames_: list[tuple[int, Frame]], clock: Any = lambda: 0.0) -> ScopeDesk:
-    desk = ScopeDesk(ScopeSettings(job="tiny"), clock=clock)
+def fed(frames_: list[tuple[int, Frame]], clock: Any = lambda: 0.0) -> ScopeRegistry:
+    desk = ScopeRegistry(ScopeSettings(job="tiny"), clock=clock)
     desk.pca_version = scope_session.VERSION
     desk.on_basis = introduce
     for rank, frame in frames_:
-        desk.take(0, rank, frame)
+        desk.take_frame(0, rank, frame)
     return desk
 
 
@@ -100,7 +100,7 @@ def test_what_is_shown_is_what_the_model_computed() -> None:
 def close(tensor: Tensor, index: int, expected: Any) -> None:
     scales = None if tensor.scales is None else tensor.scales[index]
     worst = {"i8": 0 if scales is None else scales.max() / 2, "u8": 0.002, "f16": 0.002 * np.abs(expected).max()}
-    got = decode(Code(tensor.code), tensor.data[index], scales)
+    got = decode(TensorCode(tensor.code), tensor.data[index], scales)
     np.testing.assert_allclose(got, expected, atol=float(worst[tensor.code]) * 1.01, rtol=0)
 
 
@@ -124,40 +124,40 @@ def test_a_step_is_closed_without_late_ranks_and_says_who_they_are() -> None:
     assert np.isfinite(norms[:, :2]).all() and np.isnan(norms[:, 2:]).all()
     before = len(run.journal)
     for rank, frame in late:
-        desk.take(0, rank, frame)
+        desk.take_frame(0, rank, frame)
     assert len(run.journal) == before
 
 
 def test_nothing_overtakes_a_step_that_may_still_come() -> None:
-    book = StepBook()
+    book = ScopeStepAssembler()
     tokens = Frame(FrameType.SCOPE_TOKENS, {})
     book.add_tokens(("run", 1), tokens, 0.0)
-    book.add_part(("run", 1), [], 0.0, Part(0, more=False))
+    book.add_part(("run", 1), [], 0.0, PartHeader(0, more=False))
     assert book.close([0], 0.1) == []
     book.add_tokens(("run", 0), tokens, 0.1)
-    book.add_part(("run", 0), [], 0.1, Part(0, more=True))
+    book.add_part(("run", 0), [], 0.1, PartHeader(0, more=True))
     assert book.close([0], 0.15) == []
-    book.add_part(("run", 0), [], 0.15, Part(0, more=False))
+    book.add_part(("run", 0), [], 0.15, PartHeader(0, more=False))
     assert [step.step for step in book.close([0], 0.15)] == [0, 1]
     assert len(book) == 0 and book.due_s() is None
 
 
 def test_steps_that_never_get_tokens_do_not_fill_memory() -> None:
-    book = StepBook()
+    book = ScopeStepAssembler()
     for step in range(500):
-        book.add_part(("run", step), [], step * 1e-3, Part(0, more=False))
+        book.add_part(("run", step), [], step * 1e-3, PartHeader(0, more=False))
         book.close([0], step * 1e-3)
     assert len(book) <= 64
 
 
 def test_a_step_closes_also_where_tokens_do_not_come() -> None:
-    book = StepBook()
-    book.add_part(("run", 0), [], 0.0, Part(0))
+    book = ScopeStepAssembler()
+    book.add_part(("run", 0), [], 0.0, PartHeader(0))
     assert book.close([0], 1.0) == [] and book.due_s() == TOKENS_WAIT_S
     (closed,) = book.close([0], TOKENS_WAIT_S)
     assert (closed.step, closed.tokens) == (0, None)
     assert len(book) == 0 and book.due_s() is None
-    book.add_part(("run", 1), [], 100.0, Part(0))
+    book.add_part(("run", 1), [], 100.0, PartHeader(0))
     book.end("run")
     assert book.due_s() == 100.0 + WAIT_S
     assert [one.tokens for one in book.close([0], 100.0 + WAIT_S)] == [None]
@@ -176,18 +176,18 @@ def test_a_step_closes_also_where_tokens_do_not_come() -> None:
     )
 )
 def test_who_comes_at_the_due_time_always_closes_something(works: list[tuple[str, str, int, float]]) -> None:
-    book, now = StepBook(), 0.0
+    book, now = ScopeStepAssembler(), 0.0
     seen: list[tuple[str, int]] = []
     for what, run, step, later in works:
         now += later
         if what == "part":
-            book.add_part((run, step), [], now, Part(0))
+            book.add_part((run, step), [], now, PartHeader(0))
         elif what == "tokens":
             book.add_tokens((run, step), Frame(FrameType.SCOPE_TOKENS, {}), now)
         elif what == "end":
             book.end(run)
         else:
-            book.goes_on(run)
+            book.reopen(run)
         seen += [(one.run, one.step) for one in book.close([0, 1], now)]
     while (due := book.due_s()) is not None:
         closed = book.close([0, 1], max(now, due))
@@ -204,7 +204,7 @@ def test_a_run_that_is_cancelled_in_its_prefill_ends_with_a_gap() -> None:
     parts = [one for one in published() if one[1].type != FrameType.SCOPE_TOKENS]
     until = next(place for place, (_, frame) in enumerate(parts) if frame.header.get("state") == "decoding")
     desk = fed(parts[:until], clock=lambda: now[0])
-    desk.take(0, 0, scope_session.run_state(recording(), "cancelled"))
+    desk.take_frame(0, 0, scope_session.run_state(recording(), "cancelled"))
     run = desk.runs[scope_session.RUN]
     now[0] = WAIT_S
     desk.close_due()
@@ -212,7 +212,7 @@ def test_a_run_that_is_cancelled_in_its_prefill_ends_with_a_gap() -> None:
     assert run.header["state"] == "cancelled" and run.whole
 
 
-def gaps(run: Run) -> list[Any]:
+def gaps(run: ScopeRun) -> list[Any]:
     told = [frames.decode(entry.whole or b"") for entry in run.journal.after(0)]
     return [frame.header for frame in told if frame.type == FrameType.SCOPE_GAP]
 
@@ -252,14 +252,14 @@ def test_tensors_that_fit_into_no_message_are_named() -> None:
         if frame.type == FrameType.SCOPE_PART and frame.header["step"] == 1:
             last = {**frame.header} | {"part": 1}
             sent[-1] = rank, Frame(frame.type, {**frame.header} | {"more": True}, frame.body)
-            sent.append((rank, frame_of(frame.type, last, [wide])))
+            sent.append((rank, build_frame(frame.type, last, [wide])))
     (gap,) = gaps(fed(sent).runs[scope_session.RUN])
     assert (gap["what"], gap["from"], gap["reason"], gap["tensors"]) == ("step", 1, "large", ["wide"])
 
 
 def piece(values: Any, **said: Any) -> Frame:
     tensor = Tensor("q", "f32", np.asarray(values, "<f4"), None, said)
-    return frame_of(FrameType.SCOPE_PART, {"rows": [[0, 0, 1]]}, [tensor])
+    return build_frame(FrameType.SCOPE_PART, {"rows": [[0, 0, 1]]}, [tensor])
 
 
 @pytest.mark.parametrize(
@@ -276,20 +276,20 @@ def piece(values: Any, **said: Any) -> Frame:
 )
 def test_parts_that_make_no_sense_are_refused(frame: Frame) -> None:
     with pytest.raises(ProtocolError, match="PART frame"):
-        pieces_of(frame, 0)
+        shard_tensors_of(frame, 0)
 
 
 def test_parts_that_do_not_fit_each_other_are_refused() -> None:
-    one = pieces_of(piece([[[1, 2]]], layers=[0], heads=[0, 2]), 0)
+    one = shard_tensors_of(piece([[[1, 2]]], layers=[0], heads=[0, 2]), 0)
     for other in (
         piece([[[1, 2]]], layers=[0], heads=[1, 3]),
         piece([[[1, 2, 3]]], layers=[0], heads=[0, 2]),
         piece([[[[1]]]], layers=[0], heads=[2, 3]),
     ):
         with pytest.raises(ProtocolError):
-            merge(one + pieces_of(other, 1))
+            merge(one + shard_tensors_of(other, 1))
     with pytest.raises(ProtocolError, match="layer 5"):
-        merge(pieces_of(piece([[[1, 2]]], layers=[5], heads=[0, 2]), 0), layers=4)
+        merge(shard_tensors_of(piece([[[1, 2]]], layers=[5], heads=[0, 2]), 0), layers=4)
 
 
 STD = {"reducer": "std", "width": 8, "pixels": 1, "shards": 2, "shard": 0}
@@ -297,18 +297,20 @@ STD = {"reducer": "std", "width": 8, "pixels": 1, "shards": 2, "shard": 0}
 
 def states(values: Any = ((((1.0, 2.0),),)), rows: tuple[int, int, int] = (0, 0, 1), **change: Any) -> Frame:
     tensor = Tensor("q", "f32", np.asarray(values, "<f4"), None, {"layers": [0], "merge": STD | change})
-    return frame_of(FrameType.SCOPE_PART, {"rows": [list(rows)]}, [tensor])
+    return build_frame(FrameType.SCOPE_PART, {"rows": [list(rows)]}, [tensor])
 
 
 def test_states_of_shards_are_merged() -> None:
-    both = pieces_of(states(), 0) + pieces_of(states([[[3.0, 6.0]]], shard=1), 1)
+    both = shard_tensors_of(states(), 0) + shard_tensors_of(states([[[3.0, 6.0]]], shard=1), 1)
     wanted = np.sqrt((2 + 6 + 4 * (1 + 1)) / 8)
     assert merge(both).data.tolist() == [[[np.float32(wanted)]]]
-    assert merge([*both, *pieces_of(states([[[9.0, 9.0]]], shard=1), 2)]).data.tolist() == [[[np.float32(wanted)]]]
+    assert merge([*both, *shard_tensors_of(states([[[9.0, 9.0]]], shard=1), 2)]).data.tolist() == [
+        [[np.float32(wanted)]]
+    ]
     assert np.isnan(merge(both[:1]).data).all()
     table = merge(both, layers=3)
     assert (table.layers, np.isnan(table.data[0, :, 0]).tolist()) == ((0, 1, 2), [False, True, True])
-    huge = pieces_of(states([[[3e38, 3e38]]], reducer="histogram(2, 0, 1)"), 0)
+    huge = shard_tensors_of(states([[[3e38, 3e38]]], reducer="histogram(2, 0, 1)"), 0)
     assert np.isinf(merge([*huge, *(dataclasses.replace(one, shard=shard_of(1, one)) for one in huge)]).data).all()
 
 
@@ -319,7 +321,7 @@ def test_a_capture_that_changes_within_a_step_merges_each_row_as_it_was_asked_fo
         for values, rows, reducer in told
         for shard in (0, 1)
     ]
-    table = merge([piece for frame, tp in parts for piece in pieces_of(frame, tp)])
+    table = merge([piece for frame, tp in parts for piece in shard_tensors_of(frame, tp)])
     assert (table.rows, table.data[:, 0, 0].tolist()) == (((0, 0), (0, 1)), [np.float32(np.sqrt(0.5)), 1.0])
 
 
@@ -340,15 +342,15 @@ def shard_of(shard: int, one: Any) -> Any:
 )
 def test_states_that_make_no_sense_are_refused(frame: Frame, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
-        pieces_of(frame, 0)
+        shard_tensors_of(frame, 0)
 
 
 def test_states_that_do_not_fit_each_other_are_refused() -> None:
-    one = pieces_of(states(), 0)
+    one = shard_tensors_of(states(), 0)
     with pytest.raises(ProtocolError, match="do not fit each other"):
-        merge(one + pieces_of(states(shards=4, pixels=2), 1))
+        merge(one + shard_tensors_of(states(shards=4, pixels=2), 1))
     with pytest.raises(ProtocolError, match="do not fit each other"):
-        merge(one + pieces_of(piece([[[1, 2]]], layers=[0]), 1))
+        merge(one + shard_tensors_of(piece([[[1, 2]]], layers=[0]), 1))
     with pytest.raises(ProtocolError, match="layer 0 of a model of 0"):
         merge(one, layers=0)
 
@@ -356,7 +358,7 @@ def test_states_that_do_not_fit_each_other_are_refused() -> None:
 def test_who_says_that_there_are_many_shards_gets_no_memory_for_them() -> None:
     many = {"reducer": "histogram(256, 0, 1)", "width": 1 << 20, "shards": 1024}
     values = np.zeros((512, 1, 256), "<f4")
-    (one,) = pieces_of(states(values, (0, 0, 512), **many), 0)
+    (one,) = shard_tensors_of(states(values, (0, 0, 512), **many), 0)
     with pytest.raises(ProtocolError, match="the states of a step are more than"):
         merge([one])
     assert np.isnan(merge([dataclasses.replace(one, rows=((0, 0),) * 512)]).data).all()
@@ -364,7 +366,7 @@ def test_who_says_that_there_are_many_shards_gets_no_memory_for_them() -> None:
 
 def test_states_of_all_tensors_of_a_step_count_together() -> None:
     rows = merging.MAX_NUMBERS // 1024 // 2
-    few = pieces_of(states(np.zeros((rows, 1, 1)), (0, 0, rows), reducer="mean", width=1024, shards=1024), 0)
+    few = shard_tensors_of(states(np.zeros((rows, 1, 1)), (0, 0, rows), reducer="mean", width=1024, shards=1024), 0)
     named = {
         name: [dataclasses.replace(few[0], tensor=dataclasses.replace(few[0].tensor, name=name))] for name in "qkv"
     }
@@ -380,15 +382,15 @@ def test_only_rows_with_a_whole_pixel_are_merged(sent: set[tuple[int, int]]) -> 
     told = {"reducer": "mean", "pixels": 2, "shards": 4}
     frames_sent = [states([[[1.0 + shard + 4 * row]]], (0, row, 1), shard=shard, **told) for shard, row in sent]
     merged: list[int] = []
-    combine = Plan.combine
+    combine = ReductionPlan.combine
 
-    def counted(plan: Plan, parts: Any) -> Any:
+    def counted(plan: ReductionPlan, parts: Any) -> Any:
         merged.append(len(parts[0]))
         return combine(plan, parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Plan, "combine", counted)
-        table = merge([one for frame in frames_sent for one in pieces_of(frame, 0)])
+        patch.setattr(ReductionPlan, "combine", counted)
+        table = merge([one for frame in frames_sent for one in shard_tensors_of(frame, 0)])
     whole = {(row, pixel) for row in range(6) for pixel in (0, 1) if {(2 * pixel, row), (2 * pixel + 1, row)} <= sent}
     assert sum(merged) == len({row for row, _ in whole})
     for place, (_, row) in enumerate(table.rows):
@@ -399,7 +401,7 @@ def test_only_rows_with_a_whole_pixel_are_merged(sent: set[tuple[int, int]]) -> 
 
 def test_rows_that_are_merged_one_after_another_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     source = np.random.default_rng(0)
-    both = [pieces_of(states(source.random((9, 1, 2)), (0, 4, 9), shard=shard), shard)[0] for shard in (0, 1)]
+    both = [shard_tensors_of(states(source.random((9, 1, 2)), (0, 4, 9), shard=shard), shard)[0] for shard in (0, 1)]
     at_once = merge(both).data
     monkeypatch.setattr(merging, "AT_ONCE", 8)
     assert np.array_equal(merge(both).data, at_once) and np.isfinite(at_once).all()

@@ -10,33 +10,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.scope.delivery.page_queue import MAX_KEPT_BYTES, Outbox
-from megatronapp_analyzer.scope.delivery.page_socket import Rate
+from megatronapp_analyzer.scope.delivery.page_queue import MAX_QUEUED_BYTES, PageQueue
+from megatronapp_analyzer.scope.delivery.page_socket import MessageRateLimit
 from megatronapp_analyzer.scope.probes import pca
-from megatronapp_analyzer.scope.store.frame_log import Journal
-from megatronapp_analyzer.scope.store.memory_budget import SHARES, Held, Ring
+from megatronapp_analyzer.scope.store.frame_log import FrameLog
+from megatronapp_analyzer.scope.store.memory_budget import CLASS_FRACTIONS, MemoryBudget, RetentionClass
 from megatronapp_analyzer.scope.store.row_table import RowTable
 from megatronapp_analyzer.scope.views import export_values
-from megatronapp_analyzer.scope.views.tiles import TILE, Place, missing, tile
+from megatronapp_analyzer.scope.views.tiles import TILE, TileRef, missing, tile
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol import Tensor, build_frame
 
 BIG = 1 << 40
 
 
-@given(items=st.lists(st.tuples(st.sampled_from(Held), st.integers(1, 50)), max_size=60), limit=st.integers(0, 300))
-def test_the_ring_stays_within_its_bytes_and_lets_go_in_order(items: list[tuple[Held, int]], limit: int) -> None:
-    ring = Ring(limit)
+@given(
+    items=st.lists(st.tuples(st.sampled_from(RetentionClass), st.integers(1, 50)), max_size=60),
+    limit=st.integers(0, 300),
+)
+def test_the_ring_stays_within_its_bytes_and_lets_go_in_order(
+    items: list[tuple[RetentionClass, int]], limit: int
+) -> None:
+    ring = MemoryBudget(limit)
     gone: list[int] = []
     tickets = [ring.hold(kind, size, functools.partial(gone.append, n)) for n, (kind, size) in enumerate(items)]
     kept = [n for n in range(len(items)) if n not in gone]
     assert ring.used_bytes == sum(items[n][1] for n in kept) <= limit
     assert len(gone) == len(set(gone))
-    for kind in Held:
+    for kind in RetentionClass:
         of_kind = [n for n in range(len(items)) if items[n][0] == kind]
         assert [n for n in gone if n in of_kind] == of_kind[: sum(n in of_kind for n in gone)]
-        assert not of_kind or items[of_kind[-1]][1] * SHARES > limit or of_kind[-1] in kept, "the newest has its share"
+        assert not of_kind or items[of_kind[-1]][1] * CLASS_FRACTIONS > limit or of_kind[-1] in kept, (
+            "the newest has its share"
+        )
     assert not items or items[-1][1] * 2 > limit or len(items) - 1 in kept
     for ticket in tickets:
         ring.release(ticket)
@@ -44,56 +51,56 @@ def test_the_ring_stays_within_its_bytes_and_lets_go_in_order(items: list[tuple[
 
 
 def test_attention_rows_go_before_vectors_down_to_their_share() -> None:
-    ring, gone = Ring(100), list[str]()
-    ring.hold(Held.VECTORS, 40, lambda: gone.append("vectors"))
-    ring.hold(Held.VALUES, 30, lambda: gone.append("values"))
+    ring, gone = MemoryBudget(100), list[str]()
+    ring.hold(RetentionClass.VECTORS, 40, lambda: gone.append("vectors"))
+    ring.hold(RetentionClass.VALUES, 30, lambda: gone.append("values"))
     for name in ("old rows", "rows"):
-        ring.hold(Held.ROWS, 15, functools.partial(gone.append, name))
-    ring.hold(Held.VECTORS, 30, lambda: gone.append("newer vectors"))
+        ring.hold(RetentionClass.ROWS, 15, functools.partial(gone.append, name))
+    ring.hold(RetentionClass.VECTORS, 30, lambda: gone.append("newer vectors"))
     assert gone == ["old rows", "values"]
 
 
 def test_vectors_that_fill_the_ring_leave_room_for_what_was_asked_for() -> None:
-    ring = Ring(100)
+    ring = MemoryBudget(100)
     for _ in range(50):
-        ring.hold(Held.VECTORS, 10, lambda: None)
-    table: RowTable[str] = RowTable(ring, Held.VALUES)
+        ring.hold(RetentionClass.VECTORS, 10, lambda: None)
+    table: RowTable[str] = RowTable(ring, RetentionClass.VALUES)
     table.put("q", [0], np.zeros((1, 50), np.uint8))
     for _ in range(50):
-        ring.hold(Held.VECTORS, 10, lambda: None)
+        ring.hold(RetentionClass.VECTORS, 10, lambda: None)
     table.put("q", [1], np.zeros((1, 25), np.uint8))
     assert sorted(table.get("q")) == [1]
 
 
 def test_rows_that_newer_ones_replaced_are_not_forgotten_with_the_older() -> None:
-    ring = Ring(16)
-    table: RowTable[str] = RowTable(ring, Held.ROWS)
+    ring = MemoryBudget(16)
+    table: RowTable[str] = RowTable(ring, RetentionClass.ROWS)
     table.put("head", [0, 1], np.zeros((2, 4), np.uint8))
     table.put("head", [1, 2], np.ones((2, 4), np.uint8))
     table.put("other", [0], np.zeros((1, 4), np.uint8))
     assert sorted(table.get("head")) == [1, 2] and table.get("head")[1][0] == 1
-    assert sorted(table.held()) == ["head", "other"]
+    assert sorted(table.stored_keys()) == ["head", "other"]
     table.close()
     assert ring.used_bytes == 0
 
 
 def step(number: int, size: int = 1000) -> Frame:
     tensor = Tensor("head.max", "u8", np.zeros((1, size), np.uint8))
-    return frame_of(
+    return build_frame(
         FrameType.SCOPE_STEP, {"run": "r", "step": number, "rows": [[0, number]], "ids": [number]}, [tensor]
     )
 
 
 def rows(number: int, size: int = 1000) -> Frame:
     tensor = Tensor("attention", "u8s", np.zeros(size, np.uint8))
-    return frame_of(FrameType.SCOPE_ROWS, {"run": "r", "step": number}, [tensor])
+    return build_frame(FrameType.SCOPE_ROWS, {"run": "r", "step": number}, [tensor])
 
 
 def state(name: str) -> Frame:
     return Frame(FrameType.SCOPE_RUN, {"run": "r", "state": name})
 
 
-def drained(outbox: Outbox) -> list[Frame]:
+def drained(outbox: PageQueue) -> list[Frame]:
     out: list[Frame] = []
     while found := outbox.pop():
         out += [frames.decode(one) for one in found]
@@ -101,7 +108,7 @@ def drained(outbox: Outbox) -> list[Frame]:
 
 
 def test_a_journal_numbers_frames_and_keeps_one_of_each_state() -> None:
-    journal = Journal("r", Ring(BIG))
+    journal = FrameLog("r", MemoryBudget(BIG))
     for name in ("queued", "queued", "queued", "prefill", "decoding", "decoding"):
         journal.append(state(name))
     journal.append(step(0))
@@ -111,12 +118,12 @@ def test_a_journal_numbers_frames_and_keeps_one_of_each_state() -> None:
 
 
 def test_what_the_ring_let_go_is_sent_without_numbers_and_told() -> None:
-    ring = Ring(4000)
-    journal = Journal("r", ring)
+    ring = MemoryBudget(4000)
+    journal = FrameLog("r", ring)
     for number in range(6):
         journal.append(step(number))
         journal.append(rows(number))
-    outbox = Outbox()
+    outbox = PageQueue()
     outbox.resume("r", lambda: journal.after(0))
     got = drained(outbox)
     steps = [frame for frame in got if frame.type == FrameType.SCOPE_STEP]
@@ -140,7 +147,7 @@ def test_what_the_ring_let_go_is_sent_without_numbers_and_told() -> None:
     )
 )
 def test_no_token_is_lost_and_every_hole_is_told(works: list[tuple[str, int]]) -> None:
-    journal, outbox = Journal("r", Ring(BIG)), Outbox(credit=3000, limit_bytes=20_000)
+    journal, outbox = FrameLog("r", MemoryBudget(BIG)), PageQueue(credit=3000, limit_bytes=20_000)
     pushed: list[Any] = []
     got: list[Frame] = []
     made = {"step": lambda size: step(len(pushed), size), "rows": lambda size: rows(len(pushed), size)}
@@ -172,10 +179,10 @@ def test_no_token_is_lost_and_every_hole_is_told(works: list[tuple[str, int]]) -
 
 
 def test_what_is_asked_for_again_comes_whole_as_fast_as_the_page_paints() -> None:
-    journal = Journal("r", Ring(BIG))
+    journal = FrameLog("r", MemoryBudget(BIG))
     for number in range(60):
         journal.append(step(number, 250_000))
-    outbox, got, owed = Outbox(), [], 0
+    outbox, got, owed = PageQueue(), [], 0
     outbox.resume("r", lambda: journal.after(0))
     while len(outbox):
         sent = outbox.pop()
@@ -189,9 +196,9 @@ def test_what_is_asked_for_again_comes_whole_as_fast_as_the_page_paints() -> Non
 
 
 def test_a_page_that_lets_everything_wait_is_let_go() -> None:
-    outbox, journal = Outbox(), Journal("r", Ring(BIG))
+    outbox, journal = PageQueue(), FrameLog("r", MemoryBudget(BIG))
     big = Frame(FrameType.SCOPE_RUN, {"run": "r", "state": "queued", "text": "x" * (1 << 20)})
-    for _ in range(MAX_KEPT_BYTES >> 20):
+    for _ in range(MAX_QUEUED_BYTES >> 20):
         assert not outbox.overrun
         outbox.push(journal.append(big))
     assert outbox.overrun
@@ -199,7 +206,7 @@ def test_a_page_that_lets_everything_wait_is_let_go() -> None:
 
 def test_a_rate_is_by_the_second() -> None:
     now = [0.0]
-    rate = Rate(2, clock=lambda: now[0])
+    rate = MessageRateLimit(2, clock=lambda: now[0])
     assert [rate.allows() for _ in range(3)] == [True, True, False]
     now[0] = 1.0
     assert rate.allows()
@@ -212,7 +219,7 @@ def test_tiles_are_the_largest_of_what_they_cover(data: st.DataObject, length: i
     known = {query: whole[query, : query + 1] for query in range(length)}
     span = TILE << level
     q, k = (data.draw(st.integers(0, (length - 1) // span)) for _ in range(2))
-    place = Place(level=level, q=q, k=k, length=length)
+    place = TileRef(level=level, q=q, k=k, length=length)
     assert place.inside and missing(place, known) is None
     found = tile(place, known)
     piece = whole[q * span : (q + 1) * span, k * span : (k + 1) * span]
@@ -225,10 +232,10 @@ def test_tiles_are_the_largest_of_what_they_cover(data: st.DataObject, length: i
 
 def test_a_tile_names_the_queries_that_it_lacks() -> None:
     known = {query: np.zeros(query + 1, np.uint8) for query in range(300) if query not in {260, 270}}
-    assert missing(Place(level=0, q=1, k=0, length=300), known) == range(260, 271)
-    assert missing(Place(level=0, q=0, k=1, length=300), known) is None
-    assert not Place(level=0, q=2, k=0, length=300).inside
-    assert Place(level=0, q=0, k=0, length=300).full and not Place(level=0, q=1, k=0, length=300).full
+    assert missing(TileRef(level=0, q=1, k=0, length=300), known) == range(260, 271)
+    assert missing(TileRef(level=0, q=0, k=1, length=300), known) is None
+    assert not TileRef(level=0, q=2, k=0, length=300).inside
+    assert TileRef(level=0, q=0, k=0, length=300).full and not TileRef(level=0, q=1, k=0, length=300).full
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8))

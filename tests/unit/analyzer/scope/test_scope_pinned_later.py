@@ -6,8 +6,8 @@ import numpy as np
 import scope_session
 
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.session_player import Player, settings_of
-from megatronapp_analyzer.scope.store.registry import ScopeDesk
+from megatronapp_analyzer.scope.delivery.session_player import SessionPlayer, settings_of
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 
@@ -15,11 +15,11 @@ RUN = scope_session.RUN
 Rows = dict[tuple[int, int, int], dict[int, bytes]]
 
 
-def played(data: bytes) -> ScopeDesk:
+def played(data: bytes) -> ScopeRegistry:
     session = session_file.parse(data)
     assert session.broken is None
-    desk = ScopeDesk(settings_of(session))
-    for _ in Player(session, desk).steps():
+    desk = ScopeRegistry(settings_of(session))
+    for _ in SessionPlayer(session, desk).steps():
         pass
     return desk
 
@@ -30,9 +30,9 @@ def without_values() -> bytes:
     return b"".join(frames.encode(frame) for frame in found if frame.type != FrameType.SCOPE_VALUES)
 
 
-def rows_of(desk: ScopeDesk) -> Rows:
+def rows_of(desk: ScopeRegistry) -> Rows:
     attention = desk.runs[RUN].attention
-    return {key: {place: row.tobytes() for place, row in attention.get(key).items()} for key in attention.held()}
+    return {key: {place: row.tobytes() for place, row in attention.get(key).items()} for key in attention.stored_keys()}
 
 
 def test_rows_from_before_a_head_was_pinned_are_in_the_session() -> None:

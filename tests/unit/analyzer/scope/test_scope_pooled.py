@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.hub.http.problems import ApiError
-from megatronapp_analyzer.scope.probes.probe_client import Asker
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
-from megatronapp_analyzer.scope.store.memory_budget import Ring
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.scope.store.run import Run
-from megatronapp_analyzer.scope.views.tile_pooling import MAX_PIECES, PIECE_SHARE, PooledTiles
-from megatronapp_analyzer.scope.views.tiles import TILE, Place, tile
+from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
+from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.store.run import ScopeRun
+from megatronapp_analyzer.scope.views.tile_pooling import MAX_CHUNKS, PIECE_SHARE, TilePool
+from megatronapp_analyzer.scope.views.tiles import TILE, TileRef, tile
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of
-from megatronapp_common.scope.protocol_requests import Probe, ProbeSite
+from megatronapp_common.scope.protocol import Tensor, build_frame
+from megatronapp_common.scope.protocol_requests import ProbeRequest, ProbeSite
 
 LENGTH, RING_BYTES, HEAD = 1500, 512 << 10, (0, 1, 2)
 MOST_TRIES = 200
@@ -38,19 +38,19 @@ class LongRank:
     """Rank 0 of a model that has read a long text: each probe's rows come at once."""
 
     def __init__(self) -> None:
-        self.desk = ScopeDesk(ScopeSettings(job="tiny", ring_bytes=RING_BYTES), clock=lambda: 0.0)
-        client = ServeClient("http://rank", "token", transport=httpx.MockTransport(self.answer))
-        self.asker = Asker(self.desk, client)
+        self.desk = ScopeRegistry(ScopeSettings(job="tiny", ring_bytes=RING_BYTES), clock=lambda: 0.0)
+        client = Rank0Client("http://rank", "token", transport=httpx.MockTransport(self.answer))
+        self.asker = ProbeClient(self.desk, client)
         self.codes = codes()
         self.asked: list[range] = []
         header = {**scope_session.run_state(RECORDING, "done").header}
         header["prompts"] = [{"text": "", "ids": [1] * LENGTH, "offsets": []}]
-        self.desk.take(0, 0, scope_session.publisher(RECORDING.shape, 0, 1, 1))
-        self.desk.take(0, 0, Frame(FrameType.SCOPE_RUN_STATE, header))
+        self.desk.take_frame(0, 0, scope_session.publisher(RECORDING.shape, 0, 1, 1))
+        self.desk.take_frame(0, 0, Frame(FrameType.SCOPE_RUN_STATE, header))
         self.run = self.desk.runs[scope_session.RUN]
 
     def answer(self, request: httpx.Request) -> httpx.Response:
-        asked = Probe.model_validate(json.loads(request.content))
+        asked = ProbeRequest.model_validate(json.loads(request.content))
         (site,), name = asked.sites, f"probe-{len(self.asked)}"
         first, end = asked.queries or (0, LENGTH)
         self.asked.append(range(first, end))
@@ -60,11 +60,11 @@ class LongRank:
         data = rows[:, None, None, :end] if site.code == "u8s" else np.zeros((end - first, 1, 1, 8), "<f4")
         tensor = Tensor(site.site, site.code, np.ascontiguousarray(data), None, said)
         header = {"rank": 0, "probe": name, "step": 0, "rows": [[0, first, end - first]], "timeUs": 0, "part": 0}
-        self.desk.take(0, 0, frame_of(FrameType.SCOPE_PART, header, [tensor]))
+        self.desk.take_frame(0, 0, build_frame(FrameType.SCOPE_PART, header, [tensor]))
         return httpx.Response(200, json={"probe": name})
 
     async def tile(self, level: int, q: int, k: int) -> NDArray[np.uint8]:
-        place = Place(level=level, q=q, k=k, length=LENGTH)
+        place = TileRef(level=level, q=q, k=k, length=LENGTH)
         for _ in range(MOST_TRIES):
             found = await self.asker.tile(self.run, HEAD, place, "me")
             if not isinstance(found, str):
@@ -79,10 +79,10 @@ async def test_a_tile_of_more_rows_than_the_hub_keeps_comes_in_pieces() -> None:
     for level, q, k in ((2, 1, 0), (2, 1, 1), (1, 2, 1), (0, 5, 5), (2, 1, 0)):
         before = len(rank.asked)
         found = await rank.tile(level, q, k)
-        place = Place(level=level, q=q, k=k, length=LENGTH)
+        place = TileRef(level=level, q=q, k=k, length=LENGTH)
         np.testing.assert_array_equal(found, tile(place, whole))
         asked = rank.asked[before:]
-        assert len(asked) <= MAX_PIECES and len({one.start for one in asked}) == len(asked), "no row comes twice"
+        assert len(asked) <= MAX_CHUNKS and len({one.start for one in asked}) == len(asked), "no row comes twice"
         assert all(len(one) * LENGTH <= RING_BYTES // PIECE_SHARE for one in asked)
     assert not asked, "what was made is kept"
     assert rank.desk.ring.used_bytes <= RING_BYTES
@@ -122,14 +122,14 @@ async def test_exact_numbers_that_find_no_room_are_refused_and_not_asked_for_aga
 def test_a_tile_made_of_pieces_is_the_tile_of_the_whole_map(
     length: int, level: int, at: tuple[int, int], cuts: list[int]
 ) -> None:
-    tiles, whole = PooledTiles(Ring(1 << 20)), MAP[:length, :length]
+    tiles, whole = TilePool(MemoryBudget(1 << 20)), MAP[:length, :length]
     place: Any = None
     for end in sorted({*(cut for cut in cuts if cut < length), length}):  # the text grows, and is asked for
-        place = Place(level=level, q=at[0], k=at[1], length=end)
+        place = TileRef(level=level, q=at[0], k=at[1], length=end)
         if place.inside:
             made = tiles.making(HEAD, place)
             while not made.whole:
-                piece, before = tiles.piece(made), made.next
+                piece, before = tiles.next_queries(made), made.next
                 assert before in piece and set(piece) <= set(place.queries)
                 tiles.add(HEAD, [(query, whole[query, : query + 1]) for query in piece])
                 assert made.next == min(piece.stop, place.needed.stop)
@@ -146,15 +146,15 @@ async def test_tiles_of_a_text_that_grows_with_every_question_come(
 ) -> None:
     rank, length, waited = LongRank(), LENGTH // 2, 0
     rank.run.header["state"] = "decoding"
-    monkeypatch.setattr(Run, "length", lambda *_: length)
-    rank.run.pooled = PooledTiles(rank.desk.ring, grows=lambda _: length < LENGTH)
+    monkeypatch.setattr(ScopeRun, "length", lambda *_: length)
+    rank.run.pooled = TilePool(rank.desk.ring, grows=lambda _: length < LENGTH)
     whole = dict(enumerate(rank.codes))
     span = TILE << level
     for _ in range(6):
         began = length
         while True:
             last = (length - 1) // span
-            places = [Place(level=level, q=last, k=k, length=length) for k in range(last + 1)]
+            places = [TileRef(level=level, q=last, k=k, length=length) for k in range(last + 1)]
             found = await rank.asker.tiles(rank.run, HEAD, places, "me")
             waited, length = waited + 1, min(LENGTH, length + faster)
             if not isinstance(found, str):
@@ -171,35 +171,35 @@ async def test_tiles_of_a_text_that_grows_with_every_question_come(
 async def test_who_asks_for_the_same_while_a_text_grows_waits_for_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, length = LongRank(), 0
     rank.run.header["state"] = "decoding"
-    monkeypatch.setattr(Run, "length", lambda *_: length)
-    monkeypatch.setattr(rank.desk, "take", lambda *_: None)  # its rows are still on their way
+    monkeypatch.setattr(ScopeRun, "length", lambda *_: length)
+    monkeypatch.setattr(rank.desk, "take_frame", lambda *_: None)  # its rows are still on their way
     for length in range(1030, 1100):
         for level, q in ((0, 4), (2, 1)):
-            place = Place(level=level, q=q, k=0, length=length)
+            place = TileRef(level=level, q=q, k=0, length=length)
             assert isinstance(await rank.asker.tile(rank.run, HEAD, place, f"page {length}"), str)
     assert len(rank.asked) == 1, "both tiles show the same queries"
 
 
 def test_a_tile_that_was_shown_waits_for_those_that_were_asked_for_with_it() -> None:
-    tiles = PooledTiles(Ring(1 << 20), grows=lambda _: True)
+    tiles = TilePool(MemoryBudget(1 << 20), grows=lambda _: True)
 
     def ask(q: int, length: int) -> Any:
-        return tiles.making(HEAD, Place(level=0, q=q, k=0, length=length))
+        return tiles.making(HEAD, TileRef(level=0, q=q, k=0, length=length))
 
     assert not ask(0, 300).whole and not ask(1, 300).whole
     tiles.add(HEAD, [(query, MAP[query, : query + 1]) for query in range(256, 300)])
     for length in range(301, 310):
         assert not ask(0, length).whole and ask(1, length).tile.shape == (44, 256)
     tiles.add(HEAD, [(query, MAP[query, : query + 1]) for query in range(256)])
-    assert ask(0, 310).whole and tiles.piece(ask(1, 310)) == range(300, 310), "what is new comes, and only that"
+    assert ask(0, 310).whole and tiles.next_queries(ask(1, 310)) == range(300, 310), "what is new comes, and only that"
     assert ask(0, 311).whole and not ask(1, 311).whole
-    ended = PooledTiles(Ring(1 << 20))
-    assert ended.making(HEAD, Place(level=0, q=1, k=0, length=300)).place.length == 300
-    assert ended.making(HEAD, Place(level=0, q=1, k=0, length=320)).place.length == 320, "it will not be longer"
+    ended = TilePool(MemoryBudget(1 << 20))
+    assert ended.making(HEAD, TileRef(level=0, q=1, k=0, length=300)).place.length == 300
+    assert ended.making(HEAD, TileRef(level=0, q=1, k=0, length=320)).place.length == 320, "it will not be longer"
 
 
 def test_a_sample_grows_until_its_last_token_or_the_end_of_the_run() -> None:
-    run = Run("r", Ring(RING_BYTES))
+    run = ScopeRun("r", MemoryBudget(RING_BYTES))
     last = {"id": 1, "text": "", "offset": None}
     run.tokens = [{}, {4: last | {"finished": None}}, {4: last | {"finished": None}, 5: last | {"finished": "length"}}]
     assert [run.grows(), *map(run.grows, range(3))] == [True, True, True, False]
@@ -208,10 +208,10 @@ def test_a_sample_grows_until_its_last_token_or_the_end_of_the_run() -> None:
 
 
 def test_the_ring_s_room_comes_back() -> None:
-    ring = Ring(RING_BYTES)
-    run = Run("r", ring)
+    ring = MemoryBudget(RING_BYTES)
+    run = ScopeRun("r", ring)
     for number in range(3 * RING_BYTES // TILE**2):
-        run.pooled.making(HEAD, Place(level=1, q=number, k=0, length=1 << 30))
+        run.pooled.making(HEAD, TileRef(level=1, q=number, k=0, length=1 << 30))
     assert 0 < ring.used_bytes <= RING_BYTES and len(ring) == sum(map(len, run.pooled._makings.values()))
     run.close()
     assert (ring.used_bytes, len(ring)) == (0, 0)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from megatronapp_analyzer.hub.http.problems import ApiError
-from megatronapp_analyzer.hub.scope.served import Latency, quantile, read_counts
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.hub.scope.served import LatencyQuantiles, quantile, read_counts
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 COUNTS = """\
@@ -35,7 +35,7 @@ def test_counts_are_those_of_rank_zero() -> None:
     first = counts.latencies["firstToken"]
     assert first.count == 3
     assert first.mean == pytest.approx(1.2)
-    assert counts.latencies["queue"] == Latency(0, None, None, None)
+    assert counts.latencies["queue"] == LatencyQuantiles(0, None, None, None)
 
 
 @given(durations=st.lists(st.floats(0, 4.9), min_size=1, max_size=40), share=st.sampled_from([0.5, 0.95]))
@@ -55,7 +55,7 @@ def test_a_value_above_all_bounds_is_told_as_the_last_bound() -> None:
 
 @pytest.mark.asyncio
 async def test_a_server_that_answers_something_else_is_a_problem() -> None:
-    client = ServeClient("http://model", "token", transport=httpx.MockTransport(lambda _: httpx.Response(500)))
+    client = Rank0Client("http://model", "token", transport=httpx.MockTransport(lambda _: httpx.Response(500)))
     with pytest.raises(ApiError, match="500"):
         await client.metrics()
     with pytest.raises(ApiError, match="cannot be read"):

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from megatronapp_common.errors import ExpressionError
+from megatronapp_common.errors import FilterError
 from megatronapp_common.filters.expression import MAX_CHARACTERS, MAX_COST, MAX_DEPTH, MAX_NODES, parse
 from megatronapp_common.filters.reducers import parse_reducer
-from megatronapp_common.filters.shard_plan import compile_plan
+from megatronapp_common.filters.shard_plan import compile_reduction_plan
 
 TEXT = (pathlib.Path(__file__).resolve().parents[4] / "docs" / "expressions.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```filter\n(.*?)```", TEXT, re.DOTALL)[0].splitlines()
@@ -18,12 +18,12 @@ MERGED = re.findall(r"^\| `(.+)` \| (merges|refused: .+) \|$", TEXT, re.MULTILIN
 
 @pytest.mark.parametrize("text", EXAMPLES)
 def test_an_example_works(text: str) -> None:
-    compile_plan(parse_reducer(text), width=64, pixels=4)
+    compile_reduction_plan(parse_reducer(text), width=64, pixels=4)
 
 
 @pytest.mark.parametrize(("text", "told"), TOLD)
 def test_what_is_told(text: str, told: str) -> None:
-    with pytest.raises(ExpressionError) as refused:
+    with pytest.raises(FilterError) as refused:
         parse(text)
     assert str(refused.value) == told
 
@@ -32,10 +32,10 @@ def test_what_is_told(text: str, told: str) -> None:
 def test_what_merges(text: str, told: str) -> None:
     reducer = parse_reducer(text)
     if told == "merges":
-        assert compile_plan(reducer, width=64, pixels=1, shards=4).merged
+        assert compile_reduction_plan(reducer, width=64, pixels=1, shards=4).merged
         return
-    with pytest.raises(ExpressionError, match=told.removeprefix("refused: ")):
-        compile_plan(reducer, width=64, pixels=1, shards=4)
+    with pytest.raises(FilterError, match=told.removeprefix("refused: ")):
+        compile_reduction_plan(reducer, width=64, pixels=1, shards=4)
 
 
 def test_limits_and_tables() -> None:

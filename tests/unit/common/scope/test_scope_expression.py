@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scope_filters import filters
 
-from megatronapp_common.errors import ExpressionError
+from megatronapp_common.errors import FilterError
 from megatronapp_common.filters.evaluate import NumpyBackend, evaluate
 from megatronapp_common.filters.expression import (
     MAX_CHARACTERS,
@@ -24,8 +24,8 @@ from megatronapp_common.filters.expression import (
     parse,
 )
 from megatronapp_common.filters.reducers import NAMED, Histogram, parse_reducer
-from megatronapp_common.filters.shard_plan import compile_plan, run
-from megatronapp_common.filters.syntax import Apply, Data, Function, Reduce, Reduction, depth, walk
+from megatronapp_common.filters.shard_plan import compile_reduction_plan, run
+from megatronapp_common.filters.syntax import Apply, DataVector, Function, Reduce, Reduction, depth, walk
 
 DATA = np.array([3.0, -1.0, 0.0, 2.0], np.float32)
 READ = {
@@ -169,7 +169,7 @@ def test_the_long_form_is_read_to_an_equal_tree(text: str) -> None:
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_cannot_be_is_told_with_its_column(text: str) -> None:
-    with pytest.raises(ExpressionError) as refused:
+    with pytest.raises(FilterError) as refused:
         parse(text)
     column, told = REFUSED[text]
     assert refused.value.column == column, refused.value
@@ -179,7 +179,7 @@ def test_what_cannot_be_is_told_with_its_column(text: str) -> None:
 
 def test_the_tree_is_small_and_typed() -> None:
     tree = parse("data.abs().max(dim=-1)")
-    assert tree == Expression(Reduce(Reduction.MAX, Apply(Function.ABS, Data())))
+    assert tree == Expression(Reduce(Reduction.MAX, Apply(Function.ABS, DataVector())))
     assert [node.column for node in walk(tree.root)] == [12, 6, 1]
     assert hash(tree) == hash(parse("max(abs(data))"))
 
@@ -200,7 +200,7 @@ def test_the_tree_is_small_and_typed() -> None:
     ],
 )
 def test_limits_are_told(text: str, told: str) -> None:
-    with pytest.raises(ExpressionError, match=told):
+    with pytest.raises(FilterError, match=told):
         parse(text)
 
 
@@ -209,7 +209,7 @@ def test_no_text_needs_many_frames(opening: str) -> None:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 450)
     try:
-        with pytest.raises(ExpressionError):
+        with pytest.raises(FilterError):
             parse(opening * (MAX_CHARACTERS // len(opening)))
     finally:
         sys.setrecursionlimit(before)
@@ -234,7 +234,7 @@ def test_what_the_limits_allow_is_allowed() -> None:
 def test_nasty_texts_take_little_memory(text: str) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(ExpressionError):
+        with pytest.raises(FilterError):
             parse(text)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -252,14 +252,14 @@ texts = st.text(max_size=60) | st.lists(pieces, max_size=40).map("".join) | st.l
 def check(text: str) -> None:
     try:
         reducer = parse_reducer(text)
-    except ExpressionError as error:
+    except FilterError as error:
         assert 1 <= error.column <= len(text) + 1
         assert re.search(r"[;?]", error.sentence), error.sentence
         assert len(error.sentence) < 300
         return
     for pixels, shards in ((1, 1), (3, 1), (4, 4), (1, 4)):
-        with contextlib.suppress(ExpressionError):
-            plan = compile_plan(reducer, width=8, pixels=pixels, shards=shards)
+        with contextlib.suppress(FilterError):
+            plan = compile_reduction_plan(reducer, width=8, pixels=pixels, shards=shards)
             run(plan.program(0), np.ones((1, 8 // shards), np.float32))
     if isinstance(reducer, Expression):
         assert len(list(walk(reducer.root))) <= MAX_NODES
@@ -287,7 +287,7 @@ def test_a_filter_with_a_change_is_an_expression_or_an_expression_error(text: st
 def test_any_filter_has_a_long_form(text: str) -> None:
     try:
         reducer = parse_reducer(text)
-    except ExpressionError:
+    except FilterError:
         return
     if len(str(reducer)) <= MAX_CHARACTERS:
         assert parse_reducer(str(reducer)) == reducer
@@ -308,7 +308,7 @@ def test_any_filter_has_a_long_form(text: str) -> None:
     ],
 )
 def test_histograms_that_cannot_be(text: str, told: str) -> None:
-    with pytest.raises(ExpressionError, match=told.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(FilterError, match=told.replace("(", r"\(").replace(")", r"\)")):
         parse_reducer(text)
 
 

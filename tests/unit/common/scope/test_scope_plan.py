@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scope_filters import exact_data, filters, unsharded, well_conditioned
 
-from megatronapp_common.errors import ExpressionError, PlanError
+from megatronapp_common.errors import FilterError, ReductionPlanError
 from megatronapp_common.filters.pixels import fitting_pixels, merges, pixel_edges
 from megatronapp_common.filters.reducers import NAMED, Reducer, parse_reducer
-from megatronapp_common.filters.shard_plan import Plan, compile_plan, run
+from megatronapp_common.filters.shard_plan import ReductionPlan, compile_reduction_plan, run
 
 SHARDS = [1, 2, 4]
 WIDTH = 24
@@ -19,16 +19,16 @@ TOLERANCE = 1e-5
 """Of sharded against unsharded results, relative, where rounding changes little."""
 
 
-def sharded(plan: Plan, data: np.ndarray) -> np.ndarray:
+def sharded(plan: ReductionPlan, data: np.ndarray) -> np.ndarray:
     shards = np.split(data, plan.shards, axis=-1)
     return plan.combine([run(plan.program(index), shard) for index, shard in enumerate(shards)])
 
 
-def compiled(reducer: Reducer, pixels: int, shards: int) -> Plan | None:
+def compiled(reducer: Reducer, pixels: int, shards: int) -> ReductionPlan | None:
     """The plan, or None where this filter or these pixels are refused."""
     try:
-        return compile_plan(reducer, width=WIDTH, pixels=pixels, shards=shards)
-    except (ExpressionError, PlanError):
+        return compile_reduction_plan(reducer, width=WIDTH, pixels=pixels, shards=shards)
+    except (FilterError, ReductionPlanError):
         return None
 
 
@@ -43,7 +43,7 @@ def test_edges_are_near_equal_and_never_inside_a_shard(width: int, draw: st.Data
     size = width // shards
     try:
         merged = merges(width, pixels, shards)
-    except PlanError as refused:
+    except ReductionPlanError as refused:
         better = fitting_pixels(width, pixels, shards)
         assert f"write {better} pixels" in str(refused)
         for fewer in range(1, shards + 1):
@@ -68,7 +68,7 @@ def test_edges_are_near_equal_and_never_inside_a_shard(width: int, draw: st.Data
 )
 def test_the_nearest_number_that_fits(width: int, pixels: int, shards: int, fitting: int | None) -> None:
     if fitting is None:
-        with pytest.raises(PlanError, match="no 4 equal shards; use a divisor of 66"):
+        with pytest.raises(ReductionPlanError, match="no 4 equal shards; use a divisor of 66"):
             fitting_pixels(width, pixels, shards)
     else:
         assert fitting_pixels(width, pixels, shards) == fitting
@@ -76,8 +76,8 @@ def test_the_nearest_number_that_fits(width: int, pixels: int, shards: int, fitt
 
 @pytest.mark.parametrize(("pixels", "told"), [(0, "write 1 to 24"), (25, "write 1 to 24"), (10, "write 12 pixels")])
 def test_cuts_that_cannot_be(pixels: int, told: str) -> None:
-    with pytest.raises(PlanError, match=told):
-        compile_plan(NAMED["mean"], width=WIDTH, pixels=pixels, shards=4)
+    with pytest.raises(ReductionPlanError, match=told):
+        compile_reduction_plan(NAMED["mean"], width=WIDTH, pixels=pixels, shards=4)
 
 
 @pytest.mark.parametrize("shards", SHARDS)
@@ -95,7 +95,7 @@ def test_reducers_are_what_numpy_says(pixels: int, shards: int) -> None:
     }
     assert expected.keys() == NAMED.keys()
     for name, wanted in expected.items():
-        plan = compile_plan(parse_reducer(name), width=WIDTH, pixels=pixels, shards=shards)
+        plan = compile_reduction_plan(parse_reducer(name), width=WIDTH, pixels=pixels, shards=shards)
         found = sharded(plan, data)
         assert (found.dtype.name, found.shape, plan.values) == ("float32", (3, 2, pixels, 1), 1)
         np.testing.assert_allclose(found[..., 0], wanted, rtol=1e-5, atol=1e-6)
@@ -106,7 +106,7 @@ def test_reducers_are_what_numpy_says(pixels: int, shards: int) -> None:
 def test_a_histogram_counts_as_numpy_does_and_leaves_out_the_rest(pixels: int, shards: int) -> None:
     data = exact_data(1, 2, WIDTH)
     data[0, :3] = np.nan, np.inf, -np.inf
-    plan = compile_plan(parse_reducer("histogram(8, -2, 2)"), width=WIDTH, pixels=pixels, shards=shards)
+    plan = compile_reduction_plan(parse_reducer("histogram(8, -2, 2)"), width=WIDTH, pixels=pixels, shards=shards)
     found = sharded(plan, data)
     assert found.shape == (2, pixels, 8)
     rows = data.reshape(2, pixels, -1)
@@ -116,21 +116,21 @@ def test_a_histogram_counts_as_numpy_does_and_leaves_out_the_rest(pixels: int, s
 
 def test_a_spread_merges_without_losing_digits() -> None:
     data = (1e4 + np.random.default_rng(1).normal(size=(1, 4096))).astype(np.float32)
-    plan = compile_plan(parse_reducer("std"), width=4096, pixels=1, shards=8)
+    plan = compile_reduction_plan(parse_reducer("std"), width=4096, pixels=1, shards=8)
     np.testing.assert_allclose(sharded(plan, data)[0, 0, 0], data.astype(np.float64).std(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["mean", "std", "rms"])
 def test_merged_pixels_may_have_two_widths(name: str) -> None:
     data = np.arange(8, dtype=np.float32) ** 2
-    plan = compile_plan(parse_reducer(name), width=8, pixels=3, shards=8)
+    plan = compile_reduction_plan(parse_reducer(name), width=8, pixels=3, shards=8)
     assert (plan.merged, plan.edges) == (True, (0, 2, 5, 8))
     np.testing.assert_allclose(sharded(plan, data), unsharded(NAMED[name], data, 3), rtol=1e-6)
 
 
 def test_pixels_of_two_widths_stand_in_their_order() -> None:
     data = np.arange(10, dtype=np.float32)
-    plan = compile_plan(parse_reducer("data[0]"), width=10, pixels=4)
+    plan = compile_reduction_plan(parse_reducer("data[0]"), width=10, pixels=4)
     assert plan.edges == (0, 2, 5, 7, 10)
     assert sharded(plan, data)[:, 0].tolist() == [0, 2, 5, 7]
     assert [group.width for group in plan.program(0).groups] == [2, 3]
@@ -141,7 +141,7 @@ def test_pixels_of_two_widths_stand_in_their_order() -> None:
 def test_shards_merge_to_the_unsharded_answer(text: str, pixels: int, shards: int, seed: int) -> None:
     try:
         reducer = parse_reducer(text)
-    except ExpressionError:
+    except FilterError:
         return
     plan = compiled(reducer, pixels, shards)
     if plan is None:
@@ -169,11 +169,11 @@ def test_shards_merge_to_the_unsharded_answer(text: str, pixels: int, shards: in
 )
 def test_what_has_no_state_that_merges_is_refused(text: str, told: str, shards: int) -> None:
     reducer = parse_reducer(text)
-    with pytest.raises(ExpressionError, match=told) as refused:
-        compile_plan(reducer, width=WIDTH, pixels=1, shards=shards)
+    with pytest.raises(FilterError, match=told) as refused:
+        compile_reduction_plan(reducer, width=WIDTH, pixels=1, shards=shards)
     assert f"ask for {shards} pixels" in refused.value.sentence
-    compile_plan(reducer, width=WIDTH, pixels=1)
-    compile_plan(reducer, width=WIDTH, pixels=shards, shards=shards)
+    compile_reduction_plan(reducer, width=WIDTH, pixels=1)
+    compile_reduction_plan(reducer, width=WIDTH, pixels=shards, shards=shards)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,13 @@ def test_what_has_no_state_that_merges_is_refused(text: str, told: str, shards: 
     ],
 )
 def test_parts_must_fit_the_pixels(text: str, pixels: int, told: str) -> None:
-    with pytest.raises(ExpressionError, match=told):
-        compile_plan(parse_reducer(text), width=WIDTH, pixels=pixels)
+    with pytest.raises(FilterError, match=told):
+        compile_reduction_plan(parse_reducer(text), width=WIDTH, pixels=pixels)
 
 
 def test_equal_reductions_are_sent_once() -> None:
     reducer = parse_reducer("data.max() / data.mean() + data.max() - data.sum()")
-    plan = compile_plan(reducer, width=WIDTH, pixels=2, shards=4)
+    plan = compile_reduction_plan(reducer, width=WIDTH, pixels=2, shards=4)
     assert plan.merged
     assert [output.merge.value for output in plan.outputs] == ["max", "sum", "sum"]
     assert plan.program(3).columns == 3
@@ -202,15 +202,15 @@ def test_equal_reductions_are_sent_once() -> None:
 
 
 def test_parts_are_needed_of_every_shard() -> None:
-    plan = compile_plan(parse_reducer("mean"), width=WIDTH, pixels=4, shards=4)
-    with pytest.raises(PlanError, match="3 parts of 4 shards"):
+    plan = compile_reduction_plan(parse_reducer("mean"), width=WIDTH, pixels=4, shards=4)
+    with pytest.raises(ReductionPlanError, match="3 parts of 4 shards"):
         plan.merge([np.zeros((1, 1, 1))] * 3)
-    with pytest.raises(PlanError, match="no shard 4"):
+    with pytest.raises(ReductionPlanError, match="no shard 4"):
         plan.program(4)
 
 
 def test_numbers_that_are_none_go_through() -> None:
     data = np.array([[np.nan, 1, 2, 3, np.inf, 1, 1, 1]], np.float32)
     for pixels, shards in [(2, 2), (2, 1), (2, 4)]:
-        plan = compile_plan(parse_reducer("max"), width=8, pixels=pixels, shards=shards)
+        plan = compile_reduction_plan(parse_reducer("max"), width=8, pixels=pixels, shards=shards)
         np.testing.assert_array_equal(sharded(plan, data)[0, :, 0], [np.nan, np.inf])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatronapp_common.errors import FrameError
 from megatronapp_common.filters.reducers import NAMES
-from megatronapp_common.filters.shard import MAX_SHARDS, MERGE, Shard, read
+from megatronapp_common.filters.shard import MAX_SHARDS, MERGE, Shard, parse_shard
 from megatronapp_common.filters.shard_plan import run
 
 GOOD: dict[str, Any] = {"reducer": "std", "width": 64, "pixels": 1, "shards": 4, "shard": 3}
@@ -24,7 +24,7 @@ ODD = st.one_of(
 def test_what_is_read_is_what_was_written(name: str, shards: int, draw: st.DataObject) -> None:
     pixels = draw.draw(st.sampled_from([count for count in range(1, shards) if shards % count == 0]))
     shard = Shard(reducer=name, width=4 * shards, pixels=pixels, shards=shards, shard=draw.draw(st.integers(0, 1)))
-    assert read(json.loads(json.dumps(shard.dump()))[MERGE]) == shard
+    assert parse_shard(json.loads(json.dumps(shard.dump()))[MERGE]) == shard
     bounds = shard.plan.shard_bounds
     owned = [shard.plan.shard_pixels(one) for one in range(shards)]
     held = [list(range(first, end)) for first, end in itertools.pairwise(bounds)]
@@ -53,13 +53,13 @@ def test_what_is_read_is_what_was_written(name: str, shards: int, draw: st.DataO
 )
 def test_what_cannot_merge_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(FrameError, match=words):
-        read(GOOD | change)
+        parse_shard(GOOD | change)
 
 
 @given(st.one_of(ODD, st.dictionaries(st.sampled_from([*GOOD, "other"]), ODD)))
 def test_nothing_else_comes_of_anything(said: Any) -> None:
     for one in (said, GOOD | said if isinstance(said, dict) else said):
         try:
-            assert read(one).plan.merged
+            assert parse_shard(one).plan.merged
         except FrameError as error:
             assert str(error).startswith(MERGE) and len(str(error)) < 400

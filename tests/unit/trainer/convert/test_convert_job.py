@@ -12,7 +12,7 @@ import pytest
 
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.checkpoint.arguments import model_of
-from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, Claim, read_manifest
+from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, OwnershipClaim, read_manifest
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.errors import CheckpointError, StorageError, UsageError
@@ -23,9 +23,9 @@ O_BIAS = "model.layers.0.self_attn.o_proj.bias"
 
 def convert(load: pathlib.Path, save: pathlib.Path, **options: Any) -> Any:
     from megatronapp_trainer.convert.job import convert as run
-    from megatronapp_trainer.convert.options import Options
+    from megatronapp_trainer.convert.options import ConversionOptions
 
-    return run(Options(load_dir=load, save_dir=save, **options))
+    return run(ConversionOptions(load_dir=load, save_dir=save, **options))
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -266,7 +266,7 @@ def test_a_target_is_replaced_only_if_asked_for_and_only_conversions(hf: pathlib
         convert(hf, ours)
     convert(hf, ours, overwrite=True, dtype="bf16")
     assert read_manifest(ours / "iter_0000000").arguments["--bf16"] is True
-    CheckpointDirectory(ours).claim(Claim(uid="job", attempt=1))
+    CheckpointDirectory(ours).claim(OwnershipClaim(uid="job", attempt=1))
     with pytest.raises(UsageError, match="holds something else than a conversion has written"):
         convert(hf, ours, overwrite=True)
     with pytest.raises(UsageError, match="holds something else"):

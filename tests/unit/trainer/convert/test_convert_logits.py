@@ -32,7 +32,7 @@ def make_and_convert(root: str) -> None:
     import torch
 
     from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import Options
+    from megatronapp_trainer.convert.options import ConversionOptions
     from megatronapp_trainer.data.tokenizer import train
 
     for name in MODELS:
@@ -41,8 +41,8 @@ def make_and_convert(root: str) -> None:
         torch.save(models.logits_of(model), here / "logits")
         train(["a text"], 257).backend.save(str(here / "hf" / "tokenizer.json"))
         shard_bytes = 100_000 if name == models.SHARDED else 10**9
-        convert(Options(load_dir=here / "hf", save_dir=here / "ours"))
-        convert(Options(load_dir=here / "ours", save_dir=here / "back", shard_bytes=shard_bytes))
+        convert(ConversionOptions(load_dir=here / "hf", save_dir=here / "ours"))
+        convert(ConversionOptions(load_dir=here / "ours", save_dir=here / "back", shard_bytes=shard_bytes))
 
 
 def differences(root: str, flags: str) -> dict[str, float | None]:

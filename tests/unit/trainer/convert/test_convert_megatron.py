@@ -12,7 +12,7 @@ import pytest
 from megatronapp_trainer.checkpoint.directory import read_manifest
 from megatronapp_trainer.convert.job import convert
 from megatronapp_trainer.convert.megatron.arguments import vocabulary_from
-from megatronapp_trainer.convert.options import MEGATRON, OURS, Options, Summary
+from megatronapp_trainer.convert.options import MEGATRON, OURS, ConversionOptions, ConversionSummary
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
 pytestmark = pytest.mark.torch
@@ -46,8 +46,8 @@ def logits_here(found: list[tuple[str, list[str], str]]) -> list[Any]:
     return outcome
 
 
-def converted(source: pathlib.Path, **options: Any) -> Summary:
-    return convert(Options(load_dir=source, save_dir=source.with_name(f"{source.name}-here"), **options))
+def converted(source: pathlib.Path, **options: Any) -> ConversionSummary:
+    return convert(ConversionOptions(load_dir=source, save_dir=source.with_name(f"{source.name}-here"), **options))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -97,17 +97,19 @@ def test_chunks_of_an_interleaved_schedule_are_put_in_their_order(split: pathlib
 
 def test_what_is_made_says_what_it_is_and_what_was_not_taken(split: pathlib.Path, tmp_path: pathlib.Path) -> None:
     said: list[str] = []
-    summary = convert(Options(load_dir=split / "gpt-legacy", save_dir=tmp_path / "out", dtype="bf16"), said.append)
+    summary = convert(
+        ConversionOptions(load_dir=split / "gpt-legacy", save_dir=tmp_path / "out", dtype="bf16"), said.append
+    )
     assert said[0].startswith("the weights of iteration 20 are converted, not the optimizer's state")
     assert "trained with --tokenizer-type GPT2BPETokenizer" in said[1]
     manifest = read_manifest(tmp_path / "out" / "iter_0000000")
     assert (summary.written, summary.dtype, manifest.arguments["--vocab-size"]) == (OURS, "bf16", megatron_ranks.ROWS)
     assert manifest.arguments["--openai-gelu"] is False
-    again = convert(Options(load_dir=tmp_path / "out", save_dir=tmp_path / "fp32", to=OURS, dtype="fp32"))
+    again = convert(ConversionOptions(load_dir=tmp_path / "out", save_dir=tmp_path / "fp32", to=OURS, dtype="fp32"))
     assert again.dtype == "fp32"
-    convert(Options(load_dir=tmp_path / "out", save_dir=tmp_path / "exact", to=OURS, source=MEGATRON))
+    convert(ConversionOptions(load_dir=tmp_path / "out", save_dir=tmp_path / "exact", to=OURS, source=MEGATRON))
     assert weights_of(tmp_path / "exact" / "iter_0000000").keys() == weights_of(summary.path / "iter_0000000").keys()
-    back = convert(Options(load_dir=tmp_path / "out", save_dir=tmp_path / "hf"))
+    back = convert(ConversionOptions(load_dir=tmp_path / "out", save_dir=tmp_path / "hf"))
     assert back.family == "gpt2"
 
 
@@ -129,16 +131,16 @@ def test_the_end_of_documents_of_a_null_tokenizer_is_a_token_more(arguments: dic
 
 def test_one_iteration_may_be_named_in_two_ways(split: pathlib.Path, tmp_path: pathlib.Path) -> None:
     source = split / "gpt-legacy"
-    convert(Options(load_dir=source, save_dir=tmp_path / "number", iteration=megatron_ranks.ITERATION))
-    convert(Options(load_dir=source / "iter_0000020", save_dir=tmp_path / "folder", source=MEGATRON))
+    convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "number", iteration=megatron_ranks.ITERATION))
+    convert(ConversionOptions(load_dir=source / "iter_0000020", save_dir=tmp_path / "folder", source=MEGATRON))
     with pytest.raises(CheckpointError, match="no checkpoint of Megatron-LM of iteration 21"):
-        convert(Options(load_dir=source, save_dir=tmp_path / "none", source=MEGATRON, iteration=21))
+        convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "none", source=MEGATRON, iteration=21))
     with pytest.raises(UsageError, match="which become ours first: megatronapp checkpoint convert --load-dir"):
-        convert(Options(load_dir=source, save_dir=tmp_path / "hf", to="hf"))
+        convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "hf", to="hf"))
     with pytest.raises(UsageError, match="--true-vocab-size 129 is more than the 128 rows"):
-        convert(Options(load_dir=source, save_dir=tmp_path / "more", true_vocab_size=129))
+        convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "more", true_vocab_size=129))
     with pytest.raises(UsageError, match="--family belongs to models of Hugging Face"):
-        convert(Options(load_dir=source, save_dir=tmp_path / "family", family="gpt2"))
+        convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "family", family="gpt2"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "number"]
 
 
@@ -179,10 +181,10 @@ def test_what_cannot_be_trained_here_is_refused_by_its_argument(split: pathlib.P
     for change, words in cases:
         source = rewritten(split / "gpt-legacy", tmp_path / change.__name__, change)
         with pytest.raises(CheckpointError, match=words):
-            convert(Options(load_dir=source, save_dir=tmp_path / "out"))
+            convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "out"))
     (tmp_path / "more" / "iter_0000020" / "mp_rank_00_001" / "model_optim_rng.pt").unlink()
     with pytest.raises(CheckpointError, match=r"lacks decoder\.layers"):
-        convert(Options(load_dir=tmp_path / "more", save_dir=tmp_path / "out"))
+        convert(ConversionOptions(load_dir=tmp_path / "more", save_dir=tmp_path / "out"))
 
 
 OLD = {
@@ -231,8 +233,8 @@ def test_names_and_orders_from_before_megatron_core(
 
     first = rewritten(split / "gpt-legacy", tmp_path / "kept", keep)
     source = rewritten(first, tmp_path / "old", old)
-    convert(Options(load_dir=source, save_dir=tmp_path / "from-old"))
-    convert(Options(load_dir=first, save_dir=tmp_path / "from-new"))
+    convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "from-old"))
+    convert(ConversionOptions(load_dir=first, save_dir=tmp_path / "from-new"))
     one, other = (weights_of(tmp_path / name / "iter_0000000") for name in ("from-old", "from-new"))
     assert one.keys() == other.keys()
     assert {name for name in one if not torch.equal(one[name], other[name])} == set()

@@ -124,14 +124,14 @@ def test_of_gpt2s_two_files_the_settings_say_what_is_added(begins: bool, tmp_pat
 def test_what_is_generated_keeps_its_first_space_and_a_prompts_own_tokens_stand_beside_its_text(
     tmp_path: pathlib.Path,
 ) -> None:
-    from megatronapp_trainer.serve.served_model import going_on
+    from megatronapp_trainer.serve.served_model import incremental_decoder
 
     made, _ = KINDS["llama2"]
     made.save(str(tmp_path / "tokenizer.json"))
     model = served(tmp_path)
     ids = model.ids_of("the whale")
     (word,) = model.ids_of(" a", special=False)
-    assert going_on(model.tokenizer)([word]) == " a" == f" {model.tokenizer.detokenize([word])}"
+    assert incremental_decoder(model.tokenizer)([word]) == " a" == f" {model.tokenizer.detokenize([word])}"
     end = model.end_tokens[0]
     assert (model.decode([word, end]), model.decode_plain([word, end])) == (" a</s>", " a")
     told = model.told("the whale", ids)
@@ -153,17 +153,17 @@ def test_the_tokens_that_end_a_text_travel_both_ways(
 ) -> None:
     from megatronapp_trainer.convert.huggingface.special_tokens import text_tokens_of
     from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import Options
+    from megatronapp_trainer.convert.options import ConversionOptions
     from megatronapp_trainer.data.text_tokens import read_text_tokens
 
     write(tmp_path / "hf", LLAMA | config)
     if generation is not None:
         (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
-    convert(Options(load_dir=tmp_path / "hf", save_dir=tmp_path / "ours"))
+    convert(ConversionOptions(load_dir=tmp_path / "hf", save_dir=tmp_path / "ours"))
     folder = tmp_path / "ours" / "iter_0000000"
     assert read_text_tokens(folder).ends == ends
-    convert(Options(load_dir=folder, save_dir=tmp_path / "again"))
-    convert(Options(load_dir=folder, save_dir=tmp_path / "other", family="mistral"))
+    convert(ConversionOptions(load_dir=folder, save_dir=tmp_path / "again"))
+    convert(ConversionOptions(load_dir=folder, save_dir=tmp_path / "other", family="mistral"))
     for made in (tmp_path / "again", tmp_path / "other"):
         assert text_tokens_of(made).ends == ends
     (tmp_path / "other" / "generation_config.json").unlink(missing_ok=True)
@@ -172,14 +172,14 @@ def test_the_tokens_that_end_a_text_travel_both_ways(
 
 def test_a_server_of_a_converted_model_has_its_tokens(tmp_path: pathlib.Path) -> None:
     from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import Options
+    from megatronapp_trainer.convert.options import ConversionOptions
     from megatronapp_trainer.serve.rank_main import describe
     from megatronapp_trainer.serve.settings import configure, read_command
 
     made, _ = KINDS["llama3"]
     write(tmp_path / "hf", LLAMA | {"vocab_size": made.get_vocab_size(), "eos_token_id": [0, 7]})
     made.save(str(tmp_path / "hf" / "tokenizer.json"))
-    convert(Options(load_dir=tmp_path / "hf", save_dir=tmp_path / "ours"))
+    convert(ConversionOptions(load_dir=tmp_path / "hf", save_dir=tmp_path / "ours"))
     command = read_command(["--load", str(tmp_path / "ours")])
     model = describe(command, configure(command))
     assert model.end_tokens == (0, 7)

@@ -8,8 +8,8 @@ import pytest
 
 from megatronapp_trainer.convert.cli import _add_options, _bytes, options_from, register, run_convert
 from megatronapp_trainer.convert.families import FAMILIES
-from megatronapp_trainer.convert.options import DTYPES, HF, MEGATRON, OURS, Options
-from megatronapp_trainer.convert.spellings import ANY, COMMAND, SPELLINGS, Spelling, words_of
+from megatronapp_trainer.convert.options import DTYPES, HF, MEGATRON, OURS, ConversionOptions
+from megatronapp_trainer.convert.spellings import ANY, COMMAND, SPELLINGS, LegacyOption, translate_option
 from megatronapp_trainer.errors import UsageError
 
 FOLDERS = ("--load-dir", "in", "--save-dir", "out")
@@ -21,12 +21,12 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(["checkpoint", "convert", *words])
 
 
-def options(*words: str) -> Options:
+def options(*words: str) -> ConversionOptions:
     return options_from(parsed(*words))
 
 
-def cases() -> list[tuple[Spelling, str | None]]:
-    found: list[tuple[Spelling, str | None]] = []
+def cases() -> list[tuple[LegacyOption, str | None]]:
+    found: list[tuple[LegacyOption, str | None]] = []
     for spelling in SPELLINGS:
         example = {"--target_params_dtype": "bf16", "--max_shard_size": "1GB"}.get(spelling.flag, "2")
         values: list[str | None] = [*(spelling.values or ())]
@@ -36,13 +36,13 @@ def cases() -> list[tuple[Spelling, str | None]]:
 
 
 @pytest.mark.parametrize(
-    ("spelling", "value"), cases(), ids=lambda part: part.flag if isinstance(part, Spelling) else part
+    ("spelling", "value"), cases(), ids=lambda part: part.flag if isinstance(part, LegacyOption) else part
 )
-def test_every_spelling_is_understood_or_answered(spelling: Spelling, value: str | None) -> None:
+def test_every_spelling_is_understood_or_answered(spelling: LegacyOption, value: str | None) -> None:
     words = [spelling.flag] if value is None else [spelling.flag, value]
     given = [*words, *(FOLDERS if "_path" not in spelling.flag else ("--load-dir", "a", "--save-dir", "b"))]
     try:
-        meant = words_of(spelling, value)
+        meant = translate_option(spelling, value)
     except UsageError as reason:
         with pytest.raises(UsageError) as caught:
             options(*given)
@@ -59,7 +59,9 @@ def test_no_spelling_is_one_of_ours_and_each_stands_once() -> None:
     flags = [spelling.flag for spelling in SPELLINGS]
     assert len(flags) == len(set(flags))
     for spelling in SPELLINGS:
-        given = [part for part in (spelling.means, spelling.values, spelling.answer, spelling.told) if part is not None]
+        given = [
+            part for part in (spelling.means, spelling.values, spelling.answer, spelling.notice) if part is not None
+        ]
         assert len(given) == 1, spelling.flag
 
 
@@ -80,7 +82,7 @@ def test_the_command_of_the_pages_for_llama_runs() -> None:
             "--tokenizer-model in/tokenizer.json --model-size llama3 --position-embedding-type rope"
         )
     )
-    assert found == Options(
+    assert found == ConversionOptions(
         load_dir=pathlib.Path("in"),
         save_dir=pathlib.Path("out"),
         source=HF,
@@ -96,9 +98,9 @@ def test_the_command_of_the_pages_for_llama_runs() -> None:
 
 def test_the_two_steps_for_gpt2_become_one() -> None:
     first = options("--load_path", "gpt2", "--save_path", "out", "--target_tensor_model_parallel_size", "2")
-    assert first == Options(load_dir=pathlib.Path("gpt2"), save_dir=pathlib.Path("out"), tensor_size=2)
+    assert first == ConversionOptions(load_dir=pathlib.Path("gpt2"), save_dir=pathlib.Path("out"), tensor_size=2)
     second = "--model-type GPT --loader legacy --saver core --load-dir a --save-dir b --megatron-path /x"
-    assert options(*second.split()) == Options(
+    assert options(*second.split()) == ConversionOptions(
         load_dir=pathlib.Path("a"), save_dir=pathlib.Path("b"), source=MEGATRON, to=OURS
     )
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.convert.families import FAMILIES
-from megatronapp_trainer.convert.huggingface.config_keys import Keys
+from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
 from megatronapp_trainer.convert.rules import steps
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.shape import ModelShape
 from megatronapp_trainer.errors import CheckpointError
 
 SHAPES = st.builds(
-    lambda heads, groups, width, layers, vocab, mlp: Shape(
+    lambda heads, groups, width, layers, vocab, mlp: ModelShape(
         model=ModelConfig(
             num_layers=layers,
             hidden_size=heads * groups * width,
@@ -43,7 +43,7 @@ SHAPES = st.builds(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(shape=SHAPES)
-def test_every_tensor_comes_back_as_it_was(name: str, shape: Shape) -> None:
+def test_every_tensor_comes_back_as_it_was(name: str, shape: ModelShape) -> None:
     import torch
 
     if name == "gpt2":  # has as many key heads as query heads
@@ -67,7 +67,7 @@ def test_query_key_and_value_stand_group_by_group() -> None:
 
     model = ModelConfig(hidden_size=4, num_attention_heads=4, group_query_attention=True, num_query_groups=2)
     rows = [torch.tensor(values) for values in ([0, 1, 2, 3], [10, 11], [20, 21])]
-    assert interleaved(rows, Shape(model=model, vocab_size=1)).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert interleaved(rows, ModelShape(model=model, vocab_size=1)).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
 LLAMA = {
@@ -87,7 +87,7 @@ LLAMA3 = {
 
 
 def read(name: str, **values: object) -> ModelConfig:
-    return FAMILIES[name].read(Keys(LLAMA | values if name != "gpt2" else values, "config.json")).model
+    return FAMILIES[name].read(ConfigKeys(LLAMA | values if name != "gpt2" else values, "config.json")).model
 
 
 def test_both_spellings_of_rotary_positions() -> None:
@@ -99,13 +99,16 @@ def test_both_spellings_of_rotary_positions() -> None:
 
 
 def test_windows_count_the_token_itself_in_theirs_only() -> None:
-    assert read("mistral").look_back == 4095
-    assert read("mistral", sliding_window=None).look_back is None
-    assert read("qwen2", sliding_window=64).look_back is None
-    assert read("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=0).look_back == 63
-    assert read("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=2).look_back is None
+    assert read("mistral").attention_window == 4095
+    assert read("mistral", sliding_window=None).attention_window is None
+    assert read("qwen2", sliding_window=64).attention_window is None
+    assert read("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=0).attention_window == 63
+    assert read("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=2).attention_window is None
     assert (
-        read("qwen2", use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 2).look_back == 63
+        read(
+            "qwen2", use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 2
+        ).attention_window
+        == 63
     )
 
 
@@ -140,9 +143,9 @@ def test_what_is_not_supported_is_refused_under_its_key(name: str, values: dict[
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(shape=SHAPES, data=st.data())
-def test_a_config_that_is_written_reads_as_the_same_model(name: str, shape: Shape, data: st.DataObject) -> None:
+def test_a_config_that_is_written_reads_as_the_same_model(name: str, shape: ModelShape, data: st.DataObject) -> None:
     family = FAMILIES[name]
-    model = family.read(Keys(family.write(shape) if name != "gpt2" else {}, "")).model
+    model = family.read(ConfigKeys(family.write(shape) if name != "gpt2" else {}, "")).model
     slides = name in ("mistral", "qwen2")
     windows = st.none() | st.integers(0, 99).map(lambda left: f"{left},0") if slides else st.none()
     scaled = name != "gpt2" and data.draw(st.booleans())
@@ -156,5 +159,5 @@ def test_a_config_that_is_written_reads_as_the_same_model(name: str, shape: Shap
     )
     wanted = dataclasses.replace(shape, model=model)
     values = {"vocab_size": shape.vocab_size, **family.write(wanted)}
-    again = family.read(Keys(values, ""))
+    again = family.read(ConfigKeys(values, ""))
     assert again.model == model

@@ -36,7 +36,7 @@ def differences(root: str) -> dict[str, float | None]:
 
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
     from megatronapp_trainer.convert.job import convert
-    from megatronapp_trainer.convert.options import Options
+    from megatronapp_trainer.convert.options import ConversionOptions
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
     from megatronapp_trainer.training.build import build_run
@@ -54,7 +54,7 @@ def differences(root: str) -> dict[str, float | None]:
         found[name] = None
         if layout.rank == 0:
             auto: Any = transformers.AutoModelForCausalLM
-            convert(Options(load_dir=save, save_dir=back))
+            convert(ConversionOptions(load_dir=save, save_dir=back))
             wanted = models.logits_of(auto.from_pretrained(back).eval())
             found[name] = float((logits[..., :120] - wanted).abs().max())
         dist.barrier()

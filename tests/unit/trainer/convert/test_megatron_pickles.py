@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
-from megatronapp_trainer.convert.megatron.pickles import Opaque, read_plain, read_torch
+from megatronapp_trainer.convert.megatron.pickles import OpaqueObject, read_plain, read_torch
 from megatronapp_trainer.errors import DataError
 
 
@@ -55,4 +55,4 @@ def test_no_other_attribute_is_fetched() -> None:
         def __reduce__(self) -> tuple[object, tuple[object, str]]:
             return getattr, (TensorProperties, "__init__")
 
-    assert isinstance(read_plain(pickle.dumps(Fetched())), Opaque)
+    assert isinstance(read_plain(pickle.dumps(Fetched())), OpaqueObject)

@@ -49,7 +49,7 @@ def train(*runs: str) -> list[list[float] | None]:
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
     from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     losses: list[list[float] | None] = []
     for index, flags in enumerate(runs):
@@ -60,7 +60,7 @@ def train(*runs: str) -> list[list[float] | None]:
             initialize_groups(config, layout, device)
         run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
         recorder: Any = Recorder() if layout.is_reporter else None
-        Trainer(run, build_iterators(config, layout, 0), stop_wish=StopWish(), reporter=recorder).train()
+        Trainer(run, build_iterators(config, layout, 0), stop_wish=StopRequest(), reporter=recorder).train()
         losses.append(None if recorder is None else recorder.losses)
     destroy_groups()
     return losses
@@ -124,8 +124,8 @@ def test_what_cannot_work_is_refused(flags: str, words: str) -> None:
 def test_a_window_is_written_as_megatron_writes_it(spelling: str) -> None:
     config = parse([*MODEL.split(), "--window-size", spelling])
     assert config.model.window == (7, 0)
-    assert config.model.look_back == 7
-    assert parse([*MODEL.split(), "--window-size=-1,0"]).model.look_back is None
+    assert config.model.attention_window == 7
+    assert parse([*MODEL.split(), "--window-size=-1,0"]).model.attention_window is None
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_a_manifest_gives_back_its_model(tmp_path: pathlib.Path, flags: str) -> 
     rebuilt = parse([*MODEL.split(), *arguments.model_flags(stored)])
     assert arguments.record(rebuilt) == stored
     assert isinstance(again, ModelConfig)
-    assert (again.heads_of_keys, again.head_width, again.mlp_width, again.look_back, again.rotary_base) == (
+    assert (again.heads_of_keys, again.head_width, again.mlp_width, again.attention_window, again.rotary_base) == (
         config.model.heads_of_keys,
         config.model.head_width,
         config.model.mlp_width,
-        config.model.look_back,
+        config.model.attention_window,
         config.model.rotary_base,
     )

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from megatronapp_common.filters.pixels import merges
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES
-from megatronapp_common.scope.protocol_requests import Capture
-from megatronapp_trainer.inference.step_plan import Plan, Segment
+from megatronapp_common.scope.protocol_requests import CaptureSettings
+from megatronapp_trainer.inference.step_plan import Segment, StepPlan
 from megatronapp_trainer.scope.capture import attention_recompute
-from megatronapp_trainer.scope.capture.attention_recompute import Atlas, Rule, bucket
-from megatronapp_trainer.scope.capture.capture_spec import recipe_of, residual_measures
+from megatronapp_trainer.scope.capture.attention_recompute import AttentionAtlas, AttentionRule, bucket
+from megatronapp_trainer.scope.capture.capture_spec import capture_spec_of, residual_measures
 from megatronapp_trainer.scope.capture.rank_shard import pixel_count
-from megatronapp_trainer.scope.tracked_requests import Row, Sizes, Stride, Tracked, tracked_run
+from megatronapp_trainer.scope.tracked_requests import ModelSizes, RowStride, TrackedRequest, TrackedRow, tracked_run
 from megatronapp_trainer.scope.transfer.part_frames import ranges
 
 LAYERS, TOKENS, CHANNELS = 3, 37, 16
@@ -42,7 +42,7 @@ def written_out(query: torch.Tensor, keys: torch.Tensor, window: int | None, sca
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_the_formula(heads: int, groups: int, window: int | None, dtype: torch.dtype) -> None:
     query, keys = drawn(heads, groups, dtype)
-    rule = Rule(scale=0.25, window=window)
+    rule = AttentionRule(scale=0.25, window=window)
     positions = torch.arange(TOKENS)[None]
     found = attention_recompute.probabilities(query[:, None], keys[:, None], positions, rule)
     wanted = written_out(query, keys, window, 0.25)
@@ -59,7 +59,10 @@ def test_sixteen_bits_are_within_a_hundredth_of_a_model_of_thirty_two() -> None:
     query, keys = drawn(4, 2)
     wanted = written_out(query, keys, None, 0.25)
     found = attention_recompute.probabilities(
-        query.bfloat16()[:, None], keys.bfloat16()[:, None], torch.arange(TOKENS)[None], Rule(scale=0.25, window=None)
+        query.bfloat16()[:, None],
+        keys.bfloat16()[:, None],
+        torch.arange(TOKENS)[None],
+        AttentionRule(scale=0.25, window=None),
     )
     torch.testing.assert_close(found[:, 0].double(), wanted, atol=1e-2, rtol=0)
 
@@ -71,8 +74,8 @@ def test_pictures_are_the_same_in_any_chunks_and_blocks(
 ) -> None:
     monkeypatch.setattr(attention_recompute, "BUFFER_NUMBERS", buffer)
     query, keys = drawn(4, 2)
-    rule = Rule(scale=0.25, window=None)
-    atlas = Atlas(LAYERS, 4, TOKENS, torch.device("cpu"))
+    rule = AttentionRule(scale=0.25, window=None)
+    atlas = AttentionAtlas(LAYERS, 4, TOKENS, torch.device("cpu"))
     for start in range(0, TOKENS, chunk):
         end = min(TOKENS, start + chunk)
         atlas.add(query[:, start:end], keys[:, :end], start, rule)
@@ -88,7 +91,7 @@ def test_a_long_prompt_needs_no_square_of_all_heads(monkeypatch: pytest.MonkeyPa
     sizes = []
     whole = attention_recompute.probabilities
 
-    def watched(*given: torch.Tensor | Rule) -> torch.Tensor:
+    def watched(*given: torch.Tensor | AttentionRule) -> torch.Tensor:
         found = whole(*given)  # type: ignore[arg-type] # as it was called
         sizes.append(found.numel())
         return found
@@ -96,7 +99,7 @@ def test_a_long_prompt_needs_no_square_of_all_heads(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention_recompute, "BUFFER_NUMBERS", 1000)
     monkeypatch.setattr(attention_recompute, "probabilities", watched)
     query, keys = drawn(4, 2)
-    Atlas(LAYERS, 4, TOKENS, torch.device("cpu")).add(query, keys, 0, Rule(scale=1.0, window=None))
+    AttentionAtlas(LAYERS, 4, TOKENS, torch.device("cpu")).add(query, keys, 0, AttentionRule(scale=1.0, window=None))
     assert max(sizes) <= 1000
 
 
@@ -104,10 +107,10 @@ def test_no_value_is_read_from_the_device() -> None:
     """Tensors of the meta device have no values: whoever asks for one fails."""
     meta = torch.device("meta")
     query, keys = (one.to(meta) for one in drawn(4, 2))
-    positions, rule = torch.empty(1, TOKENS, dtype=torch.int64, device=meta), Rule(scale=1.0, window=5)
+    positions, rule = torch.empty(1, TOKENS, dtype=torch.int64, device=meta), AttentionRule(scale=1.0, window=5)
     chances = attention_recompute.probabilities(query[:, None], keys[:, None], positions, rule)
     assert attention_recompute.head_measures(chances, positions, rule)["head.max"].shape == (LAYERS, 1, TOKENS, 4)
-    Atlas(LAYERS, 4, TOKENS, meta).add(query, keys, 0, rule)
+    AttentionAtlas(LAYERS, 4, TOKENS, meta).add(query, keys, 0, rule)
     residual_measures(query.flatten(2), query.flatten(2))
 
 
@@ -127,18 +130,18 @@ def test_pixels_fit_shards(width: int, wanted: int, shards: int) -> None:
         assert count == min(wanted, width * shards)
 
 
-def told_rows(run: Tracked, plan: Plan) -> list[Row]:
+def told_rows(run: TrackedRequest, plan: StepPlan) -> list[TrackedRow]:
     return run.rows(run.reads(plan), decode=plan.decode)
 
 
 @settings(max_examples=50)
 @given(st.integers(1, 96), st.integers(1, 96), st.integers(1, 4096))
 def test_overviews_fit_into_a_message(layers: int, heads: int, length: int) -> None:
-    recipe = recipe_of(Capture())
+    recipe = capture_spec_of(CaptureSettings())
     assert recipe is not None
-    run = tracked_run("a", Capture(), (length,), Sizes(layers=layers, heads=heads))
+    run = tracked_run("a", CaptureSettings(), (length,), ModelSizes(layers=layers, heads=heads))
     segment = Segment(slot=0, start=0, tokens=(0,) * length, request_id="a-0")
-    rows = told_rows(run, Plan(segments=(segment,), outputs=(), decode=False))
+    rows = told_rows(run, StepPlan(segments=(segment,), outputs=(), decode=False))
     assert rows[0].position == 0
     assert rows[-1].position == length - 1
     row_bytes = layers * (3 * (32 + 4) + 2 * (64 + 4) + 6 + 3 * heads + 16)
@@ -148,30 +151,30 @@ def test_overviews_fit_into_a_message(layers: int, heads: int, length: int) -> N
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 7))
 def test_chunks_tell_every_row_once(lengths: list[int], chunk: int) -> None:
-    run = tracked_run("a", Capture(), lengths, Sizes(layers=2, heads=2))
+    run = tracked_run("a", CaptureSettings(), lengths, ModelSizes(layers=2, heads=2))
     told: list[tuple[int, int]] = []
     for sample, length in enumerate(lengths):
         for start in range(0, length, chunk):
             tokens = (0,) * min(chunk, length - start)
             segment = Segment(slot=sample, start=start, tokens=tokens, request_id=f"a-{sample}")
-            plan = Plan(segments=(segment,), outputs=(), decode=False)
+            plan = StepPlan(segments=(segment,), outputs=(), decode=False)
             assert not run.all_read
             told += [(row.sample, row.position) for row in told_rows(run, plan)]
             run.advance(run.reads(plan))
     assert run.all_read
     assert told == [(sample, place) for sample, length in enumerate(lengths) for place in range(length)]
     decoding = [Segment(slot=s, start=length, tokens=(0,), request_id=f"a-{s}") for s, length in enumerate(lengths)]
-    rows = told_rows(run, Plan(segments=tuple(decoding), outputs=(), decode=True))
+    rows = told_rows(run, StepPlan(segments=tuple(decoding), outputs=(), decode=True))
     assert {run.step_of(row) for row in rows} == {1}
     assert not run.more(1, rows)
 
 
 def test_strides_take_the_last_row() -> None:
-    stride = Stride(first=0, end=11, every=4, last=True)
-    assert [place for place in range(12) if stride.takes(place)] == [0, 4, 8, 10]
+    stride = RowStride(first=0, end=11, every=4, last=True)
+    assert [place for place in range(12) if stride.includes(place)] == [0, 4, 8, 10]
 
 
 def test_rows_that_follow_each_other_are_a_range() -> None:
-    rows = [Row(token=0, sample=sample, position=place) for sample, place in ((0, 2), (0, 3), (0, 5), (1, 6))]
+    rows = [TrackedRow(token=0, sample=sample, position=place) for sample, place in ((0, 2), (0, 3), (0, 5), (1, 6))]
     assert ranges(rows) == [[0, 2, 2], [0, 5, 1], [1, 6, 1]]
     assert np.sum([one[2] for one in ranges(rows)]) == 4

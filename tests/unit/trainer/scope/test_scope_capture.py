@@ -11,13 +11,13 @@ from capturing_ranks import BASIS_LAYERS, CAPTURE, LENGTHS, NEW, PROBED, RUN, ba
 from generating_ranks import LAYOUTS, MORE_VARIANTS, VARIANTS
 
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.ingest.merge import Piece, pieces_of, rows_of
+from megatronapp_analyzer.scope.ingest.merge import ShardTensor, rows_of, shard_tensors_of
 from megatronapp_analyzer.scope.ingest.merge import merge as merged
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.views.encode import attention_rows
 from megatronapp_common.frames import Frame, FrameType, decode, split
 from megatronapp_common.scope.protocol import TEMPERATURES, unpack
-from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_common.scope.protocol_requests import CaptureSettings
 
 pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
@@ -42,13 +42,13 @@ class Seen:
         for hello, frames in zip(self.hellos, ranks, strict=True):
             self.frames += [(hello.header["coordinates"]["tp"], decode(data)) for data in frames[1:]]
 
-    def pieces(self, **of: Any) -> list[Piece]:
+    def pieces(self, **of: Any) -> list[ShardTensor]:
         parts = [(tp, one) for tp, one in self.frames if one.type == FrameType.SCOPE_PART]
         chosen = [(tp, one) for tp, one in parts if all(one.header.get(name) == value for name, value in of.items())]
-        return [piece for tp, one in chosen for piece in pieces_of(one, tp)]
+        return [piece for tp, one in chosen for piece in shard_tensors_of(one, tp)]
 
     def tables(self, **of: Any) -> dict[str, Any]:
-        named: dict[str, list[Piece]] = defaultdict(list)
+        named: dict[str, list[ShardTensor]] = defaultdict(list)
         for piece in self.pieces(**of):
             if piece.tensor.name != "atlas":
                 named[piece.tensor.name].append(piece)
@@ -87,7 +87,7 @@ def every(test: Any) -> Any:
     return pytest.mark.parametrize("seen", CASES, ids=ids, indirect=True)(test)
 
 
-def heads_of(piece: Piece) -> range:
+def heads_of(piece: ShardTensor) -> range:
     assert piece.span is not None
     return range(*piece.span)
 
@@ -245,12 +245,12 @@ def test_tokens_tell_their_distributions(seen: Seen) -> None:
 @every
 def test_a_hub_makes_whole_steps_of_it(seen: Seen) -> None:
     """The real desk, fed rank by rank: no gaps, no errors, an overview of each prompt."""
-    desk = ScopeDesk(ScopeSettings(job="tiny"), clock=lambda: 0.0)
+    desk = ScopeRegistry(ScopeSettings(job="tiny"), clock=lambda: 0.0)
     for worker, hello in enumerate(seen.hellos):
-        desk.take(0, worker, hello)
-    desk.take(0, 0, run_state())
+        desk.take_frame(0, worker, hello)
+    desk.take_frame(0, 0, run_state())
     for _, frame in seen.frames:
-        desk.take(0, 0, frame)
+        desk.take_frame(0, 0, frame)
     assert desk.errors == 0
     frames = list(split(session_file.dump(desk, RUN)))
     kinds = [frame.type for frame in frames]
@@ -275,7 +275,7 @@ def run_state() -> Frame:
         "position": None,
         "prompts": [{"text": "", "ids": [1] * length, "offsets": [None] * length} for length in LENGTHS],
         "sampling": {"temperature": 0.0, "topK": 0, "topP": 1.0, "seed": 0, "stop": []},
-        "capture": Capture.model_validate(CAPTURE).model_dump(mode="json", by_alias=True),
+        "capture": CaptureSettings.model_validate(CAPTURE).model_dump(mode="json", by_alias=True),
         "tokens": NEW,
         "error": None,
         "startedAt": 0.0,

@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.scope.ingest.merge import Piece, merge, pieces_of
+from megatronapp_analyzer.scope.ingest.merge import ShardTensor, merge, shard_tensors_of
 from megatronapp_analyzer.scope.views.encode import attention_rows
 from megatronapp_common.frames import Frame, FrameType, decode, encode
-from megatronapp_common.scope.protocol import MAX_PART_BYTES, frame_of, unpack
-from megatronapp_trainer.scope.tracked_requests import Row
-from megatronapp_trainer.scope.transfer.device_copy import Arrival, Found, wrap
+from megatronapp_common.scope.protocol import MAX_PART_BYTES, build_frame, unpack
+from megatronapp_trainer.scope.tracked_requests import TrackedRow
+from megatronapp_trainer.scope.transfer.device_copy import NamedTensor, PendingCopy, pack
 from megatronapp_trainer.scope.transfer.frame_template import VERSION
-from megatronapp_trainer.scope.transfer.part_frames import ATLAS, EVERY, Parts, Told, _frames, _whole
-from megatronapp_trainer.scope.transfer.publisher import Kind
-from megatronapp_trainer.scope.transfer.split_frames import Sheet, cuts
+from megatronapp_trainer.scope.transfer.part_frames import ATLAS, EVERY, FrameSpec, StepFrames, _frames, _whole
+from megatronapp_trainer.scope.transfer.publisher import DropPolicy
+from megatronapp_trainer.scope.transfer.split_frames import RowTensor, split_into_frames
 
 HEADER: dict[str, Any] = {"rank": 0, "run": "r", "step": 1, "timeUs": 0, "more": False}
 SMALLEST = 1 << 10
@@ -25,7 +25,7 @@ SMALLEST = 1 << 10
 
 
 @st.composite
-def sheets(draw: st.DrawFn, rows: int) -> list[Sheet]:
+def sheets(draw: st.DrawFn, rows: int) -> list[RowTensor]:
     """Tensors with layers or without, of heads, features or neither."""
     found = []
     for place in range(draw(st.integers(1, 4))):
@@ -37,7 +37,7 @@ def sheets(draw: st.DrawFn, rows: int) -> list[Sheet]:
         values = np.random.default_rng(place).standard_normal(shape).astype("<f4")
         said = {"replicated": not word} | ({word: [first, first + width]} if word else {})
         known = None if layers is None else tuple(sorted(layers))
-        found.append(Sheet(name=f"t{place}", code="f32", values=values, layers=known, said=said))
+        found.append(RowTensor(name=f"t{place}", code="f32", values=values, layers=known, header=said))
     return found
 
 
@@ -45,13 +45,13 @@ def sheets(draw: st.DrawFn, rows: int) -> list[Sheet]:
 @settings(max_examples=60, deadline=None)
 def test_any_rows_layers_and_widths(data: st.DataObject, rows: int, limit: int) -> None:
     wanted = data.draw(sheets(rows))
-    found = list(cuts(wanted, rows, limit))
+    found = list(split_into_frames(wanted, rows, limit))
     assert [cut.is_last for cut in found] == [False] * (len(found) - 1) + [True]
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[ShardTensor]] = {}
     for cut in found:
         assert sum(tensor.data.nbytes for tensor in cut.tensors) <= limit or _is_one_unit(cut.tensors)
         header = HEADER | {"rows": [[0, cut.rows.start, cut.rows.stop - cut.rows.start]]}
-        for piece in pieces_of(frame_again(header, cut.tensors), 0):
+        for piece in shard_tensors_of(frame_again(header, cut.tensors), 0):
             pieces.setdefault(piece.tensor.name, []).append(piece)
     for sheet in wanted:
         table = merge(pieces[sheet.name])
@@ -67,28 +67,30 @@ def _is_one_unit(tensors: Sequence[Any]) -> bool:
 
 
 def frame_again(header: dict[str, Any], tensors: Sequence[Any]) -> Frame:
-    return decode(encode(frame_of(FrameType.SCOPE_PART, header, tensors)))
+    return decode(encode(build_frame(FrameType.SCOPE_PART, header, tensors)))
 
 
-def parts_of(found: Sequence[Found], told: Sequence[Told], **options: Any) -> Parts:
-    parcel = wrap(found)
-    return Parts(Arrival(parcel, parcel.flat.clone(), None, None), told, **options)
+def parts_of(found: Sequence[NamedTensor], told: Sequence[FrameSpec], **options: Any) -> StepFrames:
+    parcel = pack(found)
+    return StepFrames(PendingCopy(parcel, parcel.flat.clone(), None, None), told, **options)
 
 
 def test_frames_of_a_large_probe_stay_under_the_limit_of_the_protocol() -> None:
     """32 layers of 65,536 wide numbers: 8 MiB a row."""
     values = torch.arange(2 * 32 * 65536, dtype=torch.float32).reshape(32, 2, 65536)
-    found = Found(name="mlp1", values=values, layers=tuple(range(32)), said={"site": "mlp1", "replicated": True})
-    rows = [Row(token=place, sample=0, position=place + 5) for place in range(2)]
+    found = NamedTensor(
+        name="mlp1", values=values, layers=tuple(range(32)), header={"site": "mlp1", "replicated": True}
+    )
+    rows = [TrackedRow(token=place, sample=0, position=place + 5) for place in range(2)]
     header = {"rank": 0, "probe": "p", "timeUs": 0, "more": False}
-    parts = parts_of([found], [Told(group=0, header=header, rows=rows, select=range(2), is_probe=True)])
-    assert parts.kind is Kind.PROBE and parts.nbytes == values.numel() * 4
+    parts = parts_of([found], [FrameSpec(group=0, header=header, rows=rows, select=range(2), is_probe=True)])
+    assert parts.kind is DropPolicy.PROBE and parts.nbytes == values.numel() * 4
     assert [mark.header["rows"] for mark in parts.marks()] == [[[0, 5, 2]]]
     pieces, more = [], []
     for frame in parts.build():
         data = encode(frame)
         assert len(data) <= MAX_PART_BYTES
-        pieces += pieces_of(decode(data), 0)
+        pieces += shard_tensors_of(decode(data), 0)
         more.append(frame.header["more"])
     assert more == [True] * (len(more) - 1) + [False] and len(more) > 4
     assert merge(pieces).data.tobytes() == values.transpose(0, 1).contiguous().numpy().tobytes()
@@ -99,16 +101,20 @@ def test_pinned_heads_of_long_texts_and_pictures_are_cut_too() -> None:
     heads, keys, slots = 4, 3000, 3
     codes = torch.randint(0, 256, (heads, slots, keys), dtype=torch.uint8)
     cells = torch.randint(0, 256, (6, 4, 8, 8), dtype=torch.uint8)
-    pinned = Found(name="pinned", values=codes, group=EVERY)
+    pinned = NamedTensor(name="pinned", values=codes, group=EVERY)
     said = {"site": "attention", "heads": [0, 4], "replicated": False}
-    picture = Found(name=f"{ATLAS}r 2", values=cells, layers=tuple(range(6)), said=said, group=EVERY, has_rows=False)
-    rows = [Row(token=2, sample=0, position=2000), Row(token=0, sample=1, position=10)]
+    picture = NamedTensor(
+        name=f"{ATLAS}r 2", values=cells, layers=tuple(range(6)), header=said, group=EVERY, has_rows=False
+    )
+    rows = [TrackedRow(token=2, sample=0, position=2000), TrackedRow(token=0, sample=1, position=10)]
     pins = [(place, 5, place) for place in range(heads)]
-    step = Told(group=0, header=HEADER, rows=rows, select=[2, 0], pinned=pins)
-    atlas = Told(group=0, header=HEADER | {"step": 0}, rows=[Row(token=0, sample=2, position=0)], atlas=f"{ATLAS}r 2")
+    step = FrameSpec(group=0, header=HEADER, rows=rows, select=[2, 0], pinned=pins)
+    atlas = FrameSpec(
+        group=0, header=HEADER | {"step": 0}, rows=[TrackedRow(token=0, sample=2, position=0)], atlas=f"{ATLAS}r 2"
+    )
     frames = list(parts_of([pinned, picture], [step, atlas], part_bytes=3 << 10).build())
     assert all(len(encode(frame)) <= 4 << 10 for frame in frames) and len(frames) > 6
-    pieces = [piece for frame in frames for piece in pieces_of(decode(encode(frame)), 0)]
+    pieces = [piece for frame in frames for piece in shard_tensors_of(decode(encode(frame)), 0)]
     got = attention_rows([piece for piece in pieces if piece.tensor.name == "attention"])
     assert len(got) == heads * len(rows)
     for sample, layer, head, position, found in got:
@@ -125,15 +131,15 @@ def test_pinned_heads_of_long_texts_and_pictures_are_cut_too() -> None:
 
 def test_coordinates_say_of_which_basis_and_probes_go_by_themselves() -> None:
     values = torch.zeros(2, 3, 8)
-    points = Found(name="pca", values=values, layers=(0, 1), said={"site": "residual", VERSION: 7}, group=0)
-    other = Found(name="q", values=values, layers=(0, 1), said={"site": "q"}, group=1)
-    rows = [Row(token=place, sample=0, position=place) for place in range(3)]
+    points = NamedTensor(name="pca", values=values, layers=(0, 1), header={"site": "residual", VERSION: 7}, group=0)
+    other = NamedTensor(name="q", values=values, layers=(0, 1), header={"site": "q"}, group=1)
+    rows = [TrackedRow(token=place, sample=0, position=place) for place in range(3)]
     told = [
-        Told(group=0, header=HEADER, rows=rows, select=range(3)),
-        Told(group=1, header={"probe": "p", "more": True}, rows=rows, select=range(3), is_probe=True),
+        FrameSpec(group=0, header=HEADER, rows=rows, select=range(3)),
+        FrameSpec(group=1, header={"probe": "p", "more": True}, rows=rows, select=range(3), is_probe=True),
     ]
     first, second = parts_of([points, other], told).split()
-    assert (first.kind, second.kind) == (Kind.STEP, Kind.PROBE)
+    assert (first.kind, second.kind) == (DropPolicy.STEP, DropPolicy.PROBE)
     (step,), (probe,) = first.build(), second.build()
     assert step.header["pcaVersion"] == 7 and "pcaVersion" not in step.header["tensors"][0]
     assert "pcaVersion" not in probe.header and probe.header["probe"] == "p"
@@ -145,21 +151,23 @@ def test_a_frame_of_all_first_rows_is_the_one_that_would_be_cut(data: st.DataObj
     widths = data.draw(st.lists(st.sampled_from([(), (1,), (3,), (2, 2)]), min_size=1, max_size=4))
     said = {"site": "q", VERSION: 7}
     found = [
-        Found(name=f"t{place}", values=random_of(source, (2, rows + idle, *width)), layers=layers, said=said, group=0)
+        NamedTensor(
+            name=f"t{place}", values=random_of(source, (2, rows + idle, *width)), layers=layers, header=said, group=0
+        )
         for place, width in enumerate(widths)
     ]
-    found += [Found(name="else", values=random_of(source, (rows + idle, 3)), group=1)]
+    found += [NamedTensor(name="else", values=random_of(source, (rows + idle, 3)), group=1)]
     pinned = torch.arange(2 * (rows + idle) * 9, dtype=torch.uint8).view(2, -1, 9)
-    found += [Found(name="pinned", values=pinned, group=EVERY)]
-    told = Told(
+    found += [NamedTensor(name="pinned", values=pinned, group=EVERY)]
+    told = FrameSpec(
         group=data.draw(st.integers(0, 1)),
         header={"run": "r", "step": 4, "more": data.draw(st.booleans())},
-        rows=[Row(token=place, sample=place, position=data.draw(st.integers(0, 8))) for place in range(rows)],
+        rows=[TrackedRow(token=place, sample=place, position=data.draw(st.integers(0, 8))) for place in range(rows)],
         select=range(rows),
         pinned=data.draw(st.sampled_from([(), ((1, 3, 0),), ((0, 3, 0), (1, 4, 2))])),
     )
-    parcel = wrap(found)
-    arrival = Arrival(parcel, parcel.flat.clone(), None, None)
+    parcel = pack(found)
+    arrival = PendingCopy(parcel, parcel.flat.clone(), None, None)
     arrays = [pair for pair in arrival.open() if pair[0].group in {told.group, EVERY}]
     whole = _whole(told, arrival, arrays, 1 << 20)
     assert whole is not None

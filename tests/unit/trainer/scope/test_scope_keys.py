@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.scope.protocol_requests import Capture
-from megatronapp_trainer.hooks.hook_collector import Collector, Values
-from megatronapp_trainer.hooks.sites import Axis, forget_site, register_site
-from megatronapp_trainer.scope.capture.capture_spec import Pixels, Recipe, recipe_of
-from megatronapp_trainer.scope.capture.rank_shard import Share
-from megatronapp_trainer.scope.capture.reductions import Looker, hooked
+from megatronapp_common.scope.protocol_requests import CaptureSettings
+from megatronapp_trainer.hooks.hook_collector import HookCollector, SiteValues
+from megatronapp_trainer.hooks.sites import ShardAxis, forget_site, register_site
+from megatronapp_trainer.scope.capture.capture_spec import CaptureSpec, PixelReductions, capture_spec_of
+from megatronapp_trainer.scope.capture.rank_shard import RankShard
+from megatronapp_trainer.scope.capture.reductions import Reductions, active_sites
 
-SHARE = Share(
+SHARE = RankShard(
     layers=(0, 2),
     heads=(0, 2),
     key_heads=(0, 2),
@@ -54,15 +54,15 @@ def captures(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def recipe(capture: dict[str, Any]) -> Recipe:
+def recipe(capture: dict[str, Any]) -> CaptureSpec:
     pinned: dict[str, Any] = {"pinned": []} if capture.get("preset") == "lite" else {}
-    found = recipe_of(Capture.model_validate(capture | pinned))
+    found = capture_spec_of(CaptureSettings.model_validate(capture | pinned))
     assert found is not None
     return found
 
 
-def looker(share: Share) -> Looker:
-    return Looker(Collector(torch.nn.Module()), share, torch.zeros(2, 4, 65, 2, 8))
+def looker(share: RankShard) -> Reductions:
+    return Reductions(HookCollector(torch.nn.Module()), share, torch.zeros(2, 4, 65, 2, 8))
 
 
 @given(captures())
@@ -73,45 +73,45 @@ def test_a_key_names_what_the_ranks_hook(capture: dict[str, Any]) -> None:
         names = [set(looker(share).sites(found)) for share in SHARES]
     finally:
         forget_site("normed")
-    assert {site.name for site in hooked(found)} == names[0] | names[1]
+    assert {site.name for site in active_sites(found)} == names[0] | names[1]
 
 
 @given(captures(), captures())
 def test_only_sites_change_a_key(one: dict[str, Any], other: dict[str, Any]) -> None:
     sites = ("preset", "states", "rotary")
     alike = recipe(one | {name: other[name] for name in set(one) - set(sites)})
-    assert hooked(recipe(one)) == hooked(alike)
+    assert active_sites(recipe(one)) == active_sites(alike)
     states = one["states"] | {"mlp2": not one["states"]["mlp2"]}
-    assert hooked(recipe(one)) != hooked(recipe(one | {"states": states}))
+    assert active_sites(recipe(one)) != active_sites(recipe(one | {"states": states}))
 
 
-def seen(share: Share, width: int, *, gated: bool) -> Collector:
+def seen(share: RankShard, width: int, *, gated: bool) -> HookCollector:
     """A layer's numbers, 0, 1, 2, .., as far as this rank has them; of gated ones a part of each half."""
     whole = torch.arange(float(width * share.tensor_size)).expand(3, -1)
     halves = whole.chunk(2, dim=-1) if gated else (whole,)
     mine = torch.cat([half.chunk(share.tensor_size, dim=-1)[share.tp] for half in halves], dim=-1)
-    found = Collector(torch.nn.Module())
-    found.put({"own": Values(values={0: mine})})
+    found = HookCollector(torch.nn.Module())
+    found.put({"own": SiteValues(values={0: mine})})
     return found
 
 
-def own_pixels(share: Share, width: int, *, gated: bool = False, **how: Any) -> dict[tuple[int, ...], torch.Tensor]:
+def own_pixels(share: RankShard, width: int, *, gated: bool = False, **how: Any) -> dict[tuple[int, ...], torch.Tensor]:
     """What a rank tells of a registered site, by the span that it says."""
     register_site("own", "mlp", **how)
     try:
-        found = Pixels(recipe({"states": dict.fromkeys(STATES, False)}), share, torch.device("cpu"))
+        found = PixelReductions(recipe({"states": dict.fromkeys(STATES, False)}), share, torch.device("cpu"))
         own = [one for one in found.compute(seen(share, width, gated=gated)) if one.name == "own"]
-        return {tuple(one.said["features"]): one.values[0] for one in own}
+        return {tuple(one.header["features"]): one.values[0] for one in own}
     finally:
         forget_site("own")
 
 
 @pytest.mark.parametrize("reducer", ["mean", "data.max()", "histogram(4, 0, 128)"])
-@pytest.mark.parametrize("axis", [Axis.FEATURES, Axis.HEADS, Axis.MLP])
-def test_shards_of_people_s_own_sites_are_the_whole_side_by_side(axis: Axis, reducer: str) -> None:
+@pytest.mark.parametrize("axis", [ShardAxis.FEATURES, ShardAxis.HEADS, ShardAxis.MLP])
+def test_shards_of_people_s_own_sites_are_the_whole_side_by_side(axis: ShardAxis, reducer: str) -> None:
     how: dict[str, Any] = {"axis": axis, "reducers": (reducer,), "pixels": 8}
     alone = dataclasses.replace(SHARE, heads=(0, 4), key_heads=(0, 4), mlp=(0, 64), tensor_size=1)
-    gated = axis is Axis.MLP
+    gated = axis is ShardAxis.MLP
     (whole,) = own_pixels(alone, 128, **how).values()
     parts = {span: values for share in SHARES for span, values in own_pixels(share, 64, gated=gated, **how).items()}
     assert [span[0] for span in sorted(parts)] == ([0, 32, 64, 96] if gated else [0, 64])

@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.scope.ingest.merge import Piece, Table, merge, pieces_of
-from megatronapp_common.errors import ExpressionError, PlanError
+from megatronapp_analyzer.scope.ingest.merge import MergedTensor, ShardTensor, merge, shard_tensors_of
+from megatronapp_common.errors import FilterError, ReductionPlanError
 from megatronapp_common.filters.reducers import parse_reducer
-from megatronapp_common.filters.shard_plan import compile_plan, run
+from megatronapp_common.filters.shard_plan import compile_reduction_plan, run
 from megatronapp_common.frames import FrameType, decode, encode
-from megatronapp_common.scope.protocol import Tensor, frame_of
-from megatronapp_common.scope.protocol_requests import Capture
-from megatronapp_trainer.hooks.hook_collector import Collector, Values
-from megatronapp_trainer.hooks.sites import Axis, forget_site, register_site
-from megatronapp_trainer.scope.capture.capture_spec import Pixels, Recipe, recipe_of
-from megatronapp_trainer.scope.capture.rank_shard import Share
+from megatronapp_common.scope.protocol import Tensor, build_frame
+from megatronapp_common.scope.protocol_requests import CaptureSettings
+from megatronapp_trainer.hooks.hook_collector import HookCollector, SiteValues
+from megatronapp_trainer.hooks.sites import ShardAxis, forget_site, register_site
+from megatronapp_trainer.scope.capture.capture_spec import CaptureSpec, PixelReductions, capture_spec_of
+from megatronapp_trainer.scope.capture.rank_shard import RankShard
 
 HEADS, WIDTH, FFN, ROWS, LAYERS = 8, 4, 32, 3, (2, 5)
-ALONE = Share(
+ALONE = RankShard(
     layers=(0, 8),
     heads=(0, HEADS),
     key_heads=(0, HEADS),
@@ -59,7 +59,7 @@ MERGING = [
 Truth = dict[str, np.ndarray]
 
 
-def shares(size: int, key_heads: int, *, gated: bool) -> list[Share]:
+def shares(size: int, key_heads: int, *, gated: bool) -> list[RankShard]:
     whole = dataclasses.replace(ALONE, num_key_heads=key_heads, tensor_size=size, gated=gated)
     found = []
     for tp in range(size):
@@ -83,11 +83,11 @@ def truth_of(key_heads: int, *, gated: bool) -> Truth:
     return {name: source.normal(0.3, 1, (ROWS, len(LAYERS), width)).astype("<f4") for name, width in widths.items()}
 
 
-def seen(share: Share, truth: Truth) -> Collector:
+def seen(share: RankShard, truth: Truth) -> HookCollector:
     """What the hooks of a rank keep of it."""
 
-    def kept(values: np.ndarray) -> Values:
-        return Values(values={layer: torch.from_numpy(values[:, place]) for place, layer in enumerate(LAYERS)})
+    def kept(values: np.ndarray) -> SiteValues:
+        return SiteValues(values={layer: torch.from_numpy(values[:, place]) for place, layer in enumerate(LAYERS)})
 
     halves = np.split(truth["mlp1"], 1 + share.gated, axis=-1)
     keys = slice(share.key_heads[0] * WIDTH, share.key_heads[1] * WIDTH)
@@ -98,39 +98,39 @@ def seen(share: Share, truth: Truth) -> Collector:
         "mlp1": np.concatenate([half[..., slice(*share.mlp)] for half in halves], axis=-1),
         "own": np.split(truth["own"], share.tensor_size, axis=-1)[share.tp],
     }
-    found = Collector(torch.nn.Module())
+    found = HookCollector(torch.nn.Module())
     found.put({name: kept(np.ascontiguousarray(values)) for name, values in mine.items()})
     return found
 
 
-def recipe(qkv: int, mlp: int, reducer: str) -> Recipe:
+def recipe(qkv: int, mlp: int, reducer: str) -> CaptureSpec:
     capture = {
         "states": {"mlp2": False},
         "pixels": {"qkv": 3 * qkv, "mlp": mlp},
         "expression": {"qkv": reducer, "mlp": reducer},
     }
-    found = recipe_of(Capture.model_validate(capture))
+    found = capture_spec_of(CaptureSettings.model_validate(capture))
     assert found is not None
     return found
 
 
-def pieces(wanted: Recipe, ranks: list[Share], truth: Truth) -> dict[str, list[Piece]]:
+def pieces(wanted: CaptureSpec, ranks: list[RankShard], truth: Truth) -> dict[str, list[ShardTensor]]:
     """What the hub reads of the frames of all ranks, by name."""
-    named: dict[str, list[Piece]] = defaultdict(list)
+    named: dict[str, list[ShardTensor]] = defaultdict(list)
     for share in ranks:
         tensors = []
-        for one in Pixels(wanted, share, torch.device("cpu")).compute(seen(share, truth)):
+        for one in PixelReductions(wanted, share, torch.device("cpu")).compute(seen(share, truth)):
             values = one.rows_first().contiguous().numpy()
-            tensors.append(Tensor(one.name, "f32", values, None, {"layers": list(LAYERS), **one.said}))
-        frame = frame_of(FrameType.SCOPE_PART, {"rows": [[0, 4, ROWS]]}, tensors)
-        for piece in pieces_of(decode(encode(frame)), share.tp):
+            tensors.append(Tensor(one.name, "f32", values, None, {"layers": list(LAYERS), **one.header}))
+        frame = build_frame(FrameType.SCOPE_PART, {"rows": [[0, 4, ROWS]]}, tensors)
+        for piece in shard_tensors_of(decode(encode(frame)), share.tp):
             named[piece.tensor.name].append(piece)
     return named
 
 
-def check(table: Table, whole: np.ndarray, reducer: str, pixels: int) -> None:
+def check(table: MergedTensor, whole: np.ndarray, reducer: str, pixels: int) -> None:
     """As one rank computes it, with so many pixels."""
-    plan = compile_plan(parse_reducer(reducer), width=whole.shape[-1], pixels=pixels)
+    plan = compile_reduction_plan(parse_reducer(reducer), width=whole.shape[-1], pixels=pixels)
     wanted = plan.combine([run(plan.program(0), whole)]).reshape(*whole.shape[:-1], -1)
     assert (table.rows, table.layers) == (((0, 4), (0, 5), (0, 6)), LAYERS)
     assert table.data.shape == wanted.shape and table.data.dtype == np.float32
@@ -162,7 +162,7 @@ def test_any_layout_tells_what_one_rank_tells(
 @pytest.mark.parametrize(("pixels", "count"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4)])
 def test_sites_of_people_s_own_merge_too(reducer: str, pixels: int, count: int) -> None:
     truth = truth_of(4, gated=False)
-    register_site("own", "mlp", axis=Axis.FEATURES, reducers=(reducer,), pixels=pixels)
+    register_site("own", "mlp", axis=ShardAxis.FEATURES, reducers=(reducer,), pixels=pixels)
     try:
         found = pieces(recipe(8, 8, "mean"), shares(4, 4, gated=False), truth)
     finally:
@@ -172,7 +172,7 @@ def test_sites_of_people_s_own_merge_too(reducer: str, pixels: int, count: int) 
 
 def test_reducers_of_a_site_have_names_of_their_own() -> None:
     truth, texts = truth_of(8, gated=False), ["data.max() - data.min()", "data.max()", "mean", "data.max() * 2"]
-    register_site("own", "mlp", axis=Axis.FEATURES, reducers=texts, pixels=1)
+    register_site("own", "mlp", axis=ShardAxis.FEATURES, reducers=texts, pixels=1)
     try:
         found = pieces(recipe(8, 8, "mean"), shares(2, 8, gated=False), truth)
     finally:
@@ -189,29 +189,30 @@ NOT_MERGING = ["data[:2].mean()", "(data - data.mean()).abs().max()", "data[0]"]
 @pytest.mark.parametrize("reducer", NOT_MERGING)
 def test_what_does_not_merge_is_refused_before_anything_happens(reducer: str) -> None:
     first, device = shares(2, 4, gated=True)[0], torch.device("cpu")
-    with pytest.raises(ExpressionError, match=r"several of 2 shards; ask for 2 pixels.*pixels of q alone"):
-        Pixels(recipe(1, 8, reducer), first, device)
-    with pytest.raises(ExpressionError, match="several of 4 shards; ask for 4 pixels"):
-        Pixels(recipe(2, 3, reducer), first, device)
-    Pixels(recipe(2, 4, reducer), first, device)
-    Pixels(recipe(1, 1, reducer), shares(1, 4, gated=False)[0], device)
+    with pytest.raises(FilterError, match=r"several of 2 shards; ask for 2 pixels.*pixels of q alone"):
+        PixelReductions(recipe(1, 8, reducer), first, device)
+    with pytest.raises(FilterError, match="several of 4 shards; ask for 4 pixels"):
+        PixelReductions(recipe(2, 3, reducer), first, device)
+    PixelReductions(recipe(2, 4, reducer), first, device)
+    PixelReductions(recipe(1, 1, reducer), shares(1, 4, gated=False)[0], device)
 
 
 @pytest.mark.parametrize(
-    ("axis", "least"), [(Axis.FEATURES, 2), (Axis.HEADS, 2), (Axis.KEY_HEADS, 2), (Axis.MLP, 4), (Axis.WHOLE, 1)]
+    ("axis", "least"),
+    [(ShardAxis.FEATURES, 2), (ShardAxis.HEADS, 2), (ShardAxis.KEY_HEADS, 2), (ShardAxis.MLP, 4), (ShardAxis.WHOLE, 1)],
 )
-def test_what_does_not_merge_of_a_site_is_refused_too(axis: Axis, least: int) -> None:
+def test_what_does_not_merge_of_a_site_is_refused_too(axis: ShardAxis, least: int) -> None:
     first, device = shares(2, 4, gated=True)[0], torch.device("cpu")
     try:
         for pixels in (least, least - 1):
             forget_site("own")
             register_site("own", "mlp", axis=axis, reducers=("mean", "data[0]"), pixels=pixels)
             if pixels in {0, least}:
-                Pixels(recipe(2, 4, "mean"), first, device)
+                PixelReductions(recipe(2, 4, "mean"), first, device)
                 continue
             words = rf"site own, reducer 'data\[0\]': column 6.*ask for {least} pixels.*of register_site"
-            with pytest.raises(PlanError, match=words):
-                Pixels(recipe(2, 4, "mean"), first, device)
+            with pytest.raises(ReductionPlanError, match=words):
+                PixelReductions(recipe(2, 4, "mean"), first, device)
     finally:
         forget_site("own")
 

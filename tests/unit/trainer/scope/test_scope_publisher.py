@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.agent.scope import LIMIT_BYTES, ScopeSocket, bound
-from megatronapp_analyzer.scope.ingest.part_tracker import Numbering, part_of
+from megatronapp_analyzer.scope.ingest.part_tracker import PartTracker, part_of
 from megatronapp_common.frames import Frame, FrameType, encode, frame_length
 from megatronapp_common.frames import decode as decoded
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
-from megatronapp_trainer.inference.idle_window import Lull
+from megatronapp_trainer.inference.idle_window import IdleWindow
 from megatronapp_trainer.scope.transfer import publisher as publishing
 from megatronapp_trainer.scope.transfer.publisher import (
     BOUND_BYTES,
     FRAME_COST,
     MOST_COMING,
-    Kind,
-    Publisher,
-    Ready,
-    Waiting,
+    DropPolicy,
+    FramePublisher,
+    FrameQueue,
+    ReadyFrames,
     cost_of,
 )
 
@@ -75,19 +75,19 @@ def part(number: int) -> Frame:
 
 
 @pytest.fixture
-def publisher(path: pathlib.Path) -> Iterator[Publisher]:
-    one = Publisher(path, HELLO, bound_bytes=1 << 20)
+def publisher(path: pathlib.Path) -> Iterator[FramePublisher]:
+    one = FramePublisher(path, HELLO, bound_bytes=1 << 20)
     one.start()
     yield one
     one.close()
 
 
-def test_frames_come_in_order_behind_who_sends_them(path: pathlib.Path, publisher: Publisher) -> None:
+def test_frames_come_in_order_behind_who_sends_them(path: pathlib.Path, publisher: FramePublisher) -> None:
     with listening(path) as listener:
-        publisher.post(Ready([part(0), part(1)]))
+        publisher.post(ReadyFrames([part(0), part(1)]))
         with accepted(listener) as peer:
             assert read(peer).header == {"rank": 3}
-            publisher.post(Ready([part(2)]))
+            publisher.post(ReadyFrames([part(2)]))
             assert [read(peer).header["step"] for _ in range(3)] == [0, 1, 2]
     assert publisher.dropped == 0
 
@@ -98,7 +98,7 @@ def test_a_path_longer_than_the_address_of_a_socket_is_connected_to(tmp_path: pa
     with bound(folder) as listener:
         listener.listen()
         listener.settimeout(20)
-        one = Publisher(folder / "scope.sock", HELLO)
+        one = FramePublisher(folder / "scope.sock", HELLO)
         one.start()
         with accepted(listener) as peer:
             assert read(peer).header == {"rank": 3}
@@ -108,7 +108,7 @@ def test_a_path_longer_than_the_address_of_a_socket_is_connected_to(tmp_path: pa
 
 def test_a_connection_that_cannot_be_made_is_reported_once(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
-    one = Publisher(tmp_path / "file" / "scope.sock", HELLO)
+    one = FramePublisher(tmp_path / "file" / "scope.sock", HELLO)
     assert not one._connect() and not one._connect()
     assert list(one.failures) == [
         f"no connection to {tmp_path}/file/scope.sock: [Errno 20] Not a directory: '{tmp_path}/file'"
@@ -118,7 +118,7 @@ def test_a_connection_that_cannot_be_made_is_reported_once(tmp_path: pathlib.Pat
 class Step:
     """A step, prompt or probe of some numbers on the host; `ready` as it says."""
 
-    def __init__(self, number: int, *, kind: Kind = Kind.STEP, frames: int = 1, body: int = BODY) -> None:
+    def __init__(self, number: int, *, kind: DropPolicy = DropPolicy.STEP, frames: int = 1, body: int = BODY) -> None:
         self.kind = kind
         self.nbytes = frames * body
         self.is_ready = True
@@ -126,8 +126,8 @@ class Step:
         self._body = bytes(body)
 
     def _header(self, number: int, *, more: bool) -> dict[str, Any]:
-        name = "probe" if self.kind is Kind.PROBE else "run"
-        return {name: str(number) if self.kind is Kind.PROBE else "r", "step": number, "more": more}
+        name = "probe" if self.kind is DropPolicy.PROBE else "run"
+        return {name: str(number) if self.kind is DropPolicy.PROBE else "r", "step": number, "more": more}
 
     def split(self) -> "list[Step]":
         return [self]
@@ -145,10 +145,10 @@ class Step:
 
 
 def test_a_peer_that_does_not_read_costs_the_oldest_steps_and_they_say_so(
-    path: pathlib.Path, publisher: Publisher
+    path: pathlib.Path, publisher: FramePublisher
 ) -> None:
     with listening(path) as listener, accepted(listener) as peer:
-        publisher.post(Ready([Frame(FrameType.SCOPE_TOKENS, {"step": 0})]))
+        publisher.post(ReadyFrames([Frame(FrameType.SCOPE_TOKENS, {"step": 0})]))
         for number in range(40):
             publisher.post(Step(number))
             assert publisher.held_bytes <= (1 << 20) + 41 * FRAME_COST
@@ -165,20 +165,20 @@ def test_a_peer_that_does_not_read_costs_the_oldest_steps_and_they_say_so(
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_a_slow_reader_loses_nothing_of_probes_and_prompts(data: st.DataObject) -> None:
-    kinds = st.sampled_from([Kind.STEP, Kind.PROMPTS, Kind.PROBE])
+    kinds = st.sampled_from([DropPolicy.STEP, DropPolicy.PROMPTS, DropPolicy.PROBE])
     wanted = data.draw(st.lists(st.tuples(kinds, st.integers(1, 4)), min_size=1, max_size=16))
     bound = 8 * BODY
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "scope.sock"
         with listening(path) as listener:
-            one = Publisher(path, HELLO, bound_bytes=bound, waiting_bytes=64 * (BODY + FRAME_COST))
+            one = FramePublisher(path, HELLO, bound_bytes=bound, waiting_bytes=64 * (BODY + FRAME_COST))
             one.start()
             with accepted(listener) as peer:
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 kept = 0
                 for number, (kind, frames) in enumerate(wanted):
                     one.post(Step(number, kind=kind, frames=frames))
-                    kept += (kind is not Kind.STEP) * (frames * BODY + FRAME_COST)
+                    kept += (kind is not DropPolicy.STEP) * (frames * BODY + FRAME_COST)
                     assert one.held_bytes <= kept + bound + len(wanted) * FRAME_COST
                 told = [read(peer).header for _ in range(1 + sum(frames for _, frames in wanted))][1:]
             one.close()
@@ -187,11 +187,11 @@ def test_a_slow_reader_loses_nothing_of_probes_and_prompts(data: st.DataObject) 
         assert [header["part"] for header in mine] == list(range(frames))
         assert [header["more"] for header in mine] == [True] * (frames - 1) + [False]
         gone = [header.get("dropped", False) for header in mine]
-        assert set(gone) <= ({True, False} if kind is Kind.STEP else {False})
+        assert set(gone) <= ({True, False} if kind is DropPolicy.STEP else {False})
         assert len(set(gone)) == 1, "whole steps only"
 
 
-def heard(one: Publisher, path: pathlib.Path, count: int) -> list[Mapping[str, Any]]:
+def heard(one: FramePublisher, path: pathlib.Path, count: int) -> list[Mapping[str, Any]]:
     """Headers of what a publisher says first, behind who it is."""
     with listening(path) as listener:
         one.start()
@@ -203,7 +203,7 @@ def heard(one: Publisher, path: pathlib.Path, count: int) -> list[Mapping[str, A
 
 
 def test_the_newest_step_is_kept_however_large(path: pathlib.Path) -> None:
-    one = Publisher(path, HELLO, bound_bytes=BODY)
+    one = FramePublisher(path, HELLO, bound_bytes=BODY)
     for number in range(3):
         one.post(Step(number, frames=4))
         assert one.held_bytes <= 4 * BODY + 3 * FRAME_COST
@@ -212,9 +212,9 @@ def test_the_newest_step_is_kept_however_large(path: pathlib.Path) -> None:
 
 
 def test_probes_and_steps_take_turns(path: pathlib.Path) -> None:
-    late = Step(0, kind=Kind.PROBE, frames=6, body=1 << 10)
+    late = Step(0, kind=DropPolicy.PROBE, frames=6, body=1 << 10)
     late.is_ready = False
-    one = Publisher(path, HELLO)
+    one = FramePublisher(path, HELLO)
     one.post(late)
     for number in range(3):
         one.post(Step(number, body=1 << 10))
@@ -224,9 +224,9 @@ def test_probes_and_steps_take_turns(path: pathlib.Path) -> None:
 
 
 def test_a_probe_for_which_there_is_no_room_is_told(path: pathlib.Path) -> None:
-    one = Publisher(path, HELLO, waiting_bytes=4 * BODY)
+    one = FramePublisher(path, HELLO, waiting_bytes=4 * BODY)
     for number, frames in enumerate((2, 3, 1)):
-        one.post(Step(number, kind=Kind.PROBE, frames=frames))
+        one.post(Step(number, kind=DropPolicy.PROBE, frames=frames))
     told = heard(one, path, 6)
     assert [(header["probe"], header.get("dropped", False)) for header in told] == [
         *[("0", False)] * 2,
@@ -237,40 +237,40 @@ def test_a_probe_for_which_there_is_no_room_is_told(path: pathlib.Path) -> None:
 
 
 def test_a_probe_that_is_larger_than_the_room_goes_alone() -> None:
-    waiting = Waiting(1 << 20, 4 * BODY)
+    waiting = FrameQueue(1 << 20, 4 * BODY)
     for number in range(2):
-        waiting.put(Step(number, kind=Kind.PROBE, frames=8))
+        waiting.put(Step(number, kind=DropPolicy.PROBE, frames=8))
     assert waiting.dropped == 1
     first = waiting.take(probes=True)
-    assert first is not None and first.kind is Kind.PROBE
+    assert first is not None and first.kind is DropPolicy.PROBE
 
 
 def test_steps_that_were_sent_are_forgotten() -> None:
-    waiting = Waiting(1 << 20, 1 << 20)
+    waiting = FrameQueue(1 << 20, 1 << 20)
     for number in range(3000):
         waiting.put(Step(number, body=8))
         taken = waiting.take(probes=False)
         assert taken is not None
-        waiting.over(taken.kind, cost_of(taken))
+        waiting.release(taken.kind, cost_of(taken))
     assert not waiting._steps
 
 
-def test_a_peer_that_dies_is_found_again(path: pathlib.Path, publisher: Publisher) -> None:
+def test_a_peer_that_dies_is_found_again(path: pathlib.Path, publisher: FramePublisher) -> None:
     with listening(path) as listener:
         with accepted(listener) as peer:
             read(peer)
         for number in range(3):  # some of them may go to the dead peer
-            publisher.post(Ready([part(number)]))
+            publisher.post(ReadyFrames([part(number)]))
         with accepted(listener) as peer:
             assert read(peer).header == {"rank": 3}
-            publisher.post(Ready([part(9)]))
+            publisher.post(ReadyFrames([part(9)]))
             steps = [read(peer).header["step"]]
             while steps[-1] != 9:
                 steps.append(read(peer).header["step"])
         assert steps == sorted(steps)
 
 
-def test_nobody_there(path: pathlib.Path, publisher: Publisher) -> None:
+def test_nobody_there(path: pathlib.Path, publisher: FramePublisher) -> None:
     for number in range(40):
         publisher.post(Step(number))
         assert publisher.held_bytes <= (1 << 20) + 40 * FRAME_COST
@@ -281,9 +281,9 @@ def test_nobody_there(path: pathlib.Path, publisher: Publisher) -> None:
 
 
 def test_what_rank_0_tells_is_bounded_and_the_newest_is_kept(path: pathlib.Path) -> None:
-    one = Publisher(path, HELLO, bound_bytes=64 * FRAME_COST)
+    one = FramePublisher(path, HELLO, bound_bytes=64 * FRAME_COST)
     for number in range(100):
-        one.post(Ready([Frame(FrameType.SCOPE_TOKENS, {"step": number})]))
+        one.post(ReadyFrames([Frame(FrameType.SCOPE_TOKENS, {"step": number})]))
         assert one.held_bytes <= 64 * FRAME_COST
     with listening(path) as listener:
         one.start()
@@ -294,7 +294,7 @@ def test_what_rank_0_tells_is_bounded_and_the_newest_is_kept(path: pathlib.Path)
     assert told == list(range(one.dropped, 100))
 
 
-def test_steps_that_never_come_are_bounded(publisher: Publisher) -> None:
+def test_steps_that_never_come_are_bounded(publisher: FramePublisher) -> None:
     steps = [Step(number) for number in range(MOST_COMING + 5)]
     for step in steps:
         step.is_ready = False
@@ -318,7 +318,7 @@ def test_what_cannot_be_told_is_counted_and_said(path: pathlib.Path, caplog: pyt
             self._headers.popleft()
             yield Frame(FrameType.SCOPE_PART, self._headers[0], bytes(MAX_PART_BYTES))
 
-    publisher = Publisher(path, HELLO)
+    publisher = FramePublisher(path, HELLO)
     for step in (Broken(0, frames=3), TooLarge(1, frames=2), Step(2)):
         publisher.post(step)
     told = heard(publisher, path, 6)
@@ -331,9 +331,9 @@ def test_what_cannot_be_told_is_counted_and_said(path: pathlib.Path, caplog: pyt
 
 def test_the_end_sends_what_is_left(path: pathlib.Path) -> None:
     with listening(path) as listener:
-        one = Publisher(path, HELLO)
+        one = FramePublisher(path, HELLO)
         one.start()
-        one.post(Ready([part(number) for number in range(5)]))
+        one.post(ReadyFrames([part(number) for number in range(5)]))
         peer = accepted(listener)
         with peer:
             assert read(peer).header == {"rank": 3}
@@ -351,11 +351,11 @@ async def test_through_the_agent_a_hub_that_is_late_gets_a_whole_probe_and_hears
 ) -> None:
     """The real agent's socket: while the hub takes nothing, all but its 8 MiB waits in the rank."""
     agent = ScopeSocket(path.parent, lambda: None)
-    probe, steps = Numbering(), {number: Numbering() for number in range(30)}
+    probe, steps = PartTracker(), {number: PartTracker() for number in range(30)}
     async with asyncio.timeout(20), agent.running():
-        one = Publisher(path, Frame(FrameType.SCOPE_PUBLISHER, {"rank": 0}))
+        one = FramePublisher(path, Frame(FrameType.SCOPE_PUBLISHER, {"rank": 0}))
         one.start()
-        one.post(Step(0, kind=Kind.PROBE, frames=24, body=1 << 20))
+        one.post(Step(0, kind=DropPolicy.PROBE, frames=24, body=1 << 20))
         for number in steps:
             one.post(Step(number, body=1 << 20))
         while agent.buffer.held_bytes < LIMIT_BYTES:
@@ -375,12 +375,12 @@ async def test_through_the_agent_a_hub_that_is_late_gets_a_whole_probe_and_hears
 
 
 def test_it_works_in_lulls_or_where_it_falls_behind(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "_LULL_S", 600)
-    lull = Lull()
-    one = Publisher(path, HELLO, lull=lull)
+    monkeypatch.setattr(publishing, "_IDLE_WINDOW_S", 600)
+    lull = IdleWindow()
+    one = FramePublisher(path, HELLO, lull=lull)
     with listening(path) as listener:
         one.start()
-        for number in range(publishing._MOST_BEHIND + 4):
+        for number in range(publishing._MAX_LAG_STEPS + 4):
             one.post(Step(number, body=1))
         with accepted(listener) as peer:
             assert read(peer).header == {"rank": 3}

@@ -12,18 +12,18 @@ from capturing_ranks import RUN, Sent, observed, pooled, requests
 from generating_ranks import VARIANTS, config_of, drain, groups_of, model_of, open_engine, plain_of, prompts
 from plain_sites import SeenGpt
 
-from megatronapp_analyzer.scope.ingest.merge import merge, pieces_of
-from megatronapp_common.errors import ExpressionError
+from megatronapp_analyzer.scope.ingest.merge import merge, shard_tensors_of
+from megatronapp_common.errors import FilterError
 from megatronapp_common.frames import Frame, FrameType, decode
-from megatronapp_common.scope.protocol import Tensor, frame_of
-from megatronapp_common.scope.protocol_requests import Capture, Probe
-from megatronapp_trainer.hooks.sites import Axis, forget_site, known_sites, register_site, site_of
+from megatronapp_common.scope.protocol import Tensor, build_frame
+from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
+from megatronapp_trainer.hooks.sites import ShardAxis, forget_site, known_sites, register_site, site_of
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
-from megatronapp_trainer.scope.capture.session import CaptureSession
+from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
+from megatronapp_trainer.scope.capture.session import StepCapture
 from megatronapp_trainer.scope.errors import CaptureError
-from megatronapp_trainer.serve.scope.capture_gateway import Looking
+from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
@@ -41,12 +41,12 @@ class Opened:
         assert engine is not None
         self.engine = engine
         self.sent = Sent()
-        self.session = CaptureSession(self.gang.stage, attempt=0, sink=self.sent.post)
+        self.session = StepCapture(self.gang.stage, attempt=0, sink=self.sent.post)
         self.session.attach(self.gang)
-        self.leader = ScopeLeader(engine, self.session, self.sent.post)
+        self.leader = CaptureCoordinator(engine, self.session, self.sent.post)
         self.plain = plain_of(self.model, config)
 
-    def begin(self, capture: Capture, run: str = RUN, **fields: Any) -> None:
+    def begin(self, capture: CaptureSettings, run: str = RUN, **fields: Any) -> None:
         wanted = [GenerationRequest(**{**_fields(one), **fields}) for one in requests()]
         for request in self.leader.begin_run(run, capture, wanted):
             self.engine.submit(request)
@@ -85,7 +85,7 @@ def seen_and_unseen(variant: str) -> tuple[bool, list[int]]:
         logits = []
         for looks in (False, True, False):
             if looks:
-                opened.begin(Capture(), logits=True)
+                opened.begin(CaptureSettings(), logits=True)
             else:
                 for request in requests():
                     same_way = {"logits": True, "group": "unseen"}
@@ -112,13 +112,13 @@ def changed() -> tuple[dict[int, set[str]], dict[int, set[str]], int]:
     """A run that changes to lite after three steps, and one that looks at nothing beside it."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
-        opened.begin(Capture.model_validate({"pinned": [{"layer": 0, "head": 0}]}))
+        opened.begin(CaptureSettings.model_validate({"pinned": [{"layer": 0, "head": 0}]}))
         opened.leader.observe(opened.engine.step())
         while max(names_by_step(opened.parts()), default=0) < 2:
             opened.leader.observe(opened.engine.step())
-        opened.leader.change(RUN, Capture(preset="lite"))
+        opened.leader.change(RUN, CaptureSettings(preset="lite"))
         observed(opened.engine, opened.leader)
-        opened.begin(Capture(preset="off"), run=OTHER)
+        opened.begin(CaptureSettings(preset="off"), run=OTHER)
         observed(opened.engine, opened.leader)
         return names_by_step(opened.parts()), names_by_step(opened.parts(OTHER)), opened.hooks()
 
@@ -144,8 +144,8 @@ def beside_each_other() -> list[bool]:
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
         captures = {
-            RUN: Capture.model_validate({"expression": {"qkv": "data.max()"}, "pixels": {"qkv": 24}}),
-            OTHER: Capture.model_validate({"rotary": "before", "pixels": {"qkv": 12}}),
+            RUN: CaptureSettings.model_validate({"expression": {"qkv": "data.max()"}, "pixels": {"qkv": 24}}),
+            OTHER: CaptureSettings.model_validate({"rotary": "before", "pixels": {"qkv": 12}}),
         }
         opened.engine.submit(GenerationRequest(id="unseen", prompt=prompts((4,))[0], max_new_tokens=9))
         for run, capture in captures.items():
@@ -155,7 +155,9 @@ def beside_each_other() -> list[bool]:
         out = []
         for run, site in ((RUN, "q"), (OTHER, "q before")):
             truth = opened.truth(events, 0, run)[site].reshape(-1, 4, 64)
-            pieces = [piece for part in opened.parts(run) for piece in pieces_of(part, 0) if piece.tensor.name == "q"]
+            pieces = [
+                piece for part in opened.parts(run) for piece in shard_tensors_of(part, 0) if piece.tensor.name == "q"
+            ]
             table = merge(pieces)
             wanted_rows = truth.reshape(len(truth), 4, 8, 8).max(-1) if run == RUN else pooled(truth, 4)
             out.append(np.allclose(table.data, wanted_rows, rtol=1e-4, atol=1e-5))
@@ -170,7 +172,7 @@ def unseen_between() -> list[str]:
         for _ in range(3):
             opened.leader.observe(opened.engine.step())
         wanted = GenerationRequest(id="x", prompt=prompts((40,))[0], max_new_tokens=2)
-        opened.engine.submit(*opened.leader.begin_run(RUN, Capture(), [wanted]))
+        opened.engine.submit(*opened.leader.begin_run(RUN, CaptureSettings(), [wanted]))
         events = observed(opened.engine, opened.leader)
         return [event.reason for event in events if isinstance(event, FinishedEvent)]
 
@@ -184,7 +186,7 @@ def own_sites() -> list[bool]:
     """A site by its path, one by a predicate: in steps and in probes."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
-        opened.begin(Capture(preset="off"), max_new_tokens=2)
+        opened.begin(CaptureSettings(preset="off"), max_new_tokens=2)
         observed(opened.engine, opened.leader)
         register_site("normed", "input_layernorm", reducers=("mean", "absmax"), pixels=4)
         register_site(
@@ -195,17 +197,19 @@ def own_sites() -> list[bool]:
             pixels=2,
         )
         sent, opened.sent.jobs[:] = list(opened.sent.jobs), []
-        opened.begin(Capture.model_validate({"states": {"qkv": False, "attention": False}}), run=OTHER)
+        opened.begin(CaptureSettings.model_validate({"states": {"qkv": False, "attention": False}}), run=OTHER)
         events = observed(opened.engine, opened.leader)
         probe, reading = opened.leader.probe(
-            Probe.model_validate({"ids": [requests()[0].prompt], "sites": [{"site": "normed", "layers": [1, 2]}]})
+            ProbeRequest.model_validate(
+                {"ids": [requests()[0].prompt], "sites": [{"site": "normed", "layers": [1, 2]}]}
+            )
         )
         opened.engine.submit(reading[0])
         observed(opened.engine, opened.leader)
         forget_site("normed")
         forget_site("last")
         truth = opened.truth(events, 0, OTHER)
-        pieces = [piece for part in opened.parts(OTHER) for piece in pieces_of(part, 0) if piece.rows[0][0] == 0]
+        pieces = [piece for part in opened.parts(OTHER) for piece in shard_tensors_of(part, 0) if piece.rows[0][0] == 0]
         last = {piece.rows: piece for piece in pieces if piece.tensor.name == "last"}
         rows = [row for piece in last.values() for row in piece.rows if row[0] == 0]
         wanted = np.sqrt(pooled(np.square(truth["final_norm"]), 2))
@@ -213,7 +217,7 @@ def own_sites() -> list[bool]:
         mine = [place for place, row in enumerate(found.rows) if row[0] == 0]
         frames = [decode(data) for data in opened.sent.frames()]
         exact = [one for one in frames if one.header.get("probe") == probe]
-        (piece,) = [piece for one in exact for piece in pieces_of(one, 0)]
+        (piece,) = [piece for one in exact for piece in shard_tensors_of(one, 0)]
         names = {piece.tensor.name for piece in pieces}
         opened.sent.jobs[:0] = sent
         return [
@@ -243,13 +247,16 @@ def refused() -> list[str]:
             {"ids": [[]], "sites": []},
         ]
         calls: list[Callable[[], object]] = [
-            *(lambda one=one: leader.begin_run(RUN, Capture.model_validate(one), requests()) for one in captures),
-            *(lambda one=one: leader.probe(Probe.model_validate(one)) for one in probes),
-            lambda: leader.set_basis(frame_of(FrameType.SCOPE_BASIS, {"version": 1, "layers": [0]}, tensors)),
+            *(
+                lambda one=one: leader.begin_run(RUN, CaptureSettings.model_validate(one), requests())
+                for one in captures
+            ),
+            *(lambda one=one: leader.probe(ProbeRequest.model_validate(one)) for one in probes),
+            lambda: leader.set_basis(build_frame(FrameType.SCOPE_BASIS, {"version": 1, "layers": [0]}, tensors)),
             lambda: leader.set_basis(Frame(FrameType.SCOPE_BASIS, {"version": 1})),
         ]
         for call in calls:
-            with pytest.raises((CaptureError, ExpressionError)) as caught:
+            with pytest.raises((CaptureError, FilterError)) as caught:
                 call()
             told.append(str(caught.value))
         assert not opened.engine.is_busy
@@ -277,7 +284,7 @@ def cancelled_in_prefill() -> tuple[list[str], list[Any], int, list[str]]:
     """A run that is cancelled when its first prompt has been read alone, and what is told while one begins."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
-        opened.begin(Capture(), max_new_tokens=2)
+        opened.begin(CaptureSettings(), max_new_tokens=2)
         opened.leader.observe(opened.engine.step())
         begun = [part.header["more"] for part in opened.parts()]
         assert opened.engine.is_busy
@@ -295,23 +302,23 @@ def cancelled_in_prefill() -> tuple[list[str], list[Any], int, list[str]]:
         return reasons, tokens, opened.hooks(), _in_order(opened)
 
 
-def _steps(opened: Opened, looking: Looking) -> None:
+def _steps(opened: Opened, looking: CaptureController) -> None:
     for _ in range(3):
         looking.observe(opened.engine.step())
 
 
 def _in_order(opened: Opened) -> list[str]:
     """Tokens of a run that come before its first state has been told wait for it."""
-    looking = Looking(opened.leader)
+    looking = CaptureController(opened.leader)
     before = len(opened.sent.jobs)
     with looking.quiet():
-        for request in looking.begin(OTHER, Capture(preset="off"), requests(1), [0, 0, 0], None):
+        for request in looking.begin(OTHER, CaptureSettings(preset="off"), requests(1), [0, 0, 0], None):
             opened.engine.submit(request)
         other = threading.Thread(target=_steps, args=(opened, looking))
         other.start()
         while not opened.engine.is_busy:
             pass
-        looking.tell({"run": OTHER, "state": "queued"})
+        looking.announce({"run": OTHER, "state": "queued"})
     other.join()
     frames = [frame for job in opened.sent.jobs[before:] for frame in job.build()]
     names = {FrameType.SCOPE_TOKENS: "tokens", FrameType.SCOPE_RUN_STATE: "state"}
@@ -326,7 +333,7 @@ def test_a_run_that_is_cancelled_in_its_prefill_tells_what_came_and_ends(run_ran
 
 def told_of(opened: Opened, run: str, **fields: Any) -> list[tuple[dict[str, Any], bytes]]:
     """What parts of a run tell, in order. Another one comes between, whose prompt takes a slot that is free again."""
-    capture = Capture.model_validate({"pinned": [{"layer": 0, "head": 1}], "expression": {"qkv": "data.max()"}})
+    capture = CaptureSettings.model_validate({"pinned": [{"layer": 0, "head": 1}], "expression": {"qkv": "data.max()"}})
     opened.begin(capture, run=run, **fields)
     observed(opened.engine, opened.leader)
     opened.engine.submit(GenerationRequest(id=f"unseen {run}", prompt=prompts((40,))[0], max_new_tokens=2))
@@ -344,10 +351,10 @@ def put_off() -> list[bool]:
         opened = Opened(layout, device)
         runs = [f"{number:012x}" for number in range(4)]
         whole, short = told_of(opened, runs[0]), told_of(opened, runs[1], max_new_tokens=1)
-        opened.session._behind.put_off_by(opened.gang.lull.defer)
+        opened.session._behind.set_scheduler(opened.gang.lull.defer)
         same = [told_of(opened, runs[2]) == whole, told_of(opened, runs[3], max_new_tokens=1) == short]
         probe, reading = opened.leader.probe(
-            Probe.model_validate({"ids": [requests()[0].prompt], "sites": [{"site": "q", "layers": [1]}]})
+            ProbeRequest.model_validate({"ids": [requests()[0].prompt], "sites": [{"site": "q", "layers": [1]}]})
         )
         opened.engine.submit(reading[0])
         observed(opened.engine, opened.leader)
@@ -365,12 +372,12 @@ def test_names_of_sites() -> None:
     for name in ("q", "attention", "two words", ""):
         with pytest.raises(CaptureError, match="write another name"):
             register_site(name, "mlp")
-    with pytest.raises(ExpressionError):
+    with pytest.raises(FilterError):
         register_site("mine", "mlp", reducers=("data.nothing()",))
     assert "mine" not in known_sites()
-    register_site("mine", "mlp", axis=Axis.FEATURES)
+    register_site("mine", "mlp", axis=ShardAxis.FEATURES)
     try:
-        assert site_of("mine").axis is Axis.FEATURES
+        assert site_of("mine").axis is ShardAxis.FEATURES
         with pytest.raises(CaptureError, match="not taken"):
             register_site("mine", "mlp")
     finally:

@@ -35,7 +35,7 @@ _MODEL: dict[str, Getter] = {
     "--rotary-percent": lambda c: c.model.rotary_percent if c.model.position_embedding_type == "rope" else None,
     "--use-rope-scaling": lambda c: c.model.use_rope_scaling,
     "--rope-scaling-factor": lambda c: _plain(c.model.rope_scaling_factor) if c.model.use_rope_scaling else None,
-    "--window-size": lambda c: None if c.model.look_back is None else f"{c.model.look_back},0",
+    "--window-size": lambda c: None if c.model.attention_window is None else f"{c.model.attention_window},0",
     "--normalization": lambda c: c.model.normalization,
     "--norm-epsilon": lambda c: c.model.norm_epsilon,
     "--swiglu": lambda c: c.model.swiglu,

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatronapp_trainer.utils.atomic_files import patiently
+from megatronapp_trainer.utils.atomic_files import retry_transient_errors
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -36,7 +36,7 @@ class WrittenFile:
     checksum: str
 
 
-class BlockSums:
+class BlockChecksums:
     """The checksum of a stream of bytes."""
 
     def __init__(self, block_bytes: int) -> None:
@@ -61,12 +61,12 @@ class BlockSums:
         return f"crc32/{self._block_bytes}:" + " ".join(f"{value:08x}" for value in [*self._done, self._current])
 
 
-class SummedFile(io.BufferedWriter):
+class ChecksummedFile(io.BufferedWriter):
     """A new file that is written sequentially, and synced to disk when it is closed."""
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self._sums = BlockSums(BLOCK_BYTES)
+        self._sums = BlockChecksums(BLOCK_BYTES)
         self._size = 0
 
     def write(self, data: "ReadableBuffer") -> int:
@@ -96,7 +96,7 @@ class SummedFile(io.BufferedWriter):
 
 def checksum_of(path: pathlib.Path) -> str:
     """The checksum of an existing file."""
-    sums = BlockSums(BLOCK_BYTES)
+    sums = BlockChecksums(BLOCK_BYTES)
     with path.open("rb", buffering=0) as stream:
         while chunk := stream.read(_READ_BYTES):
             sums.update(chunk)
@@ -104,7 +104,7 @@ def checksum_of(path: pathlib.Path) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
+class _FileBlock:
     """A piece of a file and the checksum that it must have."""
 
     file: str
@@ -151,11 +151,11 @@ def has_blocks(checksum: str) -> bool:
     return checksum.startswith("crc32/")
 
 
-def _touches(block: _Block, ranges: Sequence[tuple[int, int]]) -> bool:
+def _touches(block: _FileBlock, ranges: Sequence[tuple[int, int]]) -> bool:
     return any(end > block.offset and (block.end is None or start < block.end) for start, end in ranges)
 
 
-def _blocks(name: str, checksum: str) -> Iterator[_Block]:
+def _blocks(name: str, checksum: str) -> Iterator[_FileBlock]:
     match = _CHECKSUM.fullmatch(checksum)
     if match is None:
         raise ValueError(
@@ -167,7 +167,7 @@ def _blocks(name: str, checksum: str) -> Iterator[_Block]:
     block_bytes = int(match[1] or 0)
     for index, value in enumerate(values):
         last = index == len(values) - 1
-        yield _Block(
+        yield _FileBlock(
             file=name,
             offset=index * block_bytes,
             end=None if last else (index + 1) * block_bytes,
@@ -175,9 +175,9 @@ def _blocks(name: str, checksum: str) -> Iterator[_Block]:
         )
 
 
-def _flaw(folder: pathlib.Path, block: _Block) -> str | None:
+def _flaw(folder: pathlib.Path, block: _FileBlock) -> str | None:
     try:
-        found = patiently(lambda: _crc32(folder / block.file, block))
+        found = retry_transient_errors(lambda: _crc32(folder / block.file, block))
     except OSError as error:
         return f"its file {block.file} cannot be read ({error.strerror})"
     if found == block.expected:
@@ -189,7 +189,7 @@ def _flaw(folder: pathlib.Path, block: _Block) -> str | None:
     )
 
 
-def _crc32(path: pathlib.Path, block: _Block) -> int:
+def _crc32(path: pathlib.Path, block: _FileBlock) -> int:
     value, place = 0, block.offset
     with path.open("rb", buffering=0) as stream:
         stream.seek(place)

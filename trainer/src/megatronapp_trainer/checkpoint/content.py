@@ -17,7 +17,7 @@ _OPTIMIZER_FORMAT = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class StateParts:
     """Which parts of the state are saved or read, besides the weights."""
 
     optimizer: bool
@@ -26,7 +26,7 @@ class Parts:
     """Iteration, samples and schedules."""
 
 
-def sharded_state(state: TrainState, layout: Layout, parts: Parts, *, loading: bool) -> dict[str, Any]:
+def sharded_state(state: TrainState, layout: Layout, parts: StateParts, *, loading: bool) -> dict[str, Any]:
     """The state as megatron-core's dist_checkpointing takes it.
 
     Saving gathers the distributed optimizer over the replicas, so it is collective; loading is not.
@@ -48,7 +48,7 @@ def sharded_state(state: TrainState, layout: Layout, parts: Parts, *, loading: b
     return content
 
 
-def restore(state: TrainState, loaded: dict[str, Any], parts: Parts) -> None:
+def restore(state: TrainState, loaded: dict[str, Any], parts: StateParts) -> None:
     """Put what was read into the run."""
     for name, model in _models(state).items():
         model.load_state_dict(loaded[name])

@@ -27,7 +27,7 @@ from typing import Any
 
 from megatronapp_trainer.checkpoint.checksums import WrittenFile, checksum_of
 from megatronapp_trainer.errors import StorageError, SupersededError
-from megatronapp_trainer.utils.atomic_files import patiently, sync_directory, sync_file, write_atomically
+from megatronapp_trainer.utils.atomic_files import retry_transient_errors, sync_directory, sync_file, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OWNER = "owner.json"
@@ -35,7 +35,7 @@ MANIFEST = "megatronapp.json"
 FORMAT = 3
 _FORMATS = (1, 2, FORMAT)
 """Formats that can be read; the first has no checksums, the second has one of each whole file."""
-KEPT_AT_LEAST = 2
+MIN_CHECKPOINTS = 2
 """Whole checkpoints that pruning leaves: after a power cut the newest may be unreadable."""
 DATA_SUFFIX = ".distcp"
 _FINAL = re.compile(r"iter_(\d+)")
@@ -45,7 +45,7 @@ _OLD = re.compile(r"(iter_\d+)\.old-a(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
+class OwnershipClaim:
     """A life of a job as owner of the directory. `token` tells two claims of the same attempt apart."""
 
     uid: str
@@ -94,7 +94,7 @@ class CheckpointDirectory:
         """True if any of them has its manifest, and every file at its size."""
         return any(_is_whole(path) for path in self.checkpoints())
 
-    def claim(self, claim: Claim) -> None:
+    def claim(self, claim: OwnershipClaim) -> None:
         """Become the owner, and clear away what earlier claims left unfinished.
 
         Raises:
@@ -114,7 +114,7 @@ class CheckpointDirectory:
         except OSError as error:
             raise StorageError(f"--save {self.path} cannot be written: {error.strerror or error}") from error
 
-    def check_owner(self, claim: Claim) -> None:
+    def check_owner(self, claim: OwnershipClaim) -> None:
         """Raise SupersededError if another claim is the newest one, StorageError if none can be read.
 
         A restart would take a directory back from its new owner, but claims one without an owner anew.
@@ -128,11 +128,11 @@ class CheckpointDirectory:
         if owner != claim:
             raise SupersededError(self._superseded(owner, claim))
 
-    def temporary(self, iteration: int, claim: Claim) -> pathlib.Path:
+    def temporary(self, iteration: int, claim: OwnershipClaim) -> pathlib.Path:
         """Where a checkpoint is written before it gets its name."""
         return self.path / f"{checkpoint_name(iteration)}.tmp-a{claim.attempt}-{claim.token}"
 
-    def begin(self, iteration: int, claim: Claim) -> pathlib.Path:
+    def begin(self, iteration: int, claim: OwnershipClaim) -> pathlib.Path:
         """An empty directory to write a checkpoint into."""
         self.check_owner(claim)
         temporary = self.temporary(iteration, claim)
@@ -144,21 +144,21 @@ class CheckpointDirectory:
         self,
         temporary: pathlib.Path,
         manifest: Manifest,
-        claim: Claim,
+        claim: OwnershipClaim,
         written: Mapping[str, WrittenFile] | None = None,
     ) -> pathlib.Path:
         """Give a fully written checkpoint its name and make it the newest one; `written` as in `seal`."""
         seal(temporary, manifest, written)
         final = self.path / checkpoint_name(manifest.iteration)
         self.check_owner(claim)
-        doomed = self._move_away(final, claim)
+        doomed = self._rename_for_deletion(final, claim)
         temporary.rename(final)
         write_atomically(self.path / TRACKER, str(manifest.iteration).encode())
         sync_directory(self.path)
         shutil.rmtree(doomed, ignore_errors=True)
         return final
 
-    def prune(self, keep: int, claim: Claim, *, published: int) -> None:
+    def prune(self, keep: int, claim: OwnershipClaim, *, published: int) -> None:
         """Delete older checkpoints than the `keep` newest up to iteration `published`, the one just written.
 
         The one before it always stays. Only whole ones count and are deleted: others may be another program's, and
@@ -167,15 +167,15 @@ class CheckpointDirectory:
         """
         self.check_owner(claim)
         whole = [path for path in self.checkpoints() if _whole_up_to(path, published)]
-        for old in whole[max(keep, KEPT_AT_LEAST) :]:
+        for old in whole[max(keep, MIN_CHECKPOINTS) :]:
             self.check_owner(claim)
-            shutil.rmtree(self._move_away(old, claim), ignore_errors=True)
+            shutil.rmtree(self._rename_for_deletion(old, claim), ignore_errors=True)
 
     def discard(self, temporary: pathlib.Path) -> None:
         """Delete what a failed save wrote."""
         shutil.rmtree(temporary, ignore_errors=True)
 
-    def _move_away(self, final: pathlib.Path, claim: Claim) -> pathlib.Path:
+    def _rename_for_deletion(self, final: pathlib.Path, claim: OwnershipClaim) -> pathlib.Path:
         """Take a checkpoint's name away, if it exists, so that no moment shows half of it; where to delete it then."""
         doomed = final.with_name(f"{final.name}.old-a{claim.attempt}")
         if final.exists():
@@ -191,13 +191,13 @@ class CheckpointDirectory:
             if not final.exists() and _is_whole(entry):
                 entry.rename(final)
 
-    def _owner(self) -> Claim | None:
+    def _owner(self) -> OwnershipClaim | None:
         try:
-            return Claim(**json.loads(patiently((self.path / OWNER).read_bytes)))
+            return OwnershipClaim(**json.loads(retry_transient_errors((self.path / OWNER).read_bytes)))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
-    def _superseded(self, owner: Claim, claim: Claim) -> str:
+    def _superseded(self, owner: OwnershipClaim, claim: OwnershipClaim) -> str:
         return (
             f"{self.path} now belongs to attempt {owner.attempt} of job {owner.uid or '-'}; attempt {claim.attempt} of "
             f"job {claim.uid or '-'} has been replaced and writes no more checkpoints"
@@ -247,7 +247,7 @@ def read_manifest(checkpoint: pathlib.Path) -> Manifest:
         BrokenCheckpointError: it is not whole; the text says why.
     """
     try:
-        stored = json.loads(patiently((checkpoint / MANIFEST).read_bytes))
+        stored = json.loads(retry_transient_errors((checkpoint / MANIFEST).read_bytes))
     except FileNotFoundError:
         raise BrokenCheckpointError(
             f"it has no {MANIFEST}: it was not written to its end, or not by this product"
@@ -270,7 +270,7 @@ def read_manifest(checkpoint: pathlib.Path) -> Manifest:
 def _check_sizes(checkpoint: pathlib.Path, manifest: Manifest) -> None:
     for name, size_bytes in manifest.files.items():
         try:
-            found = patiently(functools.partial(os.stat, checkpoint / name)).st_size
+            found = retry_transient_errors(functools.partial(os.stat, checkpoint / name)).st_size
         except OSError as error:
             raise BrokenCheckpointError(f"its file {name} is missing ({error.strerror})") from error
         if found != size_bytes:

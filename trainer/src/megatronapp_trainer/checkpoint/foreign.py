@@ -24,7 +24,7 @@ _OF_ARGUMENTS = b"argparse"
 """Stands in the pickle of Megatron-LM's arguments; common.pt of this trainer has none."""
 
 
-class Layout(enum.StrEnum):
+class MegatronLayout(enum.StrEnum):
     """How Megatron-LM has written a checkpoint."""
 
     TORCH_DIST = "torch_dist"
@@ -33,23 +33,23 @@ class Layout(enum.StrEnum):
 
 
 _WORDS = {
-    Layout.TORCH_DIST: "a checkpoint of Megatron-LM (torch_dist)",
-    Layout.LEGACY: "a checkpoint of Megatron-LM in the legacy layout (mp_rank_...)",
-    Layout.ZARR: "a checkpoint of Megatron-LM (zarr)",
+    MegatronLayout.TORCH_DIST: "a checkpoint of Megatron-LM (torch_dist)",
+    MegatronLayout.LEGACY: "a checkpoint of Megatron-LM in the legacy layout (mp_rank_...)",
+    MegatronLayout.ZARR: "a checkpoint of Megatron-LM (zarr)",
 }
 
 
-def layout_of(folder: pathlib.Path) -> Layout | None:
+def layout_of(folder: pathlib.Path) -> MegatronLayout | None:
     """How the checkpoint of one iteration is written; None where it is none of Megatron-LM's."""
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return None
     if rank_files(folder):
-        return Layout.LEGACY
-    if _backend(folder) == Layout.ZARR:
-        return Layout.ZARR
+        return MegatronLayout.LEGACY
+    if _backend(folder) == MegatronLayout.ZARR:
+        return MegatronLayout.ZARR
     common = folder / COMMON
     if (folder / ".metadata").is_file() and common.is_file() and _OF_ARGUMENTS in common.read_bytes():
-        return Layout.TORCH_DIST
+        return MegatronLayout.TORCH_DIST
     return None
 
 
@@ -64,7 +64,7 @@ def rank_files(folder: pathlib.Path) -> dict[tuple[int, int, int], pathlib.Path]
     return found
 
 
-def megatron_checkpoint(path: pathlib.Path, iteration: int | None = None) -> tuple[pathlib.Path, Layout] | None:
+def megatron_checkpoint(path: pathlib.Path, iteration: int | None = None) -> tuple[pathlib.Path, MegatronLayout] | None:
     """The checkpoint of this iteration, or `path` itself, else the tracker's, else the newest; None without any."""
     for folder in _candidates(path, iteration):
         if (layout := layout_of(folder)) is not None:
@@ -77,7 +77,7 @@ def answer(path: pathlib.Path) -> str | None:
     if (path / MANIFEST).is_file():
         return f"{path} is one checkpoint; name the directory that holds it: {path.parent}"
     found = megatron_checkpoint(path)
-    if found is not None and found[1] is Layout.ZARR:
+    if found is not None and found[1] is MegatronLayout.ZARR:
         return (
             f"{path} holds {_WORDS[found[1]]}, which is not read; save it with Megatron-LM once more with "
             "--dist-ckpt-format torch_dist, then convert that"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from megatronapp_common.names import Env
 from megatronapp_trainer.checkpoint import arguments, foreign, schedules
 from megatronapp_trainer.checkpoint.checksums import WrittenFile
-from megatronapp_trainer.checkpoint.content import Parts, restore, sharded_state
+from megatronapp_trainer.checkpoint.content import StateParts, restore, sharded_state
 from megatronapp_trainer.checkpoint.directory import (
     BrokenCheckpointError,
     CheckpointDirectory,
-    Claim,
     Manifest,
+    OwnershipClaim,
     read_manifest,
 )
 from megatronapp_trainer.checkpoint.storage import WriteFailedError, read, read_common, verify, write
@@ -27,10 +27,10 @@ from megatronapp_trainer.errors import CheckpointError, StorageError, Superseded
 from megatronapp_trainer.parallel.agreement import (
     Agreement,
     broadcast_from_zero,
+    is_peer_lost_error,
     on_all_ranks,
     on_rank_zero,
     rank,
-    says_lost_peer,
 )
 from megatronapp_trainer.parallel.layout import Layout, environment_integer
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Candidate:
+class _CheckpointCandidate:
     """A checkpoint that may be read, or why not."""
 
     path: pathlib.Path
@@ -60,7 +60,7 @@ class CheckpointManager:
         if flags.finetune and flags.load is not None and flags.load == flags.save:
             raise UsageError("--finetune reads weights only, so --save must name another directory than --load")
         self._directory = CheckpointDirectory(pathlib.Path(flags.save)) if flags.save is not None else None
-        self._claim: Claim | None = None
+        self._claim: OwnershipClaim | None = None
         self._text_tokens: bytes | None = None
         """Of the checkpoint that was loaded: what a converted model expects around a text it keeps when it learns."""
 
@@ -114,7 +114,7 @@ class CheckpointManager:
         directory: CheckpointDirectory,
         state: TrainState,
         temporary: pathlib.Path,
-        claim: Claim,
+        claim: OwnershipClaim,
         written: dict[str, WrittenFile],
     ) -> None:
         if self._text_tokens is not None:
@@ -125,7 +125,7 @@ class CheckpointManager:
 
     def _give_up(self, error: Exception, temporary: pathlib.Path) -> None:
         """Say why. But for a lost peer all ranks are here, for one cause."""
-        if isinstance(error, SupersededError) or says_lost_peer(error):
+        if isinstance(error, SupersededError) or is_peer_lost_error(error):
             raise error  # somebody may still be writing under the same name; the next owner clears what is left here
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -133,21 +133,22 @@ class CheckpointManager:
             raise error
         raise StorageError(
             f"checkpoint {temporary.name.partition('.')[0]} could not be written to {temporary.parent}: {error}. "
-            f"{_room(temporary.parent)}What was written of it has been removed; earlier checkpoints are as they were"
+            f"{_describe_free_space(temporary.parent)}What was written of it has been removed; "
+            "earlier checkpoints are as they were"
         ) from error
 
-    def _claimed(self, directory: CheckpointDirectory) -> Claim:
+    def _claimed(self, directory: CheckpointDirectory) -> OwnershipClaim:
         if self._claim is None:
 
-            def claim() -> Claim:
-                mine = Claim(uid=os.environ.get(Env.JOB_UID, ""), attempt=environment_integer(Env.ATTEMPT, 0))
+            def claim() -> OwnershipClaim:
+                mine = OwnershipClaim(uid=os.environ.get(Env.JOB_UID, ""), attempt=environment_integer(Env.ATTEMPT, 0))
                 directory.claim(mine)
                 return mine
 
             self._claim = broadcast_from_zero(claim)
         return self._claim
 
-    def _manifest(self, state: TrainState, claim: Claim) -> Manifest:
+    def _manifest(self, state: TrainState, claim: OwnershipClaim) -> Manifest:
         parts = self._saved_parts()
         kind = "distributed" if self._config.parallel.use_distributed_optimizer else "plain"
         return Manifest(
@@ -162,9 +163,9 @@ class CheckpointManager:
             order_samples=state.order_samples,
         )
 
-    def _saved_parts(self) -> Parts:
+    def _saved_parts(self) -> StateParts:
         flags = self._config.checkpoint
-        return Parts(optimizer=flags.save_optim, random_states=flags.save_rng, progress=True)
+        return StateParts(optimizer=flags.save_optim, random_states=flags.save_rng, progress=True)
 
     def _load_other(self, state: TrainState) -> bool:
         flags = self._config.checkpoint
@@ -199,7 +200,7 @@ class CheckpointManager:
             )
         return False
 
-    def _load(self, candidate: _Candidate, state: TrainState, *, finetune: bool) -> None:
+    def _load(self, candidate: _CheckpointCandidate, state: TrainState, *, finetune: bool) -> None:
         manifest = candidate.manifest
         if manifest is None:
             raise BrokenCheckpointError(candidate.flaw or "it cannot be read")
@@ -229,7 +230,7 @@ class CheckpointManager:
             state.consumed_samples = manifest.consumed_samples
             state.skipped_iterations = manifest.skipped_iterations
             state.order_samples = arguments.order_samples(manifest, self._config, self._layout.data_size)
-        self._tell(candidate.path, manifest, parts)
+        self._log_loaded(candidate.path, manifest, parts)
 
     def _check_decoupled(self, path: pathlib.Path) -> None:
         """Compare what manifests of earlier releases do not contain. Collective."""
@@ -251,10 +252,10 @@ class CheckpointManager:
         if reason is not None:
             raise CheckpointError(f"{path}: {reason}")
 
-    def _read_parts(self, manifest: Manifest, path: pathlib.Path, *, finetune: bool) -> Parts:
+    def _read_parts(self, manifest: Manifest, path: pathlib.Path, *, finetune: bool) -> StateParts:
         flags = self._config.checkpoint
         if finetune:
-            return Parts(optimizer=False, random_states=False, progress=False)
+            return StateParts(optimizer=False, random_states=False, progress=False)
         if arguments.holds_weights_alone(manifest.arguments):
             raise CheckpointError(f"{path} was converted and holds weights alone; give --finetune to start from them")
         if flags.load_optim and manifest.optimizer is None:
@@ -264,22 +265,24 @@ class CheckpointManager:
         wanted = flags.load_rng and manifest.random_states
         if wanted and not same_states:
             _note(f"random states in {path} belong to another layout; they start anew from --seed")
-        return Parts(optimizer=flags.load_optim, random_states=wanted and same_states, progress=True)
+        return StateParts(optimizer=flags.load_optim, random_states=wanted and same_states, progress=True)
 
-    def _tell(self, path: pathlib.Path, manifest: Manifest, parts: Parts) -> None:
+    def _log_loaded(self, path: pathlib.Path, manifest: Manifest, parts: StateParts) -> None:
         if not parts.progress:
-            _say(f"weights read from {path}")
+            _print_notice(f"weights read from {path}")
             return
-        _say(f"resumed from {path}: iteration {manifest.iteration}, {manifest.consumed_samples} samples consumed")
+        _print_notice(
+            f"resumed from {path}: iteration {manifest.iteration}, {manifest.consumed_samples} samples consumed"
+        )
         if (note := arguments.notes(manifest.arguments, self._config)) is not None:
             _note(note)
 
 
-def _inspect(path: pathlib.Path) -> _Candidate:
+def _inspect(path: pathlib.Path) -> _CheckpointCandidate:
     try:
-        return _Candidate(path=path, manifest=read_manifest(path), flaw=None)
+        return _CheckpointCandidate(path=path, manifest=read_manifest(path), flaw=None)
     except BrokenCheckpointError as error:
-        return _Candidate(path=path, manifest=None, flaw=str(error))
+        return _CheckpointCandidate(path=path, manifest=None, flaw=str(error))
 
 
 def _bytes_of(path: pathlib.Path) -> bytes | None:
@@ -297,7 +300,7 @@ def _sizes(layout: Layout) -> dict[str, int]:
 
 SHARED_WITHIN_S = 60.0
 """How long a directory that rank 0 has made may be hidden by the cache of a network file system."""
-_LOOK_EVERY_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
 def _require_shared(path: pathlib.Path) -> None:
@@ -309,12 +312,12 @@ def _require_shared(path: pathlib.Path) -> None:
                 f"{path} could not be seen from here for {SHARED_WITHIN_S:.0f} s; --save and --load must name a "
                 "directory that all nodes share"
             )
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
         with contextlib.suppress(OSError):
             os.listdir(path.parent)  # NFS asks its server anew
 
 
-def _room(path: pathlib.Path) -> str:
+def _describe_free_space(path: pathlib.Path) -> str:
     try:
         free_bytes = shutil.disk_usage(path).free
     except OSError:
@@ -322,7 +325,7 @@ def _room(path: pathlib.Path) -> str:
     return f"{free_bytes / 2**30:.2f} GiB are free there. "
 
 
-def _say(text: str) -> None:
+def _print_notice(text: str) -> None:
     """News for whoever reads rank 0's output, beside the log lines of the loop."""
     if rank() == 0:
         print(text, flush=True)

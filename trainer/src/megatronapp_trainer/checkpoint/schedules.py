@@ -27,7 +27,7 @@ _COUNTED_IN_FULL = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _ComparedSetting:
     """A value that is compared, and who sets it. `samples`: counted in samples."""
 
     key: str
@@ -37,7 +37,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Groups:
+class ParameterGroupSettings:
     """Settings of the optimizer's parameter groups as the flags make them, remembered before a checkpoint is loaded."""
 
     settings: tuple[dict[str, Any], ...]
@@ -68,10 +68,10 @@ def state_of(state: TrainState) -> dict[str, float | str | None]:
     return {"decoupled_lr": None, "decoupled_min_lr": None} | values
 
 
-def remember_groups(state: TrainState) -> Groups:
+def remember_groups(state: TrainState) -> ParameterGroupSettings:
     """The settings of all parameter groups as they are now."""
     groups = state.optimizer.param_groups
-    return Groups(
+    return ParameterGroupSettings(
         settings=tuple({name: group[name] for name in group if name not in _NOT_SETTINGS} for group in groups)
     )
 
@@ -94,7 +94,7 @@ def mark_decoupled_groups(optimizer: Any) -> None:  # noqa: ANN401
         group["is_decoupled_lr"] = True
 
 
-def settle(state: TrainState, groups: Groups, there: State, ours: OptimizerConfig) -> None:
+def settle(state: TrainState, groups: ParameterGroupSettings, there: State, ours: OptimizerConfig) -> None:
     """Give scheduler and parameter groups the values of the flags, or with the flag for it those of the checkpoint.
 
     To be called when megatron-core has loaded both: it leaves the groups with the rates of the checkpoint in any case,
@@ -109,7 +109,7 @@ def settle(state: TrainState, groups: Groups, there: State, ours: OptimizerConfi
         group.update(own)
         if keep:
             group.update(loaded)
-            group["max_lr"], group["min_lr"] = _kept_rates(scheduler, there, own, rates)
+            group["max_lr"], group["min_lr"] = _checkpoint_rates(scheduler, there, own, rates)
     scheduler.step(0)
 
 
@@ -120,7 +120,7 @@ def _keep_schedule(scheduler: Any, there: State) -> None:  # noqa: ANN401 - Opti
     scheduler.lr_wsd_decay_style = there.get("lr_wsd_decay_style", scheduler.lr_wsd_decay_style)
 
 
-def _kept_rates(scheduler: Any, there: State, own: Mapping[str, Any], loaded: tuple[Any, Any]) -> tuple[Any, Any]:  # noqa: ANN401
+def _checkpoint_rates(scheduler: Any, there: State, own: Mapping[str, Any], loaded: tuple[Any, Any]) -> tuple[Any, Any]:  # noqa: ANN401
     """Largest and smallest rate of a group under the checkpoint's schedules; `loaded` are those of its group there."""
     if own["default_config"]:
         return scheduler.max_lr, scheduler.min_lr
@@ -149,7 +149,7 @@ def conflict(
     if not different:
         return None
     batches = _batch(there, arguments_there), _batch(here, _lengths(config))
-    words = ", ".join(_words(different, there, here, batches))
+    words = ", ".join(_describe_flags(different, there, here, batches))
     why = _COUNTED_IN_FULL if counted_in_full(arguments_there, config) else ""
     return f"this run's schedules differ from the checkpoint's in {words}; {why}{_ADVICE}"
 
@@ -165,40 +165,43 @@ def counted_in_full(arguments_there: Mapping[str, Any], config: TrainerConfig) -
 
 
 _ADAM = (
-    _Entry("adam_beta1", "--adam-beta1", "adamBeta1"),
-    _Entry("adam_beta2", "--adam-beta2", "adamBeta2"),
-    _Entry("adam_eps", "--adam-eps", "adamEps"),
+    _ComparedSetting("adam_beta1", "--adam-beta1", "adamBeta1"),
+    _ComparedSetting("adam_beta2", "--adam-beta2", "adamBeta2"),
+    _ComparedSetting("adam_eps", "--adam-eps", "adamEps"),
 )
 
 
-def _entries(config: TrainerConfig) -> tuple[_Entry, ...]:
+def _entries(config: TrainerConfig) -> tuple[_ComparedSetting, ...]:
     ours = config.optimizer
     growing = ours.start_weight_decay is not None
     return (
         *(_SAMPLES if config.training.train_samples is not None else _ITERATIONS),
-        _Entry("lr_warmup_steps", *_warmup(config), samples=True),
-        _Entry("max_lr", "--lr", "lr"),
-        _Entry("min_lr", "--min-lr", "minLr"),
-        _Entry("init_lr", "--lr-warmup-init", None),
-        _Entry("decoupled_lr", "--decoupled-lr", None),
-        _Entry("decoupled_min_lr", "--decoupled-min-lr", None),
-        _Entry("lr_decay_style", "--lr-decay-style", "lrDecayStyle"),
-        *((_Entry("lr_wsd_decay_style", "--lr-wsd-decay-style", "lrWsdDecayStyle"),) * (ours.lr_decay_style == "WSD")),
-        _Entry("wd_incr_style", "--weight-decay-incr-style", "weightDecayIncrStyle"),
-        _Entry("start_wd", *(("--start-weight-decay", "startWeightDecay") if growing else _WEIGHT_DECAY)),
-        _Entry("end_wd", *(("--end-weight-decay", "endWeightDecay") if growing else _WEIGHT_DECAY)),
+        _ComparedSetting("lr_warmup_steps", *_warmup(config), samples=True),
+        _ComparedSetting("max_lr", "--lr", "lr"),
+        _ComparedSetting("min_lr", "--min-lr", "minLr"),
+        _ComparedSetting("init_lr", "--lr-warmup-init", None),
+        _ComparedSetting("decoupled_lr", "--decoupled-lr", None),
+        _ComparedSetting("decoupled_min_lr", "--decoupled-min-lr", None),
+        _ComparedSetting("lr_decay_style", "--lr-decay-style", "lrDecayStyle"),
+        *(
+            (_ComparedSetting("lr_wsd_decay_style", "--lr-wsd-decay-style", "lrWsdDecayStyle"),)
+            * (ours.lr_decay_style == "WSD")
+        ),
+        _ComparedSetting("wd_incr_style", "--weight-decay-incr-style", "weightDecayIncrStyle"),
+        _ComparedSetting("start_wd", *(("--start-weight-decay", "startWeightDecay") if growing else _WEIGHT_DECAY)),
+        _ComparedSetting("end_wd", *(("--end-weight-decay", "endWeightDecay") if growing else _WEIGHT_DECAY)),
     )
 
 
 _ITERATIONS = (
-    _Entry("wd_incr_steps", "--train-iters", "trainIters", samples=True),
-    _Entry("lr_decay_steps", "--lr-decay-iters", "lrDecayIters, left out: trainIters", samples=True),
-    _Entry("wsd_decay_steps", "--lr-wsd-decay-iters", "lrWsdDecayIters", samples=True),
+    _ComparedSetting("wd_incr_steps", "--train-iters", "trainIters", samples=True),
+    _ComparedSetting("lr_decay_steps", "--lr-decay-iters", "lrDecayIters, left out: trainIters", samples=True),
+    _ComparedSetting("wsd_decay_steps", "--lr-wsd-decay-iters", "lrWsdDecayIters", samples=True),
 )
 _SAMPLES = (
-    _Entry("wd_incr_steps", "--train-samples", None, samples=True),
-    _Entry("lr_decay_steps", "--lr-decay-samples", None, samples=True),
-    _Entry("wsd_decay_steps", "--lr-wsd-decay-samples", None, samples=True),
+    _ComparedSetting("wd_incr_steps", "--train-samples", None, samples=True),
+    _ComparedSetting("lr_decay_steps", "--lr-decay-samples", None, samples=True),
+    _ComparedSetting("wsd_decay_steps", "--lr-wsd-decay-samples", None, samples=True),
 )
 _WEIGHT_DECAY = ("--weight-decay", "weightDecay")
 
@@ -230,8 +233,8 @@ def _batch(state: State, arguments: Mapping[str, Any]) -> float | None:
     return float(state["wd_incr_steps"] or 0) / float(arguments["--train-iters"])
 
 
-def _words(
-    different: list[_Entry], there: State, here: State, batches: tuple[float | None, float | None]
+def _describe_flags(
+    different: list[_ComparedSetting], there: State, here: State, batches: tuple[float | None, float | None]
 ) -> Iterator[str]:
     """One piece per flag; start and end of a constant weight decay are one."""
     comparable = None not in batches
@@ -255,7 +258,7 @@ def _piece(flag: str, field: str | None, there: str, here: str) -> str:
     return f"{flag}{place}: {there} there, {here} here"
 
 
-def _show(entry: _Entry, value: float | str | None, batch: float | None) -> str:
+def _show(entry: _ComparedSetting, value: float | str | None, batch: float | None) -> str:
     if value is None:
         return "none"
     if not entry.samples:

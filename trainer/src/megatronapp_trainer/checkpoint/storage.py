@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megatronapp_trainer.checkpoint.checksums import Ranges, WrittenFile, first_damage, has_blocks
 from megatronapp_trainer.checkpoint.directory import DATA_SUFFIX, BrokenCheckpointError, Manifest
-from megatronapp_trainer.checkpoint.writer import SummedWriter
+from megatronapp_trainer.checkpoint.writer import ChecksummingWriter
 from megatronapp_trainer.convert.store import StoredTensors
 from megatronapp_trainer.errors import CheckpointError
 from megatronapp_trainer.parallel.agreement import (
@@ -27,7 +27,7 @@ from megatronapp_trainer.parallel.agreement import (
     rank,
     world_size,
 )
-from megatronapp_trainer.utils.silence_megatron import saving
+from megatronapp_trainer.utils.silence_megatron import silence_saving
 
 _BACKEND = ("torch_dist", 1)
 
@@ -52,13 +52,13 @@ def write(content: dict[str, Any], directory: pathlib.Path) -> dict[str, Written
     )
 
     agreement = Agreement()
-    with agreement.attempt(), saving():  # gathers first, then only rank 0 judges, and may raise alone
+    with agreement.attempt(), silence_saving():  # gathers first, then only rank 0 judges, and may raise alone
         sharded, common = save_preprocess(content, validate_access_integrity=True)
     agreement.settle()
     on_rank_zero(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, directory))
     grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     tensors = mcore_to_pyt_state_dict(grouped)
-    writer = SummedWriter(directory)
+    writer = ChecksummingWriter(directory)
     try:
         save_state(tensors, storage_writer=writer, planner=MCoreSavePlanner(flatten_state_dict=False))
     except CheckpointException as error:

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from megatronapp_trainer.checkpoint.checksums import SummedFile, WrittenFile
+from megatronapp_trainer.checkpoint.checksums import ChecksummedFile, WrittenFile
 from megatronapp_trainer.checkpoint.directory import DATA_SUFFIX
 
 
-class SummedWriter(FileSystemWriter):
+class ChecksummingWriter(FileSystemWriter):
     """Writes one data file in the calling thread, and brings it to the disk."""
 
     def __init__(self, folder: pathlib.Path, *, per_thread_copy_ahead: int = 10_000_000) -> None:
         # SummedFile syncs on close, after it has flushed its own buffer; torch would sync before that.
         super().__init__(folder, thread_count=1, sync_files=False, per_thread_copy_ahead=per_thread_copy_ahead)
-        self._files = _SummedFiles()
+        self._files = _ChecksummingFiles()
         self.fs = self._files
 
     def written(self) -> dict[str, WrittenFile]:
@@ -26,7 +26,7 @@ class SummedWriter(FileSystemWriter):
         return self._files.written
 
 
-class _SummedFiles(FileSystem):
+class _ChecksummingFiles(FileSystem):
     def __init__(self) -> None:
         self.written: dict[str, WrittenFile] = {}
 
@@ -37,6 +37,6 @@ class _SummedFiles(FileSystem):
                 yield stream
             return
         place = pathlib.Path(path)
-        with SummedFile(place) as summed:
+        with ChecksummedFile(place) as summed:
             yield summed
         self.written[place.name] = summed.written()

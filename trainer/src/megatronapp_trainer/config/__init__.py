@@ -4,18 +4,18 @@ from megatronapp_trainer.config.model import ModelConfig, ParallelConfig, Precis
 from megatronapp_trainer.config.parse import build_parser, parse
 from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.config.training import (
-    AlwaysConfig,
     CheckpointConfig,
     DataConfig,
+    FixedConfig,
     LoggingConfig,
     OptimizerConfig,
     TrainingConfig,
 )
 
 __all__ = [
-    "AlwaysConfig",
     "CheckpointConfig",
     "DataConfig",
+    "FixedConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",

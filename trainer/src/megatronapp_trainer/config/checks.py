@@ -43,12 +43,12 @@ def _divisible(config: TrainerConfig) -> TrainerConfig:
             parallel,
             tensor_model_parallel_size=max(parallel.tensor_model_parallel_size, 1),
             pipeline_model_parallel_size=max(parallel.pipeline_model_parallel_size, 1),
-            num_layers_per_virtual_pipeline_stage=_at_least_one(parallel.num_layers_per_virtual_pipeline_stage),
+            num_layers_per_virtual_pipeline_stage=_check_positive(parallel.num_layers_per_virtual_pipeline_stage),
         ),
     )
 
 
-def _at_least_one(size: int | None) -> int | None:
+def _check_positive(size: int | None) -> int | None:
     return None if size is None else max(size, 1)
 
 
@@ -306,7 +306,7 @@ def _stages(config: TrainerConfig) -> Iterator[str]:
     problems = list(_of_stage_flags(config, {flag: ends[flag] or 0 for flag in given}))
     yield from problems
     if not problems:
-        yield from require(_fits(parallel.stage_layers, layers, virtual), _how_to_cut(config, given))
+        yield from require(_fits(parallel.stage_layers, layers, virtual), _pipeline_split_hint(config, given))
 
 
 def _of_stage_flags(config: TrainerConfig, given: dict[str, int]) -> Iterator[str]:
@@ -337,7 +337,7 @@ def _fits(stage_layers: Callable[[int], tuple[int, ...]], layers: int, virtual: 
         return False
 
 
-def _how_to_cut(config: TrainerConfig, given: list[str]) -> str:
+def _pipeline_split_hint(config: TrainerConfig, given: list[str]) -> str:
     parallel, layers = config.parallel, config.model.num_layers
     pipeline, virtual = parallel.pipeline_model_parallel_size, config.virtual_size
     chunks = f" of {virtual} chunks" if virtual > 1 else ""

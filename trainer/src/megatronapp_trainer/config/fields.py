@@ -85,7 +85,7 @@ def _within(bounds: str, value: float, flag: str) -> tuple[bool, str]:
     return above and below, f"{flag} {value} must be {' and '.join(words)}"
 
 
-class RefusingParser(argparse.ArgumentParser):
+class StrictParser(argparse.ArgumentParser):
     """A parser that raises UsageError instead of ending the process, and takes no abbreviations."""
 
     def error(self, message: str) -> NoReturn:

@@ -97,7 +97,7 @@ class ModelConfig:
         return int(match[1]), int(match[2])
 
     @property
-    def look_back(self) -> int | None:
+    def attention_window(self) -> int | None:
         """Tokens before it that a token attends to besides itself; None for all."""
         window = self.window
         return None if window is None or window[0] < 0 else window[0]

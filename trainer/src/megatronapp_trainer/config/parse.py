@@ -10,7 +10,7 @@ from typing import Any, cast
 from megatronapp_common.migration.megatron_flags import ANSWERS, megatron_flags
 from megatronapp_common.migration.names import FLAGS
 from megatronapp_trainer.config.checks import find_problems
-from megatronapp_trainer.config.fields import RefusingParser, add_section, read_section
+from megatronapp_trainer.config.fields import StrictParser, add_section, read_section
 from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.data.batch_size import with_steps
 from megatronapp_trainer.errors import UsageErrors
@@ -59,7 +59,7 @@ ALL_FLAGS = "python -m megatronapp_trainer.pretrain --help lists all"
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags."""
-    parser = RefusingParser(
+    parser = StrictParser(
         prog="python -m megatronapp_trainer.pretrain",
         description="Train a GPT model. Flags have the names of Megatron-LM.",
         allow_abbrev=False,

@@ -4,9 +4,9 @@ import dataclasses
 
 from megatronapp_trainer.config.model import ModelConfig, ParallelConfig, PrecisionConfig
 from megatronapp_trainer.config.training import (
-    AlwaysConfig,
     CheckpointConfig,
     DataConfig,
+    FixedConfig,
     LoggingConfig,
     OptimizerConfig,
     TrainingConfig,
@@ -25,7 +25,7 @@ class TrainerConfig:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
-    always: AlwaysConfig = dataclasses.field(default_factory=AlwaysConfig)
+    always: FixedConfig = dataclasses.field(default_factory=FixedConfig)
 
     @property
     def virtual_size(self) -> int:

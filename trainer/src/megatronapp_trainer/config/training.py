@@ -150,7 +150,7 @@ class LoggingConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AlwaysConfig:
+class FixedConfig:
     """What this trainer always does; taken so that command lines for Megatron work as they are."""
 
     exit_signal_handler: bool = option(False, "SIGTERM saves at the next step border and ends with code 75")

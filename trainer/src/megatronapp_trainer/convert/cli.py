@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatronapp_trainer.convert.spellings import COMMAND, SPELLINGS, Spelling, translate, words_of
+from megatronapp_trainer.convert.spellings import COMMAND, SPELLINGS, LegacyOption, translate, translate_option
 from megatronapp_trainer.errors import TrainerError, UsageError
 
 if TYPE_CHECKING:
-    from megatronapp_trainer.convert.options import Options, Summary
+    from megatronapp_trainer.convert.options import ConversionOptions, ConversionSummary
 
 _DESCRIPTION = """\
 Convert weights between a Hugging Face folder (GPT-2, Llama, Mistral, Qwen2 and Qwen2.5; config.json and *.safetensors)
@@ -48,7 +48,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         convert.add_argument(
             spelling.flag,
             dest="spelled",
-            action=_Spelled,
+            action=_LegacyOptionAction,
             spelling=spelling,
             nargs=0 if spelling.takes is None else None,
             help=argparse.SUPPRESS,
@@ -56,10 +56,10 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     convert.set_defaults(func=run_convert, spelled=())
 
 
-class _Spelled(argparse.Action):
+class _LegacyOptionAction(argparse.Action):
     """Collects what is spelled as in Megatron's tools, in order."""
 
-    def __init__(self, *args: Any, spelling: Spelling, **keywords: Any) -> None:  # noqa: ANN401 - argparse's own
+    def __init__(self, *args: Any, spelling: LegacyOption, **keywords: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(*args, **keywords)
         self._spelling = spelling
 
@@ -132,9 +132,9 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def options_from(args: argparse.Namespace) -> "Options":
+def options_from(args: argparse.Namespace) -> "ConversionOptions":
     """Checked options. Raises UsageError, with the command to use where a spelling has no meaning here."""
-    from megatronapp_trainer.convert.options import Options
+    from megatronapp_trainer.convert.options import ConversionOptions
 
     args = _own(args)
     if args.load_dir is None or args.save_dir is None:
@@ -142,7 +142,7 @@ def options_from(args: argparse.Namespace) -> "Options":
     load, save = pathlib.Path(args.load_dir), pathlib.Path(args.save_dir)
     if load.resolve() == save.resolve():
         raise UsageError("--save-dir must be another folder than --load-dir")
-    return Options(
+    return ConversionOptions(
         load_dir=load,
         save_dir=save,
         source=args.source,
@@ -161,7 +161,7 @@ def options_from(args: argparse.Namespace) -> "Options":
     )
 
 
-class _Refusing(argparse.ArgumentParser):
+class _RejectLegacyValue(argparse.ArgumentParser):
     """Raises what is wrong with a value that came in another spelling."""
 
     def error(self, message: str) -> Any:  # noqa: ANN401 - never returns
@@ -170,7 +170,7 @@ class _Refusing(argparse.ArgumentParser):
 
 def _own(args: argparse.Namespace) -> argparse.Namespace:
     """The options with what was spelled otherwise in their place."""
-    parser = _Refusing(prog=COMMAND, allow_abbrev=False)
+    parser = _RejectLegacyValue(prog=COMMAND, allow_abbrev=False)
     _add_options(parser)
     try:
         words = translate(args.spelled, _note)
@@ -184,7 +184,7 @@ def _command(args: argparse.Namespace) -> str:
     words: list[str] = []
     for spelling, value in args.spelled:
         try:
-            words += words_of(spelling, value)
+            words += translate_option(spelling, value)
         except UsageError:
             continue
     places = {"--load-dir": args.load_dir, "--save-dir": args.save_dir}
@@ -205,7 +205,7 @@ def _given(args: argparse.Namespace) -> Sequence[str]:
     return words
 
 
-def report(summary: "Summary", options: "Options") -> str:
+def report(summary: "ConversionSummary", options: "ConversionOptions") -> str:
     """What was made, and the flags that use it."""
     from megatronapp_trainer.convert.options import HF
 
@@ -220,7 +220,7 @@ def report(summary: "Summary", options: "Options") -> str:
     return "\n".join(lines)
 
 
-def _layout(options: "Options") -> list[str]:
+def _layout(options: "ConversionOptions") -> list[str]:
     sizes = {
         "--tensor-model-parallel-size": options.tensor_size,
         "--pipeline-model-parallel-size": options.pipeline_size,

@@ -14,24 +14,24 @@ from megatronapp_trainer.checkpoint.directory import (
     checkpoint_name,
     seal,
 )
-from megatronapp_trainer.checkpoint.foreign import Layout, answer, megatron_checkpoint
+from megatronapp_trainer.checkpoint.foreign import MegatronLayout, answer, megatron_checkpoint
 from megatronapp_trainer.convert import store
 from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
 from megatronapp_trainer.convert.huggingface.companions import copy_companions, read_origin, tokenizer_arguments
 from megatronapp_trainer.convert.huggingface.load import manifest_of, text_tokens_in
 from megatronapp_trainer.convert.huggingface.save import find_checkpoint
 from megatronapp_trainer.convert.megatron.arguments import (
+    megatron_tokenizer_arguments,
     model_from,
-    tokenizer_words,
     vocabulary_from,
     with_rows,
 )
 from megatronapp_trainer.convert.megatron.legacy import LegacyWeights
 from megatronapp_trainer.convert.megatron.torch_dist import CoreWeights, open_torch_dist
-from megatronapp_trainer.convert.megatron.weights import EMBEDDING, Expected, Weights, expected
+from megatronapp_trainer.convert.megatron.weights import EMBEDDING, CheckpointWeights, ExpectedTensor, expected
 from megatronapp_trainer.convert.megatron.weights import name_of as place_name
-from megatronapp_trainer.convert.options import OURS, Options, Summary
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.options import OURS, ConversionOptions, ConversionSummary
+from megatronapp_trainer.convert.shape import ModelShape
 from megatronapp_trainer.data import text_tokens
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
@@ -41,14 +41,14 @@ class MegatronSource:
     """A checkpoint whose weights are all there, with the right sizes."""
 
     folder: pathlib.Path
-    weights: Weights
-    shape: Shape
-    expected: tuple[Expected, ...]
+    weights: CheckpointWeights
+    shape: ModelShape
+    expected: tuple[ExpectedTensor, ...]
     iteration: int
     trained_with: str | None
     """The options of its tokenizer, where the checkpoint tells them."""
 
-    def with_padding(self, multiple: int) -> Shape:
+    def with_padding(self, multiple: int) -> ModelShape:
         """The model as it is written: with the vocabulary padded to a multiple."""
         return dataclasses.replace(self.shape, model=with_rows(self.shape.model, multiple))
 
@@ -63,10 +63,12 @@ def open_megatron(path: pathlib.Path, iteration: int | None, true_vocab_size: in
     if found is None:
         raise CheckpointError(f"{path} holds no checkpoint of Megatron-LM of iteration {iteration}")
     folder, layout = found
-    if layout is Layout.ZARR:
+    if layout is MegatronLayout.ZARR:
         raise CheckpointError(str(answer(path)))
     try:
-        weights: Weights = LegacyWeights(folder) if layout is Layout.LEGACY else open_torch_dist(folder)
+        weights: CheckpointWeights = (
+            LegacyWeights(folder) if layout is MegatronLayout.LEGACY else open_torch_dist(folder)
+        )
         model = model_from(weights.arguments)
     except (BrokenCheckpointError, CheckpointError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
@@ -74,8 +76,8 @@ def open_megatron(path: pathlib.Path, iteration: int | None, true_vocab_size: in
     size = vocabulary_from(weights.arguments, rows) if true_vocab_size is None else true_vocab_size
     if size > rows:
         raise UsageError(f"--true-vocab-size {size} is more than the {rows} rows of the embedding")
-    shape = Shape(model=with_rows(model, rows), vocab_size=size)
-    return _checked(folder, weights, shape, tokenizer_words(weights.arguments))
+    shape = ModelShape(model=with_rows(model, rows), vocab_size=size)
+    return _checked(folder, weights, shape, megatron_tokenizer_arguments(weights.arguments))
 
 
 def open_ours(path: pathlib.Path, iteration: int | None) -> MegatronSource:
@@ -86,17 +88,19 @@ def open_ours(path: pathlib.Path, iteration: int | None) -> MegatronSource:
     except BrokenCheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     model = with_rows(stored_arguments.model_of(manifest.arguments), _rows(folder, weights))
-    shape = Shape(model=model, vocab_size=manifest.arguments["--vocab-size"])
+    shape = ModelShape(model=model, vocab_size=manifest.arguments["--vocab-size"])
     return _checked(folder, weights, shape, None)
 
 
-def _rows(folder: pathlib.Path, weights: Weights) -> int:
+def _rows(folder: pathlib.Path, weights: CheckpointWeights) -> int:
     if (EMBEDDING, None) not in weights.places():
         raise CheckpointError(f"{folder} holds no {EMBEDDING}: it is not the checkpoint of a GPT model")
     return weights.size((EMBEDDING, None))[0]
 
 
-def _checked(folder: pathlib.Path, weights: Weights, shape: Shape, trained_with: str | None) -> MegatronSource:
+def _checked(
+    folder: pathlib.Path, weights: CheckpointWeights, shape: ModelShape, trained_with: str | None
+) -> MegatronSource:
     wanted = tuple(expected(shape.model, shape.padded_vocab_size))
     places = weights.places()
     missing = [place_name(one.place) for one in wanted if one.place not in places]
@@ -125,7 +129,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def notes(source: MegatronSource, options: Options) -> list[str]:
+def notes(source: MegatronSource, options: ConversionOptions) -> list[str]:
     """What is not taken over, told before anything is written."""
     found = [
         f"the weights of iteration {source.iteration} are converted, not the optimizer's state: train with --finetune"
@@ -136,7 +140,7 @@ def notes(source: MegatronSource, options: Options) -> list[str]:
     return found
 
 
-def write_weights(source: MegatronSource, options: Options, target: pathlib.Path) -> Summary:
+def write_weights(source: MegatronSource, options: ConversionOptions, target: pathlib.Path) -> ConversionSummary:
     """Write our directory into the empty folder `target`. Raises CheckpointError, OSError."""
     folder = target / checkpoint_name(0)
     folder.mkdir()
@@ -161,7 +165,7 @@ def write_weights(source: MegatronSource, options: Options, target: pathlib.Path
     seal(folder, manifest_of(stored), written)
     (target / TRACKER).write_text("0", encoding="utf-8")
     final = options.save_dir / folder.name
-    return Summary(
+    return ConversionSummary(
         family=f"GPT of {source.folder}",
         written=OURS,
         path=options.save_dir,
@@ -172,11 +176,11 @@ def write_weights(source: MegatronSource, options: Options, target: pathlib.Path
     )
 
 
-def _pieces(source: MegatronSource, options: Options) -> Iterator[store.Piece]:
+def _pieces(source: MegatronSource, options: ConversionOptions) -> Iterator[store.TensorPiece]:
     wanted = None if options.dtype is None else torch_dtype(options.dtype)
     for one in source.expected:
         dtype = wanted or source.weights.dtype(one.place)
-        yield store.Piece(
+        yield store.TensorPiece(
             key=one.place[0],
             size=one.size,
             dtype=dtype,

@@ -17,13 +17,13 @@ from megatronapp_trainer.convert.huggingface.companions import check_tokenizer, 
 from megatronapp_trainer.convert.huggingface.folder import is_hf_folder
 from megatronapp_trainer.convert.huggingface.load import open_source, write_ours
 from megatronapp_trainer.convert.huggingface.save import find_checkpoint, open_stored, write_hf
-from megatronapp_trainer.convert.options import HF, MEGATRON, OURS, Options, Summary
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.options import HF, MEGATRON, OURS, ConversionOptions, ConversionSummary
+from megatronapp_trainer.convert.shape import ModelShape
 from megatronapp_trainer.convert.target import whole_folder
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
 
-def convert(options: Options, say: Callable[[str], None] = lambda _: None) -> Summary:
+def convert(options: ConversionOptions, say: Callable[[str], None] = lambda _: None) -> ConversionSummary:
     """Convert in the direction that options and folder say; `say` takes what is worth knowing before.
 
     Raises:
@@ -41,18 +41,18 @@ def convert(options: Options, say: Callable[[str], None] = lambda _: None) -> Su
     return _to_hf(options)
 
 
-def _from_hf(options: Options, say: Callable[[str], None]) -> Summary:
+def _from_hf(options: ConversionOptions, say: Callable[[str], None]) -> ConversionSummary:
     source = open_source(options.load_dir, options.divisible_by)
     if options.family not in (None, source.family.model_type):
         raise UsageError(f"{options.load_dir} is a {source.family.model_type} model, not {options.family}")
-    _check_wishes(source.shape, options)
+    _check_requested_options(source.shape, options)
     if options.tokenizer is None and (note := tokenizer_note(options.load_dir)) is not None:
         say(note)
     with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=_was_converted) as folder:
         return write_ours(source, options, folder)
 
 
-def _to_weights(kind: str, options: Options, say: Callable[[str], None]) -> Summary:
+def _to_weights(kind: str, options: ConversionOptions, say: Callable[[str], None]) -> ConversionSummary:
     """Weights of Megatron-LM or of ours, without the rest of a training."""
     if options.family is not None:
         raise UsageError("--family belongs to models of Hugging Face; leave it out")
@@ -60,22 +60,22 @@ def _to_weights(kind: str, options: Options, say: Callable[[str], None]) -> Summ
         source = open_megatron(options.load_dir, options.iteration, options.true_vocab_size)
     else:
         source = open_ours(options.load_dir, options.iteration)
-    _check_wishes(source.with_padding(options.divisible_by), options)
+    _check_requested_options(source.with_padding(options.divisible_by), options)
     for note in notes(source, options):
         say(note)
     with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=_was_converted) as folder:
         return write_weights(source, options, folder)
 
 
-def _to_hf(options: Options) -> Summary:
+def _to_hf(options: ConversionOptions) -> ConversionSummary:
     path, manifest = find_checkpoint(options.load_dir, options.iteration)
     stored = open_stored(path, manifest, options.family)
-    _check_wishes(stored.shape, options)
+    _check_requested_options(stored.shape, options)
     with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=is_written_by_us) as folder:
         return write_hf(stored, options, folder)
 
 
-def _source_kind(options: Options) -> str:
+def _source_kind(options: ConversionOptions) -> str:
     """What `load_dir` holds. Raises UsageError if it is not what was said, CheckpointError if it is nothing."""
     path = options.load_dir
     if not path.is_dir():
@@ -108,7 +108,7 @@ def _words(kind: str) -> str:
     return {HF: "a Hugging Face model", MEGATRON: "checkpoints of Megatron-LM"}.get(kind, "checkpoints of this trainer")
 
 
-def _check_direction(source: str, options: Options) -> None:
+def _check_direction(source: str, options: ConversionOptions) -> None:
     if options.to == HF and source == MEGATRON:
         between = options.save_dir.with_name(f"{options.save_dir.name}-megatronapp")
         raise UsageError(
@@ -120,7 +120,7 @@ def _check_direction(source: str, options: Options) -> None:
         raise UsageError(f"{options.load_dir} is a Hugging Face folder already; leave --to {HF} out to come from there")
 
 
-def _check_wishes(shape: Shape, options: Options) -> None:
+def _check_requested_options(shape: ModelShape, options: ConversionOptions) -> None:
     """Raise UsageError if the model has other positions, or cannot be split as it was asked for."""
     model = shape.model
     if options.positions not in (None, model.position_embedding_type):

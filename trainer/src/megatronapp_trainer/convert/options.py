@@ -11,7 +11,7 @@ DTYPES: Final = ("fp32", "fp16", "bf16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class ConversionOptions:
     """A conversion."""
 
     load_dir: pathlib.Path
@@ -43,7 +43,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
+class ConversionSummary:
     """What a conversion made."""
 
     family: str

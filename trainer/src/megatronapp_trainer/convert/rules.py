@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatronapp_trainer.convert import tensors
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.shape import ModelShape
 
 if TYPE_CHECKING:
     import torch
@@ -15,26 +15,26 @@ LAYER = "{layer}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class SourceTensor:
     """A tensor of theirs."""
 
     name: str
-    size: Callable[[Shape], tuple[int, ...]]
+    size: Callable[[ModelShape], tuple[int, ...]]
 
 
-def _always(_shape: Shape) -> bool:
+def _always(_shape: ModelShape) -> bool:
     return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
+class TensorRule:
     """One tensor of ours, out of one or more of theirs."""
 
     ours: str
-    theirs: tuple[Part, ...]
-    pack: "Callable[[Sequence[torch.Tensor], Shape], torch.Tensor]" = tensors.same
-    unpack: "Callable[[torch.Tensor, Shape], Sequence[torch.Tensor]]" = tensors.split_same
-    needed: Callable[[Shape], bool] = _always
+    theirs: tuple[SourceTensor, ...]
+    pack: "Callable[[Sequence[torch.Tensor], ModelShape], torch.Tensor]" = tensors.same
+    unpack: "Callable[[torch.Tensor, ModelShape], Sequence[torch.Tensor]]" = tensors.split_same
+    needed: Callable[[ModelShape], bool] = _always
 
     @property
     def layered(self) -> bool:
@@ -43,34 +43,34 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class RuleApplication:
     """A rule applied to one layer, or to the model where the rule is not layered."""
 
-    rule: Rule
+    rule: TensorRule
     layer: int | None
     names: tuple[str, ...]
     """Of theirs, in full."""
 
-    def pack(self, parts: "Sequence[torch.Tensor]", shape: Shape) -> "torch.Tensor":
+    def pack(self, parts: "Sequence[torch.Tensor]", shape: ModelShape) -> "torch.Tensor":
         """Our tensor."""
         return self.rule.pack(parts, shape)
 
-    def unpack(self, tensor: "torch.Tensor", shape: Shape) -> "Sequence[torch.Tensor]":
+    def unpack(self, tensor: "torch.Tensor", shape: ModelShape) -> "Sequence[torch.Tensor]":
         """Their tensors, in the order of `names`."""
         return self.rule.unpack(tensor, shape)
 
-    def sizes(self, shape: Shape) -> list[tuple[int, ...]]:
+    def sizes(self, shape: ModelShape) -> list[tuple[int, ...]]:
         """Sizes of theirs, in the order of `names`."""
         return [part.size(shape) for part in self.rule.theirs]
 
-    def our_size(self, shape: Shape) -> tuple[int, ...]:
+    def our_size(self, shape: ModelShape) -> tuple[int, ...]:
         """Size of ours, without the axis of layers; no memory is touched."""
         import torch
 
         return tuple(self.pack([torch.empty(size, device="meta") for size in self.sizes(shape)], shape).shape)
 
 
-def steps(rules: Sequence[Rule], shape: Shape, prefix: str) -> Iterator[Step]:
+def steps(rules: Sequence[TensorRule], shape: ModelShape, prefix: str) -> Iterator[RuleApplication]:
     """Every step of a model, layer after layer, so that what belongs to one layer is read and written together."""
     needed = [rule for rule in rules if rule.needed(shape)]
     for rule in needed:
@@ -82,6 +82,6 @@ def steps(rules: Sequence[Rule], shape: Shape, prefix: str) -> Iterator[Step]:
                 yield _step(rule, layer, prefix)
 
 
-def _step(rule: Rule, layer: int | None, prefix: str) -> Step:
+def _step(rule: TensorRule, layer: int | None, prefix: str) -> RuleApplication:
     names = (part.name.replace("{prefix}", prefix).replace(LAYER, str(layer)) for part in rule.theirs)
-    return Step(rule, layer, tuple(names))
+    return RuleApplication(rule, layer, tuple(names))

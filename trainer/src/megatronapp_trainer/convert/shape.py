@@ -6,7 +6,7 @@ from megatronapp_trainer.config import DataConfig, ModelConfig, PrecisionConfig,
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class ModelShape:
     """A model and its vocabulary."""
 
     model: ModelConfig

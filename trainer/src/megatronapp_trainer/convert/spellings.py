@@ -17,7 +17,7 @@ ANY: Final = "*"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spelling:
+class LegacyOption:
     """One option of theirs. Exactly one of the last four says what it means."""
 
     flag: str
@@ -29,7 +29,7 @@ class Spelling:
     """What each value means: words of ours, or why it cannot be had."""
     answer: str | None = None
     """Why it cannot be had here: the command ends."""
-    told: str | None = None
+    notice: str | None = None
     """Why it is not needed here: the command runs and says so."""
 
 
@@ -44,7 +44,7 @@ _IMPLEMENTATION = (
 )
 
 SPELLINGS: Final = (
-    Spelling(
+    LegacyOption(
         "--model-type",
         "TYPE",
         values={
@@ -52,7 +52,7 @@ SPELLINGS: Final = (
             "BERT": "models of transformers normalise after each layer, which no model of this trainer does; only GPT",
         },
     ),
-    Spelling(
+    LegacyOption(
         "--loader",
         "NAME",
         values={
@@ -64,10 +64,12 @@ SPELLINGS: Final = (
             "mixtral_hf": "mixtures of experts cannot be trained here",
         },
     ),
-    Spelling("--saver", "NAME", values={"core": _TO_OURS, "mcore": _TO_OURS, "legacy": _LEGACY, "megatron": _LEGACY}),
-    Spelling("--load_path", "DIR", means="--load-dir"),
-    Spelling("--save_path", "DIR", means="--save-dir"),
-    Spelling(
+    LegacyOption(
+        "--saver", "NAME", values={"core": _TO_OURS, "mcore": _TO_OURS, "legacy": _LEGACY, "megatron": _LEGACY}
+    ),
+    LegacyOption("--load_path", "DIR", means="--load-dir"),
+    LegacyOption("--save_path", "DIR", means="--save-dir"),
+    LegacyOption(
         "--checkpoint-type",
         "TYPE",
         values={
@@ -75,7 +77,7 @@ SPELLINGS: Final = (
             "meta": "only the Hugging Face format is read; get the model's folder with config.json and *.safetensors",
         },
     ),
-    Spelling(
+    LegacyOption(
         "--model-size",
         "NAME",
         values={
@@ -91,40 +93,40 @@ SPELLINGS: Final = (
             "qwen2.5": ("--family", "qwen2"),
         },
     ),
-    Spelling("--bf16", means=("--dtype", "bf16")),
-    Spelling("--fp16", means=("--dtype", "fp16")),
-    Spelling("--target_params_dtype", "TYPE", means="--dtype"),
-    Spelling("--target_tensor_model_parallel_size", "N", means="--target-tensor-parallel-size"),
-    Spelling("--target_pipeline_model_parallel_size", "N", means="--target-pipeline-parallel-size"),
-    Spelling(
+    LegacyOption("--bf16", means=("--dtype", "bf16")),
+    LegacyOption("--fp16", means=("--dtype", "fp16")),
+    LegacyOption("--target_params_dtype", "TYPE", means="--dtype"),
+    LegacyOption("--target_tensor_model_parallel_size", "N", means="--target-tensor-parallel-size"),
+    LegacyOption("--target_pipeline_model_parallel_size", "N", means="--target-pipeline-parallel-size"),
+    LegacyOption(
         "--target-expert-parallel-size",
         "N",
         values={"1": (), ANY: "mixtures of experts cannot be trained here"},
     ),
-    Spelling("--target_data_parallel_size", "N", told=_ONE_LAYOUT),
-    Spelling("--make_vocab_size_divisible_by", "N", means="--make-vocab-size-divisible-by"),
-    Spelling("--max_shard_size", "SIZE", means="--max-shard-size"),
-    Spelling("--convert_checkpoint_from_megatron_to_transformers", means=("--to", HF)),
-    Spelling("--megatron-path", "DIR", told="megatron-core is installed with the trainer; no sources are needed"),
-    Spelling("--max-queue-size", "N", told="one process reads and writes; nothing is queued"),
-    Spelling("--no-checking", told="names and sizes of all tensors are always checked, which costs no time"),
-    Spelling("--loader-transformer-impl", "NAME", told=_IMPLEMENTATION),
-    Spelling("--saver-transformer-impl", "NAME", told=_IMPLEMENTATION),
-    Spelling("--use_distributed_optimizer", told="weights alone are converted; the optimizer starts anew"),
-    Spelling("--print-checkpoint-structure", told="the manifest megatronapp.json tells what a checkpoint holds"),
-    Spelling(
+    LegacyOption("--target_data_parallel_size", "N", notice=_ONE_LAYOUT),
+    LegacyOption("--make_vocab_size_divisible_by", "N", means="--make-vocab-size-divisible-by"),
+    LegacyOption("--max_shard_size", "SIZE", means="--max-shard-size"),
+    LegacyOption("--convert_checkpoint_from_megatron_to_transformers", means=("--to", HF)),
+    LegacyOption("--megatron-path", "DIR", notice="megatron-core is installed with the trainer; no sources are needed"),
+    LegacyOption("--max-queue-size", "N", notice="one process reads and writes; nothing is queued"),
+    LegacyOption("--no-checking", notice="names and sizes of all tensors are always checked, which costs no time"),
+    LegacyOption("--loader-transformer-impl", "NAME", notice=_IMPLEMENTATION),
+    LegacyOption("--saver-transformer-impl", "NAME", notice=_IMPLEMENTATION),
+    LegacyOption("--use_distributed_optimizer", notice="weights alone are converted; the optimizer starts anew"),
+    LegacyOption("--print-checkpoint-structure", notice="the manifest megatronapp.json tells what a checkpoint holds"),
+    LegacyOption(
         "--tokenizer_name",
         "NAME",
         answer="nothing is downloaded; a tokenizer beside the weights goes along, another by --tokenizer-model PATH",
     ),
-    Spelling("--vocab-file", "FILE", means="--tokenizer-model"),
-    Spelling("--merge-file", "FILE", means="--tokenizer-model"),
+    LegacyOption("--vocab-file", "FILE", means="--tokenizer-model"),
+    LegacyOption("--merge-file", "FILE", means="--tokenizer-model"),
 )
 
 
-def words_of(spelling: Spelling, value: str | None) -> list[str]:
+def translate_option(spelling: LegacyOption, value: str | None) -> list[str]:
     """What an option means in our words. Raises UsageError with the reason where it means nothing."""
-    if spelling.told is not None:
+    if spelling.notice is not None:
         return []
     if spelling.answer is not None:
         raise UsageError(f"{spelling.flag}: {spelling.answer}; leave it out")
@@ -141,15 +143,17 @@ def words_of(spelling: Spelling, value: str | None) -> list[str]:
     return list(meant)
 
 
-def translate(given: Sequence[tuple[Spelling, str | None]], say: Callable[[str], None] = lambda _: None) -> list[str]:
+def translate(
+    given: Sequence[tuple[LegacyOption, str | None]], say: Callable[[str], None] = lambda _: None
+) -> list[str]:
     """Our words for all options that were given; `say` takes why others are not needed. Raises UsageError."""
     words: list[str] = []
     reasons: list[str] = []
     for spelling, value in given:
         try:
-            words += words_of(spelling, value)
-            if spelling.told is not None:
-                say(f"{spelling.flag}: {spelling.told}")
+            words += translate_option(spelling, value)
+            if spelling.notice is not None:
+                say(f"{spelling.flag}: {spelling.notice}")
         except UsageError as error:
             reasons.append(str(error))
     if reasons:

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatronapp_trainer.checkpoint.checksums import WrittenFile
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
-from megatronapp_trainer.checkpoint.writer import SummedWriter
+from megatronapp_trainer.checkpoint.writer import ChecksummingWriter
 from megatronapp_trainer.convert.megatron.pickles import read_plain
 
 _FORMAT = {
@@ -63,7 +63,7 @@ have none, and None is what megatron-core's own layers write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TensorPiece:
     """A tensor to write, or one layer of it."""
 
     key: str
@@ -91,7 +91,7 @@ class Piece:
 class _LazyPlanner(SavePlanner):
     """Reads every piece at the moment when it is written."""
 
-    def __init__(self, pieces: Sequence[Piece], layers: int) -> None:
+    def __init__(self, pieces: Sequence[TensorPiece], layers: int) -> None:
         self._layers = layers
         self._items = {piece.item(layers).index: piece.item(layers) for piece in pieces}
         self._pieces = {piece.item(layers).index: piece for piece in pieces}
@@ -130,14 +130,14 @@ def _saved(value: object) -> io.BytesIO:
     return stream
 
 
-def write(pieces: Sequence[Piece], layers: int, folder: pathlib.Path) -> dict[str, WrittenFile]:
+def write(pieces: Sequence[TensorPiece], layers: int, folder: pathlib.Path) -> dict[str, WrittenFile]:
     """Write all pieces of a model into an empty folder, without its manifest; sizes and checksums of the data files.
 
     Raises:
         OSError: the folder could not be written.
         Exception: what reading a piece raises.
     """
-    writer = SummedWriter(folder, per_thread_copy_ahead=0)
+    writer = ChecksummingWriter(folder, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*in a single process.*", category=UserWarning)
         try:
@@ -202,13 +202,13 @@ class StoredTensors:
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         plan = LoadPlan(create_read_items_for_chunk_list(key, stored, [chunk]))
         try:
-            self._reader.read_data(plan, _Into(target)).wait()
+            self._reader.read_data(plan, _TensorTarget(target)).wait()
         except Exception as error:  # a damaged archive raises anything
             raise BrokenCheckpointError(f"{key} cannot be read ({error})") from error
         return target if layer is None else target.squeeze(0)
 
 
-class _Into(LoadPlanner):
+class _TensorTarget(LoadPlanner):
     """Copies what is read into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:

@@ -8,62 +8,62 @@ from collections.abc import Sequence
 
 import torch
 
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.shape import ModelShape
 
 Tensors = Sequence[torch.Tensor]
 
 
-def same(parts: Tensors, _shape: Shape) -> torch.Tensor:
+def same(parts: Tensors, _shape: ModelShape) -> torch.Tensor:
     """One tensor as it is."""
     (tensor,) = parts
     return tensor
 
 
-def split_same(tensor: torch.Tensor, _shape: Shape) -> Tensors:
+def split_same(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
     """The way back of `same`."""
     return [tensor]
 
 
-def transposed(parts: Tensors, _shape: Shape) -> torch.Tensor:
+def transposed(parts: Tensors, _shape: ModelShape) -> torch.Tensor:
     """GPT-2's Conv1D keeps its weight as [in, out]; ours is [out, in]."""
     (tensor,) = parts
     return tensor.t()
 
 
-def split_transposed(tensor: torch.Tensor, _shape: Shape) -> Tensors:
+def split_transposed(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
     """The way back of `transposed`."""
     return [tensor.t()]
 
 
-def padded(parts: Tensors, shape: Shape) -> torch.Tensor:
+def padded(parts: Tensors, shape: ModelShape) -> torch.Tensor:
     """Rows of zeros for the ids that no token has."""
     (tensor,) = parts
     missing = shape.padded_vocab_size - tensor.size(0)
     return torch.cat([tensor, tensor.new_zeros(missing, tensor.size(1))]) if missing else tensor
 
 
-def cut(tensor: torch.Tensor, shape: Shape) -> Tensors:
+def unpad(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
     """The way back of `padded`."""
     return [tensor[: shape.vocab_size]]
 
 
-def stacked(parts: Tensors, _shape: Shape) -> torch.Tensor:
+def stacked(parts: Tensors, _shape: ModelShape) -> torch.Tensor:
     """Gate [F, H] above up [F, H], as megatron-core's gated MLP has them."""
     return torch.cat(list(parts))
 
 
-def split_stacked(tensor: torch.Tensor, _shape: Shape) -> Tensors:
+def split_stacked(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
     """The way back of `stacked`."""
     return tensor.chunk(2)
 
 
-def interleaved(parts: Tensors, shape: Shape) -> torch.Tensor:
+def interleaved(parts: Tensors, shape: ModelShape) -> torch.Tensor:
     """Query [GRD, ...], key and value [GD, ...] -> [G(R + 2)D, ...]: query heads, key and value of each group."""
     by_group = [part.reshape(shape.groups, -1, *part.shape[1:]) for part in parts]
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
-def split_interleaved(tensor: torch.Tensor, shape: Shape) -> Tensors:
+def split_interleaved(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
     """The way back of `interleaved`."""
     width = shape.model.head_width
     rows = [shape.queries // shape.groups, width, width]
@@ -71,22 +71,22 @@ def split_interleaved(tensor: torch.Tensor, shape: Shape) -> Tensors:
     return [part.flatten(0, 1) for part in torch.split(by_group, rows, dim=1)]
 
 
-def interleaved_from_one(parts: Tensors, shape: Shape) -> torch.Tensor:
+def interleaved_from_one(parts: Tensors, shape: ModelShape) -> torch.Tensor:
     """GPT-2's bias [3H]: query, key and value one after the other."""
     (tensor,) = parts
     return interleaved(tensor.chunk(3), shape)
 
 
-def split_interleaved_to_one(tensor: torch.Tensor, shape: Shape) -> Tensors:
+def split_interleaved_to_one(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
     """The way back of `interleaved_from_one`."""
     return [torch.cat(list(split_interleaved(tensor, shape)))]
 
 
-def interleaved_from_columns(parts: Tensors, shape: Shape) -> torch.Tensor:
+def interleaved_from_columns(parts: Tensors, shape: ModelShape) -> torch.Tensor:
     """GPT-2's weight [H, 3H] of a Conv1D."""
     return interleaved_from_one([transposed(parts, shape)], shape)
 
 
-def split_interleaved_to_columns(tensor: torch.Tensor, shape: Shape) -> Tensors:
+def split_interleaved_to_columns(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
     """The way back of `interleaved_from_columns`."""
     return split_transposed(split_interleaved_to_one(tensor, shape)[0], shape)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatronapp_trainer.data.datasets import SampleDataset
-from megatronapp_trainer.data.microbatches import TOGETHER, Batch
-from megatronapp_trainer.data.sampler import Sampler
+from megatronapp_trainer.data.microbatches import TOGETHER, HostMicrobatch
+from megatronapp_trainer.data.sampler import SampleOrder
 from megatronapp_trainer.errors import DataError
 
 _AHEAD_PER_WORKER = 2
@@ -21,7 +21,7 @@ _AHEAD_AT_LEAST = 2 * TOGETHER
 """While one group is copied to the device the next is read."""
 
 
-def collate(samples: Sequence[dict[str, Any]], vocab_size: int) -> Batch:
+def collate(samples: Sequence[dict[str, Any]], vocab_size: int) -> HostMicrobatch:
     """One batch: tokens, labels, position_ids int64 [b, s], loss_mask float32 [b, s], attention_mask bool [b, 1, s, s].
 
     True in the attention mask means "not seen"; the mask is None where it is the plain causal one.
@@ -57,19 +57,19 @@ def _refuse_foreign(ids: torch.Tensor, vocab_size: int) -> None:
 class BatchStream:
     """Endless iterator over the microbatches of one replica, `workers` threads ahead (0: none)."""
 
-    def __init__(self, dataset: SampleDataset, sampler: Sampler, vocab_size: int, workers: int) -> None:
+    def __init__(self, dataset: SampleDataset, sampler: SampleOrder, vocab_size: int, workers: int) -> None:
         self._dataset = dataset
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._next = 0
         self._ahead = max(workers * _AHEAD_PER_WORKER, _AHEAD_AT_LEAST)
-        self._waiting: deque[Future[Batch]] = deque()
+        self._waiting: deque[Future[HostMicrobatch]] = deque()
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers > 0 else None
 
     def __iter__(self) -> "BatchStream":
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> HostMicrobatch:
         if self._executor is None:
             return self._read(self._take())
         while len(self._waiting) <= self._ahead:
@@ -86,6 +86,6 @@ class BatchStream:
         self._next += 1
         return microbatch
 
-    def _read(self, microbatch: int) -> Batch:
+    def _read(self, microbatch: int) -> HostMicrobatch:
         samples = [self._dataset[index] for index in self._sampler.indices(microbatch)]
         return collate(samples, self._vocab_size)

@@ -43,7 +43,7 @@ def _number(word: str) -> float | None:
         return None
 
 
-def split_shares(split: str) -> tuple[float, float, float]:
+def split_fractions(split: str) -> tuple[float, float, float]:
     """Shares of training, validation and test, which sum to 1.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatronapp_trainer.data.prepare.prepare import PrepareOptions, Summary
+    from megatronapp_trainer.data.prepare.prepare import PrepareOptions, PrepareSummary
 
 _DESCRIPTION = """\
 Turn text into the token files that training reads: PREFIX_text_document.bin and .idx (Megatron's format).
@@ -100,13 +100,19 @@ def _add_spellings(parser: argparse.ArgumentParser) -> None:
         "--log-interval": "progress is shown all the time",
     }
     for flag, text in notes.items():
-        add(flag, action=_Noted, text=text, help=argparse.SUPPRESS)
-    add("--keep-sequential-samples", action=_Noted, nargs=0, text="documents keep their order", help=argparse.SUPPRESS)
+        add(flag, action=_IgnoredOption, text=text, help=argparse.SUPPRESS)
+    add(
+        "--keep-sequential-samples",
+        action=_IgnoredOption,
+        nargs=0,
+        text="documents keep their order",
+        help=argparse.SUPPRESS,
+    )
     for flag, nargs in (("--split-sentences", 0), ("--keep-newlines", 0), ("--lang", None)):
-        add(flag, action=_Refused, nargs=nargs, text=_BERT, help=argparse.SUPPRESS)
+        add(flag, action=_RejectedOption, nargs=nargs, text=_BERT, help=argparse.SUPPRESS)
 
 
-class _Noted(argparse.Action):
+class _IgnoredOption(argparse.Action):
     """Takes an option that is not needed here, and says why."""
 
     def __init__(self, *words: Any, text: str, **keywords: Any) -> None:  # noqa: ANN401 - argparse's own
@@ -118,7 +124,7 @@ class _Noted(argparse.Action):
         print(f"note: {option}: {self.text}", file=sys.stderr)
 
 
-class _Refused(_Noted):
+class _RejectedOption(_IgnoredOption):
     """Refuses an option with the reason."""
 
     def __call__(self, parser: Any, _namespace: Any, _values: Any, option: str | None = None) -> None:  # noqa: ANN401
@@ -176,7 +182,7 @@ def options_from(args: argparse.Namespace) -> "PrepareOptions":
         UsageError: the flags do not go together.
     """
     from megatronapp_trainer.data.prepare.prepare import PrepareOptions
-    from megatronapp_trainer.data.prepare.sources import DEFAULT_PATTERNS, Format
+    from megatronapp_trainer.data.prepare.sources import DEFAULT_PATTERNS, DocumentFormat
 
     _check_tokenizer_flags(args)
     return PrepareOptions(
@@ -184,7 +190,7 @@ def options_from(args: argparse.Namespace) -> "PrepareOptions":
         output=args.output,
         json_keys=tuple(dict.fromkeys(args.json_keys)),
         patterns=tuple(args.pattern or DEFAULT_PATTERNS),
-        format=None if args.format == "auto" else Format(args.format),
+        format=None if args.format == "auto" else DocumentFormat(args.format),
         workers=args.workers or min(os.cpu_count() or 1, 8),
         append_eod=args.append_eod,
         skip_bad_lines=args.skip_bad_lines,
@@ -211,7 +217,7 @@ def _check_tokenizer_flags(args: argparse.Namespace) -> None:
         raise UsageError("--train-tokenizer and --vocab-size N go together")
 
 
-def report(summary: "Summary", args: argparse.Namespace) -> str:
+def report(summary: "PrepareSummary", args: argparse.Namespace) -> str:
     """What was made, and the flags and manifest fields that use it."""
     lines: list[str] = []
     for prefix, documents, tokens in zip(summary.prefixes, summary.documents, summary.tokens, strict=True):
@@ -224,14 +230,14 @@ def report(summary: "Summary", args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _tokenizer_flags(summary: "Summary", args: argparse.Namespace) -> str:
+def _tokenizer_flags(summary: "PrepareSummary", args: argparse.Namespace) -> str:
     file = summary.trained_tokenizer or args.tokenizer_file
     if file is not None:
         return f"--tokenizer-file {file}"
     return f"--vocab-file {args.vocab_file} --merge-file {args.merge_file}"
 
 
-def _tokenizer_fields(summary: "Summary", args: argparse.Namespace) -> str:
+def _tokenizer_fields(summary: "PrepareSummary", args: argparse.Namespace) -> str:
     file = summary.trained_tokenizer or args.tokenizer_file
     if file is not None:
         return f"spec.data.tokenizer: {file}"

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from megatronapp_trainer.data.blend import Blend, parse_blend, split_shares
+from megatronapp_trainer.data.blend import Blend, parse_blend, split_fractions
 from megatronapp_trainer.data.corpus_check import CorpusFacts, check_vocabulary, inspect_corpus
 from megatronapp_trainer.data.index_cache import cache_directory, staged, without_process_group
 from megatronapp_trainer.data.vocabulary import Vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError
-from megatronapp_trainer.utils.silence_megatron import importing_megatron
+from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class DatasetRequest:
         """Name, corpora and range of shares of each split."""
         if self.blend_per_split is not None:
             return [(name, blend, (0.0, 1.0)) for name, blend in zip(SPLITS, self.blend_per_split, strict=True)]
-        train, valid, _ = split_shares(self.split)
+        train, valid, _ = split_fractions(self.split)
         borders = (0.0, train, train + valid, 1.0)
         return [(name, self.blend, (borders[i], borders[i + 1])) for i, name in enumerate(SPLITS)]
 
@@ -123,7 +123,7 @@ def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> list[Samp
     Raises:
         DataError: megatron-core cannot build them, or the index cache cannot be written.
     """
-    with importing_megatron():
+    with silence_megatron_imports():
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset
 
@@ -148,7 +148,7 @@ def _megatron_config(request: DatasetRequest, vocabulary: Vocabulary, cache: pat
         random_seed=request.seed,
         sequence_length=request.sequence_length,
         blend=request.blend.for_megatron() if request.blend is not None else None,
-        blend_per_split=_wanted([blend and blend.for_megatron() for blend in per_split], request)
+        blend_per_split=_drop_unrequested([blend and blend.for_megatron() for blend in per_split], request)
         if per_split
         else None,
         split=request.split if per_split is None else None,
@@ -162,9 +162,9 @@ def _megatron_config(request: DatasetRequest, vocabulary: Vocabulary, cache: pat
     )
     if config.split_matrix is not None:
         # megatron-core never ends counting epochs of a part that is empty, so parts not wanted must not be built.
-        config.split_matrix = _wanted(config.split_matrix, request)
+        config.split_matrix = _drop_unrequested(config.split_matrix, request)
     return config
 
 
-def _wanted(parts: Sequence[T | None], request: DatasetRequest) -> list[T | None]:
+def _drop_unrequested(parts: Sequence[T | None], request: DatasetRequest) -> list[T | None]:
     return [part if samples > 0 else None for part, samples in zip(parts, request.samples, strict=True)]

@@ -76,14 +76,14 @@ def without_process_group() -> Iterator[None]:
     kept = [module.torch for module in modules]
     try:
         for module, torch in zip(modules, kept, strict=True):
-            module.torch = _Alone(torch)  # type: ignore[attr-defined]
+            module.torch = _SingleProcessTorch(torch)  # type: ignore[attr-defined]
         yield
     finally:
         for module, torch in zip(modules, kept, strict=True):
             module.torch = torch  # type: ignore[attr-defined]
 
 
-class _Alone(types.ModuleType):
+class _SingleProcessTorch(types.ModuleType):
     """torch, with a `distributed` that has no process group."""
 
     def __init__(self, torch: Any) -> None:  # noqa: ANN401  # a module, or somebody's stand-in for it

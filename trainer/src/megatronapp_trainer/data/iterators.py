@@ -11,9 +11,9 @@ from megatronapp_trainer.data.datasets import (
     check_request,
     check_training_has_data,
 )
-from megatronapp_trainer.data.microbatches import Batch, DataIterators
+from megatronapp_trainer.data.microbatches import DataIterators, HostMicrobatch
 from megatronapp_trainer.data.request import dataset_request, sample_counts
-from megatronapp_trainer.data.sampler import Sampler
+from megatronapp_trainer.data.sampler import SampleOrder
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
 from megatronapp_trainer.parallel.agreement import Agreement, on_all_ranks
 from megatronapp_trainer.parallel.layout import Layout
@@ -82,12 +82,12 @@ def _stream(
     vocab_size: int,
     *,
     consumed_samples: int | None,
-) -> Iterator[Batch]:
+) -> Iterator[HostMicrobatch]:
     """Batches of a dataset: of training after `consumed_samples`, or of an evaluation, which begins anew each time."""
     if dataset is None:
         return iter(())
     _, evaluation, _ = sample_counts(config, layout.data_size)
-    sampler = Sampler(
+    sampler = SampleOrder(
         consumed_samples=consumed_samples or 0,
         micro_batch_size=config.training.micro_batch_size,
         data_rank=layout.data_rank,

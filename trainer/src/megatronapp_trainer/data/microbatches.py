@@ -11,7 +11,7 @@ from typing import TypedDict
 import torch
 import torch.distributed as dist
 
-from megatronapp_common.trace import Kind
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import StepObserver
@@ -22,7 +22,7 @@ TOGETHER = 8
 the host as much as several kernels of a layer, however small it is."""
 
 
-class Batch(TypedDict):
+class HostMicrobatch(TypedDict):
     """One microbatch of this rank's replica, as it is read."""
 
     tokens: torch.Tensor
@@ -41,9 +41,9 @@ class Batch(TypedDict):
 class DataIterators:
     """Endless iterators of microbatches on the CPU; None where a split holds nothing."""
 
-    train: Iterator[Batch]
-    valid: Iterator[Batch] | None
-    test: Iterator[Batch] | None
+    train: Iterator[HostMicrobatch]
+    valid: Iterator[HostMicrobatch] | None
+    test: Iterator[HostMicrobatch] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class BatchSource:
         """Microbatches to read at once. A mask is as large as hundreds of other planes; and where no thread reads
         ahead, the whole pipeline would wait for the first stage to read them all."""
 
-    def read(self, iterator: Iterator[Batch], count: int) -> list[Microbatch]:
+    def read(self, iterator: Iterator[HostMicrobatch], count: int) -> list[Microbatch]:
         """The next `count` microbatches of this iterator; collective over the tensor group."""
         batches = list(itertools.islice(iterator, count)) if self._reads else []
         planes_GPBS = self._broadcast(self._packed(batches), (count, self._planes, *self._size), torch.int64)
@@ -94,7 +94,7 @@ class BatchSource:
         )
         return [Microbatch(*fields) for fields in zip(*columns, strict=True)]
 
-    def _packed(self, batches: list[Batch]) -> torch.Tensor | None:
+    def _packed(self, batches: list[HostMicrobatch]) -> torch.Tensor | None:
         """The planes that travel, int64 [G, P, B, S]; a loss mask holds only 0 and 1."""
         if not batches:
             return None
@@ -102,7 +102,7 @@ class BatchSource:
         planes = [batch[name].long() for batch in batches for name in names]  # type: ignore[literal-required]
         return torch.stack(planes).view(len(batches), self._planes, *self._size)
 
-    def _masks(self, batches: list[Batch], count: int) -> list[torch.Tensor] | list[None]:
+    def _masks(self, batches: list[HostMicrobatch], count: int) -> list[torch.Tensor] | list[None]:
         if not self._masked:
             return [None] * count
         (samples, length), found = self._size, [batch["attention_mask"] for batch in batches]
@@ -132,7 +132,7 @@ class StepFeed:
     def __init__(
         self,
         source: BatchSource,
-        iterator: Iterator[Batch],
+        iterator: Iterator[HostMicrobatch],
         num_microbatches: int,
         *,
         needed_by: frozenset[int],
@@ -159,14 +159,14 @@ class StepFeed:
         if microbatch >= self._num_microbatches:
             raise ValueError(f"microbatch {microbatch} was asked for in a step of {self._num_microbatches}")
         if self._observer is not None:
-            self._observer.begin(Kind.DATA, chunk, microbatch)
+            self._observer.begin(RecordKind.DATA, chunk, microbatch)
         while self._read <= microbatch:
             count = min(self._source.together, self._num_microbatches - self._read)
             for batch in self._source.read(self._iterator, count):
                 self._held[self._read] = (batch, len(self._needed_by))
                 self._read += 1
         if self._observer is not None:
-            self._observer.end(Kind.DATA)
+            self._observer.end(RecordKind.DATA)
 
     def _release(self, microbatch: int) -> Microbatch:
         batch, users = self._held.pop(microbatch)

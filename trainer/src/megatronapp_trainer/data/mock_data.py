@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.data.microbatches import Batch, DataIterators
+from megatronapp_trainer.data.microbatches import DataIterators, HostMicrobatch
 from megatronapp_trainer.models.initial import generator_of
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -26,7 +26,7 @@ def build_mock_iterators(config: TrainerConfig, layout: Layout, consumed_samples
     )
 
 
-def _endless_evaluations(config: TrainerConfig, layout: Layout, *, split: int) -> Iterator[Batch]:
+def _endless_evaluations(config: TrainerConfig, layout: Layout, *, split: int) -> Iterator[HostMicrobatch]:
     """The microbatches of one evaluation, over and over, so that every evaluation sees the same samples."""
     stride = config.training.micro_batch_size * layout.data_size
     microbatches = config.logging.eval_iters * config.global_batch_size(layout.data_size) // stride
@@ -34,7 +34,7 @@ def _endless_evaluations(config: TrainerConfig, layout: Layout, *, split: int) -
         yield from itertools.islice(mock_batches(config, layout, split=split, first_sample=0), microbatches)
 
 
-def mock_batches(config: TrainerConfig, layout: Layout, *, split: int, first_sample: int) -> Iterator[Batch]:
+def mock_batches(config: TrainerConfig, layout: Layout, *, split: int, first_sample: int) -> Iterator[HostMicrobatch]:
     """Microbatches in the order of Megatron's sampler: replicas take turns."""
     size, seed = config.training.micro_batch_size, config.training.seed
     vocab, length = config.data.vocab_size or 1, config.model.seq_length

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampler:
+class SampleOrder:
     """Samples of one replica. `size`: samples of the dataset, after which its order begins anew.
 
     `restart_after`: samples after which reading begins anew even if the dataset is longer.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.utils.silence_megatron import importing_megatron
+from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
@@ -45,7 +45,7 @@ _ASK_FOR_CUDA = (
 
 def install() -> None:
     """Make megatron-core run on this CPU. Call it again after importing more of megatron-core; that costs little."""
-    with importing_megatron(), _without_compile():
+    with silence_megatron_imports(), _without_compile():
         for root in _ROOTS:
             importlib.import_module(root)
     _bind_facade()
@@ -81,7 +81,7 @@ def _without_compile() -> Iterator[None]:
         torch.compile = compile_function
 
 
-class _Facade(types.ModuleType):
+class _ModuleProxy(types.ModuleType):
     """A module that forwards every name it was not given itself."""
 
     def __init__(self, target: types.ModuleType, own: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def _bind_facade() -> None:
 
 @functools.cache
 def _torch_facade() -> types.ModuleType:
-    cuda = _Facade(
+    cuda = _ModuleProxy(
         torch.cuda,
         {
             "current_device": lambda: _CPU,
@@ -113,7 +113,7 @@ def _torch_facade() -> types.ModuleType:
             "set_rng_state": lambda state, *_args, **_kwargs: torch.set_rng_state(state),
         },
     )
-    return _Facade(torch, {"cuda": cuda} | {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    return _ModuleProxy(torch, {"cuda": cuda} | {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -6,7 +6,7 @@ import warnings
 import torch
 
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.utils.silence_megatron import importing_megatron
+from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 
 _NOISE = (
     "Please use DTensor instead",  # of sharded tensors, which its checkpoints are made of
@@ -80,7 +80,7 @@ def prepare_device(local_rank: int) -> Device:
                 "start one rank per GPU, or none of them with CUDA_VISIBLE_DEVICES= set to nothing"
             )
         torch.cuda.set_device(local_rank)
-        with importing_megatron():
+        with silence_megatron_imports():
             import megatron.core.models.gpt.gpt_layer_specs
             import megatron.core.optimizer  # noqa: F401 - imported here for its warnings to be left out
         device = torch.device("cuda", local_rank)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.hooks.sites import Kept, Site, module_at
+from megatronapp_trainer.hooks.sites import Retention, Site, module_at
 from megatronapp_trainer.scope.errors import CaptureError
 
 Layers = frozenset[int] | None
@@ -21,21 +21,21 @@ Layers = frozenset[int] | None
 
 
 @dataclasses.dataclass(kw_only=True)
-class Values:
+class SiteValues:
     """What has come of a site in this step, by layer; layer -1 where it has none."""
 
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     biases: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-class Collector:
+class HookCollector:
     """The hooks on one model. They stay while a set of sites is looked at; `look` with no sites takes all away."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._sites: Mapping[str, Site] = {}
         self._handles: list[Any] = []
-        self._kept: dict[str, Values] = {}
+        self._kept: dict[str, SiteValues] = {}
         self._rows: dict[str, torch.Tensor | None] = {}
         self._wanted: Mapping[str, Layers] = {}
         self._found: dict[Site, list[tuple[int, torch.nn.Module | None]]] = {}
@@ -46,7 +46,7 @@ class Collector:
         """Sites that are hooked."""
         return frozenset(self._sites)
 
-    def look(self, wanted: Mapping[str, Site]) -> None:
+    def set_sites(self, wanted: Mapping[str, Site]) -> None:
         """Look at these sites from the next step on, and at no others. Raises CaptureError for one that is nowhere."""
         if wanted is self._sites or wanted == self._sites:
             self._sites = wanted
@@ -84,12 +84,12 @@ class Collector:
         biases = torch.stack([kept.biases[layer] for layer in order])
         return values + biases.view(len(order), *[1] * (values.dim() - 1 - biases.dim() + 1), *biases.shape[1:])
 
-    def take(self) -> dict[str, Values]:
+    def take(self) -> dict[str, SiteValues]:
         """What has been kept, which is then no longer here."""
         kept, self._kept = self._kept, {}
         return kept
 
-    def put(self, kept: dict[str, Values]) -> None:
+    def put(self, kept: dict[str, SiteValues]) -> None:
         """Go on with what was taken."""
         self._kept = kept
 
@@ -115,7 +115,7 @@ class Collector:
             if site.name not in self._rows or (wanted is not None and layer not in wanted):
                 return None
             self._keep(site, layer, site.take((*args, *kwargs.values()), output))
-            return _guarded(output) if site.kept is Kept.GUARDED and self._rows[site.name] is None else None
+            return _guarded(output) if site.retention is Retention.GUARDED and self._rows[site.name] is None else None
 
         return module.register_forward_hook(keep, with_kwargs=True)
 
@@ -124,9 +124,9 @@ class Collector:
         rows = self._rows[site.name]
         if rows is not None:
             value = value.index_select(0, rows)
-        elif site.kept is Kept.COPIED:
+        elif site.retention is Retention.COPIED:
             value = value.clone()
-        kept = self._kept.setdefault(site.name, Values())
+        kept = self._kept.setdefault(site.name, SiteValues())
         kept.values[layer] = value
         if bias is not None:
             kept.biases[layer] = bias

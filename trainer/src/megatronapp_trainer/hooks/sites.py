@@ -25,7 +25,7 @@ Where = str | Callable[[str, torch.nn.Module], bool]
 """Path below a layer (or below the model), or a predicate of that path and the module, true for one of them."""
 
 
-class Axis(enum.StrEnum):
+class ShardAxis(enum.StrEnum):
     """Along what tensor ranks share the numbers of a site."""
 
     HEADS = "heads"
@@ -38,7 +38,7 @@ class Axis(enum.StrEnum):
     """Every rank has all of them."""
 
 
-class Kept(enum.Enum):
+class Retention(enum.Enum):
     """How a tensor is still there when the step is over."""
 
     ALIVE = "alive"
@@ -56,9 +56,9 @@ class Site:
     name: str
     where: Where
     take: Take
-    axis: Axis = Axis.WHOLE
+    axis: ShardAxis = ShardAxis.WHOLE
     per_layer: bool = True
-    kept: Kept = Kept.COPIED
+    retention: Retention = Retention.COPIED
     reducers: tuple[str, ...] = ()
     """What steps tell of it: each as the tensor `name.reducer`. Of built-in ones the capture says so."""
     pixels: int = 16
@@ -95,28 +95,28 @@ def _made(place: int) -> Take:
 
 _ATTENTION = "self_attention.core_attention"
 _ROTATION = f"{_ATTENTION}.rotation"
-_KEPT: Mapping[str, Any] = {"kept": Kept.ALIVE}
+_ALIVE: Mapping[str, Any] = {"retention": Retention.ALIVE}
 BUILT_IN = {
     site.name: site
     for site in (
-        Site(name="embedding", where="embedding", take=_first, per_layer=False, **_KEPT),
-        Site(name="q", where=_ROTATION, take=_made(0), axis=Axis.HEADS, **_KEPT),
-        Site(name="k", where=_ROTATION, take=_made(1), axis=Axis.KEY_HEADS, **_KEPT),
-        Site(name="v", where=_ATTENTION, take=_value, axis=Axis.KEY_HEADS, **_KEPT),
-        Site(name="attention_output", where="self_attention.linear_proj", take=_pair, kept=Kept.GUARDED),
-        Site(name="mlp2", where="mlp.linear_fc2", take=_pair, kept=Kept.GUARDED),
-        Site(name="mlp_in", where="pre_mlp_layernorm", take=_first, **_KEPT),
-        Site(name="mlp1", where="mlp.linear_fc1", take=_pair, axis=Axis.MLP, **_KEPT),
-        Site(name="residual", where="", take=_first, **_KEPT),
-        Site(name="final_norm", where="decoder.final_layernorm", take=_first, per_layer=False, **_KEPT),
-        Site(name="logits", where="output_layer", take=_first, per_layer=False, **_KEPT),
+        Site(name="embedding", where="embedding", take=_first, per_layer=False, **_ALIVE),
+        Site(name="q", where=_ROTATION, take=_made(0), axis=ShardAxis.HEADS, **_ALIVE),
+        Site(name="k", where=_ROTATION, take=_made(1), axis=ShardAxis.KEY_HEADS, **_ALIVE),
+        Site(name="v", where=_ATTENTION, take=_value, axis=ShardAxis.KEY_HEADS, **_ALIVE),
+        Site(name="attention_output", where="self_attention.linear_proj", take=_pair, retention=Retention.GUARDED),
+        Site(name="mlp2", where="mlp.linear_fc2", take=_pair, retention=Retention.GUARDED),
+        Site(name="mlp_in", where="pre_mlp_layernorm", take=_first, **_ALIVE),
+        Site(name="mlp1", where="mlp.linear_fc1", take=_pair, axis=ShardAxis.MLP, **_ALIVE),
+        Site(name="residual", where="", take=_first, **_ALIVE),
+        Site(name="final_norm", where="decoder.final_layernorm", take=_first, per_layer=False, **_ALIVE),
+        Site(name="logits", where="output_layer", take=_first, per_layer=False, **_ALIVE),
     )
 }
 BEFORE_ROTATION = {
     "q": dataclasses.replace(BUILT_IN["q"], name="q before", take=_given(0)),
     "k": dataclasses.replace(BUILT_IN["k"], name="k before", take=_given(1)),
 }
-STAGE_INPUT = Site(name="stage input", where="decoder.layers.0", take=_hidden, per_layer=False, **_KEPT)
+STAGE_INPUT = Site(name="stage input", where="decoder.layers.0", take=_hidden, per_layer=False, **_ALIVE)
 """What the first layer of this rank is given: the residual before it."""
 ATTENTION = "attention"
 """A site without a module: its numbers are computed again from queries and cached keys."""
@@ -128,7 +128,7 @@ def register_site(
     where: Where,
     *,
     take: Take = _first,
-    axis: Axis = Axis.WHOLE,
+    axis: ShardAxis = ShardAxis.WHOLE,
     per_layer: bool = True,
     reducers: Iterable[str] = (),
     pixels: int = 16,

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from megatronapp_common.trace import NO_MICROBATCH, Kind
+from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -67,10 +67,10 @@ class StepObserver(Protocol):
     def step_end(self, *, skipped: bool) -> None:
         """It has ended, the optimizer's update included; ``skipped``: the update was refused."""
 
-    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
         """A span begins; microbatch is NO_MICROBATCH where the span belongs to none."""
 
-    def end(self, kind: Kind) -> None:
+    def end(self, kind: RecordKind) -> None:
         """The span of this kind has ended."""
 
     def metrics(self, metrics: StepMetrics) -> None:
@@ -83,7 +83,7 @@ class StepObserver(Protocol):
         """Training has ended, or failed."""
 
 
-class _Span:
+class _ObservedTimer:
     """What megatron-core calls a timer: an object with start and stop."""
 
     __slots__ = ("start", "stop")
@@ -98,11 +98,11 @@ def _nothing(*_args: object, **_kwargs: object) -> None:
 
 
 _TIMED_BY_MEGATRON = {
-    "all-grads-sync": Kind.GRAD_REDUCE,
-    "embedding-grads-all-reduce": Kind.EMBED_REDUCE,
-    "non-tensor-parallel-grads-all-reduce": Kind.EMBED_REDUCE,
-    "optimizer-inner-step": Kind.OPTIMIZER,
-    "params-all-gather": Kind.PARAM_GATHER,
+    "all-grads-sync": RecordKind.GRAD_REDUCE,
+    "embedding-grads-all-reduce": RecordKind.EMBED_REDUCE,
+    "non-tensor-parallel-grads-all-reduce": RecordKind.EMBED_REDUCE,
+    "optimizer-inner-step": RecordKind.OPTIMIZER,
+    "params-all-gather": RecordKind.PARAM_GATHER,
 }
 """Megatron's timer names and the spans they delimit."""
 
@@ -119,15 +119,15 @@ class ObserverTimers:
         self._backwards: tuple[tuple[int, int], ...] = ()
         self._next_backward = 0
         self._spans = {name: self._span(kind) for name, kind in _TIMED_BY_MEGATRON.items()}
-        self._spans["forward-compute"] = _Span(_nothing, self._end_forward)
-        self._spans["backward-compute"] = _Span(self._begin_backward, self._end_backward)
-        self._ignored = _Span(_nothing, _nothing)
+        self._spans["forward-compute"] = _ObservedTimer(_nothing, self._end_forward)
+        self._spans["backward-compute"] = _ObservedTimer(self._begin_backward, self._end_backward)
+        self._ignored = _ObservedTimer(_nothing, _nothing)
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Span:
+    def __call__(self, name: str, log_level: int | None = None) -> _ObservedTimer:
         """The span of that timer, or one that does nothing."""
         return self._spans.get(name, self._ignored)
 
-    def timed(self, kind: Kind, function: Callable[[], Any]) -> Callable[[], Any]:
+    def timed(self, kind: RecordKind, function: Callable[[], Any]) -> Callable[[], Any]:
         """`function` with a span around it: megatron-core's ChainedOptimizer has no timer for the gradient norm."""
 
         def timed() -> Any:  # noqa: ANN401 - what the function gives
@@ -145,17 +145,19 @@ class ObserverTimers:
 
     def begin_forward(self, chunk: int, microbatch: int) -> None:
         """The forward pass begins, its data being there."""
-        self._observer.begin(Kind.FORWARD, chunk, microbatch)
+        self._observer.begin(RecordKind.FORWARD, chunk, microbatch)
 
     def _end_forward(self) -> None:
-        self._observer.end(Kind.FORWARD)
+        self._observer.end(RecordKind.FORWARD)
 
     def _begin_backward(self) -> None:
-        self._observer.begin(Kind.BACKWARD, *self._backwards[self._next_backward])
+        self._observer.begin(RecordKind.BACKWARD, *self._backwards[self._next_backward])
 
     def _end_backward(self) -> None:
-        self._observer.end(Kind.BACKWARD)
+        self._observer.end(RecordKind.BACKWARD)
         self._next_backward += 1
 
-    def _span(self, kind: Kind) -> _Span:
-        return _Span(lambda **_kwargs: self._observer.begin(kind, 0, NO_MICROBATCH), lambda: self._observer.end(kind))
+    def _span(self, kind: RecordKind) -> _ObservedTimer:
+        return _ObservedTimer(
+            lambda **_kwargs: self._observer.begin(kind, 0, NO_MICROBATCH), lambda: self._observer.end(kind)
+        )

@@ -19,9 +19,9 @@ from megatronapp_trainer.checkpoint.storage import read, verify
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import CheckpointError, UsageError
-from megatronapp_trainer.inference.model.kv_cache import check_room, free_bytes
-from megatronapp_trainer.inference.model_runner import Options, Stage, cache_shape
-from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.inference.model.kv_cache import check_memory, free_bytes
+from megatronapp_trainer.inference.model_runner import ModelRunner, RunnerOptions, cache_shape
+from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.models.gpt import build_stage
 from megatronapp_trainer.parallel.agreement import broadcast_from_zero, on_all_ranks
 from megatronapp_trainer.parallel.groups import seed_everything
@@ -114,7 +114,7 @@ def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Inspected:
+class _InspectedCheckpoint:
     """A checkpoint's manifest, or why it cannot be used."""
 
     path: pathlib.Path
@@ -122,18 +122,18 @@ class _Inspected:
     flaw: str = ""
 
 
-def _inspected(directory: pathlib.Path) -> list[_Inspected]:
+def _inspected(directory: pathlib.Path) -> list[_InspectedCheckpoint]:
     """The directory's checkpoints, newest first."""
     found = []
     for path in CheckpointDirectory(directory).checkpoints():
         try:
-            found.append(_Inspected(path=path, manifest=read_manifest(path)))
+            found.append(_InspectedCheckpoint(path=path, manifest=read_manifest(path)))
         except BrokenCheckpointError as error:
-            found.append(_Inspected(path=path, flaw=str(error)))
+            found.append(_InspectedCheckpoint(path=path, flaw=str(error)))
     return found
 
 
-def _nothing_whole(directory: pathlib.Path, found: list[_Inspected]) -> CheckpointError:
+def _nothing_whole(directory: pathlib.Path, found: list[_InspectedCheckpoint]) -> CheckpointError:
     if (other := foreign.answer(directory)) is not None:
         return CheckpointError(other)
     flaws = "; ".join(f"{one.path.name}: {one.flaw}" for one in found)
@@ -149,15 +149,15 @@ def _load(model: Any, path: pathlib.Path) -> None:  # noqa: ANN401 - GPTModel
         on_all_ranks(lambda: model.load_state_dict(loaded["model"]))
 
 
-def open_gang(
+def open_worker_group(
     model: Any,  # noqa: ANN401 - GPTModel of `build_model`
     config: TrainerConfig,
     layout: Layout,
     device: Device,
-    options: Options,
+    options: RunnerOptions,
     *,
     vocab_size: int,
-) -> Gang:
+) -> WorkerGroup:
     """Allocate the cache and join the other ranks. Collective.
 
     Raises:
@@ -165,9 +165,9 @@ def open_gang(
         UsageError: the options do not fit the model.
     """
 
-    def prepare() -> Stage:
-        check_room(cache_shape(model, options), free_bytes=free_bytes(device), place=device.name)
-        return Stage(model, layout, device, options, vocab_size=vocab_size)
+    def prepare() -> ModelRunner:
+        check_memory(cache_shape(model, options), free_bytes=free_bytes(device), place=device.name)
+        return ModelRunner(model, layout, device, options, vocab_size=vocab_size)
 
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    return Gang(on_all_ranks(prepare), timeout=timeout)
+    return WorkerGroup(on_all_ranks(prepare), timeout=timeout)

@@ -19,10 +19,10 @@ from megatronapp_trainer.inference.detokenizer import Decode, TextStream
 from megatronapp_trainer.inference.errors import EngineLostError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, FinishReason, PromptEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest, check_fits
-from megatronapp_trainer.inference.scheduler import Board, Planned, PlannedRow, Sequence
-from megatronapp_trainer.inference.step_plan import Output, Plan, Reading, Segment
-from megatronapp_trainer.inference.worker_group import Gang
-from megatronapp_trainer.parallel.agreement import says_lost_peer
+from megatronapp_trainer.inference.scheduler import ScheduledRow, ScheduledStep, Scheduler, Sequence
+from megatronapp_trainer.inference.step_plan import OutputRequest, SampledOutput, Segment, StepPlan
+from megatronapp_trainer.inference.worker_group import WorkerGroup
+from megatronapp_trainer.parallel.agreement import is_peer_lost_error
 
 
 class Engine:
@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(
         self,
-        gang: Gang,
+        gang: WorkerGroup,
         *,
         decode: Decode | None = None,
         decode_plain: Decode | None = None,
@@ -49,7 +49,7 @@ class Engine:
         self._end_tokens = frozenset(end_tokens)
         self._admitted = admitted
         options = gang.stage.options
-        self._board = Board(slots=options.slots, prefill_chunk=options.prefill_chunk, most_waiting=most_waiting)
+        self._board = Scheduler(slots=options.slots, prefill_chunk=options.prefill_chunk, most_waiting=most_waiting)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._cancelled: set[str] = set()
@@ -88,7 +88,7 @@ class Engine:
             return True
 
     def command(self, topic: str, payload: Any = None) -> None:  # noqa: ANN401 - whatever the handlers take
-        """Let all ranks handle a command (`Gang.handle`) before the next step."""
+        """Let all ranks handle a command (`WorkerGroup.handle`) before the next step."""
         with self._lock:
             self._commands.append((topic, payload))
             self._work.notify_all()
@@ -114,7 +114,7 @@ class Engine:
         for slots in stage.decode_sizes:
             for is_decode in (False, True):
                 segments = tuple(Segment(slot=slot, start=0, tokens=(0,)) for slot in range(slots))
-                self._gang.execute(Plan(segments=segments, outputs=(Output(row=0),), decode=is_decode))
+                self._gang.execute(StepPlan(segments=segments, outputs=(OutputRequest(row=0),), decode=is_decode))
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until something is open or commanded, at most so long; whether it is. Keep below 30 s between steps."""
@@ -147,9 +147,9 @@ class Engine:
         try:
             self._command()
             if planned is None:
-                self._gang.beat()
+                self._gang.send_heartbeat()
             else:
-                events += self._told(planned, self._gang.execute(planned.plan))
+                events += self._observe(planned, self._gang.execute(planned.plan))
         except Exception as error:  # whatever it is, those who wait for their tokens must hear of it
             events += self._fail(error)
         return events
@@ -184,7 +184,7 @@ class Engine:
                 if self._admitted is not None:
                     self._admitted(one.request.id)
 
-    def _told(self, planned: Planned, readings: tuple[Reading, ...]) -> list[Event]:
+    def _observe(self, planned: ScheduledStep, readings: tuple[SampledOutput, ...]) -> list[Event]:
         """Bring the sequences up to date with a step that has been done."""
         slots = {segment.slot: segment for segment in planned.plan.segments}
         for sequence in self._board.running:
@@ -195,10 +195,10 @@ class Engine:
             events += self._events(row, reading)
         return events
 
-    def _events(self, row: PlannedRow, reading: Reading) -> Iterator[Event]:
+    def _events(self, row: ScheduledRow, reading: SampledOutput) -> Iterator[Event]:
         sequence, request = row.sequence, row.sequence.request
         last = len(request.prompt) - 1
-        if row.position <= last and sequence.wants_all:
+        if row.position <= last and sequence.reports_prompt:
             yield _prompt_event(request, row.position, reading)
         if row.position < last:
             return
@@ -211,7 +211,7 @@ class Engine:
             reason, matched = over
             yield self._finish(sequence, reason, matched)
 
-    def _token_event(self, sequence: Sequence, reading: Reading) -> TokenEvent:
+    def _token_event(self, sequence: Sequence, reading: SampledOutput) -> TokenEvent:
         sequence.generated.append(reading.token)
         is_end = reading.token in self._end_tokens and not sequence.request.ignore_end
         text = None if sequence.text is None else "" if is_end else sequence.text.feed(reading.token)
@@ -242,7 +242,7 @@ class Engine:
 
     def _fail(self, error: Exception) -> list[Event]:
         """End everything that is open."""
-        what = "a rank of the gang was lost" if says_lost_peer(error) else f"a step failed ({type(error).__name__})"
+        what = "a rank of the gang was lost" if is_peer_lost_error(error) else f"a step failed ({type(error).__name__})"
         failure = EngineLostError(f"{what}: {error}; the gang must be started again")
         failure.__cause__ = error
         with self._lock:
@@ -254,7 +254,7 @@ class Engine:
         return [_ended_waiting(one, "error", failure, generated.get(one.id, 0)) for one in open_requests]
 
 
-def _prompt_event(request: GenerationRequest, position: int, reading: Reading) -> PromptEvent:
+def _prompt_event(request: GenerationRequest, position: int, reading: SampledOutput) -> PromptEvent:
     is_last = position == len(request.prompt) - 1
     return PromptEvent(
         request_id=request.id,

@@ -6,13 +6,13 @@ from typing import Literal
 import torch
 
 from megatronapp_trainer.inference.errors import GenerationError
-from megatronapp_trainer.inference.model.token_statistics import Measured
+from megatronapp_trainer.inference.model.token_statistics import PendingStatistics
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class TokenCandidate:
     """A token that could have come, with its log-probability under the model (temperature 1, nothing filtered)."""
 
     token: int
@@ -30,10 +30,10 @@ class PromptEvent:
     """The token of the prompt that follows; None at its last position."""
     logprob: float | None
     """Of `target`."""
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TokenCandidate, ...]
     logits: torch.Tensor | None
     """fp32 [vocabulary] on the CPU, where asked for."""
-    measures: Measured | None = None
+    measures: PendingStatistics | None = None
     """Where asked for."""
 
 
@@ -47,12 +47,12 @@ class TokenEvent:
     token: int
     logprob: float
     """Under the model (temperature 1, nothing filtered)."""
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TokenCandidate, ...]
     text: str | None
     """Text that is certain now: whole characters, without the beginning of a stop text. None without a tokenizer."""
     logits: torch.Tensor | None
     """Those that the token was chosen from: fp32 [vocabulary] on the CPU, where asked for."""
-    measures: Measured | None = None
+    measures: PendingStatistics | None = None
     """Where asked for."""
 
 

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
-from megatronapp_trainer.inference.step_plan import Plan
+from megatronapp_trainer.inference.step_plan import StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sight:
+class StepContext:
     """What a watcher is told of a step before it is computed."""
 
-    plan: Plan
+    plan: StepPlan
     positions_N: torch.Tensor
     """On the device: of each token; at decode one per slot up to the last used one, at the same address in every step
     of as many slots, 0 in idle slots."""
@@ -27,10 +27,10 @@ class Sight:
         return self.positions_N.size(0)
 
 
-class Watcher(Protocol):
+class ForwardObserver(Protocol):
     """Calls come in this order in each step, all in the thread of the engine."""
 
-    def begin(self, sight: Sight) -> Hashable:
+    def begin(self, sight: StepContext) -> Hashable:
         """A step comes. What of it is looked at: forward passes of one answer do the same on the device, and every rank
         of a tensor group gives equal answers in equal order. None: nothing."""
 

@@ -8,7 +8,7 @@ import collections
 from collections.abc import Callable
 
 
-class Lull:
+class IdleWindow:
     """A context manager of the thread of the engine: within it that thread waits for the device or for other ranks."""
 
     def __init__(self) -> None:

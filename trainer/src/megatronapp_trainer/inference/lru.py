@@ -7,7 +7,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """At most `most` values by key. The one that was asked for longest ago goes first; `forget` hears of each."""
 
     def __init__(self, most: int, forget: Callable[[K, V], None] = lambda _key, _value: None) -> None:

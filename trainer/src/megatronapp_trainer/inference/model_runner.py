@@ -14,20 +14,20 @@ import torch.distributed as dist
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.device.compiling import can_compile
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.inference.forward_observer import Sight, Watcher
+from megatronapp_trainer.inference.forward_observer import ForwardObserver, StepContext
 from megatronapp_trainer.inference.model.cached_attention import (
     Attend,
+    AttentionStep,
     CachedAttention,
+    CurrentStep,
     FlashDecode,
     MaskedDecode,
     PrefillAttention,
-    Step,
-    StepHolder,
     decode_mask,
 )
-from megatronapp_trainer.inference.model.cuda_graphs import Graphs
-from megatronapp_trainer.inference.model.kv_cache import Cache, CacheShape
-from megatronapp_trainer.inference.step_plan import Plan
+from megatronapp_trainer.inference.model.cuda_graphs import GraphCache
+from megatronapp_trainer.inference.model.kv_cache import KvCache, KvCacheShape
+from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.layout import Layout
 
 DecodeKernel = Literal["auto", "mask", "flash"]
@@ -35,7 +35,7 @@ _LEAST_ATTENDED = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class RunnerOptions:
     """How a rank computes."""
 
     slots: int = 8
@@ -58,7 +58,7 @@ class Options:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be 1 or more")
 
 
-def cache_shape(model: Any, options: Options) -> CacheShape:  # noqa: ANN401 - GPTModel
+def cache_shape(model: Any, options: RunnerOptions) -> KvCacheShape:  # noqa: ANN401 - GPTModel
     """Size of this rank's cache. Raises UsageError where the model has fewer positions than a slot has tokens."""
     learned = model.position_embedding_type == "learned_absolute"
     if learned and options.capacity > model.max_sequence_length:
@@ -68,7 +68,7 @@ def cache_shape(model: Any, options: Options) -> CacheShape:  # noqa: ANN401 - G
         )
     layers = model.decoder.layers
     heads = [layer.self_attention.num_query_groups_per_partition for layer in layers]
-    return CacheShape(
+    return KvCacheShape(
         layers=len(layers),
         slots=options.slots,
         capacity=options.capacity,
@@ -78,7 +78,7 @@ def cache_shape(model: Any, options: Options) -> CacheShape:  # noqa: ANN401 - G
     )
 
 
-class Stage:
+class ModelRunner:
     """A rank's model, ready to generate. The model's core attention is replaced for good."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Stage:
         model: Any,  # noqa: ANN401 - GPTModel, in evaluation mode
         layout: Layout,
         device: Device,
-        options: Options,
+        options: RunnerOptions,
         *,
         vocab_size: int,
     ) -> None:
@@ -94,14 +94,14 @@ class Stage:
         self.vocab_size = vocab_size
         self.options = options
         self.layout = layout
-        self.watcher: Watcher | None = None
+        self.watcher: ForwardObserver | None = None
         """Who looks at the model; may be set between steps."""
-        self.plan: Plan | None = None
+        self.plan: StepPlan | None = None
         """The last one that was begun. Forward hooks find here whose tokens they see: at prefill those of the segments
         one after the other, at decode one per slot, those of idle slots included."""
         self._device = device
         self._shape = cache_shape(model, options)
-        self._holder = StepHolder()
+        self._holder = CurrentStep()
         self._install_caches()
         self._scale = model.config.softmax_scale or 1.0 / math.sqrt(model.config.kv_channels)
         self._window = _window(model.config)
@@ -112,9 +112,9 @@ class Stage:
         self._inputs: dict[int, torch.Tensor] = {}
         self._hidden: dict[tuple[int, int | None], torch.Tensor] = {}
         self._turn = 0
-        self._graphs = Graphs(enabled=device.is_cuda and options.cuda_graphs, forget=self._forgotten)
+        self._graphs = GraphCache(enabled=device.is_cuda and options.cuda_graphs, forget=self._forgotten)
 
-    def run(self, plan: Plan) -> torch.Tensor | None:
+    def run(self, plan: StepPlan) -> torch.Tensor | None:
         """Compute a plan together with the other ranks.
 
         Logits [R, V] of its outputs on the last stage, of no meaning where it has none; None on other stages.
@@ -142,11 +142,11 @@ class Stage:
         self._graphs.clear()
 
     def _install_caches(self) -> None:
-        self.cache = Cache(self._shape, self._device.torch_device)
+        self.cache = KvCache(self._shape, self._device.torch_device)
         for layer, cache in zip(self.model.decoder.layers, self.cache.layers(), strict=True):
             layer.self_attention.core_attention = CachedAttention(self._holder, cache)
 
-    def _prefill(self, plan: Plan) -> torch.Tensor:
+    def _prefill(self, plan: StepPlan) -> torch.Tensor:
         tokens = [token for segment in plan.segments for token in segment.tokens]
         places = [(one.slot, position) for one in plan.segments for position in range(one.start, one.end)]
         inputs_3N = self._device.to_device(self._inputs_of(tokens, places))
@@ -158,7 +158,7 @@ class Stage:
         self._finish(found, result, looks is not None)
         return result
 
-    def _decode(self, plan: Plan) -> torch.Tensor:
+    def _decode(self, plan: StepPlan) -> torch.Tensor:
         """All slots up to the last used one take part, so that shapes are few; what the idle ones compute is unused."""
         slots = _bucket(max(segment.slot for segment in plan.segments) + 1, least=1, most=self.options.slots)
         longest = max(segment.end for segment in plan.segments)
@@ -185,8 +185,8 @@ class Stage:
         self._finish(found, result, looks is not None)
         return result
 
-    def _begin(self, plan: Plan, inputs_3N: torch.Tensor) -> Hashable:
-        return None if self.watcher is None else self.watcher.begin(Sight(plan=plan, positions_N=inputs_3N[1]))
+    def _begin(self, plan: StepPlan, inputs_3N: torch.Tensor) -> Hashable:
+        return None if self.watcher is None else self.watcher.begin(StepContext(plan=plan, positions_N=inputs_3N[1]))
 
     def _forgotten(self, looks: Hashable) -> None:
         if self.watcher is not None:
@@ -211,7 +211,7 @@ class Stage:
     ) -> torch.Tensor:
         """Through this stage's layers: hidden states [N, 1, H], or logits [R, V] on the last stage."""
         tokens_N, positions_N, rows_N = inputs_3N.unbind()
-        self._holder.step = Step(
+        self._holder.step = AttentionStep(
             rows_N=rows_N,
             cos_N1D=self._angles(self._cos_TD, positions_N),
             sin_N1D=self._angles(self._sin_TD, positions_N),
@@ -267,7 +267,7 @@ class Stage:
         rows = [slot * self._shape.rows_per_slot + position for slot, position in places]
         return torch.tensor([list(tokens), [position for _, position in places], rows])
 
-    def _fill_inputs(self, plan: Plan, slots: int) -> None:
+    def _fill_inputs(self, plan: StepPlan, slots: int) -> None:
         """Write the step into the buffer that the graph of this size reads. Idle slots store where nobody looks."""
         used = {segment.slot: segment for segment in plan.segments}
         tokens = [used[slot].tokens[0] if slot in used else 0 for slot in range(slots)]
@@ -327,7 +327,7 @@ def _window(config: Any) -> int | None:  # noqa: ANN401 - TransformerConfig
     return None if window is None or window[0] < 0 else int(window[0])
 
 
-def _takes_flash(kernel: DecodeKernel, device: Device, shape: CacheShape) -> bool:
+def _takes_flash(kernel: DecodeKernel, device: Device, shape: KvCacheShape) -> bool:
     fits = device.is_cuda and shape.dtype in {torch.bfloat16, torch.float16} and shape.channels % 8 == 0
     if kernel == "flash" and not fits:
         raise UsageError("decode_kernel flash needs CUDA, fp16 or bf16 and heads of a multiple of 8; take auto or mask")
@@ -342,7 +342,7 @@ def _fuse_swiglu(model: Any, *, fuse: bool) -> None:  # noqa: ANN401 - GPTModel
             config.bias_activation_fusion = fuse
 
 
-def _rotary_tables(model: Any, shape: CacheShape) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # noqa: ANN401
+def _rotary_tables(model: Any, shape: KvCacheShape) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # noqa: ANN401
     """Cosines and sines [T, D] of all positions in the model's type, the first half of the sines negated."""
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is None:

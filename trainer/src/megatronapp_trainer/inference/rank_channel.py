@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from megatronapp_trainer.parallel.layout import Layout
 
-_ROOM = 8192
+_BUFFER_BYTES = 8192
 _HEADER = 8
 
 
-class Word(enum.Enum):
+class ControlMessage(enum.Enum):
     """Messages that carry nothing."""
 
     BEAT = "beat"
@@ -28,7 +28,7 @@ class Word(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class EngineCommand:
     """Something that all ranks do at the next step border, by what they have agreed to do for this topic."""
 
     topic: str
@@ -36,7 +36,7 @@ class Command:
     """Picklable."""
 
 
-class Channel:
+class RankChannel:
     """From rank 0 to all others, and back from the first rank of the last stage. Collective to make."""
 
     def __init__(self, layout: Layout, *, timeout: datetime.timedelta) -> None:
@@ -45,23 +45,23 @@ class Channel:
         self._alone = layout.world_size == 1
         self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
 
-    def tell(self, message: object) -> None:
+    def broadcast(self, message: object) -> None:
         """Rank 0: to every other rank."""
         if self._alone:
             return
         for part in _packed(message):
             dist.broadcast(part, src=0, group=self._group)
 
-    def hear(self) -> Any:  # noqa: ANN401 - whatever was told
+    def receive_broadcast(self) -> Any:  # noqa: ANN401 - whatever was told
         """Other ranks: wait for a message of rank 0."""
         return _unpacked(lambda part: dist.broadcast(part, src=0, group=self._group))
 
-    def answer(self, message: object) -> None:
+    def send_reply(self, message: object) -> None:
         """The leader, where it is not rank 0: to rank 0."""
         for part in _packed(message):
             dist.send(part, dst=0, group=self._group)
 
-    def answered(self) -> Any:  # noqa: ANN401 - whatever the leader answered
+    def receive_reply(self) -> Any:  # noqa: ANN401 - whatever the leader answered
         """Rank 0: wait for the leader."""
         return _unpacked(lambda part: dist.recv(part, src=self.leader, group=self._group))
 
@@ -69,16 +69,16 @@ class Channel:
 def _packed(message: object) -> list[torch.Tensor]:
     data = pickle.dumps(message)
     whole = len(data).to_bytes(_HEADER, "little") + data
-    first = torch.zeros(_ROOM, dtype=torch.uint8)
-    head = whole[:_ROOM]
+    first = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8)
+    head = whole[:_BUFFER_BYTES]
     first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    if len(whole) <= _ROOM:
+    if len(whole) <= _BUFFER_BYTES:
         return [first]
-    return [first, torch.frombuffer(bytearray(whole[_ROOM:]), dtype=torch.uint8)]
+    return [first, torch.frombuffer(bytearray(whole[_BUFFER_BYTES:]), dtype=torch.uint8)]
 
 
 def _unpacked(receive: Any) -> Any:  # noqa: ANN401 - a function that fills a tensor; the message
-    first = torch.empty(_ROOM, dtype=torch.uint8)
+    first = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
     receive(first)
     length = int.from_bytes(bytes(first[:_HEADER].tolist()), "little")
     data = first[_HEADER : _HEADER + length].numpy().tobytes()

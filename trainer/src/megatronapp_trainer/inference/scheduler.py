@@ -9,7 +9,7 @@ from megatronapp_trainer.inference.errors import QueueFullError, RequestError
 from megatronapp_trainer.inference.events import FinishReason
 from megatronapp_trainer.inference.model.sampling import noise_keys
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.inference.step_plan import Output, Plan, Sampling, Segment
+from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams, Segment, StepPlan
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -29,17 +29,17 @@ class Sequence:
         return self.read < len(self.request.prompt)
 
     @property
-    def wants_all(self) -> bool:
+    def reports_prompt(self) -> bool:
         """Each position of the prompt is told of."""
         return self.request.logits or self.request.prompt_logprobs
 
-    def output(self, row: int, position: int) -> Output | None:
+    def output(self, row: int, position: int) -> OutputRequest | None:
         """What is wanted of the token at this position, the `row`-th of its plan."""
         request, following = self.request, position + 1
         in_prompt = following < len(request.prompt)
-        if in_prompt and not self.wants_all:
+        if in_prompt and not self.reports_prompt:
             return None
-        return Output(
+        return OutputRequest(
             row=row,
             sampling=None if in_prompt else self._sampling(following),
             target=request.prompt[following] if in_prompt else None,
@@ -48,11 +48,11 @@ class Sequence:
             measures=request.measures,
         )
 
-    def _sampling(self, position: int) -> Sampling | None:
+    def _sampling(self, position: int) -> SamplingParams | None:
         request = self.request
         if request.temperature == 0:
             return None
-        return Sampling(
+        return SamplingParams(
             temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
@@ -73,7 +73,7 @@ class Sequence:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedRow:
+class ScheduledRow:
     """Whose position an output is about."""
 
     sequence: Sequence
@@ -81,18 +81,18 @@ class PlannedRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class ScheduledStep:
     """A plan and, for each of its outputs, whose it is."""
 
-    plan: Plan
-    rows: tuple[PlannedRow, ...]
+    plan: StepPlan
+    rows: tuple[ScheduledRow, ...]
 
 
 MOST_AHEAD = 8
 """Requests that pass one of the background before its turn comes."""
 
 
-class Board:
+class Scheduler:
     """Waiting requests in their order, and the sequences that have a slot."""
 
     def __init__(self, *, slots: int, prefill_chunk: int, most_waiting: int) -> None:
@@ -126,7 +126,7 @@ class Board:
                 raise RequestError("group", f"{members} requests of {group} do not fit {self._slots} slots")
         self.waiting = deque(sorted((*self.waiting, *requests), key=lambda one: one.is_background))
 
-    def _held(self) -> set[str]:
+    def _groups_prefilling(self) -> set[str]:
         """Groups of which some have not been read yet."""
         waiting = {request.group for request in list(self.waiting)}
         reading = {one.request.group for one in self.running if one.is_prefilling}
@@ -164,10 +164,10 @@ class Board:
         self.running.remove(sequence)
         self._free.append(sequence.slot)
 
-    def plan(self) -> Planned | None:
+    def plan(self) -> ScheduledStep | None:
         """The next step. Where some read prompts and others generate, the two take turns. None: nothing to do."""
         prefilling = [one for one in self.running if one.is_prefilling]
-        held = self._held()
+        held = self._groups_prefilling()
         decoding = [one for one in self.running if not one.is_prefilling and one.request.group not in held]
         if not prefilling and not decoding:
             return None
@@ -175,7 +175,7 @@ class Board:
         return _decode(decoding) if self._decoded_last else _prefill(prefilling, self._chunk)
 
 
-def _decode(sequences: list[Sequence]) -> Planned:
+def _decode(sequences: list[Sequence]) -> ScheduledStep:
     """The newest token of each sequence."""
     segments, outputs, rows = [], [], []
     for row, one in enumerate(sequences):
@@ -183,15 +183,15 @@ def _decode(sequences: list[Sequence]) -> Planned:
         output = one.output(row, one.read)
         assert output is not None
         outputs.append(output)
-        rows.append(PlannedRow(sequence=one, position=one.read))
-    return Planned(plan=Plan(segments=tuple(segments), outputs=tuple(outputs), decode=True), rows=tuple(rows))
+        rows.append(ScheduledRow(sequence=one, position=one.read))
+    return ScheduledStep(plan=StepPlan(segments=tuple(segments), outputs=tuple(outputs), decode=True), rows=tuple(rows))
 
 
-def _prefill(sequences: list[Sequence], chunk: int) -> Planned:
+def _prefill(sequences: list[Sequence], chunk: int) -> ScheduledStep:
     """The next tokens of prompts, first come first served, `chunk` in all."""
     segments: list[Segment] = []
-    outputs: list[Output] = []
-    rows: list[PlannedRow] = []
+    outputs: list[OutputRequest] = []
+    rows: list[ScheduledRow] = []
     used = 0
     for one in sequences:
         tokens = one.request.prompt[one.read : one.read + chunk - used]
@@ -202,6 +202,8 @@ def _prefill(sequences: list[Sequence], chunk: int) -> Planned:
             output = one.output(used + position - one.read, position)
             if output is not None:
                 outputs.append(output)
-                rows.append(PlannedRow(sequence=one, position=position))
+                rows.append(ScheduledRow(sequence=one, position=position))
         used += len(tokens)
-    return Planned(plan=Plan(segments=tuple(segments), outputs=tuple(outputs), decode=False), rows=tuple(rows))
+    return ScheduledStep(
+        plan=StepPlan(segments=tuple(segments), outputs=tuple(outputs), decode=False), rows=tuple(rows)
+    )

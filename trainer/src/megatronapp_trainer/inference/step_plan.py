@@ -7,12 +7,12 @@ import dataclasses
 
 import torch
 
-from megatronapp_trainer.inference.events import Candidate
-from megatronapp_trainer.inference.model.token_statistics import Measured
+from megatronapp_trainer.inference.events import TokenCandidate
+from megatronapp_trainer.inference.model.token_statistics import PendingStatistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How to choose one token. `noise` is a pure function of the request's seed and the token's position."""
 
     temperature: float
@@ -39,12 +39,12 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Output:
+class OutputRequest:
     """What is wanted of one position of the plan."""
 
     row: int
     """Index among the tokens of the plan, in the order of its segments."""
-    sampling: Sampling | None = None
+    sampling: SamplingParams | None = None
     """Choose a token; None: the likeliest one."""
     target: int | None = None
     """Choose nothing and tell of this token."""
@@ -55,14 +55,14 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class StepPlan:
     """A step: read these tokens, tell of those positions.
 
     `decode`: each segment is the one newest token of its sequence, and no slot comes twice.
     """
 
     segments: tuple[Segment, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[OutputRequest, ...]
     decode: bool
 
     @property
@@ -72,11 +72,11 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
-    """The answer to one `Output`."""
+class SampledOutput:
+    """The answer to one `OutputRequest`."""
 
     token: int
     logprob: float
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TokenCandidate, ...]
     logits: torch.Tensor | None
-    measures: Measured | None = None
+    measures: PendingStatistics | None = None

@@ -15,27 +15,27 @@ from typing import Any, TypeVar
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.pid_namespace import pid_namespace
-from megatronapp_common.web.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 from megatronapp_trainer.errors import RendezvousError, StoppedError, TrainerError
 from megatronapp_trainer.launch.config import address
-from megatronapp_trainer.launch.config.interface import Place, find_place
-from megatronapp_trainer.launch.config.settings import Settings
+from megatronapp_trainer.launch.config.interface import WorkerAddress, find_worker_address
+from megatronapp_trainer.launch.config.settings import LauncherSettings
 from megatronapp_trainer.launch.preflight import reachability
 from megatronapp_trainer.launch.preflight import run as preflight
 from megatronapp_trainer.launch.ranks import process, shared_memory
 from megatronapp_trainer.launch.ranks.environment import rank_environment
-from megatronapp_trainer.launch.ranks.outcome import STOPPED, Outcome, notice_of
+from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome, notice_of
 from megatronapp_trainer.launch.ranks.supervisor import RankProcess, Supervisor
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
 from megatronapp_trainer.launch.rendezvous.coordinator import Coordinator
-from megatronapp_trainer.launch.rendezvous.gang_status import Board, Phase
+from megatronapp_trainer.launch.rendezvous.gang_status import GangPhase, GangStatus
 from megatronapp_trainer.launch.rendezvous.member import join_gang
-from megatronapp_trainer.launch.rendezvous.messages import COORDINATOR, Expected, Join, Stop
+from megatronapp_trainer.launch.rendezvous.messages import COORDINATOR, ExpectedGang, JoinRequest, StopNotice
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
-from megatronapp_trainer.launch.rendezvous.session import Alone, Gang
-from megatronapp_trainer.launch.reporting.log_relay import Echo
-from megatronapp_trainer.launch.reporting.progress import reported
-from megatronapp_trainer.launch.reporting.status_server import serving
+from megatronapp_trainer.launch.rendezvous.session import GangConnection, SingleWorkerGang
+from megatronapp_trainer.launch.reporting.log_relay import LogRelay
+from megatronapp_trainer.launch.reporting.progress import report_progress
+from megatronapp_trainer.launch.reporting.status_server import serve_status
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,7 +53,7 @@ CODE_REASONS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class LauncherOptions:
     """The launcher's own flags."""
 
     gather_timeout_s: float
@@ -62,25 +62,25 @@ class Options:
     """What each rank runs: arguments of the Python interpreter."""
 
 
-def refused(error: TrainerError) -> Outcome:
+def outcome_of_error(error: TrainerError) -> LauncherOutcome:
     """What an error of ours amounts to."""
     reason = CODE_REASONS.get(error.exit_code, "LauncherFailed")
-    return Outcome(code=error.exit_code, reason=reason, message=str(error))
+    return LauncherOutcome(code=error.exit_code, reason=reason, message=str(error))
 
 
 class Launcher:
     """Runs once."""
 
-    def __init__(self, settings: Settings, options: Options, arguments: Sequence[str]) -> None:
+    def __init__(self, settings: LauncherSettings, options: LauncherOptions, arguments: Sequence[str]) -> None:
         self._settings = settings
         self._options = options
         self._arguments = arguments
-        self._board = Board(settings.attempt)
+        self._board = GangStatus(settings.attempt)
         self._supervisor: Supervisor | None = None
         self._preparing: asyncio.Future[Any] | None = None
         self._asked_to_stop = False
 
-    async def run(self) -> Outcome:
+    async def run(self) -> LauncherOutcome:
         """Everything; errors become outcomes."""
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
@@ -91,10 +91,10 @@ class Launcher:
             return await self._run()
         except TrainerError as error:
             log.error("%s", error)
-            return refused(error)
+            return outcome_of_error(error)
         except OSError as error:
             log.exception("the launcher itself failed")
-            return Outcome(code=ExitCode.OWN_FAILURE, reason="LauncherFailed", message=str(error))
+            return LauncherOutcome(code=ExitCode.OWN_FAILURE, reason="LauncherFailed", message=str(error))
         finally:
             shared_memory.remove_all(self._settings.shm_dir, self._settings.shm_prefix)
 
@@ -108,34 +108,36 @@ class Launcher:
             self._preparing.cancel()
 
     def _note_stop(self) -> None:
-        self._board.phase = Phase.STOPPING
+        self._board.phase = GangPhase.STOPPING
 
-    async def _run(self) -> Outcome:
+    async def _run(self) -> LauncherOutcome:
         settings = self._settings
-        place = find_place(os.environ, socket.gethostname())
+        place = find_worker_address(os.environ, socket.gethostname())
         async with contextlib.AsyncExitStack() as stack:
-            port = stack.enter_context(address.held_port(place.address))
+            port = stack.enter_context(address.reserved_port(place.address))
             if settings.index == COORDINATOR and settings.status_port is not None:
-                token = _token(settings.secret_file, Role.VIEWER)
-                stack.enter_context(serving(self._board, token=token, address=place.door, port=settings.status_port))
+                token = _token(settings.secret_file, TokenRole.VIEWER)
+                stack.enter_context(
+                    serve_status(self._board, token=token, address=place.door, port=settings.status_port)
+                )
             probe_port = 0
             if settings.preflight is not None:
                 line = reachability.answer(settings.uid, settings.attempt, settings.index)
-                probe_port = await stack.enter_async_context(reachability.answering(place.address, line))
+                probe_port = await stack.enter_async_context(reachability.answer_probes(place.address, line))
             return await self._run_at(place, self._join(place, port, probe_port))
 
-    async def _run_at(self, place: Place, join: Join) -> Outcome:
+    async def _run_at(self, place: WorkerAddress, join: JoinRequest) -> LauncherOutcome:
         gang = await self._unless_stopped(self._gather(place, join))
         try:
             result = await self._unless_stopped(self._check(gang, place))
             if result is None:
                 return await self._supervise(gang, place)
             log.error("%s", result.message)
-            gang.tell(notice_of(result, self._settings.index))
+            gang.broadcast(notice_of(result, self._settings.index))
             return result
         except StoppedError:
-            gang.tell(Stop(worker=self._settings.index))
-            gang.tell(notice_of(STOPPED, self._settings.index))
+            gang.broadcast(StopNotice(worker=self._settings.index))
+            gang.broadcast(notice_of(STOPPED, self._settings.index))
             return STOPPED
         finally:
             await gang.close()
@@ -153,9 +155,9 @@ class Launcher:
         finally:
             self._preparing = None
 
-    def _join(self, place: Place, port: int, probe_port: int) -> Join:
+    def _join(self, place: WorkerAddress, port: int, probe_port: int) -> JoinRequest:
         settings = self._settings
-        return Join(
+        return JoinRequest(
             uid=settings.uid,
             attempt=settings.attempt,
             index=settings.index,
@@ -167,21 +169,21 @@ class Launcher:
             probe_port=probe_port,
         )
 
-    async def _gather(self, place: Place, join: Join) -> Gang:
+    async def _gather(self, place: WorkerAddress, join: JoinRequest) -> GangConnection:
         gang = await self._enter(place, join)
         self._board.table = gang.briefing.table
         _write_table(self._settings.run_dir, gang.briefing.table)
         return gang
 
-    async def _enter(self, place: Place, join: Join) -> Gang:
+    async def _enter(self, place: WorkerAddress, join: JoinRequest) -> GangConnection:
         settings, timeout_s = self._settings, self._options.gather_timeout_s
         board = self._board if settings.status_port is not None else None
         if settings.coordinator is None:
-            return Alone(Briefing.of([join], settings.rank_order, report=board is not None), board)
-        token = _token(settings.secret_file, Role.GATHER)
+            return SingleWorkerGang(Briefing.of([join], settings.rank_order, report=board is not None), board)
+        token = _token(settings.secret_file, TokenRole.GATHER)
         if settings.index != COORDINATOR:
             return await join_gang(settings.coordinator, token=token, own=join, timeout_s=timeout_s)
-        expected = Expected(uid=settings.uid, attempt=settings.attempt, proc_per_node=settings.proc_per_node)
+        expected = ExpectedGang(uid=settings.uid, attempt=settings.attempt, proc_per_node=settings.proc_per_node)
         coordinator = Coordinator(token=token, expected=expected, own=join, order=settings.rank_order, board=board)
         try:
             await coordinator.gather(address.listening_socket(settings.coordinator, place.door), timeout_s)
@@ -190,13 +192,13 @@ class Launcher:
             raise
         return coordinator
 
-    async def _check(self, gang: Gang, place: Place) -> Outcome | None:
+    async def _check(self, gang: GangConnection, place: WorkerAddress) -> LauncherOutcome | None:
         """Why the ranks must not start, or None."""
         settings = self._settings
         if settings.preflight is None:
             return None
-        self._board.phase = Phase.PREFLIGHT
-        check = preflight.look(
+        self._board.phase = GangPhase.PREFLIGHT
+        check = preflight.run_preflight(
             settings.preflight,
             gang.briefing,
             uid=settings.uid,
@@ -204,14 +206,14 @@ class Launcher:
             place=place,
             shm=settings.shm_dir,
         )
-        return await preflight.unless_told(gang, asyncio.create_task(check))
+        return await preflight.until_notice(gang, asyncio.create_task(check))
 
-    async def _supervise(self, gang: Gang, place: Place) -> Outcome:
+    async def _supervise(self, gang: GangConnection, place: WorkerAddress) -> LauncherOutcome:
         settings, table = self._settings, gang.briefing.table
         if self._asked_to_stop:
             raise StoppedError(STOPPED.message)
         log.info("world of %d ranks, table %s", table.world_size, table.digest[:12])
-        self._board.phase = Phase.RUNNING
+        self._board.phase = GangPhase.RUNNING
         supervisor = Supervisor(
             worker=settings.index, gang=gang, grace_s=self._options.grace_s, on_stop=self._note_stop
         )
@@ -220,9 +222,9 @@ class Launcher:
         self._supervisor = supervisor
         async with contextlib.AsyncExitStack() as stack:
             if settings.log_to_stdout:
-                stack.enter_context(Echo(STDOUT, {rank.rank: rank.log for rank in started}))
+                stack.enter_context(LogRelay(STDOUT, {rank.rank: rank.log for rank in started}))
             if gang.briefing.report:
-                stack.enter_context(reported(settings.progress_page, gang.report))
+                stack.enter_context(report_progress(settings.progress_page, gang.report))
             stack.enter_context(_counters(settings, place.address, supervisor))
             result = await supervisor.run()
             process.kill_descendants()
@@ -230,7 +232,7 @@ class Launcher:
             await asyncio.sleep(DRAIN_S)
         return result
 
-    def _start_rank(self, table: RankTable, local_rank: int, place: Place) -> RankProcess:
+    def _start_rank(self, table: RankTable, local_rank: int, place: WorkerAddress) -> RankProcess:
         rank = table.worker(self._settings.index).ranks[local_rank]
         path = self._settings.run_dir / f"rank-{rank}.log"
         environment = rank_environment(
@@ -241,10 +243,10 @@ class Launcher:
         return RankProcess(rank=rank, local_rank=local_rank, pid=pid, log=path)
 
 
-def _token(secret_file: pathlib.Path | None, role: Role) -> str:
+def _token(secret_file: pathlib.Path | None, role: TokenRole) -> str:
     assert secret_file is not None  # Settings has asked for it
     try:
-        return derive(read_secret(secret_file), role)
+        return derive_token(read_secret(secret_file), role)
     except (OSError, ValueError) as error:
         raise RendezvousError(f"the job's secret in {secret_file} cannot be read: {error}") from error
 
@@ -257,12 +259,14 @@ def _write_table(run_dir: pathlib.Path, table: RankTable) -> None:
     draft.rename(run_dir / TABLE_FILE)
 
 
-def _counters(settings: Settings, own: str, supervisor: Supervisor) -> contextlib.AbstractContextManager[object]:
+def _counters(
+    settings: LauncherSettings, own: str, supervisor: Supervisor
+) -> contextlib.AbstractContextManager[object]:
     """Counters are sampled only where an agent may read them."""
     if not settings.hub_url:
         return contextlib.nullcontext()
     from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader
-    from megatronapp_trainer.launch.reporting.counters import CounterThread, Sampler
+    from megatronapp_trainer.launch.reporting.counters import CounterSampler, CounterThread
 
     devices = DeviceReader()
     metadata = {
@@ -275,5 +279,5 @@ def _counters(settings: Settings, own: str, supervisor: Supervisor) -> contextli
         "devices": devices.count,
     }
     path = shared_memory.worker_ring(settings.shm_dir, settings.shm_prefix)
-    sampler = Sampler(lambda: supervisor.pids, devices)
+    sampler = CounterSampler(lambda: supervisor.pids, devices)
     return CounterThread(path, attempt=settings.attempt, metadata=metadata, sampler=sampler)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.launch.config.settings import Settings
-from megatronapp_trainer.launch.launcher import Launcher, Options, refused
+from megatronapp_trainer.launch.config.settings import LauncherSettings
+from megatronapp_trainer.launch.launcher import Launcher, LauncherOptions, outcome_of_error
 from megatronapp_trainer.launch.ranks import outcome, process
-from megatronapp_trainer.launch.ranks.outcome import Outcome
+from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome
 
 log = logging.getLogger(__name__)
 
@@ -41,20 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--") if "--" in given else len(given)
     parsed = build_parser().parse_args(given[:split])
-    options = Options(
+    options = LauncherOptions(
         gather_timeout_s=parsed.gather_timeout_s, grace_s=parsed.grace_s, program=tuple(parsed.program.split())
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     return _launch(options, [*parsed.arguments, *given[split + 1 :]])
 
 
-def _launch(options: Options, arguments: Sequence[str]) -> int:
+def _launch(options: LauncherOptions, arguments: Sequence[str]) -> int:
     try:
-        settings = Settings.from_environment(os.environ, host_name=socket.gethostname())
+        settings = LauncherSettings.from_environment(os.environ, host_name=socket.gethostname())
     except UsageError as error:
         log.error("%s", error)
         if path := os.environ.get(Env.TERMINATION_LOG):
-            _record(pathlib.Path(path), refused(error), attempt=None, worker=None)
+            _record(pathlib.Path(path), outcome_of_error(error), attempt=None, worker=None)
         return ExitCode.USAGE
     if os.environ.get(Env.JOB_UID):
         process.stop_with_parent()
@@ -66,7 +66,7 @@ def _launch(options: Options, arguments: Sequence[str]) -> int:
     return result.code
 
 
-def _record(path: pathlib.Path, result: Outcome, *, attempt: int | None, worker: int | None) -> None:
+def _record(path: pathlib.Path, result: LauncherOutcome, *, attempt: int | None, worker: int | None) -> None:
     now = datetime.datetime.now(datetime.UTC)
     try:
         outcome.write(path, outcome.to_json(result, attempt=attempt, worker=worker, now=now))

@@ -135,7 +135,7 @@ def _shape(config: TrainerConfig) -> dict[str, Any]:
         "layernorm_epsilon": model.norm_epsilon,
         "gated_linear_unit": model.swiglu,
         "activation_func": _activation(model),
-        "window_size": None if model.look_back is None else (model.look_back, 0),
+        "window_size": None if model.attention_window is None else (model.attention_window, 0),
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
         "hidden_dropout": model.hidden_dropout,

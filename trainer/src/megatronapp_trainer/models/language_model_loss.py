@@ -41,7 +41,7 @@ class StepLoss:
     """Some rank has trained for as long as it may."""
 
 
-class PendingLoss:
+class PendingLossReduction:
     """A reduction on its way."""
 
     def __init__(self, copy: HostCopy, reports: torch.Tensor | None) -> None:
@@ -63,7 +63,7 @@ class PendingLoss:
 
 def reduce_loss(
     reports: list[torch.Tensor], layout: Layout, device: Device, *, stop: bool = False, time_is_up: bool = False
-) -> PendingLoss:
+) -> PendingLossReduction:
     """Sum losses, tokens and wishes to stop over the world; starts the copy to the host and returns.
 
     Megatron averages the loss over the last stage's replicas. Taking all ranks in costs no further collective and
@@ -76,7 +76,7 @@ def reduce_loss(
     if stop or time_is_up:
         vector[2:] = torch.tensor([stop, time_is_up], dtype=torch.float64)
     dist.all_reduce(vector)
-    return PendingLoss(device.to_host(vector), stacked)
+    return PendingLossReduction(device.to_host(vector), stacked)
 
 
 def refuse_infinite_gradients(grad_norm: float, *, step: int) -> None:
@@ -88,7 +88,7 @@ def refuse_infinite_gradients(grad_norm: float, *, step: int) -> None:
         )
 
 
-def refuse_not_finite(loss: StepLoss, pending: PendingLoss, layout: Layout, *, step: int) -> None:
+def refuse_not_finite(loss: StepLoss, pending: PendingLossReduction, layout: Layout, *, step: int) -> None:
     """Raise NotFiniteError that names the ranks and microbatches; collective, as all ranks see the same mean."""
     if math.isfinite(loss.mean):
         return

@@ -20,14 +20,14 @@ _LOST_PEER = (
 """What gloo says, as a plain RuntimeError, when the other side is gone."""
 
 
-def says_lost_peer(error: BaseException) -> bool:
+def is_peer_lost_error(error: BaseException) -> bool:
     """Whether torch, which has several ways to say so, means that a peer is gone or out of reach."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
 
 
-def says_port_in_use(error: BaseException) -> bool:
+def is_port_in_use_error(error: BaseException) -> bool:
     """Whether torch's store found its port taken."""
     return isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error)
 

@@ -21,7 +21,7 @@ LINGER_S = 1.0
 """So long the main thread may end by itself, as it does where a collective raises, and answers leave the process."""
 
 
-class LossWatch:
+class PeerLossListener:
     """Context manager for the main thread: once a rank is lost, act, and end the process where it does not end itself.
 
     `act` runs in another thread, while the main thread may hang or be ending; it must not wait. The process then has
@@ -32,7 +32,7 @@ class LossWatch:
         self._act = act
         self._left = threading.Event()
 
-    def __enter__(self) -> "LossWatch":
+    def __enter__(self) -> "PeerLossListener":
         """Hear the signal from now on."""
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 
-from megatronapp_common.trace import Kind
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import ChunkFeed, StepFeed
 from megatronapp_trainer.hooks.step_observer import ObserverTimers
@@ -26,7 +26,7 @@ class ForwardStep:
         batch = feed.next()
         if self._timers is not None:
             if feed.microbatch == 0 and model.use_forward_hook:
-                self._timers.timed(Kind.PARAM_GATHER, lambda: _await_first_parameters(model))()
+                self._timers.timed(RecordKind.PARAM_GATHER, lambda: _await_first_parameters(model))()
             self._timers.begin_forward(feed.chunk, feed.microbatch)
         if batch is None:
             return model(None, None, None), _no_loss
@@ -49,7 +49,7 @@ def _no_loss(_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     raise AssertionError("a chunk without labels was asked for a loss")
 
 
-class Schedule:
+class StaticSchedule:
     """1F1B or interleaved 1F1B, or plain gradient accumulation on one stage."""
 
     def __init__(

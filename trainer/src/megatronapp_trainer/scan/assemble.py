@@ -11,16 +11,16 @@ from torch import distributed as dist
 
 import megatronapp_native as native
 from megatronapp_common.names import Env, ShmFile
-from megatronapp_common.pages import PageReader
+from megatronapp_common.pages import DocumentReader
 from megatronapp_common.trace import Flag
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import RunContext
 from megatronapp_trainer.scan.cost import span_cost_ns
 from megatronapp_trainer.scan.device import DeviceRecorder
-from megatronapp_trainer.scan.faults import Fault, FaultPlan
+from megatronapp_trainer.scan.faults import FaultPlan, InjectedFault
 from megatronapp_trainer.scan.metadata import Communicator, communicators, ring_metadata
 from megatronapp_trainer.scan.observer import ScanObserver
-from megatronapp_trainer.scan.recorder import Fields, Recorder, Ring
+from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TraceRing
 from megatronapp_trainer.scan.stall import DeviceStall, host_stall
 
 COST_RECORDS = 1024
@@ -28,7 +28,7 @@ COST_RECORDS = 1024
 log = logging.getLogger(__name__)
 
 
-class NoRing:
+class NullRing:
     """Takes the place of a ring that could not be made: training goes on without a trace."""
 
     def record(self, *_fields: int) -> None:
@@ -64,7 +64,7 @@ def assemble(context: RunContext) -> ScanObserver:
         recorder=recorder,
         table=table,
         plan=plan,
-        control=PageReader(_shm_path(ShmFile.CONTROL)),
+        control=DocumentReader(_shm_path(ShmFile.CONTROL)),
         stall=stall,
         host_stall=host_stall,
         rank=rank,
@@ -86,12 +86,12 @@ def _groups() -> dict[str, list[int]]:
     return found
 
 
-def _faults(text: str | None, world_size: int) -> list[Fault]:
+def _faults(text: str | None, world_size: int) -> list[InjectedFault]:
     try:
         documents = json.loads(text) if text else []
     except json.JSONDecodeError as error:
         raise UsageError(f"--faults: not JSON: {error}") from error
-    faults = [Fault.from_json(document) for document in documents]
+    faults = [InjectedFault.from_json(document) for document in documents]
     for fault in faults:
         if not 0 <= fault.rank < world_size:
             raise UsageError(f"--faults: rank {fault.rank} does not exist; ranks are 0 to {world_size - 1}")
@@ -104,15 +104,15 @@ def _shm_path(suffix: str) -> pathlib.Path:
     return pathlib.Path(directory) / f"{prefix}.{suffix}"
 
 
-def _ring(context: RunContext, table: list[Communicator]) -> Ring:
+def _ring(context: RunContext, table: list[Communicator]) -> TraceRing:
     path = _shm_path(ShmFile.RANK_RING.format(rank=context.layout.rank))
     attempt = int(os.environ.get(Env.ATTEMPT, "0"))
     metadata = ring_metadata(context, table, _record_cost_ns(path))
     try:
-        ring: Ring = native.RingWriter(str(path), context.config.logging.trace_capacity, attempt, metadata)
+        ring: TraceRing = native.RingWriter(str(path), context.config.logging.trace_capacity, attempt, metadata)
     except native.RingError as error:
         log.warning("tracing is off on rank %d: %s", context.layout.rank, error)
-        return NoRing()
+        return NullRing()
     return ring
 
 
@@ -120,7 +120,7 @@ def _record_cost_ns(path: pathlib.Path) -> float | None:
     """Measured with a ring of its own beside the real one, which no agent looks for."""
     on_device = torch.cuda.is_available()
     try:
-        scratch: Ring = native.RingWriter(str(path.with_suffix(".cost")), COST_RECORDS, 0, b"{}")
+        scratch: TraceRing = native.RingWriter(str(path.with_suffix(".cost")), COST_RECORDS, 0, b"{}")
     except native.RingError as error:
         log.warning("the cost of a record is not measured: %s", error)
         return None
@@ -130,8 +130,8 @@ def _record_cost_ns(path: pathlib.Path) -> float | None:
     return cost_ns
 
 
-def _recorder(ring: Ring, plan: FaultPlan, *, on_device: bool) -> Recorder:
-    def on_length(fields: Fields, own_ns: int) -> None:
+def _recorder(ring: TraceRing, plan: FaultPlan, *, on_device: bool) -> Recorder:
+    def on_length(fields: RecordKey, own_ns: int) -> None:
         if not fields.flags & Flag.INJECTED:
             plan.observe(fields.kind, own_ns)
 

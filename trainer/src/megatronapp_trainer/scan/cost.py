@@ -3,8 +3,8 @@
 import statistics
 from collections.abc import Callable
 
-from megatronapp_common.trace import Kind
-from megatronapp_trainer.scan.recorder import Fields, Recorder
+from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.scan.recorder import Recorder, RecordKey
 
 BLOCKS = 9
 SPANS = 32
@@ -16,7 +16,7 @@ def span_cost_ns(recorder: Recorder, now_ns: Callable[[], int], settle: Callable
     `settle` waits for what the recorder left to the device; that wait is not counted, reading the device's times is.
     The records go into `recorder`, which should write into a ring that nobody reads.
     """
-    fields = Fields(Kind.FORWARD, microbatch=0)
+    fields = RecordKey(RecordKind.FORWARD, microbatch=0)
     costs = []
     for _ in range(BLOCKS):
         begin = now_ns()

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from megatronapp_common.trace import BYTES_UNIT, Flag
-from megatronapp_trainer.scan.recorder import Fields, Mark, Recorder, Ring, duration_units
+from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark, TraceRing, duration_units
 
 CALIBRATIONS = 5
 NS_PER_MS = 1e6
-IDLE_LOOKS = 20
+IDLE_POLLS = 20
 """On an idle stream an event is done some 10 us after it was recorded; a look takes 1 to 2 us."""
 FINISH_NS = 1_000_000_000
 FINISH_POLL_S = 0.005
 
 
-class Event(Protocol):
+class CudaEvent(Protocol):
     """What is used of `torch.cuda.Event(enable_timing=True)`."""
 
     def record(self) -> None:
@@ -46,22 +46,22 @@ class DeviceClock:
     saw it done.
     """
 
-    def __init__(self, new_event: Callable[[], Event], now_ns: Callable[[], int]) -> None:
+    def __init__(self, new_event: Callable[[], CudaEvent], now_ns: Callable[[], int]) -> None:
         brackets = [_bracket(new_event(), now_ns) for _ in range(CALIBRATIONS)]
         width_ns, self._anchor_ns, self._anchor = min(brackets, key=lambda bracket: bracket[0])
         self.uncertainty_ns = width_ns // 2
 
-    def advance(self, anchor: Event, recorded_ns: int, seen_ns: int) -> None:
+    def advance(self, anchor: CudaEvent, recorded_ns: int, seen_ns: int) -> None:
         """Move on to a newer anchor that is done."""
         predicted_ns = self.host_ns(anchor)
         self._anchor, self._anchor_ns = anchor, min(max(predicted_ns, recorded_ns), seen_ns)
 
-    def host_ns(self, event: Event) -> int:
+    def host_ns(self, event: CudaEvent) -> int:
         """Monotonic host time at which a finished event was passed."""
         return self._anchor_ns + round(self._anchor.elapsed_time(event) * NS_PER_MS)
 
 
-def _bracket(event: Event, now_ns: Callable[[], int]) -> tuple[int, int, Event]:
+def _bracket(event: CudaEvent, now_ns: Callable[[], int]) -> tuple[int, int, CudaEvent]:
     before_ns = now_ns()
     event.record()
     event.synchronize()  # before training: the only place where the host waits for the device
@@ -70,11 +70,11 @@ def _bracket(event: Event, now_ns: Callable[[], int]) -> tuple[int, int, Event]:
 
 
 @dataclasses.dataclass(slots=True)
-class _Pending:
+class _PendingSpan:
     step: int
-    fields: Fields
-    start: Event
-    end: Event
+    fields: RecordKey
+    start: CudaEvent
+    end: CudaEvent
     launched_ns: int = 0
     """When the host had launched all of the span; 0 for a post."""
     aux: int = 0
@@ -82,8 +82,8 @@ class _Pending:
 
 
 @dataclasses.dataclass(slots=True)
-class _Anchor:
-    event: Event
+class _ClockAnchor:
+    event: CudaEvent
     recorded_ns: int
     seen_ns: int | None = None
     """When it was first seen to be done."""
@@ -94,18 +94,18 @@ class DeviceRecorder(Recorder):
 
     def __init__(
         self,
-        ring: Ring,
+        ring: TraceRing,
         *,
         monotonic_ns: Callable[[], int],
         run_queue_ns: Callable[[], int],
-        on_length: Callable[[Fields, int], None],
-        new_event: Callable[[], Event],
+        on_length: Callable[[RecordKey, int], None],
+        new_event: Callable[[], CudaEvent],
     ) -> None:
         super().__init__(ring, monotonic_ns=monotonic_ns, run_queue_ns=run_queue_ns, on_length=on_length)
         self._new_event = new_event
-        self._free: list[Event] = []
-        self._pending: collections.deque[_Pending | _Anchor] = collections.deque()
-        self._anchor: _Anchor | None = None
+        self._free: list[CudaEvent] = []
+        self._pending: collections.deque[_PendingSpan | _ClockAnchor] = collections.deque()
+        self._anchor: _ClockAnchor | None = None
         """The step's anchor, while it was not seen to be done."""
         self.clock = DeviceClock(new_event, monotonic_ns)
 
@@ -115,34 +115,34 @@ class DeviceRecorder(Recorder):
         self._harvest()
         idle = not self._pending
         recorded_ns = self._now_ns()
-        self._anchor = _Anchor(self._recorded_event(), recorded_ns)
+        self._anchor = _ClockAnchor(self._recorded_event(), recorded_ns)
         self._pending.append(self._anchor)
-        for _ in range(IDLE_LOOKS if idle else 1):
-            self._look_at_anchor()
+        for _ in range(IDLE_POLLS if idle else 1):
+            self._poll_anchor()
 
-    def enter(self, fields: Fields) -> Mark:
+    def enter(self, fields: RecordKey) -> TimeMark:
         """Begin a span of the compute stream."""
-        self._look_at_anchor()
+        self._poll_anchor()
         now_ns = self._now_ns()
         self.ring.open_span(fields.kind, self.step, fields.microbatch, now_ns)
-        return Mark(now_ns, 0, self._recorded_event())
+        return TimeMark(now_ns, 0, self._recorded_event())
 
-    def leave(self, fields: Fields, mark: Mark) -> None:
+    def leave(self, fields: RecordKey, mark: TimeMark) -> None:
         """End the span that `enter` began."""
         end = self._recorded_event()
-        self._pending.append(_Pending(self.step, fields, mark.event, end, self._now_ns()))
+        self._pending.append(_PendingSpan(self.step, fields, mark.event, end, self._now_ns()))
         self.ring.close_span()
 
-    def transfer(self, fields: Fields, mark: Mark, size_bytes: int) -> None:
+    def transfer(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
         """Record when the compute stream reached the post: only then is a tensor ready to leave or to be filled.
 
         The host posts long before, so its clock would make every delivery look late.
         """
         reached = self._recorded_event()
         flags = Flag.DEVICE_CLOCK | Flag.AUX_BYTES
-        self._pending.append(_Pending(self.step, fields, reached, reached, 0, size_bytes // BYTES_UNIT, flags))
+        self._pending.append(_PendingSpan(self.step, fields, reached, reached, 0, size_bytes // BYTES_UNIT, flags))
 
-    def own_ns(self, mark: Mark) -> int:
+    def own_ns(self, mark: TimeMark) -> int:
         """0: the device will know later."""
         return 0
 
@@ -154,12 +154,12 @@ class DeviceRecorder(Recorder):
             time.sleep(FINISH_POLL_S)
             self._harvest()
 
-    def _recorded_event(self) -> Event:
+    def _recorded_event(self) -> CudaEvent:
         event = self._free.pop() if self._free else self._new_event()
         event.record()
         return event
 
-    def _look_at_anchor(self) -> None:
+    def _poll_anchor(self) -> None:
         """The sooner it is seen to be done, the closer the clocks stay together: leads are read off both."""
         if self._anchor is not None and self._anchor.event.query():
             self._anchor.seen_ns = self._now_ns()
@@ -169,15 +169,15 @@ class DeviceRecorder(Recorder):
         """Write the spans that are done. The stream passes events in order, so the first one not done ends it."""
         while self._pending:
             head = self._pending[0]
-            if not (head.event if isinstance(head, _Anchor) else head.end).query():
+            if not (head.event if isinstance(head, _ClockAnchor) else head.end).query():
                 return
             self._pending.popleft()
-            if isinstance(head, _Anchor):
+            if isinstance(head, _ClockAnchor):
                 self.clock.advance(head.event, head.recorded_ns, head.seen_ns or self._now_ns())
             else:
                 self._write_pending(head)
 
-    def _write_pending(self, span: _Pending) -> None:
+    def _write_pending(self, span: _PendingSpan) -> None:
         start_ns = self.clock.host_ns(span.start)
         length_ns = 0 if span.start is span.end else round(span.start.elapsed_time(span.end) * NS_PER_MS)
         aux = span.aux

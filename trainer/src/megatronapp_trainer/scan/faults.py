@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from megatronapp_common.trace import Kind
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ HISTORY = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class InjectedFault:
     """One fault. `peer` limits a link fault to messages of that source rank."""
 
     rank: int
@@ -35,7 +35,7 @@ class Fault:
     peer: int | None = None
 
     @classmethod
-    def from_json(cls, document: object) -> "Fault":
+    def from_json(cls, document: object) -> "InjectedFault":
         """A fault in the spelling of the manifest. Raises UsageError."""
         if not isinstance(document, Mapping):
             raise UsageError(f"fault {document!r}: give an object with rank, kind, factor, fromStep, steps")
@@ -64,40 +64,40 @@ class Fault:
         return self.from_step <= step < self.from_step + self.steps
 
 
-class ControlPage(Protocol):
+class ControlDocument(Protocol):
     """What is used of `PageReader`."""
 
     def read_new(self) -> dict[str, Any] | None:
         """The page if it changed. Raises PageError."""
 
 
-def commanded_faults(document: Mapping[str, Any]) -> list[Fault]:
+def commanded_faults(document: Mapping[str, Any]) -> list[InjectedFault]:
     """The faults of a control page. Raises UsageError."""
     faults = document.get("faults", ())
     if not isinstance(faults, list | tuple):
         raise UsageError(f"faults is {type(faults).__name__}; give a list")
-    return [Fault.from_json(fault) for fault in faults]
+    return [InjectedFault.from_json(fault) for fault in faults]
 
 
 class FaultPlan:
     """The faults of one rank, and the time each adds. Pure: stalling is the caller's business."""
 
-    def __init__(self, rank: int, faults: Iterable[Fault]) -> None:
+    def __init__(self, rank: int, faults: Iterable[InjectedFault]) -> None:
         self._rank = rank
         self._manifest = self._mine(faults)
-        self._commanded: tuple[Fault, ...] = ()
-        self._active: tuple[Fault, ...] = ()
+        self._commanded: tuple[InjectedFault, ...] = ()
+        self._active: tuple[InjectedFault, ...] = ()
         self._page_error = ""
         """Why the page was last ignored; a page that stays unreadable is reported once."""
-        self._usual: dict[Kind, collections.deque[int]] = {
-            kind: collections.deque(maxlen=HISTORY) for kind in (Kind.FORWARD, Kind.BACKWARD)
+        self._usual: dict[RecordKind, collections.deque[int]] = {
+            kind: collections.deque(maxlen=HISTORY) for kind in (RecordKind.FORWARD, RecordKind.BACKWARD)
         }
 
-    def command(self, faults: Iterable[Fault]) -> None:
+    def command(self, faults: Iterable[InjectedFault]) -> None:
         """Replace the faults that came through the control page."""
         self._commanded = self._mine(faults)
 
-    def read_commands(self, control: ControlPage) -> None:
+    def read_commands(self, control: ControlDocument) -> None:
         """Take the commands of the control page if it changed.
 
         A page that cannot be understood changes nothing, and never ends the training that reads it.
@@ -115,12 +115,12 @@ class FaultPlan:
         """Choose the faults that act in this step."""
         self._active = tuple(fault for fault in self._manifest + self._commanded if fault.active(step))
 
-    def observe(self, kind: Kind, own_ns: int) -> None:
+    def observe(self, kind: RecordKind, own_ns: int) -> None:
         """Learn what is usual from a span that no fault has stretched."""
         if kind in self._usual:
             self._usual[kind].append(own_ns)
 
-    def usual_ns(self, kind: Kind) -> int:
+    def usual_ns(self, kind: RecordKind) -> int:
         """Median of the last spans of this kind; 0 where there is none yet."""
         history = self._usual[kind]
         return round(statistics.median(history)) if history else 0
@@ -131,12 +131,12 @@ class FaultPlan:
 
     def host_stall_ns(self) -> int:
         """How long to stall before a forward pass."""
-        return round(sum(factor - 1 for factor in self._factors("host")) * self.usual_ns(Kind.FORWARD))
+        return round(sum(factor - 1 for factor in self._factors("host")) * self.usual_ns(RecordKind.FORWARD))
 
     def withhold_ns(self, source: int) -> int:
         """How long to withhold a message of rank `source` that has arrived."""
         factors = self._factors("link", source)
-        return round(sum(factor - 1 for factor in factors) * self.usual_ns(Kind.FORWARD))
+        return round(sum(factor - 1 for factor in factors) * self.usual_ns(RecordKind.FORWARD))
 
     def _factors(self, kind: str, source: int | None = None) -> list[float]:
         return [
@@ -145,5 +145,5 @@ class FaultPlan:
             if fault.kind == kind and (source is None or fault.peer in (None, source))
         ]
 
-    def _mine(self, faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    def _mine(self, faults: Iterable[InjectedFault]) -> tuple[InjectedFault, ...]:
         return tuple(fault for fault in faults if fault.rank == self._rank)

@@ -9,16 +9,16 @@ from typing import Any
 
 from megatronapp_common.names import Env
 from megatronapp_common.pid_namespace import pid_namespace
-from megatronapp_common.trace import Kind
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.hooks.step_observer import RunContext
 from megatronapp_trainer.parallel.layout import Layout
 
 GROUP_OF_KIND = {
-    Kind.GRAD_REDUCE: "dp",
-    Kind.PARAM_GATHER: "dp",
-    Kind.LOSS_REDUCE: "dp",
-    Kind.EMBED_REDUCE: "embed",
-    Kind.GRAD_NORM: "mp",
+    RecordKind.GRAD_REDUCE: "dp",
+    RecordKind.PARAM_GATHER: "dp",
+    RecordKind.LOSS_REDUCE: "dp",
+    RecordKind.EMBED_REDUCE: "embed",
+    RecordKind.GRAD_NORM: "mp",
 }
 """The group whose members meet in a span of this kind."""
 

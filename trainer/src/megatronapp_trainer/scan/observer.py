@@ -4,18 +4,18 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from megatronapp_common.pages import PageReader
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Kind, Metric
+from megatronapp_common.pages import DocumentReader
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Metric, RecordKind
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.scan.faults import FaultPlan
 from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
 from megatronapp_trainer.scan.p2p import TracedP2PCommunicator
-from megatronapp_trainer.scan.peers import Peers
-from megatronapp_trainer.scan.recorder import Fields, Mark, Recorder
+from megatronapp_trainer.scan.peers import PeerCounters
+from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
 
-HOST_KINDS = frozenset({Kind.DATA, Kind.EVALUATE, Kind.CHECKPOINT, Kind.GC})
+HOST_KINDS = frozenset({RecordKind.DATA, RecordKind.EVALUATE, RecordKind.CHECKPOINT, RecordKind.GC})
 """Work of the host also where there is a device."""
-STRETCHED_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD})
+STRETCHED_KINDS = frozenset({RecordKind.FORWARD, RecordKind.BACKWARD})
 
 
 class SpanWriter:
@@ -25,27 +25,27 @@ class SpanWriter:
         self.recorder = recorder
         slots = {communicator.kind: communicator.slot for communicator in table if communicator.kind != "p2p"}
         self._slots = {kind: slots[group] for kind, group in GROUP_OF_KIND.items() if group in slots}
-        self._ordinals: Counter[Kind] = Counter()
-        self._open: dict[Kind, tuple[Fields, Mark]] = {}
+        self._ordinals: Counter[RecordKind] = Counter()
+        self._open: dict[RecordKind, tuple[RecordKey, TimeMark]] = {}
 
     def begin_step(self, step: int) -> None:
         """Ordinals count anew in every step."""
         self.recorder.begin_step(step)
         self._ordinals.clear()
 
-    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
         """A span begins."""
         ordinal = self._ordinals[kind]
         self._ordinals[kind] = ordinal + 1
-        fields = Fields(kind, microbatch, chunk, self._slots.get(kind, NO_COMM), ordinal)
+        fields = RecordKey(kind, microbatch, chunk, self._slots.get(kind, NO_COMM), ordinal)
         enter = self.recorder.host_enter if kind in HOST_KINDS else self.recorder.enter
         self._open[kind] = fields, enter(fields)
 
-    def mark_of(self, kind: Kind) -> Mark:
+    def mark_of(self, kind: RecordKind) -> TimeMark:
         """When the open span of this kind began."""
         return self._open[kind][1]
 
-    def end(self, kind: Kind, flags: int = 0) -> None:
+    def end(self, kind: RecordKind, flags: int = 0) -> None:
         """It ends."""
         fields, mark = self._open.pop(kind)
         if flags:
@@ -65,7 +65,7 @@ class ScanObserver:
         recorder: Recorder,
         table: list[Communicator],
         plan: FaultPlan,
-        control: PageReader,
+        control: DocumentReader,
         stall: Callable[[int], None],
         host_stall: Callable[[int], None],
         rank: int,
@@ -73,7 +73,7 @@ class ScanObserver:
     ) -> None:
         self._recorder = recorder
         self._spans = SpanWriter(recorder, table)
-        self._peers = Peers(rank, {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"})
+        self._peers = PeerCounters(rank, {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"})
         self._plan = plan
         self._control = control
         self._stall = stall
@@ -94,20 +94,20 @@ class ScanObserver:
         self._plan.begin_step(step)
         self._peers.begin_step()
         self._spans.begin_step(step)
-        self._spans.begin(Kind.STEP, 0, NO_MICROBATCH)
+        self._spans.begin(RecordKind.STEP, 0, NO_MICROBATCH)
 
     def step_end(self, *, skipped: bool) -> None:
         """It has ended."""
-        self._spans.end(Kind.STEP, Flag.SKIPPED_UPDATE if skipped else 0)
+        self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if skipped else 0)
         self._recorder.ring.clock_pair()
 
-    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
         """A span begins; a host fault stalls before a forward pass."""
-        if kind is Kind.FORWARD and (stall_ns := self._plan.host_stall_ns()):
+        if kind is RecordKind.FORWARD and (stall_ns := self._plan.host_stall_ns()):
             self._inject(self._host_stall, stall_ns)
         self._spans.begin(kind, chunk, microbatch)
 
-    def end(self, kind: Kind) -> None:
+    def end(self, kind: RecordKind) -> None:
         """A span ends; a compute fault stretches it first."""
         flags = self._stretch(kind) if kind in STRETCHED_KINDS else 0
         self._spans.end(kind, flags)
@@ -130,7 +130,7 @@ class ScanObserver:
         self._recorder.ring.close(False)
         self._control.close()
 
-    def _stretch(self, kind: Kind) -> int:
+    def _stretch(self, kind: RecordKind) -> int:
         own_ns = self._recorder.own_ns(self._spans.mark_of(kind)) or self._plan.usual_ns(kind)
         stall_ns = self._plan.compute_stall_ns(own_ns)
         if not stall_ns:
@@ -145,7 +145,7 @@ class ScanObserver:
     def _inject(self, stall: Callable[[int], None], stall_ns: int) -> None:
         start_ns = self._recorder.host_mark().time_ns
         stall(stall_ns)
-        self._recorder.interval(Fields(Kind.FAULT, flags=Flag.INJECTED), start_ns, stall_ns)
+        self._recorder.interval(RecordKey(RecordKind.FAULT, flags=Flag.INJECTED), start_ns, stall_ns)
 
 
 def _samples(metrics: StepMetrics) -> list[tuple[Metric, float]]:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatronapp_common.trace import Kind
-from megatronapp_trainer.scan.peers import SENDS, Peers
-from megatronapp_trainer.scan.recorder import Fields, Mark, Recorder
+from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.scan.peers import SENDS, PeerCounters
+from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
 
 
-class Request(Protocol):
+class TransferRequest(Protocol):
     """What a schedule does with a transfer that was posted."""
 
     def wait(self) -> Any:  # noqa: ANN401 - the type of the library underneath
@@ -25,8 +25,8 @@ class Request(Protocol):
 class TracedRequest:
     """A request whose wait is recorded, once."""
 
-    def __init__(self, request: Request, wait: Callable[[Request], Any]) -> None:
-        self._request: Request | None = request
+    def __init__(self, request: TransferRequest, wait: Callable[[TransferRequest], Any]) -> None:
+        self._request: TransferRequest | None = request
         self._wait = wait
 
     def wait(self) -> Any:  # noqa: ANN401 - the type of the library underneath
@@ -46,7 +46,7 @@ class TracedP2PCommunicator(P2PCommunicator):  # type: ignore[misc] # megatron-c
         config: Any,  # noqa: ANN401 - megatron-core's ModelParallelConfig, untyped
         *,
         recorder: Recorder,
-        peers: Peers,
+        peers: PeerCounters,
         withhold: Callable[[int], None],
     ) -> None:
         super().__init__(group, config)
@@ -85,17 +85,19 @@ class TracedP2PCommunicator(P2PCommunicator):  # type: ignore[misc] # megatron-c
         _wait_all(traced.values())
         return from_prev, from_next, None
 
-    def _traced(self, name: str, request: Request, tensor: torch.Tensor | None, mark: Mark) -> TracedRequest:
+    def _traced(
+        self, name: str, request: TransferRequest, tensor: torch.Tensor | None, mark: TimeMark
+    ) -> TracedRequest:
         """Record the post of one transfer and prepare the record of its wait."""
         assert tensor is not None
         peer = self.next_rank if name.endswith("next") else self.prev_rank
         slot, ordinal = self._peers.next_message(name, peer)
         sends = name in SENDS
-        posted = Fields(Kind.SEND_POST if sends else Kind.RECV_POST, comm=slot, ordinal=ordinal)
+        posted = RecordKey(RecordKind.SEND_POST if sends else RecordKind.RECV_POST, comm=slot, ordinal=ordinal)
         self._recorder.transfer(posted, mark, tensor.numel() * tensor.element_size())
-        waited = Fields(Kind.SEND_WAIT if sends else Kind.RECV_WAIT, comm=slot, ordinal=ordinal)
+        waited = RecordKey(RecordKind.SEND_WAIT if sends else RecordKind.RECV_WAIT, comm=slot, ordinal=ordinal)
 
-        def wait(request: Request) -> Any:  # noqa: ANN401 - the type of the library underneath
+        def wait(request: TransferRequest) -> Any:  # noqa: ANN401 - the type of the library underneath
             begun = self._recorder.enter(waited)
             result = request.wait()
             if not sends:

@@ -6,7 +6,7 @@ gloo and NCCL deliver in order per pair, so counting on both sides gives the sam
 SENDS = ("send_next", "send_prev")
 
 
-class Peers:
+class PeerCounters:
     """Slots and counters of the directed pairs between this rank and its pipeline neighbours."""
 
     def __init__(self, rank: int, slots: dict[tuple[int, int], int]) -> None:

@@ -11,15 +11,15 @@ from megatronapp_common.trace import (
     NO_COMM,
     NO_MICROBATCH,
     Flag,
-    Kind,
     Metric,
+    RecordKind,
 )
 
 _FLOAT = struct.Struct("<f")
 _WORD = struct.Struct("<I")
 
 
-class Ring(Protocol):
+class TraceRing(Protocol):
     """What a recorder needs of `megatronapp_native.RingWriter`."""
 
     def record(  # noqa: PLR0917 - the hot path takes positions only
@@ -55,7 +55,7 @@ class Ring(Protocol):
         """Mark the ring as closed."""
 
 
-class Mark(NamedTuple):
+class TimeMark(NamedTuple):
     """A moment: the host's monotonic time, this thread's run-queue delay so far, and on CUDA an event."""
 
     time_ns: int
@@ -63,10 +63,10 @@ class Mark(NamedTuple):
     event: Any = None
 
 
-class Fields(NamedTuple):
+class RecordKey(NamedTuple):
     """Key of a record besides its step."""
 
-    kind: Kind
+    kind: RecordKind
     microbatch: int = NO_MICROBATCH
     chunk: int = 0
     comm: int = NO_COMM
@@ -97,11 +97,11 @@ class Recorder:
 
     def __init__(
         self,
-        ring: Ring,
+        ring: TraceRing,
         *,
         monotonic_ns: Callable[[], int],
         run_queue_ns: Callable[[], int],
-        on_length: Callable[[Fields, int], None],
+        on_length: Callable[[RecordKey, int], None],
     ) -> None:
         self.ring = ring
         self.step = 0
@@ -114,11 +114,11 @@ class Recorder:
         self.step = step
         self.ring.heartbeat()
 
-    def host_mark(self) -> Mark:
+    def host_mark(self) -> TimeMark:
         """This moment on the host."""
-        return Mark(self._now_ns(), self._run_queue_ns())
+        return TimeMark(self._now_ns(), self._run_queue_ns())
 
-    def host_span(self, fields: Fields, mark: Mark) -> int:
+    def host_span(self, fields: RecordKey, mark: TimeMark) -> int:
         """Record a span of the host from `mark` to now. Returns its length in ns without run-queue delay."""
         end_ns = self._now_ns()
         waited_ns = self._run_queue_ns() - mark.run_queue_ns
@@ -127,50 +127,50 @@ class Recorder:
         self._write(self.step, fields, mark.time_ns, length_ns, duration_units(waited_ns), flag)
         return max(length_ns - waited_ns, 0)
 
-    def host_enter(self, fields: Fields) -> Mark:
+    def host_enter(self, fields: RecordKey) -> TimeMark:
         """Begin a span of the host and publish it as open, so that a rank that hangs in it is seen."""
         mark = self.host_mark()
         self.ring.open_span(fields.kind, self.step, fields.microbatch, mark.time_ns)
         return mark
 
-    def host_leave(self, fields: Fields, mark: Mark) -> int:
+    def host_leave(self, fields: RecordKey, mark: TimeMark) -> int:
         """End the span that `host_enter` began. Returns its length in ns without run-queue delay."""
         own_ns = self.host_span(fields, mark)
         self.ring.close_span()
         return own_ns
 
-    def enter(self, fields: Fields) -> Mark:
+    def enter(self, fields: RecordKey) -> TimeMark:
         """Begin a span of the compute stream, which here is the host's."""
         return self.host_enter(fields)
 
-    def leave(self, fields: Fields, mark: Mark) -> None:
+    def leave(self, fields: RecordKey, mark: TimeMark) -> None:
         """End the span that `enter` began."""
         self._on_length(fields, self.host_leave(fields, mark))
 
-    def own_ns(self, mark: Mark) -> int:
+    def own_ns(self, mark: TimeMark) -> int:
         """Time since `mark` without run-queue delay; 0 where only the device will know."""
         return max(self._now_ns() - mark.time_ns - (self._run_queue_ns() - mark.run_queue_ns), 0)
 
-    def transfer(self, fields: Fields, mark: Mark, size_bytes: int) -> None:
+    def transfer(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
         """Record the posting of a transfer of `size_bytes`."""
         length_ns = self._now_ns() - mark.time_ns
         self._write(self.step, fields, mark.time_ns, length_ns, size_bytes // BYTES_UNIT, Flag.AUX_BYTES)
 
-    def interval(self, fields: Fields, start_ns: int, length_ns: int) -> None:
+    def interval(self, fields: RecordKey, start_ns: int, length_ns: int) -> None:
         """Record a span whose times are known already."""
         self._write(self.step, fields, start_ns, length_ns, 0, 0)
 
     def metric(self, metric: Metric, value: float) -> None:
         """Record a sample of this moment."""
         self.ring.record(
-            self._now_ns(), 0, self.step, 0, float_bits(value), metric, NO_MICROBATCH, Kind.METRIC, 0, 0, 0
+            self._now_ns(), 0, self.step, 0, float_bits(value), metric, NO_MICROBATCH, RecordKind.METRIC, 0, 0, 0
         )
 
     def finish(self) -> None:
         """Write what is still pending, at the end of the run."""
 
     def _write(  # noqa: PLR0917 - the hot path takes positions only
-        self, step: int, fields: Fields, start_ns: int, length_ns: int, aux: int, flag: int
+        self, step: int, fields: RecordKey, start_ns: int, length_ns: int, aux: int, flag: int
     ) -> None:
         kind, microbatch, chunk, comm, ordinal, flags = fields
         self.ring.record(start_ns, length_ns, step, ordinal, aux, comm, microbatch, kind, chunk, 0, flags | flag)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import frame_of
+from megatronapp_common.scope.protocol import build_frame
 from megatronapp_trainer.inference.events import PromptEvent
 from megatronapp_trainer.scope.capture.coordinator import TextOf, distributions
 
@@ -17,4 +17,4 @@ def scores_frame(events: Sequence[PromptEvent], text_of: TextOf | None) -> Frame
     header = {"rows": [[0, event.index] for event in told], "ids": [event.target for event in told]}
     if text_of is not None:
         header["topTexts"] = [[text_of(int(token)) for token in one.tokens.tolist()] for one in measures]
-    return frame_of(FrameType.SCOPE_TOKENS, header, distributions(measures, logprobs))
+    return build_frame(FrameType.SCOPE_TOKENS, header, distributions(measures, logprobs))

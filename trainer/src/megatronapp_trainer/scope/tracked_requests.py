@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatronapp_common.scope.protocol import ATLAS, MAX_MESSAGE_BYTES
-from megatronapp_common.scope.protocol_requests import Capture, ProbeSite
-from megatronapp_trainer.inference.step_plan import Plan, Segment
-from megatronapp_trainer.scope.capture.capture_spec import Recipe, recipe_of
+from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeSite
+from megatronapp_trainer.inference.step_plan import Segment, StepPlan
+from megatronapp_trainer.scope.capture.capture_spec import CaptureSpec, capture_spec_of
 
 _ROOM = MAX_MESSAGE_BYTES - (24 << 10)
 """Of an overview, for tensors."""
@@ -31,7 +31,7 @@ def run_of(request: str) -> tuple[str, int]:
     return (run, int(sample)) if sample.isdecimal() else (request, -1)
 
 
-class Row(NamedTuple):
+class TrackedRow(NamedTuple):
     """A token of a run in this step."""
 
     token: int
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     position: int
 
 
-class Read(NamedTuple):
+class PromptRead(NamedTuple):
     """Tokens of one prompt that a step reads."""
 
     sample: int
@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stride:
+class RowStride:
     """Which rows of a prompt are told: every so many from `first` up to `end`, and with `last` the last one, too."""
 
     first: int
@@ -59,7 +59,7 @@ class Stride:
     every: int
     last: bool
 
-    def takes(self, position: int) -> bool:
+    def includes(self, position: int) -> bool:
         """This row is told."""
         inside = self.first <= position < self.end
         on_grid = inside and (position - self.first) % self.every == 0
@@ -67,15 +67,15 @@ class Stride:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Tracked:
+class TrackedRequest:
     """A run, or a probe, and how far each sample has been read."""
 
     name: str
     lengths: Sequence[int]
-    strides: Sequence[Stride]
-    capture: Capture | None = None
+    strides: Sequence[RowStride]
+    capture: CaptureSettings | None = None
     """None: a probe."""
-    recipe: Recipe | None = None
+    recipe: CaptureSpec | None = None
     sites: Sequence[ProbeSite] = ()
     """Of a probe."""
     read: list[int] = dataclasses.field(default_factory=list)
@@ -93,72 +93,72 @@ class Tracked:
         """Every prompt has been read."""
         return all(read >= length for read, length in zip(self.read, self.lengths, strict=True))
 
-    def step_of(self, row: Row) -> int:
+    def step_of(self, row: TrackedRow) -> int:
         """0 in the prompt; then one for each generated token that is read."""
         return max(0, row.position - self.lengths[row.sample] + 1)
 
-    def reads(self, plan: Plan) -> list[Read]:
+    def reads(self, plan: StepPlan) -> list[PromptRead]:
         """What a plan reads of it."""
         out, token = [], 0
         for segment in plan.segments:
             run, sample = run_of(segment.request_id)
             if run == self.name:
                 ends = segment.end == self.lengths[sample]
-                out.append(Read(sample=sample, first_token=token, segment=segment, ends=ends))
+                out.append(PromptRead(sample=sample, first_token=token, segment=segment, ends=ends))
             token += len(segment.tokens)
         return out
 
-    def rows(self, reads: Sequence[Read], *, decode: bool) -> list[Row]:
+    def rows(self, reads: Sequence[PromptRead], *, decode: bool) -> list[TrackedRow]:
         """The rows that are told of what a plan reads, in its order."""
         return [row for read in reads for row in self.rows_of(read, decode=decode)]
 
-    def rows_of(self, read: Read, *, decode: bool) -> list[Row]:
+    def rows_of(self, read: PromptRead, *, decode: bool) -> list[TrackedRow]:
         """Those of one prompt."""
         segment, stride = read.segment, self.strides[read.sample]
         if decode:
-            return [Row(token=segment.slot, sample=read.sample, position=segment.start)]
+            return [TrackedRow(token=segment.slot, sample=read.sample, position=segment.start)]
         return [
-            Row(token=read.first_token + position - segment.start, sample=read.sample, position=position)
+            TrackedRow(token=read.first_token + position - segment.start, sample=read.sample, position=position)
             for position in range(segment.start, segment.end)
-            if stride.takes(position)
+            if stride.includes(position)
         ]
 
-    def advance(self, reads: Sequence[Read]) -> None:
+    def advance(self, reads: Sequence[PromptRead]) -> None:
         """This is read."""
         for read in reads:
             self.read[read.sample] = max(self.read[read.sample], read.segment.end)
 
-    def more(self, step: int, rows: Sequence[Row]) -> bool:
+    def more(self, step: int, rows: Sequence[TrackedRow]) -> bool:
         """Other rows of this step will follow, those of this plan being `rows`. After `advance`."""
         return not self.all_read or any(self.step_of(row) < step for row in rows)
 
 
-def tracked_run(run: str, capture: Capture, lengths: Sequence[int], sizes: "Sizes") -> Tracked:
+def tracked_run(run: str, capture: CaptureSettings, lengths: Sequence[int], sizes: "ModelSizes") -> TrackedRequest:
     """A run that begins."""
-    recipe = recipe_of(capture)
+    recipe = capture_spec_of(capture)
     rows = sizes.overview_rows(recipe)
-    strides = [Stride(first=0, end=length, every=-(-length // rows), last=True) for length in lengths]
-    return Tracked(name=run, lengths=tuple(lengths), strides=strides, capture=capture, recipe=recipe)
+    strides = [RowStride(first=0, end=length, every=-(-length // rows), last=True) for length in lengths]
+    return TrackedRequest(name=run, lengths=tuple(lengths), strides=strides, capture=capture, recipe=recipe)
 
 
 def tracked_probe(
     probe: str, sites: Sequence[ProbeSite], lengths: Sequence[int], queries: tuple[int, int] | None, stride: int
-) -> Tracked:
+) -> TrackedRequest:
     """A probe that begins."""
     first, end = queries if queries is not None else (0, max(lengths))
-    strides = [Stride(first=first, end=min(end, length), every=stride, last=False) for length in lengths]
-    return Tracked(name=probe, lengths=tuple(lengths), strides=strides, sites=tuple(sites))
+    strides = [RowStride(first=first, end=min(end, length), every=stride, last=False) for length in lengths]
+    return TrackedRequest(name=probe, lengths=tuple(lengths), strides=strides, sites=tuple(sites))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class ModelSizes:
     """Of the whole model, as far as they decide how many rows an overview has."""
 
     layers: int
     heads: int
     components: int = 8
 
-    def overview_rows(self, recipe: Recipe | None) -> int:
+    def overview_rows(self, recipe: CaptureSpec | None) -> int:
         """Rows of one prompt that fit into its overview, as the hub codes them."""
         if recipe is None:
             return 1

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from megatronapp_common.web.security_headers import SafeHeaders
-from megatronapp_common.web.tcp_nodelay import send_at_once
+from megatronapp_common.web.security_headers import SecurityHeaders
+from megatronapp_common.web.tcp_nodelay import set_tcp_nodelay
 from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.serve import problems, routes_health
 from megatronapp_trainer.serve.bounded_protocols import bounded
 from megatronapp_trainer.serve.middleware import BodyLimit, RequestLimit, TokenGuard
 from megatronapp_trainer.serve.openai import event_schemas, routes_openai, routes_tokens
-from megatronapp_trainer.serve.request_broker import Desk
+from megatronapp_trainer.serve.request_broker import RequestBroker
 from megatronapp_trainer.serve.scope import routes_scope
-from megatronapp_trainer.serve.scope.detached_runs import Runs
+from megatronapp_trainer.serve.scope.detached_runs import RunStore
 
 API_VERSION = "1"
 LOOPBACK = "127."
@@ -45,16 +45,16 @@ def build_api() -> FastAPI:
     return app
 
 
-def create_app(desk: Desk, *, secret: str | None) -> FastAPI:
+def create_app(desk: RequestBroker, *, secret: str | None) -> FastAPI:
     """The application in front of a desk; `app.state.model` is set once there is a model, under `app.state.opening`."""
     app = build_api()
-    app.state.desk, app.state.model, app.state.runs = desk, None, Runs(desk)
+    app.state.desk, app.state.model, app.state.runs = desk, None, RunStore(desk)
     app.state.opening = threading.Lock()
     app.state.most_requests = desk.most_open + SPARE_REQUESTS
     app.add_middleware(BodyLimit)
     app.add_middleware(RequestLimit, most=app.state.most_requests)
     app.add_middleware(TokenGuard, secret=secret)
-    app.add_middleware(SafeHeaders)
+    app.add_middleware(SecurityHeaders)
     return app
 
 
@@ -72,7 +72,7 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    send_at_once(found)
+    set_tcp_nodelay(found)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
     try:
         found.bind((host, port))

@@ -7,7 +7,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """A body of a request. Unknown fields and wrong types are refused; null for an optional field means its default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)

@@ -34,7 +34,7 @@ class BoundedProtocol(H11Protocol):
         self._since = self.loop.time()
         self._await_head()
         if len(self.connections) > self.most:
-            self._make_room()
+            self._evict_connection()
 
     def data_received(self, data: bytes) -> None:
         """Wait on only while no request is here; its pieces give it no more time."""
@@ -83,7 +83,7 @@ class BoundedProtocol(H11Protocol):
         """Nothing is asked, and all answers have been taken."""
         return self.is_idle and not self.transport.get_write_buffer_size()
 
-    def _make_room(self) -> None:
+    def _evict_connection(self) -> None:
         """End the oldest connection of a stranger, whatever it does; else of those that are free; else this one."""
         others = [one for one in self.connections if isinstance(one, BoundedProtocol) and one is not self]
         strangers = [one for one in others if not one.is_known]

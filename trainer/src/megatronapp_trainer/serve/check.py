@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from megatronapp_common.names import ExitCode
-from megatronapp_trainer.check import Problem, problem_of
+from megatronapp_trainer.check import ArgumentProblem, problem_of
 from megatronapp_trainer.data.vocabulary import load_vocabulary
 from megatronapp_trainer.errors import TrainerError, UsageError
 from megatronapp_trainer.serve.settings import configure, read_command
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return found[0].code if found else ExitCode.OK
 
 
-def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
+def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentProblem]:
     """Why `world_size` ranks with these arguments could not serve: the first problem. Raises nothing."""
     try:
         command = read_command(arguments)

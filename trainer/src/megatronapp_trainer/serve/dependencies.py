@@ -8,16 +8,18 @@ from starlette.requests import HTTPConnection
 from megatronapp_trainer.serve.problems import api_error
 
 if TYPE_CHECKING:
-    from megatronapp_trainer.serve.request_broker import Desk
-    from megatronapp_trainer.serve.scope.detached_runs import Runs
+    from megatronapp_trainer.serve.request_broker import RequestBroker
+    from megatronapp_trainer.serve.scope.detached_runs import RunStore
     from megatronapp_trainer.serve.served_model import ServedModel
 else:
-    Desk = ServedModel = Runs = object  # FastAPI resolves the annotations below and only needs the dependencies
+    RequestBroker = ServedModel = RunStore = (
+        object  # FastAPI resolves the annotations below and only needs the dependencies
+    )
 
 
-def desk_of(connection: HTTPConnection) -> "Desk":
+def broker_of(connection: HTTPConnection) -> "RequestBroker":
     """Where requests go."""
-    return cast("Desk", connection.app.state.desk)
+    return cast("RequestBroker", connection.app.state.desk)
 
 
 def model_of(connection: HTTPConnection) -> "ServedModel":
@@ -25,17 +27,17 @@ def model_of(connection: HTTPConnection) -> "ServedModel":
     with connection.app.state.opening:
         model = connection.app.state.model
     if model is None:
-        problem = desk_of(connection).problem
+        problem = broker_of(connection).problem
         assert problem is not None
         raise api_error(problem)
     return cast("ServedModel", model)
 
 
-def runs_of(connection: HTTPConnection) -> "Runs":
+def runs_of(connection: HTTPConnection) -> "RunStore":
     """The runs of MegaScope."""
-    return cast("Runs", connection.app.state.runs)
+    return cast("RunStore", connection.app.state.runs)
 
 
-DeskOf = Annotated[Desk, Depends(desk_of)]
+BrokerOf = Annotated[RequestBroker, Depends(broker_of)]
 ModelOf = Annotated[ServedModel, Depends(model_of)]
-RunsOf = Annotated[Runs, Depends(runs_of)]
+RunsOf = Annotated[RunStore, Depends(runs_of)]

@@ -15,8 +15,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatronapp_common.names import Env
-from megatronapp_common.web.origin import bearer, same_origin
-from megatronapp_common.web.tokens import Role, matches
+from megatronapp_common.web.origin import bearer_token, is_same_origin
+from megatronapp_common.web.tokens import TokenRole, is_valid_token
 from megatronapp_trainer.serve.problems import ApiError, error_response
 
 OPEN = frozenset({"/healthz", "/readyz"})
@@ -53,8 +53,8 @@ class TokenGuard:
         headers = Headers(scope=scope)
         if self._secret is None:
             return _foreign(headers)
-        token = bearer(headers) or ""
-        if token.isascii() and matches(self._secret, Role.SERVE, token):
+        token = bearer_token(headers) or ""
+        if token.isascii() and is_valid_token(self._secret, TokenRole.SERVE, token):
             return None
         command = f"megatronapp serve --print {os.environ.get(Env.JOB, 'JOB')}"
         hint = f"Send 'Authorization: Bearer <key>'; `{command}` prints the key."
@@ -67,7 +67,7 @@ def _foreign(headers: Headers) -> ApiError | None:
     if host is not None and not is_local(host):
         hint = "Ask 127.0.0.1 or localhost; for other names serve with a key (`megatronapp serve`)."
         return ApiError(421, "other-host", "this server has no such name", hint=hint)
-    if not same_origin(headers):
+    if not is_same_origin(headers):
         return ApiError(403, "other-origin", "this request comes from a page of another site")
     return None
 
@@ -122,7 +122,7 @@ class BodyLimit:
         most = LARGE.get((scope["method"], scope["path"]), MOST_BYTES)
         try:
             async with asyncio.timeout(BODY_S):
-                body = None if _told_size(scope) > most else await _read(receive, most)
+                body = None if _declared_size(scope) > most else await _read(receive, most)
         except TimeoutError:
             await error_response(ApiError(408, "too-slow", f"the body took over {BODY_S:g} s"))(scope, receive, send)
             return
@@ -150,7 +150,7 @@ def _closing(send: Send) -> Send:
     return close
 
 
-def _told_size(scope: Scope) -> int:
+def _declared_size(scope: Scope) -> int:
     """What Content-Length says; 0 where it says nothing."""
     told = Headers(scope=scope).get("content-length", "")
     return int(told) if told.isascii() and told.isdecimal() else 0

@@ -17,19 +17,25 @@ from megatronapp_common.web.tokens import read_secret
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.text_tokens import read_text_tokens
 from megatronapp_trainer.errors import TrainerError, UsageError
-from megatronapp_trainer.serve.settings import Command, build_serve_parser, configure, newest_arguments, read_command
+from megatronapp_trainer.serve.settings import (
+    ServeCommand,
+    build_serve_parser,
+    configure,
+    newest_arguments,
+    read_command,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from megatronapp_trainer.inference.engine import Engine
     from megatronapp_trainer.inference.errors import EngineLostError, GenerationError
-    from megatronapp_trainer.inference.worker_group import Gang
-    from megatronapp_trainer.scope.assemble import Scope
-    from megatronapp_trainer.serve.request_broker import Desk
+    from megatronapp_trainer.inference.worker_group import WorkerGroup
+    from megatronapp_trainer.scope.assemble import RankScope
+    from megatronapp_trainer.serve.request_broker import RequestBroker
     from megatronapp_trainer.serve.served_model import ServedModel
-    from megatronapp_trainer.training.progress import Progress
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.progress import ProgressWriter
+    from megatronapp_trainer.training.signals import StopRequest
 
 IDLE_S = 0.2
 """How long the engine's thread sleeps without work; a signal is acted upon as late as this."""
@@ -53,25 +59,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def serve(command: Command, config: TrainerConfig) -> ExitCode:
+def serve(command: ServeCommand, config: TrainerConfig) -> ExitCode:
     """Load, generate until asked to stop, tear down. Raises TrainerError."""
     from megatronapp_trainer.inference.build import generation_layout
-    from megatronapp_trainer.inference.gc_freeze import settle
+    from megatronapp_trainer.inference.gc_freeze import freeze_gc
     from megatronapp_trainer.parallel.groups import destroy_groups
-    from megatronapp_trainer.parallel.peer_loss import LossWatch
+    from megatronapp_trainer.parallel.peer_loss import PeerLossListener
     from megatronapp_trainer.pretrain import named_errors
-    from megatronapp_trainer.training.signals import StopWish
+    from megatronapp_trainer.training.signals import StopRequest
 
     layout = generation_layout(config)
     _load_plugins(command)
-    with StopWish() as wish, named_errors(), contextlib.ExitStack() as stack:
+    with StopRequest() as wish, named_errors(), contextlib.ExitStack() as stack:
         front = stack.enter_context(open_front(command, wish)) if layout.rank == 0 else None
-        stack.enter_context(LossWatch(_no_desk if front is None else front.lose))
+        stack.enter_context(PeerLossListener(_no_broker if front is None else front.on_rank_lost))
         gang = load(command, config)
-        look = functools.partial(look_out, gang, stack, limits_of(command, config))
+        look = functools.partial(start_scope, gang, stack, limits_of(command, config))
         if front is None:
             look()
-            settle()
+            freeze_gc()
             gang.follow()
         else:
             front.answer(gang, config, wish, look)
@@ -79,7 +85,7 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
     return ExitCode.PREEMPTED
 
 
-def _load_plugins(command: Command) -> None:
+def _load_plugins(command: ServeCommand) -> None:
     """Import what users look at the model with, before anything long is begun. Raises UsageError."""
     if modules := command.options.scope_plugins:
         from megatronapp_trainer.scope.plugins import load_plugins
@@ -87,15 +93,15 @@ def _load_plugins(command: Command) -> None:
         print(f"sites of {', '.join(modules)}: {', '.join(load_plugins(modules))}", flush=True)
 
 
-def _no_desk() -> None:
+def _no_broker() -> None:
     """Followers have nobody to tell."""
 
 
-def load(command: Command, config: TrainerConfig) -> "Gang":
+def load(command: ServeCommand, config: TrainerConfig) -> "WorkerGroup":
     """The model with its weights, and this rank's end of the gang. Collective."""
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.inference import build
-    from megatronapp_trainer.inference.model_runner import Options
+    from megatronapp_trainer.inference.model_runner import RunnerOptions
     from megatronapp_trainer.parallel.groups import initialize_groups
 
     layout = build.generation_layout(config)
@@ -105,18 +111,18 @@ def load(command: Command, config: TrainerConfig) -> "Gang":
     assert vocab_size is not None  # of the checkpoint's arguments
     model = build.build_model(config, layout, device, vocab_size=vocab_size, drawn=False)
     path = build.load_weights(model, config, command.load)
-    options = Options(
+    options = RunnerOptions(
         slots=command.options.max_batch_size,
         capacity=capacity_of(command, config),
         prefill_chunk=command.options.prefill_chunk,
     )
-    gang = build.open_gang(model, config, layout, device, options, vocab_size=vocab_size)
+    gang = build.open_worker_group(model, config, layout, device, options, vocab_size=vocab_size)
     if layout.rank == 0:
         print(f"weights read from {path}", flush=True)
     return gang
 
 
-def look_out(gang: "Gang", stack: contextlib.ExitStack, limits: Mapping[str, int]) -> "Scope | None":
+def start_scope(gang: "WorkerGroup", stack: contextlib.ExitStack, limits: Mapping[str, int]) -> "RankScope | None":
     """MegaScope of this rank, until the stack ends; None, and nothing loaded, where there is no hub to look for."""
     folder = os.environ.get(Env.RUN_DIR)
     if not os.environ.get(Env.HUB_URL) or not folder:
@@ -128,7 +134,7 @@ def look_out(gang: "Gang", stack: contextlib.ExitStack, limits: Mapping[str, int
     return scope
 
 
-def limits_of(command: Command, config: TrainerConfig) -> dict[str, int]:
+def limits_of(command: ServeCommand, config: TrainerConfig) -> dict[str, int]:
     """Most prompts of a run, and most new tokens of each, that this server takes."""
     options = command.options
     return {
@@ -137,25 +143,27 @@ def limits_of(command: Command, config: TrainerConfig) -> dict[str, int]:
     }
 
 
-def capacity_of(command: Command, config: TrainerConfig) -> int:
+def capacity_of(command: ServeCommand, config: TrainerConfig) -> int:
     """Most tokens of a prompt and what follows it."""
     return command.options.max_length or config.model.positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Front:
+class HttpFrontend:
     """Rank 0's side that people see."""
 
-    command: Command
+    command: ServeCommand
     app: "FastAPI"
-    desk: "Desk"
+    broker: "RequestBroker"
     url: str
-    page: "Progress | None"
+    page: "ProgressWriter | None"
 
-    def answer(self, gang: "Gang", config: TrainerConfig, wish: "StopWish", look: "Callable[[], Scope | None]") -> None:
+    def answer(
+        self, gang: "WorkerGroup", config: TrainerConfig, wish: "StopRequest", look: "Callable[[], RankScope | None]"
+    ) -> None:
         """Generate what is asked for until asked to stop. `look` begins to tell a hub. Raises EngineLostError."""
         from megatronapp_trainer.inference.engine import Engine
-        from megatronapp_trainer.inference.gc_freeze import settle
+        from megatronapp_trainer.inference.gc_freeze import freeze_gc
         from megatronapp_trainer.serve.errors import StoppingError
         from megatronapp_trainer.serve.request_broker import MOST_PROBED
 
@@ -166,53 +174,53 @@ class Front:
             decode_plain=model.decode_plain,
             end_tokens=model.end_tokens,
             most_waiting=_most_open(self.command) + MOST_PROBED,
-            admitted=self.desk.tally.admitted,
+            admitted=self.broker.tally.admitted,
         )
         if model.chat.flaw is not None:
             print(f"messages are refused: the model's chat template cannot be used: {model.chat.flaw}", flush=True)
         engine.warm_up()
         self._open(engine, model, look)
-        settle()
+        freeze_gc()
         print(f"serving {model.name} at {self.url}", flush=True)
         self._work(engine, wish)
         if engine.failure is not None:
-            self.desk.close(engine.failure)
+            self.broker.close(engine.failure)
             raise _blamed(engine.failure)
-        self.desk.close(StoppingError("the server was asked to stop"))
+        self.broker.close(StoppingError("the server was asked to stop"))
         engine.close()
 
-    def lose(self) -> None:
+    def on_rank_lost(self) -> None:
         """A rank was lost: say so to all who wait. Not in the thread of the engine, which may hang."""
         from megatronapp_trainer.inference.errors import EngineLostError
 
-        self.desk.close(EngineLostError("a rank of the gang was lost; the gang must be started again"))
+        self.broker.close(EngineLostError("a rank of the gang was lost; the gang must be started again"))
 
-    def _open(self, engine: "Engine", model: "ServedModel", look: "Callable[[], Scope | None]") -> None:
+    def _open(self, engine: "Engine", model: "ServedModel", look: "Callable[[], RankScope | None]") -> None:
         """Take requests from now on. A page offers to generate once the hub hears of rank 0, so not before."""
         with self.app.state.opening:
             if (scope := look()) is not None:
-                self._look(engine, scope)
-            self.desk.open(engine)
+                self._start_capture(engine, scope)
+            self.broker.open(engine)
             self.app.state.model = model
 
-    def _look(self, engine: "Engine", scope: "Scope") -> None:
-        from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
-        from megatronapp_trainer.serve.scope.capture_gateway import Looking
+    def _start_capture(self, engine: "Engine", scope: "RankScope") -> None:
+        from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
+        from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
-        looking = Looking(ScopeLeader(engine, scope.session, scope.publisher.post), engine.defer)
+        looking = CaptureController(CaptureCoordinator(engine, scope.session, scope.publisher.post), engine.defer)
         self.app.state.runs.looking = looking
-        self.desk.observers.append(looking.observe)
+        self.broker.observers.append(looking.observe)
 
-    def _work(self, engine: "Engine", wish: "StopWish") -> None:
+    def _work(self, engine: "Engine", wish: "StopRequest") -> None:
         due = 0.0
         while not wish.requested and engine.failure is None:
-            self.desk.step(IDLE_S)
+            self.broker.step(IDLE_S)
             if time.monotonic() >= due:
                 self._report()
                 due = time.monotonic() + PAGE_S
 
     def _report(self) -> None:
-        tally = self.desk.tally
+        tally = self.broker.tally
         if self.page is not None:
             self.page.update(
                 state="serving",
@@ -224,18 +232,18 @@ class Front:
 def _blamed(failure: "EngineLostError") -> "GenerationError":
     """The failure with the exit code of who is to blame: a peer, or this rank itself."""
     from megatronapp_trainer.inference.errors import GenerationError
-    from megatronapp_trainer.parallel.agreement import says_lost_peer
+    from megatronapp_trainer.parallel.agreement import is_peer_lost_error
 
     cause = failure.__cause__
-    return failure if cause is None or says_lost_peer(cause) else GenerationError(str(failure))
+    return failure if cause is None or is_peer_lost_error(cause) else GenerationError(str(failure))
 
 
 @contextlib.contextmanager
-def open_front(command: Command, wish: "StopWish") -> Iterator[Front]:
+def open_front(command: ServeCommand, wish: "StopRequest") -> Iterator[HttpFrontend]:
     """Listen and answer that the model is being loaded. Raises UsageError, RendezvousError."""
     from megatronapp_trainer.serve import app as web
-    from megatronapp_trainer.serve.request_broker import Desk
-    from megatronapp_trainer.serve.statistics import Tally
+    from megatronapp_trainer.serve.request_broker import RequestBroker
+    from megatronapp_trainer.serve.statistics import ServerStatistics
     from megatronapp_trainer.training.progress import open_progress
 
     secret = load_secret()
@@ -247,16 +255,16 @@ def open_front(command: Command, wish: "StopWish") -> Iterator[Front]:
     sock = web.listen(place, wanted_port)
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    desk = Desk(most_open=_most_open(command), tally=Tally())
+    desk = RequestBroker(most_open=_most_open(command), tally=ServerStatistics())
     desk.is_stopping = lambda: wish.requested
     app = web.create_app(desk, secret=secret)
     with web.served(app, sock):
         if (folder := os.environ.get(Env.RUN_DIR)) is not None:
             web.write_address(pathlib.Path(folder) / ADDRESS_FILE, url)
-        yield Front(command=command, app=app, desk=desk, url=url, page=page)
+        yield HttpFrontend(command=command, app=app, broker=desk, url=url, page=page)
 
 
-def address_of(command: Command) -> tuple[str, int]:
+def address_of(command: ServeCommand) -> tuple[str, int]:
     """Host and port to listen at: what a backend has chosen, else the flags. Raises UsageError."""
     given = os.environ.get(Env.SERVE_ADDRESS)
     if not given:
@@ -267,7 +275,7 @@ def address_of(command: Command) -> tuple[str, int]:
     return host, int(port)
 
 
-def describe(command: Command, config: TrainerConfig) -> "ServedModel":
+def describe(command: ServeCommand, config: TrainerConfig) -> "ServedModel":
     """The model as people see it. Raises DataError, CheckpointError for files beside it that cannot be read."""
     from megatronapp_trainer.data import tokenizer as tokenizers
     from megatronapp_trainer.serve.openai.chat_template import read_template
@@ -313,5 +321,5 @@ def load_secret() -> str | None:
         raise UsageError(f"{Env.SECRET_FILE.value}={path}: {error}") from error
 
 
-def _most_open(command: Command) -> int:
+def _most_open(command: ServeCommand) -> int:
     return command.options.max_batch_size + command.options.queue_length

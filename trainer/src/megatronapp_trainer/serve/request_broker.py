@@ -16,12 +16,12 @@ from megatronapp_trainer.inference.events import Event, FinishedEvent, PromptEve
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 from megatronapp_trainer.serve.logprobs import MOST_OPEN_LOGPROBS
-from megatronapp_trainer.serve.statistics import Tally
+from megatronapp_trainer.serve.statistics import ServerStatistics
 
 if TYPE_CHECKING:
     from megatronapp_trainer.inference.engine import Engine
 
-MOST_HELD = 4096
+MAX_BUFFERED = 4096
 """Events of an answer that may wait for its reader, beside what the connection holds."""
 MOST_PROBED = 48
 """Prompts of the background that may be open; they have places of their own and take none of `most_open`. A hub asks
@@ -36,30 +36,30 @@ class QueueEvent:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PromptPart:
+class PromptProgress:
     """What one step told of the positions of a prompt: one item, however many they are."""
 
     request_id: str
     readings: tuple[PromptEvent, ...]
 
 
-class Gone:
+class Disconnected:
     """The client has hung up."""
 
 
-Item = PromptPart | TokenEvent | FinishedEvent | QueueEvent | Gone
+Item = PromptProgress | TokenEvent | FinishedEvent | QueueEvent | Disconnected
 Observer = Callable[[Sequence[Event]], None]
 """Called in the engine's thread with what a step gave."""
 
 
-class Ticket:
+class RequestHandle:
     """The prompts of one request over HTTP. Made and read in the event loop.
 
     Who reads too slowly is told so after the events that are kept, and `too_slow` is called once.
     """
 
     def __init__(
-        self, requests: Sequence[GenerationRequest], too_slow: Callable[["Ticket"], None], logprobs: int = 0
+        self, requests: Sequence[GenerationRequest], too_slow: Callable[["RequestHandle"], None], logprobs: int = 0
     ) -> None:
         self.logprobs = logprobs
         """Log-probabilities that its answer holds."""
@@ -87,36 +87,36 @@ class Ticket:
     def _put(self, items: tuple[Item, ...]) -> None:
         if self._is_full:
             return
-        if self._items.qsize() + len(items) > MOST_HELD:
+        if self._items.qsize() + len(items) > MAX_BUFFERED:
             self._is_full = True
-            items = tuple(map(_ended_slow, self.ids))
+            items = tuple(map(_end_slow_reader, self.ids))
             self._too_slow(self)
         for item in items:
             self._items.put_nowait(item)
 
 
-def _ended_slow(request_id: str) -> FinishedEvent:
-    error = SlowReaderError(f"{MOST_HELD} events of this answer wait to be read, and nobody reads them")
+def _end_slow_reader(request_id: str) -> FinishedEvent:
+    error = SlowReaderError(f"{MAX_BUFFERED} events of this answer wait to be read, and nobody reads them")
     return FinishedEvent(request_id=request_id, reason="error", prompt_tokens=0, generated_tokens=0, error=error)
 
 
-def _joined(events: Sequence[Event]) -> Iterator[PromptPart | TokenEvent | FinishedEvent]:
+def _joined(events: Sequence[Event]) -> Iterator[PromptProgress | TokenEvent | FinishedEvent]:
     """Positions of one prompt that follow each other become one item."""
     for request_id, same in itertools.groupby(events, key=_prompt_of):
         if request_id is None:
             yield from (event for event in same if not isinstance(event, PromptEvent))
         else:
-            yield PromptPart(request_id, tuple(event for event in same if isinstance(event, PromptEvent)))
+            yield PromptProgress(request_id, tuple(event for event in same if isinstance(event, PromptEvent)))
 
 
 def _prompt_of(event: Event) -> str | None:
     return event.request_id if isinstance(event, PromptEvent) else None
 
 
-class Desk:
+class RequestBroker:
     """Counts what is open, hands requests to the engine and events to their tickets."""
 
-    def __init__(self, *, most_open: int, tally: Tally) -> None:
+    def __init__(self, *, most_open: int, tally: ServerStatistics) -> None:
         self.tally = tally
         self.observers: list[Observer] = []
         self.most_open = most_open
@@ -126,7 +126,7 @@ class Desk:
         self._engine: Engine | None = None
         self._closed: GenerationError | None = None
         self._lock = threading.Lock()
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, RequestHandle] = {}
         self._logprobs = 0
         """Log-probabilities of all answers that are being made."""
 
@@ -139,7 +139,7 @@ class Desk:
             return StoppingError("the server was asked to stop")
         return NotReadyError("the model is being loaded; try again in a moment") if self._engine is None else None
 
-    def submit(self, requests: Sequence[GenerationRequest], *, logprobs: int = 0) -> Ticket:
+    def submit(self, requests: Sequence[GenerationRequest], *, logprobs: int = 0) -> RequestHandle:
         """Take all of these prompts or none. `logprobs`: log-probabilities of the answer, until it is released.
 
         Raises:
@@ -147,12 +147,12 @@ class Desk:
             QueueFullError: too many are open.
             GenerationError: nothing is taken now (`problem`).
         """
-        ticket = Ticket(requests, self.cancel, logprobs)
+        ticket = RequestHandle(requests, self.cancel, logprobs)
         with self._lock:
             if (problem := self.problem) is not None:
                 raise problem
             assert self._engine is not None
-            self._check_room(ticket)
+            self._check_capacity(ticket)
             self._tickets |= dict.fromkeys(ticket.ids, ticket)
             if not ticket.is_background:
                 self.tally.submitted(ticket.ids)
@@ -161,13 +161,13 @@ class Desk:
             self._logprobs += logprobs
         return ticket
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, ticket: RequestHandle) -> None:
         """End what is still open of a ticket, whose answer is written or given up; once for each ticket."""
         self.cancel(ticket)
         with self._lock:
             self._logprobs -= ticket.logprobs
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: RequestHandle) -> None:
         """End what is still open of a ticket; its events come as ever."""
         engine = self._engine
         if engine is not None:
@@ -187,7 +187,7 @@ class Desk:
         self.tally.count(events)
         for observer in self.observers:
             observer(events)
-        self._tell_positions(engine)
+        self._announce_positions(engine)
         self._deliver(events)
 
     def close(self, reason: GenerationError) -> None:
@@ -208,7 +208,7 @@ class Desk:
         waiting = 0 if engine is None else sum(engine.queue_position(one) is not None for one in ids)
         return waiting, len(ids) - waiting
 
-    def _check_room(self, ticket: Ticket) -> None:
+    def _check_capacity(self, ticket: RequestHandle) -> None:
         alike = sum(one.is_background == ticket.is_background for one in self._tickets.values())
         most, what = (MOST_PROBED, "prompts of probes") if ticket.is_background else (self.most_open, "prompts")
         if alike + len(ticket.ids) > most:
@@ -232,7 +232,7 @@ class Desk:
 
     def _deliver(self, events: Sequence[Event]) -> None:
         """Events of one ticket go together."""
-        batches: dict[Ticket, list[Item]] = {}
+        batches: dict[RequestHandle, list[Item]] = {}
         with self._lock:
             for item in _joined(events):
                 ticket = self._tickets.get(item.request_id)
@@ -243,7 +243,7 @@ class Desk:
         for ticket, batch in batches.items():
             ticket.put(batch)
 
-    def _tell_positions(self, engine: "Engine") -> None:
+    def _announce_positions(self, engine: "Engine") -> None:
         with self._lock:
             waiting = {ticket for ticket in self._tickets.values() if ticket.position is not None}
         for ticket in waiting:
@@ -253,6 +253,6 @@ class Desk:
                 ticket.put([QueueEvent(position)])
 
     @staticmethod
-    def _position(engine: "Engine", ticket: Ticket) -> int | None:
+    def _position(engine: "Engine", ticket: RequestHandle) -> int | None:
         places = (engine.queue_position(request_id) for request_id in ticket.ids)
         return min((place for place in places if place is not None), default=None)

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from megatronapp_trainer.serve.dependencies import DeskOf
+from megatronapp_trainer.serve.dependencies import BrokerOf
 from megatronapp_trainer.serve.errors import NotReadyError
 from megatronapp_trainer.serve.openai.schemas_completions import Health, Problem
 
@@ -18,7 +18,7 @@ async def healthz() -> Health:
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
-async def readyz(desk: DeskOf) -> Response:
+async def readyz(desk: BrokerOf) -> Response:
     """Requests are taken."""
     if (problem := desk.problem) is None:
         return JSONResponse({"status": "ok"})
@@ -27,7 +27,7 @@ async def readyz(desk: DeskOf) -> Response:
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses={401: {"model": Problem}})
-async def metrics(request: Request, desk: DeskOf) -> Response:
+async def metrics(request: Request, desk: BrokerOf) -> Response:
     """Counts in the text format of Prometheus."""
     waiting, running = desk.counts()
     return Response(desk.tally.exposition(waiting=waiting, running=running), media_type=EXPOSITION)

@@ -37,7 +37,7 @@ _TEMPLATE_REFUSED = "Change the messages to what the template takes; /tokenizer_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Echo:
+class PromptEcho:
     """A prompt as an answer repeats it."""
 
     text: str
@@ -81,12 +81,12 @@ class ServedModel:
     @property
     def decode(self) -> Decode | None:
         """Text of tokens within a text; None without a tokenizer."""
-        return None if self.tokenizer is None else going_on(self.tokenizer)
+        return None if self.tokenizer is None else incremental_decoder(self.tokenizer)
 
     @property
     def decode_plain(self) -> Decode | None:
         """As `decode`, without special tokens."""
-        return None if self.tokenizer is None else going_on(self.tokenizer, skip_special=True)
+        return None if self.tokenizer is None else incremental_decoder(self.tokenizer, skip_special=True)
 
     @functools.cached_property
     def text_of(self) -> Callable[[int], str]:
@@ -141,17 +141,17 @@ class ServedModel:
             raise ApiError(422, "no-tokenizer", f"{param}: this model has no tokenizer", hint=hint, param=param)
         return self.tokenizer
 
-    def told(self, text: str, ids: Sequence[int]) -> dict[str, Any]:
+    def describe_prompt(self, text: str, ids: Sequence[int]) -> dict[str, Any]:
         """A prompt as frames tell it: offsets in UTF-16 units, null where a token ends no character.
 
         Tokens that stand around the text are none of its characters.
         """
-        pieces = self.pieces_of(ids, self._inner(ids))
+        pieces = self.token_texts(ids, self._inner(ids))
         ends = list(itertools.accumulate(map(utf16_units, pieces), initial=0))
         pairs = zip(pieces, itertools.pairwise(ends), strict=True)
         return {"text": text, "ids": list(ids), "offsets": [list(pair) if piece else None for piece, pair in pairs]}
 
-    def pieces_of(self, ids: Sequence[int], inner: tuple[int, int] | None = None) -> list[str]:
+    def token_texts(self, ids: Sequence[int], inner: tuple[int, int] | None = None) -> list[str]:
         """The characters that each token completes, of those in the range `inner`; empty for the others."""
         pieces = [""] * len(ids)
         if self.tokenizer is not None:
@@ -159,13 +159,13 @@ class ServedModel:
             pieces[first:last] = map(TextStream(self.tokenizer.detokenize).feed, ids[first:last])
         return pieces
 
-    def echo_of(self, prompt: Prompt, ids: Sequence[int]) -> Echo:
+    def echo_of(self, prompt: Prompt, ids: Sequence[int]) -> PromptEcho:
         """A prompt as an answer repeats it: a text as it came, ids as their text."""
         is_text = isinstance(prompt, str)
-        pieces = self.pieces_of(ids, self._inner(ids) if is_text else None)
+        pieces = self.token_texts(ids, self._inner(ids) if is_text else None)
         text = prompt if isinstance(prompt, str) else "" if self.tokenizer is None else self.tokenizer.detokenize(ids)
         starts = itertools.accumulate(map(len, pieces[:-1]), initial=0)
-        return Echo(text=text, ids=tuple(ids), offsets=tuple(min(start, len(text)) for start in starts))
+        return PromptEcho(text=text, ids=tuple(ids), offsets=tuple(min(start, len(text)) for start in starts))
 
     def _inner(self, ids: Sequence[int]) -> tuple[int, int]:
         """Where the tokens of a text begin and end among those of a prompt."""
@@ -229,7 +229,7 @@ class ServedModel:
                 404, "no-such-model", f"there is no model {name}, only {self.name}", hint=hint, param="model"
             )
 
-    def echoes_of(self, body: CompletionRequest, requests: Sequence[GenerationRequest]) -> list[Echo]:
+    def echoes_of(self, body: CompletionRequest, requests: Sequence[GenerationRequest]) -> list[PromptEcho]:
         """The prompt of each text, as the answer repeats it."""
         firsts = zip(prompts_of(body), requests[:: body.n], strict=True)
         return [echo for prompt, one in firsts for echo in [self.echo_of(prompt, one.prompt)] * body.n]
@@ -285,7 +285,7 @@ def _copies(common: GenerationRequest, prompts: Sequence[Ids], n: int, seed: int
     ]
 
 
-def going_on(tokenizer: Tokenizer, *, skip_special: bool = False) -> Decode:
+def incremental_decoder(tokenizer: Tokenizer, *, skip_special: bool = False) -> Decode:
     """Text of tokens in the middle of a text.
 
     Tokenizers with words' beginnings (Llama 2, Mistral) leave out the space before the first word of what they are

@@ -10,7 +10,7 @@ from megatronapp_trainer.checkpoint import arguments as stored_arguments
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError, CheckpointDirectory, read_manifest
 from megatronapp_trainer.checkpoint.foreign import answer
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
-from megatronapp_trainer.config.fields import RefusingParser, add_section, option, read_section
+from megatronapp_trainer.config.fields import StrictParser, add_section, option, read_section
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
 LARGEST_PORT = 65535
@@ -34,7 +34,7 @@ class ServeOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class ServeCommand:
     """A command line, read as far as it can be without the checkpoint."""
 
     options: ServeOptions
@@ -43,9 +43,9 @@ class Command:
     load: pathlib.Path
 
 
-def build_serve_parser() -> RefusingParser:
+def build_serve_parser() -> StrictParser:
     """The parser of our own flags."""
-    parser = RefusingParser(
+    parser = StrictParser(
         prog="python -m megatronapp_trainer.serve",
         description="Serve a checkpoint. Beside these flags those of megatronapp_trainer.pretrain are taken; what the "
         "checkpoint knows of its model may be left out.",
@@ -55,7 +55,7 @@ def build_serve_parser() -> RefusingParser:
     return parser
 
 
-def read_command(arguments: Sequence[str]) -> Command:
+def read_command(arguments: Sequence[str]) -> ServeCommand:
     """Our flags of a command line. Raises UsageError that names the flag and what to write instead."""
     namespace, rest = build_serve_parser().parse_known_args(list(arguments))
     options = read_section(ServeOptions, namespace)
@@ -63,10 +63,10 @@ def read_command(arguments: Sequence[str]) -> Command:
     load = build_parser().parse_known_args(rest)[0].load
     if load is None:
         raise UsageError("--load is missing; give the directory of a checkpoint")
-    return Command(options=options, rest=tuple(rest), load=pathlib.Path(load))
+    return ServeCommand(options=options, rest=tuple(rest), load=pathlib.Path(load))
 
 
-def configure(command: Command) -> TrainerConfig:
+def configure(command: ServeCommand) -> TrainerConfig:
     """The trainer's configuration for the newest whole checkpoint of `--load`.
 
     Raises:

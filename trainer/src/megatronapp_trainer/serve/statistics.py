@@ -20,7 +20,7 @@ TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1
 REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 
 
-class Durations:
+class DurationHistogram:
     """Counts of durations by size. One thread writes, any thread reads."""
 
     def __init__(self, bounds_s: Sequence[float]) -> None:
@@ -44,7 +44,7 @@ class Durations:
         return found
 
 
-class Tally:
+class ServerStatistics:
     """Counts since the start. The engine's thread writes, but for `submitted`; any thread reads."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -54,10 +54,10 @@ class Tally:
         self.generated_tokens = 0
         self.ended: collections.Counter[str] = collections.Counter()
         """Prompts by how they ended."""
-        self.queue_s = Durations(WAIT_BUCKETS_S)
-        self.first_token_s = Durations(WAIT_BUCKETS_S)
-        self.token_gap_s = Durations(TOKEN_BUCKETS_S)
-        self.request_s = Durations(REQUEST_BUCKETS_S)
+        self.queue_s = DurationHistogram(WAIT_BUCKETS_S)
+        self.first_token_s = DurationHistogram(WAIT_BUCKETS_S)
+        self.token_gap_s = DurationHistogram(TOKEN_BUCKETS_S)
+        self.request_s = DurationHistogram(REQUEST_BUCKETS_S)
         self._now = now
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
         self._submitted_at: dict[str, float] = {}
@@ -107,7 +107,7 @@ class Tally:
     def exposition(self, *, waiting: int, running: int) -> bytes:
         """The counts in the text format of Prometheus, version 0.0.4."""
         registry = CollectorRegistry()
-        registry.register(_Scrape(self, waiting=waiting, running=running))
+        registry.register(_StatisticsCollector(self, waiting=waiting, running=running))
         return generate_latest(registry)
 
     def _time(self, event: TokenEvent, now: float) -> None:
@@ -133,10 +133,10 @@ class Tally:
             self._recent.popleft()
 
 
-class _Scrape(Collector):
+class _StatisticsCollector(Collector):
     """The counts as metrics, once."""
 
-    def __init__(self, tally: Tally, *, waiting: int, running: int) -> None:
+    def __init__(self, tally: ServerStatistics, *, waiting: int, running: int) -> None:
         self._tally, self._waiting, self._running = tally, waiting, running
 
     def collect(self) -> Iterator[Metric]:

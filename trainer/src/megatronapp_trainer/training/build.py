@@ -17,7 +17,7 @@ from megatronapp_trainer.training.optimizer import build_optimizer, build_schedu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class TrainingRun:
     """A run that is ready to train: what stays the same in all its steps, and the state that does not."""
 
     config: TrainerConfig
@@ -41,7 +41,9 @@ def layout_of(config: TrainerConfig) -> Layout:
     return layout
 
 
-def build_run(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True) -> Run:
+def build_run(
+    config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True
+) -> TrainingRun:
     """Model, optimizer and schedules with their initial values; the groups exist already.
 
     `drawn`: with initial weights; else with whatever is in memory, for a checkpoint to fill.
@@ -51,7 +53,7 @@ def build_run(config: TrainerConfig, layout: Layout, device: Device, *, vocab_si
     optimizer = build_optimizer(config, chunks)
     connect(core_config, chunks, optimizer, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
     batches = batch_schedule(config, layout.data_size)
-    return Run(
+    return TrainingRun(
         config=config,
         layout=layout,
         device=device,

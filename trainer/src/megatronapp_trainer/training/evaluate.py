@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.data.microbatches import Batch, BatchSource, StepFeed, chunks_that_need_data
-from megatronapp_trainer.models.language_model_loss import PendingLoss, reduce_loss
-from megatronapp_trainer.pipeline.static import Schedule
-from megatronapp_trainer.training.build import Run
+from megatronapp_trainer.data.microbatches import BatchSource, HostMicrobatch, StepFeed, chunks_that_need_data
+from megatronapp_trainer.models.language_model_loss import PendingLossReduction, reduce_loss
+from megatronapp_trainer.pipeline.static import StaticSchedule
+from megatronapp_trainer.training.build import TrainingRun
 
 
 def evaluate(
-    run: Run,
-    schedule: Schedule,
+    run: TrainingRun,
+    schedule: StaticSchedule,
     source: BatchSource,
-    iterator: Iterator[Batch],
+    iterator: Iterator[HostMicrobatch],
     *,
     asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
@@ -28,7 +28,7 @@ def evaluate(
     needed_by = chunks_that_need_data(run.config, run.layout)
     microbatches = run.batches.final // (run.batches.micro_batch_size * run.batches.data_size)
     reports: list[torch.Tensor] = []
-    agreed: PendingLoss | None = None
+    agreed: PendingLossReduction | None = None
     with untouched_training(run):
         for _ in range(run.config.logging.eval_iters):
             feed = StepFeed(source, iterator, microbatches, needed_by=needed_by, observer=None)
@@ -40,7 +40,7 @@ def evaluate(
 
 
 @contextlib.contextmanager
-def untouched_training(run: Run) -> Iterator[None]:
+def untouched_training(run: TrainingRun) -> Iterator[None]:
     """Within: dropout off, parameters whole, no timers; afterwards everything is as before."""
     from megatron.core.tensor_parallel.random import _fork_rng
 
@@ -57,7 +57,7 @@ def untouched_training(run: Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gathered_parameters(run: Run) -> Iterator[None]:
+def gathered_parameters(run: TrainingRun) -> Iterator[None]:
     """Within: no parameter gather is pending or starts; needed where ``--overlap-param-gather`` defers them."""
     overlapped: list[Any] = run.state.chunks if run.config.parallel.overlap_param_gather else []
     for chunk in overlapped:

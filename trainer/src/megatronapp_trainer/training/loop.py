@@ -8,28 +8,28 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from megatronapp_common.names import UNSAVED_STOP, ExitCode
-from megatronapp_common.trace import NO_MICROBATCH, Kind
+from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.data.microbatches import BatchSource, DataIterators, StepFeed, chunks_that_need_data
 from megatronapp_trainer.errors import UnsavedStopError
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepMetrics, StepObserver
 from megatronapp_trainer.models.language_model_loss import (
-    PendingLoss,
+    PendingLossReduction,
     StepLoss,
     reduce_loss,
     refuse_infinite_gradients,
     refuse_not_finite,
 )
-from megatronapp_trainer.pipeline.static import Schedule
-from megatronapp_trainer.training.build import Run
+from megatronapp_trainer.pipeline.static import StaticSchedule
+from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import evaluate, gathered_parameters
 from megatronapp_trainer.training.metrics import flops_per_token, peak_tflops, why_no_mfu
 from megatronapp_trainer.training.optimizer import learning_rate
 from megatronapp_trainer.training.progress import Reporter
-from megatronapp_trainer.training.signals import StopWish
+from megatronapp_trainer.training.signals import StopRequest
 
 
-class Checkpoints(Protocol):
+class CheckpointSaver(Protocol):
     """What the loop needs of the checkpoint manager."""
 
     def save(self, state: TrainState) -> None:
@@ -52,12 +52,12 @@ class Trainer:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainingRun,
         iterators: DataIterators,
         *,
-        stop_wish: StopWish,
+        stop_wish: StopRequest,
         reporter: Reporter | None = None,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: CheckpointSaver | None = None,
         observer: StepObserver | None = None,
     ) -> None:
         self._run = run
@@ -71,7 +71,7 @@ class Trainer:
         self._source = BatchSource(run.config, run.layout, run.device)
         self._needed_by = chunks_that_need_data(run.config, run.layout)
         self._schedule = _make_schedule(run, observer)
-        self._pending: PendingLoss | None = None
+        self._pending: PendingLossReduction | None = None
         run.state.optimizer.get_grad_norm = self._refusing_not_finite(run.state.optimizer.get_grad_norm)
         self._flops = flops_per_token(run.config.model, run.padded_vocab_size)
         self._peak_tflops = peak_tflops(run.device.name, bf16=run.config.precision.bf16)
@@ -88,13 +88,13 @@ class Trainer:
             Exception: what data, checkpoints and collectives raise.
         """
         with self._collected_garbage():
-            self._tell_state("training")
+            self._publish_state("training")
             self._explain_missing_mfu()
             if not self._validate_what_a_stop_left():
                 return self._stop()
             while self._state.iteration < self._config.training.train_iters:
                 outcome = self.step()
-                if (code := self._border(outcome)) is not None:
+                if (code := self._at_boundary(outcome)) is not None:
                     return code
         return self._finish()
 
@@ -106,7 +106,7 @@ class Trainer:
         if not self._evaluate_at_the_end():
             restarts_here = self._checkpoints is not None or self._config.logging.skip_train
             return ExitCode.PREEMPTED if restarts_here else ExitCode.OK
-        self._tell_state("done")
+        self._publish_state("done")
         return ExitCode.OK
 
     def _evaluate_at_the_end(self) -> bool:
@@ -138,7 +138,7 @@ class Trainer:
         self._report(outcome)
         return outcome
 
-    def _forward_backward(self, microbatches: int) -> PendingLoss:
+    def _forward_backward(self, microbatches: int) -> PendingLossReduction:
         for chunk in self._state.chunks:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
@@ -146,7 +146,7 @@ class Trainer:
             self._source, self._iterators.train, microbatches, needed_by=self._needed_by, observer=self._observer
         )
         reports = self._schedule.train(feed, microbatches)
-        with self._span(Kind.LOSS_REDUCE):
+        with self._span(RecordKind.LOSS_REDUCE):
             return reduce_loss(
                 reports,
                 self._run.layout,
@@ -179,7 +179,7 @@ class Trainer:
         else:
             self._state.skipped_iterations += 1
 
-    def _border(self, outcome: StepOutcome) -> ExitCode | None:
+    def _at_boundary(self, outcome: StepOutcome) -> ExitCode | None:
         """What is due between two steps; an exit code ends the training."""
         iteration, config = self._state.iteration, self._config
         if config.training.manual_gc and _due(iteration, config.training.manual_gc_interval or None):
@@ -224,25 +224,25 @@ class Trainer:
         """Write a checkpoint, unless there is none to write or this step has one."""
         if self._checkpoints is None or self._saved_iteration == self._state.iteration:
             return
-        self._tell_state("saving")
-        with self._span(Kind.CHECKPOINT), gathered_parameters(self._run):
+        self._publish_state("saving")
+        with self._span(RecordKind.CHECKPOINT), gathered_parameters(self._run):
             self._checkpoints.save(self._state)
         self._saved_iteration = self._state.iteration
-        self._tell_state("training")
+        self._publish_state("training")
 
     def _evaluate(self, split: str) -> bool:
         """Whether it ran to its end; a stop that some rank was asked for ends it early."""
         iterator = self._iterators.valid if split == "validation" else self._iterators.test
         if iterator is None:
             return True
-        self._tell_state("evaluating")
+        self._publish_state("evaluating")
         if self._config.training.manual_gc and self._config.training.manual_gc_eval:
             self._collect_garbage()
-        with self._span(Kind.EVALUATE):
+        with self._span(RecordKind.EVALUATE):
             wish = self._stop_wish
             loss = evaluate(self._run, self._schedule, self._source, iterator, asked_to_stop=lambda: wish.requested)
         if loss is None:
-            self._tell_state("training")
+            self._publish_state("training")
             return False
         if split == "validation":
             self._validated_iteration = self._state.iteration
@@ -251,7 +251,7 @@ class Trainer:
             self._observer.validation(loss)
         if self._reporter is not None:
             self._reporter.validation(self._state.iteration, loss, split)
-        self._tell_state("training")
+        self._publish_state("training")
         return True
 
     def _report(self, outcome: StepOutcome) -> None:
@@ -291,12 +291,12 @@ class Trainer:
         limit = self._config.training.exit_duration_in_mins
         return limit is not None and time.monotonic() - self._began_s > limit * 60
 
-    def _tell_state(self, state: str) -> None:
+    def _publish_state(self, state: str) -> None:
         if self._reporter is not None:
             self._reporter.state(state)
 
     @contextlib.contextmanager
-    def _span(self, kind: Kind) -> Iterator[None]:
+    def _span(self, kind: RecordKind) -> Iterator[None]:
         """A span of an observer, where there is one; for what happens at most a few times per step."""
         if self._observer is None:
             yield
@@ -306,7 +306,7 @@ class Trainer:
         self._observer.end(kind)
 
     def _collect_garbage(self) -> None:
-        with self._span(Kind.GC):
+        with self._span(RecordKind.GC):
             gc.collect()
 
     @contextlib.contextmanager
@@ -323,20 +323,20 @@ class Trainer:
             gc.enable()
 
 
-def _make_schedule(run: Run, observer: StepObserver | None) -> Schedule:
+def _make_schedule(run: TrainingRun, observer: StepObserver | None) -> StaticSchedule:
     """The schedule of training steps; an observer's timers and communicator come in here, and nowhere else."""
     if observer is None:
-        return Schedule(run.config, run.layout, run.state.chunks)
+        return StaticSchedule(run.config, run.layout, run.state.chunks)
     from megatron.core import parallel_state
 
     timers = ObserverTimers(observer)
     run.core_config.timers = timers
     run.state.optimizer.config.timers = timers
-    run.state.optimizer.get_grad_norm = timers.timed(Kind.GRAD_NORM, run.state.optimizer.get_grad_norm)
+    run.state.optimizer.get_grad_norm = timers.timed(RecordKind.GRAD_NORM, run.state.optimizer.get_grad_norm)
     communicator: Any | None = None
     if run.layout.pipeline_size > 1:
         communicator = observer.p2p_communicator(run.core_config, parallel_state.get_pipeline_model_parallel_group())
-    return Schedule(run.config, run.layout, run.state.chunks, timers=timers, p2p_communicator=communicator)
+    return StaticSchedule(run.config, run.layout, run.state.chunks, timers=timers, p2p_communicator=communicator)
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -71,7 +71,7 @@ def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
     words = device_name.split()
     if not bf16 or _MIG in words:
         return None
-    return next((peak for name, peak in PEAKS if _has_words(words, name.split())), None)
+    return next((peak for name, peak in PEAKS if _contains_words(words, name.split())), None)
 
 
 def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
@@ -83,7 +83,7 @@ def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
     return f"no MFU: the peak of {device_name} is not known"
 
 
-def _has_words(words: list[str], wanted: list[str]) -> bool:
+def _contains_words(words: list[str], wanted: list[str]) -> bool:
     """Whether a name contains these words; `A100-SXM4-80GB` contains `A100`."""
     parts = [part for word in words for part in word.split("-")]
     return all(part in parts for part in wanted)

@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from megatronapp_common.errors import PageError
+from megatronapp_common.errors import DocumentError
 from megatronapp_common.names import Env, ShmFile
-from megatronapp_common.pages import PageWriter
+from megatronapp_common.pages import DocumentWriter
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import StepMetrics
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 Print = Callable[[str], None]
 
 
-class Progress:
+class ProgressWriter:
     """The progress page of this worker (docs/contracts.md, section 5)."""
 
-    def __init__(self, page: PageWriter, *, attempt: int, total_iterations: int) -> None:
+    def __init__(self, page: DocumentWriter, *, attempt: int, total_iterations: int) -> None:
         self._page = page
         self._document: dict[str, Any] = dict.fromkeys(
             (
@@ -49,21 +49,21 @@ class Progress:
         self._page.write(self._document)
 
 
-def open_progress(total_iterations: int) -> Progress | None:
+def open_progress(total_iterations: int) -> ProgressWriter | None:
     """The page of this worker, or None outside a worker or without room for it, with a warning."""
     prefix = os.environ.get(Env.SHM_PREFIX)
     if not prefix:
         return None
     path = pathlib.Path(os.environ.get(Env.SHM_DIR, "/dev/shm")) / f"{prefix}.{ShmFile.PROGRESS}"
     try:
-        page = PageWriter(path)
-    except PageError as error:
+        page = DocumentWriter(path)
+    except DocumentError as error:
         log.warning("no progress is published: %s", error)
         return None
-    return Progress(page, attempt=int(os.environ.get(Env.ATTEMPT, "0")), total_iterations=total_iterations)
+    return ProgressWriter(page, attempt=int(os.environ.get(Env.ATTEMPT, "0")), total_iterations=total_iterations)
 
 
-class Events(Protocol):
+class EventWriter(Protocol):
     """What is used of TensorBoard's SummaryWriter."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -73,7 +73,7 @@ class Events(Protocol):
         """Write what is pending."""
 
 
-def open_events(directory: str | None) -> Events | None:
+def open_events(directory: str | None) -> EventWriter | None:
     """TensorBoard's writer. Raises UsageError where the package is missing."""
     if directory is None:
         return None
@@ -84,7 +84,7 @@ def open_events(directory: str | None) -> Events | None:
             "--tensorboard-dir needs the package tensorboard; install megatronapp-trainer[tensorboard]"
         ) from error
     try:
-        events: Events = SummaryWriter(directory)
+        events: EventWriter = SummaryWriter(directory)
     except OSError as error:
         raise UsageError(f"--tensorboard-dir {directory} cannot be written to: {error}") from error
     return events
@@ -94,7 +94,12 @@ class Reporter:
     """Tells about steps; made on the reporting rank only."""
 
     def __init__(
-        self, config: TrainerConfig, *, progress: Progress | None, events: Events | None, print_line: Print = print
+        self,
+        config: TrainerConfig,
+        *,
+        progress: ProgressWriter | None,
+        events: EventWriter | None,
+        print_line: Print = print,
     ) -> None:
         self._config = config
         self._total_iterations = config.training.train_iters

@@ -4,17 +4,17 @@ import signal
 from types import FrameType, TracebackType
 
 
-class StopWish:
+class StopRequest:
     """Context manager: while it is entered, the signals only set ``requested``. A second SIGINT interrupts at once."""
 
     def __init__(self) -> None:
         self.requested = False
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
-    def __enter__(self) -> "StopWish":
+    def __enter__(self) -> "StopRequest":
         """Take the signals over."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._wish)
+            self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -24,7 +24,7 @@ class StopWish:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _wish(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True

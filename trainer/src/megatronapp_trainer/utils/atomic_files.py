@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 _TRANSIENT = frozenset({errno.ESTALE, errno.EIO})
 PAUSES_S = (0.1, 0.4, 1.5, 4.0)
-"""Between the tries of `patiently`."""
+"""Between the tries of `retry_transient_errors`."""
 
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
@@ -47,7 +47,7 @@ def sync_file(path: pathlib.Path) -> None:
         os.fsync(stream.fileno())
 
 
-def patiently(work: Callable[[], T], *, pauses_s: Sequence[float] = PAUSES_S) -> T:
+def retry_transient_errors(work: Callable[[], T], *, pauses_s: Sequence[float] = PAUSES_S) -> T:
     """Run `work`, again after a pause where a file system fails for a moment (ESTALE and EIO of NFS).
 
     Raises:

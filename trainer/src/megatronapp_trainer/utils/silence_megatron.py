@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def importing_megatron() -> Iterator[None]:
+def silence_megatron_imports() -> Iterator[None]:
     """Around the first import of megatron-core: its own and torch's warnings are left out, everybody else's are not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
@@ -23,19 +23,19 @@ _BY_DESIGN = re.compile(
 
 
 @contextlib.contextmanager
-def saving() -> Iterator[None]:
+def silence_saving() -> Iterator[None]:
     """Around megatron-core's comparison of ranks before it saves, with one of its warnings left out.
 
     The distributed optimizer's state is gathered on the first replica alone. The others say None in its place, and
     that, which is as it must be, is a difference to megatron-core. A difference in anything else is still told.
     """
     logger = logging.getLogger("megatron.core.dist_checkpointing.validation")
-    logger.addFilter(_tells_something)
+    logger.addFilter(_is_relevant)
     try:
         yield
     finally:
-        logger.removeFilter(_tells_something)
+        logger.removeFilter(_is_relevant)
 
 
-def _tells_something(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     return _BY_DESIGN.fullmatch(record.getMessage()) is None

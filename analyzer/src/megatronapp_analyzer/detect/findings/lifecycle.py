@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from megatronapp_analyzer.detect.candidates import Candidate
-from megatronapp_analyzer.detect.settings import Settings
-from megatronapp_analyzer.model import State, When
+from megatronapp_analyzer.detect.candidates import SuspectCandidate
+from megatronapp_analyzer.detect.settings import DetectorSettings
+from megatronapp_analyzer.model import JobMoment, VerdictState
 
 Key = tuple[str, tuple[int, ...], str]
-EVIDENCE_KEPT = 16
+MAX_EVIDENCE = 16
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Track:
+class FindingTrack:
     """One finding over its life."""
 
-    candidate: Candidate
-    since: When
-    state: State = State.SUSPECT
-    until: When | None = None
+    candidate: SuspectCandidate
+    since: JobMoment
+    state: VerdictState = VerdictState.SUSPECT
+    until: JobMoment | None = None
     held: int = 0
     """Steps for which confirmation was put off."""
     certain: bool = False
@@ -30,24 +30,16 @@ class Track:
     clean: int = 0
     steps_seen: int = 0
     hits: int = 0
-    evidence: collections.deque[int] = dataclasses.field(
-        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
-    )
-    ratios: collections.deque[float] = dataclasses.field(
-        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
-    )
+    evidence: collections.deque[int] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
+    ratios: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     occurrences: collections.deque[float] = dataclasses.field(
-        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
+        default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE)
     )
-    stalls: collections.deque[float] = dataclasses.field(
-        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
-    )
+    stalls: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """Of a host, the part of `occurrences` that lies between spans."""
-    late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT))
+    late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     """Of a host, how many times as long its device's spans were."""
-    lost_s: collections.deque[float] = dataclasses.field(
-        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
-    )
+    lost_s: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     text: tuple[str, ...] = ()
 
     @property
@@ -98,23 +90,23 @@ class Track:
     @property
     def named(self) -> bool:
         """Whether anybody was told."""
-        return self.state is not State.SUSPECT
+        return self.state is not VerdictState.SUSPECT
 
 
-class Tracks:
+class FindingTracker:
     """All live findings."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DetectorSettings) -> None:
         self._settings = settings
-        self.live: dict[Key, Track] = {}
+        self.live: dict[Key, FindingTrack] = {}
 
     def propose(
         self,
-        candidates: Iterable[Candidate],
-        when: Callable[[int], When],
-        hold: Callable[[Candidate], bool],
+        candidates: Iterable[SuspectCandidate],
+        when: Callable[[int], JobMoment],
+        hold: Callable[[SuspectCandidate], bool],
         *,
-        hits: Callable[[Candidate], int],
+        hits: Callable[[SuspectCandidate], int],
     ) -> None:
         """Take this step's candidates: new suspects, and suspects with enough votes to be confirmed.
 
@@ -128,7 +120,7 @@ class Tracks:
                 continue
             track = self.live.get(candidate.key)
             if track is None:
-                track = self.live[candidate.key] = Track(
+                track = self.live[candidate.key] = FindingTrack(
                     candidate=candidate,
                     since=when(candidate.votes),
                     hits=candidate.votes - 1,
@@ -136,13 +128,13 @@ class Tracks:
                 )
             track.candidate = candidate
             certain = candidate.votes >= self._settings.confirm_votes and track.hits + 1 >= hits(candidate)
-            if track.state is State.SUSPECT and certain:
+            if track.state is VerdictState.SUSPECT and certain:
                 if hold(candidate) and track.held < self._settings.votes:
                     track.held += 1
                     continue
                 track.certain = True
 
-    def advance(self, now: When, over: Callable[[Track], tuple[bool, int]]) -> list[Track]:
+    def advance(self, now: JobMoment, over: Callable[[FindingTrack], tuple[bool, int]]) -> list[FindingTrack]:
         """Age every track by one step; returns those that somebody should hear of. `over` gives (over now, votes)."""
         told = []
         for key, track in list(self.live.items()):
@@ -150,53 +142,56 @@ class Tracks:
             hit, votes = over(track)
             track.steps_seen += 1
             self._age(track, hit, votes, now)
-            if track.state is State.SUSPECT and votes < self._settings.suspect_votes:
+            if track.state is VerdictState.SUSPECT and votes < self._settings.suspect_votes:
                 del self.live[key]
-            elif track.state is State.CLEARED:
+            elif track.state is VerdictState.CLEARED:
                 del self.live[key]
                 told.append(track)
             elif track.named and (hit or track.state is not before):
                 told.append(track)
         return told
 
-    def confirm(self, costly: Callable[[Track], bool]) -> list[Track]:
+    def confirm(self, costly: Callable[[FindingTrack], bool]) -> list[FindingTrack]:
         """Confirm the suspects that have enough votes and whose replayed cost is `costly`; returns them."""
         confirmed = [
-            track for track in self.live.values() if track.state is State.SUSPECT and track.certain and costly(track)
+            track
+            for track in self.live.values()
+            if track.state is VerdictState.SUSPECT and track.certain and costly(track)
         ]
         for track in confirmed:
-            track.state = State.CONFIRMED
+            track.state = VerdictState.CONFIRMED
         return confirmed
 
-    def close(self, now: When) -> list[Track]:
+    def close(self, now: JobMoment) -> list[FindingTrack]:
         """End all: the job starts another life. Returns those that had been named."""
         ended = [track for track in self.live.values() if track.named]
         for track in ended:
-            track.state, track.until = State.CLEARED, now
+            track.state, track.until = VerdictState.CLEARED, now
         self.live.clear()
         return ended
 
     def strongest_s(self) -> float:
         """What the costliest named finding costs now."""
         return max(
-            (track.candidate.excess_s for track in self.live.values() if track.state is State.CONFIRMED), default=0.0
+            (track.candidate.excess_s for track in self.live.values() if track.state is VerdictState.CONFIRMED),
+            default=0.0,
         )
 
-    def _age(self, track: Track, hit: bool, votes: int, now: When) -> None:
+    def _age(self, track: FindingTrack, hit: bool, votes: int, now: JobMoment) -> None:
         if hit:
             track.hits += 1
             track.clean = 0
             track.evidence.append(now.step)
-            if track.state is State.RECOVERING and votes >= self._settings.confirm_votes:
-                track.state = State.CONFIRMED
+            if track.state is VerdictState.RECOVERING and votes >= self._settings.confirm_votes:
+                track.state = VerdictState.CONFIRMED
             return
         track.clean += 1
-        if track.state is State.CONFIRMED and votes < self._settings.suspect_votes:
-            track.state = State.RECOVERING
-        elif track.state is State.RECOVERING and track.clean >= self._settings.clear_steps:
-            track.state, track.until = State.CLEARED, now
+        if track.state is VerdictState.CONFIRMED and votes < self._settings.suspect_votes:
+            track.state = VerdictState.RECOVERING
+        elif track.state is VerdictState.RECOVERING and track.clean >= self._settings.clear_steps:
+            track.state, track.until = VerdictState.CLEARED, now
 
-    def _covered(self, candidate: Candidate) -> bool:
+    def _covered(self, candidate: SuspectCandidate) -> bool:
         """Whether a named finding of the same cause already speaks of these columns; a larger subject replaces it."""
         columns = set(candidate.columns)
         for key, track in list(self.live.items()):

@@ -15,7 +15,7 @@ DISCOUNT = 0.5
 """Steps in a row are not independent: their joint evidence counts half."""
 
 
-class Votes:
+class VoteWindow:
     """The last judgements of each column. A step in which a column is unknown does not count for it."""
 
     def __init__(self, columns: int, window: int) -> None:

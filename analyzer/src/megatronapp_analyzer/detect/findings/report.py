@@ -1,6 +1,6 @@
 """Findings as verdicts: confidence, evidence in words, sentence."""
 
-from megatronapp_analyzer.detect.findings.lifecycle import Track
+from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack
 from megatronapp_analyzer.detect.findings.persistence import confidence
 from megatronapp_analyzer.detect.findings.sentences import sentence
 from megatronapp_analyzer.detect.launches import LEAST_RATIO
@@ -21,7 +21,7 @@ _WHAT = {
 }
 
 
-def evidence_text(track: Track, waits: Waits) -> tuple[str, ...]:
+def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
     """What speaks for the finding."""
     candidate = track.candidate
     basis = "own healthy history" if candidate.by_history else "ranks that do the same work"
@@ -45,7 +45,7 @@ def evidence_text(track: Track, waits: Waits) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def verdict_of(track: Track, layout: JobLayout, columns: int) -> Verdict:
+def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
     """The verdict that says what a track knows."""
     candidate = track.candidate
     sure = confidence(track.hits, track.steps_seen, columns)

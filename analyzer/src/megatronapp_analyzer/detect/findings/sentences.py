@@ -1,6 +1,6 @@
 """Verdicts in words."""
 
-from megatronapp_analyzer.model import Cause, JobLayout, State, Subject, SubjectType
+from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictState, VerdictSubject
 
 _DOES = {
     Cause.COMPUTE: "computes {ratio:.1f} times as long as expected",
@@ -9,7 +9,7 @@ _DOES = {
 }
 
 
-def name(subject: Subject, layout: JobLayout) -> str:
+def name(subject: VerdictSubject, layout: JobLayout) -> str:
     """The subject, with where it is."""
     if subject.type is SubjectType.LINK:
         return f"The link from rank {subject.ranks[0]} to rank {subject.ranks[1]}"
@@ -26,9 +26,9 @@ def name(subject: Subject, layout: JobLayout) -> str:
 
 
 def sentence(
-    subject: Subject,
+    subject: VerdictSubject,
     cause: Cause,
-    state: State,
+    state: VerdictState,
     layout: JobLayout,
     *,
     launches_late: bool = False,
@@ -48,7 +48,7 @@ def sentence(
         does = _DOES[cause].format(ratio=ratio, excess_ms=excess_s * 1e3)
     if len(subject.ranks) > 1 and subject.type is SubjectType.RANK:
         does += "; they meet inside every span, so which one cannot be told"
-    when = f"since step {since}" if state is not State.CLEARED else f"from step {since}; it is over"
+    when = f"since step {since}" if state is not VerdictState.CLEARED else f"from step {since}; it is over"
     return f"{name(subject, layout)} {does} {when}; it costs {lost_s:.3f} s per step."
 
 

@@ -15,10 +15,10 @@ from starlette.requests import HTTPConnection, cookie_parser
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatronapp_analyzer.hub.http.login import Logins
+from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.http.problems import problem_response
-from megatronapp_common.web.origin import READING, asked_here, bearer, same_origin
-from megatronapp_common.web.tokens import Role, matches
+from megatronapp_common.web.origin import READING, bearer_token, is_same_origin, is_same_site_navigation
+from megatronapp_common.web.tokens import TokenRole, is_valid_token
 
 if TYPE_CHECKING:
     from megatronapp_analyzer.hub.service import Hub
@@ -40,9 +40,9 @@ def hub_of(connection: HTTPConnection) -> "Hub":
     return cast("Hub", connection.app.state.hub)
 
 
-def role_of(connection: HTTPConnection) -> Role:
+def role_of(connection: HTTPConnection) -> TokenRole:
     """What who asks may be: viewer or controller."""
-    return cast(Role, connection.scope[ROLE])
+    return cast(TokenRole, connection.scope[ROLE])
 
 
 def direct(find: Callable[[HTTPConnection], T]) -> Callable[[HTTPConnection], Awaitable[T]]:
@@ -60,7 +60,7 @@ HubOf = Annotated[Hub, Depends(direct(hub_of))]
 class TokenGuard:
     """ASGI layer in front of the application. Refuses with 401 or 403, or closes a WebSocket with 1008."""
 
-    def __init__(self, app: ASGIApp, *, secret: str, logins: Logins) -> None:
+    def __init__(self, app: ASGIApp, *, secret: str, logins: LoginService) -> None:
         self._app = app
         self._secret = secret
         self._logins = logins
@@ -73,7 +73,7 @@ class TokenGuard:
         headers = Headers(scope=scope)
         scope[ROLE] = role = self._role(scope, headers)
         if scope["type"] == "websocket":
-            if role is not None and same_origin(headers):
+            if role is not None and is_same_origin(headers):
                 await self._app(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": CLOSE_POLICY, "reason": "wrong token or origin"})
@@ -81,21 +81,21 @@ class TokenGuard:
         refusal = _refusal(role, scope["method"], headers)
         await (refusal or self._app)(scope, receive, send)
 
-    def _role(self, scope: Scope, headers: Headers) -> Role | None:
-        token = bearer(headers)
+    def _role(self, scope: Scope, headers: Headers) -> TokenRole | None:
+        token = bearer_token(headers)
         if scope["type"] == "websocket" and scope["path"] == AGENT_PATH:
-            return Role.AGENT if matches(self._secret, Role.AGENT, token or "") else None
+            return TokenRole.AGENT if is_valid_token(self._secret, TokenRole.AGENT, token or "") else None
         if token is not None:
             return self._logins.role_of_token(token)
         return self._logins.role_of_session(cookie_parser(headers.get("cookie", "")).get(self._logins.cookie, ""))
 
 
-def _refusal(role: Role | None, method: str, headers: Headers) -> Response | None:
+def _refusal(role: TokenRole | None, method: str, headers: Headers) -> Response | None:
     """Why a request does not come through; None if it does."""
     if role is None:
         return problem_response(401, "unauthorised", "missing or wrong token", UNAUTHORISED)
-    ours = asked_here(headers) and (method in READING or same_origin(headers))
-    if ours or bearer(headers) is not None:
+    ours = is_same_site_navigation(headers) and (method in READING or is_same_origin(headers))
+    if ours or bearer_token(headers) is not None:
         return None
     hint = "Open the page at the address that `megatronapp ui JOB` prints."
     return problem_response(403, "other-origin", "this request comes from a page that is not the hub's", hint)

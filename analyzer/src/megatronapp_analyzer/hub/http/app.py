@@ -18,9 +18,9 @@ from megatronapp_analyzer.hub.http import (
     routes_sockets,
 )
 from megatronapp_analyzer.hub.http.body_limit import BodyLimit
-from megatronapp_analyzer.hub.http.login import Logins
+from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.scope import routes as routes_scope
-from megatronapp_common.web.security_headers import SafeHeaders
+from megatronapp_common.web.security_headers import SecurityHeaders
 
 if TYPE_CHECKING:
     from megatronapp_analyzer.hub.service import Hub
@@ -58,10 +58,10 @@ def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None, named:
 
     app = build_api(lifespan)
     app.state.hub = hub
-    app.state.logins = logins = Logins(secret, uid=hub.identity.uid)
+    app.state.logins = logins = LoginService(secret, uid=hub.identity.uid)
     if frontend is not None:
         app.include_router(pages.build_router(frontend, named=named))
     app.add_middleware(BodyLimit)
     app.add_middleware(access.TokenGuard, secret=secret, logins=logins)
-    app.add_middleware(SafeHeaders)
+    app.add_middleware(SecurityHeaders)
     return app

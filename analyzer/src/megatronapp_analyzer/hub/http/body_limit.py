@@ -7,13 +7,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatronapp_analyzer.hub.http.access import API, ROLE
 from megatronapp_analyzer.hub.http.problems import problem_response
 from megatronapp_common.web.origin import READING
-from megatronapp_common.web.tokens import Role
+from megatronapp_common.web.tokens import TokenRole
 
 MAX_BODY_BYTES = 64 << 10
 """Of what people and programs send as JSON."""
 MAX_PROMPT_BYTES = 4 << 20
 """Of prompts, from controllers alone; rank 0 takes no more."""
-MAX_THROWN_BYTES = 16 << 20
+MAX_DISCARDED_BYTES = 16 << 20
 BODY_S = 30.0
 """So long may a body take."""
 PROMPTS_PATH = "/api/v1/scope/runs"
@@ -50,7 +50,7 @@ class BodyLimit:
 
 def limit_of(scope: Scope) -> int:
     """Bytes that a request may bring."""
-    prompts = scope["path"].rstrip("/") == PROMPTS_PATH and scope.get(ROLE) == Role.CONTROLLER
+    prompts = scope["path"].rstrip("/") == PROMPTS_PATH and scope.get(ROLE) == TokenRole.CONTROLLER
     return MAX_PROMPT_BYTES if prompts else MAX_BODY_BYTES
 
 
@@ -60,7 +60,7 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
     What is too much is read and thrown away, up to a bound: who still writes would not hear the answer.
     """
     body, size = bytearray(), 0
-    while size <= MAX_THROWN_BYTES:
+    while size <= MAX_DISCARDED_BYTES:
         message = await receive()
         if message["type"] != "http.request":
             return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from megatronapp_analyzer.hub.ingest.curves import Point
+from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -71,7 +71,7 @@ def steps_frame(attempt: int, digests: Iterable[StepDigest]) -> bytes:
     return frames.encode(Frame(FrameType.STEPS, header, body.tobytes()))
 
 
-def metrics_frame(points: Iterable[Point]) -> bytes:
+def metrics_frame(points: Iterable[CurvePoint]) -> bytes:
     """METRICS frame."""
     series: dict[str, dict[str, list[float]]] = {}
     for point in points:
@@ -89,7 +89,7 @@ async def serve(socket: WebSocket, hub: "Hub") -> None:
         for frame in hub.greeting():
             await socket.send_bytes(frame)
         async with asyncio.TaskGroup() as group:
-            listener = group.create_task(_until_gone(socket))
+            listener = group.create_task(_until_disconnected(socket))
             sender = group.create_task(_send_all(socket, queue))
             await asyncio.wait({listener, sender}, return_when=asyncio.FIRST_COMPLETED)
             listener.cancel()
@@ -100,7 +100,7 @@ async def serve(socket: WebSocket, hub: "Hub") -> None:
         hub.live.unsubscribe(queue)
 
 
-async def _until_gone(socket: WebSocket) -> None:
+async def _until_disconnected(socket: WebSocket) -> None:
     while (await socket.receive())["type"] != "websocket.disconnect":
         pass
 

@@ -10,11 +10,11 @@ from megatronapp_common.web.origin import (
     ASSET_HEADERS,
     ELSEWHERE_MARK,
     PAGE_HEADERS,
-    asked_here,
+    add_meta_tags,
+    can_open_localhost_name,
     is_route,
-    marked,
-    opens_page,
-    own_host,
+    is_same_site_navigation,
+    loopback_alias,
 )
 
 
@@ -39,10 +39,14 @@ def build_router(root: pathlib.Path, *, named: bool) -> APIRouter:
     async def page(request: Request, path: str) -> Response:
         if path.startswith("api/"):
             raise ApiError(404, "not-found", f"there is no /{path}", "See /api/v1/openapi.json for what there is.")
-        own = own_host(request.headers.get("host"), "hub") if named and opens_page(request.headers) else None
+        own = (
+            loopback_alias(request.headers.get("host"), "hub")
+            if named and can_open_localhost_name(request.headers)
+            else None
+        )
         if own is not None:
             return RedirectResponse(str(request.url.replace(netloc=own)), 307)
-        return _file(root, path, () if asked_here(request.headers) else (ELSEWHERE_MARK,))
+        return _file(root, path, () if is_same_site_navigation(request.headers) else (ELSEWHERE_MARK,))
 
     return router
 
@@ -55,4 +59,4 @@ def _file(root: pathlib.Path, path: str, marks: tuple[str, ...]) -> Response:
     index = resolve(root, "index.html")
     if index is None or (found is None and not is_route(path)):
         raise ApiError(404, "not-found", f"there is no /{path}", "Build the page with `make setup`.")
-    return HTMLResponse(marked(index.read_text(encoding="utf-8"), *marks), headers=PAGE_HEADERS)
+    return HTMLResponse(add_meta_tags(index.read_text(encoding="utf-8"), *marks), headers=PAGE_HEADERS)

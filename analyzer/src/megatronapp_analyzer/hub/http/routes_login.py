@@ -10,9 +10,9 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.http.access import role_of
-from megatronapp_analyzer.hub.http.login import LIFE_S, Logins
+from megatronapp_analyzer.hub.http.login import LIFE_S, LoginService
 from megatronapp_analyzer.hub.http.problems import NO_STORE, ApiError
-from megatronapp_common.web.origin import PAGE_HEADERS, bearer, login_form, same_origin
+from megatronapp_common.web.origin import PAGE_HEADERS, bearer_token, is_same_origin, login_form
 
 MAX_FORM_BYTES = 4 << 10
 BODY_S = 10.0
@@ -26,26 +26,26 @@ WRONG = (
 router = APIRouter()
 
 
-def logins_of(request: Request) -> Logins:
+def login_service_of(request: Request) -> LoginService:
     """The logins of the hub that serves this request."""
-    return cast(Logins, request.app.state.logins)
+    return cast(LoginService, request.app.state.logins)
 
 
 @router.post("/api/v1/codes", operation_id="addCode", status_code=status.HTTP_201_CREATED, responses=PROBLEMS)
 async def add_code(request: Request) -> schemas.Code:
     """A code for an address that somebody opens soon, with the role of who asks: a program that shows its token."""
-    if bearer(request.headers) is None:  # else a browser could prolong its login for ever
+    if bearer_token(request.headers) is None:  # else a browser could prolong its login for ever
         raise ApiError(403, "token-needed", "a cookie gives no codes", "Send 'Authorization: Bearer <viewer token>'.")
-    return schemas.Code(code=logins_of(request).codes.make(role_of(request)))
+    return schemas.Code(code=login_service_of(request).codes.make(role_of(request)))
 
 
 @router.post("/login", include_in_schema=False)
 async def log_in(request: Request) -> Response:
     """Takes a form with one field, `token`: a code or a token of viewer or controller."""
-    if not same_origin(request.headers):
+    if not is_same_origin(request.headers):
         raise ApiError(403, "other-origin", "this form is not the hub's", "Open the hub's own page.")
     fields = urllib.parse.parse_qs((await _read(request)).decode(errors="replace"))
-    logins = logins_of(request)
+    logins = login_service_of(request)
     session = logins.log_in(fields.get("token", [""])[0].strip())
     if session is None:
         return HTMLResponse(login_form(WRONG), 401, headers=PAGE_HEADERS | NO_STORE)

@@ -7,7 +7,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 SHUTDOWN_S = 3
 
 
-def server_of(app: FastAPI) -> uvicorn.Server:
+def build_server(app: FastAPI) -> uvicorn.Server:
     """A server that compresses nothing, logs no requests, and takes messages of bounded size."""
     config = uvicorn.Config(
         app,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_common.web.loopback import V4, V6, family_of, has_ipv6, is_shared
-from megatronapp_common.web.tcp_nodelay import send_at_once
+from megatronapp_common.web.tcp_nodelay import set_tcp_nodelay
 
 BACKLOG = 2048
 STALL_S = 30.0
@@ -16,7 +16,7 @@ TRIES = 64
 """For a port that is free at both addresses."""
 
 
-class Listening(NamedTuple):
+class HubSockets(NamedTuple):
     """Sockets that listen already, so that nobody else can: connections wait until the hub takes them."""
 
     sockets: tuple[socket.socket, ...]
@@ -31,12 +31,12 @@ class Listening(NamedTuple):
 
 
 @contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[Listening]:
+def open_sockets(host: str, port: int) -> Iterator[HubSockets]:
     """Listen while the hub lives; at [::1], too, if `host` is 127.0.0.1. Raises SettingsError if the port is taken.
 
     With port 0 another one is tried where either address is taken.
     """
-    found = _pair(port) if is_shared(host) else Listening((_listen(host, port),), named=False)
+    found = _pair(port) if is_shared(host) else HubSockets((_listen(host, port),), named=False)
     try:
         yield found
     finally:
@@ -44,18 +44,18 @@ def listening(host: str, port: int) -> Iterator[Listening]:
             sock.close()
 
 
-def _pair(port: int) -> Listening:
+def _pair(port: int) -> HubSockets:
     for _ in range(TRIES):
         first = _listen(V4, port)
         if not has_ipv6():
-            return Listening((first,), named=True)
+            return HubSockets((first,), named=True)
         try:
-            return Listening((first, _listen(V6, first.getsockname()[1])), named=True)
+            return HubSockets((first, _listen(V6, first.getsockname()[1])), named=True)
         except SettingsError:
             if port:
-                return Listening((first,), named=False)
+                return HubSockets((first,), named=False)
             first.close()
-    return Listening((_listen(V4, 0),), named=False)
+    return HubSockets((_listen(V4, 0),), named=False)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -72,7 +72,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _bound(host: str, port: int, *options: int) -> socket.socket:
     sock = socket.socket(family_of(host), socket.SOCK_STREAM)
-    send_at_once(sock)
+    set_tcp_nodelay(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
     try:
         for option in options:

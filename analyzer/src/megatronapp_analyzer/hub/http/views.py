@@ -144,9 +144,9 @@ def summary(hub: "Hub") -> schemas.Summary:
         ranks=newest.world if newest else 0,
         tracer=tracer_health(hub),
         full_shared_memory=[
-            schemas.SharedMemory(worker=link.worker, node=link.node, **link.room.to_json())
+            schemas.SharedMemory(worker=link.worker, node=link.node, **link.shared_memory.to_json())
             for link in hub.links.values()
-            if link.room is not None and link.room.full
+            if link.shared_memory is not None and link.shared_memory.full
         ],
         actions=[schemas.Action.model_validate(dataclasses.asdict(one)) for one in hub.scope.asker.actions.all()],
     )

@@ -12,7 +12,7 @@ from megatronapp_analyzer.errors import LayoutError, ProtocolError
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.room import Room
+from megatronapp_common.room import SharedMemorySpace
 
 if TYPE_CHECKING:
     from megatronapp_analyzer.hub.service import Hub
@@ -34,7 +34,7 @@ class AgentLink:
     node: str
     outbox: "asyncio.Queue[Mapping[str, Any]]" = dataclasses.field(default_factory=lambda: asyncio.Queue(1))
     replaced: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    room: Room | None = None
+    shared_memory: SharedMemorySpace | None = None
     """Shared memory of the worker, as its agent reported it last."""
 
     def command(self, page: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ async def _converse(socket: WebSocket, hub: "Hub") -> None:
     try:
         while True:
             raw = await _receive(socket)
-            hub.take(link, frames.decode(raw), raw)
+            hub.take_frame(link, frames.decode(raw), raw)
     finally:
         commands.cancel()
         hub.disconnect(link)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.model import RANK_RECORD, RankRecords
-from megatronapp_common.trace import RECORD, Kind
+from megatronapp_common.trace import RECORD, RecordKind
 
 MOVED_ON_STEPS = 2
 PATIENCE_STEPS = 64
@@ -25,7 +25,7 @@ REJOIN_STEPS = PATIENCE_STEPS // 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Assembled:
+class AssembledStep:
     """One step. `complete`: every rank has delivered its STEP record and no ring lost any meanwhile."""
 
     attempt: int
@@ -36,7 +36,7 @@ class Assembled:
 
 
 @dataclasses.dataclass(slots=True)
-class _Pending:
+class _PendingStep:
     parts: list[tuple[int, NDArray[np.void]]] = dataclasses.field(default_factory=list)
     ended: set[int] = dataclasses.field(default_factory=set)
     lost: int = 0
@@ -81,7 +81,7 @@ class StepAssembler:
         """Of each rank: records whose steps are far ahead of all."""
         self.garbled = 0
         """Records whose steps were not believed."""
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _PendingStep] = {}
         self._newest: dict[int, int] = {}
         self._closed_below = 0
         self._absent: set[int] = set()
@@ -98,7 +98,7 @@ class StepAssembler:
 
     def add(
         self, rank: int, records: NDArray[np.void], *, lost: int = 0
-    ) -> tuple[list[Assembled], list[tuple[int, RankRecords]]]:
+    ) -> tuple[list[AssembledStep], list[tuple[int, RankRecords]]]:
         """Take span records of one rank.
 
         Returns the steps that became whole, and the late rows (step, rows) of steps that were handed out before.
@@ -106,13 +106,13 @@ class StepAssembler:
         """
         late = []
         for step, part in split_by_step(self._believed(rank, records)):
-            ended = bool((part["kind"] == Kind.STEP).any())
+            ended = bool((part["kind"] == RecordKind.STEP).any())
             if ended:
                 self._newest[rank] = max(step, self._newest.get(rank, step))
             if step < self._closed_below:
                 late.append((step, with_ranks([(rank, part)])))
                 continue
-            pending = self._pending.setdefault(step, _Pending())
+            pending = self._pending.setdefault(step, _PendingStep())
             pending.parts.append((rank, part))
             if ended:
                 pending.ended.add(rank)
@@ -145,7 +145,7 @@ class StepAssembler:
             self._doubtful[rank] = [doubtful]
         return records[~ahead]
 
-    def flush(self) -> list[Assembled]:
+    def flush(self) -> list[AssembledStep]:
         """What is left, as incomplete steps; for the end of an attempt."""
         return [self._hand_out(step) for step in sorted(self._pending)]
 
@@ -157,7 +157,7 @@ class StepAssembler:
         for pending in self._pending.values():
             pending.lost += lost
 
-    def _whole(self) -> Iterator[Assembled]:
+    def _whole(self) -> Iterator[AssembledStep]:
         for step in sorted(self._pending):
             if not self._is_due(step):
                 return
@@ -170,10 +170,10 @@ class StepAssembler:
         told = self._pending[step].ended | self._absent
         return all(rank in told or self._newest.get(rank, -1) >= step + MOVED_ON_STEPS for rank in range(self._world))
 
-    def _hand_out(self, step: int) -> Assembled:
+    def _hand_out(self, step: int) -> AssembledStep:
         pending = self._pending.pop(step)
         self._closed_below = max(self._closed_below, step + 1)
-        return Assembled(
+        return AssembledStep(
             attempt=self._attempt,
             step=step,
             records=with_ranks(pending.parts),

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
-from megatronapp_common.trace import Kind, Metric
+from megatronapp_common.trace import Metric, RecordKind
 
 POINTS = 50_000
 """Points kept per curve; older ones are thinned out."""
@@ -23,7 +23,7 @@ NAMES: dict[int, str] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Point:
+class CurvePoint:
     """One sample; `start_ns` is on the monotonic clock of the rank that wrote it."""
 
     name: str
@@ -39,29 +39,29 @@ class Point:
         return self.name, self.attempt, self.step
 
 
-def points_of(attempt: int, rank: int, records: NDArray[np.void]) -> Iterator[Point]:
+def points_of(attempt: int, rank: int, records: NDArray[np.void]) -> Iterator[CurvePoint]:
     """The samples among `records`; metrics of a newer release are skipped."""
-    samples = records[records["kind"] == Kind.METRIC]
+    samples = records[records["kind"] == RecordKind.METRIC]
     values = samples["aux"].astype("<u4").view("<f4")
     for row, value in zip(samples, values, strict=True):
         if (name := NAMES.get(int(row["comm"]))) is not None:
-            yield Point(name, attempt, int(row["step"]), float(value), int(row["start_ns"]), rank)
+            yield CurvePoint(name, attempt, int(row["step"]), float(value), int(row["start_ns"]), rank)
 
 
 class Curves:
     """All curves, each in order of arrival."""
 
     def __init__(self) -> None:
-        self._curves: dict[str, ThinningList[Point]] = {name: ThinningList(POINTS) for name in NAMES.values()}
+        self._curves: dict[str, ThinningList[CurvePoint]] = {name: ThinningList(POINTS) for name in NAMES.values()}
 
-    def add(self, point: Point) -> None:
+    def add(self, point: CurvePoint) -> None:
         """Append a point."""
         self._curves[point.name].append(point)
 
-    def curve(self, name: str) -> Iterator[Point]:
+    def curve(self, name: str) -> Iterator[CurvePoint]:
         """Points of one curve."""
         return iter(self._curves[name])
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[CurvePoint]:
         """Every point of every curve."""
         return [point for curve in self._curves.values() for point in curve]

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.model import JobLayout, RankRecords
-from megatronapp_common.trace import COLLECTIVE_KINDS, COMPUTE_KINDS, DURATION_UNIT_NS, Flag, Kind
+from megatronapp_common.trace import COLLECTIVE_KINDS, COMPUTE_KINDS, DURATION_UNIT_NS, Flag, RecordKind
 
 METRICS = ("compute", "wait", "step", "slowdown")
 HISTORY_STEPS = 64
 MIN_HISTORY = 4
-WAIT_KINDS = frozenset({Kind.SEND_WAIT, Kind.RECV_WAIT}) | COLLECTIVE_KINDS
+WAIT_KINDS = frozenset({RecordKind.SEND_WAIT, RecordKind.RECV_WAIT}) | COLLECTIVE_KINDS
 PAIR = 2
-PASS_KINDS = (Kind.FORWARD, Kind.BACKWARD)
+PASS_KINDS = (RecordKind.FORWARD, RecordKind.BACKWARD)
 Floats = NDArray[np.float64]
 
 
@@ -38,7 +38,7 @@ def run_queue_ns(records: RankRecords) -> NDArray[np.int64]:
     return np.where(known, records["aux"].astype(np.int64) * DURATION_UNIT_NS, 0)
 
 
-def is_kind(records: RankRecords, kinds: frozenset[Kind] | tuple[Kind, ...]) -> NDArray[np.bool_]:
+def is_kind(records: RankRecords, kinds: frozenset[RecordKind] | tuple[RecordKind, ...]) -> NDArray[np.bool_]:
     """Which rows are of one of `kinds`."""
     table = np.zeros(256, np.bool_)
     table[[int(kind) for kind in kinds]] = True
@@ -83,7 +83,7 @@ class StepDigest:
     values: NDArray[np.float32]
 
 
-class Digester:
+class StepDigester:
     """Boils down the steps of one attempt in order; remembers HISTORY_STEPS of each rank's pass times."""
 
     def __init__(self, world: int, layout: JobLayout | None) -> None:
@@ -98,7 +98,7 @@ class Digester:
         out = np.full((len(METRICS), self._world), np.nan, np.float32)
         out[0] = _sums(records, is_kind(records, COMPUTE_KINDS), busy, self._world)
         out[1] = _sums(records, is_kind(records, WAIT_KINDS), seconds, self._world)
-        out[2] = _sums(records, is_kind(records, (Kind.STEP,)), seconds, self._world)
+        out[2] = _sums(records, is_kind(records, (RecordKind.STEP,)), seconds, self._world)
         out[3] = self._slowdown(_sums(records, is_kind(records, PASS_KINDS), busy, self._world))
         out[:, out[2] == 0] = np.nan
         return out

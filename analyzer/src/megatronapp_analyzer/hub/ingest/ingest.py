@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.clocks import ClockAligner
 from megatronapp_analyzer.errors import LayoutError, ProtocolError
-from megatronapp_analyzer.hub.ingest.assembly import Assembled, StepAssembler
-from megatronapp_analyzer.hub.ingest.curves import Curves, Point, points_of
-from megatronapp_analyzer.hub.ingest.digest import Digester, StepDigest, durations_ns, is_kind
+from megatronapp_analyzer.hub.ingest.assembly import AssembledStep, StepAssembler
+from megatronapp_analyzer.hub.ingest.curves import CurvePoint, Curves, points_of
+from megatronapp_analyzer.hub.ingest.digest import StepDigest, StepDigester, durations_ns, is_kind
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing, build_layout, parse_ring
 from megatronapp_analyzer.hub.ingest.store import StepKey, StepStore, StoredStep, StoreLimits
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
-from megatronapp_analyzer.model import JobLayout, RankRecords, StepView
-from megatronapp_common.trace import RECORD, RECORD_BYTES, Kind
+from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords
+from megatronapp_common.trace import RECORD, RECORD_BYTES, RecordKind
 
 LOG = logging.getLogger(__name__)
 COUNTER_SAMPLES = 20_000
@@ -37,11 +37,11 @@ class CounterSample:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
+class IngestResult:
     """What one RECORDS frame brought."""
 
     finished: list[StoredStep]
-    points: list[Point]
+    points: list[CurvePoint]
     records: int
     """Records that were new."""
 
@@ -58,7 +58,7 @@ class AttemptState:
         self.assembler: StepAssembler | None = None
         self._laid_out = 0
         """Rings that `layout` was made from."""
-        self._digester: Digester | None = None
+        self._digester: StepDigester | None = None
         self._aligner: ClockAligner | None = None
         self.clock_uncertainty_s: dict[int, float] = {}
         """Of each rank against the first rank's clock, newest estimate; infinite where nothing ties them together."""
@@ -75,7 +75,7 @@ class AttemptState:
         self.rings[ring.rank] = ring
         if self.assembler is None:
             self.assembler = StepAssembler(self.attempt, ring.world, ring.total_iterations)
-            self._digester = Digester(ring.world, None)
+            self._digester = StepDigester(ring.world, None)
         if len(self.rings) == ring.world:
             self._lay_out()
 
@@ -91,7 +91,7 @@ class AttemptState:
         self._laid_out = len(self.rings)
         if (layout := build_layout(self.rings, partial=True)) is not None:
             self.layout = layout
-            self._digester = Digester(layout.world, layout)
+            self._digester = StepDigester(layout.world, layout)
             self._aligner = ClockAligner(layout)
 
     def _lay_out_partly(self) -> None:
@@ -104,13 +104,13 @@ class AttemptState:
         except LayoutError as error:
             LOG.warning("rings of attempt %d do not fit; its layout stays as it was: %s", self.attempt, error)
 
-    def store_form(self, step: Assembled) -> StoredStep:
+    def store_form(self, step: AssembledStep) -> StoredStep:
         """An assembled step with the tables that reading it needs."""
         if self.missing:
             self._lay_out_partly()
         assert self._digester is not None
         known = self.rings[min(self.rings)]
-        view = StepView(
+        view = StepRecords(
             attempt=step.attempt,
             step=step.step,
             records=step.records,
@@ -131,7 +131,7 @@ class AttemptState:
         )
         return StoredStep(view=view, digest=digest, offsets_ns=offsets)
 
-    def _offsets(self, view: StepView) -> NDArray[np.int64]:
+    def _offsets(self, view: StepRecords) -> NDArray[np.int64]:
         """Real time minus each rank's clock.
 
         Real clocks of nodes differ by milliseconds; where the traffic of the step ties the clocks together more
@@ -149,7 +149,7 @@ class AttemptState:
 
 def step_interval(records: RankRecords, offsets_ns: NDArray[np.int64]) -> tuple[int, int]:
     """Real time of a step's start and its length, from its STEP spans, or from all spans where there is none."""
-    own = records[is_kind(records, (Kind.STEP,))]
+    own = records[is_kind(records, (RecordKind.STEP,))]
     rows = own if len(own) else records
     starts = rows["start_ns"].astype(np.int64) + offsets_ns[rows["rank"]]
     lengths = durations_ns(rows)
@@ -165,7 +165,7 @@ def read_body(body: bytes | memoryview) -> NDArray[np.void]:
     return np.frombuffer(body, RECORD)
 
 
-class Ingest:
+class TraceIngest:
     """All attempts of the job, the store of their steps, and the curves."""
 
     def __init__(self, limits: StoreLimits) -> None:
@@ -192,12 +192,12 @@ class Ingest:
         state.add_ring(ring)
         return self._end_older(attempt) if is_new else []
 
-    def add_records(self, attempt: int, header: Mapping[str, Any], body: bytes | memoryview) -> Taken:
+    def add_records(self, attempt: int, header: Mapping[str, Any], body: bytes | memoryview) -> IngestResult:
         """Take a RECORDS frame; records that came before are skipped. Raises ProtocolError."""
         records, lost = self._new_records(attempt, header, body)
         if header.get("rank") is None:
             self._add_counters(int(header["worker"]), records)
-            return Taken(finished=[], points=[], records=len(records))
+            return IngestResult(finished=[], points=[], records=len(records))
         rank = int(header["rank"])
         state = self.attempts.get(attempt)
         if state is None or state.assembler is None or rank not in state.rings:
@@ -205,11 +205,11 @@ class Ingest:
         points = [point for point in points_of(attempt, rank, records) if point.key not in self._known_points]
         for point in points:
             self.curves.add(point)
-        spans = records[records["kind"] < Kind.METRIC]
+        spans = records[records["kind"] < RecordKind.METRIC]
         assembled, late = state.assembler.add(rank, spans, lost=lost)
         for step, rows in late:
             self.store.add_late(attempt, step, rows)
-        return Taken(finished=self._keep(state, assembled), points=points, records=len(records))
+        return IngestResult(finished=self._keep(state, assembled), points=points, records=len(records))
 
     def begin_replay(self, steps: set[StepKey]) -> None:
         """From here on, records are read again: `steps` have their digests and present points are not added twice."""
@@ -230,7 +230,7 @@ class Ingest:
     def _end_older(self, attempt: int) -> list[StoredStep]:
         return [step for older in sorted(self.attempts) if older < attempt for step in self.end_attempt(older)]
 
-    def _keep(self, state: AttemptState, assembled: list[Assembled]) -> list[StoredStep]:
+    def _keep(self, state: AttemptState, assembled: list[AssembledStep]) -> list[StoredStep]:
         finished = [state.store_form(step) for step in assembled]
         for step in finished:
             self.store.add(step, with_digest=step.key not in self._known_steps)
@@ -257,7 +257,7 @@ class Ingest:
         return records[skip:], gap
 
     def _add_counters(self, worker: int, records: NDArray[np.void]) -> None:
-        samples = records[records["kind"] == Kind.COUNTER]
+        samples = records[records["kind"] == RecordKind.COUNTER]
         values = samples["aux"].astype("<u4").view("<f4")
         for row, value in zip(samples, values, strict=True):
             sample = CounterSample(worker, int(row["comm"]), int(row["ordinal"]), int(row["start_ns"]), float(value))

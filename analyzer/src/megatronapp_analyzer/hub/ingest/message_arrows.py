@@ -6,11 +6,11 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.graph.matching import match_messages
 from megatronapp_analyzer.hub.ingest.digest import is_kind
 from megatronapp_analyzer.hub.ingest.ring_metadata import p2p_peer
-from megatronapp_analyzer.model import StepView
+from megatronapp_analyzer.model import StepRecords
 from megatronapp_common.trace import P2P_KINDS
 
 
-def match_transfers(view: StepView) -> NDArray[np.int64]:
+def match_transfers(view: StepRecords) -> NDArray[np.int64]:
     """Pairs [n, 2]: index of the span that sends, index of the span that receives.
 
     From the post of the send to the wait of the receive, where both are there; else the other half of either.
@@ -22,7 +22,7 @@ def match_transfers(view: StepView) -> NDArray[np.int64]:
     return np.stack([send[known], receive[known]], axis=1)
 
 
-def peers(view: StepView) -> NDArray[np.int64]:
+def peers(view: StepRecords) -> NDArray[np.int64]:
     """Rank at the other end of every transfer; -1 for spans that are none."""
     records = view.records
     out = np.full(len(records), -1, np.int64)

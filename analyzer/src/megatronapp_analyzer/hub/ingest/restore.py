@@ -3,9 +3,9 @@
 import numpy as np
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.ingest.curves import Point
+from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
-from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import LOG, SpoolFrame, SpoolReader, read_frames
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_common import frames
@@ -35,13 +35,13 @@ def parse_digest(attempt: int, frame: Frame) -> StepDigest:
     )
 
 
-def curve_frame(points: list[Point]) -> bytes:
+def curve_frame(points: list[CurvePoint]) -> bytes:
     """Points of one frame of records as the spool keeps them."""
     rows = [[point.name, point.step, point.value, point.start_ns, point.rank] for point in points]
     return frames.encode(Frame(SpoolFrame.CURVE, {"points": rows}))
 
 
-def restore(reader: SpoolReader, ingest: Ingest, *, newest_segments: int | None) -> list[StoredStep]:
+def restore(reader: SpoolReader, ingest: TraceIngest, *, newest_segments: int | None) -> list[StoredStep]:
     """Fill `ingest` from disk; returns the steps that are held in full, oldest first.
 
     Digests and curves are read whole, records only of the `newest_segments` of each attempt (all if None).
@@ -55,7 +55,7 @@ def restore(reader: SpoolReader, ingest: Ingest, *, newest_segments: int | None)
     return finished
 
 
-def _restore_sums(reader: SpoolReader, ingest: Ingest, attempt: int) -> set[tuple[int, int]]:
+def _restore_sums(reader: SpoolReader, ingest: TraceIngest, attempt: int) -> set[tuple[int, int]]:
     """Digests and curves; returns the keys of the digests."""
     known = set()
     for frame in reader.digests(attempt):
@@ -64,12 +64,12 @@ def _restore_sums(reader: SpoolReader, ingest: Ingest, attempt: int) -> set[tupl
         ingest.store.add_digest(digest)
     for frame in reader.curves(attempt):
         for name, step, value, start_ns, rank in frame.header["points"]:
-            ingest.curves.add(Point(name, attempt, step, value, start_ns, rank))
+            ingest.curves.add(CurvePoint(name, attempt, step, value, start_ns, rank))
     return known
 
 
 def _restore_records(
-    reader: SpoolReader, ingest: Ingest, attempt: int, newest_segments: int | None, known: set[tuple[int, int]]
+    reader: SpoolReader, ingest: TraceIngest, attempt: int, newest_segments: int | None, known: set[tuple[int, int]]
 ) -> list[StoredStep]:
     finished = []
     ingest.begin_replay(known)

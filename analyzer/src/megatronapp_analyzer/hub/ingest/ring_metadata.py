@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.model import Comm, JobLayout
+from megatronapp_analyzer.model import Communicator, JobLayout
 from megatronapp_common.errors import TopologyError
 from megatronapp_common.topology import Coordinates, Topology
 
@@ -27,7 +27,7 @@ class RankRing:
     world: int
     layout: Mapping[str, int]
     coordinates: Coordinates
-    comms: Mapping[int, Comm]
+    comms: Mapping[int, Communicator]
     device: str
     boot_id: str
     real_offset_ns: int
@@ -51,9 +51,9 @@ def _cost_ns(told: float | None) -> float | None:
     return None if told is None else float(told)
 
 
-def _comms(table: Iterable[Mapping[str, Any]]) -> dict[int, Comm]:
+def _comms(table: Iterable[Mapping[str, Any]]) -> dict[int, Communicator]:
     return {
-        int(entry["slot"]): Comm(str(entry["kind"]), tuple(int(member) for member in entry["members"]))
+        int(entry["slot"]): Communicator(str(entry["kind"]), tuple(int(member) for member in entry["members"]))
         for entry in table
     }
 
@@ -124,7 +124,7 @@ def _usual_places(ring: RankRing) -> dict[int, Coordinates]:
         return {}
 
 
-def p2p_peer(comm: Comm | None, rank: int) -> int | None:
+def p2p_peer(comm: Communicator | None, rank: int) -> int | None:
     """The other end of a directed pair, seen from `rank`; None for anything else."""
     if comm is None or comm.kind != "p2p" or len(comm.members) != 2:
         return None

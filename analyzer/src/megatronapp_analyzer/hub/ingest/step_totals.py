@@ -10,7 +10,7 @@ from megatronapp_analyzer.graph import waits
 from megatronapp_analyzer.hub.ingest.digest import PASS_KINDS, durations_ns, is_kind, run_queue_ns
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.model import RankRecords
-from megatronapp_common.trace import Kind
+from megatronapp_common.trace import RecordKind
 
 LEAST_PASSES = 32
 """Forward and backward pairs below which a correlation says nothing."""
@@ -27,7 +27,7 @@ def overhead_ratio(steps: Iterable[StoredStep], cost_ns: Mapping[int, float]) ->
 
 
 def _overhead(records: RankRecords, cost_ns: Mapping[int, float]) -> float | None:
-    own = records[is_kind(records, (Kind.STEP,))]
+    own = records[is_kind(records, (RecordKind.STEP,))]
     count = np.bincount(records["rank"])
     lengths = zip(own["rank"].tolist(), durations_ns(own).tolist(), strict=True)
     ratios = [count[rank] * cost_ns[rank] / length for rank, length in lengths if rank in cost_ns and length > 0]
@@ -54,7 +54,7 @@ def _deviations(records: RankRecords, left_out: Collection[int]) -> NDArray[np.f
     key = (spans["rank"].astype(np.int64) << 32) | (spans["chunk"].astype(np.int64) << 16) | spans["microbatch"]
     names, row = np.unique(key, return_inverse=True)
     table = np.full((len(names), 2), np.nan)
-    table[row, (spans["kind"] == Kind.BACKWARD).astype(np.int64)] = seconds
+    table[row, (spans["kind"] == RecordKind.BACKWARD).astype(np.int64)] = seconds
     group = np.unique(names >> 16, return_inverse=True)[1]
     size = np.bincount(group)
     sums = np.stack([np.bincount(group, weights=column) for column in table.T], axis=1) if len(names) else table

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.hub.ingest.assembly import in_order
 from megatronapp_analyzer.hub.ingest.digest import StepDigest
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
-from megatronapp_analyzer.model import RankRecords, StepView
+from megatronapp_analyzer.model import RankRecords, StepRecords
 
 StepKey = tuple[int, int]
 """(attempt, step): step numbers repeat after a resume."""
@@ -33,7 +33,7 @@ class StoreLimits:
 class StoredStep:
     """A step with all its spans, and the communicators and clocks to read them with."""
 
-    view: StepView
+    view: StepRecords
     digest: StepDigest
     offsets_ns: NDArray[np.int64]
     """Real time minus the monotonic clock, per rank."""

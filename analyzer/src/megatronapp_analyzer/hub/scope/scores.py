@@ -13,43 +13,43 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.ingest.wire_models import StepHeader, read
-from megatronapp_analyzer.scope.probes.probe_client import Asker
+from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.probes.probe_tracker import RETRY_S
-from megatronapp_analyzer.scope.store.run import Run
+from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
+from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
 from megatronapp_common.scope.protocol_requests import MAX_SCORED, ScoreRequest
 
 NAMES = ("top.id", "top.p", "top.logit", "partition", "surprise", "entropy")
 ROWS = 128
 """Of a frame: with 100 candidates and their texts it stays within a message."""
-MAX_ASKED = 8
+MAX_REQUESTS = 8
 """Prompts that are read at a time, of all pages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Scores:
+class PromptScores:
     """Surprise and entropy at all tokens of a prompt but the first; copies, no views on the frame that brought them."""
 
     surprise: NDArray[np.float32]
     entropy: NDArray[np.float32]
 
 
-class ScoreDesk:
+class ScoreService:
     """Asks rank 0 for each prompt once."""
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: ProbeClient) -> None:
         self._asker = asker
-        self._asking: dict[tuple[str, int], asyncio.Task[Scores]] = {}
+        self._asking: dict[tuple[str, int], asyncio.Task[PromptScores]] = {}
 
-    async def of(self, run: Run, sample: int, wait_s: float) -> Scores | None:
+    async def of(self, run: ScopeRun, sample: int, wait_s: float) -> PromptScores | None:
         """The scores of a prompt; None if they have not come within `wait_s`. Raises ApiError."""
         if (known := run.scores.get(sample)) is not None:
             return known
         key = run.id, sample
         if key not in self._asking:
-            task = asyncio.ensure_future(self._ask(run, sample, self._request(run, sample)))
+            task = asyncio.ensure_future(self._request_scores(run, sample, self._request(run, sample)))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask again
             self._asking[key] = task
         task = self._asking[key]
@@ -60,7 +60,7 @@ class ScoreDesk:
             del self._asking[key]
         return task.result()
 
-    def _request(self, run: Run, sample: int) -> ScoreRequest:
+    def _request(self, run: ScopeRun, sample: int) -> ScoreRequest:
         ids, capture = run.prompt_ids(sample), run.header.get("capture") or {}
         if self._asker.client is None:
             words = "scores are asked of a model, and a replay has none"
@@ -69,12 +69,12 @@ class ScoreDesk:
             words = f"a prompt of {len(ids)} tokens has no scores"
             raise ApiError(404, "outside", words, f"One of 2 to {MAX_SCORED} tokens has.")
         self._asking = {key: task for key, task in self._asking.items() if not task.done()}
-        if len(self._asking) >= MAX_ASKED:
+        if len(self._asking) >= MAX_REQUESTS:
             words = "as many prompts are read as the model takes at a time"
             raise ApiError(429, "too-many-probes", words, "Ask again once some have come.", retry_s=RETRY_S)
         return ScoreRequest(ids=tuple(ids), candidates=min(100, capture.get("candidates") or 20))
 
-    async def _ask(self, run: Run, sample: int, asked: ScoreRequest) -> Scores:
+    async def _request_scores(self, run: ScopeRun, sample: int, asked: ScoreRequest) -> PromptScores:
         frame = await self._asker.serving.scores(asked)
         try:
             said, tensors = read(StepHeader, "TOKENS", frame.header), checked(frame, len(asked.ids) - 1)
@@ -112,10 +112,10 @@ def overviews(
         header = {"run": run, "sample": sample, "positions": list(range(first, first + len(part[0].data)))}
         if texts is not None:
             header["topTexts"] = [list(row) for row in texts[first : first + ROWS]]
-        yield frame_of(FrameType.SCOPE_OVERVIEW, header, part)
+        yield build_frame(FrameType.SCOPE_OVERVIEW, header, part)
 
 
-def scores_of(tensors: Sequence[Tensor]) -> Scores:
+def scores_of(tensors: Sequence[Tensor]) -> PromptScores:
     """The columns that are kept as long as the run; the candidates, many times as large, are held by the ring."""
     found = {tensor.name: tensor.data for tensor in tensors}
-    return Scores(surprise=found["surprise"].copy(), entropy=found["entropy"].copy())
+    return PromptScores(surprise=found["surprise"].copy(), entropy=found["entropy"].copy())

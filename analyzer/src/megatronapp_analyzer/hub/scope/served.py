@@ -18,7 +18,7 @@ HISTOGRAMS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Latency:
+class LatencyQuantiles:
     """Durations in seconds; None without any."""
 
     count: int
@@ -28,17 +28,17 @@ class Latency:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Counts:
+class ServerCounts:
     """Of one server since its start."""
 
     waiting: int
     running: int
     refused: int
     ended: dict[str, int]
-    latencies: dict[str, Latency]
+    latencies: dict[str, LatencyQuantiles]
 
 
-def read_counts(text: str) -> Counts:
+def read_counts(text: str) -> ServerCounts:
     """The counts of an exposition. Raises ApiError 503 if it is none."""
     try:
         samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
@@ -52,7 +52,7 @@ def read_counts(text: str) -> Counts:
             (float(one.labels["le"]), one.value) for one in samples if one.name == f"{PREFIX}{metric}_bucket"
         )
         latencies[name] = _latency(buckets, plain.get(f"{metric}_sum", 0.0))
-    return Counts(
+    return ServerCounts(
         waiting=int(plain.get("num_requests_waiting", 0)),
         running=int(plain.get("num_requests_running", 0)),
         refused=int(plain.get("refused_total", 0)),
@@ -61,11 +61,11 @@ def read_counts(text: str) -> Counts:
     )
 
 
-def _latency(buckets: Sequence[tuple[float, float]], total: float) -> Latency:
+def _latency(buckets: Sequence[tuple[float, float]], total: float) -> LatencyQuantiles:
     count = int(buckets[-1][1]) if buckets else 0
     if count == 0:
-        return Latency(0, None, None, None)
-    return Latency(count, total / count, quantile(buckets, 0.5), quantile(buckets, 0.95))
+        return LatencyQuantiles(0, None, None, None)
+    return LatencyQuantiles(count, total / count, quantile(buckets, 0.5), quantile(buckets, 0.95))
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:

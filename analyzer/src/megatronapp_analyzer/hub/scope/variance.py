@@ -6,8 +6,8 @@ import numpy as np
 
 from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.probes import pca
-from megatronapp_analyzer.scope.probes.probe_client import Asker
-from megatronapp_analyzer.scope.store.run import Run
+from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
+from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common.scope.protocol_requests import ProbeSite
 
 SITE = "residual"
@@ -16,14 +16,14 @@ MAX_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Variance:
+class VarianceSum:
     """Sum of the variances of all features of `rows` tokens."""
 
     rows: int
     variance: float
 
 
-async def variance_of(asker: Asker, run: Run, layer: int, caller: str) -> Variance | str:
+async def variance_of(asker: ProbeClient, run: ScopeRun, layer: int, caller: str) -> VarianceSum | str:
     """The variance of all tokens that have been read, or the id of a probe that brings their states.
 
     Raises ApiError.
@@ -40,4 +40,4 @@ async def variance_of(asker: Asker, run: Run, layer: int, caller: str) -> Varian
         if any(place not in rows for place in wanted):
             return await asker.probe(run, sample, ProbeSite(site=SITE, layers=(layer,)), wanted, caller)
         states += [rows[place] for place in wanted]
-    return Variance(rows=len(states), variance=pca.total_variance(np.stack(states)))
+    return VarianceSum(rows=len(states), variance=pca.total_variance(np.stack(states)))

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from megatronapp_analyzer.hub.ingest import step_totals
 from megatronapp_analyzer.hub.ingest.store import StoredStep
-from megatronapp_analyzer.hub.state.verdicts import VerdictBook
-from megatronapp_analyzer.model import JobLayout, RankLiveness, StepView, Verdict
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Verdict
 
 LOG = logging.getLogger(__name__)
 MAX_WAITING = 2000
@@ -19,21 +19,21 @@ MAX_WAITING = 2000
 BATCH = 32
 
 
-class Detector(Protocol):
+class StepJudge(Protocol):
     """What judges; `detect.engine.Detector` is the real one."""
 
-    def observe(self, step: StepView) -> list[Verdict]:
+    def observe(self, step: StepRecords) -> list[Verdict]:
         """Judge one finished step."""
 
     def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
         """Judge who does not get on."""
 
 
-DetectorFactory = Callable[[JobLayout], Detector]
+DetectorFactory = Callable[[JobLayout], StepJudge]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Liveness:
+class LivenessReport:
     """Who was heard of lately; `now_ns` is real time."""
 
     layout: JobLayout
@@ -41,15 +41,15 @@ class Liveness:
     ranks: list[RankLiveness]
 
 
-class Analysis:
+class DetectorTask:
     """Queue in front of the detector. One detector per layout: another layout begins with a fresh one."""
 
     def __init__(
         self,
         factory: DetectorFactory,
-        book: VerdictBook,
+        book: VerdictStore,
         *,
-        liveness: Callable[[], "Liveness | None"],
+        liveness: Callable[[], "LivenessReport | None"],
         real_time_s: Callable[[], float] = time.time,
     ) -> None:
         self._factory = factory
@@ -58,7 +58,7 @@ class Analysis:
         self._real_time_s = real_time_s
         self._waiting: deque[tuple[JobLayout, StoredStep]] = deque()
         self._wake = asyncio.Event()
-        self._detector: Detector | None = None
+        self._detector: StepJudge | None = None
         self._layout: JobLayout | None = None
         self.caught_up = False
         """Whether the steps that were there at the start have been judged."""
@@ -83,7 +83,7 @@ class Analysis:
         """Judge until cancelled. What was queued before, on a restart, tells which old verdicts still hold."""
         while self._waiting:
             await self.drain_batch()
-        self._book.clear_unsaid(self._real_time_s())
+        self._book.clear_unreported(self._real_time_s())
         self.caught_up = True
         next_tick = time.monotonic()
         while True:
@@ -141,7 +141,7 @@ class Analysis:
             total[key] = total.get(key, 0.0) + seconds
         self.imposed_s = total  # replaced at once: a scrape reads it from another thread
 
-    def _prepare(self, layout: JobLayout) -> tuple[Detector, bool]:
+    def _prepare(self, layout: JobLayout) -> tuple[StepJudge, bool]:
         """The detector for `layout`, and whether it replaces one that has judged."""
         if self._detector is not None and layout == self._layout:
             return self._detector, False

@@ -9,11 +9,11 @@ from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
 from megatronapp_common.pages import PAGE_ROOM
 
-ENDED_KEPT = 100
+MAX_ENDED = 100
 """Faults that are over and still shown."""
 
 
-class FaultBook:
+class FaultStore:
     """The list behind every worker's control page. `on_change` is called after each change.
 
     Faults of the manifest are shown, but never stand on the page: the ranks have them already. Nor do those whose
@@ -70,7 +70,7 @@ class FaultBook:
             return
         for fault in [fault for fault in self._faults.values() if fault.last_step <= newest_step]:
             self._ended[fault.id] = self._faults.pop(fault.id)
-        for fault_id in list(self._ended)[:-ENDED_KEPT]:
+        for fault_id in list(self._ended)[:-MAX_ENDED]:
             del self._ended[fault_id]
 
     def _changed(self) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.model import OpenSpan, RankLiveness
-from megatronapp_common.room import Room
-from megatronapp_common.trace import NO_MICROBATCH, Kind
+from megatronapp_analyzer.model import CurrentSpan, RankLiveness
+from megatronapp_common.room import SharedMemorySpace
+from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 
 STATUS_TIMEOUT_S = 5.0
 SILENT_STEPS = 8.0
@@ -22,7 +22,7 @@ SILENT_MIN_S = 3.0
 SILENT_FIRST_S = 120.0
 """The same before the first step is finished: start-up and compilation take long."""
 NS = 1_000_000_000
-PAUSES = {"evaluating": Kind.EVALUATE, "saving": Kind.CHECKPOINT}
+PAUSES = {"evaluating": RecordKind.EVALUATE, "saving": RecordKind.CHECKPOINT}
 """States of the progress page in which ranks are quiet for long."""
 
 
@@ -55,11 +55,11 @@ class RankStatus:
         return max(0, self.liveness.now_ns - span.start_ns) / NS if span else 0.0
 
 
-def _open_span(entry: Mapping[str, Any] | None) -> OpenSpan | None:
+def _open_span(entry: Mapping[str, Any] | None) -> CurrentSpan | None:
     if entry is None:
         return None
     microbatch = entry.get("microbatch")
-    return OpenSpan(
+    return CurrentSpan(
         kind=int(entry["kind"]),
         step=int(entry["step"]),
         microbatch=NO_MICROBATCH if microbatch is None else int(microbatch),
@@ -91,7 +91,7 @@ class AgentStatus:
 
     ranks: list[RankStatus]
     progress: Mapping[str, Any] | None
-    room: Room | None
+    shared_memory: SharedMemorySpace | None
     """Shared memory of the worker; None: the agent does not report it."""
 
 
@@ -104,17 +104,17 @@ def parse_agent_status(header: Mapping[str, Any], received_ns: int, attempt: int
         raise ProtocolError("bad-status", "STATUS frame: progress is not a map")
     room = header.get("sharedMemory")
     try:
-        found = None if room is None else Room.from_json(room)
+        found = None if room is None else SharedMemorySpace.from_json(room)
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError("bad-status", f"STATUS frame: sharedMemory: {error!r}") from error
     entries = [parse_status(entry, received_ns, attempt) for entry in rings if entry["rank"] is not None]
-    return AgentStatus(ranks=entries, progress=progress, room=found)
+    return AgentStatus(ranks=entries, progress=progress, shared_memory=found)
 
 
 def kind_name(kind: int) -> str:
     """Lower-case name of a kind; its number if a newer release wrote it."""
     try:
-        return Kind(kind).name.lower()
+        return RecordKind(kind).name.lower()
     except ValueError:
         return f"kind-{kind}"
 
@@ -153,7 +153,7 @@ def in_pause(heard: Iterable[RankLiveness], state: str | None) -> list[RankLiven
         rank
         if rank.open_span is not None
         else dataclasses.replace(
-            rank, open_span=OpenSpan(kind=kind, step=0, microbatch=NO_MICROBATCH, start_ns=rank.heartbeat_ns)
+            rank, open_span=CurrentSpan(kind=kind, step=0, microbatch=NO_MICROBATCH, start_ns=rank.heartbeat_ns)
         )
         for rank in heard
     ]

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
-from megatronapp_analyzer.model import Cause, State, Verdict
+from megatronapp_analyzer.model import Cause, Verdict, VerdictState
 
-ACTIVE = frozenset({State.SUSPECT, State.CONFIRMED, State.RECOVERING})
+ACTIVE = frozenset({VerdictState.SUSPECT, VerdictState.CONFIRMED, VerdictState.RECOVERING})
 MAX_VERDICTS = 1000
 """Verdicts kept; the oldest cleared ones go first."""
 
@@ -17,7 +17,7 @@ def sort_key(verdict: dict[str, Any]) -> tuple[float, int]:
     return verdict["since"]["time"], verdict["since"]["step"]
 
 
-class VerdictBook:
+class VerdictStore:
     """What the detector has said. `version` grows with every change."""
 
     def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
@@ -40,7 +40,7 @@ class VerdictBook:
             self._save()
         return changed
 
-    def clear_unsaid(self, now_s: float) -> None:
+    def clear_unreported(self, now_s: float) -> None:
         """After a restart: what the detector has not said again is over."""
         self._clear([verdict for id_, verdict in self._verdicts.items() if id_ not in self._live], now_s)
 
@@ -54,7 +54,7 @@ class VerdictBook:
         for verdict in stale:
             since = verdict["since"]
             last_step = max([since["step"], *verdict["evidence"]["steps"]])
-            verdict["state"] = str(State.CLEARED)
+            verdict["state"] = str(VerdictState.CLEARED)
             verdict["until"] = {"attempt": since["attempt"], "step": last_step, "time": now_s}
         if stale:
             self._save()
@@ -69,11 +69,11 @@ class VerdictBook:
 
     def confirmed(self) -> list[Verdict]:
         """Those that hold now."""
-        return [verdict for verdict in self.active() if verdict.state == State.CONFIRMED]
+        return [verdict for verdict in self.active() if verdict.state == VerdictState.CONFIRMED]
 
     def standing(self) -> list[Verdict]:
         """Those that were told and are not cleared: confirmed, or recovering and perhaps soon confirmed again."""
-        return [verdict for verdict in self.active() if verdict.state != State.SUSPECT]
+        return [verdict for verdict in self.active() if verdict.state != VerdictState.SUSPECT]
 
     def slowing(self) -> list[Verdict]:
         """Those that make each step longer; a hang does not, it ends them."""
@@ -92,6 +92,6 @@ class VerdictBook:
 
     def _trim(self) -> None:
         for verdict in self.all()[MAX_VERDICTS:]:
-            if verdict["state"] == State.CLEARED:
+            if verdict["state"] == VerdictState.CLEARED:
                 del self._verdicts[verdict["id"]]
                 self._live.pop(verdict["id"], None)

@@ -10,9 +10,9 @@ from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.http.access import role_of
 from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
-from megatronapp_common.web.token_bucket import Size
+from megatronapp_common.web.token_bucket import BucketSize
 
-REQUESTS = Size(burst=400, per_s=200)
+REQUESTS = BucketSize(burst=400, per_s=200)
 """Of one caller: a page that opens asks for many tiles."""
 MAX_CALLERS = 1024
 """That are told apart; beyond, who was seen longest ago begins anew."""
@@ -20,14 +20,14 @@ MAX_PAGES = 64
 """Sockets of pages at a time."""
 
 
-class Slots:
+class ConcurrencySlots:
     """So many of something at a time."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._taken: Counter[str] = Counter()
 
-    def taken_by(self, caller: str) -> int:
+    def in_use_by(self, caller: str) -> int:
         """How many a caller has."""
         return self._taken[caller]
 
@@ -44,7 +44,7 @@ class Slots:
         self._taken += Counter()  # forgets who has none
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
+    def acquired(self) -> Iterator[bool]:
         """Take one, if one is free, until left."""
         granted = self.take()
         try:

@@ -8,24 +8,24 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from megatronapp_analyzer.scope.store.frame_log import Drop, Entry
+from megatronapp_analyzer.scope.store.frame_log import DropClass, LogEntry
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import GRANTED_BYTES
 
 MAX_WAITING_BYTES = 8 << 20
-MAX_KEPT_BYTES = 16 << 20
+MAX_QUEUED_BYTES = 16 << 20
 """Of frames that must not be dropped: a page that lets so many wait is let go."""
 
 
 MAX_REPLAYS = 32
 """That one page may wait for."""
-Replay = Callable[[], Iterable[Entry]]
+Replay = Callable[[], Iterable[LogEntry]]
 """Frames to send again, as they are when it is called."""
 
 
 @dataclasses.dataclass(slots=True)
-class Gap:
+class GapRange:
     """Frames of one kind, one behind the other, that a page does not get."""
 
     run: str
@@ -41,8 +41,8 @@ class Gap:
 
 
 @dataclasses.dataclass(slots=True)
-class _Waiting:
-    entry: Entry
+class _QueuedFrame:
+    entry: LogEntry
     short: bool = False
     reason: str = "slow"
 
@@ -51,19 +51,19 @@ class _Waiting:
         return len((self.entry.short if self.short else self.entry.whole) or b"")
 
 
-class Outbox:
+class PageQueue:
     """Queue of one page. `overrun` says that it must be let go."""
 
     def __init__(self, credit: int = GRANTED_BYTES, limit_bytes: int = MAX_WAITING_BYTES) -> None:
         self.credit = credit
         self._limit = limit_bytes
-        self._queue: deque[_Waiting] = deque()
-        self._backlog: deque[Entry] = deque()
+        self._queue: deque[_QueuedFrame] = deque()
+        self._backlog: deque[LogEntry] = deque()
         """What was asked for again: frames that the ring holds anyway, sent as fast as the page paints."""
         self._replays: dict[str, Replay] = {}
         """Runs that are asked for again and wait until the one before is sent: one at a time is held."""
         self._replayed = ""
-        self._gaps: dict[tuple[str, str], Gap] = {}
+        self._gaps: dict[tuple[str, str], GapRange] = {}
         self.waiting_bytes = 0
 
     def __len__(self) -> int:
@@ -72,21 +72,21 @@ class Outbox:
     @property
     def overrun(self) -> bool:
         """Whether more waits than a page that reads at all would let wait."""
-        return self.waiting_bytes > MAX_KEPT_BYTES
+        return self.waiting_bytes > MAX_QUEUED_BYTES
 
     def grant(self, count: int) -> None:
         """The page has painted so many bytes."""
         self.credit = min(GRANTED_BYTES, self.credit + count)
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: LogEntry) -> None:
         """Queue a frame."""
-        self._queue.append(_Waiting(entry))
+        self._queue.append(_QueuedFrame(entry))
         self.waiting_bytes += self._queue[-1].size
-        for drop in (Drop.ROWS, Drop.VECTORS):
+        for drop in (DropClass.ROWS, DropClass.VECTORS):
             if self.waiting_bytes > self._limit:
                 self._shorten(drop)
 
-    def _shorten(self, drop: Drop) -> None:
+    def _shorten(self, drop: DropClass) -> None:
         """Drop frames of one class, the oldest first, until there is room."""
         for waiting in self._queue:
             if self.waiting_bytes <= self._limit:
@@ -134,22 +134,22 @@ class Outbox:
 
     def _must_paint_first(self) -> bool:
         """A page gets all of what it asked for again, in its time."""
-        whole = self._backlog[0].whole if self._backlog and self._backlog[0].drop != Drop.NEVER else None
+        whole = self._backlog[0].whole if self._backlog and self._backlog[0].drop != DropClass.NEVER else None
         return whole is not None and self.credit < min(len(whole), GRANTED_BYTES)
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> _QueuedFrame | None:
         if self._backlog:
-            return _Waiting(self._backlog.popleft())
+            return _QueuedFrame(self._backlog.popleft())
         if not self._queue:
             return None
         waiting = self._queue.popleft()
         self.waiting_bytes -= waiting.size
         return waiting
 
-    def _take(self, waiting: _Waiting) -> bytes | None:
+    def _take(self, waiting: _QueuedFrame) -> bytes | None:
         """What is sent of a frame; None if nothing is."""
         entry = waiting.entry
-        if entry.drop == Drop.NEVER:
+        if entry.drop == DropClass.NEVER:
             return entry.whole
         if entry.whole is not None and not waiting.short and self.credit >= len(entry.whole):
             self.credit -= len(entry.whole)
@@ -157,8 +157,10 @@ class Outbox:
         self._note(entry, "old" if entry.whole is None else "slow")
         return entry.short
 
-    def _note(self, entry: Entry, reason: str) -> None:
-        gap = self._gaps.setdefault((entry.run, entry.what), Gap(entry.run, entry.what, entry.step, entry.step, reason))
+    def _note(self, entry: LogEntry, reason: str) -> None:
+        gap = self._gaps.setdefault(
+            (entry.run, entry.what), GapRange(entry.run, entry.what, entry.step, entry.step, reason)
+        )
         gap.last = entry.step
 
     def _last_gaps(self) -> list[bytes]:

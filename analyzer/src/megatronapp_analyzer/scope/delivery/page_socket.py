@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.delivery.page_queue import Outbox
-from megatronapp_analyzer.scope.store.frame_log import Entry
+from megatronapp_analyzer.scope.delivery.page_queue import PageQueue
+from megatronapp_analyzer.scope.store.frame_log import LogEntry
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_COMMAND_BYTES
 
 if TYPE_CHECKING:
-    from megatronapp_analyzer.scope.store.registry import ScopeDesk
+    from megatronapp_analyzer.scope.store.registry import ScopeRegistry
 
 LOG = logging.getLogger(__name__)
 TOO_SLOW = 4008
@@ -37,11 +37,11 @@ class Viewer:
     """One page: its outbox, and what wakes its sender."""
 
     def __init__(self) -> None:
-        self.outbox = Outbox()
+        self.outbox = PageQueue()
         self.wake = asyncio.Event()
         self.overrun = asyncio.Event()
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: LogEntry) -> None:
         """Queue a frame; never waits."""
         self.outbox.push(entry)
         self.wake.set()
@@ -49,7 +49,7 @@ class Viewer:
             self.overrun.set()
 
 
-class Rate:
+class MessageRateLimit:
     """At most so many of something in a second. `clock` gives seconds."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,7 +67,7 @@ class Rate:
         return self._count <= self._limit
 
 
-async def serve(socket: WebSocket, desk: "ScopeDesk", role: str) -> None:
+async def serve(socket: WebSocket, desk: "ScopeRegistry", role: str) -> None:
     """Talk to one page until it goes, breaks the rules, or does not read at all."""
     viewer = desk.subscribe()
     works = [_send_all(socket, viewer, desk.hello_frame(role)), _listen(socket, viewer, desk), viewer.overrun.wait()]
@@ -107,8 +107,8 @@ async def _send_all(socket: WebSocket, viewer: Viewer, hello: bytes) -> None:
         await viewer.wake.wait()
 
 
-async def _listen(socket: WebSocket, viewer: Viewer, desk: "ScopeDesk") -> None:
-    rate, resumes = Rate(MAX_RATE), Rate(MAX_RESUMES)
+async def _listen(socket: WebSocket, viewer: Viewer, desk: "ScopeRegistry") -> None:
+    rate, resumes = MessageRateLimit(MAX_RATE), MessageRateLimit(MAX_RESUMES)
     while True:
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
@@ -118,7 +118,7 @@ async def _listen(socket: WebSocket, viewer: Viewer, desk: "ScopeDesk") -> None:
         command = parse_command(message.get("text"))
         if command["type"] == "resume" and not resumes.allows():
             raise ProtocolError("too-many", f"more than {MAX_RESUMES} resumes in a second", "Follow one run at a time.")
-        _obey(command, viewer, desk)
+        _run_command(command, viewer, desk)
 
 
 def parse_command(text: str | None) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def parse_command(text: str | None) -> dict[str, Any]:
     return command
 
 
-def _obey(command: dict[str, Any], viewer: Viewer, desk: "ScopeDesk") -> None:
+def _run_command(command: dict[str, Any], viewer: Viewer, desk: "ScopeRegistry") -> None:
     """Raises ProtocolError, for another type, too."""
     if command["type"] == "credit":
         viewer.outbox.grant(_count(command, "bytes"))

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.http.app import create_app
-from megatronapp_analyzer.hub.http.server import server_of
-from megatronapp_analyzer.hub.http.sockets import listening
+from megatronapp_analyzer.hub.http.server import build_server
+from megatronapp_analyzer.hub.http.sockets import open_sockets
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.session_player import Player, settings_of
+from megatronapp_analyzer.scope.delivery.session_player import SessionPlayer, settings_of
 from megatronapp_analyzer.scope.service import ScopeService
-from megatronapp_common.web.tokens import Role, derive, new_secret
+from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 
 HOST = "127.0.0.1"
 FRONTEND_ENV = "MEGATRONAPP_FRONTEND"
@@ -41,27 +41,27 @@ def replay(file: pathlib.Path, *, speed: str, port: int) -> int:
     identity = JobIdentity(name=settings.job, uid=f"replay-{os.getpid()}", traced=False)
     hub = Hub(HubSettings(job=identity, state_dir=None), Detector)
     hub.scope = ScopeService(settings)
-    player = Player(session, hub.scope.desk)
+    player = SessionPlayer(session, hub.scope.desk)
     secret = new_secret()
-    print(f"token for later: {derive(secret, Role.CONTROLLER)}")
+    print(f"token for later: {derive_token(secret, TokenRole.CONTROLLER)}")
     asyncio.run(_serve(hub, player, secret, speed=speed, port=port))
     return 0
 
 
-async def _serve(hub: Hub, player: Player, secret: str, *, speed: str, port: int) -> None:
-    with listening(HOST, port) as found:
+async def _serve(hub: Hub, player: SessionPlayer, secret: str, *, speed: str, port: int) -> None:
+    with open_sockets(HOST, port) as found:
         app = create_app(hub, secret=secret, frontend=frontend(), named=found.named)
         playing = asyncio.create_task(_play(player, hub, speed))
-        code = app.state.logins.codes.make(Role.CONTROLLER)
+        code = app.state.logins.codes.make(TokenRole.CONTROLLER)
         print(f"{found.url}/#code={code}  (good once, within a minute)", flush=True)
         try:
-            await server_of(app).serve(sockets=list(found.sockets))
+            await build_server(app).serve(sockets=list(found.sockets))
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
 
 
-async def _play(player: Player, hub: Hub, speed: str) -> None:
+async def _play(player: SessionPlayer, hub: Hub, speed: str) -> None:
     """The prefill at once; what comes after it once a page looks."""
     steps = player.steps()
     next(steps, None)
@@ -70,12 +70,12 @@ async def _play(player: Player, hub: Hub, speed: str) -> None:
             pass
         return
     await hub.scope.desk.watched.wait()
-    async for _ in _turns(player, speed):
+    async for _ in _step_times(player, speed):
         if next(steps, None) is None:
             return
 
 
-async def _turns(player: Player, speed: str) -> AsyncIterator[None]:
+async def _step_times(player: SessionPlayer, speed: str) -> AsyncIterator[None]:
     """When to play the next step."""
     if speed != "step":
         while True:

@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from megatronapp_analyzer.hub.http.problems import ApiError
-from megatronapp_analyzer.scope.delivery.limits import Slots
+from megatronapp_analyzer.scope.delivery.limits import ConcurrencySlots
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
@@ -33,9 +33,9 @@ GOODBYE_S = 2.0
 HINT = "Download it again over a faster connection; `megatronapp scope replay` plays what came."
 
 
-def room(slots: Slots, caller: str) -> contextlib.ExitStack:
+def download_slot(slots: ConcurrencySlots, caller: str) -> contextlib.ExitStack:
     """A place for a caller until the stack is closed. Raises ApiError 429 if there is none."""
-    if slots.taken_by(caller) >= MAX_OF_CALLER:
+    if slots.in_use_by(caller) >= MAX_OF_CALLER:
         text = f"you download {MAX_OF_CALLER} sessions at the moment"
         raise ApiError(429, "too-many-sessions", text, "Ask again once one of them has ended.", retry_s=1)
     if not slots.take(caller):
@@ -47,7 +47,7 @@ def room(slots: Slots, caller: str) -> contextlib.ExitStack:
 
 
 @dataclasses.dataclass(slots=True)
-class Pace:
+class ReadRateMonitor:
     """Whether a reader keeps up: `left_s` seconds that it may still take, which come back with the bytes it takes."""
 
     rate: float = LEAST_BYTES_S
@@ -62,7 +62,7 @@ class Pace:
         self.left_s = min(self.patience_s, self.left_s - seconds + size / self.rate)
 
 
-class SessionAnswer(StreamingResponse):
+class SessionResponse(StreamingResponse):
     """Pieces that are made in a thread, one after another, of what nobody changes. Gives its place back at the end."""
 
     def __init__(self, pieces: Iterator[bytes], place: contextlib.ExitStack, headers: dict[str, str]) -> None:
@@ -76,7 +76,7 @@ class SessionAnswer(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """Send all, or as much as a slow reader takes in its time; then the place is free at once."""
-        pace = Pace(patience_s=PATIENCE_S)
+        pace = ReadRateMonitor(patience_s=PATIENCE_S)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for piece in self.body_iterator:
@@ -85,7 +85,7 @@ class SessionAnswer(StreamingResponse):
         except _TooSlowError:
             LOG.warning("a download of a session is ended: its reader takes less than %d bytes/s", LEAST_BYTES_S)
             self._place.close()
-            await _say_goodbye(send)
+            await _send_too_slow(send)
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -94,7 +94,7 @@ class _TooSlowError(Exception):
     """The reader is below the least rate."""
 
 
-async def _send(piece: bytes, pace: Pace, send: Send) -> None:
+async def _send(piece: bytes, pace: ReadRateMonitor, send: Send) -> None:
     """Only the time of sending counts: what a piece takes to be made is not the reader's."""
     loop = asyncio.get_running_loop()
     for begin in range(0, len(piece), CHUNK_BYTES):
@@ -107,7 +107,7 @@ async def _send(piece: bytes, pace: Pace, send: Send) -> None:
         pace.took(len(chunk), loop.time() - began_s)
 
 
-async def _say_goodbye(send: Send) -> None:
+async def _send_too_slow(send: Send) -> None:
     text = f"the download was ended: its reader took less than {LEAST_BYTES_S >> 10} KiB in a second"
     said = frames.encode(Frame(FrameType.ERROR, {"code": "too-slow", "message": text, "hint": HINT}))
     with contextlib.suppress(TimeoutError):

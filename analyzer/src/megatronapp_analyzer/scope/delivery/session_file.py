@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatronapp_analyzer.errors import SessionError
-from megatronapp_analyzer.scope.store.run import Run, ValueKey, site_of
+from megatronapp_analyzer.scope.store.run import ScopeRun, ValueKey, site_of
 from megatronapp_analyzer.scope.views.tile_pooling import HeadKey
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import PREFIX, Frame, FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol import Tensor, build_frame
 
 if TYPE_CHECKING:
-    from megatronapp_analyzer.scope.store.registry import ScopeDesk
+    from megatronapp_analyzer.scope.store.registry import ScopeRegistry
 
 ATTENTION_ROWS = 256
 """In one frame."""
@@ -33,29 +33,29 @@ Block = list[tuple[int, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Session:
+class RecordedSession:
     """What could be read. `broken` says where and why it ends early; None if it does not."""
 
     frames: list[Frame]
     broken: str | None
 
 
-def dump(desk: "ScopeDesk", run: str) -> bytes:
+def dump(desk: "ScopeRegistry", run: str) -> bytes:
     """The session of a run that the desk has."""
-    return b"".join(Snapshot(desk, desk.runs[run]).pieces())
+    return b"".join(RunSnapshot(desk, desk.runs[run]).frames())
 
 
-class Snapshot:
+class RunSnapshot:
     """What a run is at this moment. It is taken in the event loop; `pieces` may be made anywhere, while it goes on."""
 
-    def __init__(self, desk: "ScopeDesk", run: Run) -> None:
+    def __init__(self, desk: "ScopeRegistry", run: ScopeRun) -> None:
         self._run = run.id
         self._hello = desk.hello("viewer") | {"runs": [run.summary()]}
         self._frames = [kept for entry in run.journal.after(0) if (kept := entry.whole or entry.short) is not None]
-        self._values = {key: dict(run.values.get(key)) for key in run.values.held()}
-        self._attention = {key: _needed(run, key) for key in run.attention.held()}
+        self._values = {key: dict(run.values.get(key)) for key in run.values.stored_keys()}
+        self._attention = {key: _needed(run, key) for key in run.attention.stored_keys()}
 
-    def pieces(self) -> Iterator[bytes]:
+    def frames(self) -> Iterator[bytes]:
         """The session, frame by frame. What the ring has let go of is not in it."""
         yield frames.encode(Frame(FrameType.SCOPE_HELLO, self._hello))
         told: set[tuple[int, ...]] = set()
@@ -63,7 +63,7 @@ class Snapshot:
             told.update(_rows_of(data))
             yield data
         for key in sorted(self._values, key=str):
-            for block in _blocks(self._values[key], _goes_on):
+            for block in _blocks(self._values[key], _continues_block):
                 yield frames.encode(_values_frame(self._run, key, block))
         for head in sorted(self._attention):
             rows = {place: row for place, row in self._attention[head].items() if (*head, place) not in told}
@@ -71,7 +71,7 @@ class Snapshot:
                 yield frames.encode(_attention_frame(self._run, head, block))
 
 
-def _needed(run: Run, key: HeadKey) -> dict[int, Any]:
+def _needed(run: ScopeRun, key: HeadKey) -> dict[int, Any]:
     """Rows of attention of what has been read that do not follow from exact numbers."""
     sample, layer, head = key
     end, exact = run.length(sample), run.values.get(("attention", sample, layer, head))
@@ -106,12 +106,12 @@ def _attention_frame(run: str, key: HeadKey, block: Block) -> Frame:
     for place, (_, row) in enumerate(block):
         rows[place, : row.size] = row
     header = {"run": run, "site": "attention", "sample": sample, "layer": layer, "head": head}
-    return frame_of(
+    return build_frame(
         FrameType.SCOPE_VALUES, header | {"rows": [block[0][0], len(block)]}, [Tensor("attention", "u8s", rows)]
     )
 
 
-def _goes_on(block: Block, position: int, row: Any) -> bool:  # noqa: ANN401
+def _continues_block(block: Block, position: int, row: Any) -> bool:  # noqa: ANN401
     last, shape = block[-1][0], block[-1][1].shape
     return position == last + 1 and row.shape == shape and (len(block) + 1) * row.nbytes <= BLOCK_BYTES
 
@@ -122,10 +122,12 @@ def _values_frame(run: str, key: ValueKey, block: Block) -> Frame:
     rows = np.stack([row for _, row in block]).astype("<f4")
     header = {"run": run, "site": site, "sample": sample, "layer": layer, "head": head}
     header |= {} if rotary == "after" else {"rotary": rotary}
-    return frame_of(FrameType.SCOPE_VALUES, header | {"rows": [block[0][0], len(block)]}, [Tensor(site, "f32", rows)])
+    return build_frame(
+        FrameType.SCOPE_VALUES, header | {"rows": [block[0][0], len(block)]}, [Tensor(site, "f32", rows)]
+    )
 
 
-def load(path: pathlib.Path) -> Session:
+def load(path: pathlib.Path) -> RecordedSession:
     """Read a file. Raises SessionError if nothing of it can be read, or it does not begin with HELLO."""
     try:
         data = path.read_bytes()
@@ -138,10 +140,10 @@ def load(path: pathlib.Path) -> Session:
     return session
 
 
-def parse(data: bytes) -> Session:
+def parse(data: bytes) -> RecordedSession:
     """All frames, up to the first place that cannot be read, or at which the hub ended the download."""
     found: list[Frame] = []
-    place, (end, words) = 0, _last_words(data)
+    place, (end, words) = 0, _describe_truncation(data)
     view = memoryview(data)[:end]
     while place < end:
         try:
@@ -149,12 +151,12 @@ def parse(data: bytes) -> Session:
             found.append(frames.decode(view[place : place + length]))
         except FrameError as error:
             why = words or f"byte {place} of {end}: {error}"
-            return Session(found, f"{why}; {len(found)} frames before it were read")
+            return RecordedSession(found, f"{why}; {len(found)} frames before it were read")
         place += length
-    return Session(found, words and f"{words}; {len(found)} frames before it were read")
+    return RecordedSession(found, words and f"{words}; {len(found)} frames before it were read")
 
 
-def _last_words(data: bytes) -> tuple[int, str | None]:
+def _describe_truncation(data: bytes) -> tuple[int, str | None]:
     """Where an ERROR frame at the end begins, and what it says: it may stand in the middle of the frame before it."""
     for size in range(PREFIX.size, min(MAX_WORDS_BYTES, len(data)) + 1, 8):
         with contextlib.suppress(FrameError):

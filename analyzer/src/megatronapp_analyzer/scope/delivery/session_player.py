@@ -9,12 +9,12 @@ from pydantic import ValidationError
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
 from megatronapp_analyzer.scope import schemas
-from megatronapp_analyzer.scope.delivery.session_file import Session
-from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.scope.store.run import Run, value_site
+from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.store.run import ScopeRun, value_site
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.codes import Code, encode
+from megatronapp_common.scope.codes import TensorCode, encode
 from megatronapp_common.scope.protocol import unpack
 
 LOG = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ GARBLED = (ProtocolError, FrameError, KeyError, TypeError, ValueError, IndexErro
 """What frames raise that are whole, but do not hold what they should."""
 
 
-def settings_of(session: Session) -> ScopeSettings:
+def settings_of(session: RecordedSession) -> ScopeSettings:
     """Of the desk that plays this session. Raises SessionError."""
     try:
         hello = schemas.Hello.model_validate(dict(session.frames[0].header))
@@ -48,10 +48,10 @@ def _check_sizes(hello: schemas.Hello) -> None:
         raise SessionError(f"its layout has {ranks} ranks; at most {MAX_RANKS} can be shown")
 
 
-class Player:
+class SessionPlayer:
     """Plays into `desk`, which must be of `settings_of` the same session."""
 
-    def __init__(self, session: Session, desk: ScopeDesk) -> None:
+    def __init__(self, session: RecordedSession, desk: ScopeRegistry) -> None:
         self._desk = desk
         self._values: dict[str, list[Frame]] = {}
         self._frames: list[Frame] = []
@@ -108,7 +108,7 @@ def _rate(value: Any) -> float | None:  # noqa: ANN401
     return float(value) if isinstance(value, int | float) and 0 < value < 1e6 else None
 
 
-def keep_values(run: Run, frame: Frame) -> None:
+def keep_values(run: ScopeRun, frame: Frame) -> None:
     """Exact numbers of a SCOPE_VALUES frame; rows of attention are for tiles, too. Raises one of GARBLED."""
     header = frame.header
     (tensor,) = unpack(frame)
@@ -116,7 +116,7 @@ def keep_values(run: Run, frame: Frame) -> None:
     first, count = header["rows"]
     positions, rows = range(first, first + count), tensor.data
     if header["site"] == "attention":
-        codes = rows if tensor.code == "u8s" else encode(Code.U8S, rows).data
+        codes = rows if tensor.code == "u8s" else encode(TensorCode.U8S, rows).data
         for position, row in zip(positions, codes, strict=True):
             run.attention.put((sample, layer, head), [position], row[None, : position + 1].astype(np.uint8))
     if tensor.code == "f32":

@@ -18,28 +18,28 @@ CODE = "engine-lost"
 
 
 @dataclasses.dataclass(slots=True)
-class Engine:
+class EngineLiveness:
     """`away_s`: since when rank 0 cannot be heard; None while it can."""
 
-    away_s: float | None = None
+    lost_since_s: float | None = None
 
-    def goes(self, now_s: float) -> None:
+    def mark_lost(self, now_s: float) -> None:
         """The connection of rank 0's agent is gone."""
-        self.away_s = now_s if self.away_s is None else self.away_s
+        self.lost_since_s = now_s if self.lost_since_s is None else self.lost_since_s
 
-    def comes(self) -> None:
+    def mark_alive(self) -> None:
         """Rank 0 is there."""
-        self.away_s = None
+        self.lost_since_s = None
 
     def due_s(self) -> float | None:
         """When it counts as lost."""
-        return None if self.away_s is None else self.away_s + PATIENCE_S
+        return None if self.lost_since_s is None else self.lost_since_s + PATIENCE_S
 
-    def lost(self, now_s: float) -> bool:
+    def take_timeout(self, now_s: float) -> bool:
         """Whether it has been away for too long; said once."""
-        if self.away_s is None or now_s < self.away_s + PATIENCE_S:
+        if self.lost_since_s is None or now_s < self.lost_since_s + PATIENCE_S:
             return False
-        self.away_s = None
+        self.lost_since_s = None
         return True
 
 

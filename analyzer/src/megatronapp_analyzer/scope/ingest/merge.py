@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.shard_merge import MAX_NUMBERS, Held, combined
+from megatronapp_analyzer.scope.ingest.shard_merge import MAX_NUMBERS, ShardState, combined
 from megatronapp_common.errors import FrameError
 from megatronapp_common.filters.shard import MERGE, Shard
-from megatronapp_common.filters.shard import read as read_shard
-from megatronapp_common.filters.shard_plan import Plan
+from megatronapp_common.filters.shard import parse_shard as read_shard
+from megatronapp_common.filters.shard_plan import ReductionPlan
 from megatronapp_common.frames import Frame
-from megatronapp_common.scope.codes import Code, decode
+from megatronapp_common.scope.codes import TensorCode, decode
 from megatronapp_common.scope.protocol import Tensor, unpack
 
 Row = tuple[int, int]
@@ -34,7 +34,7 @@ APART = frozenset({"attention", "atlas"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class ShardTensor:
     """A tensor of one rank: axes are rows, layers (where the site has some), then the sharded axis."""
 
     rows: tuple[Row, ...]
@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class MergedTensor:
     """One tensor of the whole model; `layers` and `span` say what its axes stand for."""
 
     rows: tuple[Row, ...]
@@ -82,11 +82,11 @@ def rows_of(value: object) -> tuple[Row, ...]:
     return tuple((sample, first + place) for sample, first, count in ranges for place in range(count))
 
 
-def pieces_of(frame: Frame, tp: int) -> list[Piece]:
+def shard_tensors_of(frame: Frame, tp: int) -> list[ShardTensor]:
     """What a PART frame holds. Raises ProtocolError."""
     rows, version = rows_of(frame.header.get("rows")), _version(frame.header.get("pcaVersion"))
     try:
-        found = [_piece(tensor, rows, tp) for tensor in unpack(frame)]
+        found = [_shard_tensor(tensor, rows, tp) for tensor in unpack(frame)]
     except FrameError as error:
         raise ProtocolError("bad-part", f"PART frame: {error}") from error
     return [dataclasses.replace(one, version=version) if one.tensor.name == PCA else one for one in found]
@@ -98,14 +98,14 @@ def _version(value: object) -> int | None:
     return value
 
 
-def _piece(tensor: Tensor, rows: tuple[Row, ...], tp: int) -> Piece:
+def _shard_tensor(tensor: Tensor, rows: tuple[Row, ...], tp: int) -> ShardTensor:
     said = tensor.extra
     layers = None if said.get("layers") is None else _integers(said["layers"], "layers")
     span = said.get("heads") or said.get("features")
     shard = None if said.get(MERGE) is None else read_shard(said[MERGE])
     whole = span is None or bool(said.get("replicated")) or shard is not None
     span = None if whole else _span(span)
-    piece = Piece(rows=rows, layers=layers, span=span, tp=tp, tensor=tensor, shard=shard)
+    piece = ShardTensor(rows=rows, layers=layers, span=span, tp=tp, tensor=tensor, shard=shard)
     _check(piece)
     return piece
 
@@ -117,7 +117,7 @@ def _span(value: object) -> Span:
     return ends[0], ends[1]
 
 
-def _check(piece: Piece) -> None:
+def _check(piece: ShardTensor) -> None:
     """Raises ProtocolError if the shape is not what the header says."""
     shape, name = piece.tensor.data.shape, piece.tensor.name
     if name == "atlas":
@@ -130,13 +130,13 @@ def _check(piece: Piece) -> None:
         raise ProtocolError("bad-part", f"PART frame: tensor {name[:64]!r} has the shape {shape}, not what is said")
 
 
-def _holds_states(piece: Piece, shard: Shard) -> bool:
+def _holds_states(piece: ShardTensor, shard: Shard) -> bool:
     tensor = piece.tensor
     is_row = tensor.data.shape[piece.axis :] == (shard.plan.columns,)
     return is_row and tensor.code == "f32" and tensor.name not in APART
 
 
-def merge(pieces: Sequence[Piece], *, layers: int | None = None) -> Table:
+def merge(pieces: Sequence[ShardTensor], *, layers: int | None = None) -> MergedTensor:
     """All pieces of one name in one table. With `layers` it has all of these layers.
 
     What nobody sent is NaN, or 0 in codes of whole numbers. Raises ProtocolError if pieces do not fit each other.
@@ -144,7 +144,7 @@ def merge(pieces: Sequence[Piece], *, layers: int | None = None) -> Table:
     return merge_all({"": pieces}, layers=layers)[""]
 
 
-def merge_all(named: Mapping[str, Sequence[Piece]], *, layers: int | None = None) -> dict[str, Table]:
+def merge_all(named: Mapping[str, Sequence[ShardTensor]], *, layers: int | None = None) -> dict[str, MergedTensor]:
     """The table of each name, as `merge` makes it. Raises ProtocolError, also for too many states of all together."""
     wholes = {name: _wholes(pieces) for name, pieces in named.items() if any(one.shard is not None for one in pieces)}
     if sum(whole.numbers(layers) for found in wholes.values() for whole in found) > MAX_NUMBERS:
@@ -153,7 +153,7 @@ def merge_all(named: Mapping[str, Sequence[Piece]], *, layers: int | None = None
     return {name: _table(done.get(name, pieces), layers) for name, pieces in named.items()}
 
 
-def _table(pieces: Sequence[Piece], layers: int | None) -> Table:
+def _table(pieces: Sequence[ShardTensor], layers: int | None) -> MergedTensor:
     first = pieces[0]
     rows = tuple(sorted({row for piece in pieces for row in piece.rows}))
     known = None if first.layers is None else _layers(pieces, layers)
@@ -161,29 +161,29 @@ def _table(pieces: Sequence[Piece], layers: int | None) -> Table:
     numbers = [_numbers(piece.tensor) for piece in pieces]
     shape = _shape(pieces, numbers, rows, known, width)
     data = np.full(shape, np.nan if numbers[0].dtype.kind == "f" else 0, numbers[0].dtype)
-    table = Table(rows=rows, layers=known, spans=tuple(columns), data=data)
+    table = MergedTensor(rows=rows, layers=known, spans=tuple(columns), data=data)
     for piece, values in sorted(zip(pieces, numbers, strict=True), key=lambda pair: -pair[0].tp):
         _paint(table, piece, values, columns)
     return table
 
 
-def _wholes(pieces: Sequence[Piece]) -> "list[_Whole]":
+def _wholes(pieces: Sequence[ShardTensor]) -> "list[_MergedStates]":
     """Whole vectors, of the states that shards sent: a capture that changes while prompts are read has several plans.
 
     Raises ProtocolError if pieces do not fit each other.
     """
-    name, groups = pieces[0].tensor.name, collections.defaultdict[Plan, list[Piece]](list)
+    name, groups = pieces[0].tensor.name, collections.defaultdict[ReductionPlan, list[ShardTensor]](list)
     for piece in pieces:
         if piece.shard is None or (piece.layers is None) != (pieces[0].layers is None):
             raise ProtocolError("bad-part", f"PART frame: parts of {name[:64]!r} do not fit each other")
         groups[piece.shard.plan].append(piece)
-    return [_Whole(plan=plan, pieces=found) for plan, found in groups.items()]
+    return [_MergedStates(plan=plan, pieces=found) for plan, found in groups.items()]
 
 
-class _Whole:
+class _MergedStates:
     """What all shards sent of one plan. What two ranks hold counts once."""
 
-    def __init__(self, *, plan: Plan, pieces: Sequence[Piece]) -> None:
+    def __init__(self, *, plan: ReductionPlan, pieces: Sequence[ShardTensor]) -> None:
         self._plan = plan
         self._pieces = sorted(pieces, key=lambda one: -one.tp)
         self._rows = tuple(sorted({row for piece in pieces for row in piece.rows}))
@@ -196,20 +196,20 @@ class _Whole:
         count = found if layers is None or self._layers is None else max(found, layers)
         return rows * count * self._plan.shards * self._plan.columns
 
-    def merged(self) -> Piece:
+    def merged(self) -> ShardTensor:
         """The numbers that one rank would have sent."""
         places = {row: place for place, row in enumerate(self._rows)}
         indices = {layer: place for place, layer in enumerate(self._layers or ())}
-        data = combined(self._plan, [_held(piece, places, indices) for piece in self._pieces], self._shape)
+        data = combined(self._plan, [_shard_state(piece, places, indices) for piece in self._pieces], self._shape)
         last = self._pieces[-1]
         tensor = Tensor(last.tensor.name, "f32", data[:, 0] if self._layers is None else data)
-        return Piece(rows=self._rows, layers=self._layers, span=None, tp=last.tp, tensor=tensor)
+        return ShardTensor(rows=self._rows, layers=self._layers, span=None, tp=last.tp, tensor=tensor)
 
 
-def _held(piece: Piece, places: Mapping[Row, int], indices: Mapping[int, int]) -> Held:
+def _shard_state(piece: ShardTensor, places: Mapping[Row, int], indices: Mapping[int, int]) -> ShardState:
     assert piece.shard is not None
     values = piece.tensor.data if piece.layers is not None else piece.tensor.data[:, None]
-    return Held(
+    return ShardState(
         shard=piece.shard.shard,
         rows=np.array([places[row] for row in piece.rows], dtype=np.intp),
         layers=np.array([indices[layer] for layer in piece.layers] if piece.layers is not None else [0], dtype=np.intp),
@@ -221,17 +221,17 @@ def _numbers(tensor: Tensor) -> NDArray[Any]:
     """What is merged: codes of single numbers as they are, `i8` as numbers, for its scale is of one shard only."""
     if tensor.scales is None:
         return tensor.data
-    return decode(Code.I8, tensor.data, tensor.scales)
+    return decode(TensorCode.I8, tensor.data, tensor.scales)
 
 
-def _layers(pieces: Iterable[Piece], count: int | None) -> tuple[int, ...]:
+def _layers(pieces: Iterable[ShardTensor], count: int | None) -> tuple[int, ...]:
     found = sorted({layer for piece in pieces for layer in piece.layers or ()})
     if count is not None and found and found[-1] >= count:
         raise ProtocolError("bad-part", f"PART frame: layer {found[-1]} of a model of {count} layers")
     return tuple(found) if count is None else tuple(range(count))
 
 
-def _columns(pieces: Iterable[Piece]) -> tuple[dict[Span, int], int | None]:
+def _columns(pieces: Iterable[ShardTensor]) -> tuple[dict[Span, int], int | None]:
     """Where each span begins on the sharded axis, and how long that is; None if it is not sharded."""
     widths: dict[Span, int] = {}
     for piece in pieces:
@@ -247,12 +247,12 @@ def _columns(pieces: Iterable[Piece]) -> tuple[dict[Span, int], int | None]:
     return places, width if places else None
 
 
-def _width(piece: Piece) -> int:
+def _width(piece: ShardTensor) -> int:
     return int(piece.tensor.data.shape[piece.axis])
 
 
 def _shape(
-    pieces: Sequence[Piece],
+    pieces: Sequence[ShardTensor],
     numbers: Sequence[NDArray[Any]],
     rows: Sequence[Row],
     layers: Sequence[int] | None,
@@ -267,7 +267,7 @@ def _shape(
     return (*head, *(() if width is None else (width,)), *tails.pop())
 
 
-def _paint(table: Table, piece: Piece, values: NDArray[Any], columns: Mapping[Span, int]) -> None:
+def _paint(table: MergedTensor, piece: ShardTensor, values: NDArray[Any], columns: Mapping[Span, int]) -> None:
     places = {row: place for place, row in enumerate(table.rows)}
     at: list[NDArray[np.intp]] = [np.array([places[row] for row in piece.rows], dtype=np.intp)]
     if piece.layers is not None:

@@ -21,7 +21,7 @@ UNKNOWN = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Publisher:
+class RankPublisher:
     """A rank that publishes. `replica` is its data-parallel coordinate: only replica 0 is shown."""
 
     rank: int
@@ -34,18 +34,18 @@ class Publisher:
     """From the first to before the end; None if it does not say."""
     heads: tuple[int, int] | None
 
-    def share(self) -> dict[str, Any]:
+    def shard(self) -> dict[str, Any]:
         """What of the model it has, as SCOPE_HELLO tells it."""
         share = {"rank": self.rank, "stage": self.pp, "tensor": self.tp}
         return share | {"layers": list(self.layers or ()), "heads": list(self.heads or ())}
 
 
-def parse_publisher(header: Mapping[str, Any], worker: int) -> Publisher:
+def parse_publisher(header: Mapping[str, Any], worker: int) -> RankPublisher:
     """Who sends a PUBLISHER frame. Raises ProtocolError."""
     coordinates = header.get("coordinates")
     if not isinstance(coordinates, dict):
         raise ProtocolError("bad-publisher", "PUBLISHER frame: coordinates is not a map")
-    return Publisher(
+    return RankPublisher(
         rank=number(header, "rank"),
         attempt=number(header, "attempt"),
         worker=worker,
@@ -102,12 +102,12 @@ def _names(sites: object) -> set[str]:
     return {site for site in sites if 1 <= len(site) <= 64}
 
 
-class Publishers:
+class PublisherRegistry:
     """The ranks of the newest attempt."""
 
     def __init__(self) -> None:
         self.attempt = -1
-        self.ranks: dict[int, Publisher] = {}
+        self.ranks: dict[int, RankPublisher] = {}
         self.model: dict[str, Any] | None = None
         self.layout: dict[str, Any] = {"tensor": 1, "pipeline": 1}
         self.limits = dict(MOST)
@@ -141,12 +141,12 @@ class Publishers:
             del self.ranks[one]
         return gone
 
-    def told_layout(self) -> dict[str, Any]:
+    def reported_layout(self) -> dict[str, Any]:
         """How the model is spread; with what each rank of a replica has, once all have said it."""
         known = sorted((one for one in self.ranks.values() if one.replica == 0), key=lambda one: one.rank)
         if UNKNOWN in self.expected() or any(one.layers is None or one.heads is None for one in known):
             return self.layout
-        return self.layout | {"ranks": [one.share() for one in known]}
+        return self.layout | {"ranks": [one.shard() for one in known]}
 
     def expected(self) -> list[int]:
         """Ranks whose parts make a step; UNKNOWN stands for those that have not begun.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_common.filters.shard_plan import Plan
+from megatronapp_common.filters.shard_plan import ReductionPlan
 
 MAX_NUMBERS = 1 << 21
 """States of all tensors of a step, of all shards; more are refused, whatever a rank says that there are."""
@@ -15,7 +15,7 @@ AT_ONCE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class ShardState:
     """What one rank sent of a shard: states [rows, layers, columns], and their places in the whole."""
 
     shard: int
@@ -24,7 +24,7 @@ class Held:
     values: NDArray[np.float32]
 
 
-def combined(plan: Plan, parts: Sequence[Held], shape: tuple[int, int]) -> NDArray[np.float32]:
+def combined(plan: ReductionPlan, parts: Sequence[ShardState], shape: tuple[int, int]) -> NDArray[np.float32]:
     """Numbers [rows, layers, pixels x values], `shape` being rows and layers; NaN where a shard of a pixel is missing.
 
     Where several parts have the same, the last one counts.
@@ -41,7 +41,7 @@ def combined(plan: Plan, parts: Sequence[Held], shape: tuple[int, int]) -> NDArr
     return out
 
 
-def _whole(plan: Plan, parts: Sequence[Held], shape: tuple[int, int]) -> NDArray[np.bool_]:
+def _whole(plan: ReductionPlan, parts: Sequence[ShardState], shape: tuple[int, int]) -> NDArray[np.bool_]:
     """Of which rows and layers all shards of each pixel are there."""
     there = np.zeros((*shape, plan.shards), np.bool_)
     for part in parts:
@@ -51,7 +51,7 @@ def _whole(plan: Plan, parts: Sequence[Held], shape: tuple[int, int]) -> NDArray
 
 
 def _numbers(
-    plan: Plan, parts: Sequence[Held], chosen: NDArray[np.intp], shape: tuple[int, int]
+    plan: ReductionPlan, parts: Sequence[ShardState], chosen: NDArray[np.intp], shape: tuple[int, int]
 ) -> NDArray[np.float32]:
     """Of the rows that are chosen; of a pixel that is not whole they mean nothing."""
     rows, layers = shape

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.merge import Piece
-from megatronapp_analyzer.scope.ingest.part_tracker import Numbering, Part
+from megatronapp_analyzer.scope.ingest.merge import ShardTensor
+from megatronapp_analyzer.scope.ingest.part_tracker import PartHeader, PartTracker
 from megatronapp_common.frames import Frame
 
 WAIT_S = 0.2
@@ -30,9 +30,9 @@ class OpenStep:
     """What has come of a step."""
 
     began_s: float
-    heard_s: float
-    pieces: list[Piece] = dataclasses.field(default_factory=list)
-    parts: Numbering = dataclasses.field(default_factory=Numbering)
+    received_s: float
+    tensors: list[ShardTensor] = dataclasses.field(default_factory=list)
+    parts: PartTracker = dataclasses.field(default_factory=PartTracker)
     tokens: Frame | None = None
 
 
@@ -46,7 +46,7 @@ class ClosedStep:
     """Below `step` if steps between were never heard of: the first of them."""
     tokens: Frame | None
     """None if they did not come."""
-    pieces: Sequence[Piece]
+    tensors: Sequence[ShardTensor]
     missing: tuple[int, ...]
     """Ranks that had not reported all."""
     dropped: tuple[int, ...]
@@ -54,7 +54,7 @@ class ClosedStep:
 
 
 @dataclasses.dataclass(slots=True)
-class StepBook:
+class ScopeStepAssembler:
     """All steps that wait. A run's steps are closed in their order."""
 
     wait_s: float = WAIT_S
@@ -68,10 +68,10 @@ class StepBook:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add_part(self, key: StepKey, pieces: Iterable[Piece], now_s: float, part: Part) -> None:
+    def add_part(self, key: StepKey, pieces: Iterable[ShardTensor], now_s: float, part: PartHeader) -> None:
         """Pieces of one rank."""
         if (step := self._step(key, now_s)) is not None:
-            step.pieces += pieces
+            step.tensors += pieces
             step.parts.add(part)
 
     def add_tokens(self, key: StepKey, tokens: Frame, now_s: float) -> None:
@@ -83,7 +83,7 @@ class StepBook:
         """Tokens of this run do not come any more, if not at once."""
         self._ended.add(run)
 
-    def goes_on(self, run: str) -> None:
+    def reopen(self, run: str) -> None:
         """It has not ended, whatever was said."""
         self._ended.discard(run)
 
@@ -95,7 +95,7 @@ class StepBook:
             self.late += 1
             return None
         found = self._open.setdefault(key, OpenStep(now_s, now_s))
-        found.heard_s = now_s
+        found.received_s = now_s
         return found
 
     def close(self, expected: Iterable[int], now_s: float) -> list[ClosedStep]:
@@ -127,7 +127,7 @@ class StepBook:
         step = self._open[run, number]
         later = (one.tokens for (other, place), one in self._open.items() if other == run and place > number)
         known = step.tokens is not None or run in self._ended or any(tokens is not None for tokens in later)
-        return step.heard_s + (self.wait_s if known else self.tokens_wait_s)
+        return step.received_s + (self.wait_s if known else self.tokens_wait_s)
 
     def _shut(self, key: StepKey, ranks: frozenset[int]) -> ClosedStep:
         run, number = key
@@ -139,7 +139,7 @@ class StepBook:
             step=number,
             first=first,
             tokens=step.tokens,
-            pieces=step.pieces,
+            tensors=step.tensors,
             missing=tuple(sorted(ranks - step.parts.finished)),
             dropped=tuple(sorted(step.parts.dropped)),
         )

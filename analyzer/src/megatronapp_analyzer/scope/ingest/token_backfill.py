@@ -14,8 +14,8 @@ from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.ingest.engine_liveness import lost_run
 from megatronapp_analyzer.scope.ingest.wire_models import StoredRun, read
-from megatronapp_analyzer.scope.probes.probe_client import Asker
-from megatronapp_analyzer.scope.store.run import ENDED, Run
+from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
+from megatronapp_analyzer.scope.store.run import ENDED, ScopeRun
 from megatronapp_common.frames import Frame, FrameType
 
 LOG = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ TRIES = 60
 """To ask a rank 0 that came back, whose server may not be there yet."""
 
 
-class Refiller:
+class TokenBackfill:
     """Asks rank 0 for tokens of runs that have holes; each run once at a time."""
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: ProbeClient) -> None:
         self._asker = asker
         self._asker.desk.on_hole = self.want
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -43,7 +43,7 @@ class Refiller:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def check(self, run: Run) -> None:
+    def check(self, run: ScopeRun) -> None:
         """Raises ApiError for a run with holes: 503 while rank 0 is asked, 409 where nobody has its tokens."""
         if run.whole:
             return
@@ -54,14 +54,14 @@ class Refiller:
         text = "tokens of this run came while the hub was away, and nobody has them any more"
         raise ApiError(409, "run-incomplete", text, "Its numbers cannot be told; start the run again.")
 
-    def want(self, run: Run) -> None:
+    def want(self, run: ScopeRun) -> None:
         """Ask, if that may help."""
         if run.whole or self._asker.client is None or run.id in self._tasks or run.id in self._lost:
             return
         self._tasks[run.id] = task = asyncio.ensure_future(self._fill(run))
         task.add_done_callback(lambda _: self._ended(run, task))
 
-    def _ended(self, run: Run, task: asyncio.Task[None]) -> None:
+    def _ended(self, run: ScopeRun, task: asyncio.Task[None]) -> None:
         self._tasks.pop(run.id, None)
         self._lost &= set(self._asker.desk.runs)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -69,7 +69,7 @@ class Refiller:
             if isinstance(error, ProtocolError) or (isinstance(error, ApiError) and error.status == 404):
                 self._lost.add(run.id)
 
-    async def _fill(self, run: Run) -> None:
+    async def _fill(self, run: ScopeRun) -> None:
         said = read(StoredRun, "answer of rank 0: run", await self._asker.serving.run(run.id))
         desk = self._asker.desk
         if desk.runs.get(run.id) is run:
@@ -78,26 +78,26 @@ class Refiller:
 
     # ---- a rank 0 that came back
 
-    def look_again(self) -> None:
+    def refresh_runs(self) -> None:
         """Ask rank 0 how it stands with all runs that go on here; each once at a time."""
         for run in self._asker.desk.runs.values():
             if not run.ended and self._asker.client is not None and run.id not in self._looks:
-                self._looks[run.id] = task = asyncio.ensure_future(self._look(run))
-                task.add_done_callback(functools.partial(self._looked, run))
+                self._looks[run.id] = task = asyncio.ensure_future(self._refresh(run))
+                task.add_done_callback(functools.partial(self._refreshed, run))
 
-    def _looked(self, run: Run, task: asyncio.Task[None]) -> None:
+    def _refreshed(self, run: ScopeRun, task: asyncio.Task[None]) -> None:
         self._looks.pop(run.id, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             LOG.warning("how it stands with run %s is not known: %s", run.id, error)
 
-    async def _look(self, run: Run) -> None:
+    async def _refresh(self, run: ScopeRun) -> None:
         before = run.header
-        frame = await self._told_of(run)
+        frame = await self._fetch_state(run)
         goes_on_here = self._asker.desk.runs.get(run.id) is run and not run.ended
         if goes_on_here and (run.header is before or frame.header.get("state") in ENDED):
-            self._asker.desk.hear(frame)
+            self._asker.desk.take_run_state(frame)
 
-    async def _told_of(self, run: Run) -> Frame:
+    async def _fetch_state(self, run: ScopeRun) -> Frame:
         """Its state as rank 0 has it; failed, where rank 0 does not know it. Raises ApiError and ProtocolError."""
         for _ in range(TRIES):
             try:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.alias_generators import to_camel
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_common.scope.protocol_requests import CaptureSettings
 
 MAX_PROMPTS = 64
 MAX_SAMPLE = 1 << 20
@@ -50,7 +50,7 @@ class RunHeader(HeaderModel):
     position: Number | None = None
     prompts: Annotated[list[PromptHeader], Field(max_length=MAX_PROMPTS)]
     sampling: dict[str, Any] | None = None
-    capture: Capture | None = None
+    capture: CaptureSettings | None = None
     tokens: Number | None = None
     error: ErrorHeader | None = None
     started_at: float | str | None = None

@@ -16,7 +16,7 @@ Matrix = NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Basis:
+class PcaBasis:
     """Axes of one layer: `mean` [hidden], `axes` [8, hidden], `explained` [8], shares of the variance of the rows that
     they were fitted on. `source`: the run of these rows, and how many tokens its texts had."""
 
@@ -30,7 +30,7 @@ class Basis:
         return np.asarray((rows - self.mean) @ self.axes.T)
 
 
-def fit(rows: NDArray[np.floating], *, onto: Basis | None = None) -> Basis:
+def fit(rows: NDArray[np.floating], *, onto: PcaBasis | None = None) -> PcaBasis:
     """Basis of rows [count, hidden], turned onto an older one if given. Axes that the rows do not have are 0."""
     values = np.asarray(rows, dtype=np.float64)
     mean = values.mean(axis=0)
@@ -42,9 +42,9 @@ def fit(rows: NDArray[np.floating], *, onto: Basis | None = None) -> Basis:
     axes *= _signs(axes)[:, None]
     total = float((sizes**2).sum()) or 1.0
     if onto is None:
-        return Basis(mean, axes, variance / total)
-    turn = _turn(axes, onto.axes)
-    return Basis(mean, turn @ axes, (turn**2) @ variance / total)
+        return PcaBasis(mean, axes, variance / total)
+    turn = _rotation(axes, onto.axes)
+    return PcaBasis(mean, turn @ axes, (turn**2) @ variance / total)
 
 
 def total_variance(rows: NDArray[np.floating]) -> float:
@@ -57,7 +57,7 @@ def _signs(axes: Matrix) -> Matrix:
     return np.where(largest < 0, -1.0, 1.0)
 
 
-def _turn(axes: Matrix, old: Matrix) -> Matrix:
+def _rotation(axes: Matrix, old: Matrix) -> Matrix:
     """The rotation (or reflection) of the 8 axes that brings them nearest to the old ones."""
     left, _, right = np.linalg.svd(old @ axes.T)
     return np.asarray(left @ right)

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.scope.ingest.merge import PCA, Row
-from megatronapp_analyzer.scope.probes.pca import Basis
+from megatronapp_analyzer.scope.probes.pca import PcaBasis
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import COMPONENTS, MAX_PART_BYTES, Tensor, frame_of, unpack
+from megatronapp_common.scope.protocol import COMPONENTS, MAX_PART_BYTES, Tensor, build_frame, unpack
 
 MAX_STATE_BYTES = 96 << 20
 """Of hidden states that are asked for to fit a basis: every so many rows of a longer text."""
@@ -21,14 +21,14 @@ ROW_HEADER_BYTES = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Points:
+class PcaPoints:
     """Coordinates [rows, layers, 8] of some rows."""
 
     rows: list[Row]
     values: NDArray[np.float32]
 
     @classmethod
-    def none(cls, layers: int) -> Self:
+    def empty(cls, layers: int) -> Self:
         """Of no row."""
         return cls([], np.zeros((0, layers, COMPONENTS), "<f4"))
 
@@ -36,18 +36,18 @@ class Points:
     def of_frame(cls, data: bytes | None) -> Self:
         """Those of a SCOPE_PCA frame."""
         if data is None:
-            return cls.none(0)
+            return cls.empty(0)
         frame = frames.decode(data)
         (tensor,) = unpack(frame)
         return cls([(sample, place) for sample, place in frame.header["rows"]], tensor.data)
 
-    def with_more(self, other: "Points") -> "Points":
+    def with_more(self, other: "PcaPoints") -> "PcaPoints":
         """Both; where both have a row, the other's. Rows in their order."""
         if not self.rows:
             return other
         found = dict(zip(self.rows, self.values, strict=True)) | dict(zip(other.rows, other.values, strict=True))
         rows = sorted(found)
-        return Points(rows, np.stack([found[row] for row in rows]))
+        return PcaPoints(rows, np.stack([found[row] for row in rows]))
 
 
 def stride_of(rows: int, layers: int, hidden: int) -> int:
@@ -56,19 +56,19 @@ def stride_of(rows: int, layers: int, hidden: int) -> int:
 
 
 def coordinates_of(
-    states: Mapping[int, NDArray[np.floating]], rows: Sequence[Row], bases: Mapping[int, Basis]
-) -> Points:
+    states: Mapping[int, NDArray[np.floating]], rows: Sequence[Row], bases: Mapping[int, PcaBasis]
+) -> PcaPoints:
     """Of hidden states by layer; layers of the basis that the states do not have are NaN."""
     values = np.full((len(rows), len(bases), COMPONENTS), np.nan, "<f4")
     for place, layer in enumerate(sorted(bases)):
         if layer in states:
             values[:, place] = bases[layer].project(states[layer])
-    return Points(list(rows), values)
+    return PcaPoints(list(rows), values)
 
 
-def frame_of_points(said: Mapping[str, Any], points: Points) -> Frame:
+def frame_of_points(said: Mapping[str, Any], points: PcaPoints) -> Frame:
     """SCOPE_PCA."""
     room = MAX_POINT_BYTES // (points.values.shape[1] * COMPONENTS * 4 + ROW_HEADER_BYTES)
     every = max(1, -(-len(points.rows) // room))
     header = {**said, "rows": [list(row) for row in points.rows[::every]]}
-    return frame_of(FrameType.SCOPE_PCA, header, [Tensor(PCA, "f32", points.values[::every])])
+    return build_frame(FrameType.SCOPE_PCA, header, [Tensor(PCA, "f32", points.values[::every])])

@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.hub.http.problems import ApiError
-from megatronapp_analyzer.scope.ingest.merge import Piece, Row
+from megatronapp_analyzer.scope.ingest.merge import Row, ShardTensor
 from megatronapp_analyzer.scope.probes import pca
-from megatronapp_analyzer.scope.probes.pca_points import Points, coordinates_of, frame_of_points, stride_of
-from megatronapp_analyzer.scope.probes.probe_client import Asker, check
+from megatronapp_analyzer.scope.probes.pca_points import PcaPoints, coordinates_of, frame_of_points, stride_of
+from megatronapp_analyzer.scope.probes.probe_client import ProbeClient, check
 from megatronapp_analyzer.scope.probes.probe_tracker import RETRY_S
-from megatronapp_analyzer.scope.store.run import Run
+from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.scope.views import encode
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import COMPONENTS, Tensor, frame_of
-from megatronapp_common.scope.protocol_requests import Probe, ProbeSite
+from megatronapp_common.scope.protocol import COMPONENTS, Tensor, build_frame
+from megatronapp_common.scope.protocol_requests import ProbeRequest, ProbeSite
 
 LOG = logging.getLogger(__name__)
 SITE = "residual"
@@ -45,7 +45,7 @@ States = Mapping[int, NDArray[np.floating]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Fit:
+class FitTarget:
     """What a basis is fitted for. `tokens`: of the texts whose rows it is fitted on."""
 
     layers: Sequence[int]
@@ -53,10 +53,10 @@ class Fit:
     tokens: int
 
 
-class BasisDesk:
+class PcaService:
     """The basis of each layer, and its version."""
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: ProbeClient) -> None:
         self._asker = asker
         self._desk = asker.desk
         self._desk.on_prefill = self._after_prefill
@@ -68,7 +68,7 @@ class BasisDesk:
         """One fit after another: each is turned onto the one before, and told with its own version."""
         self._completed: set[Completion] = set()
         self._completing: set[Completion] = set()
-        self.bases: dict[int, pca.Basis] = {}
+        self.bases: dict[int, pca.PcaBasis] = {}
         self.fitted = "first prompt"
 
     @property
@@ -95,41 +95,41 @@ class BasisDesk:
 
     # ---- fits
 
-    def _after_prefill(self, run: Run) -> None:
+    def _after_prefill(self, run: ScopeRun) -> None:
         """The first prompt that asks for PCA gives the axes."""
         if run.length(0) >= ENOUGH_ROWS:
             self._first_fit(run, range(1))
         elif sum(map(run.length, range(len(run.tokens)))) >= ENOUGH_ROWS:
             self._first_fit(run, range(len(run.tokens)))
 
-    def _first_fit(self, run: Run, samples: range) -> None:
+    def _first_fit(self, run: ScopeRun, samples: range) -> None:
         model = self._desk.publishers.model
         if wants(run) and model is not None and self._asker.client is not None and not self.bases and run.whole:
             self._start(self._fit_first(run, range(model["layers"]), samples))
 
-    async def _fit_first(self, run: Run, layers: range, samples: range) -> None:
+    async def _fit_first(self, run: ScopeRun, layers: range, samples: range) -> None:
         """Nobody asks for the first basis again: so it is asked for until it comes."""
         over = asyncio.Event()
 
         async def ask() -> None:
-            await self.ask(run, layers, refit=False, caller=OURS, samples=samples, over=over)
+            await self.request_fit(run, layers, refit=False, caller=OURS, samples=samples, over=over)
 
         await _until(over, ask, lambda: not self.bases and not self._fitting.locked() and self._knows(run))
 
-    async def refit(self, run: Run, layers: Sequence[int], caller: str) -> str | None:
+    async def refit(self, run: ScopeRun, layers: Sequence[int], caller: str) -> str | None:
         """New axes of these layers. None: fitted; else the probe that brings the rows. Raises ApiError."""
         if self._asker.client is not None:
             samples = range(len(run.tokens))
-            return await self.ask(run, layers, refit=True, caller=caller, samples=samples)
-        rows, states = _held(run, layers)
+            return await self.request_fit(run, layers, refit=True, caller=caller, samples=samples)
+        rows, states = _stored_states(run, layers)
         if len(rows) < 2:
             raise ApiError(404, "not-recorded", "hidden states of this run were not recorded", "Take a live model.")
-        await self._fit(run, states, rows, Fit(layers=layers, refit=True, tokens=len(rows)))
+        await self._fit(run, states, rows, FitTarget(layers=layers, refit=True, tokens=len(rows)))
         return None
 
-    async def ask(
+    async def request_fit(
         self,
-        run: Run,
+        run: ScopeRun,
         layers: Sequence[int],
         *,
         refit: bool,
@@ -144,23 +144,23 @@ class BasisDesk:
         texts = tuple(tuple(run.ids(sample)[: run.length(sample)]) for sample in samples)
         wanted = self._probe(texts, sorted({*layers, *self.bases}))
 
-        def done(pieces: Sequence[Piece]) -> None:
+        def done(pieces: Sequence[ShardTensor]) -> None:
             rows, states = _states(check(pieces, wanted))
             if over is not None:
                 over.set()
             if len(rows) > 1:
-                fit = Fit(layers=layers, refit=refit, tokens=sum(map(len, texts)))
+                fit = FitTarget(layers=layers, refit=refit, tokens=sum(map(len, texts)))
                 self._start(self._fit(run, states, rows, fit))
 
         what = ("refit", samples) if refit else ("first fit",)
-        return await self._asker.ask((run.id, *what, tuple(layers)), wanted, done, caller)
+        return await self._asker.request((run.id, *what, tuple(layers)), wanted, done, caller)
 
-    def _probe(self, texts: tuple[tuple[int, ...], ...], layers: Sequence[int]) -> Probe:
+    def _probe(self, texts: tuple[tuple[int, ...], ...], layers: Sequence[int]) -> ProbeRequest:
         model = self._desk.publishers.model
         stride = stride_of(sum(map(len, texts)), len(layers), model["hidden"] if model else 1)
-        return Probe(ids=texts, sites=(ProbeSite(site=SITE, layers=tuple(layers)),), stride=stride)
+        return ProbeRequest(ids=texts, sites=(ProbeSite(site=SITE, layers=tuple(layers)),), stride=stride)
 
-    async def _fit(self, run: Run, states: States, rows: Sequence[Row], fit: Fit) -> None:
+    async def _fit(self, run: ScopeRun, states: States, rows: Sequence[Row], fit: FitTarget) -> None:
         async with self._fitting:
             fits = fit.refit or not self.bases
             if fits:
@@ -170,7 +170,7 @@ class BasisDesk:
         if run.ended or not fits:
             self._complete(run)
 
-    async def _fit_next(self, run: Run, states: States, rows: Sequence[Row], fit: Fit) -> None:
+    async def _fit_next(self, run: ScopeRun, states: States, rows: Sequence[Row], fit: FitTarget) -> None:
         """Nobody sees the new basis before its coordinates are there, too."""
         wanted = {layer: states[layer] for layer in fit.layers}
         found = await asyncio.to_thread(_fit_all, wanted, dict(self.bases), (run.id, fit.tokens))
@@ -179,13 +179,13 @@ class BasisDesk:
         self.bases, self.fitted = bases, "refit" if fit.refit else "first prompt"
         self._desk.pca_version = max(self.version, self._desk.pca_seen) + 1
         if self._knows(run):
-            self._tell(run, points)
+            self._publish_points(run, points)
         self.give()
 
-    def _knows(self, run: Run) -> bool:
+    def _knows(self, run: ScopeRun) -> bool:
         return self._desk.runs.get(run.id) is run
 
-    def _tell(self, run: Run, points: Points) -> None:
+    def _publish_points(self, run: ScopeRun, points: PcaPoints) -> None:
         """SCOPE_PCA of a run, with the coordinates of all rows that are known."""
         layers = sorted(self.bases)
         said = {
@@ -226,12 +226,12 @@ class BasisDesk:
 
     # ---- runs
 
-    def _introduce(self, run: Run) -> None:
+    def _introduce(self, run: ScopeRun) -> None:
         """A run whose rows the ranks project on a basis that it has not been told of."""
         if self.bases:
-            self._tell(run, Points.none(len(self.bases)))
+            self._publish_points(run, PcaPoints.empty(len(self.bases)))
 
-    def _complete(self, run: Run) -> None:
+    def _complete(self, run: ScopeRun) -> None:
         """What was read while the basis was on its way has no coordinates yet: once it is there, and at the end."""
         if run.ended and not self.bases:
             self._first_fit(run, range(len(run.tokens)))
@@ -242,11 +242,11 @@ class BasisDesk:
             self._completing.add(at)
             self._start(self._bring(run, at))
 
-    def _shows(self, run: Run, version: int) -> bool:
+    def _shows(self, run: ScopeRun, version: int) -> bool:
         """Whether a run is shown in this version, and it is the newest."""
         return bool(self.bases) and version == self.version == run.pca_version and self._knows(run)
 
-    async def _bring(self, run: Run, at: Completion) -> None:
+    async def _bring(self, run: ScopeRun, at: Completion) -> None:
         """All rows that are missing. Done once each has come, or was refused for good: then nobody asks again."""
         missing = _missing(run, known_rows(run))
         try:
@@ -259,22 +259,22 @@ class BasisDesk:
         if False not in ends:
             self._completed = {one for one in self._completed if one[0] in self._desk.runs} | {at}
 
-    async def _bring_sample(self, run: Run, sample: int, places: range) -> bool:
+    async def _bring_sample(self, run: ScopeRun, sample: int, places: range) -> bool:
         """Coordinates of a span of rows; whether they have come. Raises ApiError if they are refused for good."""
         version, over = self.version, asyncio.Event()
         text = tuple(run.ids(sample)[: run.length(sample)])
         whole = self._probe((text,), sorted(self.bases))
         wanted = whole.model_copy(update={"queries": (places.start, places.stop)})
 
-        def done(pieces: Sequence[Piece]) -> None:
+        def done(pieces: Sequence[ShardTensor]) -> None:
             rows, states = _states(check(pieces, wanted))
             over.set()
             if self._shows(run, version):
                 fresh = coordinates_of(states, [(sample, place) for _, place in rows], self.bases)
-                self._tell(run, Points.of_frame(run.journal.pca).with_more(fresh))
+                self._publish_points(run, PcaPoints.of_frame(run.journal.pca).with_more(fresh))
 
         async def ask() -> None:
-            await self._asker.ask((run.id, "pca rows", sample, version, places), wanted, done, OURS)
+            await self._asker.request((run.id, "pca rows", sample, version, places), wanted, done, OURS)
 
         await _until(over, ask, lambda: self._shows(run, version))
         return over.is_set()
@@ -294,18 +294,18 @@ async def _until(over: asyncio.Event, ask: Callable[[], Awaitable[None]], still:
             await asyncio.wait_for(over.wait(), RETRY_S)
 
 
-def wants(run: Run) -> bool:
+def wants(run: ScopeRun) -> bool:
     """Whether coordinates were asked for."""
     capture = run.header.get("capture") or {}
     return capture.get("preset") != "off" and bool((capture.get("states") or {}).get("pca", True))
 
 
-def known_rows(run: Run) -> set[Row]:
+def known_rows(run: ScopeRun) -> set[Row]:
     """Rows of a run that have coordinates in the basis that it is shown in."""
-    return set(Points.of_frame(run.journal.pca).rows) | run.pca_rows
+    return set(PcaPoints.of_frame(run.journal.pca).rows) | run.pca_rows
 
 
-def _missing(run: Run, known: set[Row]) -> dict[int, range]:
+def _missing(run: ScopeRun, known: set[Row]) -> dict[int, range]:
     """Of each sample the span of rows that have been read and are not known.
 
     Of a prompt some rows are shown, where it is long: those that are known stand for it.
@@ -320,7 +320,7 @@ def _missing(run: Run, known: set[Row]) -> dict[int, range]:
     return found
 
 
-def _held(run: Run, layers: Sequence[int]) -> tuple[list[Row], States]:
+def _stored_states(run: ScopeRun, layers: Sequence[int]) -> tuple[list[Row], States]:
     """Hidden states that are kept already, of rows that have them in all these layers."""
     rows: list[Row] = []
     parts: dict[int, list[NDArray[Any]]] = {layer: [] for layer in layers}
@@ -333,19 +333,19 @@ def _held(run: Run, layers: Sequence[int]) -> tuple[list[Row], States]:
     return rows, {layer: np.array(found) for layer, found in parts.items()}
 
 
-def _fits(bases: Mapping[int, pca.Basis], model: Mapping[str, Any]) -> bool:
+def _fits(bases: Mapping[int, pca.PcaBasis], model: Mapping[str, Any]) -> bool:
     """Whether a basis is of such a model."""
     return max(bases) < model["layers"] and all(one.mean.size == model["hidden"] for one in bases.values())
 
 
-def _states(pieces: Sequence[Piece]) -> tuple[list[Row], States]:
+def _states(pieces: Sequence[ShardTensor]) -> tuple[list[Row], States]:
     """Hidden states of a probe, by layer."""
     table = encode.tables_of(pieces, None)[SITE]
     layers = table.layers or ()
     return list(table.rows), {layer: table.data[:, place] for place, layer in enumerate(layers)}
 
 
-def _fit_all(states: States, old: Mapping[int, pca.Basis], source: tuple[str, int]) -> dict[int, pca.Basis]:
+def _fit_all(states: States, old: Mapping[int, pca.PcaBasis], source: tuple[str, int]) -> dict[int, pca.PcaBasis]:
     """On every so many rows, so that it takes no longer than on FIT_ROWS."""
     found = {}
     for layer, rows in states.items():
@@ -354,10 +354,10 @@ def _fit_all(states: States, old: Mapping[int, pca.Basis], source: tuple[str, in
     return found
 
 
-def basis_frame(version: int, bases: Mapping[int, pca.Basis]) -> Frame:
+def basis_frame(version: int, bases: Mapping[int, pca.PcaBasis]) -> Frame:
     """SCOPE_BASIS for rank 0."""
     layers = sorted(bases)
     mean = np.stack([bases[layer].mean for layer in layers]).astype("<f4")
     axes = np.stack([bases[layer].axes for layer in layers]).astype("<f4")
     tensors = [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)]
-    return frame_of(FrameType.SCOPE_BASIS, {"version": version, "layers": layers}, tensors)
+    return build_frame(FrameType.SCOPE_BASIS, {"version": version, "layers": layers}, tensors)

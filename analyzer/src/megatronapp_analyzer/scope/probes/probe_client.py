@@ -10,37 +10,43 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.http.problems import ApiError
-from megatronapp_analyzer.scope.ingest.merge import Piece, Table
-from megatronapp_analyzer.scope.probes.probe_tracker import MAX_OF_CALLER, MAX_PROBES, RETRY_S, away, no_room
-from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
-from megatronapp_analyzer.scope.store.audit_log import ActionLog
-from megatronapp_analyzer.scope.store.registry import ScopeDesk
-from megatronapp_analyzer.scope.store.run import Run, value_site
+from megatronapp_analyzer.scope.ingest.merge import MergedTensor, ShardTensor
+from megatronapp_analyzer.scope.probes.probe_tracker import (
+    MAX_OF_CALLER,
+    MAX_PROBES,
+    RETRY_S,
+    no_memory,
+    ranks_disconnected,
+)
+from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
+from megatronapp_analyzer.scope.store.audit_log import AuditLog
+from megatronapp_analyzer.scope.store.registry import ScopeRegistry
+from megatronapp_analyzer.scope.store.run import ScopeRun, value_site
 from megatronapp_analyzer.scope.views import encode
 from megatronapp_analyzer.scope.views.export_values import HEADED
 from megatronapp_analyzer.scope.views.tile_pooling import HeadKey
-from megatronapp_analyzer.scope.views.tiles import Place, missing, tile
-from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, ProbeSite, RunRequest
+from megatronapp_analyzer.scope.views.tiles import TileRef, missing, tile
+from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeRequest, ProbeSite, RunRequest
 
 RETRY_MS = 200
 KNOWN_S = 2.0
 """So long a new run may take from rank 0 by the agent to here, which is another way than that of the answer."""
-Keep = Callable[[Run, int, ProbeSite, Sequence[Piece]], None]
+Keep = Callable[[ScopeRun, int, ProbeSite, Sequence[ShardTensor]], None]
 """What becomes of the rows of a site that a probe found."""
 
 
-class Asker:
+class ProbeClient:
     """Between routes and rank 0. `client` None: no model serves here."""
 
-    def __init__(self, desk: ScopeDesk, client: ServeClient | None) -> None:
+    def __init__(self, desk: ScopeRegistry, client: Rank0Client | None) -> None:
         self.desk = desk
         self.client = client
-        self.actions = ActionLog()
+        self.actions = AuditLog()
         self._asking: dict[object, tuple[str, asyncio.Task[str]]] = {}
         """Probes that rank 0 has not answered for yet, with who asked."""
 
     @property
-    def serving(self) -> ServeClient:
+    def serving(self) -> Rank0Client:
         """The model. Raises ApiError 409 without one."""
         if self.client is None:
             raise ApiError(
@@ -81,7 +87,7 @@ class Asker:
                     f"The model has {model['layers']} layers of {model['heads']} heads.",
                 )
 
-    async def tile(self, run: Run, head: HeadKey, place: Place, caller: str) -> NDArray[np.uint8] | str:
+    async def tile(self, run: ScopeRun, head: HeadKey, place: TileRef, caller: str) -> NDArray[np.uint8] | str:
         """A tile of a head's map, or the id of the probe that brings more of it. Raises ApiError."""
         sample, layer, index = head
         site = ProbeSite(site="attention", layers=(layer,), heads=(index,), code="u8s")
@@ -96,10 +102,10 @@ class Asker:
         made.add(rows)
         if made.whole:
             return made.tile
-        return await self.probe(run, sample, site, run.pooled.piece(made), caller, keep=pool)
+        return await self.probe(run, sample, site, run.pooled.next_queries(made), caller, keep=pool)
 
     async def tiles(
-        self, run: Run, head: HeadKey, places: Sequence[Place], caller: str
+        self, run: ScopeRun, head: HeadKey, places: Sequence[TileRef], caller: str
     ) -> list[NDArray[np.uint8]] | str:
         """Tiles of a head's map, or the id of a probe that brings more of them. Raises ApiError.
 
@@ -120,36 +126,38 @@ class Asker:
         return made
 
     async def probe(
-        self, run: Run, sample: int, site: ProbeSite, queries: range, caller: str, *, keep: Keep | None = None
+        self, run: ScopeRun, sample: int, site: ProbeSite, queries: range, caller: str, *, keep: Keep | None = None
     ) -> str:
         """Ask for rows of one site, once as long as they have not come. Returns the probe's id. Raises ApiError."""
         ids = tuple(run.ids(sample)[: run.length(sample)])
-        wanted = Probe(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop), stride=queries.step)
+        wanted = ProbeRequest(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop), stride=queries.step)
         put = keep or keep_rows
         key = (run.id, sample, site, queries, put)
 
-        def done(pieces: Sequence[Piece]) -> None:
+        def done(pieces: Sequence[ShardTensor]) -> None:
             if self.desk.runs.get(run.id) is run:
                 put(run, sample, site, check(pieces, wanted))
 
-        return await self.ask(key, wanted, done, caller)
+        return await self.request(key, wanted, done, caller)
 
-    async def ask(self, key: object, wanted: Probe, done: Callable[[Sequence[Piece]], None], caller: str) -> str:
+    async def request(
+        self, key: object, wanted: ProbeRequest, done: Callable[[Sequence[ShardTensor]], None], caller: str
+    ) -> str:
         """The probe that brings this; who asks for what is asked for already waits with the others. Raises ApiError."""
         book = self.desk.probes
         book.settle(self.desk.publishers.expected(), self.desk.clock())
-        if (asked := book.asked(key)) is not None:
+        if (asked := book.find_pending(key)) is not None:
             return asked
         if (failure := book.take_failure(key)) is not None:
             raise failure
         if key not in self._asking:
-            self._check_room(wanted, caller)
-            task = asyncio.ensure_future(self._ask(key, wanted, done, caller))
+            self._check_capacity(wanted, caller)
+            task = asyncio.ensure_future(self._send(key, wanted, done, caller))
             self._asking[key] = caller, task
             task.add_done_callback(lambda _: self._asking.pop(key))
         return await asyncio.shield(self._asking[key][1])
 
-    def _check_room(self, wanted: Probe, caller: str) -> None:
+    def _check_capacity(self, wanted: ProbeRequest, caller: str) -> None:
         if self.client is None:
             raise ApiError(
                 404,
@@ -164,20 +172,22 @@ class Asker:
             text = f"{whose} for as many probes as the model takes at a time"
             raise ApiError(429, "too-many-probes", text, "Ask again once some have come.", retry_s=RETRY_S)
 
-    async def _ask(self, key: object, wanted: Probe, done: Callable[[Sequence[Piece]], None], caller: str) -> str:
+    async def _send(
+        self, key: object, wanted: ProbeRequest, done: Callable[[Sequence[ShardTensor]], None], caller: str
+    ) -> str:
         clears = self.desk.probes.clears
         probe = await self.serving.probe(wanted)
         if self.desk.probes.clears != clears:
-            raise away()
+            raise ranks_disconnected()
         self.desk.probes.expect(probe, key, done, self.desk.clock(), caller=caller)
         self.desk.probes.settle(self.desk.publishers.expected(), self.desk.clock())
         return probe
 
 
-def check(pieces: Sequence[Piece], asked: Probe) -> list[Piece]:
+def check(pieces: Sequence[ShardTensor], asked: ProbeRequest) -> list[ShardTensor]:
     """The pieces of a probe for one site. Raises ProtocolError if rows, layers or heads are missing."""
     (site,) = asked.sites
-    found = [piece for piece in pieces if piece.tensor.name == site.site and _turn(piece) == site.rotary]
+    found = [piece for piece in pieces if piece.tensor.name == site.site and _rotary_of(piece) == site.rotary]
     rows = {row for piece in found for row in piece.rows}
     needed = {
         (sample, place)
@@ -191,25 +201,25 @@ def check(pieces: Sequence[Piece], asked: Probe) -> list[Piece]:
     return found
 
 
-def _turn(piece: Piece) -> str:
+def _rotary_of(piece: ShardTensor) -> str:
     return str(piece.tensor.extra.get("rotary") or "after")
 
 
-def pool(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece]) -> None:
+def pool(run: ScopeRun, sample: int, site: ProbeSite, wanted: Sequence[ShardTensor]) -> None:
     """Hand rows of attention to the tiles that wait for them; they are not kept."""
     del site
     for (layer, head), rows in _by_head(wanted).items():
         run.pooled.add((sample, layer, head), rows)
 
 
-def _by_head(wanted: Sequence[Piece]) -> dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]]:
+def _by_head(wanted: Sequence[ShardTensor]) -> dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]]:
     found: dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]] = {}
     for _, layer, head, position, codes in encode.attention_rows(wanted):
         found.setdefault((layer, head), []).append((position, codes))
     return found
 
 
-def keep_rows(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece]) -> None:
+def keep_rows(run: ScopeRun, sample: int, site: ProbeSite, wanted: Sequence[ShardTensor]) -> None:
     """Put what a probe found where it is looked for. Raises ApiError 413 if it is more than the hub holds."""
     if site.code == "u8s":
         _keep_attention(run, sample, wanted)
@@ -220,16 +230,16 @@ def keep_rows(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece]) -
         key = value_site(site.site, site.rotary), sample, layer, head
         run.values.put(key, positions, rows)
         if not all(position in run.values.get(key) for position in positions):
-            raise no_room(rows.nbytes)
+            raise no_memory(rows.nbytes)
 
 
-def _keep_attention(run: Run, sample: int, wanted: Sequence[Piece]) -> None:
+def _keep_attention(run: ScopeRun, sample: int, wanted: Sequence[ShardTensor]) -> None:
     for (layer, head), rows in _by_head(wanted).items():
         for position, codes in rows:
             run.attention.put((sample, layer, head), [position], codes.reshape(1, -1).copy())
 
 
-def _slices(site: str, table: Table) -> list[tuple[int | None, int | None, Any]]:
+def _slices(site: str, table: MergedTensor) -> list[tuple[int | None, int | None, Any]]:
     """The rows of every layer and head, each as [rows, width]."""
     count, data = len(table.rows), table.data.astype("<f4")
     if table.layers is None:

@@ -8,7 +8,7 @@ from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame
-from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest, ScoreRequest
+from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeRequest, RunRequest, ScoreRequest
 
 TIMEOUT_S = 10.0
 SCORES_TIMEOUT_S = 300.0
@@ -17,7 +17,7 @@ PASSED_ON = frozenset({404, 409, 413, 422, 429, 501, 503})
 """Answers of rank 0 that its asker gets as they are."""
 
 
-class ServeClient:
+class Rank0Client:
     """Asks rank 0. Every method raises ApiError: with rank 0's own words where it answered, else 503."""
 
     def __init__(self, url: str, token: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -44,23 +44,23 @@ class ServeClient:
 
     async def start(self, request: RunRequest) -> dict[str, Any]:
         """Queue a run: `{"run", "position"}`."""
-        return await self._ask("POST", "/scope/v1/runs", request.model_dump_json(by_alias=True).encode())
+        return await self._request("POST", "/scope/v1/runs", request.model_dump_json(by_alias=True).encode())
 
     async def cancel(self, run: str) -> None:
         """End a run."""
-        await self._ask("DELETE", f"/scope/v1/runs/{run}")
+        await self._request("DELETE", f"/scope/v1/runs/{run}")
 
     async def change(self, run: str, change: CaptureChange) -> None:
         """Another capture, from the next step on."""
-        await self._ask("PATCH", f"/scope/v1/runs/{run}", change.model_dump_json(by_alias=True).encode())
+        await self._request("PATCH", f"/scope/v1/runs/{run}", change.model_dump_json(by_alias=True).encode())
 
     async def run(self, run: str) -> dict[str, Any]:
         """A run with all tokens so far."""
-        return await self._ask("GET", f"/scope/v1/runs/{run}")
+        return await self._request("GET", f"/scope/v1/runs/{run}")
 
-    async def probe(self, probe: Probe) -> str:
+    async def probe(self, probe: ProbeRequest) -> str:
         """Ask for exact numbers; they come as PART frames with this id."""
-        answer = await self._ask("POST", "/scope/v1/probes", probe.model_dump_json(by_alias=True).encode())
+        answer = await self._request("POST", "/scope/v1/probes", probe.model_dump_json(by_alias=True).encode())
         return str(answer.get("probe"))
 
     async def scores(self, asked: ScoreRequest) -> Frame:
@@ -74,9 +74,9 @@ class ServeClient:
 
     async def basis(self, frame: Frame) -> None:
         """Give the ranks a basis to project on."""
-        await self._ask("PUT", "/scope/v1/basis", frames.encode(frame), kind="application/octet-stream")
+        await self._request("PUT", "/scope/v1/basis", frames.encode(frame), kind="application/octet-stream")
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, body: bytes | None = None, *, kind: str = "application/json"
     ) -> dict[str, Any]:
         answer = await self._send(method, path, body, kind=kind)

@@ -12,14 +12,14 @@ from starlette.requests import HTTPConnection
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 
 LOG = logging.getLogger(__name__)
-KEPT = 256
+MAX_ENTRIES = 256
 MAX_WHO = 253
-NOBODY = "controller token"
+UNNAMED_CALLER = "controller token"
 """Who came with the job's own token, not through the door."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Action:
+class AuditEntry:
     """One thing that somebody changed. `at`: RFC 3339."""
 
     id: int
@@ -28,12 +28,12 @@ class Action:
     what: str
 
 
-class ActionLog:
+class AuditLog:
     """The newest of them, oldest first. `clock` gives seconds since 1970."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._kept: deque[Action] = deque(maxlen=KEPT)
+        self._kept: deque[AuditEntry] = deque(maxlen=MAX_ENTRIES)
         self._newest = 0
 
     def note(self, who: str, what: str) -> None:
@@ -41,10 +41,10 @@ class ActionLog:
         now = self._clock()
         self._newest = max(self._newest + 1, int(now * 1000))
         at = datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat(timespec="milliseconds")
-        self._kept.append(Action(id=self._newest, at=at.replace("+00:00", "Z"), who=who, what=what))
+        self._kept.append(AuditEntry(id=self._newest, at=at.replace("+00:00", "Z"), who=who, what=what))
         LOG.info("%s: %s", who, what)
 
-    def all(self) -> list[Action]:
+    def all(self) -> list[AuditEntry]:
         """At most KEPT."""
         return list(self._kept)
 
@@ -52,4 +52,4 @@ class ActionLog:
 def who_of(connection: HTTPConnection) -> str:
     """Whom the door names; whoever has the job's token needs no door, and may write any name."""
     said = connection.headers.get(CALLER_HEADER, "")
-    return "".join(letter for letter in said if letter.isprintable())[:MAX_WHO].strip() or NOBODY
+    return "".join(letter for letter in said if letter.isprintable())[:MAX_WHO].strip() or UNNAMED_CALLER

@@ -5,12 +5,12 @@ import dataclasses
 import enum
 from collections.abc import Callable
 
-from megatronapp_analyzer.scope.store.memory_budget import Held, Ring
+from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, RetentionClass
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
 
-class Drop(enum.IntEnum):
+class DropClass(enum.IntEnum):
     """What may be left out for a slow page, in the order in which it is."""
 
     ROWS = 0
@@ -19,9 +19,9 @@ class Drop(enum.IntEnum):
 
 
 CLASSES = {
-    FrameType.SCOPE_ROWS: (Drop.ROWS, Held.ROWS),
-    FrameType.SCOPE_OVERVIEW: (Drop.VECTORS, Held.VECTORS),
-    FrameType.SCOPE_STEP: (Drop.VECTORS, Held.VECTORS),
+    FrameType.SCOPE_ROWS: (DropClass.ROWS, RetentionClass.ROWS),
+    FrameType.SCOPE_OVERVIEW: (DropClass.VECTORS, RetentionClass.VECTORS),
+    FrameType.SCOPE_STEP: (DropClass.VECTORS, RetentionClass.VECTORS),
 }
 OF_TENSORS = frozenset({"topTexts", "pcaVersion"})
 """In a header, but nothing without the tensors."""
@@ -29,7 +29,7 @@ WHAT = {FrameType.SCOPE_ROWS: "rows", FrameType.SCOPE_OVERVIEW: "overview", Fram
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Entry:
+class LogEntry:
     """One frame. `whole` is None once its room was needed; `short` is what must not be left out, if anything."""
 
     run: str
@@ -42,9 +42,9 @@ class Entry:
     """Called when `whole` goes: for who has views on it."""
 
     @property
-    def drop(self) -> Drop:
+    def drop(self) -> DropClass:
         """Whether and when it may be left out."""
-        return CLASSES[FrameType(self.type)][0] if self.type in CLASSES else Drop.NEVER
+        return CLASSES[FrameType(self.type)][0] if self.type in CLASSES else DropClass.NEVER
 
     @property
     def what(self) -> str:
@@ -52,16 +52,16 @@ class Entry:
         return WHAT[FrameType(self.type)]
 
 
-class Journal:
+class FrameLog:
     """Append-only. What is droppable is held by the ring."""
 
-    def __init__(self, run: str, ring: Ring) -> None:
+    def __init__(self, run: str, ring: MemoryBudget) -> None:
         self.run = run
         self._ring = ring
-        self._entries: list[Entry] = []
+        self._entries: list[LogEntry] = []
         self._tickets: list[int] = []
-        self._newest_state: tuple[str, Entry] | None = None
-        self._newest_pca: Entry | None = None
+        self._newest_state: tuple[str, LogEntry] | None = None
+        self._newest_pca: LogEntry | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,16 +71,16 @@ class Journal:
         """Number of the newest frame; 0 before the first."""
         return self._entries[-1].seq if self._entries else 0
 
-    def append(self, frame: Frame) -> Entry:
+    def append(self, frame: Frame) -> LogEntry:
         """Number a frame and keep it. Raises FrameError."""
         seq = self.newest + 1
         step = frame.header.get("step", 0)
         return self.restore(Frame(frame.type, {**frame.header, "seq": seq}, frame.body), seq, step)
 
-    def restore(self, frame: Frame, seq: int, step: int) -> Entry:
+    def restore(self, frame: Frame, seq: int, step: int) -> LogEntry:
         """Keep a frame that has its number already."""
         whole = frames.encode(frame)
-        entry = Entry(self.run, seq, frame.type, step, whole, _short(frame, whole))
+        entry = LogEntry(self.run, seq, frame.type, step, whole, _short(frame, whole))
         if frame.type == FrameType.SCOPE_RUN:
             self._forget_same_state(str(frame.header.get("state")), entry)
         elif frame.type == FrameType.SCOPE_PCA:
@@ -91,13 +91,13 @@ class Journal:
             self._tickets.append(self._ring.hold(CLASSES[FrameType(frame.type)][1], len(whole), lambda: _let_go(entry)))
         return entry
 
-    def _forget_same_state(self, state: str, entry: Entry) -> None:
+    def _forget_same_state(self, state: str, entry: LogEntry) -> None:
         """Of frames that tell the same state only the newest is sent again, so that a long queue fills no memory."""
         if self._newest_state is not None and self._newest_state[0] == state:
             self._take_place_of(self._newest_state[1])
         self._newest_state = (state, entry)
 
-    def _take_place_of(self, older: Entry | None) -> None:
+    def _take_place_of(self, older: LogEntry | None) -> None:
         if older is not None:
             self._entries.remove(older)
 
@@ -110,7 +110,7 @@ class Journal:
         """SCOPE_STEP frames that are held whole."""
         return [one.whole for one in self._entries if one.type == FrameType.SCOPE_STEP and one.whole is not None]
 
-    def after(self, seq: int) -> list[Entry]:
+    def after(self, seq: int) -> list[LogEntry]:
         """Frames with a number above `seq`, oldest first."""
         return self._entries[bisect.bisect_right(self._entries, seq, key=lambda entry: entry.seq) :]
 
@@ -128,7 +128,7 @@ def _short(frame: Frame, whole: bytes) -> bytes | None:
     return None if frame.type in CLASSES else whole
 
 
-def _let_go(entry: Entry) -> None:
+def _let_go(entry: LogEntry) -> None:
     entry.whole = None
     if entry.on_drop is not None:
         entry.on_drop()

@@ -17,16 +17,16 @@ from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.delivery.page_socket import Viewer
-from megatronapp_analyzer.scope.ingest.engine_liveness import LEADER, Engine, lost_run
-from megatronapp_analyzer.scope.ingest.merge import PCA, Table, pieces_of
+from megatronapp_analyzer.scope.ingest.engine_liveness import LEADER, EngineLiveness, lost_run
+from megatronapp_analyzer.scope.ingest.merge import PCA, MergedTensor, shard_tensors_of
 from megatronapp_analyzer.scope.ingest.part_tracker import part_of
-from megatronapp_analyzer.scope.ingest.ranks import UNKNOWN, Publishers
-from megatronapp_analyzer.scope.ingest.step_assembler import ClosedStep, StepBook, number
+from megatronapp_analyzer.scope.ingest.ranks import UNKNOWN, PublisherRegistry
+from megatronapp_analyzer.scope.ingest.step_assembler import ClosedStep, ScopeStepAssembler, number
 from megatronapp_analyzer.scope.ingest.wire_models import RunHeader, StepHeader, read
-from megatronapp_analyzer.scope.probes.probe_tracker import ProbeBook, away
-from megatronapp_analyzer.scope.store.frame_log import Entry
-from megatronapp_analyzer.scope.store.memory_budget import Ring
-from megatronapp_analyzer.scope.store.run import ENDED, Run
+from megatronapp_analyzer.scope.probes.probe_tracker import ProbeTracker, ranks_disconnected
+from megatronapp_analyzer.scope.store.frame_log import LogEntry
+from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
+from megatronapp_analyzer.scope.store.run import ENDED, ScopeRun
 from megatronapp_analyzer.scope.views import encode
 from megatronapp_analyzer.scope.views.encode import AttentionRow
 from megatronapp_common import frames
@@ -37,8 +37,8 @@ from megatronapp_common.scope.protocol import PROTOCOL
 from megatronapp_common.scope.protocol_requests import (
     MAX_EXPRESSION,
     MAX_PINNED,
-    Capture,
-    States,
+    CaptureSettings,
+    StateSelection,
 )
 
 LOG = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ MAX_RUNS = 32
 MAX_FORGOTTEN = 1024
 READY = "The model answers.", ""
 PRESETS = {
-    "default": Capture().model_dump(mode="json", by_alias=True),
-    "lite": Capture(preset="lite", states=States(mlp1=False)).model_dump(mode="json", by_alias=True),
-    "off": Capture(
-        preset="off", states=States(qkv=False, attention=False, mlp1=False, mlp2=False, pca=False)
+    "default": CaptureSettings().model_dump(mode="json", by_alias=True),
+    "lite": CaptureSettings(preset="lite", states=StateSelection(mlp1=False)).model_dump(mode="json", by_alias=True),
+    "off": CaptureSettings(
+        preset="off", states=StateSelection(qkv=False, attention=False, mlp1=False, mlp2=False, pca=False)
     ).model_dump(mode="json", by_alias=True),
 }
 """With the states that each of them shows at most."""
@@ -67,38 +67,38 @@ class ScopeSettings:
     runs: int = MAX_RUNS
 
 
-class ScopeDesk:
+class ScopeRegistry:
     """State of MegaScope in one hub. `clock` gives seconds."""
 
     def __init__(self, settings: ScopeSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
-        self.publishers = Publishers()
-        self.ring = Ring(settings.ring_bytes)
-        self.runs: dict[str, Run] = {}
-        self.probes = ProbeBook()
+        self.publishers = PublisherRegistry()
+        self.ring = MemoryBudget(settings.ring_bytes)
+        self.runs: dict[str, ScopeRun] = {}
+        self.probes = ProbeTracker()
         self.errors = 0
-        self.on_prefill: Callable[[Run], None] = lambda _: None
+        self.on_prefill: Callable[[ScopeRun], None] = lambda _: None
         """Called when the first step of a run has been shown."""
         self.state = "gone"
         self.boot = secrets.token_hex(6)
         """Of this life of the hub: numbers of frames, and all that is held, begin anew with it."""
         self._ranks_told: list[Any] = []
         """What of the model each rank has, as pages know it."""
-        self.on_hole: Callable[[Run], None] = lambda _: None
+        self.on_hole: Callable[[ScopeRun], None] = lambda _: None
         """Called when tokens of a run have not been seen here."""
         self.on_engine: Callable[[], None] = lambda: None
         """Called when rank 0 is there, or there again."""
-        self.on_basis: Callable[[Run], None] = lambda _: None
+        self.on_basis: Callable[[ScopeRun], None] = lambda _: None
         """Called before the first coordinates of a basis that the run has not been told of are shown."""
-        self.on_coordinates: Callable[[Run], None] = lambda _: None
+        self.on_coordinates: Callable[[ScopeRun], None] = lambda _: None
         """Called when a step of a run with coordinates has been shown, and when it has ended."""
         self.pca_version = 0
         """Of the newest basis; coordinates in another one are left out."""
         self.pca_seen = 0
         """The largest that ranks have named: another hub may have given them a basis before."""
         self.clock = clock
-        self._engine = Engine()
-        self._steps = StepBook()
+        self._engine = EngineLiveness()
+        self._steps = ScopeStepAssembler()
         self._viewers: set[Viewer] = set()
         self.watched = asyncio.Event()
         """Set once a page looks."""
@@ -112,7 +112,7 @@ class ScopeDesk:
 
     # ---- ranks
 
-    def take(self, attempt: int, worker: int, frame: Frame) -> None:
+    def take_frame(self, attempt: int, worker: int, frame: Frame) -> None:
         """One frame of a rank, as its agent passed it on."""
         with self._forgiving():
             self._take(attempt, worker, frame)
@@ -135,7 +135,7 @@ class ScopeDesk:
         elif attempt < self.publishers.attempt:
             return
         elif frame.type == FrameType.SCOPE_LEFT:
-            self._gone(self.publishers.remove(attempt, worker, number(frame.header, "rank")), for_good=True)
+            self._on_ranks_lost(self.publishers.remove(attempt, worker, number(frame.header, "rank")), for_good=True)
         elif frame.type == FrameType.SCOPE_PART:
             self._take_part(frame)
         elif frame.type == FrameType.SCOPE_TOKENS:
@@ -150,9 +150,9 @@ class ScopeDesk:
         if self.publishers.attempt > before >= 0:
             self._fail_open()
         if LEADER in self.publishers.ranks:
-            self._engine.comes()
+            self._engine.mark_alive()
             self._set_state("ready", *READY)
-        self._tell_ranks()
+        self._publish_layout()
         if frame.header.get("rank") == LEADER:
             self.on_engine()
 
@@ -160,7 +160,7 @@ class ScopeDesk:
         publisher = self.publishers.ranks.get(number(frame.header, "rank"))
         if publisher is None or publisher.replica != 0:
             return
-        pieces, part = pieces_of(frame, publisher.tp), part_of(publisher.rank, frame.header)
+        pieces, part = shard_tensors_of(frame, publisher.tp), part_of(publisher.rank, frame.header)
         self.pca_seen = max([self.pca_seen, *(one.version for one in pieces if one.version is not None)])
         if frame.header.get("probe") is not None:
             self.probes.add(str(frame.header["probe"])[:64], pieces, self.clock(), part)
@@ -183,7 +183,7 @@ class ScopeDesk:
         if ended:
             self._steps.end(said.run)
         else:
-            self._steps.goes_on(said.run)
+            self._steps.reopen(said.run)
             self._ends.pop(said.run, None)
         if ended and self._steps.waits(said.run):
             self._ends[said.run] = frame
@@ -200,21 +200,21 @@ class ScopeDesk:
         known = self.runs.get(said.run)
         if known is None:
             return said.state in ENDED and said.run in self._forgotten
-        told = known.is_told(said)
+        told = known.is_current_state(said)
         if told and known.late:
             self.on_hole(known)
         return told
 
-    def hear(self, frame: Frame) -> None:
+    def take_run_state(self, frame: Frame) -> None:
         """A RUN_STATE that rank 0 has told the hub itself."""
         with self._forgiving():
             self._take_state(frame)
         self.close_due()
 
-    def take_state(self, frame: Frame) -> Run:
+    def take_state(self, frame: Frame) -> ScopeRun:
         """A run has another state. Raises ProtocolError."""
         run = read(RunHeader, "RUN", frame.header).run
-        known = self.runs.get(run) or Run(run, self.ring)
+        known = self.runs.get(run) or ScopeRun(run, self.ring)
         entry = known.set_state(frame.header)
         self.runs[run] = known
         if (wanted := self._wanted.pop(run, None)) is not None:
@@ -236,29 +236,29 @@ class ScopeDesk:
             self._ends.pop(oldest.id, None)
             self._forgotten.append(oldest.id)
 
-    def begins(self, attempt: int) -> None:
+    def on_attempt(self, attempt: int) -> None:
         """An agent of this attempt is there: the model of an older one is not."""
         if self.publishers.attempt >= 0 and self.publishers.begin(attempt):
-            self._gone([LEADER], for_good=True)
+            self._on_ranks_lost([LEADER], for_good=True)
 
-    def lost(self, attempt: int, worker: int, *, for_good: bool = False) -> None:
+    def on_agent_lost(self, attempt: int, worker: int, *, for_good: bool = False) -> None:
         """The agent of a worker went away, and with it its ranks; for good if it said that they have ended."""
-        self._gone(self.publishers.remove(attempt, worker), for_good=for_good)
+        self._on_ranks_lost(self.publishers.remove(attempt, worker), for_good=for_good)
 
-    def _gone(self, ranks: Sequence[int], *, for_good: bool) -> None:
+    def _on_ranks_lost(self, ranks: Sequence[int], *, for_good: bool) -> None:
         if not ranks:
             return
         self._set_state("restarting", "Ranks of the model are away.", "Pictures come again once they are back.")
         if LEADER in ranks and for_good:
             self._fail_open()
         elif LEADER in ranks:
-            self._engine.goes(self.clock())
-        self.probes.clear(away)
+            self._engine.mark_lost(self.clock())
+        self.probes.clear(ranks_disconnected)
         self.close_due()
 
     def _fail_open(self) -> None:
         """Rank 0 will never tell the end of what it was doing."""
-        self._engine.comes()
+        self._engine.mark_alive()
         self.probes.clear()
         for run in [run for run in self.runs.values() if not run.ended and run.id not in self._ends]:
             with self._forgiving():
@@ -267,21 +267,21 @@ class ScopeDesk:
     def _set_state(self, state: str, message: str, hint: str) -> None:
         if state != self.state:
             self.state = state
-            self._tell_state(message, hint)
+            self._publish_state(message, hint)
 
-    def _tell_ranks(self) -> None:
+    def _publish_layout(self) -> None:
         """Pages that came before all ranks had begun know the number of stages only."""
-        ranks = self.publishers.told_layout().get("ranks", [])
+        ranks = self.publishers.reported_layout().get("ranks", [])
         if ranks and ranks != self._ranks_told:
-            self._tell_state(*READY)
+            self._publish_state(*READY)
 
-    def _tell_state(self, message: str, hint: str) -> None:
+    def _publish_state(self, message: str, hint: str) -> None:
         queue = sum(run.header.get("state") == "queued" for run in self.runs.values())
-        layout = self.publishers.told_layout()
+        layout = self.publishers.reported_layout()
         self._ranks_told = layout.get("ranks", [])
         header = {"state": self.state, "message": message, "hint": hint, "queue": queue, "layout": layout}
         whole = frames.encode(Frame(FrameType.SCOPE_STATE, header))
-        self.publish(Entry("", 0, FrameType.SCOPE_STATE, 0, whole, whole))
+        self.publish(LogEntry("", 0, FrameType.SCOPE_STATE, 0, whole, whole))
 
     def close(self) -> None:
         """No timer goes on."""
@@ -293,7 +293,7 @@ class ScopeDesk:
 
     def close_due(self) -> None:
         """Show steps that are ready, and come back when the next may be."""
-        if self._engine.lost(self.clock()):
+        if self._engine.take_timeout(self.clock()):
             self._fail_open()
         for step in self._steps.close(self.publishers.expected(), self.clock()):
             with self._forgiving():
@@ -301,9 +301,9 @@ class ScopeDesk:
         for run in [run for run in self._ends if not self._steps.waits(run)]:
             with self._forgiving():
                 self._take_state(self._ends.pop(run))
-        self._come_back()
+        self._schedule_close()
 
-    def _come_back(self) -> None:
+    def _schedule_close(self) -> None:
         self.close()
         due = min((one for one in (self._steps.due_s(), self._engine.due_s()) if one is not None), default=None)
         with contextlib.suppress(RuntimeError):  # without a loop, whoever feeds the desk looks after the time, too
@@ -317,17 +317,17 @@ class ScopeDesk:
             self._steps.forget(step.run)
             raise ProtocolError("no-run", "nobody has told its state")
         if step.first < step.step:
-            self._tell_gap(run, "step", (step.first, step.step - 1), "restart" if run.late else "late")
+            self._publish_gap(run, "step", (step.first, step.step - 1), "restart" if run.late else "late")
             self.on_hole(run)
         if step.tokens is None:
-            self._tell_gap(run, "step", (step.step, step.step), "late")
+            self._publish_gap(run, "step", (step.step, step.step), "late")
             self.on_hole(run)
             return
         for what, span, ranks, reason in gaps_of(step, captured=run.captured):
-            self._tell_gap(run, what, span, reason, ranks)
+            self._publish_gap(run, what, span, reason, ranks)
         self._show_numbers(run, step, step.tokens)
 
-    def _show_numbers(self, run: Run, step: ClosedStep, tokens: Frame) -> None:
+    def _show_numbers(self, run: ScopeRun, step: ClosedStep, tokens: Frame) -> None:
         layers = self.publishers.model["layers"] if self.publishers.model else None
         tables, rows = self._read(run, step, layers)
         if step.step == 0:
@@ -338,7 +338,7 @@ class ScopeDesk:
         frame, left_out = encode.step_frame(step, tokens, tables, run.pca_version)
         self.publish(run.add_step(frame))
         if left_out:
-            self._tell_gap(run, "step", (step.step, step.step), "large", tensors=left_out)
+            self._publish_gap(run, "step", (step.step, step.step), "large", tensors=left_out)
         if step.step == 0:
             self.on_prefill(run)
         else:
@@ -347,21 +347,23 @@ class ScopeDesk:
             run.pca_rows.update(tables[PCA].rows)
             self.on_coordinates(run)
 
-    def _read(self, run: Run, step: ClosedStep, layers: int | None) -> tuple[dict[str, Table], list[AttentionRow]]:
+    def _read(
+        self, run: ScopeRun, step: ClosedStep, layers: int | None
+    ) -> tuple[dict[str, MergedTensor], list[AttentionRow]]:
         """What ranks sent of a step; nothing if it makes no sense, for its tokens are shown all the same."""
-        if run.pca_version != self.pca_version and any(one.version == self.pca_version for one in step.pieces):
+        if run.pca_version != self.pca_version and any(one.version == self.pca_version for one in step.tensors):
             self.on_basis(run)
-        known = [one for one in step.pieces if one.tensor.name != PCA or one.version == run.pca_version]
+        known = [one for one in step.tensors if one.tensor.name != PCA or one.version == run.pca_version]
         try:
             return encode.tables_of(known, layers), encode.attention_rows(known)
         except ProtocolError as error:
             self._count_error(error)
-            self._tell_gap(run, "step", (step.step, step.step), "late")
+            self._publish_gap(run, "step", (step.step, step.step), "late")
             return {}, []
 
-    def _tell_gap(
+    def _publish_gap(
         self,
-        run: Run,
+        run: ScopeRun,
         what: str,
         span: tuple[int, int],
         reason: str,
@@ -386,16 +388,16 @@ class ScopeDesk:
         """Forget a page."""
         self._viewers.discard(viewer)
 
-    def publish(self, entry: Entry) -> None:
+    def publish(self, entry: LogEntry) -> None:
         """Hand a frame to every page; never waits."""
         for viewer in self._viewers:
             viewer.push(entry)
 
-    def _publish_all(self, entries: Iterable[Entry]) -> None:
+    def _publish_all(self, entries: Iterable[LogEntry]) -> None:
         for entry in entries:
             self.publish(entry)
 
-    def publish_frame(self, run: Run, frame: Frame) -> None:
+    def publish_frame(self, run: ScopeRun, frame: Frame) -> None:
         """Add a frame to a run, and show it."""
         self.publish(run.journal.append(frame))
 
@@ -404,7 +406,7 @@ class ScopeDesk:
         if (known := self.runs.get(run)) is None:
             return
 
-        def replay() -> list[Entry]:
+        def replay() -> list[LogEntry]:
             return known.journal.after(seq if seq <= known.journal.newest else 0)
 
         viewer.outbox.resume(run, replay)
@@ -420,7 +422,7 @@ class ScopeDesk:
             "source": self.settings.source,
             "state": self.state,
             "model": self.publishers.model,
-            "layout": self.publishers.told_layout(),
+            "layout": self.publishers.reported_layout(),
             "limits": {
                 **self.publishers.limits,
                 "pinnedHeads": MAX_PINNED,

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.scope.store.memory_budget import Held, Ring
+from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, RetentionClass
 
 K = TypeVar("K")
 
@@ -15,8 +15,8 @@ K = TypeVar("K")
 class RowTable(Generic[K]):
     """Arrays by key and position. A newer one takes the place of an older one."""
 
-    ring: Ring
-    kind: Held
+    ring: MemoryBudget
+    kind: RetentionClass
     _rows: dict[K, dict[int, NDArray[Any]]] = dataclasses.field(default_factory=dict)
     _tickets: list[int] = dataclasses.field(default_factory=list)
 
@@ -46,7 +46,7 @@ class RowTable(Generic[K]):
         """Rows of a key by position; must not be changed."""
         return self._rows.get(key, {})
 
-    def held(self) -> list[K]:
+    def stored_keys(self) -> list[K]:
         """Keys that have rows."""
         return [key for key, rows in self._rows.items() if rows]
 

@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.ingest.engine_liveness import CODE as ENGINE_LOST
 from megatronapp_analyzer.scope.ingest.wire_models import RunHeader, SampleHeader, StepHeader, read
-from megatronapp_analyzer.scope.store.frame_log import Entry, Journal
-from megatronapp_analyzer.scope.store.memory_budget import Held, Ring
+from megatronapp_analyzer.scope.store.frame_log import FrameLog, LogEntry
+from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, RetentionClass
 from megatronapp_analyzer.scope.store.row_table import RowTable
-from megatronapp_analyzer.scope.views.tile_pooling import HeadKey, PooledTiles
+from megatronapp_analyzer.scope.views.tile_pooling import HeadKey, TilePool
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import frame_of, unpack
+from megatronapp_common.scope.protocol import build_frame, unpack
 
 if TYPE_CHECKING:
-    from megatronapp_analyzer.hub.scope.scores import Scores
+    from megatronapp_analyzer.hub.scope.scores import PromptScores
 
 ValueKey = tuple[str, int, int | None, int | None]
 """Site, sample, layer and head."""
@@ -27,19 +27,19 @@ TURNED = frozenset({"q", "k"})
 """Sites that rotary positions turn."""
 
 
-class Run:
+class ScopeRun:
     """State of a run. `header` is that of SCOPE_RUN, without its number."""
 
-    def __init__(self, run: str, ring: Ring) -> None:
+    def __init__(self, run: str, ring: MemoryBudget) -> None:
         self.id = run
         self.header: dict[str, Any] = {"run": run, "state": "queued", "prompts": []}
-        self.journal = Journal(run, ring)
-        self.attention: RowTable[HeadKey] = RowTable(ring, Held.ROWS)
-        self.pooled = PooledTiles(ring, grows=self.grows)
-        self.values: RowTable[ValueKey] = RowTable(ring, Held.VALUES)
+        self.journal = FrameLog(run, ring)
+        self.attention: RowTable[HeadKey] = RowTable(ring, RetentionClass.ROWS)
+        self.pooled = TilePool(ring, grows=self.grows)
+        self.values: RowTable[ValueKey] = RowTable(ring, RetentionClass.VALUES)
         self.tokens: list[dict[int, dict[str, Any]]] = []
         """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
-        self.scores: dict[int, Scores] = {}
+        self.scores: dict[int, PromptScores] = {}
         """Scores of prompts by sample, once they were asked for."""
         self.late = False
         """Whether the hub came when it went on already, and rank 0 has not told yet what was before."""
@@ -68,14 +68,14 @@ class Run:
         """Whether more than tokens was asked for."""
         return (self.header.get("capture") or {}).get("preset") != "off"
 
-    def set_state(self, header: Mapping[str, Any]) -> Entry:
+    def set_state(self, header: Mapping[str, Any]) -> LogEntry:
         """A new state. Raises ProtocolError."""
         said = read(RunHeader, "RUN", {**header, "run": self.id})
         self.header = said.model_dump(mode="json", by_alias=True)
         self.tokens += [{} for _ in range(len(said.prompts) - len(self.tokens))]
         return self.journal.append(Frame(FrameType.SCOPE_RUN, self.header))
 
-    def is_told(self, said: RunHeader) -> bool:
+    def is_current_state(self, said: RunHeader) -> bool:
         """Whether this is the state that is known."""
         return bool(self.header == said.model_dump(mode="json", by_alias=True))
 
@@ -107,7 +107,7 @@ class Run:
         first, places = len(self.prompt_ids(sample)), self.tokens[sample]
         return not places or (min(places) == first and max(places) == first + len(places) - 1)
 
-    def fill(self, samples: Sequence[SampleHeader]) -> list[Entry]:
+    def fill(self, samples: Sequence[SampleHeader]) -> list[LogEntry]:
         """Tokens that were not seen here, as rank 0 tells them: frames of their steps, without numbers.
 
         Raises ProtocolError if they are not of this run.
@@ -127,7 +127,7 @@ class Run:
         """Whether there is such a prompt."""
         return 0 <= sample < len(self.tokens)
 
-    def add_step(self, frame: Frame) -> Entry:
+    def add_step(self, frame: Frame) -> LogEntry:
         """A SCOPE_STEP frame. Raises ProtocolError."""
         self._note_tokens(frame.header)
         return self.journal.append(frame)
@@ -141,7 +141,7 @@ class Run:
             cell = dict(zip(("id", "text", "offset", "finished"), cells, strict=True))
             self.tokens[sample][position + 1] = cell
 
-    def add_rows(self, frame: Frame) -> Entry:
+    def add_rows(self, frame: Frame) -> LogEntry:
         """A SCOPE_ROWS frame; its rows are known for tiles as long as the frame is held."""
         entry = self.journal.append(frame)
         (flat,) = unpack(frame)
@@ -196,7 +196,7 @@ def _step_of(run: str, step: int, rows: Sequence[tuple[int, int, SampleHeader]])
         "offsets": [said.offsets[step] for _, _, said in rows],
         "finished": [said.finished[step] for _, _, said in rows],
     }
-    return frame_of(FrameType.SCOPE_STEP, header)
+    return build_frame(FrameType.SCOPE_STEP, header)
 
 
 def split_rows(flat: NDArray[Any], keys: Sequence[int]) -> list[NDArray[Any]]:

@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.merge import APART, PCA, Piece, Row, Table, merge_all
+from megatronapp_analyzer.scope.ingest.merge import APART, PCA, MergedTensor, Row, ShardTensor, merge_all
 from megatronapp_analyzer.scope.ingest.step_assembler import ClosedStep
 from megatronapp_analyzer.scope.ingest.wire_models import StepHeader, read
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.codes import Code, encode
-from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, Tensor, frame_of, unpack
+from megatronapp_common.scope.codes import TensorCode, encode
+from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, Tensor, build_frame, unpack
 
-HEADER_ROOM = 16 << 10
+HEADER_BYTES = 16 << 10
 """Of a message, for header and padding."""
 MAX_ATLAS_BYTES = 64 << 20
 SIGNED = frozenset({"q", "k", "v", "mlp1", "mlp2"})
@@ -26,25 +26,27 @@ AttentionRow = tuple[int, int, int, int, NDArray[np.uint8]]
 """Sample, layer, head, position, and codes of all keys up to there."""
 
 
-def tables_of(pieces: Sequence[Piece], layers: int | None, *, apart: frozenset[str] = APART) -> dict[str, Table]:
+def tables_of(
+    pieces: Sequence[ShardTensor], layers: int | None, *, apart: frozenset[str] = APART
+) -> dict[str, MergedTensor]:
     """Every table that the pieces make, by name. Raises ProtocolError."""
-    named: dict[str, list[Piece]] = defaultdict(list)
+    named: dict[str, list[ShardTensor]] = defaultdict(list)
     for piece in pieces:
         if piece.tensor.name not in apart:
             named[piece.tensor.name].append(piece)
     return merge_all(dict(sorted(named.items())), layers=layers)
 
 
-def coded(name: str, data: NDArray[Any]) -> Tensor:
+def encode_tensor(name: str, data: NDArray[Any]) -> Tensor:
     """Numbers in the code that pages get them in."""
     if data.dtype == np.uint8:
         return Tensor(name, "u8", data)
-    code = Code.I8 if name in SIGNED else Code.U8 if name in SHARES else Code.F16
+    code = TensorCode.I8 if name in SIGNED else TensorCode.U8 if name in SHARES else TensorCode.F16
     found = encode(code, data)
     return Tensor(name, code.value, found.data, found.scales)
 
 
-def chosen(table: Table, rows: Sequence[Row]) -> NDArray[Any]:
+def select_rows(table: MergedTensor, rows: Sequence[Row]) -> NDArray[Any]:
     """Rows of a table; those that it does not have are NaN, or 0."""
     places = {row: place for place, row in enumerate(table.rows)}
     out = np.full((len(rows), *table.data.shape[1:]), np.nan if table.data.dtype.kind == "f" else 0, table.data.dtype)
@@ -54,7 +56,9 @@ def chosen(table: Table, rows: Sequence[Row]) -> NDArray[Any]:
     return out
 
 
-def step_frame(step: ClosedStep, tokens: Frame, tables: Mapping[str, Table], version: int) -> tuple[Frame, list[str]]:
+def step_frame(
+    step: ClosedStep, tokens: Frame, tables: Mapping[str, MergedTensor], version: int
+) -> tuple[Frame, list[str]]:
     """SCOPE_STEP, and the names of tensors that did not fit into a message, the largest first. Raises ProtocolError.
 
     `version`: of the basis of `pca`.
@@ -64,49 +68,51 @@ def step_frame(step: ClosedStep, tokens: Frame, tables: Mapping[str, Table], ver
         sampled = unpack(tokens)
     except FrameError as error:
         raise ProtocolError("bad-tokens", f"TOKENS frame: {error}") from error
-    tensors = sampled + [coded(name, chosen(table, said.rows)) for name, table in tables.items()]
-    room = MAX_MESSAGE_BYTES - HEADER_ROOM - sum(len(text) * 4 + 8 for row in said.top_texts or () for text in row)
+    tensors = sampled + [encode_tensor(name, select_rows(table, said.rows)) for name, table in tables.items()]
+    room = MAX_MESSAGE_BYTES - HEADER_BYTES - sum(len(text) * 4 + 8 for row in said.top_texts or () for text in row)
     left_out: list[str] = []
     while tensors and sum(tensor.nbytes for tensor in tensors) > room:
         largest = max(tensors, key=lambda tensor: tensor.nbytes)
         tensors.remove(largest)
         left_out.append(largest.name)
     header = {"run": step.run, "step": step.step, **said.dump(), **_version(tables, version)}
-    return frame_of(FrameType.SCOPE_STEP, header, tensors), left_out
+    return build_frame(FrameType.SCOPE_STEP, header, tensors), left_out
 
 
-def _version(tables: Mapping[str, Table], version: int) -> dict[str, int]:
+def _version(tables: Mapping[str, MergedTensor], version: int) -> dict[str, int]:
     return {"pcaVersion": version} if PCA in tables else {}
 
 
-def overview_frames(step: ClosedStep, tables: Mapping[str, Table], layers: int | None, version: int) -> Iterator[Frame]:
+def overview_frames(
+    step: ClosedStep, tables: Mapping[str, MergedTensor], layers: int | None, version: int
+) -> Iterator[Frame]:
     """SCOPE_OVERVIEW of every prompt of a prefill, each within a message. `version`: of the basis of `pca`."""
-    atlases: dict[int, list[Piece]] = defaultdict(list)
-    for piece in step.pieces:
+    atlases: dict[int, list[ShardTensor]] = defaultdict(list)
+    for piece in step.tensors:
         if piece.tensor.name == "atlas" and piece.rows:
             atlases[piece.rows[0][0]].append(piece)
     samples = {row[0] for table in tables.values() for row in table.rows} | set(atlases)
     for sample in sorted(samples):
         atlas = [_atlas(atlases[sample], layers)] if atlases[sample] else []
-        room = MAX_MESSAGE_BYTES - HEADER_ROOM - sum(tensor.nbytes for tensor in atlas)
+        room = MAX_MESSAGE_BYTES - HEADER_BYTES - sum(tensor.nbytes for tensor in atlas)
         said = {"run": step.run, "sample": sample, **_version(tables, version)}
         yield _overview(said, tables, atlas, room)
 
 
-def _overview(said: Mapping[str, Any], tables: Mapping[str, Table], atlas: list[Tensor], room: int) -> Frame:
+def _overview(said: Mapping[str, Any], tables: Mapping[str, MergedTensor], atlas: list[Tensor], room: int) -> Frame:
     sample = said["sample"]
     positions = sorted({row[1] for table in tables.values() for row in table.rows if row[0] == sample})
-    cost = sum(coded(name, table.data[:1]).nbytes for name, table in tables.items() if len(table.rows)) + 16
+    cost = sum(encode_tensor(name, table.data[:1]).nbytes for name, table in tables.items() if len(table.rows)) + 16
     every = max(1, -(-len(positions) // max(1, room // cost)))
     shown = positions[::every]
     rows = [(sample, position) for position in shown]
-    tensors = [coded(name, chosen(table, rows)) for name, table in tables.items()] if shown else []
+    tensors = [encode_tensor(name, select_rows(table, rows)) for name, table in tables.items()] if shown else []
     stride = shown[1] - shown[0] if len(shown) > 1 else 1
     header = {**said, "stride": stride, "positions": shown}
-    return frame_of(FrameType.SCOPE_OVERVIEW, header, tensors + atlas)
+    return build_frame(FrameType.SCOPE_OVERVIEW, header, tensors + atlas)
 
 
-def _atlas(pieces: Sequence[Piece], layers: int | None) -> Tensor:
+def _atlas(pieces: Sequence[ShardTensor], layers: int | None) -> Tensor:
     """Pictures of all heads; coarser for models with so many that they would fill a message."""
     known = layers or 1 + max(layer for piece in pieces for layer in piece.layers or (0,))
     heads = max(piece.span[1] if piece.span else piece.tensor.data.shape[1] for piece in pieces)
@@ -125,7 +131,7 @@ def _atlas(pieces: Sequence[Piece], layers: int | None) -> Tensor:
     return Tensor("atlas", "u8s", data)
 
 
-def attention_rows(pieces: Sequence[Piece]) -> list[AttentionRow]:
+def attention_rows(pieces: Sequence[ShardTensor]) -> list[AttentionRow]:
     """Every row of attention among the pieces, each up to its own position. Raises ProtocolError."""
     found: dict[tuple[int, int, int, int], NDArray[np.uint8]] = {}
     for piece in sorted(pieces, key=lambda one: -one.tp):
@@ -147,7 +153,7 @@ def rows_frames(run: str, step: int, rows: Sequence[AttentionRow]) -> Iterator[F
     part: list[AttentionRow] = []
     size = 0
     for row in rows:
-        if part and size + row[4].size + 16 > MAX_MESSAGE_BYTES - HEADER_ROOM:
+        if part and size + row[4].size + 16 > MAX_MESSAGE_BYTES - HEADER_BYTES:
             yield _rows_frame(run, step, part)
             part, size = [], 0
         part.append(row)
@@ -159,4 +165,4 @@ def rows_frames(run: str, step: int, rows: Sequence[AttentionRow]) -> Iterator[F
 def _rows_frame(run: str, step: int, rows: Sequence[AttentionRow]) -> Frame:
     flat = np.concatenate([row[4] for row in rows]).astype(np.uint8)
     header = {"run": run, "step": step, "rows": [list(row[:4]) for row in rows], "keys": [row[4].size for row in rows]}
-    return frame_of(FrameType.SCOPE_ROWS, header, [Tensor("attention", "u8s", flat)])
+    return build_frame(FrameType.SCOPE_ROWS, header, [Tensor("attention", "u8s", flat)])

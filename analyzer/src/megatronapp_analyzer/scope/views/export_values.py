@@ -20,7 +20,7 @@ SITES = LAYERLESS | HEADED | LAYERED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class ValueBlock:
     """Numbers of a site at some positions. `layer` and `head` are None where the site has none."""
 
     site: str
@@ -33,17 +33,17 @@ class Block:
 
 def block(
     site: str, key: tuple[int, int | None, int | None], rows: Mapping[int, NDArray[Any]], positions: Sequence[int]
-) -> Block:
+) -> ValueBlock:
     """Rows of these positions; shorter ones (attention) are filled with 0. `key`: sample, layer and head."""
     width = max((rows[place].size for place in positions), default=0)
     values = np.zeros((len(positions), width), "<f4")
     for index, place in enumerate(positions):
         values[index, : rows[place].size] = rows[place].reshape(-1)
     sample, layer, head = key
-    return Block(site=site, sample=sample, layer=layer, head=head, positions=positions, values=values)
+    return ValueBlock(site=site, sample=sample, layer=layer, head=head, positions=positions, values=values)
 
 
-def render(found: Block, form: Format) -> bytes:
+def render(found: ValueBlock, form: Format) -> bytes:
     """The file. In JSON numbers that are none (NaN, infinities) are null."""
     if form == "npy":
         buffer = io.BytesIO()
@@ -56,7 +56,7 @@ def render(found: Block, form: Format) -> bytes:
     return json.dumps(said | {"positions": list(found.positions), "values": rows}, allow_nan=False).encode()
 
 
-def _csv(found: Block) -> bytes:
+def _csv(found: ValueBlock) -> bytes:
     """One line for each position. Nine digits say every 32-bit float exactly."""
     lines = [",".join(["position", *map(str, range(found.values.shape[1]))])]
     for position, row in zip(found.positions, found.values, strict=True):

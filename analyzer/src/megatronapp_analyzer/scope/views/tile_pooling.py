@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.hub.http.problems import ApiError
-from megatronapp_analyzer.scope.store.memory_budget import Held, Ring
-from megatronapp_analyzer.scope.views.tiles import TILE, Place
+from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, RetentionClass
+from megatronapp_analyzer.scope.views.tiles import TILE, TileRef
 
 HeadKey = tuple[int, int, int]
 """Sample, layer and head."""
@@ -26,7 +26,7 @@ LARGE_SHARE = 32
 """Rows of a tile that take more than one in so many bytes of the ring are not kept, but pooled."""
 PIECE_SHARE = 16
 """A piece has at most one in so many bytes of the ring."""
-MAX_PIECES = 32
+MAX_CHUNKS = 32
 """Of one tile."""
 PATIENCE = 64
 """By so many tokens a text may have grown since somebody who waits asked last."""
@@ -38,13 +38,13 @@ def rows_bytes(queries: range) -> int:
 
 
 @dataclasses.dataclass(slots=True)
-class Making:
+class PooledTile:
     """A tile as far as its rows have come; `next` is the first query that is still to come."""
 
-    place: Place
+    place: TileRef
     """As it is made: of a text as long as it was when the tile was asked for first, or first after it was shown."""
     next: int
-    newest: Place
+    newest: TileRef
     """As it was asked for last."""
     since: int
     """How long the text was when somebody began to wait for it."""
@@ -53,7 +53,7 @@ class Making:
     ticket: int = 0
     codes: NDArray[np.uint8] = dataclasses.field(default_factory=lambda: np.zeros((TILE, TILE), np.uint8))
 
-    def ask(self, place: Place, *, grows: bool, others_wait: bool) -> None:
+    def request(self, place: TileRef, *, grows: bool, others_wait: bool) -> None:
         """It is asked for, of a text that still `grows` or not. `others_wait`: for tiles that were asked for before."""
         if place.length > self.newest.length:
             self.newest = place
@@ -94,42 +94,42 @@ class Making:
         return self.codes[: -(-len(place.queries) // side), : -(-len(place.keys) // side)].copy()
 
 
-class PooledTiles:
+class TilePool:
     """Tiles of one run that are made of pieces, as long as the ring has room for them.
 
     `grows`: whether more tokens may come of a sample, or (None) of any.
     """
 
-    def __init__(self, ring: Ring, *, grows: Callable[[int | None], bool] = lambda _: False) -> None:
+    def __init__(self, ring: MemoryBudget, *, grows: Callable[[int | None], bool] = lambda _: False) -> None:
         self._ring = ring
         self._grows = grows
-        self._makings: dict[HeadKey, dict[TileKey, Making]] = {}
+        self._makings: dict[HeadKey, dict[TileKey, PooledTile]] = {}
 
-    def fit(self, place: Place) -> bool:
+    def fit(self, place: TileRef) -> bool:
         """Whether the rows of a tile fit beside others, and will be no more; then they are kept as they are."""
         is_small = rows_bytes(place.needed) * LARGE_SHARE <= self._ring.limit_bytes
         return is_small and (place.full or not self._grows(None))
 
-    def check(self, place: Place) -> None:
+    def check(self, place: TileRef) -> None:
         """Raises ApiError 413 for a tile that would take too many pieces, with what fits."""
-        most = MAX_PIECES * (self._ring.limit_bytes // PIECE_SHARE)
+        most = MAX_CHUNKS * (self._ring.limit_bytes // PIECE_SHARE)
         needed = rows_bytes(place.needed)
         if needed > most:
             text = f"this tile shows {len(place.needed)} queries, whose rows have {needed >> 10} KiB; "
             raise ApiError(413, "too-large", f"{text}{most >> 10} KiB can be read for one", _what_fits(place, most))
 
-    def making(self, head: HeadKey, place: Place) -> Making:
+    def making(self, head: HeadKey, place: TileRef) -> PooledTile:
         """A tile as it is so far; it is the newest in the ring then."""
         key = place.level, place.q, place.k
         tiles = self._makings.setdefault(head, {})
-        made = tiles.setdefault(key, Making(place, place.needed.start, place, place.length))
+        made = tiles.setdefault(key, PooledTile(place, place.needed.start, place, place.length))
         others_wait = any(one.waits(place.length) for one in tiles.values() if one is not made)
-        made.ask(place, grows=self._grows(head[0]), others_wait=others_wait)
+        made.request(place, grows=self._grows(head[0]), others_wait=others_wait)
         self._ring.release(made.ticket)
-        made.ticket = self._ring.hold(Held.ROWS, made.codes.nbytes, lambda: self._forget(head, key, made))
+        made.ticket = self._ring.hold(RetentionClass.ROWS, made.codes.nbytes, lambda: self._forget(head, key, made))
         return made
 
-    def _forget(self, head: HeadKey, key: TileKey, made: Making) -> None:
+    def _forget(self, head: HeadKey, key: TileKey, made: PooledTile) -> None:
         if self._makings.get(head, {}).get(key) is made:
             del self._makings[head][key]
 
@@ -139,7 +139,7 @@ class PooledTiles:
         for made in self._makings.get(head, {}).values():
             made.add(known)
 
-    def piece(self, made: Making) -> range:
+    def next_queries(self, made: PooledTile) -> range:
         """Queries to ask for next: the same for tiles of the same queries at a level that were asked for together."""
         queries = made.place.queries
         room = max(1, self._ring.limit_bytes // PIECE_SHARE // queries.stop)
@@ -154,7 +154,7 @@ class PooledTiles:
         self._makings.clear()
 
 
-def _what_fits(place: Place, most: int) -> str:
+def _what_fits(place: TileRef, most: int) -> str:
     """What to ask for instead of a tile that is too large: a finer level there, and how far this one reaches."""
     finer = next((level for level in range(place.level - 1, 0, -1) if _fits_at(place, level, most)), 0)
     span = TILE << place.level
@@ -165,7 +165,7 @@ def _what_fits(place: Place, most: int) -> str:
     return f"Look closer: level {finer} fits here{reach}."
 
 
-def _fits_at(place: Place, level: int, most: int) -> bool:
+def _fits_at(place: TileRef, level: int, most: int) -> bool:
     """Whether the last tile of these queries fits at a finer level."""
     span = TILE << level
     first = (place.queries.stop - 1) // span * span

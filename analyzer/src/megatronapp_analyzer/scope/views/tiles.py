@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol import Tensor, build_frame
 
 TILE = 256
 MAX_LEVEL = 12
@@ -24,7 +24,7 @@ ROWS_AT_ONCE = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class TileRef:
     """Which tile of a map of `length` queries and keys."""
 
     level: int
@@ -62,13 +62,13 @@ class Place:
         return range(max(self.queries.start, self.keys.start), self.queries.stop)
 
 
-def missing(place: Place, rows: Mapping[int, NDArray[Any]]) -> range | None:
+def missing(place: TileRef, rows: Mapping[int, NDArray[Any]]) -> range | None:
     """The smallest range of queries with all that are not there; None if all are."""
     absent = [query for query in place.needed if query not in rows]
     return range(absent[0], absent[-1] + 1) if absent else None
 
 
-def tile(place: Place, rows: Mapping[int, NDArray[Any]]) -> NDArray[np.uint8]:
+def tile(place: TileRef, rows: Mapping[int, NDArray[Any]]) -> NDArray[np.uint8]:
     """The tile; smaller at the ends of the map."""
     side, start = 1 << place.level, place.queries.start
     columns = -(-len(place.keys) // side)
@@ -85,7 +85,7 @@ def tile(place: Place, rows: Mapping[int, NDArray[Any]]) -> NDArray[np.uint8]:
     return out
 
 
-def _laid(place: Place, strip: range, rows: Mapping[int, NDArray[Any]], shape: tuple[int, int]) -> NDArray[np.uint8]:
+def _laid(place: TileRef, strip: range, rows: Mapping[int, NDArray[Any]], shape: tuple[int, int]) -> NDArray[np.uint8]:
     """Some rows of the map, as far as the tile shows them; 0 where there is none."""
     first, end, needed = place.keys.start, place.keys.stop, max(strip.start, place.needed.start)
     seen = [rows[query][first : query + 1 if query < end else end] for query in range(needed, strip.stop)]
@@ -99,7 +99,7 @@ def _laid(place: Place, strip: range, rows: Mapping[int, NDArray[Any]], shape: t
 
 def body(header: Mapping[str, Any], found: Iterable[tuple[str, NDArray[np.uint8]]]) -> bytes:
     """A frame SCOPE_TILES with these tiles under their names."""
-    return frames.encode(frame_of(FrameType.SCOPE_TILES, header, (Tensor(name, "u8s", one) for name, one in found)))
+    return frames.encode(build_frame(FrameType.SCOPE_TILES, header, (Tensor(name, "u8s", one) for name, one in found)))
 
 
 def etag(data: bytes) -> str:

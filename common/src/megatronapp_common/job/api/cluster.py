@@ -26,13 +26,13 @@ Image = Annotated[str, Field(min_length=1, max_length=1024, pattern=IMAGE_PATTER
 PullPolicy = Literal["Always", "IfNotPresent", "Never"]
 Place = Annotated[str, Field(min_length=1, max_length=1024)]
 """A path inside of a container."""
-Word = Annotated[str, Field(max_length=4096)]
+LabelText = Annotated[str, Field(max_length=4096)]
 Labels = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=MAX_ENTRIES)]
 Annotations = Annotated[dict[str, Annotated[str, Field(max_length=65536)]], Field(max_length=MAX_ENTRIES)]
 Amounts = Annotated[dict[str, Quantity], Field(max_length=MAX_ENTRIES)]
 
 
-class Reference(ManifestModel):
+class ObjectReference(ManifestModel):
     """Another object of the job's namespace, by its name."""
 
     name: ObjectName
@@ -112,9 +112,9 @@ class Initializer(ManifestModel):
     """Its name, unique in the job."""
     image: Image
     """Image with the program that brings them."""
-    command: Annotated[tuple[Word, ...], Field(max_length=64)] = ()
+    command: Annotated[tuple[LabelText, ...], Field(max_length=64)] = ()
     """The program; left out: the image's own."""
-    args: Annotated[tuple[Word, ...], Field(max_length=64)] = ()
+    args: Annotated[tuple[LabelText, ...], Field(max_length=64)] = ()
     """Its arguments."""
     storage_uri: Annotated[str, Field(max_length=2048, pattern=URI_PATTERN)] | None = None
     """Where to bring them from; the container reads it as STORAGE_URI. Without user or password: these come by
@@ -122,7 +122,7 @@ class Initializer(ManifestModel):
     target: Place | None = None
     """Directory to bring them to; the container reads it as TARGET. With scope Job it lies on data.volume or
     checkpoint.volume; with scope Node it may also be a new directory, which the ranks of this node then see."""
-    secret_ref: Reference | None = None
+    secret_ref: ObjectReference | None = None
     """Secret whose keys become variables of the container."""
     resources: Resources | None = None
     """What the container gets; a namespace with a quota for CPU or memory refuses pods without. Left out: nothing is

@@ -11,7 +11,7 @@ MAX_PROC_PER_NODE = 64
 MAX_RANKS = MAX_NODES * MAX_PROC_PER_NODE
 Count = Annotated[int, Field(ge=1, le=2_147_483_647)]
 Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Model(ManifestModel):
@@ -53,9 +53,9 @@ class Model(ManifestModel):
     """Linear layers without bias."""
     add_qkv_bias: bool = False
     """Bias of the QKV projection although disableBiasLinear is true."""
-    attention_dropout: Share | None = None
+    attention_dropout: Fraction | None = None
     """Dropout of attention probabilities; left out: 0.1."""
-    hidden_dropout: Share | None = None
+    hidden_dropout: Fraction | None = None
     """Dropout of the residual branches; left out: 0.1."""
     init_method_std: Annotated[float, Field(gt=0)] | None = None
     """Standard deviation of the initial weights; left out: 0.02."""

@@ -18,7 +18,7 @@ class Dpp(ManifestModel):
     """File with measured times of this model, from which the plan is made; left out: measured in the first steps."""
 
 
-class Forward(ManifestModel):
+class ForwardWorkers(ManifestModel):
     """Workers of their own for forward ranks. They come after the backward workers, and so do their ranks."""
 
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None
@@ -40,6 +40,6 @@ class Fbd(ManifestModel):
     """Give each rank a forward rank beside it; parallelism.data stays what is trained with, so the world doubles."""
     ignore_forward_tensor_parallel: bool = False
     """One forward rank for each tensor group: world size = pipeline x data x (tensor + 1)."""
-    forward: Forward | None = None
+    forward: ForwardWorkers | None = None
     """Put forward ranks on workers of their own; nodes, procPerNode and gpusPerNode of the spec are then of the
     backward ranks alone. Left out: all workers are alike."""

@@ -13,10 +13,10 @@ from megatronapp_common.job.api.cluster import (
     Initializer,
     Labels,
     ObjectName,
+    ObjectReference,
     PodTemplate,
     PullPolicy,
     QualifiedName,
-    Reference,
     Resources,
     SharedMemory,
     Toleration,
@@ -125,7 +125,7 @@ class Spec(ManifestModel):
     """Image of the workers on a cluster, with megatronapp_trainer in it; left out: the operator's choice."""
     image_pull_policy: PullPolicy = "IfNotPresent"
     """When images are pulled."""
-    image_pull_secrets: Annotated[tuple[Reference, ...], Field(max_length=16)] = ()
+    image_pull_secrets: Annotated[tuple[ObjectReference, ...], Field(max_length=16)] = ()
     """Secrets for pulling images."""
     resources: Resources = Resources()
     """What the trainer's container gets; GPUs and RDMA devices are added."""

@@ -112,7 +112,7 @@ class RankTable(StatusModel):
     """ConfigMap that holds a longer table, as `rank-table.json`."""
 
 
-class Pinned(StatusModel):
+class PinnedSettings(StatusModel):
     """What the pods of an attempt are made of, so that another release of the operator goes on with the same."""
 
     attempt: Int32
@@ -277,7 +277,7 @@ class Status(StatusModel):
     """When the gang was restarted last, RFC 3339."""
     completion_time: str | None = None
     """When the job ended, RFC 3339."""
-    pinned: Pinned | None = None
+    pinned: PinnedSettings | None = None
     """What the pods of the current attempt are made of."""
     manager: str | None = None
     """Installation that manages the job, as NAMESPACE/LEASE of its operator: the first that saw it, and no other."""

@@ -3,7 +3,7 @@
 They stand at the spec, not at the fields: there a rule would be skipped when its field appears or goes away.
 """
 
-from megatronapp_common.job.rules.rule import Rule, say
+from megatronapp_common.job.rules.rule import Rule, cel_message
 
 
 def _same(field: str) -> str:
@@ -24,8 +24,8 @@ def _while_suspended(rule_id: str, field: str, *, block: str = "") -> Rule:
         id=rule_id,
         field=field,
         rule=f"{absent}oldSelf.suspend || {_same(field)}",
-        says="may change only while the job is suspended; set suspend: true first",
-        message=say(
+        message="may change only while the job is suspended; set suspend: true first",
+        message_expression=cel_message(
             f"was {{{_shown('oldSelf', field)}}} and is now {{{_shown('self', field)}}}; "
             f"it may change only while the job is suspended: set suspend: true first"
         ),
@@ -38,8 +38,8 @@ def _never(rule_id: str, field: str, why: str) -> Rule:
         id=rule_id,
         field=field,
         rule=_same(field),
-        says=f"cannot change{why}; make a new job",
-        message=say(
+        message=f"cannot change{why}; make a new job",
+        message_expression=cel_message(
             f"was {{{_shown('oldSelf', field)}}} and is now {{{_shown('self', field)}}}; "
             f"it cannot change{why}: make a new job"
         ),
@@ -51,13 +51,13 @@ CHANGE_RULES = (
         id="mode-stays",
         field=".mode",
         rule="self.mode == oldSelf.mode",
-        says="cannot change; make a new job",
+        message="cannot change; make a new job",
     ),
     Rule(
         id="model-stays",
         field=".model",
         rule=_same(".model"),
-        says="cannot change, as checkpoints hold the old shape; make a new job",
+        message="cannot change, as checkpoints hold the old shape; make a new job",
     ),
     _while_suspended("nodes-stay", ".nodes"),
     _while_suspended("ranks-stay", ".procPerNode"),
@@ -66,13 +66,13 @@ CHANGE_RULES = (
         id="layout-stays",
         field=".parallelism",
         rule="oldSelf.suspend || self.parallelism == oldSelf.parallelism",
-        says="may change only while the job is suspended; set suspend: true first",
+        message="may change only while the job is suspended; set suspend: true first",
     ),
     Rule(
         id="fbd-stays",
         field=".fbd",
         rule="oldSelf.suspend || self.fbd == oldSelf.fbd",
-        says="may change only while the job is suspended; set suspend: true first",
+        message="may change only while the job is suspended; set suspend: true first",
     ),
     _never("gang-stays", ".scheduling.gang", ", as pods may stand in its queue"),
     _never("manager-stays", ".managedBy", ", as two controllers would fight for the job"),

@@ -1,6 +1,6 @@
 """Rules about what a job asks of a cluster: resources, memory, volumes, initializers, pods."""
 
-from megatronapp_common.job.rules.rule import Rule, first_item, no_item, say
+from megatronapp_common.job.rules.rule import Rule, cel_message, first_item, no_item
 from megatronapp_common.names import GROUP
 
 _DATA, _SAVED = "self.data.volume", "self.checkpoint.volume"
@@ -34,7 +34,7 @@ def _above_zero(field: str, quantity: str) -> Rule:
         id=f"{field}-above-zero",
         field=f".{field}",
         rule=f"!{given(quantity)} || quantity(string({quantity})).isGreaterThan(quantity('0'))",
-        says="must be above 0, such as 16Gi",
+        message="must be above 0, such as 16Gi",
     )
 
 
@@ -49,8 +49,10 @@ def named_once(rule_id: str, field: str, *, when: str, resource: str, count: str
         id=rule_id,
         field=field,
         rule=f"!({when}) || !({other('limits')} || {other('requests')})",
-        says=f"names a resource of {source} with another count; leave it out",
-        message=say(f"names {{{resource}}} with another count than {source} {{{count}}}; leave it out"),
+        message=f"names a resource of {source} with another count; leave it out",
+        message_expression=cel_message(
+            f"names {{{resource}}} with another count than {source} {{{count}}}; leave it out"
+        ),
     )
 
 
@@ -69,7 +71,7 @@ def _within_limits(field: str, when: str = "true") -> Rule:
         id=f"requests-within-limits-of{field}",
         field=field,
         rule=f"!({when}) || {no_item(f'{block}.requests', 'name', over)}",
-        says="requests more of a resource than its limit; write less, or leave the request out",
+        message="requests more of a resource than its limit; write less, or leave the request out",
     )
 
 
@@ -102,8 +104,10 @@ _RESOURCES = (
         field=".shm.sizeLimit",
         rule=f"!has({_SHM}) || !('memory' in {_LIMITS}) || "
         f"quantity(string({_SHM})).isLessThan(quantity(string({_LIMITS}['memory'])))",
-        says="must be below resources.limits.memory, which it is charged to",
-        message=say(f"{{{_SHM}}} is not below resources.limits.memory {{{_LIMITS}['memory']}}, which it is charged to"),
+        message="must be below resources.limits.memory, which it is charged to",
+        message_expression=cel_message(
+            f"{{{_SHM}}} is not below resources.limits.memory {{{_LIMITS}['memory']}}, which it is charged to"
+        ),
     ),
     _above_zero("analyzer.volume.sizeLimit", "self.analyzer.volume.sizeLimit"),
 )
@@ -116,21 +120,25 @@ def _mount(name: str, volume: str) -> tuple[Rule, Rule, Rule]:
             id=f"{name}-mount-is-a-path",
             field=f".{name}.volume.mountPath",
             rule=f"!has({volume}) || {is_path(place)}",
-            says="must be an absolute path below / without '..' and ':', such as /data",
-            message=say(f"{{{place}}} is not an absolute path below / without '..' and ':'; write one such as /data"),
+            message="must be an absolute path below / without '..' and ':', such as /data",
+            message_expression=cel_message(
+                f"{{{place}}} is not an absolute path below / without '..' and ':'; write one such as /data"
+            ),
         ),
         Rule(
             id=f"{name}-mount-is-free",
             field=f".{name}.volume.mountPath",
             rule=f"!has({volume}) || !{is_taken(place)}",
-            says="is a directory of the system or of the operator; write another, such as /data",
-            message=say(f"{{{place}}} belongs to the system or the operator; write another, such as /data"),
+            message="is a directory of the system or of the operator; write another, such as /data",
+            message_expression=cel_message(
+                f"{{{place}}} belongs to the system or the operator; write another, such as /data"
+            ),
         ),
         Rule(
             id=f"{name}-sub-path-is-relative",
             field=f".{name}.volume.subPath",
             rule=f"!has({volume}) || !has({sub}) || !({sub}.startsWith('/') || {sub}.{_UP})",
-            says="must be a path inside of the volume, without / in front and without '..'",
+            message="must be a path inside of the volume, without / in front and without '..'",
         ),
     )
 
@@ -144,15 +152,15 @@ _MOUNTS = (
         rule=f"!({given(_DATA, _SAVED)}) || "
         f"({_DATA}.mountPath != {_SAVED}.mountPath && {_DATA}.mountPath + '/' != {_SAVED}.mountPath && "
         f"{_DATA}.mountPath != {_SAVED}.mountPath + '/')",
-        says="is that of data.volume too; write another",
-        message=say(f"{{{_SAVED}.mountPath}} is the mountPath of data.volume too; write another"),
+        message="is that of data.volume too; write another",
+        message_expression=cel_message(f"{{{_SAVED}.mountPath}} is the mountPath of data.volume too; write another"),
     ),
     Rule(
         id="checkpoints-are-written",
         field=".checkpoint.volume.readOnly",
         rule=f"!has({_SAVED}) || !{_SAVED}.readOnly || !has(self.checkpoint.save) || "
         f"!self.checkpoint.save.startsWith({_SAVED}.mountPath)",
-        says="checkpoint.save lies on this volume; leave readOnly out",
+        message="checkpoint.save lies on this volume; leave readOnly out",
     ),
 )
 
@@ -175,8 +183,8 @@ def _of_initializers(rule_id: str, wrong: str, *, says: str, message: str, in_sc
         id=rule_id,
         field=".initializers",
         rule=no_item("self.initializers", "one", wrong),
-        says=says,
-        message=first_item("self.initializers", "one", wrong, message),
+        message=says,
+        message_expression=first_item("self.initializers", "one", wrong, message),
         in_schema=in_schema,
     )
 
@@ -220,7 +228,7 @@ def _reserved(what: str) -> Rule:
         id=f"pod-{what}-are-not-ours",
         field=f".podTemplate.metadata.{what}",
         rule=no_item(keys, "key", ours),
-        says=f"hold one that the operator sets ({GROUP}/... or a common one of app.kubernetes.io); leave it out",
+        message=f"hold one that the operator sets ({GROUP}/... or a common one of app.kubernetes.io); leave it out",
     )
 
 

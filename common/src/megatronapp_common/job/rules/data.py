@@ -1,6 +1,6 @@
 """Rules about data and checkpoints."""
 
-from megatronapp_common.job.rules.rule import Rule, let, say
+from megatronapp_common.job.rules.rule import Rule, cel_message, let
 
 _PATH = "self.data.path"
 _MOCK = "self.data.mock"
@@ -23,7 +23,7 @@ def _belongs_to(option: str, place: str, *, given: str | None = None) -> Rule:
         id=f"{option}-needs-{place}",
         field=f".checkpoint.{option}",
         rule=f"!{given or f'self.checkpoint.{option}'} || has(self.checkpoint.{place})",
-        says=f"needs {place}: DIRECTORY",
+        message=f"needs {place}: DIRECTORY",
         args=(f"--{place}",),
     )
 
@@ -33,7 +33,7 @@ def _not_with_mock(option: str) -> Rule:
         id=f"{option}-without-mock",
         field=f".data.{option}",
         rule=f"!{_MOCK} || !self.data.{option}",
-        says="data.mock holds no documents; leave it out",
+        message="data.mock holds no documents; leave it out",
     )
 
 
@@ -42,20 +42,20 @@ _SOURCE = (
         id="data-given",
         field=".data.path",
         rule=f"self.mode != 'train' || {_PATH}.size() > 0 || {_MOCK}",
-        says="is missing; write path: [PREFIX] (made by `megatronapp data prepare`), or mock: true",
+        message="is missing; write path: [PREFIX] (made by `megatronapp data prepare`), or mock: true",
         args=("--data-path", "--train-data-path", "--mock-data"),
     ),
     Rule(
         id="mock-or-path",
         field=".data.mock",
         rule=f"!{_MOCK} || {_PATH}.size() == 0",
-        says="path is given too; leave one of them out",
+        message="path is given too; leave one of them out",
     ),
     Rule(
         id="mock-needs-vocabulary",
         field=".model.vocabSize",
         rule=f"!{_MOCK} || has(self.model.vocabSize)",
-        says="is missing; data.mock needs it, for example vocabSize: 1024",
+        message="is missing; data.mock needs it, for example vocabSize: 1024",
         args=("--vocab-size",),
     ),
     _not_with_mock("resetPositionIds"),
@@ -64,14 +64,16 @@ _SOURCE = (
         id="blend-alternates",
         field=".data.path",
         rule=f"{_PATH}.size() < 2 || {_BLENDED}",
-        says='a blend takes a weight before every prefix, as in ["0.3", "a", "0.7", "b"]',
+        message='a blend takes a weight before every prefix, as in ["0.3", "a", "0.7", "b"]',
     ),
     Rule(
         id="weight-needs-prefix",
         field=".data.path",
         rule=f"{_PATH}.size() != 1 || !{_PATH}[0].{_WEIGHT}",
-        says="a weight stands there without a prefix; write the prefix of the .bin/.idx files",
-        message=say(f"{{{_PATH}[0]}} is a weight without a prefix; write the prefix of the .bin/.idx files"),
+        message="a weight stands there without a prefix; write the prefix of the .bin/.idx files",
+        message_expression=cel_message(
+            f"{{{_PATH}[0]}} is a weight without a prefix; write the prefix of the .bin/.idx files"
+        ),
     ),
 )
 _TOKENIZER = (
@@ -79,20 +81,20 @@ _TOKENIZER = (
         id="vocabulary-with-merges",
         field=".data.vocabFile",
         rule=f"{_VOCAB} == {_MERGE}",
-        says="vocabFile and mergeFile belong together; write both, or tokenizer instead",
+        message="vocabFile and mergeFile belong together; write both, or tokenizer instead",
     ),
     Rule(
         id="one-tokenizer",
         field=".data.tokenizer",
         rule=f"!has(self.data.tokenizer) || !{_VOCAB}",
-        says="vocabFile is given too; leave one of them out",
+        message="vocabFile is given too; leave one of them out",
     ),
     Rule(
         id="rope-has-no-resets",
         field=".data.resetPositionIds",
         rule="!self.data.resetPositionIds || !has(self.model.positionEmbeddingType) || "
         "self.model.positionEmbeddingType != 'rope'",
-        says="has no effect on rotary positions, which are relative; leave it out",
+        message="has no effect on rotary positions, which are relative; leave it out",
     ),
 )
 _CHECKPOINT = (

@@ -1,7 +1,15 @@
 """Rules that need the number of ranks or replicas. They are silent while the world does not add up (`world`)."""
 
-from megatronapp_common.job.rules.rule import Rule, first_item, let, let_say, nearest_multiple, no_item, say
-from megatronapp_common.job.rules.world import RANKS, REPLICAS, say_with_sizes, with_gang
+from megatronapp_common.job.rules.rule import (
+    Rule,
+    cel_message,
+    cel_message_with,
+    first_item,
+    let,
+    nearest_multiple,
+    no_item,
+)
+from megatronapp_common.job.rules.world import RANKS, REPLICAS, cel_message_with_sizes, with_gang
 
 _BATCH = "self.training.globalBatchSize"
 _RAMP = "self.training.rampupBatchSize"
@@ -18,17 +26,17 @@ def _with_stride(rule: str) -> str:
     return with_gang(let("stride", _STRIDE, rule))
 
 
-def _say_with_stride(message: str) -> str:
-    return say_with_sizes(let_say("stride", _STRIDE, message))
+def _message_with_stride(message: str) -> str:
+    return cel_message_with_sizes(cel_message_with("stride", _STRIDE, message))
 
 
 _GPUS = Rule(
     id="ranks-of-gpus",
     field=".nodes",
     rule=f"has(self.procPerNode) || self.gpusPerNode == 0 || {with_gang('per_node <= self.gpusPerNode')}",
-    says="that many nodes have too few GPUs for all ranks; write more nodes",
-    message=say_with_sizes(
-        say(
+    message="that many nodes have too few GPUs for all ranks; write more nodes",
+    message_expression=cel_message_with_sizes(
+        cel_message(
             f"{{nodes}} nodes of {{self.gpusPerNode}} GPUs cannot hold {{{_HERE}}} ranks; "
             f"write nodes: {{{_NODES_FOR_GPUS}}}"
         )
@@ -39,9 +47,9 @@ _BATCHES = (
         id="batch-of-replicas",
         field=".training.globalBatchSize",
         rule=f"!has({_BATCH}) || {_with_stride(f'{_BATCH} % stride == 0')}",
-        says="must be a multiple of microBatchSize x replicas",
-        message=_say_with_stride(
-            say(
+        message="must be a multiple of microBatchSize x replicas",
+        message_expression=_message_with_stride(
+            cel_message(
                 f"{{{_BATCH}}} is not a multiple of microBatchSize {{self.training.microBatchSize}} x "
                 f"{{{REPLICAS}}} replicas; write {{{nearest_multiple(_BATCH, 'stride')}}}"
             )
@@ -52,9 +60,9 @@ _BATCHES = (
         field=".training.globalBatchSize",
         rule=f"!has({_CHUNKS}) || {_CHUNKS} == 1 || "
         + _with_stride(f"{_GIVEN_OR_ONE} % stride != 0 || {_GIVEN_OR_ONE} / stride % {_STAGES} == 0"),
-        says="must give a multiple of parallelism.pipeline microbatches, which the interleaved schedule needs",
-        message=_say_with_stride(
-            say(
+        message="must give a multiple of parallelism.pipeline microbatches, which the interleaved schedule needs",
+        message_expression=_message_with_stride(
+            cel_message(
                 f"{{{_GIVEN_OR_ONE}}} gives {{{_GIVEN_OR_ONE} / stride}} microbatches, and the interleaved schedule "
                 f"needs a multiple of pipeline {{{_STAGES}}}; "
                 f"write {{{nearest_multiple(_GIVEN_OR_ONE, f'(stride * {_STAGES})')}}}"
@@ -65,16 +73,16 @@ _BATCHES = (
         id="ramp-needs-goal",
         field=".training.globalBatchSize",
         rule=f"!has({_RAMP}) || has({_BATCH})",
-        says="is missing; rampupBatchSize needs it as its goal",
+        message="is missing; rampupBatchSize needs it as its goal",
     ),
     Rule(
         id="ramp-of-replicas",
         field=".training.rampupBatchSize",
         rule=f"!has({_RAMP}) || !has({_BATCH}) || "
         + _with_stride(f"({_RAMP}[0] % stride == 0 && {_RAMP}[1] % stride == 0)"),
-        says="start and increment must be multiples of microBatchSize x replicas",
-        message=_say_with_stride(
-            say(
+        message="start and increment must be multiples of microBatchSize x replicas",
+        message_expression=_message_with_stride(
+            cel_message(
                 f"start {{{_RAMP}[0]}} and increment {{{_RAMP}[1]}} must be multiples of {{stride}} "
                 f"(microBatchSize x data); write [{{{nearest_multiple(f'{_RAMP}[0]', 'stride')}}}, "
                 f"{{{nearest_multiple(f'{_RAMP}[1]', 'stride')}}}, ...]"
@@ -89,8 +97,10 @@ _BATCHES = (
             f"{_RAMP}[0] % stride != 0 || {_RAMP}[1] % stride != 0 || "
             f"({_RAMP}[0] <= {_BATCH} && ({_BATCH} - {_RAMP}[0]) % {_RAMP}[1] == 0)"
         ),
-        says="must reach globalBatchSize in steps of its increment",
-        message=say(f"{{{_RAMP}[0]}} does not reach globalBatchSize {{{_BATCH}}} in steps of {{{_RAMP}[1]}}"),
+        message="must reach globalBatchSize in steps of its increment",
+        message_expression=cel_message(
+            f"{{{_RAMP}[0]}} does not reach globalBatchSize {{{_BATCH}}} in steps of {{{_RAMP}[1]}}"
+        ),
     ),
 )
 
@@ -103,8 +113,8 @@ def _of_faults(rule_id: str, wrong: str, *, says: str, message: str, ranks: bool
         id=rule_id,
         field=".faults",
         rule=with_gang(rule) if ranks else rule,
-        says=says,
-        message=say_with_sizes(found) if ranks else found,
+        message=says,
+        message_expression=cel_message_with_sizes(found) if ranks else found,
     )
 
 
@@ -113,7 +123,7 @@ _FAULTS = (
         id="faults-need-trace",
         field=".faults",
         rule="self.faults.size() == 0 || self.trace.enabled",
-        says="need trace.enabled: true",
+        message="need trace.enabled: true",
     ),
     _of_faults(
         "fault-within-ranks",

@@ -1,6 +1,6 @@
 """Rules about the model and how it is cut."""
 
-from megatronapp_common.job.rules.rule import Rule, multiple, nearest_multiple, say
+from megatronapp_common.job.rules.rule import Rule, cel_message, multiple, nearest_multiple
 
 HEADS = "self.model.numAttentionHeads"
 GROUPS = "self.model.numQueryGroups"
@@ -21,7 +21,7 @@ _UNEVEN_FLAGS = (
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 )
-_OF_CHUNKS = f"{_PIPED} > 1 ? {say(f' of {{{_PIPED}}} chunks')} : ''"
+_OF_CHUNKS = f"{_PIPED} > 1 ? {cel_message(f' of {{{_PIPED}}} chunks')} : ''"
 
 
 def _only_one(name: str) -> Rule:
@@ -30,8 +30,8 @@ def _only_one(name: str) -> Rule:
         id=f"{name}-unsupported",
         field=f".parallelism.{name}",
         rule=f"{value} == 1",
-        says="is not supported yet; write 1 or leave it out",
-        message=say(f"{{{value}}} is not supported yet; write 1 or leave it out"),
+        message="is not supported yet; write 1 or leave it out",
+        message_expression=cel_message(f"{{{value}}} is not supported yet; write 1 or leave it out"),
     )
 
 
@@ -44,7 +44,7 @@ _SUPPORT = (
         id="bert-unsupported",
         field=".model.type",
         rule="self.model.type != 'bert'",
-        says="bert is not supported yet; write gpt",
+        message="bert is not supported yet; write gpt",
     ),
     _only_one("context"),
     _only_one("expert"),
@@ -65,15 +65,17 @@ _WIDTHS = (
         id="query-groups-divide-heads",
         field=".model.numQueryGroups",
         rule=f"!has({GROUPS}) || {HEADS} % {GROUPS} == 0",
-        says="must divide numAttentionHeads; write a divisor of it",
-        message=say(f"{{{GROUPS}}} does not divide numAttentionHeads {{{HEADS}}}; write a divisor of it"),
+        message="must divide numAttentionHeads; write a divisor of it",
+        message_expression=cel_message(
+            f"{{{GROUPS}}} does not divide numAttentionHeads {{{HEADS}}}; write a divisor of it"
+        ),
     ),
     Rule(
         id="query-groups-of-tensor",
         field=".model.numQueryGroups",
         rule=f"!has({GROUPS}) || {GROUPS} % {TENSOR} == 0 || {TENSOR} % {GROUPS} == 0",
-        says="must be a multiple or a divisor of parallelism.tensor; write one",
-        message=say(
+        message="must be a multiple or a divisor of parallelism.tensor; write one",
+        message_expression=cel_message(
             f"{{{GROUPS}}} is neither a multiple nor a divisor of parallelism.tensor {{{TENSOR}}}; "
             f"write {{{nearest_multiple(GROUPS, TENSOR)}}}"
         ),
@@ -89,8 +91,8 @@ _WIDTHS = (
         id="positions-for-sequence",
         field=".model.maxPositionEmbeddings",
         rule="!has(self.model.maxPositionEmbeddings) || self.model.maxPositionEmbeddings >= self.model.seqLength",
-        says="must not be below seqLength",
-        message=say(
+        message="must not be below seqLength",
+        message_expression=cel_message(
             "{self.model.maxPositionEmbeddings} is below seqLength {self.model.seqLength}; "
             "write {self.model.seqLength} or more"
         ),
@@ -101,21 +103,21 @@ _LAYOUT = (
         id="virtual-pipeline-of-one",
         field=".parallelism.virtualPipeline",
         rule=f"!has({CHUNKS}) || {CHUNKS} != 1",
-        says="1 is the plain schedule; leave it out, or write 2 or more",
+        message="1 is the plain schedule; leave it out, or write 2 or more",
     ),
     Rule(
         id="virtual-pipeline-needs-pipeline",
         field=".parallelism.virtualPipeline",
         rule=f"!has({CHUNKS}) || {CHUNKS} == 1 || {STAGES} > 1",
-        says="needs pipeline above 1; leave it out",
-        message=say(f"{{{CHUNKS}}} needs pipeline above 1; leave it out"),
+        message="needs pipeline above 1; leave it out",
+        message_expression=cel_message(f"{{{CHUNKS}}} needs pipeline above 1; leave it out"),
     ),
     Rule(
         id="layers-of-stages",
         field=".model.numLayers",
         rule=f"{_UNEVEN} || self.model.numLayers % ({_PARTS}) == 0",
-        says="must be a multiple of parallelism.pipeline x virtualPipeline",
-        message=say(
+        message="must be a multiple of parallelism.pipeline x virtualPipeline",
+        message_expression=cel_message(
             f"{{self.model.numLayers}} cannot be divided into {{{STAGES}}} stages{{{_OF_CHUNKS}}}; "
             f"write {{{nearest_multiple('self.model.numLayers', f'({_PARTS})')}}}"
         ),
@@ -126,7 +128,7 @@ _LAYOUT = (
             id=f"{name}-needs-pipeline",
             field=f".parallelism.{name}",
             rule=f"!has(self.parallelism.{name}) || ({STAGES} > 1 && self.parallelism.{name} % ({_PIPED}) == 0)",
-            says="needs pipeline above 1, and a multiple of virtualPipeline",
+            message="needs pipeline above 1, and a multiple of virtualPipeline",
         )
         for name in ("firstStageLayers", "lastStageLayers")
     ),
@@ -135,14 +137,14 @@ _LAYOUT = (
         field=".model.numLayers",
         rule=f"!{_UNEVEN} || {STAGES} == 1 || ({_SHARING} == 0 ? {_SHARED} == 0 : "
         f"{_SHARED} > 0 && {_SHARED} % ({_SHARING} * {_PIPED}) == 0)",
-        says="less firstStageLayers and lastStageLayers must be shared evenly by the other stages",
+        message="less firstStageLayers and lastStageLayers must be shared evenly by the other stages",
         args=_UNEVEN_FLAGS,
     ),
     Rule(
         id="sequence-parallel-needs-tensor",
         field=".parallelism.sequenceParallel",
         rule=f"!{SEQUENCE} || {TENSOR} > 1",
-        says="needs tensor above 1; leave it out",
+        message="needs tensor above 1; leave it out",
     ),
     _multiple_of_tensor(
         "sequence-of-tensor",

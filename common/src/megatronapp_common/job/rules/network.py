@@ -1,6 +1,6 @@
 """Rules about the network of a cluster."""
 
-from megatronapp_common.job.rules.rule import Rule, no_item, say
+from megatronapp_common.job.rules.rule import Rule, cel_message, no_item
 
 _MODE, _RDMA = "self.network.mode", "self.network.rdma"
 _NCCL = "self.network.nccl"
@@ -10,70 +10,74 @@ NETWORK_RULES = (
         id="rdma-needs-a-resource",
         field=".network.rdma.resourceName",
         rule=f"!{_RDMA}.enabled || {_RDMA}.devices == 'HostPath' || has({_RDMA}.resourceName)",
-        says="is missing; write the resource of the cluster's device plugin, such as rdma/hca_shared_devices_a, "
+        message="is missing; write the resource of the cluster's device plugin, such as rdma/hca_shared_devices_a, "
         "or network.mode: HostNetwork with network.rdma.devices: HostPath (a privileged container)",
     ),
     Rule(
         id="host-path-devices-need-host-network",
         field=".network.rdma.devices",
         rule=f"{_RDMA}.devices != 'HostPath' || ({_RDMA}.enabled && {_MODE} == 'HostNetwork')",
-        says="HostPath needs network.rdma.enabled: true and network.mode: HostNetwork; for other modes write the "
+        message="HostPath needs network.rdma.enabled: true and network.mode: HostNetwork; for other modes write the "
         "resource of the device plugin (resourceName)",
     ),
     Rule(
         id="devices-from-one-place",
         field=".network.rdma.resourceName",
         rule=f"{_RDMA}.devices != 'HostPath' || !has({_RDMA}.resourceName)",
-        says="has no effect with network.rdma.devices: HostPath; leave one of them out",
+        message="has no effect with network.rdma.devices: HostPath; leave one of them out",
     ),
     Rule(
         id="host-path-devices-need-root",
         field=".network.rdma.ipcLock",
         rule=f"{_RDMA}.devices != 'HostPath' || {_RDMA}.ipcLock",
-        says="must be true for network.rdma.devices: HostPath, whose container is root and privileged",
+        message="must be true for network.rdma.devices: HostPath, whose container is root and privileged",
     ),
     Rule(
         id="shared-device-needs-rdma",
         field=".network.rdma.enabled",
         rule=f"{_MODE} != 'SharedDevice' || {_RDMA}.enabled",
-        says="must be true for network.mode SharedDevice, which is about nothing else",
+        message="must be true for network.mode SharedDevice, which is about nothing else",
     ),
     Rule(
         id="mode-needs-attachments",
         field=".network.attachments",
         rule=f"!({_MODE} in ['Sriov', 'Macvlan']) || self.network.attachments.size() > 0",
-        says="is missing; network.mode Sriov and Macvlan need a network of Multus, as in attachments: [NAMESPACE/NAME]",
-        message=say(f"is missing; network.mode {{{_MODE}}} needs a network of Multus: attachments: [NAMESPACE/NAME]"),
+        message="is missing; network.mode Sriov and Macvlan need a network of Multus, "
+        "as in attachments: [NAMESPACE/NAME]",
+        message_expression=cel_message(
+            f"is missing; network.mode {{{_MODE}}} needs a network of Multus: attachments: [NAMESPACE/NAME]"
+        ),
     ),
     Rule(
         id="host-network-has-no-attachments",
         field=".network.attachments",
         rule=f"{_MODE} != 'HostNetwork' || self.network.attachments.size() == 0",
-        says="have no effect on pods in the node's own network; leave them out, or change network.mode",
+        message="have no effect on pods in the node's own network; leave them out, or change network.mode",
     ),
     Rule(
         id="host-network-has-no-policy",
         field=".network.policy",
         rule=f"{_MODE} != 'HostNetwork' || self.network.policy == 'None'",
-        says="must be None for network.mode HostNetwork: a NetworkPolicy does not hold for pods in the node's own "
+        message="must be None for network.mode HostNetwork: a NetworkPolicy does not hold for pods in the node's own "
         "network, so JobOnly would promise what nobody keeps",
     ),
     Rule(
         id="topology-order-needs-a-key",
         field=".network.topologyKey",
         rule="self.network.rankOrder != 'Topology' || has(self.network.topologyKey)",
-        says="is missing; rankOrder Topology needs the label of nodes to sort by, such as topology.kubernetes.io/zone",
+        message="is missing; rankOrder Topology needs the label of nodes to sort by, "
+        "such as topology.kubernetes.io/zone",
     ),
     Rule(
         id="nccl-variables",
         field=".network.nccl",
         rule=no_item(_NCCL, "key", "!(key.startsWith('NCCL_') || key.startsWith('UCX_'))"),
-        says="holds a variable that does not begin with NCCL_ or UCX_; write it under spec.env",
+        message="holds a variable that does not begin with NCCL_ or UCX_; write it under spec.env",
     ),
     Rule(
         id="nccl-variables-once",
         field=".network.nccl",
         rule=no_item("self.env", "variable", f"variable.name in {_NCCL}"),
-        says="holds a variable that env holds too; leave one of them out",
+        message="holds a variable that env holds too; leave one of them out",
     ),
 )

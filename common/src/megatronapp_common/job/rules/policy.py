@@ -1,7 +1,7 @@
 """Rules about queues, failures and slow nodes."""
 
-from megatronapp_common.job.rules.rule import Rule, no_item, say
-from megatronapp_common.job.rules.world import WORKERS, say_with_sizes, with_gang
+from megatronapp_common.job.rules.rule import Rule, cel_message, no_item
+from megatronapp_common.job.rules.world import WORKERS, cel_message_with_sizes, with_gang
 
 _GANG = "self.scheduling.gang"
 _RULES = "self.runPolicy.rules"
@@ -16,22 +16,22 @@ _SCHEDULING = (
         id="kueue-needs-a-queue",
         field=".scheduling.queue",
         rule=f"{_GANG} != 'Kueue' || has(self.scheduling.queue)",
-        says="is missing; Kueue needs the name of a LocalQueue of the namespace",
+        message="is missing; Kueue needs the name of a LocalQueue of the namespace",
     ),
     Rule(
         id="queues-need-a-gang",
         field=".scheduling.gang",
         rule=f"{_GANG} != 'None' || !(has(self.scheduling.queue) || has(self.scheduling.minAvailable) || "
         "has(self.scheduling.timeoutSeconds))",
-        says="must say who keeps queue, minAvailable and timeoutSeconds: Kueue, Volcano, Coscheduling or KAI",
+        message="must say who keeps queue, minAvailable and timeoutSeconds: Kueue, Volcano, Coscheduling or KAI",
     ),
     Rule(
         id="available-workers",
         field=".scheduling.minAvailable",
         rule="!has(self.scheduling.minAvailable) || " + with_gang(f"self.scheduling.minAvailable == {WORKERS}"),
-        says="must be the number of workers: a gang trains whole or not at all",
-        message=say_with_sizes(
-            say(
+        message="must be the number of workers: a gang trains whole or not at all",
+        message_expression=cel_message_with_sizes(
+            cel_message(
                 f"is {{self.scheduling.minAvailable}}, and a gang trains with all of its {{{WORKERS}}} workers "
                 f"or not at all; leave it out or write {{{WORKERS}}}"
             )
@@ -43,19 +43,19 @@ _FAILURES = (
         id="failure-rule-matches",
         field=".runPolicy.rules",
         rule=no_item(_RULES, "one", _NO_MATCH),
-        says=f"holds a rule that matches nothing; write one of {', '.join(_MATCHES)} under its match",
+        message=f"holds a rule that matches nothing; write one of {', '.join(_MATCHES)} under its match",
     ),
     Rule(
         id="failure-rule-codes",
         field=".runPolicy.rules",
         rule=no_item(_RULES, "one", f"has({_CODES}) && has({_CODES}.__in__) == has({_CODES}.notIn)"),
-        says="holds exitCodes that need either in or notIn; write one of them",
+        message="holds exitCodes that need either in or notIn; write one of them",
     ),
     Rule(
         id="failure-rule-may-exclude",
         field=".runPolicy.nodeExclusion.enabled",
         rule=f"{_EXCLUDES} || " + no_item(_RULES, "one", "one.action == 'ExcludeNodeAndRestart'"),
-        says="must be true for a rule with action ExcludeNodeAndRestart",
+        message="must be true for a rule with action ExcludeNodeAndRestart",
     ),
 )
 _SLOW_NODES = (
@@ -63,14 +63,14 @@ _SLOW_NODES = (
         id="slow-nodes-may-be-excluded",
         field=".runPolicy.nodeExclusion.enabled",
         rule=f"{_EXCLUDES} || {_SLOW} == 'Report'",
-        says="must be true for analyzer.slowNode.action Exclude and ExcludeAndRestart",
-        message=say(f"must be true for analyzer.slowNode.action {{{_SLOW}}}"),
+        message="must be true for analyzer.slowNode.action Exclude and ExcludeAndRestart",
+        message_expression=cel_message(f"must be true for analyzer.slowNode.action {{{_SLOW}}}"),
     ),
     Rule(
         id="slow-nodes-need-the-analyzer",
         field=".analyzer.slowNode.action",
         rule=f"{_SLOW} == 'Report' || (self.analyzer.enabled && self.trace.enabled)",
-        says="needs analyzer.enabled: true and trace.enabled: true, which find slow nodes",
+        message="needs analyzer.enabled: true and trace.enabled: true, which find slow nodes",
     ),
 )
 POLICY_RULES = (*_SCHEDULING, *_FAILURES, *_SLOW_NODES)

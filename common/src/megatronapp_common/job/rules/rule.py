@@ -24,9 +24,9 @@ class Rule:
     """Whom the message is about, as a path below the node: `.model.hiddenSize`; "": the node itself."""
     rule: str
     """CEL over `self`; for a rule about a change also over `oldSelf`. True: all is well."""
-    says: str
+    message: str
     """What is wrong and what to write instead, in words that hold for all values."""
-    message: str = ""
+    message_expression: str = ""
     """The same in CEL, with the values; "": `says` needs none."""
     args: tuple[str, ...] = ()
     """Flags that `spec.args` may give instead of a field, and on which the rule depends: with one of them the rule is
@@ -41,7 +41,7 @@ OPTIONAL_BLOCKS = ("model", "training")
 
 def where_given(rule: Rule) -> Rule:
     """The rule, silent where a block is omitted whose fields it reads, or where `spec.args` decide (`Rule.args`)."""
-    blocks = [block for block in OPTIONAL_BLOCKS if f"self.{block}." in rule.rule + rule.message]
+    blocks = [block for block in OPTIONAL_BLOCKS if f"self.{block}." in rule.rule + rule.message_expression]
     guard = "".join(f"!has(self.{block}) || " for block in blocks)
     guard += f"{_given(rule.args)} || " if rule.args else ""
     return dataclasses.replace(rule, rule=f"{guard}({rule.rule})") if guard else rule
@@ -53,7 +53,7 @@ def _given(flags: tuple[str, ...]) -> str:
     return f"self.args.exists(word, word in [{words}] || [{words}].exists(flag, word.startsWith(flag + '=')))"
 
 
-def say(template: str) -> str:
+def cel_message(template: str) -> str:
     """CEL text of a message in which `{expression}` stands for its value."""
     literal = _VALUE.sub("%s", template).replace("\\", "\\\\").replace("'", "\\'")
     values = ", ".join(f"string({value})" for value in _VALUE.findall(template))
@@ -65,7 +65,7 @@ def let(name: str, value: str, rule: str) -> str:
     return f"[{value}].all({name}, {rule})"
 
 
-def let_say(name: str, value: str, message: str) -> str:
+def cel_message_with(name: str, value: str, message: str) -> str:
     """CEL text of a message in which a name stands for a value."""
     return f"[{value}].map({name}, {message})[0]"
 
@@ -76,11 +76,11 @@ def no_item(items: str, name: str, wrong: str) -> str:
 
 
 def first_item(items: str, name: str, wrong: str, template: str) -> str:
-    """CEL text of a message (`say`) about the first item that is wrong; it counts the others."""
+    """CEL text of a message (`cel_message`) about the first item that is wrong; it counts the others."""
     found = f"{items}.filter({name}, {wrong})"
-    others = f"{found}.size() > 1 ? {say(f' (and {{{found}.size() - 1}} more)')} : ''"
-    first = f"{found}.map({name}, {say(template)})[0]"
-    return say(f"{{{first}}}{{{others}}}")
+    others = f"{found}.size() > 1 ? {cel_message(f' (and {{{found}.size() - 1}} more)')} : ''"
+    first = f"{found}.map({name}, {cel_message(template)})[0]"
+    return cel_message(f"{{{first}}}{{{others}}}")
 
 
 def nearest_multiple(value: str, factor: str) -> str:
@@ -106,8 +106,8 @@ def multiple(
         id=rule_id,
         field=field,
         rule=f"{guard}{value} % {factor} == 0",
-        says=f"must be a multiple of {named}{why}{else_}",
-        message=say(
+        message=f"must be a multiple of {named}{why}{else_}",
+        message_expression=cel_message(
             f"{{{value}}} is not a multiple of {named} {{{factor}}}{why}; "
             f"write {{{nearest_multiple(value, factor)}}}{else_}"
         ),

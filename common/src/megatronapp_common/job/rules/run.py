@@ -1,6 +1,6 @@
 """Rules about the arguments and the environment of the ranks, restarts, and GPUs."""
 
-from megatronapp_common.job.rules.rule import Rule, first_item, no_item, say
+from megatronapp_common.job.rules.rule import Rule, cel_message, first_item, no_item
 from megatronapp_common.names import Env
 
 RESERVED_ENV = (
@@ -29,8 +29,8 @@ RUN_RULES = (
         id="a-gpu-for-each-rank",
         field=".procPerNode",
         rule="!has(self.procPerNode) || self.gpusPerNode == 0 || self.procPerNode <= self.gpusPerNode",
-        says="a rank needs a GPU of its own: write gpusPerNode or less, or gpusPerNode: 0 to train on the CPU",
-        message=say(
+        message="a rank needs a GPU of its own: write gpusPerNode or less, or gpusPerNode: 0 to train on the CPU",
+        message_expression=cel_message(
             "{self.procPerNode} ranks but gpusPerNode {self.gpusPerNode}; a rank needs a GPU of its own: "
             "write {self.gpusPerNode} or less, or gpusPerNode: 0 to train on the CPU"
         ),
@@ -39,8 +39,8 @@ RUN_RULES = (
         id="flag-and-value-apart",
         field=".args",
         rule=no_item("self.args", "word", _TWO_WORDS),
-        says="holds a flag and its value as one item; write them as two, as in [--lr, '3']",
-        message=first_item(
+        message="holds a flag and its value as one item; write them as two, as in [--lr, '3']",
+        message_expression=first_item(
             "self.args", "word", _TWO_WORDS, "'{word}' is one item; write the flag and its value as two: [--lr, '3']"
         ),
     ),
@@ -48,22 +48,26 @@ RUN_RULES = (
         id="reserved-variable",
         field=".env",
         rule=no_item("self.env", "variable", _RESERVED),
-        says="holds a variable that the launcher sets; leave it out",
-        message=first_item("self.env", "variable", _RESERVED, "{variable.name} is set by the launcher; leave it out"),
+        message="holds a variable that the launcher sets; leave it out",
+        message_expression=first_item(
+            "self.env", "variable", _RESERVED, "{variable.name} is set by the launcher; leave it out"
+        ),
     ),
     Rule(
         id="variable-given-twice",
         field=".env",
         rule=no_item("self.env", "variable", _TWICE),
-        says="holds a variable twice; leave one of them out",
-        message=say(f"{{{_FIRST_TWICE}}} is given twice; leave one of them out"),
+        message="holds a variable twice; leave one of them out",
+        message_expression=cel_message(f"{{{_FIRST_TWICE}}} is given twice; leave one of them out"),
         in_schema=True,
     ),
     Rule(
         id="backoff-grows",
         field=".runPolicy.backoff.maxSeconds",
         rule=f"{_LONGEST} >= {_FIRST}",
-        says="must not be below initialSeconds",
-        message=say(f"{{{_LONGEST}}} is below initialSeconds {{{_FIRST}}}; write {{{_FIRST}}} or more"),
+        message="must not be below initialSeconds",
+        message_expression=cel_message(
+            f"{{{_LONGEST}}} is below initialSeconds {{{_FIRST}}}; write {{{_FIRST}}} or more"
+        ),
     ),
 )

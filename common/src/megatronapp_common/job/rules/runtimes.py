@@ -6,8 +6,8 @@ The rules of forward workers see, beside the names of `world`, `wanted_forward` 
 
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
 from megatronapp_common.job.rules.cluster import named_once
-from megatronapp_common.job.rules.rule import Rule, say
-from megatronapp_common.job.rules.world import APART, say_with_sizes, with_gang
+from megatronapp_common.job.rules.rule import Rule, cel_message
+from megatronapp_common.job.rules.world import APART, cel_message_with_sizes, with_gang
 
 _FORWARD = "self.fbd.forward"
 _GPUS = f"{_FORWARD}.gpusPerNode"
@@ -18,31 +18,31 @@ _SWITCHES = (
         id="dpp-needs-pipeline",
         field=".dpp.enabled",
         rule="!self.dpp.enabled || self.parallelism.pipeline > 1",
-        says="needs parallelism.pipeline above 1: there is nothing to schedule in one stage; leave it out",
+        message="needs parallelism.pipeline above 1: there is nothing to schedule in one stage; leave it out",
     ),
     Rule(
         id="dpp-or-fbd",
         field=".fbd.enabled",
         rule="!self.dpp.enabled || !self.fbd.enabled",
-        says="dpp is enabled too, and each of them runs the pipeline its own way; choose one",
+        message="dpp is enabled too, and each of them runs the pipeline its own way; choose one",
     ),
     Rule(
         id="workload-needs-dpp",
         field=".dpp.workload",
         rule="!has(self.dpp.workload) || self.dpp.enabled",
-        says="needs dpp.enabled: true",
+        message="needs dpp.enabled: true",
     ),
     Rule(
         id="merging-needs-fbd",
         field=".fbd.ignoreForwardTensorParallel",
         rule="!self.fbd.ignoreForwardTensorParallel || self.fbd.enabled",
-        says="needs fbd.enabled: true",
+        message="needs fbd.enabled: true",
     ),
     Rule(
         id="forward-needs-fbd",
         field=".fbd.forward",
         rule=f"!has({_FORWARD}) || self.fbd.enabled",
-        says="needs fbd.enabled: true",
+        message="needs fbd.enabled: true",
     ),
 )
 
@@ -53,8 +53,8 @@ def _of_forward(rule_id: str, field: str, rule: str, *, says: str, message: str)
         id=rule_id,
         field=field,
         rule=f"!{APART} || {with_gang(rule)}",
-        says=says,
-        message=say_with_sizes(say(message)),
+        message=says,
+        message_expression=cel_message_with_sizes(cel_message(message)),
     )
 
 

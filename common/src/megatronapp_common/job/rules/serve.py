@@ -1,7 +1,7 @@
 """Rules about the mode of a job: what training needs, and what means nothing to a model that is served."""
 
-from megatronapp_common.job.rules.rule import Rule, say
-from megatronapp_common.job.rules.world import REPLICAS, say_with_sizes, with_gang
+from megatronapp_common.job.rules.rule import Rule, cel_message
+from megatronapp_common.job.rules.world import REPLICAS, cel_message_with_sizes, with_gang
 
 _TRAINS, _SERVES = "self.mode == 'train'", "self.mode == 'serve'"
 
@@ -11,7 +11,7 @@ def _needed(block: str) -> Rule:
         id=f"{block}-given",
         field=f".{block}",
         rule=f"!({_TRAINS}) || has(self.{block})",
-        says=f"is missing; write {block} with a block of fields",
+        message=f"is missing; write {block} with a block of fields",
     )
 
 
@@ -24,7 +24,7 @@ def _of_training(field: str, given: str, why: str, rule_id: str = "") -> Rule:
         id=rule_id or f"serve-without-{field}",
         field=f".{field}",
         rule=f"!({_SERVES}) || !({given})",
-        says=f"means nothing in mode serve: {why}; leave it out",
+        message=f"means nothing in mode serve: {why}; leave it out",
     )
 
 
@@ -64,28 +64,28 @@ SERVE_RULES = (
         id="serve-of-mode-serve",
         field=".serve",
         rule=f"!has(self.serve) || {_SERVES}",
-        says="belongs to mode: serve; leave it out",
+        message="belongs to mode: serve; leave it out",
     ),
     Rule(
         id="scope-of-mode-serve",
         field=".scope",
         rule=f"!has(self.scope) || ({_SERVES} && self.analyzer.enabled)",
-        says="belongs to mode: serve with analyzer.enabled: true; leave it out",
+        message="belongs to mode: serve with analyzer.enabled: true; leave it out",
     ),
     Rule(
         id="serve-needs-a-checkpoint",
         field=".checkpoint.load",
         rule=f"!({_SERVES}) || has(self.checkpoint.load)",
-        says="is missing; mode serve needs the directory of a checkpoint",
+        message="is missing; mode serve needs the directory of a checkpoint",
     ),
     *_OF_TRAINING,
     Rule(
         id="serve-one-replica",
         field=".parallelism.data",
         rule=f"!({_SERVES}) || {with_gang(f'{REPLICAS} == 1')}",
-        says="a served model has one replica; write data: 1, and make a job for each further one",
-        message=say_with_sizes(
-            say(
+        message="a served model has one replica; write data: 1, and make a job for each further one",
+        message_expression=cel_message_with_sizes(
+            cel_message(
                 f"{{{REPLICAS}}} replicas of the model, and a job serves one; write data: 1, "
                 "and make a job for each further one"
             )
@@ -95,6 +95,6 @@ SERVE_RULES = (
         id="serve-ranks-by-index",
         field=".network.rankOrder",
         rule=f"!({_SERVES}) || self.network.rankOrder == 'Index'",
-        says="must be Index in mode serve: rank 0 answers, and the Service leads to worker 0; leave it out",
+        message="must be Index in mode serve: rank 0 answers, and the Service leads to worker 0; leave it out",
     ),
 )

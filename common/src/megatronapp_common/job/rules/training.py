@@ -1,6 +1,6 @@
 """Rules about optimizer, recomputation and schedules."""
 
-from megatronapp_common.job.rules.rule import Rule, say
+from megatronapp_common.job.rules.rule import Rule, cel_message
 
 _GATHER = "self.training.overlapParamGather"
 _RECOMPUTE = "self.training.recompute"
@@ -15,14 +15,14 @@ _OVERLAP = (
         id="gather-needs-distributed-optimizer",
         field=".training.overlapParamGather",
         rule=f"!{_GATHER} || self.training.useDistributedOptimizer",
-        says="needs useDistributedOptimizer: true",
+        message="needs useDistributedOptimizer: true",
         args=("--use-distributed-optimizer",),
     ),
     Rule(
         id="gather-needs-overlapped-reduce",
         field=".training.overlapParamGather",
         rule=f"!{_GATHER} || self.training.overlapGradReduce",
-        says="needs overlapGradReduce: true",
+        message="needs overlapGradReduce: true",
         args=("--overlap-grad-reduce",),
     ),
 )
@@ -32,7 +32,7 @@ _RECOMPUTATION = (
         field=".training.recompute",
         rule=f"!has({_RECOMPUTE}) || {_RECOMPUTE}.granularity != 'full' || "
         f"(has({_RECOMPUTE}.method) && has({_RECOMPUTE}.numLayers))",
-        says="granularity full needs method (uniform or block) and numLayers; write both",
+        message="granularity full needs method (uniform or block) and numLayers; write both",
         args=("--recompute-method", "--recompute-num-layers"),
     ),
     Rule(
@@ -40,7 +40,7 @@ _RECOMPUTATION = (
         field=".training.recompute",
         rule=f"!has({_RECOMPUTE}) || {_RECOMPUTE}.granularity != 'selective' || "
         f"!(has({_RECOMPUTE}.method) || has({_RECOMPUTE}.numLayers))",
-        says="method and numLayers belong to granularity full; leave them out",
+        message="method and numLayers belong to granularity full; leave them out",
     ),
 )
 _RATE = (
@@ -48,21 +48,25 @@ _RATE = (
         id="min-lr-below-lr",
         field=".training.minLr",
         rule="!has(self.training.minLr) || self.training.minLr <= self.training.lr",
-        says="must not be above lr",
-        message=say("{self.training.minLr} is above lr {self.training.lr}; write {self.training.lr} or less"),
+        message="must not be above lr",
+        message_expression=cel_message(
+            "{self.training.minLr} is above lr {self.training.lr}; write {self.training.lr} or less"
+        ),
     ),
     Rule(
         id="one-warmup",
         field=".training.lrWarmupFraction",
         rule=f"!has(self.training.lrWarmupFraction) || !has({_WARMUP}) || {_WARMUP} == 0",
-        says="lrWarmupIters is given too; leave one of them out",
+        message="lrWarmupIters is given too; leave one of them out",
     ),
     Rule(
         id="warmup-below-decay",
         field=".training.lrWarmupIters",
         rule=f"!has({_WARMUP}) || {_WARMUP} < {_STEPS}",
-        says="must be below the steps of the decay (lrDecayIters, else trainIters)",
-        message=say(f"{{{_WARMUP}}} must be below the {{{_STEPS}}} steps of the decay; write {{{_STEPS} / 10}}"),
+        message="must be below the steps of the decay (lrDecayIters, else trainIters)",
+        message_expression=cel_message(
+            f"{{{_WARMUP}}} must be below the {{{_STEPS}}} steps of the decay; write {{{_STEPS} / 10}}"
+        ),
         args=("--lr-decay-iters",),
     ),
     Rule(
@@ -70,7 +74,7 @@ _RATE = (
         field=".training.lrWsdDecayIters",
         rule="!has(self.training.lrDecayStyle) || self.training.lrDecayStyle != 'WSD' || "
         "has(self.training.lrWsdDecayIters)",
-        says="is missing; lrDecayStyle WSD needs the steps of its last phase",
+        message="is missing; lrDecayStyle WSD needs the steps of its last phase",
         args=("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
     ),
 )
@@ -79,15 +83,15 @@ _WEIGHT_DECAY = (
         id="weight-decay-growth",
         field=".training.weightDecayIncrStyle",
         rule=f"!{_GROWING} || ({_STARTS} && {_ENDS})",
-        says="linear and cosine need startWeightDecay and endWeightDecay; write both",
-        message=say(f"{{{_STYLE}}} needs startWeightDecay and endWeightDecay; write both"),
+        message="linear and cosine need startWeightDecay and endWeightDecay; write both",
+        message_expression=cel_message(f"{{{_STYLE}}} needs startWeightDecay and endWeightDecay; write both"),
         args=("--start-weight-decay", "--end-weight-decay"),
     ),
     Rule(
         id="weight-decay-constant",
         field=".training.weightDecayIncrStyle",
         rule=f"{_GROWING} || !({_STARTS} || {_ENDS})",
-        says="startWeightDecay and endWeightDecay belong to linear or cosine; write one of these, or leave them out",
+        message="startWeightDecay and endWeightDecay belong to linear or cosine; write one of these, or leave them out",
         args=("--weight-decay-incr-style",),
     ),
 )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE, MAX_RANKS
-from megatronapp_common.job.rules.rule import Rule, let, let_say, say
+from megatronapp_common.job.rules.rule import Rule, cel_message, cel_message_with, let
 
 _DATA, _NODES, _PER_NODE = "has(self.parallelism.data)", "has(self.nodes)", "has(self.procPerNode)"
 _GPUS = "self.gpusPerNode"
@@ -22,7 +22,7 @@ _MERGED = "self.fbd.ignoreForwardTensorParallel"
 _BESIDE = f"(self.fbd.enabled && !has({_FORWARD}))"
 _FORWARD_TENSOR = f"({_MERGED} ? 1 : {_TENSOR})"
 _REPLICA = f"({_TENSOR} + ({_BESIDE} ? {_FORWARD_TENSOR} : 0)) * {_CONTEXT} * {_STAGES}"
-_OF_CONTEXT = f"{_CONTEXT} > 1 ? {say(f'context {{{_CONTEXT}}} x ')} : ''"
+_OF_CONTEXT = f"{_CONTEXT} > 1 ? {cel_message(f'context {{{_CONTEXT}}} x ')} : ''"
 _OF_FORWARD = f"!{_BESIDE} ? '' : {_MERGED} ? ', and a forward rank for each tensor group' : ', forward and backward'"
 _GROUPS = f"tensor {{{_TENSOR}}} x {{{_OF_CONTEXT}}}pipeline {{{_STAGES}}}{{{_OF_FORWARD}}}"
 
@@ -72,10 +72,10 @@ def with_sizes(rule: str) -> str:
     return f"{_REPLICA} > {MAX_RANKS} || {rule}"
 
 
-def say_with_sizes(message: str) -> str:
+def cel_message_with_sizes(message: str) -> str:
     """CEL text of a message over the names above."""
     for name, value in _used(message):
-        message = let_say(name, value, message)
+        message = cel_message_with(name, value, message)
     return message
 
 
@@ -93,8 +93,8 @@ def with_gang(rule: str) -> str:
 
 
 _FIX_DATA = (
-    f"nodes * per_node % replica == 0 ? {say('write data: {nodes * per_node / replica}, or leave data out')} : "
-    f"{say('make nodes x procPerNode equal to {wanted}')}"
+    f"nodes * per_node % replica == 0 ? {cel_message('write data: {nodes * per_node / replica}, or leave data out')} : "
+    f"{cel_message('make nodes x procPerNode equal to {wanted}')}"
 )
 
 WORLD_RULES = (
@@ -102,8 +102,8 @@ WORLD_RULES = (
         id="replica-too-large",
         field=".parallelism",
         rule=_POSSIBLE,
-        says=f"a replica may have at most {MAX_RANKS} ranks; write smaller sizes",
-        message=say(
+        message=f"a replica may have at most {MAX_RANKS} ranks; write smaller sizes",
+        message_expression=cel_message(
             f"a replica of {{{_REPLICA}}} ranks ({_GROUPS}) is too large; at most {MAX_RANKS} are possible "
             f"({MAX_NODES} nodes of {MAX_PROC_PER_NODE}): write smaller sizes"
         ),
@@ -112,9 +112,9 @@ WORLD_RULES = (
         id="replica-over-nodes",
         field=".procPerNode",
         rule=f"{_DERIVED} || {with_sizes('nodes * per_node == replica')}",
-        says="is missing, and one replica cannot be spread over the nodes; write procPerNode, or change nodes",
-        message=say_with_sizes(
-            say(
+        message="is missing, and one replica cannot be spread over the nodes; write procPerNode, or change nodes",
+        message_expression=cel_message_with_sizes(
+            cel_message(
                 f"is missing and {{replica}} ranks ({_GROUPS}) cannot be spread over {{nodes}} nodes; "
                 f"write procPerNode, or change nodes to a divisor of {{replica}}"
             )
@@ -124,9 +124,9 @@ WORLD_RULES = (
         id="world-of-replicas",
         field=".parallelism",
         rule=f"{_DATA} || !({_PER_NODE} || {_GPUS} > 0) || {with_sizes('nodes * per_node % replica == 0')}",
-        says="nodes x procPerNode must be a multiple of tensor x context x pipeline (with fbd: also forward ranks)",
-        message=say_with_sizes(
-            say(
+        message="nodes x procPerNode must be a multiple of tensor x context x pipeline (with fbd: also forward ranks)",
+        message_expression=cel_message_with_sizes(
+            cel_message(
                 f"{{nodes * per_node}} ranks ({{nodes}} nodes x {{per_node}}) cannot be divided into replicas of "
                 f"{{replica}} ranks ({_GROUPS}); make nodes x procPerNode a multiple of {{replica}}"
             )
@@ -136,10 +136,10 @@ WORLD_RULES = (
         id="data-agrees",
         field=".parallelism.data",
         rule=f"!{_DATA} || {with_sizes('nodes * per_node == wanted')}",
-        says="tensor x context x pipeline x data (with fbd, forward ranks too) must be nodes x procPerNode; "
+        message="tensor x context x pipeline x data (with fbd, forward ranks too) must be nodes x procPerNode; "
         "leave data out to derive it",
-        message=say_with_sizes(
-            say(
+        message_expression=cel_message_with_sizes(
+            cel_message(
                 f"{{self.parallelism.data}} replicas of {{replica}} ranks ({_GROUPS}) are {{wanted}} ranks, "
                 f"but {{nodes}} nodes x {{per_node}} are {{nodes * per_node}}; {{{_FIX_DATA}}}"
             )
@@ -149,9 +149,9 @@ WORLD_RULES = (
         id="ranks-of-a-node",
         field=".nodes",
         rule=with_sizes(f"!{_AGREED} || per_node <= {MAX_PROC_PER_NODE}"),
-        says=f"at most {MAX_PROC_PER_NODE} ranks are possible on a node; write more nodes",
-        message=say_with_sizes(
-            say(
+        message=f"at most {MAX_PROC_PER_NODE} ranks are possible on a node; write more nodes",
+        message_expression=cel_message_with_sizes(
+            cel_message(
                 f"{{nodes * per_node}} ranks on {{nodes}} nodes are {{per_node}} on each, at most {MAX_PROC_PER_NODE} "
                 f"are possible; write nodes: "
                 f"{{(nodes * per_node + {MAX_PROC_PER_NODE - 1}) / {MAX_PROC_PER_NODE}}} or more"
@@ -162,7 +162,9 @@ WORLD_RULES = (
         id="nodes-of-a-gang",
         field=".parallelism",
         rule=with_sizes(f"!{_AGREED} || per_node > {MAX_PROC_PER_NODE} || nodes <= {MAX_NODES}"),
-        says=f"needs more than {MAX_NODES} nodes; write smaller sizes, or more ranks on each node",
-        message=say_with_sizes(say(f"needs {{nodes}} nodes of {{per_node}} ranks; at most {MAX_NODES} are possible")),
+        message=f"needs more than {MAX_NODES} nodes; write smaller sizes, or more ranks on each node",
+        message_expression=cel_message_with_sizes(
+            cel_message(f"needs {{nodes}} nodes of {{per_node}} ranks; at most {MAX_NODES} are possible")
+        ),
     ),
 )

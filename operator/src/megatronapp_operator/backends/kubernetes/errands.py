@@ -13,14 +13,14 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
     ForbiddenError,
     InvalidError,
-    NamespaceEndsError,
+    NamespaceTerminatingError,
     NameTakenError,
 )
-from megatronapp_operator.backends.kubernetes.executor import Executor, Work, surroundings_of
-from megatronapp_operator.backends.kubernetes.job_memory import Memory
+from megatronapp_operator.backends.kubernetes.executor import Executor, JobContext, surroundings_of
+from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.status_facts import is_long
-from megatronapp_operator.backends.kubernetes.store import Store
-from megatronapp_operator.backends.kubernetes.surroundings import Surroundings
+from megatronapp_operator.backends.kubernetes.store import ObjectStore
+from megatronapp_operator.backends.kubernetes.surroundings import OwnedObjects
 from megatronapp_operator.plan import TERMINAL_PHASES, EventType, Phase, RecordEvent
 
 log = logging.getLogger(__name__)
@@ -35,55 +35,59 @@ LASTING = (ForbiddenError, InvalidError, NameTakenError)
 """What does not pass by itself, so that it is reported at the job."""
 
 
-class Errands:
+class JobMaintenance:
     """One for all jobs."""
 
-    def __init__(self, store: Store, executor: Executor, clock: Callable[[], float]) -> None:
+    def __init__(self, store: ObjectStore, executor: Executor, clock: Callable[[], float]) -> None:
         self._store = store
         self._executor = executor
         self._clock = clock
         self.lists: bool | None = None
         """True if Services and policies can be listed, so that `compare` is called; None: not tried yet."""
 
-    def compare(self, memory: Memory, work: Work, found: Surroundings) -> bool:
+    def compare(self, memory: JobMemory, work: JobContext, found: OwnedObjects) -> bool:
         """Note which objects of a running attempt were deleted or changed; returns True if any was."""
         memory.differing = ()
         if _is_current(memory, work):
-            memory.differing = tuple(found.differing(surroundings_of(work)))
+            memory.differing = tuple(found.find_differences(surroundings_of(work)))
         return bool(memory.differing)
 
-    async def run(self, memory: Memory, work: Work) -> float | None:
+    async def run(self, memory: JobMemory, work: JobContext) -> float | None:
         """Do what is due; returns when to look again. Raises NamespaceEndsError, LeaseLostError."""
         await self._report_unknown(memory, work)
         await self._report_skipped(memory, work)
-        for name, errand in (("places", self._tell_places), ("agents", self._tell_of_agents), ("tend", self._tend)):
-            retry_at, known = memory.errands.get(name, (0.0, ""))
+        for name, errand in (
+            ("places", self._publish_placement),
+            ("agents", self._report_agents),
+            ("tend", self._tend),
+        ):
+            retry_at, known = memory.maintenance.get(name, (0.0, ""))
             if self._clock() < retry_at:
                 continue
             try:
                 await errand(memory, work)
-                memory.errands.pop(name, None)
-            except NamespaceEndsError:
+                memory.maintenance.pop(name, None)
+            except NamespaceTerminatingError:
                 raise
             except (ApiError, NameTakenError) as error:
-                memory.errands[name] = self._clock() + RETRY_S, str(error)
+                memory.maintenance[name] = self._clock() + RETRY_S, str(error)
                 if str(error) != known:
                     await self._report(work, error)
-        times = [at for at, _ in memory.errands.values()]
-        if "tend" not in memory.errands and memory.tend_at > self._clock():
+        times = [at for at, _ in memory.maintenance.values()]
+        if "tend" not in memory.maintenance and memory.tend_at > self._clock():
             times.append(memory.tend_at)
         return min(times, default=None) if _lives(memory, work) else None
 
-    async def _report_unknown(self, memory: Memory, work: Work) -> None:
+    async def _report_unknown(self, memory: JobMemory, work: JobContext) -> None:
         """Name the fields of a newer definition that have no effect here, once for each set of them."""
         if memory.unknown_fields and memory.unknown_fields != memory.ignored:
             fields = ", ".join(memory.unknown_fields)
             message = f"the definition is newer than this operator, which ignores {fields}; upgrade it"
             event = RecordEvent(type=EventType.WARNING, reason="UnknownFields", message=message)
-            await self._executor.tell(work.owner, event)
+            await self._executor.record_event(work.owner, event)
         memory.ignored = memory.unknown_fields
 
-    async def _report_skipped(self, memory: Memory, work: Work) -> None:
+    async def _report_skipped(self, memory: JobMemory, work: JobContext) -> None:
         """Name the rules that the spec breaks and that are not enforced, once for each set of them."""
         rules = memory.skipped_rules
         if rules and rules != memory.skipped_reported and work.document["metadata"].get("deletionTimestamp") is None:
@@ -93,39 +97,39 @@ class Errands:
                 f"{'; '.join(rules[:RULES_NAMED])}{more}"
             )
             event = RecordEvent(type=EventType.WARNING, reason="RulesSkipped", message=message)
-            await self._executor.tell(work.owner, event)
+            await self._executor.record_event(work.owner, event)
         memory.skipped_reported = rules
 
-    async def _report(self, work: Work, error: Exception) -> None:
+    async def _report(self, work: JobContext, error: Exception) -> None:
         log.warning("%s/%s: %s", work.owner.namespace, work.owner.name, error)
         if isinstance(error, LASTING):
             reason = type(error).__name__.removesuffix("Error")
-            await self._executor.tell(
+            await self._executor.record_event(
                 work.owner, RecordEvent(type=EventType.WARNING, reason=reason, message=str(error))
             )
 
-    async def _tell_places(self, memory: Memory, work: Work) -> None:
+    async def _publish_placement(self, memory: JobMemory, work: JobContext) -> None:
         """What workers wait for, and what is too long for the status."""
         if not _lives(memory, work):
             return
-        await self._executor.tell_topology(work)
-        table = memory.told.rank_table
-        if table is not None and is_long(table) and memory.table_told != table.get("digest"):
-            await self._executor.tell_ranks(work, table)
-            memory.table_told = table.get("digest")
+        await self._executor.write_topology(work)
+        table = memory.poll_result.rank_table
+        if table is not None and is_long(table) and memory.table_written != table.get("digest"):
+            await self._executor.write_rank_table(work, table)
+            memory.table_written = table.get("digest")
 
-    async def _tell_of_agents(self, memory: Memory, work: Work) -> None:
+    async def _report_agents(self, memory: JobMemory, work: JobContext) -> None:
         """Name agents that do not run. Training does without them, but its pages stay empty."""
         pods = self._store.pods(work.owner.namespace, memory.uid)
-        troubled = {one.uid: f"{one.name}: {one.agent_trouble}" for one in pods if one.agent_trouble}
-        news = sorted(text for uid, text in troubled.items() if uid not in memory.agents_told)
+        troubled = {one.uid: f"{one.name}: {one.agent_problem}" for one in pods if one.agent_problem}
+        news = sorted(text for uid, text in troubled.items() if uid not in memory.agents_reported)
         if news:
             message = f"the trace of {len(news)} workers is missing; {news[0]}"
             event = RecordEvent(type=EventType.WARNING, reason="AgentNotRunning", message=message)
-            await self._executor.tell(work.owner, event)
-        memory.agents_told = (memory.agents_told & {one.uid for one in pods}) | troubled.keys()
+            await self._executor.record_event(work.owner, event)
+        memory.agents_reported = (memory.agents_reported & {one.uid for one in pods}) | troubled.keys()
 
-    async def _tend(self, memory: Memory, work: Work) -> None:
+    async def _tend(self, memory: JobMemory, work: JobContext) -> None:
         """Restore deleted objects of the running attempt now and then, and take over an edited policy at once.
 
         An edit that makes other pods waits for the next attempt, and the objects around the pods wait with it.
@@ -140,14 +144,14 @@ class Errands:
             return
         if render.template_hash(memory.job, work.settings) == pinned.template_hash:
             whole = edited or bool(differing) or memory.inherited or not self.lists
-            await self._executor.tend(work, edited=edited, whole=whole)
-            memory.inherited, memory.table_told = False, None
+            await self._executor.reapply_objects(work, edited=edited, whole=whole)
+            memory.inherited, memory.table_written = False, None
             if differing:
                 log.info("%s/%s: restored %s", work.owner.namespace, work.owner.name, ", ".join(differing))
         memory.tended, memory.tend_at, memory.differing = generation, now + TEND_S, ()
 
 
-def _is_current(memory: Memory, work: Work) -> bool:
+def _is_current(memory: JobMemory, work: JobContext) -> bool:
     """True if the objects of a running attempt have to be as they are rendered now."""
     pinned = memory.pinned
     if not _lives(memory, work) or pinned is None or pinned.attempt != memory.status.attempt:
@@ -155,7 +159,7 @@ def _is_current(memory: Memory, work: Work) -> bool:
     return render.template_hash(memory.job, work.settings) == pinned.template_hash
 
 
-def _lives(memory: Memory, work: Work) -> bool:
+def _lives(memory: JobMemory, work: JobContext) -> bool:
     """Whether an attempt has begun and has not ended for good, and the job is not being deleted.
 
     A deletion raises the generation, too, and the garbage collector removes what would be restored.

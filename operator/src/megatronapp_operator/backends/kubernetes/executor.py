@@ -15,20 +15,28 @@ from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import API_VERSION, KIND, LABEL_JOB_UID, ReplicaType
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS, NODES, PODS, Api, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.api import (
+    EVENTS,
+    JOBS,
+    NODES,
+    PODS,
+    KubernetesApi,
+    Object,
+    Resource,
+)
 from megatronapp_operator.backends.kubernetes.client.errors import (
     AlreadyExistsError,
     ApiError,
     ForbiddenError,
-    NamespaceEndsError,
+    NamespaceTerminatingError,
     NameTakenError,
     NotFoundError,
 )
-from megatronapp_operator.backends.kubernetes.client.rejections import refusal_of
-from megatronapp_operator.backends.kubernetes.groups import Groups
+from megatronapp_operator.backends.kubernetes.client.rejections import classify_rejection
+from megatronapp_operator.backends.kubernetes.groups import PodGroupRemover
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
-from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
+from megatronapp_operator.backends.kubernetes.store import ObjectStore
 from megatronapp_operator.backends.kubernetes.surroundings import LISTED
 from megatronapp_operator.errors import OperatorError
 from megatronapp_operator.keys import KeyRing
@@ -42,8 +50,8 @@ from megatronapp_operator.plan import (
     DeleteWorker,
     EnsureHub,
     EventType,
+    PodRejection,
     RecordEvent,
-    Refusal,
     RemoveGroup,
 )
 
@@ -62,33 +70,35 @@ MAX_INSTANCE = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class JobContext:
     """A job, and what its objects are made of."""
 
     document: Object
     """The MegatronJob, as it was read."""
     job: MegatronJob
-    owner: Owner
-    attempt: Attempt
+    owner: JobOwner
+    attempt: AttemptSettings
     settings: RenderSettings
 
 
 class Executor:
     """One for all jobs."""
 
-    def __init__(self, api: Api, store: Store, *, keys: KeyRing, identity: str) -> None:
+    def __init__(self, api: KubernetesApi, store: ObjectStore, *, keys: KeyRing, identity: str) -> None:
         self._api = api
         self._store = store
-        self.groups = Groups(api)
+        self.groups = PodGroupRemover(api)
         self._keys = keys
         self._identity = identity
         self._hub_pauses: dict[str, float] = {}
         """Until when (monotonic) a hub that was refused is left alone, by the job's uid."""
         self._applied: OrderedDict[tuple[str, int, int, str], None] = OrderedDict()
 
-    async def run(self, work: Work, actions: Sequence[Action]) -> Refusal | None:
+    async def run(self, work: JobContext, actions: Sequence[Action]) -> PodRejection | None:
         """Carry out the actions; the refusal of a pod, if there was one. Raises ApiError, NameTakenError."""
-        await self._all([self.tell(work.owner, action) for action in actions if isinstance(action, RecordEvent)])
+        await self._all(
+            [self.record_event(work.owner, action) for action in actions if isinstance(action, RecordEvent)]
+        )
         await self._all([self._remove(work, action) for action in actions])
         if any(isinstance(action, EnsureHub) for action in actions):
             await self._try_hub(work)
@@ -99,13 +109,13 @@ class Executor:
                 await self._retire_hub(work)
                 await self._start(work, [_pod(work, action) for action in starting])
         except ApiError as error:
-            refusal = refusal_of(error, work.attempt.number)
+            refusal = classify_rejection(error, work.attempt.number)
             if refusal is None:
                 raise
             return refusal
         return None
 
-    async def _try_hub(self, work: Work) -> None:
+    async def _try_hub(self, work: JobContext) -> None:
         """A hub that the API server does not take is tried again later; the gang does not wait for it."""
         if time.monotonic() < self._hub_pauses.get(work.owner.uid, 0.0):
             return
@@ -116,7 +126,7 @@ class Executor:
             except NameTakenError as error:
                 await self._pause_hub(work.owner, error)
         except ApiError as error:
-            if refusal_of(error, work.attempt.number) is None:
+            if classify_rejection(error, work.attempt.number) is None:
                 raise
             await self._pause_hub(work.owner, error)
 
@@ -124,20 +134,20 @@ class Executor:
         """How long the refused hub of a job is still left alone."""
         return max(0.0, self._hub_pauses.get(uid, 0.0) - time.monotonic())
 
-    async def _pause_hub(self, owner: Owner, error: OperatorError) -> None:
+    async def _pause_hub(self, owner: JobOwner, error: OperatorError) -> None:
         """Leave the hub alone for a while. What the hub of an earlier job of this name has left goes within seconds."""
         now, first = time.monotonic(), owner.uid not in self._hub_pauses
         short = first and isinstance(error, NameTakenError)
         pauses = {uid: until for uid, until in self._hub_pauses.items() if until > now - HUB_PAUSE_S}
         self._hub_pauses = pauses | {owner.uid: now + (HUB_SHORT_PAUSE_S if short else HUB_PAUSE_S)}
         if not short:
-            await self.tell(owner, RecordEvent(type=EventType.WARNING, reason="HubRefused", message=str(error)))
+            await self.record_event(owner, RecordEvent(type=EventType.WARNING, reason="HubRefused", message=str(error)))
 
-    async def tell_ranks(self, work: Work, table: Object) -> None:
+    async def write_rank_table(self, work: JobContext, table: Object) -> None:
         """Write down a rank table that is too long for the status."""
         await self._put(work, [render.ranks(work.owner, table)])
 
-    async def tell_topology(self, work: Work) -> None:
+    async def write_topology(self, work: JobContext) -> None:
         """Tell workers that have a node where that is: they wait for it, and may not read nodes themselves."""
         key = work.job.spec.network.topology_key
         if key is None or not work.settings.node_access:
@@ -152,7 +162,7 @@ class Executor:
         with contextlib.suppress(NotFoundError):
             self._store.put_pod(await self._api.annotate(PODS, record.namespace, record.name, annotations))
 
-    async def _remove(self, work: Work, action: Action) -> None:
+    async def _remove(self, work: JobContext, action: Action) -> None:
         match action:
             case DeleteHub():
                 await self._delete_all(self._of_type(work, ReplicaType.HUB))
@@ -167,11 +177,13 @@ class Executor:
             case DeleteJob():
                 await self._api.delete(JOBS, work.document)
 
-    async def _remove_group(self, work: Work, attempt: int) -> None:
+    async def _remove_group(self, work: JobContext, attempt: int) -> None:
         pods = [one.uid for one in self._of_type(work, ReplicaType.WORKER) if one.attempt == attempt]
         refused = await self.groups.remove(work.owner, work.job.spec.scheduling.gang, attempt, pods)
         if refused is not None:
-            await self.tell(work.owner, RecordEvent(type=EventType.WARNING, reason="GroupNotRemoved", message=refused))
+            await self.record_event(
+                work.owner, RecordEvent(type=EventType.WARNING, reason="GroupNotRemoved", message=refused)
+            )
 
     async def _all(self, steps: Sequence[Awaitable[None]]) -> None:
         """Do them beside each other, all of them, and then raise the first error."""
@@ -180,7 +192,7 @@ class Executor:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _ensure_objects(self, work: Work) -> None:
+    async def _ensure_objects(self, work: JobContext) -> None:
         """What must be there before any pod, in its order; once for an attempt, as far as this process knows."""
         generation = int(work.document["metadata"]["generation"])
         mark = work.owner.uid, work.attempt.number, generation, work.settings.key_id  # of which the Secret is one
@@ -194,7 +206,7 @@ class Executor:
         if len(self._applied) > REMEMBERED:
             self._applied.popitem(last=False)
 
-    async def tend(self, work: Work, *, edited: bool, whole: bool) -> None:
+    async def reapply_objects(self, work: JobContext, *, edited: bool, whole: bool) -> None:
         """Apply the objects of a running attempt again; after an edit remove those that it no longer wants.
 
         If not the `whole`, those that can be listed are left out.
@@ -205,19 +217,19 @@ class Executor:
         if edited:
             await self._remove_unwanted(work)
 
-    async def _remove_unwanted(self, work: Work) -> None:
+    async def _remove_unwanted(self, work: JobContext) -> None:
         """Delete the objects of an earlier spec of the job. Without the right to do so, they stay and are named."""
         namespace = work.owner.namespace
         try:
-            for resource, name in render.unwanted(work.job, work.owner, work.settings):
-                found = await self._api.labelled(resource, namespace, name, LABEL_JOB_UID, work.owner.uid)
+            for resource, name in render.unwanted_hub_objects(work.job, work.owner, work.settings):
+                found = await self._api.find_labelled(resource, namespace, name, LABEL_JOB_UID, work.owner.uid)
                 if found is not None:
                     await self._api.delete(resource, found)
         except ForbiddenError as error:
             event = RecordEvent(type=EventType.WARNING, reason="LeftoverNotDeleted", message=str(error))
-            await self.tell(work.owner, event)
+            await self.record_event(work.owner, event)
 
-    async def _ensure_secret(self, work: Work) -> None:
+    async def _ensure_secret(self, work: JobContext) -> None:
         """Create the job's Secret. The name follows from uid and key, so one that is there already is right."""
         key = self._keys.find(work.settings.key_id)
         if key is None:  # the attempt has begun under it, so its Secret was created then
@@ -227,26 +239,26 @@ class Executor:
         with contextlib.suppress(AlreadyExistsError):
             await self._api.create(resource, obj)
 
-    async def _put(self, work: Work, rendered: Sequence[tuple[Resource, Object]]) -> None:
+    async def _put(self, work: JobContext, rendered: Sequence[tuple[Resource, Object]]) -> None:
         """Make the objects so, in their order, once it is sure that none of them is somebody else's."""
         await self._all([self._see_free(work, resource, obj) for resource, obj in rendered])
         for resource, obj in rendered:
             await self._api.apply(resource, obj)
 
-    async def _see_free(self, work: Work, resource: Resource, obj: Object) -> None:
+    async def _see_free(self, work: JobContext, resource: Resource, obj: Object) -> None:
         """By a label that ours have: nobody needs the right to read the ConfigMaps of others for that."""
         namespace, name = obj["metadata"]["namespace"], obj["metadata"]["name"]
         if await self._api.has_label(resource, namespace, name, LABEL_JOB_UID, work.owner.uid) is False:
             raise _taken(resource, namespace, name)
 
-    async def _start(self, work: Work, pods: Sequence[Object]) -> None:
+    async def _start(self, work: JobContext, pods: Sequence[Object]) -> None:
         """All pods at once; of several, one is tried before, without effect."""
         if len(pods) > 1:
             with contextlib.suppress(AlreadyExistsError):
                 await self._api.create(PODS, pods[0], dry_run=True)
         await self._all([self._create(work, pod) for pod in pods])
 
-    async def _create(self, work: Work, pod: Object) -> None:
+    async def _create(self, work: JobContext, pod: Object) -> None:
         made: Object | None
         try:
             made = await self._api.create(PODS, pod)
@@ -255,7 +267,7 @@ class Executor:
         if made is not None:
             self._store.put_pod(made)
 
-    async def _present(self, work: Work, pod: Object) -> Object | None:
+    async def _present(self, work: JobContext, pod: Object) -> Object | None:
         """The pod that has the name already: ours, of this attempt or an older one that must go first."""
         metadata = pod["metadata"]
         found = await self._api.get(PODS, metadata["namespace"], metadata["name"])
@@ -265,7 +277,7 @@ class Executor:
             return found
         raise _taken(PODS, metadata["namespace"], metadata["name"])
 
-    async def _ensure_hub(self, work: Work) -> None:
+    async def _ensure_hub(self, work: JobContext) -> None:
         """The hub's Service, and its pod in place of one that has ended."""
         await self._put(work, render.hub_objects(work.job, work.owner, work.settings))
         ended = [one for one in self._of_type(work, ReplicaType.HUB) if one.phase in ENDED or one.deleted_at]
@@ -273,7 +285,7 @@ class Executor:
         starts = 1 + max((one.starts for one in ended), default=0)
         await self._create(work, render.hub_pod(work.job, work.owner, work.settings, starts=starts))
 
-    async def _retire_hub(self, work: Work) -> None:
+    async def _retire_hub(self, work: JobContext) -> None:
         """Before a gang starts, delete a hub that is made of something else or is not wanted any more.
 
         The plan has the right one made in its place.
@@ -296,36 +308,36 @@ class Executor:
         grace = None if grace_s is None else math.ceil(grace_s)
         answer = await self._api.delete(PODS, record.reference, grace_s=grace)
         if answer is None:
-            await self._drop_if_gone(record)
+            await self._drop_if_absent(record)
         elif answer.get("kind") == "Pod":
             self._store.put_pod(answer)
 
-    async def _drop_if_gone(self, record: PodRecord) -> None:
+    async def _drop_if_absent(self, record: PodRecord) -> None:
         """A delete that found nothing to delete: what is forgotten here never comes back, so it must be true."""
         found = await self._api.get(PODS, record.namespace, record.name)
         if found is None or found["metadata"]["uid"] != record.uid:
             self._store.drop_record(record)
 
-    def _of_type(self, work: Work, kind: ReplicaType) -> list[PodRecord]:
+    def _of_type(self, work: JobContext, kind: ReplicaType) -> list[PodRecord]:
         return [one for one in self._store.pods(work.owner.namespace, work.owner.uid) if one.type is kind]
 
-    async def tell(self, owner: Owner, event: RecordEvent) -> None:
+    async def record_event(self, owner: JobOwner, event: RecordEvent) -> None:
         """Tell people; that nobody could be told is no reason to leave the rest undone."""
         try:
             await self._api.create(EVENTS, _event(owner, event, self._identity))
-        except NamespaceEndsError:
+        except NamespaceTerminatingError:
             return
         except ApiError as error:
             log.warning("%s/%s: an event could not be written: %s", owner.namespace, owner.name, error)
 
 
-def surroundings_of(work: Work) -> list[tuple[Resource, Object]]:
+def surroundings_of(work: JobContext) -> list[tuple[Resource, Object]]:
     """The objects around the pods of a running attempt, but for its Secret."""
     hub = render.hub_objects(work.job, work.owner, work.settings) if work.job.spec.analyzer.enabled else ()
     return [*render.gang_objects(work.job, work.owner, work.attempt, work.settings), *hub]
 
 
-def _place(owner: Owner) -> tuple[str, str]:
+def _place(owner: JobOwner) -> tuple[str, str]:
     return owner.namespace, owner.name
 
 
@@ -336,7 +348,7 @@ def _taken(resource: Resource, namespace: str, name: str) -> NameTakenError:
     )
 
 
-def _pod(work: Work, action: CreateInit | CreateWorker) -> Object:
+def _pod(work: JobContext, action: CreateInit | CreateWorker) -> Object:
     if isinstance(action, CreateWorker):
         return render.worker_pod(work.job, work.owner, work.attempt, action.index, work.settings)
     pod = render.init_pod(work.job, work.owner, work.settings)
@@ -344,7 +356,7 @@ def _pod(work: Work, action: CreateInit | CreateWorker) -> Object:
     return pod
 
 
-def _event(owner: Owner, event: RecordEvent, identity: str) -> Object:
+def _event(owner: JobOwner, event: RecordEvent, identity: str) -> Object:
     now = datetime.datetime.now(datetime.UTC)
     name = {"namespace": owner.namespace, "name": owner.name}
     return {

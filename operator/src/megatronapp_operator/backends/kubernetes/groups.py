@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.client.api import WORKLOADS, Api, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.api import WORKLOADS, KubernetesApi, Object, Resource
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
-from megatronapp_operator.backends.kubernetes.render.objects import Names
+from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames
 from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS
-from megatronapp_operator.backends.kubernetes.render.settings import Owner
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 
 KUEUE = "Kueue"
 REMEMBERED = 20_000
@@ -21,43 +21,43 @@ RETRY_S = 600.0
 
 
 @dataclasses.dataclass(slots=True)
-class Groups:
+class PodGroupRemover:
     """For all jobs of one process."""
 
-    api: Api
+    api: KubernetesApi
     clock: Callable[[], float] = time.monotonic
-    _gone: OrderedDict[str, AbstractSet[int]] = dataclasses.field(default_factory=OrderedDict)
+    _removed: OrderedDict[str, AbstractSet[int]] = dataclasses.field(default_factory=OrderedDict)
     _refused: OrderedDict[str, dict[int, float]] = dataclasses.field(default_factory=OrderedDict)
     """When the removal of a group was refused, by the job's uid and the attempt."""
 
-    def gone(self, uid: str) -> AbstractSet[int]:
+    def removed_attempts(self, uid: str) -> AbstractSet[int]:
         """Attempts of a job whose groups this process has removed, or may not remove."""
-        return self._gone.get(uid, frozenset())
+        return self._removed.get(uid, frozenset())
 
     def refused(self, uid: str) -> AbstractSet[int]:
         """Attempts of a job whose groups this process was not allowed to remove during the last minutes."""
         since = self.clock() - RETRY_S
         return frozenset(attempt for attempt, at in self._refused.get(uid, {}).items() if at > since)
 
-    async def remove(self, owner: Owner, gang: str, attempt: int, pods: Iterable[str]) -> str | None:
+    async def remove(self, owner: JobOwner, gang: str, attempt: int, pods: Iterable[str]) -> str | None:
         """Remove the group of an attempt; `pods` are uids of its pods. Returns why it may not be, when that is news."""
         resource = WORKLOADS if gang == KUEUE else GROUPS.get(gang)
         if resource is None:
             return None
         refused = await self._delete(resource, owner, attempt, frozenset(pods))
-        known = attempt in self.gone(owner.uid)
+        known = attempt in self.removed_attempts(owner.uid)
         if resource != WORKLOADS or refused:  # Kueue may make the workload after we have looked
-            self._gone[owner.uid] = self.gone(owner.uid) | {attempt}
-            if len(self._gone) > REMEMBERED:
-                self._gone.popitem(last=False)
+            self._removed[owner.uid] = self.removed_attempts(owner.uid) | {attempt}
+            if len(self._removed) > REMEMBERED:
+                self._removed.popitem(last=False)
         if refused:
             self._refused.setdefault(owner.uid, {})[attempt] = self.clock()
             if len(self._refused) > REMEMBERED:
                 self._refused.popitem(last=False)
         return None if known else refused
 
-    async def _delete(self, resource: Resource, owner: Owner, attempt: int, pods: frozenset[str]) -> str | None:
-        name = Names(owner.name).group(attempt)
+    async def _delete(self, resource: Resource, owner: JobOwner, attempt: int, pods: frozenset[str]) -> str | None:
+        name = ObjectNames(owner.name).group(attempt)
         try:
             found = await self.api.get(resource, owner.namespace, name)
             if found is not None and _is_of_job(found, owner, pods) and not found["metadata"].get("deletionTimestamp"):
@@ -67,7 +67,7 @@ class Groups:
         return None
 
 
-def _is_of_job(found: Object, owner: Owner, pods: frozenset[str]) -> bool:
+def _is_of_job(found: Object, owner: JobOwner, pods: frozenset[str]) -> bool:
     """A pod group of ours has our label; the owners of a workload are its pods."""
     metadata = found["metadata"]
     owners = {one["uid"] for one in metadata.get("ownerReferences") or ()}

@@ -17,12 +17,12 @@ import httpx
 
 from megatronapp_common.job import RankTable
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
-from megatronapp_common.web.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told
+from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
+from megatronapp_operator.backends.kubernetes.observe import GatheringStatus, PollHealth, PollResult
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import Progress
-from megatronapp_operator.plan_io.hub_summary import UNREADABLE, Summary, read_progress, read_summary
+from megatronapp_operator.plan_io.hub_summary import UNREADABLE, HubSummary, read_progress, read_summary
 
 POLL_S = 5.0
 TIMEOUT_S = 3.0
@@ -42,11 +42,11 @@ class _TokenRefusedError(Exception):
     """An answer that says that the token is not the job's."""
 
 
-class _TooLongError(Exception):
+class _PollTooLargeError(Exception):
     """An answer that took too long, or was."""
 
 
-class Poller:
+class HubPoller:
     """One for all jobs. `keys` are the installation's, from which each job's secret follows."""
 
     def __init__(
@@ -63,8 +63,8 @@ class Poller:
         self._timeout_s = timeout_s
 
     async def poll(
-        self, uid: str, pods: Iterable[PodRecord], before: Told, *, key_id: str, attempt: int, workers: int
-    ) -> Told:
+        self, uid: str, pods: Iterable[PodRecord], before: PollResult, *, key_id: str, attempt: int, workers: int
+    ) -> PollResult:
         """What hub and launcher say now. Of a hub that does not answer nothing is kept, of a rank table all is.
 
         The launcher is asked beside a hub, too, whose agent may have died. `workers` is the size of the gang,
@@ -73,23 +73,25 @@ class Poller:
         """
         key = self._keys.find(key_id)
         if key is None:
-            return Told(unknown_key=key_id, rank_table=before.rank_table, heard_at=before.heard_at, page=before.page)
-        token = derive(job_secret(key, uid), Role.VIEWER)
+            return PollResult(
+                unknown_key=key_id, rank_table=before.rank_table, received_at=before.received_at, page=before.page
+            )
+        token = derive_token(job_secret(key, uid), TokenRole.VIEWER)
         hub, first = _hub_of(pods), _first_of(pods, attempt)
         (said, at_hub), (answer, at_launcher) = await asyncio.gather(
-            self._turn(hub, f":{HUB_PORT}/api/v1/summary", token, before.hub),
-            self._turn(first, f":{STATUS_PORT}/api/v1/launcher", token, before.launcher),
+            self._poll_if_due(hub, f":{HUB_PORT}/api/v1/summary", token, before.hub),
+            self._poll_if_due(first, f":{STATUS_PORT}/api/v1/launcher", token, before.launcher),
         )
         summary = read_summary(said)
         known, progress, table = _launcher(answer, before.rank_table)
         page = _page(summary, attempt)
         known |= page is not None and (self._is_new(page, before.page) or _agents(said) >= workers)
-        return Told(
+        return PollResult(
             summary=summary,
             progress=progress,
             rank_table=table,
             gathering=_gathering(answer, attempt, workers),
-            heard_at=self._clock() if known else before.heard_at,
+            received_at=self._clock() if known else before.received_at,
             page=before.page if page is None else max(page, before.page or page),
             hub=at_hub,
             launcher=at_launcher,
@@ -99,25 +101,27 @@ class Poller:
         """Whether an agent has brought this page lately: one that has died leaves its last page with the hub."""
         return (before is not None and page > before) or abs(self._clock() - page[1]) <= RECENT_S
 
-    async def _turn(self, pod: PodRecord | None, path: str, token: str, contact: Contact) -> tuple[Any, Contact]:
+    async def _poll_if_due(
+        self, pod: PodRecord | None, path: str, token: str, contact: PollHealth
+    ) -> tuple[Any, PollHealth]:
         """The answer of a pod if it is its turn, and how it went."""
         if pod is None:
-            return None, Contact()
+            return None, PollHealth()
         if contact.uid != pod.uid:
-            contact = Contact(uid=pod.uid)
+            contact = PollHealth(uid=pod.uid)
         if self._clock() < contact.due:
             return None, contact
         try:
-            answer = await self._ask(f"http://{_host(pod)}{path}", token)
+            answer = await self._request(f"http://{_host(pod)}{path}", token)
         except _TokenRefusedError:
-            return None, Contact(uid=pod.uid, refused=True)
-        except _TooLongError:
+            return None, PollHealth(uid=pod.uid, refused=True)
+        except _PollTooLargeError:
             pause = min(LONGEST_PAUSE_S, POLL_S * 2.0 ** min(contact.misses + 1, 16))
             misses = contact.misses + 1
             return None, dataclasses.replace(contact, misses=misses, due=self._clock() + pause)
-        return answer, Contact(uid=pod.uid, refused=contact.refused and answer is None)
+        return answer, PollHealth(uid=pod.uid, refused=contact.refused and answer is None)
 
-    async def _ask(self, url: str, token: str) -> Any:  # noqa: ANN401 - JSON of another process
+    async def _request(self, url: str, token: str) -> Any:  # noqa: ANN401 - JSON of another process
         """The document at an address; None if nobody answers with one. Raises _TokenRefusedError, _TooLongError."""
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
         try:
@@ -133,15 +137,15 @@ class Poller:
                 async for part in answer.aiter_raw():
                     body += part
                     if len(body) > MAX_BYTES:
-                        raise _TooLongError
+                        raise _PollTooLargeError
             return json.loads(body)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise _TooLongError from error
+            raise _PollTooLargeError from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError):
             return None
 
 
-def _page(summary: Summary | None, attempt: int) -> tuple[int, float] | None:
+def _page(summary: HubSummary | None, attempt: int) -> tuple[int, float] | None:
     """Attempt and time of a hub's page of this attempt; None: it has none, or one that does not say when it was."""
     page = None if summary is None else summary.progress
     if page is None or page.attempt != attempt or page.updated_at is None:
@@ -173,7 +177,7 @@ def _first_of(pods: Iterable[PodRecord], attempt: int) -> PodRecord | None:
     return next((one for one in workers if one.main.running and one.address), None)
 
 
-def _gathering(answer: Any, attempt: int, workers: int) -> Gathering | None:  # noqa: ANN401 - JSON of another process
+def _gathering(answer: Any, attempt: int, workers: int) -> GatheringStatus | None:  # noqa: ANN401 - JSON of another process
     """Whom a launcher of this attempt waits for; whoever is not of the gang is not believed."""
     try:
         told = map(int, answer["missing"][:MAX_MISSING])
@@ -181,7 +185,7 @@ def _gathering(answer: Any, attempt: int, workers: int) -> Gathering | None:  # 
         waits = answer["phase"] == GATHERING and int(answer["attempt"]) == attempt
     except UNREADABLE:
         return None
-    return Gathering(attempt=attempt, missing=missing) if waits and missing else None
+    return GatheringStatus(attempt=attempt, missing=missing) if waits and missing else None
 
 
 def _launcher(answer: Any, table: Any) -> tuple[bool, Progress | None, Any]:  # noqa: ANN401 - JSON of another process

@@ -4,13 +4,13 @@ import dataclasses
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.kubernetes.client.api import Object
-from megatronapp_operator.backends.kubernetes.observe import Told
-from megatronapp_operator.backends.kubernetes.status_facts import Pinned
-from megatronapp_operator.plan import Refusal, Status
+from megatronapp_operator.backends.kubernetes.observe import PollResult
+from megatronapp_operator.backends.kubernetes.status_facts import PinnedAttempt
+from megatronapp_operator.plan import PodRejection, Status
 
 
 @dataclasses.dataclass(slots=True)
-class Memory:
+class JobMemory:
     """What is known of a job between two looks."""
 
     uid: str
@@ -22,11 +22,11 @@ class Memory:
     sent: Object
     """The same as we sent it, where we did; the server may leave out what it does not know."""
     written_at: float = float("-inf")
-    news_since: float | None = None
+    unwritten_since: float | None = None
     """When something beside progress was seen to change that is not written yet."""
     since: float = 0.0
     """When this process saw the job first."""
-    pinned: Pinned | None = None
+    pinned: PinnedAttempt | None = None
     volumes: str | None = None
     """What is wrong with the volume claims, once somebody has looked."""
     volumes_seen: tuple[int, int] | None = None
@@ -35,9 +35,9 @@ class Memory:
     """When they are read again after an error."""
     pods_listed_at: float = float("-inf")
     """When the pods were last listed because some are being deleted."""
-    agents_told: frozenset[str] = frozenset()
+    agents_reported: frozenset[str] = frozenset()
     """Pods (uids) whose agents were told not to run."""
-    table_told: str | None = None
+    table_written: str | None = None
     """Digest of the rank table in the ConfigMap."""
     tended: int | None = None
     """Generation for which the objects of the running attempt were applied last; None: not known yet."""
@@ -47,7 +47,7 @@ class Memory:
     """Objects that the last list did not have, or not as they were applied."""
     inherited: bool = True
     """True while the objects may be as another process, maybe of another release, has applied them."""
-    errands: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    maintenance: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     """Errands that failed: when each is tried again, and what went wrong."""
     unknown_fields: tuple[str, ...] = ()
     """Fields of the spec that this release does not know and ignores."""
@@ -57,5 +57,5 @@ class Memory:
     """Problems by the rules of this release of a spec that an earlier release accepted."""
     skipped_reported: tuple[str, ...] = ()
     """Those of them that were reported."""
-    told: Told = dataclasses.field(default_factory=Told)
-    refusal: Refusal | None = None
+    poll_result: PollResult = dataclasses.field(default_factory=PollResult)
+    refusal: PodRejection | None = None

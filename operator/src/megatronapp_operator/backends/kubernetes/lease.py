@@ -13,7 +13,7 @@ import datetime
 import time
 from collections.abc import Callable
 
-from megatronapp_operator.backends.kubernetes.client.api import LEASES, Api, Object
+from megatronapp_operator.backends.kubernetes.client.api import LEASES, KubernetesApi, Object
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, LeaseLostError
 
 
@@ -40,7 +40,7 @@ class LeaseHolder:
 
     def __init__(
         self,
-        api: Api,
+        api: KubernetesApi,
         *,
         namespace: str,
         name: str,
@@ -57,7 +57,7 @@ class LeaseHolder:
         """The newest resourceVersion of another's lease, and when it was first seen."""
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether the lease is surely ours at this moment."""
         return self._clock() < self._renewed_at + self._settings.renew_deadline_s
 
@@ -71,9 +71,9 @@ class LeaseHolder:
 
         Who comes too late to renew has lost it, also where nobody has taken it yet: work was not guarded meanwhile.
         """
-        while self.held:
+        while self.is_held:
             await asyncio.sleep(self._settings.retry_s)
-            if self.held:
+            if self.is_held:
                 await self._try()
         self._renewed_at = float("-inf")
         lease = f"{self._namespace}/{self._name}"

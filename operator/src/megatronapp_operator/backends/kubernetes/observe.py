@@ -6,15 +6,25 @@ from typing import Any
 
 from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
-from megatronapp_operator.plan import Deletion, Hub, HubPhase, Init, Observed, Progress, Refusal, Worker, WorkerPhase
-from megatronapp_operator.plan_io.hub_summary import Summary, newest
+from megatronapp_operator.plan import (
+    Deletion,
+    HubPhase,
+    HubState,
+    InitPod,
+    Observed,
+    PodRejection,
+    Progress,
+    Worker,
+    WorkerPhase,
+)
+from megatronapp_operator.plan_io.hub_summary import HubSummary, newest
 
 MAX_WAITING = 512
 """Longest text that is shown of why a hub does not start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Contact:
+class PollHealth:
     """How asking a pod went lately."""
 
     uid: str = ""
@@ -28,7 +38,7 @@ class Contact:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gathering:
+class GatheringStatus:
     """What the launcher of worker 0 says while it waits for others."""
 
     attempt: int
@@ -37,23 +47,23 @@ class Gathering:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class PollResult:
     """What a job's hub and launcher said last."""
 
-    summary: Summary | None = None
+    summary: HubSummary | None = None
     """The hub's; None: it says nothing."""
     progress: Progress | None = None
     """The launcher's."""
     rank_table: dict[str, Any] | None = None
-    gathering: Gathering | None = None
+    gathering: GatheringStatus | None = None
     unknown_key: str | None = None
     """Id of the job's key where the key file does not have it, so that neither was asked."""
-    heard_at: float = dataclasses.field(default=0.0, compare=False)
+    received_at: float = dataclasses.field(default=0.0, compare=False)
     """When one of them last answered that knows of progress; no news by itself."""
     page: tuple[int, float] | None = dataclasses.field(default=None, compare=False)
     """Attempt and time of the newest page that a hub had."""
-    hub: Contact = dataclasses.field(default=Contact(), compare=False)
-    launcher: Contact = dataclasses.field(default=Contact(), compare=False)
+    hub: PollHealth = dataclasses.field(default=PollHealth(), compare=False)
+    launcher: PollHealth = dataclasses.field(default=PollHealth(), compare=False)
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -62,7 +72,12 @@ class Told:
 
 
 def observe(
-    pods: Iterable[PodRecord], told: Told, *, attempt: int, refusal: Refusal | None, volumes: str | None = None
+    pods: Iterable[PodRecord],
+    told: PollResult,
+    *,
+    attempt: int,
+    refusal: PodRejection | None,
+    volumes: str | None = None,
 ) -> Observed:
     """Everything of a job, as the plan sees it. The job's secret follows from its uid, so it is always there."""
     by_type: dict[ReplicaType, list[PodRecord]] = {kind: [] for kind in ReplicaType}
@@ -78,7 +93,7 @@ def observe(
         init=_init(by_type[ReplicaType.INIT]),
         volumes=volumes,
         refusal=refusal,
-        heard=told.heard_at,
+        last_contact=told.received_at,
         token_refused=told.refused,
         unknown_key=told.unknown_key,
         missing=gathering.missing if gathering is not None else (),
@@ -110,8 +125,8 @@ def worker(pod: PodRecord) -> Worker:
         preparing=pod.main.preparing,
         prepared_at=pod.main.prepared_at,
         unreachable_since=pod.unreachable_since,
-        heard_since=pod.heard_since,
-        held_by=pod.held_by,
+        reachable_since=pod.reachable_since,
+        finalizers=pod.finalizers,
         disrupted=pod.disrupted,
     )
 
@@ -127,14 +142,14 @@ def phase_of(pod: PodRecord) -> WorkerPhase:
     return WorkerPhase.RUNNING if pod.main.running else WorkerPhase.PENDING
 
 
-def _hub(pods: list[PodRecord]) -> Hub | None:
+def _hub(pods: list[PodRecord]) -> HubState | None:
     if not pods:
         return None
     pod = pods[0]
     phase = HubPhase.READY if pod.ready else HubPhase.STARTING
     if pod.phase in {"Succeeded", "Failed"}:  # its container is started again in place; this pod has lost its node
         phase = HubPhase.ENDED
-    return Hub(
+    return HubState(
         phase=phase,
         starts=pod.starts,
         ended_at=pod.main.finished_at,
@@ -151,14 +166,14 @@ def _hub_waits(pod: PodRecord) -> str | None:
     return None if pod.main.waiting is None else pod.main.waiting.partition(": ")[2][:MAX_WAITING]
 
 
-def _init(pods: list[PodRecord]) -> Init | None:
+def _init(pods: list[PodRecord]) -> InitPod | None:
     if not pods:
         return None
     pod = pods[0]
     outcome = pod.main.outcome
     ended = {"Succeeded": WorkerPhase.SUCCEEDED, "Failed": WorkerPhase.FAILED}
     begun = [at for at in (pod.scheduled_at, pod.main.prepared_at) if at is not None]
-    return Init(
+    return InitPod(
         phase=ended.get(pod.phase, phase_of(pod)),
         message=(outcome.message or outcome.reason) if outcome is not None else pod.main.waiting or pod.unplaced or "",
         created_at=pod.created_at,

@@ -23,7 +23,7 @@ from megatronapp_common.names import (
 from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS
 from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY
-from megatronapp_operator.plan import Outcome
+from megatronapp_operator.plan import WorkerOutcome
 
 SIGNAL_BASE = 128
 """A shell and a container runtime say that a signal ended a process by 128 + its number."""
@@ -41,13 +41,13 @@ TRANSIENT_WAITS = frozenset({"ContainerCreating", "PodInitializing"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
+class ContainerState:
     """State of a pod's main container."""
 
     running: bool = False
     started_at: float | None = None
     finished_at: float | None = None
-    outcome: Outcome | None = None
+    outcome: WorkerOutcome | None = None
     waiting: str | None = None
     """Why it does not start, once that is more than preparation."""
     preparing: bool = False
@@ -76,7 +76,7 @@ class PodRecord:
     address: str | None
     scheduled: bool
     ready: bool
-    main: Container
+    main: ContainerState
     scheduled_at: float | None = None
     unplaced: str | None = None
     """What the scheduler says of a pod for which there is no node."""
@@ -84,7 +84,7 @@ class PodRecord:
     """Nodes that the job excluded when the pod was made."""
     unreachable_since: float | None = None
     """Since when its node is not heard of."""
-    heard_since: float | None = None
+    reachable_since: float | None = None
     """Since when it is ready: its node is heard of at least as long."""
     topology: bool = False
     """Whether it was told its place in the topology of the cluster."""
@@ -92,9 +92,9 @@ class PodRecord:
     """Of a hub: how often one of this job was started."""
     template: str = ""
     """Of a hub: what it is made of (`render.hub_hash`)."""
-    agent_trouble: str | None = None
+    agent_problem: str | None = None
     """Why the agent beside a trainer does not run; training goes on without it."""
-    held_by: tuple[str, ...] = ()
+    finalizers: tuple[str, ...] = ()
     """Finalizers of one that was asked to go."""
     disrupted: str | None = None
     deleted_at: float | None = None
@@ -156,12 +156,12 @@ def _read_pod(pod: Object) -> PodRecord | None:
         unplaced=_unplaced(conditions.get("PodScheduled")),
         avoids=frozenset(filter(None, annotations.get(ANNOTATION_EXCLUDED_NODES, "").split(","))),
         unreachable_since=_unreachable_since(status, conditions),
-        heard_since=_since(conditions.get("Ready"), "True"),
+        reachable_since=_since(conditions.get("Ready"), "True"),
         topology=ANNOTATION_TOPOLOGY in annotations,
         starts=int(annotations.get(ANNOTATION_STARTS, 1)),
         template=annotations.get(ANNOTATION_TEMPLATE_HASH, "") if kind is ReplicaType.HUB else "",
-        agent_trouble=_agent_trouble(pod, status) if deleted_at is None else None,
-        held_by=() if deleted_at is None else tuple(metadata.get("finalizers") or ()),
+        agent_problem=_agent_problem(pod, status) if deleted_at is None else None,
+        finalizers=() if deleted_at is None else tuple(metadata.get("finalizers") or ()),
         disrupted=_disrupted(status, conditions),
         deleted_at=deleted_at,
         grace_s=grace_s,
@@ -213,7 +213,7 @@ def _unreachable_since(status: Mapping[str, Any], conditions: Mapping[str, Mappi
     return None
 
 
-def _main(pod: Object, status: Mapping[str, Any]) -> Container:
+def _main(pod: Object, status: Mapping[str, Any]) -> ContainerState:
     """The first container is the one that the pod is for."""
     name = pod["spec"]["containers"][0]["name"]
     found = next((one for one in status.get("containerStatuses") or () if one["name"] == name), None)
@@ -221,13 +221,13 @@ def _main(pod: Object, status: Mapping[str, Any]) -> Container:
     if "terminated" in state:
         return _terminated(state["terminated"])
     if "running" in state:
-        return Container(running=True, started_at=seconds(state["running"].get("startedAt")))
+        return ContainerState(running=True, started_at=seconds(state["running"].get("startedAt")))
     if status.get("phase") in {"Failed", "Succeeded"}:
-        return Container(outcome=_without_container(status))
+        return ContainerState(outcome=_without_container(status))
     before = status.get("initContainerStatuses") or ()
     beside = _sidecars(pod)
     preparing = [one for one in before if one["name"] not in beside]
-    return Container(
+    return ContainerState(
         waiting=_waiting((*before, *([found] if found else []))),
         preparing=any("running" in (one.get("state") or {}) for one in preparing),
         prepared_at=max((at for one in preparing if (at := _ended_at(one)) is not None), default=None),
@@ -243,7 +243,7 @@ def _ended_at(container: Mapping[str, Any]) -> float | None:
     return seconds(((container.get("state") or {}).get("terminated") or {}).get("finishedAt"))
 
 
-def _agent_trouble(pod: Object, status: Mapping[str, Any]) -> str | None:
+def _agent_problem(pod: Object, status: Mapping[str, Any]) -> str | None:
     """Of the containers behind the first: what keeps one from running while the first one runs."""
     main = pod["spec"]["containers"][0]["name"]
     others = [one for one in status.get("containerStatuses") or () if one["name"] != main]
@@ -283,20 +283,20 @@ def _last_end(container: Mapping[str, Any]) -> str | None:
     return f"it ended with code {ended['exitCode']}" + (f": {lines[-1]}" if lines else "")
 
 
-def _terminated(state: Mapping[str, Any]) -> Container:
-    return Container(
+def _terminated(state: Mapping[str, Any]) -> ContainerState:
+    return ContainerState(
         started_at=seconds(state.get("startedAt")),
         finished_at=seconds(state.get("finishedAt")),
         outcome=_outcome(state),
     )
 
 
-def _outcome(state: Mapping[str, Any]) -> Outcome:
+def _outcome(state: Mapping[str, Any]) -> WorkerOutcome:
     """The launcher's own record, or what the runtime says of a container that left none."""
     code, reason, text = int(state["exitCode"]), state.get("reason") or "", state.get("message") or ""
     record = _record(text)
     if record is not None and code <= SIGNAL_BASE and reason != "OOMKilled":
-        return Outcome(
+        return WorkerOutcome(
             code=code,
             reason=str(record.get("reason") or ""),
             message=str(record.get("message") or ""),
@@ -306,28 +306,28 @@ def _outcome(state: Mapping[str, Any]) -> Outcome:
     if code > SIGNAL_BASE:
         signal = state.get("signal") or code - SIGNAL_BASE
         why = reason if reason not in {"", "Error"} else "LauncherKilled"
-        return Outcome(code=code, reason=why, message=text or "the launcher died", signal=signal)
+        return WorkerOutcome(code=code, reason=why, message=text or "the launcher died", signal=signal)
     fallback = "Completed" if code == ExitCode.OK else "LauncherFailed"
-    return Outcome(code=code, reason=reason if reason not in {"", "Error"} else fallback, message=text)
+    return WorkerOutcome(code=code, reason=reason if reason not in {"", "Error"} else fallback, message=text)
 
 
-def _without_container(status: Mapping[str, Any]) -> Outcome:
+def _without_container(status: Mapping[str, Any]) -> WorkerOutcome:
     """A pod that ended without its container ever having been seen to: an eviction, a refusal of the kubelet."""
     if status.get("phase") == "Succeeded":
-        return Outcome(code=ExitCode.OK, reason="Completed")
-    return _init_failure(status) or Outcome(
+        return WorkerOutcome(code=ExitCode.OK, reason="Completed")
+    return _init_failure(status) or WorkerOutcome(
         code=ExitCode.OWN_FAILURE, reason=status.get("reason") or "PodFailed", message=status.get("message") or ""
     )
 
 
-def _init_failure(status: Mapping[str, Any]) -> Outcome | None:
+def _init_failure(status: Mapping[str, Any]) -> WorkerOutcome | None:
     """What a container that runs before the first one has left."""
     for one in status.get("initContainerStatuses") or ():
         ended = (one.get("state") or {}).get("terminated")
         if ended is not None and ended["exitCode"] != 0:
             words = f": {ended['message'].strip()}" if ended.get("message") else ""
             message = f"init container {one['name']} ended with code {ended['exitCode']}{words}"
-            return Outcome(code=ExitCode.OWN_FAILURE, reason="InitContainerFailed", message=message)
+            return WorkerOutcome(code=ExitCode.OWN_FAILURE, reason="InitContainerFailed", message=message)
     return None
 
 

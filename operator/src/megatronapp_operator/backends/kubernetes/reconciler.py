@@ -18,24 +18,30 @@ from megatronapp_common.job import MegatronJob, load_stored_job, skipped_rules
 from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.client.api import (
+    JOBS,
+    PERSISTENT_VOLUME_CLAIMS,
+    PODS,
+    KubernetesApi,
+    Object,
+)
 from megatronapp_operator.backends.kubernetes.client.errors import (
-    AgainError,
     ApiError,
     ConflictError,
     ForbiddenError,
     NotFoundError,
+    RetryReconcileError,
 )
-from megatronapp_operator.backends.kubernetes.errands import Errands
-from megatronapp_operator.backends.kubernetes.executor import Executor, Work
-from megatronapp_operator.backends.kubernetes.job_memory import Memory
+from megatronapp_operator.backends.kubernetes.errands import JobMaintenance
+from megatronapp_operator.backends.kubernetes.executor import Executor, JobContext
+from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.observe import observe
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
-from megatronapp_operator.backends.kubernetes.status_facts import Pinned, facts, rank_zero, read_pinned
-from megatronapp_operator.backends.kubernetes.store import Key, Store
-from megatronapp_operator.backends.kubernetes.surroundings import Surroundings
-from megatronapp_operator.backends.kubernetes.volumes import claim_names, trouble
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
+from megatronapp_operator.backends.kubernetes.status_facts import PinnedAttempt, rank_zero, read_pinned, status_facts
+from megatronapp_operator.backends.kubernetes.store import Key, ObjectStore
+from megatronapp_operator.backends.kubernetes.surroundings import OwnedObjects
+from megatronapp_operator.backends.kubernetes.volumes import claim_names, find_volume_problem
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
@@ -44,7 +50,7 @@ from megatronapp_operator.plan import (
     CreateWorker,
     EnsureHub,
     EventType,
-    Job,
+    JobState,
     Plan,
     RecordEvent,
     Status,
@@ -65,7 +71,7 @@ PLACE_FIELDS = COUNT_FIELDS | {"conditions", "holdingTime", "unplacedTime", "sch
 there is something to do about it."""
 REFUSED_S = 10.0
 """After the same refusal again."""
-LOOK_AGAIN_S = 2.0
+RECONCILE_RETRY_S = 2.0
 """So long after a deed, somebody looks whether it was seen to be done."""
 CLAIMS_S = 60.0
 """After an error the volume claims are read again."""
@@ -80,8 +86,8 @@ class Reconciler:
 
     def __init__(
         self,
-        api: Api,
-        store: Store,
+        api: KubernetesApi,
+        store: ObjectStore,
         executor: Executor,
         settings: RenderSettings,
         *,
@@ -96,23 +102,23 @@ class Reconciler:
         self._keys = keys
         self._installation = installation
         self._clock = clock
-        self._errands = Errands(store, executor, clock)
-        self._memories: dict[Key, Memory] = {}
+        self._errands = JobMaintenance(store, executor, clock)
+        self._memories: dict[Key, JobMemory] = {}
         self._troubles: dict[Key, str] = {}
         self._left: set[str] = set()
         """Uids of jobs that another installation manages and that were reported."""
         self._spent: dict[Key, float] = {}
         """When turns for control events will have come back: also of a job that its author makes anew or writes to."""
 
-    def memory(self, key: Key) -> Memory | None:
+    def memory(self, key: Key) -> JobMemory | None:
         """What is known of a job; None before the first look at it."""
         return self._memories.get(key)
 
-    async def see_surroundings(self, namespaces: Sequence[str]) -> list[Key]:
+    async def compare_owned_objects(self, namespaces: Sequence[str]) -> list[Key]:
         """List Services and policies of all jobs; returns jobs that miss one or have a changed one. Raises ApiError."""
         began = self._clock()
         try:
-            found = await Surroundings.listed(self._api, namespaces)
+            found = await OwnedObjects.listed(self._api, namespaces)
         except ForbiddenError as error:
             if self._errands.lists is not False:  # once
                 log.warning("deleted Services and policies are restored within an hour only: %s", error)
@@ -182,15 +188,15 @@ class Reconciler:
         )
         log.warning("%s/%s: %s", *key, text)
         event = RecordEvent(type=EventType.WARNING, reason="OtherManager", message=text)
-        await self._executor.tell(Owner(namespace=key[0], name=key[1], uid=uid), event)
+        await self._executor.record_event(JobOwner(namespace=key[0], name=key[1], uid=uid), event)
 
-    def _remember(self, key: Key, document: Object) -> Memory:
+    def _remember(self, key: Key, document: Object) -> JobMemory:
         """Our memory of the job, brought to what the object says. Raises JobError for a spec that we cannot read."""
         metadata, status = document["metadata"], document.get("status") or {}
         known = self._memories.get(key)
         if known is None or known.uid != metadata["uid"]:
             job, unknown = load_stored_job(document, accepted=is_accepted(document))
-            known = Memory(metadata["uid"], metadata["generation"], job, read_status(status), status, status)
+            known = JobMemory(metadata["uid"], metadata["generation"], job, read_status(status), status, status)
             known.since, known.unknown_fields = self._clock(), unknown
             known.pinned = read_pinned(status)
             known.skipped_rules = skipped_rules(job) if known.status.phase not in TERMINAL_PHASES else ()
@@ -202,28 +208,30 @@ class Reconciler:
             known.status, known.written, known.sent = read_status(status), status, status
         return known
 
-    def _plan(self, key: Key, memory: Memory, document: Object) -> Plan:
+    def _plan(self, key: Key, memory: JobMemory, document: Object) -> Plan:
         deleting = document["metadata"].get("deletionTimestamp") is not None
         spec = build_spec(memory.job, uid=memory.uid)
-        job = Job(
+        job = JobState(
             spec=dataclasses.replace(spec, generation=memory.generation, template=self._template(memory)),
             status=memory.status,
             deletion_requested=deleting,
         )
         pods = self._store.pods(document["metadata"]["namespace"], memory.uid)
-        seen = observe(pods, memory.told, attempt=memory.status.attempt, refusal=memory.refusal, volumes=memory.volumes)
+        seen = observe(
+            pods, memory.poll_result, attempt=memory.status.attempt, refusal=memory.refusal, volumes=memory.volumes
+        )
         seen = dataclasses.replace(
             seen,
             since=memory.since,
-            groups_gone=self._executor.groups.gone(memory.uid),
+            groups_removed=self._executor.groups.removed_attempts(memory.uid),
             groups_refused=self._executor.groups.refused(memory.uid),
             controls_spent=self._spent.get(key, 0.0),
-            made=None if memory.pinned is None else memory.pinned.made,
+            attempt_template=None if memory.pinned is None else memory.pinned.template,
             rank_zero=rank_zero(self._table(memory), memory.status.attempt),
         )
         return plan.plan(job, seen, self._clock())
 
-    def _template(self, memory: Memory) -> str:
+    def _template(self, memory: JobMemory) -> str:
         """Digest of what a worker would be made of now. What an edit has not touched is as it was pinned."""
         status, pinned = memory.status, memory.pinned
         if status.running_time is not None or pinned is None or pinned.attempt != status.attempt:
@@ -237,7 +245,7 @@ class Reconciler:
         self._spent[key] = spent_after(self._spent.get(key, 0.0), made.actions, now)
         self._spent = {one: until for one, until in self._spent.items() if until > now}
 
-    async def _see_volumes(self, key: Key, memory: Memory) -> float | None:
+    async def _see_volumes(self, key: Key, memory: JobMemory) -> float | None:
         """Read the volume claims once before each gang is created; returns when to try again after an error.
 
         An error is reported as the state of the claims and holds nothing back: suspension, deadlines and deletion of
@@ -257,15 +265,15 @@ class Reconciler:
             memory.volumes = f"the volume claims cannot be read: {error}"
             memory.volumes_again_at = self._clock() + CLAIMS_S
             return memory.volumes_again_at
-        memory.volumes = trouble(memory.job, claims)
+        memory.volumes = find_volume_problem(memory.job, claims)
         return None
 
-    async def _see_pods_afresh(self, key: Key, memory: Memory) -> None:
+    async def _see_pods_afresh(self, key: Key, memory: JobMemory) -> None:
         """Nothing is ended for what a watch has lost or has not brought yet."""
         fresh = await self._api.list_objects(PODS, key[0], labels=f"{LABEL_JOB_UID}={memory.uid}")
         self._store.replace_pods(map(read_pod, fresh.items), int(fresh.resource_version), only=(key[0], memory.uid))
 
-    async def _see_lost_deletions(self, key: Key, memory: Memory) -> float | None:
+    async def _see_lost_deletions(self, key: Key, memory: JobMemory) -> float | None:
         """List the pods now and then while some are being deleted; returns when to do so next.
 
         A watch that is refused as too old begins anew with a list, and does not report what was deleted before that.
@@ -279,7 +287,7 @@ class Reconciler:
             memory.pods_listed_at = now
         return max(min(deleted), memory.pods_listed_at) + DELETIONS_S
 
-    async def _write(self, key: Key, memory: Memory, made: Plan) -> tuple[bool, float | None]:
+    async def _write(self, key: Key, memory: JobMemory, made: Plan) -> tuple[bool, float | None]:
         """Write the new status, now or when it is due; returns whether it was written, and when to look again."""
         self._pin(memory, made.status)
         document = status_document(made.status) | self._facts(memory, made.status)
@@ -292,22 +300,22 @@ class Reconciler:
         memory.status = made.status  # not before: of a status that was not written its events are still to be told
         return True, made.wake_at
 
-    def _due(self, memory: Memory, changed: AbstractSet[str], made: Plan) -> float:
+    def _due(self, memory: JobMemory, changed: AbstractSet[str], made: Plan) -> float:
         """When a change of these fields is to be written. What is to be done is never done before that."""
         if changed <= PROGRESS_FIELDS:
-            memory.news_since = None
+            memory.unwritten_since = None
             return memory.written_at + PROGRESS_S
         if not changed <= (COUNT_FIELDS if made.actions else PLACE_FIELDS):
             return float("-inf")
-        if memory.news_since is None:
-            memory.news_since = self._clock()
-        return memory.news_since + COUNTS_S
+        if memory.unwritten_since is None:
+            memory.unwritten_since = self._clock()
+        return memory.unwritten_since + COUNTS_S
 
-    def _pin(self, memory: Memory, status: Status) -> None:
+    def _pin(self, memory: JobMemory, status: Status) -> None:
         """What a gang is made of is settled with the decision to create it."""
         pinned = memory.pinned
         if status.attempt_time is not None and (pinned is None or pinned.attempt != status.attempt):
-            memory.pinned = Pinned(
+            memory.pinned = PinnedAttempt(
                 attempt=status.attempt,
                 trainer_image=memory.job.spec.image or self._settings.trainer_image,
                 analyzer_image=memory.job.spec.analyzer.image or self._settings.analyzer_image,
@@ -316,13 +324,13 @@ class Reconciler:
                 generation=memory.generation,
             )
 
-    def _table(self, memory: Memory) -> Object | None:
-        return memory.told.rank_table or memory.written.get("rankTable")
+    def _table(self, memory: JobMemory) -> Object | None:
+        return memory.poll_result.rank_table or memory.written.get("rankTable")
 
-    def _facts(self, memory: Memory, status: Status) -> Object:
+    def _facts(self, memory: JobMemory, status: Status) -> Object:
         job, table = memory.job, self._table(memory)
         urls = {} if status.phase in TERMINAL_PHASES else self._urls(job)
-        found = facts(job, status, table=table, pinned=memory.pinned, urls=urls)
+        found = status_facts(job, status, table=table, pinned=memory.pinned, urls=urls)
         return found | {"manager": self._installation}
 
     def _urls(self, job: MegatronJob) -> dict[str, str]:
@@ -332,19 +340,19 @@ class Reconciler:
         serve = {"serveUrl": render.serve_url(namespace, name, domain)}
         return (hub if job.spec.analyzer.enabled else {}) | (serve if job.spec.mode == "serve" else {})
 
-    async def _replace_status(self, key: Key, memory: Memory, document: Object) -> None:
+    async def _replace_status(self, key: Key, memory: JobMemory, document: Object) -> None:
         known = self._store.job(key)
         assert known is not None, "a job is dropped between two looks only"
         try:
             stored = await self._api.replace(JOBS, known | {"status": document}, subresource="status")
         except ConflictError as error:
             await self._see_job_afresh(key)
-            raise AgainError(f"{key[0]}/{key[1]}: the job has changed meanwhile") from error
+            raise RetryReconcileError(f"{key[0]}/{key[1]}: the job has changed meanwhile") from error
         except NotFoundError as error:
             self._store.drop_job(known)
-            raise AgainError(f"{key[0]}/{key[1]}: the job is gone") from error
+            raise RetryReconcileError(f"{key[0]}/{key[1]}: the job is gone") from error
         memory.sent, memory.written, memory.written_at = document, stored["status"], self._clock()
-        memory.news_since = None
+        memory.unwritten_since = None
         self._store.put_job(stored)
 
     async def _see_job_afresh(self, key: Key) -> None:
@@ -356,7 +364,7 @@ class Reconciler:
             self._store.drop_job(known)
         self._memories.pop(key, None)
 
-    async def _act(self, key: Key, memory: Memory, made: Plan, *, verified: bool) -> float | None:
+    async def _act(self, key: Key, memory: JobMemory, made: Plan, *, verified: bool) -> float | None:
         """Carry the plan out; returns when to look again. `verified`: the job is as we know it, the server said."""
         if not verified and any(isinstance(one, CreateWorker | CreateInit) for one in made.actions):
             await self._verify(key)
@@ -370,18 +378,18 @@ class Reconciler:
         if not deeds:
             return None
         if all(isinstance(one, EnsureHub) for one in deeds):  # nothing comes of it while a refused hub rests
-            return self._clock() + max(LOOK_AGAIN_S, self._executor.hub_pause_s(memory.uid))
-        return self._clock() + LOOK_AGAIN_S
+            return self._clock() + max(RECONCILE_RETRY_S, self._executor.hub_pause_s(memory.uid))
+        return self._clock() + RECONCILE_RETRY_S
 
-    async def tell_trouble(self, key: Key, error: Exception) -> None:
+    async def report_trouble(self, key: Key, error: Exception) -> None:
         """Say at the job why nothing goes on, once for each reason."""
         document, text = self._store.job(key), str(error)
         if document is None or self._troubles.get(key) == text:
             return
         self._troubles[key] = text
-        owner = Owner(namespace=key[0], name=key[1], uid=document["metadata"]["uid"])
+        owner = JobOwner(namespace=key[0], name=key[1], uid=document["metadata"]["uid"])
         reason = type(error).__name__.removesuffix("Error")
-        await self._executor.tell(owner, RecordEvent(type=EventType.WARNING, reason=reason, message=text))
+        await self._executor.record_event(owner, RecordEvent(type=EventType.WARNING, reason=reason, message=text))
 
     async def _verify(self, key: Key) -> None:
         """Nothing is created for a job that has gone on without us, or is gone. Raises AgainError if it has."""
@@ -391,13 +399,13 @@ class Reconciler:
             self._store.drop_job(known)
         elif self._store.put_job(fresh) is None:
             return
-        raise AgainError(f"{key[0]}/{key[1]}: the job has changed meanwhile")
+        raise RetryReconcileError(f"{key[0]}/{key[1]}: the job has changed meanwhile")
 
     def _current_settings(self) -> RenderSettings:
         """What an attempt that begins now is made of."""
         return dataclasses.replace(self._settings, key_id=self._keys.current_id)
 
-    def _pinned_settings(self, pinned: Pinned) -> RenderSettings:
+    def _pinned_settings(self, pinned: PinnedAttempt) -> RenderSettings:
         """What an attempt that has begun is made of."""
         return dataclasses.replace(
             self._settings,
@@ -406,16 +414,16 @@ class Reconciler:
             key_id=pinned.key_id,
         )
 
-    def _work(self, memory: Memory, document: Object) -> Work:
+    def _work(self, memory: JobMemory, document: Object) -> JobContext:
         status, metadata, pinned = memory.status, document["metadata"], memory.pinned
         begun = pinned is not None and pinned.attempt == status.attempt
         settings = self._pinned_settings(pinned) if pinned is not None and begun else self._current_settings()
         avoided = tuple(one.node for one in status.excluded_nodes if one.until > self._clock())
-        return Work(
+        return JobContext(
             document=document,
             job=memory.job,
-            owner=Owner(namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"]),
-            attempt=Attempt(number=status.attempt, excluded_nodes=avoided),
+            owner=JobOwner(namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"]),
+            attempt=AttemptSettings(number=status.attempt, excluded_nodes=avoided),
             settings=settings,
         )
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.kubernetes.client.api import Object
-from megatronapp_operator.plan import Made, Status
+from megatronapp_operator.plan import AttemptTemplate, Status
 
 TABLE_ENTRIES = 32
 """A longer rank table goes to a ConfigMap; the status keeps its digest and where it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
+class PinnedAttempt:
     """What the pods of an attempt are made of. An operator of another release goes on with it."""
 
     attempt: int
@@ -26,16 +26,16 @@ class Pinned:
     """Of the job's spec; 0: pinned by a release that did not keep it."""
 
     @property
-    def made(self) -> Made:
+    def template(self) -> AttemptTemplate:
         """The same as the plan sees it."""
-        return Made(attempt=self.attempt, template=self.template_hash, generation=self.generation)
+        return AttemptTemplate(attempt=self.attempt, template=self.template_hash, generation=self.generation)
 
 
-def read_pinned(status: Mapping[str, Any]) -> Pinned | None:
+def read_pinned(status: Mapping[str, Any]) -> PinnedAttempt | None:
     """What a stored status has pinned; None if that is nothing, or of a shape that we do not know."""
     found = status.get("pinned") or {}
     try:
-        return Pinned(
+        return PinnedAttempt(
             attempt=int(found["attempt"]),
             trainer_image=str(found["trainerImage"]),
             analyzer_image=str(found["analyzerImage"]),
@@ -47,8 +47,13 @@ def read_pinned(status: Mapping[str, Any]) -> Pinned | None:
         return None
 
 
-def facts(
-    job: MegatronJob, status: Status, *, table: Mapping[str, Any] | None, pinned: Pinned | None, urls: Mapping[str, str]
+def status_facts(
+    job: MegatronJob,
+    status: Status,
+    *,
+    table: Mapping[str, Any] | None,
+    pinned: PinnedAttempt | None,
+    urls: Mapping[str, str],
 ) -> Object:
     """Fields beside those of `status_document`; `urls` are `hubUrl` and `serveUrl`, where somebody listens."""
     document: Object = {"worldSize": job.world.world_size, "dataParallelSize": job.world.data_parallel_size}

@@ -10,7 +10,7 @@ Key = tuple[str, str]
 """Namespace and name of a job."""
 Gang = tuple[str, str]
 """Namespace and uid of a job. A pod is of a job of its own namespace, whatever its labels say."""
-GRAVES = 20_000
+MAX_TOMBSTONES = 20_000
 """So many objects that are gone are remembered, so that late news do not bring them back."""
 
 
@@ -19,7 +19,7 @@ def key_of(job: Object) -> Key:
     return job["metadata"]["namespace"], job["metadata"]["name"]
 
 
-class Store:
+class ObjectStore:
     """The memory of one operator. Every method that takes news returns the key of the job that they are about."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Store:
     def drop_job(self, job: Object) -> Key | None:
         """The job is gone."""
         key, uid = key_of(job), job["metadata"]["uid"]
-        self._bury(uid)
+        self._mark_deleted(uid)
         known = self._jobs.get(key)
         if known is None or known["metadata"]["uid"] != uid:
             return None
@@ -85,7 +85,7 @@ class Store:
 
     def drop_record(self, record: PodRecord) -> Key | None:
         """The same of one that is read already."""
-        self._bury(record.uid)
+        self._mark_deleted(record.uid)
         gang = self._pods.get((record.namespace, record.job_uid), {})
         known = gang.get(record.name)
         if known is None or known.uid != record.uid:
@@ -115,9 +115,9 @@ class Store:
         gangs = self._pods.values() if only is None else [self._pods.get(only, {})]
         return (record for gang in gangs for record in gang.values())
 
-    def _bury(self, uid: str) -> None:
+    def _mark_deleted(self, uid: str) -> None:
         self._graves[uid] = None
-        if len(self._graves) > GRAVES:
+        if len(self._graves) > MAX_TOMBSTONES:
             self._graves.popitem(last=False)
 
 

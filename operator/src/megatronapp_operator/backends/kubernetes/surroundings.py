@@ -4,7 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.client.api import NETWORK_POLICIES, SERVICES, Api, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.api import (
+    NETWORK_POLICIES,
+    SERVICES,
+    KubernetesApi,
+    Object,
+    Resource,
+)
 
 LISTED = frozenset({SERVICES, NETWORK_POLICIES})
 """Kinds without content that the operator should not read. It may only write ConfigMaps and Secrets."""
@@ -12,23 +18,23 @@ Place = tuple[Resource, str, str]
 """Kind, namespace and name of an object."""
 
 
-class Surroundings:
+class OwnedObjects:
     """Listed objects, by kind, namespace and name."""
 
     def __init__(self, found: Mapping[Place, Object]) -> None:
         self._found = found
 
     @staticmethod
-    async def listed(api: Api, namespaces: Sequence[str]) -> "Surroundings":
+    async def listed(api: KubernetesApi, namespaces: Sequence[str]) -> "OwnedObjects":
         """List them in these namespaces, or in all. Raises ForbiddenError, ApiError."""
         found = dict[Place, Object]()
         for resource in LISTED:
             for namespace in namespaces or (None,):
                 for one in (await api.list_objects(resource, namespace, labels=LABEL_JOB_UID)).items:
                     found[resource, one["metadata"]["namespace"], one["metadata"]["name"]] = one
-        return Surroundings(found)
+        return OwnedObjects(found)
 
-    def differing(self, rendered: Iterable[tuple[Resource, Object]]) -> list[str]:
+    def find_differences(self, rendered: Iterable[tuple[Resource, Object]]) -> list[str]:
         """Names of the rendered objects that are missing or changed. Additions by other clients do not count."""
         return [
             f"{resource.plural} {obj['metadata']['name']}"

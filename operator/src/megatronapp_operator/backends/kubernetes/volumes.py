@@ -15,7 +15,7 @@ def claim_names(job: MegatronJob) -> list[str]:
     return list(dict.fromkeys(one.claim for one in claims(job)))
 
 
-def trouble(job: MegatronJob, found: Mapping[str, Object | None]) -> str:
+def find_volume_problem(job: MegatronJob, found: Mapping[str, Object | None]) -> str:
     """What is wrong with the claims, and what to do; empty: nothing is."""
     return "; ".join(text for one in claims(job) if (text := _of_claim(job, one.claim, found.get(one.claim))))
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatronapp_common.names import Env, ShmFile
-from megatronapp_common.pages import PageReader
-from megatronapp_common.room import Room
+from megatronapp_common.pages import DocumentReader
+from megatronapp_common.room import SharedMemorySpace
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.process import job_processes, signals, spawn
 from megatronapp_operator.backends.process.hub import HubProcess
-from megatronapp_operator.backends.process.ports import HeldPort
-from megatronapp_operator.backends.process.settings import Settings, worker_address, worker_environment
+from megatronapp_operator.backends.process.ports import ReservedPort
+from megatronapp_operator.backends.process.settings import ProcessSettings, worker_address, worker_environment
 from megatronapp_operator.backends.process.state import files
 from megatronapp_operator.backends.process.state.paths import shm_prefix
 from megatronapp_operator.backends.process.worker import WorkerProcess
@@ -30,13 +30,13 @@ from megatronapp_operator.plan import (
     EnsureHub,
     EnsureSecret,
     EventType,
-    Job,
     JobSpec,
+    JobState,
     Observed,
     Phase,
     RecordEvent,
     Status,
-    Stop,
+    StopRequest,
     plan,
 )
 from megatronapp_operator.plan_io import hub_summary
@@ -47,32 +47,32 @@ TICK_S = 0.5
 
 GUARDIAN_END_S = 5.0
 
-LAST_WORDS_S = 120.0
+FINAL_STATUS_RETRY_S = 120.0
 """How long the end of a job waits for room to be written down."""
 
 Listener = Callable[[Status, tuple[Action, ...]], None]
 """Told of every new status, and of what is done about it."""
 
 
-class Backend:
+class ProcessBackend:
     """Runs one job in this process, in its main thread."""
 
-    def __init__(self, settings: Settings, spec: JobSpec, *, facts: dict[str, Any], listener: Listener) -> None:
+    def __init__(self, settings: ProcessSettings, spec: JobSpec, *, facts: dict[str, Any], listener: Listener) -> None:
         self._settings = settings
-        self._job = Job(spec=spec)
+        self._job = JobState(spec=spec)
         self._facts = facts
         self._listener = listener
         self._workers: dict[int, WorkerProcess] = {}
-        self._pages: dict[int, PageReader] = {}
+        self._pages: dict[int, DocumentReader] = {}
         self._hub: HubProcess | None = None
-        self._coordinator: HeldPort | None = None
-        self._api: HeldPort | None = None
+        self._coordinator: ReservedPort | None = None
+        self._api: ReservedPort | None = None
         """Of a served model; kept over the attempts."""
         self._guardian: subprocess.Popen[bytes] | None = None
         self._last_now = 0.0
         self._unwritable: set[pathlib.Path] = set()
         """Files of the state that could not be written the last time."""
-        self._untold: list[dict[str, Any]] = []
+        self._unwritten_events: list[dict[str, Any]] = []
         """Events that are not in their file yet."""
 
     def run(self) -> Status:
@@ -93,26 +93,28 @@ class Backend:
         """Take the port of a served model, and tell where it will answer. Raises BackendError if it is taken."""
         if self._settings.serve is None:
             return
-        self._api = HeldPort(*self._settings.serve)
+        self._api = ReservedPort(*self._settings.serve)
         files.write_json(self._settings.paths.serve, {"url": self._api_url(self._api)})
 
     @staticmethod
-    def _api_url(held: HeldPort) -> str:
+    def _api_url(held: ReservedPort) -> str:
         return f"http://{'127.0.0.1' if held.address == '0.0.0.0' else held.address}:{held.number}"
 
     def _write_to_the_end(self, numbers: frozenset[signal.Signals]) -> None:
         """Store how the job ended; on a full disk try again for a while, or until somebody sends another signal."""
         self._store()
         if self._unwritable:
-            self._complain(f"trying for {LAST_WORDS_S:g} s to write the last state; Ctrl-C ends the wait")
-        until = time.monotonic() + LAST_WORDS_S
+            self._print_warning(f"trying for {FINAL_STATUS_RETRY_S:g} s to write the last state; Ctrl-C ends the wait")
+        until = time.monotonic() + FINAL_STATUS_RETRY_S
         while self._unwritable and time.monotonic() < until:
             number = signals.wait(numbers, TICK_S)
             if number is not None and number is not signal.SIGCHLD:
                 break
             self._store()
         if self._unwritable:
-            self._complain("the last state is not written: what is shown of this job from now on is older than its end")
+            self._print_warning(
+                "the last state is not written: what is shown of this job from now on is older than its end"
+            )
 
     @contextlib.contextmanager
     def _cleaned_up(self) -> Iterator[None]:
@@ -132,12 +134,12 @@ class Backend:
 
     def _sweep(self) -> None:
         """Kill what is left, and name what cannot be killed (such as a process inside a broken driver)."""
-        mine = job_processes.Kin(uid=self._settings.uid)
+        mine = job_processes.ProcessSelector(uid=self._settings.uid)
         if job_processes.sweep(mine):
             return
         pids = ", ".join(map(str, job_processes.find(mine)))
         message = f"these processes could not be ended and may still hold memory, ports and GPUs: {pids}"
-        self._complain(message)
+        self._print_warning(message)
         self._record(RecordEvent(type=EventType.WARNING, reason="ProcessesLeft", message=message), self._now())
 
     def _step(self) -> float:
@@ -176,7 +178,7 @@ class Backend:
         own |= self._hub.pids if self._hub is not None else set()
         self._keep_guardian()
         assert self._guardian is not None
-        spawn.reap_strangers(own | {self._guardian.pid})
+        spawn.reap_orphans(own | {self._guardian.pid})
 
     def _forgotten(self, worker: WorkerProcess) -> bool:
         """Only a stale one makes room for another; how the others ended says what became of the job."""
@@ -214,7 +216,7 @@ class Backend:
 
     def _full_shared_memory(self) -> tuple[str, ...] | None:
         """All workers of this machine share one folder, so it is measured here, also without a hub."""
-        room = Room.measure(self._settings.shm)
+        room = SharedMemorySpace.measure(self._settings.shm)
         return None if room is None else (str(room),) * room.full
 
     def _act(self, action: Action, now: float) -> None:
@@ -235,14 +237,14 @@ class Backend:
 
     def _record(self, event: RecordEvent, now: float) -> None:
         words = {"type": event.type.value, "reason": event.reason, "message": event.message}
-        self._untold.append({"time": rfc3339(now), **words})
-        self._tell()
+        self._unwritten_events.append({"time": rfc3339(now), **words})
+        self._write_events()
 
-    def _tell(self) -> None:
+    def _write_events(self) -> None:
         """Write events down, also those that a full disk held back."""
         with self._kept_alive_on_a_full_disk(self._settings.paths.events):
-            files.append_json(self._settings.paths.events, self._untold)
-            self._untold.clear()
+            files.append_json(self._settings.paths.events, self._unwritten_events)
+            self._unwritten_events.clear()
 
     def _warn(self, reason: str, message: str, now: float) -> None:
         """An event of the backend's own: something beside the training failed and is tried again."""
@@ -264,7 +266,7 @@ class Backend:
     def _create(self, action: CreateWorker, now: float) -> None:
         if not self._workers:
             self._release_gang()
-            self._coordinator = HeldPort(worker_address(0))
+            self._coordinator = ReservedPort(worker_address(0))
         assert self._coordinator is not None
         environment = worker_environment(
             self._settings,
@@ -275,7 +277,7 @@ class Backend:
             serve="" if self._api is None else f"{self._api.address}:{self._api.number}",
         )
         page = self._settings.shm / f"{environment[Env.SHM_PREFIX]}.{ShmFile.PROGRESS}"
-        self._pages[action.index] = PageReader(page)
+        self._pages[action.index] = DocumentReader(page)
         self._workers[action.index] = WorkerProcess(
             self._settings, index=action.index, attempt=action.attempt, environment=environment, now=now
         )
@@ -292,7 +294,7 @@ class Backend:
     def _stop(self, number: signal.Signals) -> None:
         """The first signal asks for a checkpoint, the second does not wait for it."""
         force = self._job.stop is not None or number is signals.FORCING
-        stop = self._job.stop or Stop(reason="Interrupted", message=f"stopped by {number.name}")
+        stop = self._job.stop or StopRequest(reason="Interrupted", message=f"stopped by {number.name}")
         self._job = dataclasses.replace(self._job, stop=dataclasses.replace(stop, force=force))
 
     def _finished(self) -> bool:
@@ -313,8 +315,8 @@ class Backend:
             document["serveUrl"] = self._api_url(self._api)
         with self._kept_alive_on_a_full_disk(self._settings.paths.status):
             files.write_json(self._settings.paths.status, document)
-        if self._untold:
-            self._tell()
+        if self._unwritten_events:
+            self._write_events()
 
     @contextlib.contextmanager
     def _kept_alive_on_a_full_disk(self, path: pathlib.Path) -> Iterator[None]:
@@ -326,12 +328,12 @@ class Backend:
             yield
         except OSError as error:
             if path not in self._unwritable:
-                self._complain(f"the state cannot be written: {error}")
+                self._print_warning(f"the state cannot be written: {error}")
             self._unwritable.add(path)
         else:
             self._unwritable.discard(path)
 
-    def _complain(self, message: str) -> None:
+    def _print_warning(self, message: str) -> None:
         """Say it on standard error, which may be a file on the disk that is full."""
         with contextlib.suppress(OSError):
             print(f"warning: {self._settings.paths.root}: {message}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     uid, shm = sys.argv[1], pathlib.Path(sys.argv[2])
     sys.stdin.buffer.read()
-    gone = job_processes.sweep(job_processes.Kin(uid=uid))
+    gone = job_processes.sweep(job_processes.ProcessSelector(uid=uid))
     job_processes.remove_shared_memory(shm, shm_prefix(uid))
     return 0 if gone else 1
 

@@ -5,12 +5,12 @@ import subprocess
 import httpx
 
 from megatronapp_common.web.loopback import V4, is_shared
-from megatronapp_common.web.tokens import Role, derive
-from megatronapp_operator.backends.process.ports import HeldPort
-from megatronapp_operator.backends.process.settings import Settings, base_environment
+from megatronapp_common.web.tokens import TokenRole, derive_token
+from megatronapp_operator.backends.process.ports import ReservedPort
+from megatronapp_operator.backends.process.settings import ProcessSettings, base_environment
 from megatronapp_operator.backends.process.spawn import spawn
 from megatronapp_operator.backends.process.state.files import write_json
-from megatronapp_operator.plan import Hub, HubPhase
+from megatronapp_operator.plan import HubPhase, HubState
 from megatronapp_operator.plan_io import hub_summary
 
 POLL_S = 1.0
@@ -21,13 +21,13 @@ STOP_S = 5.0
 class HubProcess:
     """Starts the hub on one port for the whole life of the job, and polls its summary. `tick` does not block long."""
 
-    def __init__(self, settings: Settings, *, secret: str, serve_url: str | None = None) -> None:
+    def __init__(self, settings: ProcessSettings, *, secret: str, serve_url: str | None = None) -> None:
         """`serve_url` is where a served model answers."""
         self._settings = settings
-        self._port = HeldPort(settings.hub_host, settings.hub_port, pages=True)
+        self._port = ReservedPort(settings.hub_host, settings.hub_port, pages=True)
         self._client = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {derive(secret, Role.VIEWER)}"},
+            headers={"Authorization": f"Bearer {derive_token(secret, TokenRole.VIEWER)}"},
             timeout=TIMEOUT_S,
             trust_env=False,  # a proxy of the environment does not know this machine's loopback
         )
@@ -39,7 +39,7 @@ class HubProcess:
         self._deleted_at: float | None = None
         self._poll_due = 0.0
         self._ready = False
-        self.summary: hub_summary.Summary | None = None
+        self.summary: hub_summary.HubSummary | None = None
         """The newest answer to GET /api/v1/summary; None while the hub does not answer."""
 
     @property
@@ -78,14 +78,14 @@ class HubProcess:
             self._deleted_at = now
             self._process.terminate()
 
-    def observe(self) -> Hub | None:
+    def observe(self) -> HubState | None:
         """What the plan is told of it."""
         if self._process is None and self.ended_at is None:
             return None
         phase = HubPhase.READY if self._ready else HubPhase.STARTING
         if self.ended_at is not None:
             phase = HubPhase.ENDED
-        return Hub(phase=phase, starts=self._starts, ended_at=self.ended_at, deleting=self._deleted_at is not None)
+        return HubState(phase=phase, starts=self._starts, ended_at=self.ended_at, deleting=self._deleted_at is not None)
 
     def tick(self, now: float) -> None:
         """Notice its end; ask for the summary once a second."""
@@ -97,7 +97,7 @@ class HubProcess:
             if now >= self._deleted_at + STOP_S:
                 self._process.kill()
         elif now >= self._poll_due:
-            self.summary = self._ask()
+            self.summary = self._request()
             self._ready = self.summary is not None
             self._poll_due = now + POLL_S
 
@@ -106,7 +106,7 @@ class HubProcess:
         self._client.close()
         self._port.close()
 
-    def _ask(self) -> hub_summary.Summary | None:
+    def _request(self) -> hub_summary.HubSummary | None:
         """A hub that is starting, stopped or gone gives nothing, which is no error: training does not need it."""
         try:
             answer = self._client.get("/api/v1/summary")

@@ -20,7 +20,7 @@ POLL_S = 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kin:
+class ProcessSelector:
     """Which processes: those of a job, of one attempt of it, or of one worker of that."""
 
     uid: str
@@ -46,13 +46,13 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
-def find(kin: Kin) -> list[int]:
+def find(kin: ProcessSelector) -> list[int]:
     """Pids of the living processes, without this one."""
     me = os.getpid()
     return [pid for pid in _pids() if pid != me and kin.matches(_environment(pid))]
 
 
-def send(kin: Kin, number: signal.Signals) -> int:
+def send(kin: ProcessSelector, number: signal.Signals) -> int:
     """Signal every process of `kin`; returns how many there were."""
     count = 0
     for pid in find(kin):
@@ -68,7 +68,7 @@ def send(kin: Kin, number: signal.Signals) -> int:
     return count
 
 
-def sweep(kin: Kin, deadline_s: float = 10.0) -> bool:
+def sweep(kin: ProcessSelector, deadline_s: float = 10.0) -> bool:
     """Kill until none is left: a process may have forked while the list was read. False: some are left."""
     end = time.monotonic() + deadline_s
     while send(kin, signal.SIGKILL):

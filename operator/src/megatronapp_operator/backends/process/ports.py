@@ -12,7 +12,7 @@ PORTS = range(20000, 30000)
 """Below the range from which the kernel takes ports for outgoing connections (32768 by default)."""
 
 
-class HeldPort:
+class ReservedPort:
     """A port bound but not listened on, so that nobody else takes it in the meantime.
 
     Linux lets a second socket bind the same address while none listens, if both set SO_REUSEADDR, as servers do. The

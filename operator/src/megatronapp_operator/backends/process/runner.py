@@ -12,8 +12,8 @@ from megatronapp_common.cli import is_ours
 from megatronapp_common.errors import StateError
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.process import settings_builder
-from megatronapp_operator.backends.process.backend import Backend, Listener
-from megatronapp_operator.backends.process.settings import Commands
+from megatronapp_operator.backends.process.backend import Listener, ProcessBackend
+from megatronapp_operator.backends.process.settings import ProcessCommands
 from megatronapp_operator.backends.process.state import lock, registry
 from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.backends.process.stopping import stop_backend
@@ -24,7 +24,7 @@ from megatronapp_operator.plan_io.spec_reader import process_spec
 ACCEPTED = b"accepted"
 
 
-def run_job(job: MegatronJob, *, commands: Commands, retain_hub: bool, listener: Listener) -> Status:
+def run_job(job: MegatronJob, *, commands: ProcessCommands, retain_hub: bool, listener: Listener) -> Status:
     """Run a job to its end. Raises JobConflictError if one of its name runs, or one that saves there, too."""
     paths, uid = JobPaths.of(job.metadata.name), registry.new_uid()
     retire(paths.name)
@@ -34,15 +34,15 @@ def run_job(job: MegatronJob, *, commands: Commands, retain_hub: bool, listener:
         registry.accept(paths, job, uid=uid)
         settings = settings_builder.build_settings(job, uid=uid, paths=paths, commands=commands)
         spec = process_spec(job, uid=uid, retain_hub=retain_hub)
-        backend = Backend(settings, spec, facts=settings_builder.build_facts(job), listener=listener)
-        with _failure_told(paths), state.errors_named():
+        backend = ProcessBackend(settings, spec, facts=settings_builder.build_facts(job), listener=listener)
+        with _record_failure(paths), state.raise_state_errors():
             status = backend.run()
         registry.end(paths)
         return status
 
 
 @contextlib.contextmanager
-def _failure_told(paths: JobPaths) -> Iterator[None]:
+def _record_failure(paths: JobPaths) -> Iterator[None]:
     """A backend that cannot go on (a full disk, a port in use) says so where people look for the job's state."""
     try:
         yield
@@ -76,7 +76,7 @@ def _sole_backend(paths: JobPaths) -> Iterator[None]:
         yield
 
 
-def run_detached(job: MegatronJob, *, commands: Commands) -> None:
+def run_detached(job: MegatronJob, *, commands: ProcessCommands) -> None:
     """Start a backend in a session of its own and come back when the job is accepted.
 
     Raises BackendError with the words of a backend that did not accept it.
@@ -95,7 +95,7 @@ def run_detached(job: MegatronJob, *, commands: Commands) -> None:
         raise BackendError(answer.decode(errors="replace") or "the backend ended before it accepted the job")
 
 
-def _become_backend(job: MegatronJob, commands: Commands, telling: int) -> None:
+def _become_backend(job: MegatronJob, commands: ProcessCommands, telling: int) -> None:
     """The rest of the life of the forked process: leave session and parent, run the job, never return."""
     code, pipe = 1, os.fdopen(telling, "wb", buffering=0)
     try:
@@ -104,9 +104,9 @@ def _become_backend(job: MegatronJob, commands: Commands, telling: int) -> None:
             code = 0
             return
         _close_inherited(keep=telling)
-        with state.errors_named():
+        with state.raise_state_errors():
             _leave_terminal(JobPaths.of(job.metadata.name))
-            run_job(job, commands=commands, retain_hub=True, listener=_tell_once(pipe))
+            run_job(job, commands=commands, retain_hub=True, listener=_print_once(pipe))
         code = 0
     except Exception as error:
         if not pipe.closed:
@@ -145,7 +145,7 @@ def _leave_terminal(paths: JobPaths) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _tell_once(pipe: io.FileIO) -> Callable[[Status, tuple[Action, ...]], None]:
+def _print_once(pipe: io.FileIO) -> Callable[[Status, tuple[Action, ...]], None]:
     """A listener that reports the first plan carried out: by then all processes are started."""
 
     def listen(_status: Status, _actions: tuple[Action, ...]) -> None:

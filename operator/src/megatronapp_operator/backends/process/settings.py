@@ -6,13 +6,13 @@ import pathlib
 from collections.abc import Mapping
 
 from megatronapp_common.names import Env
-from megatronapp_common.text.run_length import write_counts
+from megatronapp_common.text.run_length import format_run_lengths
 from megatronapp_operator.backends.process.spawn import inherited_environment
 from megatronapp_operator.backends.process.state.paths import JobPaths, shm_prefix
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Commands:
+class ProcessCommands:
     """Programs of a job, as argument lists."""
 
     launcher: tuple[str, ...]
@@ -24,7 +24,7 @@ class Commands:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ProcessSettings:
     """Everything that stays the same over the attempts of a job."""
 
     name: str
@@ -33,7 +33,7 @@ class Settings:
     """Ranks of each worker."""
     gpus_per_node: int
     env: Mapping[str, str]
-    commands: Commands
+    commands: ProcessCommands
     paths: JobPaths
     shm: pathlib.Path
     analyzer: bool
@@ -51,7 +51,7 @@ def worker_address(index: int) -> str:
     return f"127.{last >> 16}.{last >> 8 & 255}.{last & 255}"
 
 
-def base_environment(settings: Settings) -> dict[str, str]:
+def base_environment(settings: ProcessSettings) -> dict[str, str]:
     """What every process of the job is told."""
     return {
         **inherited_environment(),
@@ -65,7 +65,7 @@ def base_environment(settings: Settings) -> dict[str, str]:
 
 
 def worker_environment(
-    settings: Settings, *, index: int, attempt: int, coordinator: str, hub_url: str, serve: str = ""
+    settings: ProcessSettings, *, index: int, attempt: int, coordinator: str, hub_url: str, serve: str = ""
 ) -> dict[str, str]:
     """What the launcher of worker `index` and its agent are told. `serve` is host:port of the API."""
     run_dir = settings.paths.run_dir(attempt, index)
@@ -74,7 +74,7 @@ def worker_environment(
         Env.ATTEMPT: str(attempt),
         Env.WORKER_INDEX: str(index),
         Env.NUM_WORKERS: str(len(settings.proc_per_node)),
-        Env.PROC_PER_NODE: write_counts(settings.proc_per_node),
+        Env.PROC_PER_NODE: format_run_lengths(settings.proc_per_node),
         Env.COORDINATOR: coordinator,
         Env.ADDRESS: worker_address(index),
         Env.NODE_NAME: f"node-{index}",
@@ -91,7 +91,7 @@ def worker_environment(
     return environment
 
 
-def worker_devices(settings: Settings, index: int) -> list[str]:
+def worker_devices(settings: ProcessSettings, index: int) -> list[str]:
     """This worker's share of the machine's GPUs: nodes that share a machine must not share a GPU."""
     share = slice(index * settings.gpus_per_node, (index + 1) * settings.gpus_per_node)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

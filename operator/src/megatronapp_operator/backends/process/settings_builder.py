@@ -7,14 +7,14 @@ from typing import Any
 
 from megatronapp_common.job import MegatronJob, Serve, megatron_arguments
 from megatronapp_common.state import jobs_dir
-from megatronapp_operator.backends.process.settings import Commands, Settings
+from megatronapp_operator.backends.process.settings import ProcessCommands, ProcessSettings
 from megatronapp_operator.backends.process.state.paths import JobPaths, shm_dir
 
 FRONTEND_ENV = "MEGATRONAPP_FRONTEND"
 CHECKOUT = pathlib.Path(__file__).parents[5]
 
 
-def build_commands(job: MegatronJob) -> Commands:
+def build_commands(job: MegatronJob) -> ProcessCommands:
     """The programs of the other parts."""
     python = (sys.executable, "-m")
     rank = ("--program=-m megatronapp_trainer.serve",) if job.spec.mode == "serve" else ()
@@ -22,7 +22,7 @@ def build_commands(job: MegatronJob) -> Commands:
     private = job.spec.analyzer.host.startswith("127.")
     allow = ("--jobs-dir", str(jobs_dir())) if private else ("--allow-remote",)
     arguments, ranks = megatron_arguments(job), str(job.world.world_size)
-    return Commands(
+    return ProcessCommands(
         check=(*python, check, "--world-size", ranks, "--", *arguments),
         launcher=(*python, "megatronapp_trainer.launch", *rank, "--", *arguments),
         agent=(*python, "megatronapp_analyzer.agent"),
@@ -32,18 +32,18 @@ def build_commands(job: MegatronJob) -> Commands:
 
 def hub_command() -> tuple[str, ...]:
     """A hub, with the page where it is built."""
-    return (sys.executable, "-m", "megatronapp_analyzer.hub", *frontend_words())
+    return (sys.executable, "-m", "megatronapp_analyzer.hub", *frontend_arguments())
 
 
-def frontend_words() -> tuple[str, ...]:
+def frontend_arguments() -> tuple[str, ...]:
     """The hub's flag for the built page: named by the environment, else of the checkout that this package is in."""
     folder = pathlib.Path(os.environ.get(FRONTEND_ENV) or CHECKOUT / "frontend" / "dist")
     return ("--frontend", str(folder)) if (folder / "index.html").exists() else ()
 
 
-def build_settings(job: MegatronJob, *, uid: str, paths: JobPaths, commands: Commands) -> Settings:
+def build_settings(job: MegatronJob, *, uid: str, paths: JobPaths, commands: ProcessCommands) -> ProcessSettings:
     """What the process backend needs to know of a job."""
-    return Settings(
+    return ProcessSettings(
         name=job.metadata.name,
         uid=uid,
         proc_per_node=job.world.proc_per_node,

@@ -52,14 +52,14 @@ def start_guardian(uid: str, shm: pathlib.Path) -> subprocess.Popen[bytes]:
     )
 
 
-def ended(process: subprocess.Popen[bytes]) -> bool:
+def is_ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether the process has ended, without reaping it: until it is reaped its pid and group cannot be used again."""
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def reap_strangers(own: set[int]) -> None:
+def reap_orphans(own: set[int]) -> None:
     """Reap adopted orphans that have ended; children in `own` are left to their owners."""
     while True:
         try:

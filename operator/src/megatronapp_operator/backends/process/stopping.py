@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from megatronapp_common.processes import is_held
+from megatronapp_common.processes import is_locked
 from megatronapp_operator.backends.process import signals
 from megatronapp_operator.backends.process.state import files
 from megatronapp_operator.backends.process.state.paths import JobPaths
@@ -48,14 +48,14 @@ def _signal(paths: JobPaths, number: signal.Signals) -> None:
     except ProcessLookupError:
         return
     with os.fdopen(fd, "rb", buffering=0):
-        if is_held(paths.lock):
+        if is_locked(paths.lock):
             signal.pidfd_send_signal(fd, number)
             signal.pidfd_send_signal(fd, signal.SIGCONT)  # one that was stopped could not answer
 
 
 def _ended(paths: JobPaths, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while is_held(paths.lock):
+    while is_locked(paths.lock):
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)

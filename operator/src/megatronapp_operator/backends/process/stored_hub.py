@@ -5,10 +5,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 from megatronapp_common.names import Env
-from megatronapp_common.processes import end
+from megatronapp_common.processes import terminate
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web.loopback import V4
-from megatronapp_operator.backends.process.ports import HeldPort
+from megatronapp_operator.backends.process.ports import ReservedPort
 from megatronapp_operator.backends.process.spawn import inherited_environment, spawn
 from megatronapp_operator.backends.process.state.registry import JobView
 
@@ -19,7 +19,7 @@ STOP_S = 5.0
 def stored_hub(job: JobView, command: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run one on a free port within; gives its address and its process."""
     paths = job.paths
-    held = HeldPort(V4, pages=True)
+    held = ReservedPort(V4, pages=True)
     words = (
         *("--host", V4, "--port", str(held.number), "--job-file", str(paths.manifest)),
         *("--state-dir", str(paths.hub_state), "--status-file", str(paths.status), "--jobs-dir", str(jobs_dir())),
@@ -30,4 +30,4 @@ def stored_hub(job: JobView, command: Sequence[str]) -> Iterator[tuple[str, subp
         try:
             yield f"http://{V4}:{held.number}", process
         finally:
-            end(process, STOP_S)
+            terminate(process, STOP_S)

@@ -10,10 +10,10 @@ from typing import Any
 
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_operator.backends.process import job_processes
-from megatronapp_operator.backends.process.settings import Settings
-from megatronapp_operator.backends.process.spawn import ended, spawn
+from megatronapp_operator.backends.process.settings import ProcessSettings
+from megatronapp_operator.backends.process.spawn import is_ended, spawn
 from megatronapp_operator.backends.process.state.files import read_json
-from megatronapp_operator.plan import Deletion, Outcome, Worker, WorkerPhase
+from megatronapp_operator.plan import Deletion, Worker, WorkerOutcome, WorkerPhase
 from megatronapp_operator.plan.outcome import NOT_STARTED
 
 AGENT_FLUSH_S = 3.0
@@ -29,7 +29,7 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, settings: Settings, *, index: int, attempt: int, environment: Mapping[str, str], now: float
+        self, settings: ProcessSettings, *, index: int, attempt: int, environment: Mapping[str, str], now: float
     ) -> None:
         self.index = index
         self.attempt = attempt
@@ -42,7 +42,7 @@ class WorkerProcess:
         self._run_dir = pathlib.Path(environment[Env.RUN_DIR])
         self._started_at = now
         self._finished_at: float | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: WorkerOutcome | None = None
         self._deletion: Deletion | None = None
         self._launcher: subprocess.Popen[bytes] | None = None
         self._agent: subprocess.Popen[bytes] | None = None
@@ -53,7 +53,7 @@ class WorkerProcess:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             self._launcher = spawn(settings.commands.launcher, environment=environment, log=self.launcher_log)
         except OSError as error:
-            self._finished_at, self._outcome = now, not_started(error)
+            self._finished_at, self._outcome = now, worker_not_started(error)
 
     @property
     def launcher_log(self) -> pathlib.Path:
@@ -93,7 +93,7 @@ class WorkerProcess:
             return
         if self._finished_at is None:
             assert self._launcher is not None
-            if ended(self._launcher):
+            if is_ended(self._launcher):
                 self._finish(now, self._launcher)
             else:
                 self._kill_if_overdue(now)
@@ -150,25 +150,25 @@ class WorkerProcess:
                 return
             self._agent.kill()
             self._agent.wait()
-        relatives = job_processes.Kin(uid=self._settings.uid, attempt=self.attempt, worker=self.index)
+        relatives = job_processes.ProcessSelector(uid=self._settings.uid, attempt=self.attempt, worker=self.index)
         if job_processes.send(relatives, signal.SIGKILL) == 0:
             prefix = self._environment[Env.SHM_PREFIX]
             job_processes.remove_shared_memory(self._settings.shm, f"{prefix}.")
             self.gone = True
 
 
-def not_started(error: OSError) -> Outcome:
+def worker_not_started(error: OSError) -> WorkerOutcome:
     """The outcome of a worker whose folder, log or process could not be made."""
     code = ExitCode.STORAGE if error.errno in {errno.ENOSPC, errno.EDQUOT} else ExitCode.OWN_FAILURE
     where = f" ({error.filename})" if error.filename else ""
-    return Outcome(code=code, reason=NOT_STARTED, message=f"{error.strerror or error}{where}")
+    return WorkerOutcome(code=code, reason=NOT_STARTED, message=f"{error.strerror or error}{where}")
 
 
-def read_outcome(path: pathlib.Path, code: int, log: pathlib.Path) -> Outcome:
+def read_outcome(path: pathlib.Path, code: int, log: pathlib.Path) -> WorkerOutcome:
     """The launcher's own record, or one made of its exit status (negative: a signal) and last words."""
     record = read_json(path)
     if record is not None and code >= 0:
-        return Outcome(
+        return WorkerOutcome(
             code=code,
             reason=str(record.get("reason") or ""),
             message=str(record.get("message") or ""),
@@ -176,11 +176,13 @@ def read_outcome(path: pathlib.Path, code: int, log: pathlib.Path) -> Outcome:
             signal=record.get("signal"),
         )
     if code < 0:
-        return Outcome(code=ExitCode.OWN_FAILURE, reason="LauncherKilled", signal=-code, message="the launcher died")
-    return Outcome(code=code, reason="Completed" if code == 0 else "LauncherFailed", message=last_words(log))
+        return WorkerOutcome(
+            code=ExitCode.OWN_FAILURE, reason="LauncherKilled", signal=-code, message="the launcher died"
+        )
+    return WorkerOutcome(code=code, reason="Completed" if code == 0 else "LauncherFailed", message=last_log_line(log))
 
 
-def last_words(log: pathlib.Path) -> str:
+def last_log_line(log: pathlib.Path) -> str:
     """The last line of a log, for a message."""
     try:
         with log.open("rb") as file:

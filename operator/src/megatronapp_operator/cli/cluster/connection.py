@@ -16,8 +16,8 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 from kubernetes_asyncio.config import ConfigException
 
 from megatronapp_common.job import TERMINAL_PHASES
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, Api, Object, Resource
-from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError, error_of
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, KubernetesApi, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError, api_error_for
 from megatronapp_operator.cli.cluster import CONTEXT_VARIABLE
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 
@@ -72,7 +72,7 @@ class Cluster:
     ) -> None:
         self._runner = runner
         self._client = client
-        self.api = Api(client)
+        self.api = KubernetesApi(client)
         self.arguments = arguments
         self.context = _context(arguments)
         self.namespace = namespace
@@ -106,12 +106,14 @@ class Cluster:
         """Store a job as it was written; fields of other writers stay theirs."""
         path = JOBS.path(self.namespace, document["metadata"]["name"])
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", "force": "true"}
-        return ClusterJob(self.ask("PATCH", path, query=query, body=document, content="application/apply-patch+yaml"))
+        return ClusterJob(
+            self.request("PATCH", path, query=query, body=document, content="application/apply-patch+yaml")
+        )
 
     def events(self, job: ClusterJob) -> list[dict[str, Any]]:
         """What was reported about a job, oldest first."""
         about = f"involvedObject.uid={job.uid}"
-        found = self.ask("GET", Resource("v1", "events").path(job.namespace), query={"fieldSelector": about})
+        found = self.request("GET", Resource("v1", "events").path(job.namespace), query={"fieldSelector": about})
         return sorted((_event(one) for one in found["items"]), key=lambda one: str(one["time"]))
 
     def bearer(self) -> str | None:
@@ -121,7 +123,7 @@ class Cluster:
         scheme, _, token = headers.get("authorization", headers.get("Authorization", "")).partition(" ")
         return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,
@@ -171,7 +173,7 @@ class Cluster:
                 _request_timeout=timeout_s,
             )
             if not answer.ok:
-                raise error_of(answer.status, _status(await answer.read()), request)
+                raise api_error_for(answer.status, _status(await answer.read()), request)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
         return answer

@@ -17,10 +17,10 @@ import httpx
 
 from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.job.crd import PLURAL
-from megatronapp_common.names import DOOR_PORT, GROUP
-from megatronapp_common.processes import end
+from megatronapp_common.names import GATEWAY_PORT, GROUP
+from megatronapp_common.processes import terminate
 from megatronapp_common.web import loopback
-from megatronapp_common.web.origin import own_host
+from megatronapp_common.web.origin import loopback_alias
 from megatronapp_operator.backends.kubernetes.client.api import SERVICES, Object, Resource
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.cli.cluster.connection import Cluster
@@ -45,7 +45,7 @@ _FORWARDING = re.compile(r"Forwarding from \[?([0-9a-f.:]+?)\]?:(\d+) -> ")
 _HOW = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
 
 
-class Forward:
+class PortForward:
     """`kubectl port-forward` to a Service; on a local port that stays the same when it has to begin again.
 
     It is asked for all addresses at which browsers look for a name below `localhost`; kubectl ends where it does not
@@ -58,7 +58,7 @@ class Forward:
             raise OperatorError(f"kubectl is not there, which forwards a port to the door; install it, or {_HOW}")
         self._command = [program, *_flags(cluster), f"--namespace={service['metadata']['namespace']}"]
         self._command += ["port-forward", f"svc/{service['metadata']['name']}"]
-        self._remote = next((port["port"] for port in service["spec"].get("ports", ())), DOOR_PORT)
+        self._remote = next((port["port"] for port in service["spec"].get("ports", ())), GATEWAY_PORT)
         self._process: subprocess.Popen[str] | None = None
         self._readers: list[threading.Thread] = []
         self._addresses = loopback.addresses()
@@ -98,7 +98,7 @@ class Forward:
             process.terminate()
             return process.communicate()[1].strip() or "kubectl does not tell from where"
         (self.port,) = ports
-        self._readers = [_drained(stream) for stream in (process.stdout, process.stderr)]
+        self._readers = [_drain_output(stream) for stream in (process.stdout, process.stderr)]
         return None
 
     def hold(self) -> None:
@@ -112,12 +112,12 @@ class Forward:
     def stop(self) -> None:
         """End it."""
         if self._process is not None:
-            end(self._process, STOP_S)
+            terminate(self._process, STOP_S)
             for reader in self._readers:
                 reader.join(STOP_S)  # a credential plugin may keep the pipe open
 
 
-def _drained(stream: IO[str]) -> threading.Thread:
+def _drain_output(stream: IO[str]) -> threading.Thread:
     """Reads to the end: kubectl writes a line for each connection, and stands still once a pipe is full."""
 
     def read() -> None:
@@ -131,11 +131,11 @@ def _drained(stream: IO[str]) -> threading.Thread:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Door:
+class GatewayEndpoint:
     """A door that can be reached."""
 
     url: str
-    forward: Forward | None = None
+    forward: PortForward | None = None
     service: Object | None = None
     """None where --door gave a URL."""
 
@@ -148,10 +148,10 @@ class Door:
         """
         if self.forward is None or not self.forward.named:
             return self.url
-        return f"http://{own_host(urllib.parse.urlsplit(self.url).netloc, 'door')}"
+        return f"http://{loopback_alias(urllib.parse.urlsplit(self.url).netloc, 'door')}"
 
 
-def _is_this_machine(host: str) -> bool:
+def _is_local_host(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -159,25 +159,25 @@ def _is_this_machine(host: str) -> bool:
 
 
 @contextlib.contextmanager
-def reached(cluster: Cluster) -> Iterator[Door]:
+def open_gateway(cluster: Cluster) -> Iterator[GatewayEndpoint]:
     """The door while it can be reached; by a forwarded port, unless --door gave a URL. Raises OperatorError."""
     wanted = cluster.arguments.door or ""
     if "://" in wanted:
         _warn_of_plain_text(wanted)
-        yield Door(wanted.rstrip("/"))
+        yield GatewayEndpoint(wanted.rstrip("/"))
         return
     service = _service(cluster, wanted)
-    forward = Forward(cluster, service)
+    forward = PortForward(cluster, service)
     try:
         forward.start()
-        yield Door(f"http://{loopback.V4}:{forward.port}", forward, service)
+        yield GatewayEndpoint(f"http://{loopback.V4}:{forward.port}", forward, service)
     finally:
         forward.stop()
 
 
 def _warn_of_plain_text(url: str) -> None:
     parts = urllib.parse.urlsplit(url)
-    if parts.scheme != "https" and not _is_this_machine(parts.hostname or ""):
+    if parts.scheme != "https" and not _is_local_host(parts.hostname or ""):
         print(f"warning: --door {url}: whoever is on the way can read your token; use https://", file=sys.stderr)
 
 
@@ -188,14 +188,14 @@ def _service(cluster: Cluster, wanted: str) -> Object:
     comes from the CRD, which only the cluster's administrators write.
     """
     if wanted:
-        return _named(cluster, wanted)
+        return _gateway_by_name(cluster, wanted)
     namespace, release = _release(cluster)
     try:
         found = cluster.run(cluster.api.list_objects(SERVICES, namespace, labels=LABELS)).items
     except ForbiddenError as error:
-        found = _guessed(cluster, namespace, (release, USUAL_NAME))
+        found = _default_gateway(cluster, namespace, (release, USUAL_NAME))
         if not found:
-            raise OperatorError(_blind(namespace)) from error
+            raise OperatorError(_missing_rights_message(namespace)) from error
     if len(found) != 1:
         names = ", ".join(f"{one['metadata']['namespace']}/{one['metadata']['name']}" for one in found)
         what = f"there are several doors ({names})" if found else f"{namespace!r}, the release's namespace, has no door"
@@ -203,7 +203,7 @@ def _service(cluster: Cluster, wanted: str) -> Object:
     return found[0]
 
 
-def _guessed(cluster: Cluster, namespace: str, names: Iterable[str]) -> list[Object]:
+def _default_gateway(cluster: Cluster, namespace: str, names: Iterable[str]) -> list[Object]:
     """The door by the names that the chart gives it, for people who may get one Service and not list all."""
     for name in dict.fromkeys(names):
         with contextlib.suppress(ForbiddenError):
@@ -214,14 +214,14 @@ def _guessed(cluster: Cluster, namespace: str, names: Iterable[str]) -> list[Obj
     return []
 
 
-def _blind(namespace: str) -> str:
+def _missing_rights_message(namespace: str) -> str:
     return (
         f"you may not list the Services of {namespace!r}, where the door is; ask for the rights that `door.users` "
         f"of the chart gives, or {_HOW}"
     )
 
 
-def _named(cluster: Cluster, wanted: str) -> Object:
+def _gateway_by_name(cluster: Cluster, wanted: str) -> Object:
     namespace, _, name = wanted.partition("/")
     if not re.fullmatch(NAME_PATTERN, namespace) or not re.fullmatch(NAME_PATTERN, name):
         raise OperatorError(f"--door {wanted}: this is no NAMESPACE/SERVICE; {_HOW}")
@@ -251,8 +251,8 @@ def _flags(cluster: Cluster) -> list[str]:
     return [f"--{name}={value}" for name, value in given.items() if value]
 
 
-def call(
-    door: Door,
+def call_gateway(
+    door: GatewayEndpoint,
     method: str,
     path: str,
     *,

@@ -12,7 +12,7 @@ WATCH_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Everywhere:
+class _AllJobs:
     cluster: Cluster
 
     def view(self, name: str) -> ClusterJob:
@@ -26,5 +26,5 @@ def main(arguments: argparse.Namespace) -> int:
     """Print one job or all; returns the exit code."""
     with opened(arguments) as cluster:
         if arguments.all_namespaces:
-            return get.show(_Everywhere(cluster), arguments, watch_s=WATCH_S, namespaces=True)
+            return get.show(_AllJobs(cluster), arguments, watch_s=WATCH_S, namespaces=True)
         return get.show(cluster, arguments, watch_s=WATCH_S)

@@ -3,7 +3,7 @@
 import argparse
 
 from megatronapp_common.job import load_stored_job
-from megatronapp_common.text.terminal import plain
+from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli import inject
 from megatronapp_operator.cli.cluster import doors, tokens
 from megatronapp_operator.cli.cluster.connection import opened
@@ -18,11 +18,11 @@ def main(arguments: argparse.Namespace) -> int:
             raise OperatorError(f"{job.name} has ended ({job.phase}); faults act in running jobs only")
         document = {key: value for key, value in job.document.items() if key != "status"}
         inject.check(load_stored_job(document)[0], arguments)
-        with doors.reached(cluster) as door:
+        with doors.open_gateway(cluster) as door:
             token = tokens.token_for(cluster, door, job)
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/faults"
-            answer = doors.call(door, "POST", path, token=token, json=inject.fault_of(arguments))
+            answer = doors.call_gateway(door, "POST", path, token=token, json=inject.fault_of(arguments))
     if not answer.is_success:
-        raise HubError(plain(inject.problem_of(answer)))
-    print(plain(inject.told(answer.json(), arguments)))
+        raise HubError(replace_control_characters(inject.problem_of(answer)))
+    print(replace_control_characters(inject.describe_fault(answer.json(), arguments)))
     return 0

@@ -15,7 +15,7 @@ import aiohttp
 
 from megatronapp_common.job import MegatronJob, load_stored_job
 from megatronapp_common.names import LABEL_ATTEMPT
-from megatronapp_common.text.terminal import plain
+from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_common.topology import Placement
 from megatronapp_operator.backends.kubernetes.client.api import PODS, Object
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, UnavailableError
@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> int:
     with opened(arguments) as cluster:
         job = cluster.view(arguments.job)
         loaded = load_stored_job({key: value for key, value in job.document.items() if key != "status"})[0]
-        log = WorkerLog(cluster, job, *_wanted(loaded, arguments))
+        log = WorkerLog(cluster, job, *_selected_log(loaded, arguments))
         if arguments.follow:
             _follow(log, arguments)
             return 0
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _wanted(job: MegatronJob, arguments: argparse.Namespace) -> tuple[int, int | None]:
+def _selected_log(job: MegatronJob, arguments: argparse.Namespace) -> tuple[int, int | None]:
     """Worker, and rank (None: its launcher)."""
     if arguments.worker is not None:
         if not 0 <= arguments.worker < job.world.nodes:
@@ -92,7 +92,7 @@ class WorkerLog:
         finally:
             answer.close()
 
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether nothing more can come."""
         try:
             return self._cluster.view(self.job.name).ended
@@ -137,7 +137,7 @@ def _follow(log: WorkerLog, arguments: argparse.Namespace) -> None:
                 raise
             if not _is_late(error):
                 raise
-        if log.over() or arguments.attempt is not None:
+        if log.is_complete() or arguments.attempt is not None:
             return
         time.sleep(POLL_S)
 
@@ -156,5 +156,7 @@ def _is_late(error: OperatorError) -> bool:
 
 
 def _print(lines: list[str]) -> None:
-    sys.stdout.write("".join(f"{plain(line) if sys.stdout.isatty() else line}\n" for line in lines))
+    sys.stdout.write(
+        "".join(f"{replace_control_characters(line) if sys.stdout.isatty() else line}\n" for line in lines)
+    )
     sys.stdout.flush()

@@ -4,7 +4,7 @@ import argparse
 import time
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.text.terminal import plain
+from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.backends.kubernetes.client.api import JOBS
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest
@@ -61,7 +61,7 @@ def _store(cluster: Cluster, job: MegatronJob) -> ClusterJob:
 
 
 def _follow(cluster: Cluster, job: ClusterJob, *, verbose: bool) -> int:
-    teller = Teller(verbose=verbose)
+    teller = JobReporter(verbose=verbose)
     while True:
         try:
             now = cluster.view(job.name)
@@ -70,14 +70,14 @@ def _follow(cluster: Cluster, job: ClusterJob, *, verbose: bool) -> int:
         if now is None or now.uid != job.uid:
             print(f"{job.name} was deleted")
             return 1
-        for line in teller.tell(now, cluster.events(now)):
-            print(plain(line), flush=True)
+        for line in teller.new_lines(now, cluster.events(now)):
+            print(replace_control_characters(line), flush=True)
         if now.ended:
             return 0 if now.phase == "Succeeded" else 1
         time.sleep(POLL_S)
 
 
-class Teller:
+class JobReporter:
     """What is new of a job, in lines."""
 
     def __init__(self, *, verbose: bool) -> None:
@@ -85,7 +85,7 @@ class Teller:
         self._told: set[str] = set()
         self._phase = ""
 
-    def tell(self, job: ClusterJob, events: list[dict[str, str]]) -> list[str]:
+    def new_lines(self, job: ClusterJob, events: list[dict[str, str]]) -> list[str]:
         """Lines about what was not told yet: events, the phase, and (if `verbose`) progress and verdicts."""
         found = [line for event in events for line in self._once(event["uid"] + event["time"], _event_line(event))]
         if self._verbose:

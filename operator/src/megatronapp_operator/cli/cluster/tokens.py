@@ -15,15 +15,15 @@ from http import HTTPStatus
 
 from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_common.text.terminal import plain
-from megatronapp_common.web.tokens import Role, derive
+from megatronapp_common.text.terminal import replace_control_characters
+from megatronapp_common.web.tokens import TokenRole, derive_token
 from megatronapp_operator.backends.kubernetes.client.api import SECRETS, Object, Resource
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
-from megatronapp_operator.backends.kubernetes.render import Names
+from megatronapp_operator.backends.kubernetes.render import ObjectNames
 from megatronapp_operator.backends.kubernetes.status_facts import read_pinned
 from megatronapp_operator.cli.cluster import doors
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
-from megatronapp_operator.cli.cluster.doors import Door
+from megatronapp_operator.cli.cluster.doors import GatewayEndpoint
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError, OperatorError
 from megatronapp_operator.gateway.subject_access import AUDIENCE
@@ -39,36 +39,36 @@ NO_TOKEN = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shown:
+class SelectedToken:
     """A token, and whose rights it gives where they are not the caller's own."""
 
     token: str
     whose: str | None = None
 
 
-def token_for(cluster: Cluster, door: Door, job: ClusterJob | None) -> str:
+def token_for(cluster: Cluster, door: GatewayEndpoint, job: ClusterJob | None) -> str:
     """A token that the door takes. Raises HubError with the door's words, OperatorError for a wrong account."""
     path = "/api/v1/jobs" if job is None else f"/api/v1/jobs/{job.namespace}/{job.name}"
     refusal = NO_TOKEN + ("" if job is not None else ", or name a job whose Secret you may read")
     for shown in _tokens(cluster, door, job):
-        answer = doors.call(door, "GET", path, token=shown.token)
+        answer = doors.call_gateway(door, "GET", path, token=shown.token)
         if answer.is_success:
             if shown.whose is not None:
                 print(f"note: with the rights of {shown.whose}", file=sys.stderr)
             return shown.token
-        refusal = plain(problem_of(answer))
+        refusal = replace_control_characters(problem_of(answer))
         if answer.status_code not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             break
     raise HubError(f"the door does not let you in: {refusal}")
 
 
-def _tokens(cluster: Cluster, door: Door, job: ClusterJob | None) -> Iterator[Shown]:
+def _tokens(cluster: Cluster, door: GatewayEndpoint, job: ClusterJob | None) -> Iterator[SelectedToken]:
     if cluster.arguments.service_account:
         yield _of_account(cluster, *_account(cluster, cluster.arguments.service_account))
         return
     own = cluster.bearer()
     if own is not None:
-        yield Shown(own)
+        yield SelectedToken(own)
     if job is not None:
         with contextlib.suppress(ApiError):  # few may read Secrets
             yield from _of_job(cluster, job)
@@ -78,12 +78,14 @@ def _tokens(cluster: Cluster, door: Door, job: ClusterJob | None) -> Iterator[Sh
             yield _of_account(cluster, place["namespace"], f"{place['name']}-{VIEWER}")
 
 
-def _of_job(cluster: Cluster, job: ClusterJob) -> Iterator[Shown]:
+def _of_job(cluster: Cluster, job: ClusterJob) -> Iterator[SelectedToken]:
     for secret in _secrets(cluster, job):
         text = base64.b64decode(secret["data"]["secret"]).decode("ascii").strip()
         place = f"job {job.namespace}/{job.name}"
-        yield Shown(derive(text, Role.CONTROLLER), f"who has the token of {place}")
-        yield Shown(derive(text, Role.VIEWER), f"who has the viewer's token of {place}")  # all that an older door knows
+        yield SelectedToken(derive_token(text, TokenRole.CONTROLLER), f"who has the token of {place}")
+        yield SelectedToken(
+            derive_token(text, TokenRole.VIEWER), f"who has the viewer's token of {place}"
+        )  # all that an older door knows
 
 
 def _secrets(cluster: Cluster, job: ClusterJob) -> list[Object]:
@@ -93,22 +95,22 @@ def _secrets(cluster: Cluster, job: ClusterJob) -> list[Object]:
     """
     pinned = read_pinned(job.status)
     if pinned is not None:
-        name = Names(job.name).secret(job.uid, pinned.key_id)
+        name = ObjectNames(job.name).secret(job.uid, pinned.key_id)
         found = cluster.run(cluster.api.get(SECRETS, job.namespace, name))
         return [] if found is None else [found]
     listing = cluster.run(cluster.api.list_objects(SECRETS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}"))
     return sorted(listing.items, key=lambda one: str(one["metadata"]["creationTimestamp"]), reverse=True)
 
 
-def _of_account(cluster: Cluster, namespace: str, name: str) -> Shown:
+def _of_account(cluster: Cluster, namespace: str, name: str) -> SelectedToken:
     """A token of a service account, for the door alone. Raises ApiError."""
     body = {
         "apiVersion": "authentication.k8s.io/v1",
         "kind": "TokenRequest",
         "spec": {"audiences": [AUDIENCE], "expirationSeconds": LIFE_S},
     }
-    made = cluster.ask("POST", ACCOUNTS.path(namespace, name, "token"), body=body)
-    return Shown(str(made["status"]["token"]), f"service account {namespace}/{name}")
+    made = cluster.request("POST", ACCOUNTS.path(namespace, name, "token"), body=body)
+    return SelectedToken(str(made["status"]["token"]), f"service account {namespace}/{name}")
 
 
 def _account(cluster: Cluster, words: str) -> tuple[str, str]:

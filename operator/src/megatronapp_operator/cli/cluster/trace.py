@@ -6,7 +6,7 @@ import pathlib
 from http import HTTPStatus
 from typing import Any
 
-from megatronapp_common.text.terminal import plain
+from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli.cluster import doors, tokens
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
 from megatronapp_operator.cli.inject import problem_of
@@ -23,12 +23,12 @@ def main(arguments: argparse.Namespace) -> int:
     bounds = {name: str(step) for name, step in (("from", first), ("to", last)) if step is not None}
     with opened(arguments) as cluster:
         job = cluster.view(arguments.job)
-        with doors.reached(cluster) as door:
+        with doors.open_gateway(cluster) as door:
             token = tokens.token_for(cluster, door, job)
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/trace"
-            answer = doors.call(door, "GET", path, token=token, query=bounds, timeout_s=ANSWER_S)
+            answer = doors.call_gateway(door, "GET", path, token=token, query=bounds, timeout_s=ANSWER_S)
     if not answer.is_success:
-        raise HubError(plain(problem_of(answer)) + _why(job, answer.status_code))
+        raise HubError(replace_control_characters(problem_of(answer)) + _why(job, answer.status_code))
     events = events_of(answer.content)
     write(output, answer.content)
     spans, arrows = (sum(event.get("ph") == phase for event in events) for phase in "Xs")

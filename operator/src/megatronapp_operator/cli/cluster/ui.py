@@ -4,7 +4,7 @@ import argparse
 import sys
 import webbrowser
 
-from megatronapp_common.text.terminal import plain
+from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli.addresses import page_query
 from megatronapp_operator.cli.cluster import doors, tokens
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
@@ -25,10 +25,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the address of the pages, open it, and keep the way open until Ctrl-C; returns the exit code."""
     with opened(arguments) as cluster:
         job = None if arguments.job is None else cluster.view(arguments.job)
-        with doors.reached(cluster) as door:
-            answer = doors.call(door, "POST", "/api/v1/tickets", token=tokens.token_for(cluster, door, job))
+        with doors.open_gateway(cluster) as door:
+            answer = doors.call_gateway(door, "POST", "/api/v1/tickets", token=tokens.token_for(cluster, door, job))
             if not answer.is_success:
-                raise HubError(plain(problem_of(answer)))
+                raise HubError(replace_control_characters(problem_of(answer)))
             page = door.page
             address = f"{page}/{_query(job)}#code={answer.json()['ticket']}"
             print(address, flush=True)

@@ -10,7 +10,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's name for the file that holds the step of the newest checkpoint."""
 
 
-def interrupted(status: Status) -> bool:
+def was_interrupted(status: Status) -> bool:
     """Whether the job has ended because it was asked to stop: suspended, or failed if its workers did not save."""
     ends = (status.condition(kind) for kind in (ConditionType.FAILED, ConditionType.SUSPENDED))
     return any(one is not None and one.status and one.reason == INTERRUPTED for one in ends)

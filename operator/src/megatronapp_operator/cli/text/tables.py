@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatronapp_common.text.terminal import one_line
-from megatronapp_operator.cli.jobs import Job
+from megatronapp_common.text.terminal import to_single_line
+from megatronapp_operator.cli.jobs import JobHandle
 from megatronapp_operator.cli.text.durations import human_duration
 from megatronapp_operator.plan.policies.report import HANG, NAMED_STATES
 from megatronapp_operator.plan_io.status_document import seconds_of
@@ -30,7 +30,7 @@ class Table:
 
     def format(self, written: Sequence[Sequence[str]]) -> str:
         """More rows as text, no blanks at line ends; a cell is one line, and moves no terminal."""
-        rows = [[one_line(cell) for cell in row] for row in written]
+        rows = [[to_single_line(cell) for cell in row] for row in written]
         for row in rows:
             needed = [len(cell) + GAP for cell in row]
             self._widths = [max(pair) for pair in zip(needed, self._widths or needed, strict=True)]
@@ -45,7 +45,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return Table().format(rows)
 
 
-def job_row(job: Job, *, wide: bool) -> list[str]:
+def job_row(job: JobHandle, *, wide: bool) -> list[str]:
     """One job as a line of the table."""
     status, replicas = job.status, job.status.get("replicaStatuses", {})
     progress = status.get("progress", {})

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import Action, EventType, RecordEvent
-from megatronapp_operator.plan.observed import Control
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.observed import ControlAction
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 
 AHEAD_S = 60.0
 """So much may a hub's clock be before ours."""
-KEPT = 256
+HUB_MAX_CONTROLS = 256
 """So many actions a hub keeps; an older one keeps fewer."""
 MAX_EVENTS = 10
 """Of one look."""
@@ -25,7 +25,7 @@ GAP = "more was changed through the hub than it keeps: the oldest changes may be
 """Ids cannot be counted, so nobody knows how many."""
 
 
-def controls(draft: Draft) -> None:
+def controls(draft: PlanBuilder) -> None:
     """One event for each thing that somebody has changed through the hub, also of a job that has ended."""
     newest = math.floor((draft.now + AHEAD_S) * 1000)
     told = draft.status.last_control
@@ -33,13 +33,13 @@ def controls(draft: Draft) -> None:
     news = [one for one in draft.observed.controls if one.id <= newest and (told is None or one.id > told)]
     if not news:
         return
-    gap = told is not None and len(news) >= KEPT
+    gap = told is not None and len(news) >= HUB_MAX_CONTROLS
     needed, spent = (2 if gap else 1), _spent_until(draft.observed.controls_spent, draft.now)
     turns = math.floor((draft.now + TURNS * TURN_S - spent) / TURN_S + 1e-6)
     if turns < needed:
         draft.wake(spent - (TURNS - needed) * TURN_S)
         return
-    texts = [GAP] * gap + _in_words(news, min(turns, MAX_EVENTS) - gap)
+    texts = [GAP] * gap + _describe_controls(news, min(turns, MAX_EVENTS) - gap)
     for text in texts:
         draft.event(EventType.NORMAL, reasons.SCOPE_CONTROL, text)
     draft.update(last_control=news[-1].id)
@@ -56,7 +56,7 @@ def _spent_until(spent: float, now: float) -> float:
     return now if spent > now + TURNS * TURN_S else max(spent, now)
 
 
-def _in_words(news: list[Control], most: int) -> list[str]:
+def _describe_controls(news: list[ControlAction], most: int) -> list[str]:
     """One text for each, the oldest first; those that are too many are counted in the last."""
     if len(news) <= most:
         return [one.text for one in news]

@@ -10,19 +10,19 @@ import dataclasses
 
 from megatronapp_operator.plan import failure_rules, reasons
 from megatronapp_operator.plan.actions import EventType
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies.restart import attempt_failed, fail_job
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
 
 NAMED = 8
 """So many workers are named in a message."""
-ASK_AGAIN_S = 15.0
+POLL_AGAIN_S = 15.0
 """How often somebody looks whether hub or launcher have answered again: an answer without news wakes nobody."""
 
 SILENCE = "neither hub nor launcher answers the operator"
 
 
-def active(draft: Draft) -> bool:
+def active(draft: PlanBuilder) -> bool:
     """The job has lasted too long: it fails."""
     limit, start = draft.job.spec.policy.active_deadline_s, _active_since(draft)
     if limit is None or start is None or draft.status.is_true(ConditionType.FAILURE_TARGET):
@@ -34,7 +34,7 @@ def active(draft: Draft) -> bool:
     return False
 
 
-def _active_since(draft: Draft) -> float | None:
+def _active_since(draft: PlanBuilder) -> float | None:
     """When a job that was always active would have begun. One that a queue places is active while it holds machines:
     what it waits for them, at first or after a preemption, is not its time. None: it holds none now."""
     if not draft.job.spec.gang:
@@ -43,7 +43,7 @@ def _active_since(draft: Draft) -> float | None:
     return None if holding is None else holding - draft.status.active_s
 
 
-def gathering(draft: Draft) -> bool:
+def gathering(draft: PlanBuilder) -> bool:
     """All workers run, and some do not come to the one that gathers them: they cannot reach it.
 
     Launchers wait longer than this, because they do not know how long the others prepare. Nothing is judged by an
@@ -51,13 +51,13 @@ def gathering(draft: Draft) -> bool:
     deadlines of its own.
     """
     limit, running, missing = draft.job.spec.policy.start_deadline_s, draft.status.running_time, draft.observed.missing
-    if limit is None or running is None or draft.status.told is not None:
+    if limit is None or running is None or draft.status.current_progress is not None:
         return False
-    due, heard = running + limit, draft.observed.heard
+    due, heard = running + limit, draft.observed.last_contact
     if not missing:
         return _unheard(draft, limit, since=max(running, draft.observed.since))
     if draft.now < due or (heard is not None and heard < due) or any(one.taken for one in draft.gang):
-        draft.wake(max(due, draft.now + ASK_AGAIN_S))
+        draft.wake(max(due, draft.now + POLL_AGAIN_S))
         return False
     named = ", ".join(map(str, missing[:NAMED])) + (" and others" if len(missing) > NAMED else "")
     message = f"all workers run, and after {limit:g} s worker 0 still misses worker {named}: they do not reach it"
@@ -67,9 +67,9 @@ def gathering(draft: Draft) -> bool:
     return True
 
 
-def _unheard(draft: Draft, limit: float, *, since: float) -> bool:
+def _unheard(draft: PlanBuilder, limit: float, *, since: float) -> bool:
     """Nobody has ever answered: people are told. The gang may well train, so it is left to its launchers' own limit."""
-    heard = draft.observed.heard
+    heard = draft.observed.last_contact
     if heard is None or heard >= since or draft.status.is_true(ConditionType.STALLED) or draft.observed.locked:
         return False
     if draft.now < since + limit:
@@ -81,13 +81,13 @@ def _unheard(draft: Draft, limit: float, *, since: float) -> bool:
     return False
 
 
-def progress(draft: Draft) -> bool:
+def progress(draft: PlanBuilder) -> bool:
     """No new iteration for too long: the gang hangs and is restarted."""
     limit, running = draft.job.spec.policy.progress_deadline_s, draft.status.running_time
     if limit is None or running is None:
         return False
     since = max(running, draft.status.progress_time or 0.0, draft.observed.since)
-    due, heard = since + limit, draft.observed.heard
+    due, heard = since + limit, draft.observed.last_contact
     if draft.now < due:
         draft.wake(due)
         return False
@@ -99,7 +99,7 @@ def progress(draft: Draft) -> bool:
     return True
 
 
-def _unknown(draft: Draft, limit: float, *, until: float) -> bool:
+def _unknown(draft: PlanBuilder, limit: float, *, until: float) -> bool:
     """Nobody has said since the deadline that the gang stands still.
 
     Where hub and launcher cannot be read for want of their key, they stay so as long as the attempt lasts: a restart
@@ -112,7 +112,7 @@ def _unknown(draft: Draft, limit: float, *, until: float) -> bool:
         draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_UNKNOWN, message)
         draft.event(EventType.WARNING, reasons.PROGRESS_UNKNOWN, message)
     if draft.now < until:
-        draft.wake(min(draft.now + ASK_AGAIN_S, until))
+        draft.wake(min(draft.now + POLL_AGAIN_S, until))
         return False
     message = f"no progress was heard of for {limit + draft.job.spec.policy.unheard_s:g} s: {SILENCE}{_place(draft)}"
     action = FailureAction.RESTART_IGNORE_MAX
@@ -120,10 +120,10 @@ def _unknown(draft: Draft, limit: float, *, until: float) -> bool:
     return True
 
 
-def _place(draft: Draft) -> str:
+def _place(draft: PlanBuilder) -> str:
     found = draft.status.progress
     return "" if found is None else f", last seen at iteration {found.iteration}"
 
 
-def _failure(draft: Draft, reason: str, message: str, action: FailureAction) -> Failure:
+def _failure(draft: PlanBuilder, reason: str, message: str, action: FailureAction) -> Failure:
     return Failure(time=draft.now, attempt=draft.status.attempt, reason=reason, message=message, action=action)

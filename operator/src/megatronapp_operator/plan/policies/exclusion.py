@@ -2,14 +2,14 @@
 
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import EventType
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.status import ExcludedNode
 from megatronapp_operator.plan.worker_history import micros
 
 MAX_TOLERATED = 256
 
 
-def expire(draft: Draft) -> None:
+def expire(draft: PlanBuilder) -> None:
     """Forget machines whose time is over, and those that the user allows."""
     allowed, before = draft.job.spec.policy.exclusion.allowed, draft.status.excluded_nodes
     kept = tuple(one for one in before if draft.now < one.until and one.node not in allowed)
@@ -28,7 +28,7 @@ def is_slow(one: ExcludedNode) -> bool:
     return one.reason == reasons.SLOW_NODE_DETECTED
 
 
-def readmit(draft: Draft, *, only_slow: bool) -> str | None:
+def readmit(draft: PlanBuilder, *, only_slow: bool) -> str | None:
     """Take back one exclusion of a job that has no room without that machine: a bad machine is better than none.
 
     Returns its name; None: there is none to take back. A slow machine comes first, and is tolerated from then on: the
@@ -46,14 +46,14 @@ def readmit(draft: Draft, *, only_slow: bool) -> str | None:
     return chosen.node
 
 
-def outdated(draft: Draft) -> list[str]:
+def outdated(draft: PlanBuilder) -> list[str]:
     """Machines that unplaced workers were made to avoid and that the job does not exclude any more."""
     excluded = {one.node for one in draft.status.excluded_nodes}
     made_without = {node for one in draft.gang if one.unplaced for node in one.avoids}
     return sorted(made_without - excluded)
 
 
-def exclude(draft: Draft, node: str, reason: str) -> None:
+def exclude(draft: PlanBuilder, node: str, reason: str) -> None:
     """Avoid a machine from now on. In a full list it takes the place of the oldest."""
     limits = draft.job.spec.policy.exclusion
     entry = ExcludedNode(node=node, reason=reason, until=micros(draft.now + limits.ttl_s))

@@ -3,9 +3,9 @@
 from megatronapp_operator.plan import failure_rules, outcome, reasons
 from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType
 from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies.lifecycle import complete
-from megatronapp_operator.plan.policies.placement import release, waits_for_machines
+from megatronapp_operator.plan.policies.placement import release, waits_for_nodes
 from megatronapp_operator.plan.policies.restart import attempt_failed, backoff_s, reset_budget, restart_at
 from megatronapp_operator.plan.spec import Backoff, JobSpec, SuccessPolicy
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
@@ -13,16 +13,16 @@ from megatronapp_operator.plan.status import ConditionType, Failure, FailureActi
 HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
 
 
-def created(draft: Draft) -> bool:
+def created(draft: PlanBuilder) -> bool:
     """Acknowledge a new job."""
     if draft.status.condition(ConditionType.CREATED) is None:
-        message = f"accepted: {draft.job.spec.workers_words}"
+        message = f"accepted: {draft.job.spec.workers_text}"
         draft.set_condition(ConditionType.CREATED, True, reasons.JOB_CREATED, message)
         draft.event(EventType.NORMAL, reasons.JOB_CREATED, message)
     return False
 
 
-def judge_success(draft: Draft) -> bool:
+def judge_success(draft: PlanBuilder) -> bool:
     """With Rank0 the success of the worker that holds rank 0 ends the job: the others have their time to stop."""
     spec, status = draft.job.spec, draft.status
     if spec.success is not SuccessPolicy.RANK0 or status.is_true(ConditionType.FAILURE_TARGET):
@@ -38,13 +38,13 @@ def judge_success(draft: Draft) -> bool:
     return True
 
 
-def judge_end(draft: Draft) -> bool:
+def judge_end(draft: PlanBuilder) -> bool:
     """Act on workers of this attempt that have ended."""
     gang, culprits = draft.gang, failure_rules.culprits(draft)
     if not culprits:
         if len(gang) < draft.job.spec.workers or any(one.live for one in gang):
             return False
-        message = f"{draft.job.spec.all_workers_words} ended with success"
+        message = f"{draft.job.spec.all_workers_text} ended with success"
         complete(draft, reasons.ALL_WORKERS_SUCCEEDED, message)
         return True
     settle_at = failure_rules.settles_at(draft, culprits[0])
@@ -55,54 +55,56 @@ def judge_end(draft: Draft) -> bool:
     return True
 
 
-def _judge(draft: Draft, culprit: Worker) -> None:
+def _judge(draft: PlanBuilder, culprit: Worker) -> None:
     """Act on the worker that failed first; one that only lost a peer tells nothing if the peer has vanished."""
-    if waits_for_machines(draft, culprit):
+    if waits_for_nodes(draft, culprit):
         release(draft, reasons.UNSCHEDULABLE, "the workers that were placed gave up to wait for the others")
     elif outcome.suspicion(culprit) == 0 or not (judge_missing(draft) or _judge_silent(draft)):
         reset_budget(draft, until=culprit.finished_at or draft.now)
         attempt_failed(draft, failure_rules.judged(draft, culprit))
 
 
-def judge_missing(draft: Draft) -> bool:
+def judge_missing(draft: PlanBuilder) -> bool:
     """A worker that ran and is not there any more was lost with all that it knew."""
     if draft.status.running_time is None:
         return False
-    missing = outcome.missing(draft.gang, draft.job.spec.workers)
+    missing = outcome.missing_indices(draft.gang, draft.job.spec.workers)
     if not missing:
         return False
     reset_budget(draft, until=draft.now)
-    attempt_failed(draft, failure_rules.judged_lost(draft, outcome.lost(missing, draft.status.attempt, draft.now)))
+    attempt_failed(
+        draft, failure_rules.judged_lost(draft, outcome.lost_workers_failure(missing, draft.status.attempt, draft.now))
+    )
     return True
 
 
-def judge_lost_node(draft: Draft) -> bool:
+def judge_lost_node(draft: PlanBuilder) -> bool:
     """A worker that somebody asked to go and that does not, or whose machine does not answer: the gang is lost."""
     for worker in draft.gang:
         at = draft.lost_at(worker) if worker.live else None
         if at is None:
             continue
         if draft.now >= at:
-            _give_up(draft, worker, outcome.out_of_reach(worker, draft.now, draft.job.spec.policy.lost_worker_s))
+            _give_up(draft, worker, outcome.unreachable_failure(worker, draft.now, draft.job.spec.policy.lost_worker_s))
             return True
         draft.wake(at)
     return False
 
 
-def _judge_silent(draft: Draft) -> bool:
+def _judge_silent(draft: PlanBuilder) -> bool:
     """Of a worker on a machine that is gone nothing is heard, for a while not even that; its peers only lost it."""
-    found = failure_rules.silent(draft)
+    found = failure_rules.silent_workers(draft)
     if found:
-        _give_up(draft, found[0], outcome.silent(found[0], draft.now))
+        _give_up(draft, found[0], outcome.silent_worker_failure(found[0], draft.now))
     return bool(found)
 
 
-def _give_up(draft: Draft, worker: Worker, failure: Failure) -> None:
+def _give_up(draft: PlanBuilder, worker: Worker, failure: Failure) -> None:
     reset_budget(draft, until=draft.now)
     attempt_failed(draft, failure_rules.judged_lost(draft, failure, worker.disrupted))
 
 
-def clear_stale(draft: Draft) -> bool:
+def clear_stale(draft: PlanBuilder) -> bool:
     """Remove workers of older attempts; nothing is created while one is left."""
     stale = [one for one in draft.observed.workers if one.attempt != draft.status.attempt]
     for worker in stale:
@@ -110,7 +112,7 @@ def clear_stale(draft: Draft) -> bool:
     return bool(stale)
 
 
-def _stale_grace_s(draft: Draft, stale: list[Worker]) -> float:
+def _stale_grace_s(draft: PlanBuilder, stale: list[Worker]) -> float:
     """After a preemption the others may still be writing the checkpoint that was agreed, unless one has lost a peer.
 
     What was released never trained: it gives back what it holds at once.
@@ -123,7 +125,7 @@ def _stale_grace_s(draft: Draft, stale: list[Worker]) -> float:
     return policy.grace_s if preempted and not parted else policy.failed_grace_s
 
 
-def ensure_hub(draft: Draft) -> bool:
+def ensure_hub(draft: PlanBuilder) -> bool:
     """Keep secret and hub alive while the job lives; a hub that keeps dying is started less and less often."""
     if not draft.observed.secret:
         draft.actions.append(EnsureSecret())
@@ -145,18 +147,18 @@ def ensure_hub(draft: Draft) -> bool:
     return False
 
 
-def create(draft: Draft) -> bool:
+def create(draft: PlanBuilder) -> bool:
     """Create what is missing of the gang, all at once, after the back-off."""
     at = restart_at(draft)
     if draft.now < at:
         draft.wake(at)
         return True
-    for index in outcome.missing(draft.gang, draft.job.spec.workers):
+    for index in outcome.missing_indices(draft.gang, draft.job.spec.workers):
         draft.actions.append(CreateWorker(index=index, attempt=draft.status.attempt))
     if draft.status.attempt_time is None:
         start_time = draft.now if draft.status.start_time is None else draft.status.start_time
         draft.update(attempt_time=draft.now, start_time=start_time)
-        message = f"attempt {draft.status.attempt}: {draft.job.spec.workers_words}"
+        message = f"attempt {draft.status.attempt}: {draft.job.spec.workers_text}"
         draft.event(EventType.NORMAL, reasons.GANG_CREATED, message)
     if draft.status.phase not in {Phase.RESTARTING, Phase.RUNNING}:
         queued = draft.job.spec.gang and draft.status.scheduled_time is None
@@ -164,7 +166,7 @@ def create(draft: Draft) -> bool:
     return False
 
 
-def running(draft: Draft) -> bool:
+def running(draft: PlanBuilder) -> bool:
     """Notice that the whole gang runs, and that it trains; until then the job starts, whatever its processes do."""
     up = {one.index for one in draft.gang if one.phase is WorkerPhase.RUNNING} | set(draft.status.succeeded)
     if len(up) < draft.job.spec.workers:
@@ -173,7 +175,7 @@ def running(draft: Draft) -> bool:
         draft.update(running_time=draft.now, released=0)
     if draft.status.phase is not Phase.RUNNING:
         spec = draft.job.spec
-        gang = f"{spec.all_workers_words} of attempt {draft.status.attempt}"
+        gang = f"{spec.all_workers_text} of attempt {draft.status.attempt}"
         if draft.status.trains:
             _enter_running(draft, reasons.SERVING if spec.serves else reasons.TRAINING_BEGAN, f"{gang} {_does(spec)}")
         elif _silent_for_long(draft):
@@ -190,16 +192,16 @@ def _does(spec: JobSpec) -> str:
     return f"{verb}s" if spec.workers == 1 else verb
 
 
-def _enter_running(draft: Draft, reason: str, message: str) -> None:
+def _enter_running(draft: PlanBuilder, reason: str, message: str) -> None:
     draft.update(phase=Phase.RUNNING)
     draft.set_condition(ConditionType.RUNNING, True, reason, message)
     draft.clear_condition(ConditionType.RESTARTING, reason, message)
     draft.event(EventType.NORMAL, "Running", message)
 
 
-def _silent_for_long(draft: Draft) -> bool:
+def _silent_for_long(draft: PlanBuilder) -> bool:
     """Whether a gang that has gathered says nothing, not even that it starts: then its page cannot be made."""
-    if draft.status.told is not None or draft.status.running_time is None or draft.observed.missing:
+    if draft.status.current_progress is not None or draft.status.running_time is None or draft.observed.missing:
         return False
     at = draft.status.running_time + draft.job.spec.policy.silent_start_s
     if draft.now < at:

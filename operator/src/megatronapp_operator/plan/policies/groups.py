@@ -7,32 +7,32 @@ does not end.
 
 from megatronapp_operator.plan.actions import RemoveGroup
 from megatronapp_operator.plan.observed import Worker
-from megatronapp_operator.plan.plan_builder import Draft
-from megatronapp_operator.plan.spec import Group
+from megatronapp_operator.plan.plan_builder import PlanBuilder
+from megatronapp_operator.plan.spec import PodGroupKey
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Status
 
 MAX_UNLISTED = 1000
 """How many of the newest attempts of such a status are looked at."""
 
 
-def remove(draft: Draft) -> None:
+def remove(draft: PlanBuilder) -> None:
     """Remove the groups of attempts that are over, or of which nothing is left to run."""
-    if draft.job.spec.group is Group.POD_GROUP:
+    if draft.job.spec.group is PodGroupKey.POD_GROUP:
         _remember_pod_group(draft)
         for attempt in draft.status.groups or ():
             if _is_over(draft, attempt) and not any(one.live or one.occupies for one in _members(draft, attempt)):
                 draft.actions.append(RemoveGroup(attempt=attempt))
-    if draft.job.spec.group is Group.WORKLOAD:
+    if draft.job.spec.group is PodGroupKey.WORKLOAD:
         for attempt in sorted({one.attempt for one in draft.observed.workers} - draft.observed.groups_refused):
             if _is_stuck(draft, _members(draft, attempt)):
                 draft.actions.append(RemoveGroup(attempt=attempt))
 
 
-def _remember_pod_group(draft: Draft) -> None:
+def _remember_pod_group(draft: PlanBuilder) -> None:
     """Keep the attempts whose pod groups may exist: their pods may vanish before the attempt is over."""
     status = draft.status
     known = _all_attempts(status) if status.groups is None else status.groups
-    kept = tuple(one for one in known if one not in draft.observed.groups_gone)
+    kept = tuple(one for one in known if one not in draft.observed.groups_removed)
     if status.attempt_time is not None and status.attempt not in kept and not _is_over(draft, status.attempt):
         kept = (*kept, status.attempt)
     draft.update(groups=kept)
@@ -44,13 +44,13 @@ def _all_attempts(status: Status) -> range:
     return range(max(0, begun - MAX_UNLISTED), begun)
 
 
-def _is_over(draft: Draft, attempt: int) -> bool:
+def _is_over(draft: PlanBuilder, attempt: int) -> bool:
     status = draft.status
     ends = status.phase in TERMINAL_PHASES or status.is_true(ConditionType.FAILURE_TARGET)
     return attempt != status.attempt or ends or draft.job.deletion_requested
 
 
-def _is_stuck(draft: Draft, gang: list[Worker]) -> bool:
+def _is_stuck(draft: PlanBuilder, gang: list[Worker]) -> bool:
     """Whether the workload holds pods that never end by themselves, and no other runs.
 
     Kueue deletes all pods of a workload that is deleted, also those that have ended. While one of these is to be kept,
@@ -72,5 +72,5 @@ def _never_ends(worker: Worker) -> bool:
     return worker.live and worker.deletion is not None and (not worker.scheduled or worker.deletion.grace_s == 0)
 
 
-def _members(draft: Draft, attempt: int) -> list[Worker]:
+def _members(draft: PlanBuilder, attempt: int) -> list[Worker]:
     return [one for one in draft.observed.workers if one.attempt == attempt]

@@ -2,14 +2,20 @@
 
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import CreateInit, DeleteInit, EventType
-from megatronapp_operator.plan.observed import Init, WorkerPhase
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.observed import InitPod, WorkerPhase
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import placement
-from megatronapp_operator.plan.policies.restart import backoff_s, fail_job, record, restart_at, taken_away_since
+from megatronapp_operator.plan.policies.restart import (
+    backoff_s,
+    fail_job,
+    record,
+    restart_at,
+    unbudgeted_failures_since,
+)
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
 
-def initialize(draft: Draft) -> bool:
+def initialize(draft: PlanBuilder) -> bool:
     """Nothing of the gang is created before the initializers are done."""
     if not draft.job.spec.initializers or draft.status.initialized:
         return False
@@ -24,9 +30,9 @@ def initialize(draft: Draft) -> bool:
         _done(draft)
         return False
     elif init.live and _is_lost(draft, init):
-        _taken_away(draft, init, reasons.LOST_NODE)
+        _preempted(draft, init, reasons.LOST_NODE)
     elif init.phase is WorkerPhase.FAILED and init.disrupted is not None:
-        _taken_away(draft, init, init.disrupted)
+        _preempted(draft, init, init.disrupted)
     elif init.phase is WorkerPhase.FAILED:
         _failed(draft, init.message or "the initializer failed and left no message")
     else:
@@ -34,14 +40,14 @@ def initialize(draft: Draft) -> bool:
     return True
 
 
-def stop_init(draft: Draft, *, ended_too: bool = False) -> None:
+def stop_init(draft: PlanBuilder, *, ended_too: bool = False) -> None:
     """Remove the initializer pod if it runs; `ended_too`: also if it has ended."""
     init = draft.observed.init
     if init is not None and not init.deleting and (init.live or ended_too):
         draft.actions.append(DeleteInit())
 
 
-def _start(draft: Draft) -> None:
+def _start(draft: PlanBuilder) -> None:
     draft.update(init_clearing=False)
     at = max(restart_at(draft), _retry_at(draft))
     if draft.now < at:
@@ -57,23 +63,23 @@ def _start(draft: Draft) -> None:
     _wake_for_start(draft, draft.now)
 
 
-def _retry_at(draft: Draft) -> float:
+def _retry_at(draft: PlanBuilder) -> float:
     failed = draft.status.init_failed_time
     if failed is None:
         return draft.now
     policy = draft.job.spec.policy
-    lately = taken_away_since(draft.status, failed - policy.reset_after_s)
+    lately = unbudgeted_failures_since(draft.status, failed - policy.reset_after_s)
     return failed + backoff_s(policy.backoff, max(draft.status.init_restarts, lately))
 
 
-def _done(draft: Draft) -> None:
+def _done(draft: PlanBuilder) -> None:
     message = "the initializers have succeeded"
     draft.update(initialized=True, init_clearing=False)
     draft.set_condition(ConditionType.INITIALIZED, True, reasons.INITIALIZERS_SUCCEEDED, message)
     draft.event(EventType.NORMAL, reasons.INITIALIZERS_SUCCEEDED, message)
 
 
-def _failed(draft: Draft, message: str) -> None:
+def _failed(draft: PlanBuilder, message: str) -> None:
     """Try again with back-off, as often as a gang may restart."""
     limit = draft.job.spec.policy.max_restarts
     spent = draft.status.init_restarts >= limit
@@ -88,7 +94,7 @@ def _failed(draft: Draft, message: str) -> None:
         draft.update(init_restarts=draft.status.init_restarts + 1, init_clearing=True)
 
 
-def _taken_away(draft: Draft, init: Init, why: str) -> None:
+def _preempted(draft: PlanBuilder, init: InitPod, why: str) -> None:
     """Neither the initializers nor what they look for is at fault: they are tried again outside of the budget."""
     message = f"the initializers were taken away: {init.message or why}"
     action, attempt = FailureAction.RESTART_IGNORE_MAX, draft.status.attempt
@@ -97,7 +103,7 @@ def _taken_away(draft: Draft, init: Init, why: str) -> None:
     draft.update(init_failed_time=draft.now, init_clearing=True)
 
 
-def _is_lost(draft: Draft, init: Init) -> bool:
+def _is_lost(draft: PlanBuilder, init: InitPod) -> bool:
     """Whether its machine has not answered for so long that it is given up."""
     if init.unreachable_since is None:
         return False
@@ -107,7 +113,7 @@ def _is_lost(draft: Draft, init: Init) -> bool:
     return draft.now >= at
 
 
-def _clear(draft: Draft, init: Init) -> None:
+def _clear(draft: PlanBuilder, init: InitPod) -> None:
     """Wait until the pod that has failed, or that somebody deleted, is gone: the next one has its name."""
     if not draft.status.init_clearing:
         draft.update(init_clearing=True, init_failed_time=draft.now)
@@ -120,7 +126,7 @@ def _clear(draft: Draft, init: Init) -> None:
     draft.wake(force_at if draft.now < force_at else draft.now + lost_s)
 
 
-def _wait(draft: Draft, init: Init) -> None:
+def _wait(draft: PlanBuilder, init: InitPod) -> None:
     """One that cannot start (an image, a claim) is given up after the start deadline; one without room holds nothing,
     and waits."""
     limit = draft.job.spec.policy.start_deadline_s
@@ -134,17 +140,17 @@ def _wait(draft: Draft, init: Init) -> None:
     if init.scheduled:
         _failed(draft, f"the initializer pod did not start within {limit:g} s{why}")
     else:
-        _tell_of_no_room(draft, f"the initializer pod has had no machine for {limit:g} s{why}")
+        _report_no_capacity(draft, f"the initializer pod has had no machine for {limit:g} s{why}")
 
 
-def _tell_of_no_room(draft: Draft, message: str) -> None:
+def _report_no_capacity(draft: PlanBuilder, message: str) -> None:
     known = draft.status.condition(ConditionType.INITIALIZED)
     if known is None or known.reason != reasons.UNSCHEDULABLE:
         draft.event(EventType.WARNING, reasons.UNSCHEDULABLE, message)
         draft.set_condition(ConditionType.INITIALIZED, False, reasons.UNSCHEDULABLE, message)
 
 
-def _wake_for_start(draft: Draft, since: float) -> None:
+def _wake_for_start(draft: PlanBuilder, since: float) -> None:
     limit = draft.job.spec.policy.start_deadline_s
     if limit is not None:
         draft.wake(since + limit)

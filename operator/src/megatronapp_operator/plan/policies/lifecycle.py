@@ -5,14 +5,14 @@ import dataclasses
 from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import DeleteHub, DeleteJob, EventType
 from megatronapp_operator.plan.observed import HubPhase, Worker
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies.initialize import stop_init
 from megatronapp_operator.plan.policies.restart import next_attempt, record
-from megatronapp_operator.plan.spec import CleanPodPolicy, Stop
+from megatronapp_operator.plan.spec import CleanPodPolicy, StopRequest
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Failure, FailureAction, Phase
 
 
-def guard_terminal(draft: Draft) -> bool:
+def guard_terminal(draft: PlanBuilder) -> bool:
     """A job that has ended never starts anything again: only cleaning up is left."""
     if draft.status.phase not in TERMINAL_PHASES:
         return False
@@ -26,7 +26,7 @@ def guard_terminal(draft: Draft) -> bool:
     return True
 
 
-def _expire(draft: Draft) -> None:
+def _expire(draft: PlanBuilder) -> None:
     """Delete the job object when its time after the end is over, and nothing of it runs any more."""
     ttl_s = draft.job.spec.policy.ttl_s
     if ttl_s is None or _holding(draft):
@@ -38,12 +38,12 @@ def _expire(draft: Draft) -> None:
         draft.actions.append(DeleteJob())
 
 
-def _holding(draft: Draft) -> list[Worker]:
+def _holding(draft: PlanBuilder) -> list[Worker]:
     """Workers that keep a machine, and be it for an agent that does not know that all is over."""
     return [one for one in draft.observed.workers if one.live or one.occupies]
 
 
-def delete_job(draft: Draft) -> bool:
+def delete_job(draft: PlanBuilder) -> bool:
     """The object is going: everything of it goes, the hub at once."""
     if not draft.job.deletion_requested:
         return False
@@ -54,7 +54,7 @@ def delete_job(draft: Draft) -> bool:
     return True
 
 
-def guard_stopped(draft: Draft) -> bool:
+def guard_stopped(draft: PlanBuilder) -> bool:
     """A job that was stopped rests, whatever else is asked for, until it is planned without that wish."""
     if draft.job.stop is None or draft.status.phase is not Phase.SUSPENDED:
         return False
@@ -65,7 +65,7 @@ def guard_stopped(draft: Draft) -> bool:
     return True
 
 
-def stop_on_request(draft: Draft) -> bool:
+def stop_on_request(draft: PlanBuilder) -> bool:
     """Somebody asked the job to end now: it is suspended if its ranks could save or nothing ran, else it fails.
 
     A job that is failing already goes on failing.
@@ -85,7 +85,7 @@ def stop_on_request(draft: Draft) -> bool:
     return True
 
 
-def _end_stopping(draft: Draft, stop: Stop) -> None:
+def _end_stopping(draft: PlanBuilder, stop: StopRequest) -> None:
     """No worker is left: what they left behind says what became of the job."""
     failure = _stop_failure(draft)
     if failure is not None:
@@ -95,7 +95,7 @@ def _end_stopping(draft: Draft, stop: Stop) -> None:
         draft.event(EventType.WARNING, "Failed", message)
         _retire_hub(draft)
     elif draft.gang and outcome.succeeded(draft.gang):
-        message = f"{draft.job.spec.all_workers_words} ended with success"
+        message = f"{draft.job.spec.all_workers_text} ended with success"
         complete(draft, reasons.ALL_WORKERS_SUCCEEDED, message)
     else:
         _rest(draft, stop.reason, stop.message)
@@ -105,21 +105,21 @@ def _end_stopping(draft: Draft, stop: Stop) -> None:
         _delete_hub(draft)
 
 
-def _stop_failure(draft: Draft) -> Failure | None:
+def _stop_failure(draft: PlanBuilder) -> Failure | None:
     """Why the workers did not stop in order; None if they did, or if none of this attempt was started yet."""
     spec, status = draft.job.spec, draft.status
     unsaved = [one for one in outcome.failed(draft.gang) if not outcome.preempted([one])]
-    missing = [] if status.attempt_time is None else outcome.missing(draft.gang, spec.workers)
+    missing = [] if status.attempt_time is None else outcome.missing_indices(draft.gang, spec.workers)
     if unsaved:
         failure = outcome.failure_of(unsaved[0], spec.name, draft.now, FailureAction.FAIL_JOB)
     elif missing:
-        failure = outcome.lost(missing, status.attempt, draft.now)
+        failure = outcome.lost_workers_failure(missing, status.attempt, draft.now)
     else:
         return None
     return dataclasses.replace(failure, action=FailureAction.FAIL_JOB)
 
 
-def _rest(draft: Draft, reason: str, message: str) -> None:
+def _rest(draft: PlanBuilder, reason: str, message: str) -> None:
     draft.update(phase=Phase.SUSPENDED)
     draft.set_condition(ConditionType.SUSPENDED, True, reason, message)
     for gone in (
@@ -128,7 +128,7 @@ def _rest(draft: Draft, reason: str, message: str) -> None:
         draft.clear_condition(gone, reason, message)
 
 
-def finish_failing(draft: Draft) -> bool:
+def finish_failing(draft: PlanBuilder) -> bool:
     """Stop the workers of a job that is going to fail, and fail it when none is left."""
     target = draft.status.condition(ConditionType.FAILURE_TARGET)
     if target is None or not target.status:
@@ -144,7 +144,7 @@ def finish_failing(draft: Draft) -> bool:
     return True
 
 
-def complete(draft: Draft, reason: str, message: str) -> None:
+def complete(draft: PlanBuilder, reason: str, message: str) -> None:
     """The job has succeeded. A wish to stop that came too late is told no more: nothing was interrupted."""
     end(draft, Phase.SUCCEEDED, ConditionType.COMPLETE, reason, message)
     if draft.status.condition(ConditionType.SUSPENDED) is not None:
@@ -153,7 +153,7 @@ def complete(draft: Draft, reason: str, message: str) -> None:
     _retire_hub(draft)
 
 
-def end(draft: Draft, phase: Phase, kind: ConditionType, reason: str, message: str) -> None:
+def end(draft: PlanBuilder, phase: Phase, kind: ConditionType, reason: str, message: str) -> None:
     """Enter a terminal phase."""
     draft.update(phase=phase, completion_time=draft.now)
     draft.set_condition(kind, True, reason, message)
@@ -161,7 +161,7 @@ def end(draft: Draft, phase: Phase, kind: ConditionType, reason: str, message: s
         draft.clear_condition(gone, reason, message)
 
 
-def suspend(draft: Draft) -> bool:
+def suspend(draft: PlanBuilder) -> bool:
     """Stop the gang, keep the job; when it is resumed, a new attempt starts outside the budget."""
     if not draft.job.spec.suspend:
         return False
@@ -177,12 +177,12 @@ def suspend(draft: Draft) -> bool:
     return True
 
 
-def _suspended_since(draft: Draft) -> float:
+def _suspended_since(draft: PlanBuilder) -> float:
     condition = draft.status.condition(ConditionType.SUSPENDED)
     return draft.now if condition is None else condition.since
 
 
-def resume(draft: Draft) -> bool:
+def resume(draft: PlanBuilder) -> bool:
     """A job that rests is to go on: a new attempt follows, and its clocks begin anew."""
     if draft.status.phase is Phase.SUSPENDED and not draft.job.spec.suspend:
         _forget_gang(draft)
@@ -191,29 +191,29 @@ def resume(draft: Draft) -> bool:
     return False
 
 
-def _forget_gang(draft: Draft) -> None:
+def _forget_gang(draft: PlanBuilder) -> None:
     """What ran is stale from now on, and its time does not count."""
     if draft.status.attempt_time is not None:
         next_attempt(draft)
     draft.update(start_time=None, active_s=0.0, last_restart_time=None, released=0, denied_time=None)
 
 
-def _forced(draft: Draft) -> bool:
+def _forced(draft: PlanBuilder) -> bool:
     return draft.job.stop is not None and draft.job.stop.force
 
 
-def _stopping_grace_s(draft: Draft) -> float:
+def _stopping_grace_s(draft: PlanBuilder) -> float:
     return 0.0 if _forced(draft) else draft.job.spec.policy.grace_s
 
 
-def _failing_grace_s(draft: Draft) -> float:
+def _failing_grace_s(draft: PlanBuilder) -> float:
     """A gang whose time is over is well, and saves; one that has failed cannot."""
     target = draft.status.condition(ConditionType.FAILURE_TARGET)
     well = target is not None and target.reason == reasons.DEADLINE_EXCEEDED
     return _stopping_grace_s(draft) if well or draft.job.stop is not None else draft.job.spec.policy.failed_grace_s
 
 
-def _retire_hub(draft: Draft, *, since: float | None = None) -> None:
+def _retire_hub(draft: PlanBuilder, *, since: float | None = None) -> None:
     """Keep the pages open for a while after the end or `since`, unless somebody asked for the end."""
     ended = draft.status.completion_time if since is None else since
     assert ended is not None
@@ -224,11 +224,11 @@ def _retire_hub(draft: Draft, *, since: float | None = None) -> None:
         draft.wake(until)
 
 
-def _delete_hub(draft: Draft) -> None:
+def _delete_hub(draft: PlanBuilder) -> None:
     hub = draft.observed.hub
     if hub is not None and _hub_lives(draft) and not hub.deleting:
         draft.actions.append(DeleteHub())
 
 
-def _hub_lives(draft: Draft) -> bool:
+def _hub_lives(draft: PlanBuilder) -> bool:
     return draft.observed.hub is not None and draft.observed.hub.phase is not HubPhase.ENDED

@@ -9,8 +9,8 @@ import dataclasses
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import EventType
-from megatronapp_operator.plan.observed import Refusal, Worker
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.observed import PodRejection, Worker
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import exclusion
 from megatronapp_operator.plan.policies.restart import attempt_failed, next_attempt, release_at
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
@@ -21,7 +21,7 @@ LASTING = frozenset(
 """Reasons that are told until the gang is whole, also while it is tried again."""
 
 
-def placed(draft: Draft) -> None:
+def record_placement(draft: PlanBuilder) -> None:
     """Notice which workers of the gang have machines."""
     status, gang = draft.status, draft.gang
     if status.attempt_time is None or status.scheduled_time is not None:
@@ -29,7 +29,7 @@ def placed(draft: Draft) -> None:
     wanted = draft.job.spec.workers
     if len(gang) >= wanted:
         forget_denial(draft)
-    found = sum(_has_machine(one) for one in gang)
+    found = sum(_has_node(one) for one in gang)
     if found and status.holding_time is None:
         draft.update(holding_time=draft.now)
     if not any(one.unplaced for one in gang):
@@ -38,19 +38,19 @@ def placed(draft: Draft) -> None:
         draft.update(unplaced_time=draft.now)
     if found >= wanted:
         draft.update(scheduled_time=draft.now)
-        message = f"{draft.job.spec.all_workers_words} {'has a machine' if wanted == 1 else 'have machines'}"
+        message = f"{draft.job.spec.all_workers_text} {'has a machine' if wanted == 1 else 'have machines'}"
         draft.set_condition(ConditionType.PODS_SCHEDULED, True, reasons.ALL_SCHEDULED, message)
     elif gang:
-        _tell_of_waiting(draft, f"{found} of {draft.job.spec.workers_words} placed")
+        _report_waiting(draft, f"{found} of {draft.job.spec.workers_text} placed")
 
 
-def judge_change(draft: Draft) -> bool:
+def judge_change(draft: PlanBuilder) -> bool:
     """Workers of one attempt are made of one template: a gang that is not whole yet is made anew by a changed one.
 
     After an edit at once: it is most likely meant for this gang, which does not come up. Where only another release of
     the operator makes other workers of the same job, a gang whose workers are all there stays as it is.
     """
-    made, status, spec = draft.observed.made, draft.status, draft.job.spec
+    made, status, spec = draft.observed.attempt_template, draft.status, draft.job.spec
     if made is None or made.attempt != status.attempt or made.template == spec.template:
         return False
     edited = made.generation not in {0, spec.generation}
@@ -67,7 +67,7 @@ def judge_change(draft: Draft) -> bool:
     return True
 
 
-def judge_refusal(draft: Draft) -> bool:
+def judge_refusal(draft: PlanBuilder) -> bool:
     """Act on a pod that the API server did not take. What a job has run with before is never refused for good."""
     refusal = draft.observed.refusal
     if refusal is None or refusal.attempt != draft.status.attempt or draft.status.running_time is not None:
@@ -80,13 +80,13 @@ def judge_refusal(draft: Draft) -> bool:
     return True
 
 
-def forget_denial(draft: Draft) -> None:
+def forget_denial(draft: PlanBuilder) -> None:
     """Pods of the job are accepted: what was denied before is not counted against those that follow."""
     if draft.status.denied_time is not None:
         draft.update(denied_time=None)
 
 
-def _denied_for_long(draft: Draft, refusal: Refusal) -> bool:
+def _denied_for_long(draft: PlanBuilder, refusal: PodRejection) -> bool:
     """Whether a new job has been denied its pods for the start deadline. A quota denies nothing: its time is free."""
     if not refusal.denied:
         draft.update(denied_time=None)
@@ -98,7 +98,7 @@ def _denied_for_long(draft: Draft, refusal: Refusal) -> bool:
     return limit is not None and draft.now >= since + limit
 
 
-def judge_start(draft: Draft) -> bool:
+def judge_start(draft: PlanBuilder) -> bool:
     """The gang did not come up in time: without machines it comes again, with machines something is wrong for good."""
     limit, status = draft.job.spec.policy.start_deadline_s, draft.status
     if limit is None or status.attempt_time is None or status.running_time is not None:
@@ -125,7 +125,7 @@ def judge_start(draft: Draft) -> bool:
     return True
 
 
-def _judge_outdated(draft: Draft) -> bool:
+def _judge_outdated(draft: PlanBuilder) -> bool:
     """Make a gang without machines anew if its workers avoid one that the job does not exclude any more."""
     nodes = exclusion.outdated(draft) if draft.status.scheduled_time is None else []
     if nodes:
@@ -134,7 +134,7 @@ def _judge_outdated(draft: Draft) -> bool:
     return bool(nodes)
 
 
-def _judge_queue(draft: Draft, limit: float) -> bool:
+def _judge_queue(draft: PlanBuilder, limit: float) -> bool:
     """Judge a gang without machines. It may wait in a queue for ever, but not because it avoids a machine needlessly.
 
     Its workers must be made anew to get one back, which costs the place in the queue. So that is done only after a
@@ -159,26 +159,26 @@ def _judge_queue(draft: Draft, limit: float) -> bool:
     return True
 
 
-def _begins_at(draft: Draft) -> float | None:
+def _begins_at(draft: PlanBuilder) -> float | None:
     """When the last worker had its machine and its initializers behind it; None: some have no machine."""
     if draft.status.scheduled_time is None:
         return None
     return max([draft.status.scheduled_time, *(one.prepared_at for one in draft.gang if one.prepared_at is not None)])
 
 
-def _lost_since(draft: Draft) -> bool:
+def _lost_since(draft: PlanBuilder) -> bool:
     """Whether a worker that had a machine has none any more: it was preempted, or its machine is gone."""
     gone = len(draft.gang) < draft.job.spec.workers
-    return gone or any(not _has_machine(one) or one.taken for one in draft.gang)
+    return gone or any(not _has_node(one) or one.taken for one in draft.gang)
 
 
-def waits_for_machines(draft: Draft, culprit: Worker) -> bool:
+def waits_for_nodes(draft: PlanBuilder, culprit: Worker) -> bool:
     """Whether a launcher gave up to gather only because others of its gang have no machines."""
     code = outcome.outcome_of(culprit).code
     return code == ExitCode.RENDEZVOUS and draft.status.scheduled_time is None
 
 
-def release(draft: Draft, reason: str, message: str) -> None:
+def release(draft: PlanBuilder, reason: str, message: str) -> None:
     """Give back all that the gang holds; it comes again as a new attempt, outside of the budget."""
     draft.update(released=draft.status.released + 1, released_time=draft.now, phase=Phase.PENDING)
     next_attempt(draft)
@@ -187,11 +187,11 @@ def release(draft: Draft, reason: str, message: str) -> None:
     draft.event(EventType.WARNING, reason, f"{message}; all workers are released, next try in {pause:.0f} s")
 
 
-def _has_machine(worker: Worker) -> bool:
+def _has_node(worker: Worker) -> bool:
     return worker.scheduled or not worker.live
 
 
-def _tell_of_waiting(draft: Draft, message: str) -> None:
+def _report_waiting(draft: PlanBuilder, message: str) -> None:
     old = draft.status.condition(ConditionType.PODS_SCHEDULED)
     if old is not None and not old.status and old.reason in LASTING and draft.status.released:
         return
@@ -199,27 +199,27 @@ def _tell_of_waiting(draft: Draft, message: str) -> None:
     draft.set_condition(ConditionType.PODS_SCHEDULED, False, reason, message)
 
 
-def _unplaced(draft: Draft) -> str:
-    missing = draft.job.spec.workers - sum(_has_machine(one) for one in draft.gang)
-    return f"{missing} of {draft.job.spec.workers_words} had"
+def _unplaced(draft: PlanBuilder) -> str:
+    missing = draft.job.spec.workers - sum(_has_node(one) for one in draft.gang)
+    return f"{missing} of {draft.job.spec.workers_text} had"
 
 
-def _avoided(draft: Draft) -> str:
+def _avoided(draft: PlanBuilder) -> str:
     names = ", ".join(one.node for one in draft.status.excluded_nodes)
     return f" (without the excluded {names})" if names else ""
 
 
-def _unstarted(draft: Draft) -> str:
+def _unstarted(draft: PlanBuilder) -> str:
     missing = draft.job.spec.workers - draft.status.replicas.running - draft.status.replicas.succeeded
-    return f"{missing} of {draft.job.spec.workers_words}"
+    return f"{missing} of {draft.job.spec.workers_text}"
 
 
-def _waiting(draft: Draft) -> str:
+def _waiting(draft: PlanBuilder) -> str:
     """Why the first worker that waits does so."""
     found = next((one for one in draft.gang if one.waiting is not None), None)
     return "" if found is None else f"; worker {found.index}: {found.waiting}"
 
 
-def _failure(draft: Draft, reason: str, message: str) -> Failure:
+def _failure(draft: PlanBuilder, reason: str, message: str) -> Failure:
     attempt, action = draft.status.attempt, FailureAction.FAIL_JOB
     return Failure(time=draft.now, attempt=attempt, reason=reason, message=message, action=action)

@@ -6,14 +6,14 @@ from collections import Counter
 from megatronapp_operator.plan import failure_rules, outcome, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.observed import HubPhase, Observed, Progress, SlowRank, WorkerPhase
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Replicas
 from megatronapp_operator.plan.worker_history import first_ends
 
 NAMED_STATES = frozenset({"confirmed", "recovering"})
 """Verdicts that count; a suspect may still turn out to be noise."""
 
-SAME_TROUBLE = {"ErrImagePull": "ImagePullBackOff"}
+SAME_PROBLEM = {"ErrImagePull": "ImagePullBackOff"}
 """Words of a kubelet that take turns while one trouble lasts, and the one that it is told by."""
 
 NAMED = 8
@@ -23,7 +23,7 @@ HANG = "hang"
 """Cause of verdicts about ranks that stand still: these are stalls, not slowness."""
 
 
-def volumes(draft: Draft) -> None:
+def volumes(draft: PlanBuilder) -> None:
     """Say what is wrong with the volume claims. Nothing is held back for it: all workers may be on one node."""
     trouble = draft.observed.volumes
     if trouble is None or draft.status.phase in TERMINAL_PHASES:
@@ -38,7 +38,7 @@ def volumes(draft: Draft) -> None:
     draft.set_condition(ConditionType.VOLUMES_SHARED, False, reasons.VOLUMES_UNFIT, trouble)
 
 
-def replicas(draft: Draft) -> None:
+def replicas(draft: PlanBuilder) -> None:
     """Count the workers of the current attempt."""
     found = Counter(one.phase for one in draft.gang)
     draft.update(
@@ -53,7 +53,7 @@ def replicas(draft: Draft) -> None:
     )
 
 
-def ends(draft: Draft) -> None:
+def ends(draft: PlanBuilder) -> None:
     """Keep how workers of this attempt ended; one whose failure is ignored counts as if it had succeeded."""
     if draft.status.phase in TERMINAL_PHASES:
         return
@@ -63,14 +63,14 @@ def ends(draft: Draft) -> None:
     draft.update(succeeded=tuple(sorted(fine)), ended=first_ends(tuple(one for one in failed if one.index not in fine)))
 
 
-def rank_zero(draft: Draft) -> None:
+def rank_zero(draft: PlanBuilder) -> None:
     """Keep which worker holds rank 0: the table that says so may go with the launchers."""
     found = draft.observed.rank_zero
     if found is not None and draft.job.spec.rank_zero is None and draft.status.phase not in TERMINAL_PHASES:
         draft.update(rank_zero=found)
 
 
-def removals(draft: Draft) -> None:
+def removals(draft: PlanBuilder) -> None:
     """Say which workers were killed and do not go, and what holds them: until they do, nothing comes in their place."""
     killed = [one for one in draft.observed.workers if one.deletion is not None and one.deletion.grace_s == 0]
     due = {one: one.deletion.since + draft.job.spec.policy.lost_worker_s for one in killed if one.deletion is not None}
@@ -82,7 +82,7 @@ def removals(draft: Draft) -> None:
         draft.clear_condition(ConditionType.REMOVAL_BLOCKED, reasons.WORKERS_GONE, "all workers that were killed went")
         return
     names = ", ".join(str(one.index) for one in held[:NAMED]) + (" and others" if len(held) > NAMED else "")
-    finalizers = ", ".join(sorted({name for one in held for name in one.held_by}))
+    finalizers = ", ".join(sorted({name for one in held for name in one.finalizers}))
     why = f"finalizers hold it: {finalizers}" if finalizers else "the cluster does not say why"
     limit = draft.job.spec.policy.lost_worker_s
     message = f"worker {names} is still there {limit:g} s after it was killed; {why}"
@@ -91,7 +91,7 @@ def removals(draft: Draft) -> None:
     draft.set_condition(ConditionType.REMOVAL_BLOCKED, True, reasons.WORKERS_HELD, message)
 
 
-def progress(draft: Draft) -> None:
+def progress(draft: PlanBuilder) -> None:
     """Take over newer progress, and remember on our own clock when it went on."""
     new, old = draft.observed.progress, draft.status.progress
     if new is None or (old is not None and _before(new, old)) or new.attempt > draft.status.attempt:
@@ -102,7 +102,7 @@ def progress(draft: Draft) -> None:
     draft.update(progress=dataclasses.replace(new, updated_at=told_at))
 
 
-def stalls(draft: Draft) -> None:
+def stalls(draft: PlanBuilder) -> None:
     """Show ranks that the hub found hung; the progress deadline alone restarts.
 
     A hub that says nothing takes nothing back, and what it said last of a job stays after the job's end.
@@ -118,7 +118,7 @@ def stalls(draft: Draft) -> None:
     ranks = draft.status.hung_ranks
     known = draft.status.condition(ConditionType.STALLED)
     if not ranks:
-        if known is None or known.reason != reasons.PROGRESS_UNKNOWN or _heard_since(draft, known.since):
+        if known is None or known.reason != reasons.PROGRESS_UNKNOWN or _reachable_since(draft, known.since):
             draft.clear_condition(ConditionType.STALLED, reasons.PROGRESSING, "all ranks make progress")
         return
     message = f"no progress of rank {', '.join(map(str, ranks))}"
@@ -127,7 +127,7 @@ def stalls(draft: Draft) -> None:
     draft.set_condition(ConditionType.STALLED, True, reasons.RANK_HUNG, message)
 
 
-def shared_memory(draft: Draft) -> None:
+def shared_memory(draft: PlanBuilder) -> None:
     """Report shared memory without room. Training goes on without the rings and pages that do not fit."""
     full = draft.observed.full_shared_memory
     if full is None or draft.status.phase in TERMINAL_PHASES:
@@ -143,12 +143,12 @@ def shared_memory(draft: Draft) -> None:
     draft.set_condition(ConditionType.SHARED_MEMORY_FULL, True, reasons.SHARED_MEMORY_FULL, message)
 
 
-def _heard_since(draft: Draft, since: float) -> bool:
+def _reachable_since(draft: PlanBuilder, since: float) -> bool:
     """True if there was an answer after a condition changed, whose time is kept in whole seconds."""
-    return draft.observed.heard is None or draft.observed.heard >= since + 1.0
+    return draft.observed.last_contact is None or draft.observed.last_contact >= since + 1.0
 
 
-def hub(draft: Draft) -> None:
+def hub(draft: PlanBuilder) -> None:
     """Say why the hub does not start, once for each reason. Nothing is held back for it: training needs no hub."""
     found, known = draft.observed.hub, draft.status.condition(ConditionType.HUB_READY)
     if found is None or draft.status.phase in TERMINAL_PHASES:
@@ -161,20 +161,20 @@ def hub(draft: Draft) -> None:
     if found.waiting is None:
         return
     word = found.waiting.partition(":")[0]
-    reason = SAME_TROUBLE.get(word, word)
+    reason = SAME_PROBLEM.get(word, word)
     message = f"the hub does not start, and training goes on without it: {found.waiting}"
     if known is None or known.status or known.reason != reason:
         draft.event(EventType.WARNING, reasons.HUB_NOT_RUNNING, message)
         draft.set_condition(ConditionType.HUB_READY, False, reason, message)
 
 
-def tokens(draft: Draft) -> None:
+def tokens(draft: PlanBuilder) -> None:
     """Report that hub and launcher cannot be read for want of their key: they run well until the next attempt."""
     known = draft.status.condition(ConditionType.TOKEN_ACCEPTED)
     if draft.status.phase in TERMINAL_PHASES:
         return
     if not draft.observed.locked:
-        if known is not None and not known.status and _heard_since(draft, known.since):
+        if known is not None and not known.status and _reachable_since(draft, known.since):
             message = "hub and launcher accept the operator's token"
             draft.set_condition(ConditionType.TOKEN_ACCEPTED, True, reasons.TOKEN_ACCEPTED, message)
         return
@@ -199,14 +199,14 @@ def _lock(observed: Observed) -> tuple[str, str]:
     return reasons.TOKEN_REFUSED, cause
 
 
-def slow_ranks(draft: Draft) -> None:
+def slow_ranks(draft: PlanBuilder) -> None:
     """Take over the hub's verdicts, under the same rules."""
     found = draft.observed.slow_ranks
     if found is None or draft.status.phase in TERMINAL_PHASES:
         return
     before, named = _named(draft.status.slow_ranks), _named(found)
-    draft.update(slow_ranks=found, slow_node=_word_for(named[0]) if named else None)
-    _tell_of_verdicts(draft, before, named)
+    draft.update(slow_ranks=found, slow_node=_subject_label(named[0]) if named else None)
+    _report_verdicts(draft, before, named)
     if not named:
         draft.clear_condition(ConditionType.SLOW_NODE_DETECTED, reasons.NONE_SLOW, "no rank, link or node is slow now")
         return
@@ -222,7 +222,7 @@ def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
     return tuple(one for one in verdicts if one.state in NAMED_STATES and one.cause != HANG)
 
 
-def _word_for(verdict: SlowRank) -> str:
+def _subject_label(verdict: SlowRank) -> str:
     """The subject for a table's column."""
     if verdict.node is not None:
         return verdict.node
@@ -233,7 +233,7 @@ def _word_for(verdict: SlowRank) -> str:
     return f"rank {verdict.ranks[0]}" if verdict.ranks else verdict.subject
 
 
-def _tell_of_verdicts(draft: Draft, before: tuple[SlowRank, ...], now: tuple[SlowRank, ...]) -> None:
+def _report_verdicts(draft: PlanBuilder, before: tuple[SlowRank, ...], now: tuple[SlowRank, ...]) -> None:
     """One event for each verdict that came, and one when it has gone from the list again."""
     for one in _without(now, before):
         draft.event(EventType.WARNING, reasons.SLOW_NODE_DETECTED, one.sentence)

@@ -5,10 +5,10 @@ import hashlib
 
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import EventType
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import exclusion
 from megatronapp_operator.plan.spec import Backoff
-from megatronapp_operator.plan.status import FAILURES_KEPT, ConditionType, Failure, FailureAction, Phase, Status
+from megatronapp_operator.plan.status import MAX_FAILURES, ConditionType, Failure, FailureAction, Phase, Status
 from megatronapp_operator.plan.worker_history import micros
 
 COUNTED = frozenset({FailureAction.RESTART, FailureAction.EXCLUDE_AND_RESTART})
@@ -23,23 +23,23 @@ def backoff_s(backoff: Backoff, counted: int) -> float:
     return min(backoff.max_s, backoff.initial_s * backoff.factor**exponent)
 
 
-def restart_at(draft: Draft) -> float:
+def restart_at(draft: PlanBuilder) -> float:
     """When the next gang may be created."""
     if draft.status.last_restart_time is None:
         return release_at(draft)
     policy, status = draft.job.spec.policy, draft.status
-    lately = taken_away_since(status, draft.status.last_restart_time - policy.reset_after_s)
+    lately = unbudgeted_failures_since(status, draft.status.last_restart_time - policy.reset_after_s)
     pause = backoff_s(policy.backoff, max(status.restarts_towards_max, lately))
     return max(draft.status.last_restart_time + pause, release_at(draft))
 
 
-def taken_away_since(status: Status, since: float) -> int:
+def unbudgeted_failures_since(status: Status, since: float) -> int:
     """How many of the kept failures since then were outside of the budget: no budget ends a job that meets them again
     and again, so the pause at least must grow."""
     return sum(one.action is FailureAction.RESTART_IGNORE_MAX and one.time > since for one in status.failures)
 
 
-def release_at(draft: Draft) -> float:
+def release_at(draft: PlanBuilder) -> float:
     """When a gang that was released may come again: later each time, and not when other jobs do."""
     status = draft.status
     if not status.released or status.released_time is None:
@@ -54,7 +54,7 @@ def jitter(uid: str, attempt: int) -> float:
     return int.from_bytes(digest[:4]) / 2**32
 
 
-def reset_budget(draft: Draft, until: float) -> None:
+def reset_budget(draft: PlanBuilder, until: float) -> None:
     """Make the budget whole after a long healthy run of this attempt that lasted until `until`."""
     status = draft.status
     if status.running_time is None or status.restarts_towards_max == 0:
@@ -66,7 +66,7 @@ def reset_budget(draft: Draft, until: float) -> None:
         draft.wake(reset_at)
 
 
-def attempt_failed(draft: Draft, failure: Failure) -> None:
+def attempt_failed(draft: PlanBuilder, failure: Failure) -> None:
     """Record the failure and do what it asks for, within the budget."""
     spent = draft.status.restarts_towards_max >= draft.job.spec.policy.max_restarts
     if failure.action in COUNTED and spent:
@@ -82,12 +82,12 @@ def attempt_failed(draft: Draft, failure: Failure) -> None:
     _restart(draft, failure)
 
 
-def fail_job(draft: Draft, reason: str, message: str) -> None:
+def fail_job(draft: PlanBuilder, reason: str, message: str) -> None:
     """Decide that the job fails; it *is* failed when no worker is left."""
     draft.set_condition(ConditionType.FAILURE_TARGET, True, reason, message)
 
 
-def next_attempt(draft: Draft) -> None:
+def next_attempt(draft: PlanBuilder) -> None:
     """Count the attempt up; workers of the old one are stale from now on."""
     held_since = draft.status.holding_time
     held_s = 0.0 if held_since is None else max(0.0, draft.now - held_since)
@@ -106,13 +106,13 @@ def next_attempt(draft: Draft) -> None:
     )
 
 
-def record(draft: Draft, failure: Failure) -> None:
+def record(draft: PlanBuilder, failure: Failure) -> None:
     """Keep a failure in the status, and tell people."""
-    draft.update(failures=(*draft.status.failures, failure)[-FAILURES_KEPT:])
+    draft.update(failures=(*draft.status.failures, failure)[-MAX_FAILURES:])
     draft.event(EventType.WARNING, failure.reason, failure.message)
 
 
-def _restart(draft: Draft, failure: Failure) -> None:
+def _restart(draft: PlanBuilder, failure: Failure) -> None:
     counts = failure.action in COUNTED
     status = draft.status
     if failure.action is FailureAction.EXCLUDE_AND_RESTART and failure.node is not None:

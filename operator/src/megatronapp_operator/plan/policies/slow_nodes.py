@@ -2,7 +2,7 @@
 
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.observed import SlowRank
-from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import exclusion, report
 from megatronapp_operator.plan.policies.restart import attempt_failed
 from megatronapp_operator.plan.spec import SlowNodeAction
@@ -15,7 +15,7 @@ NODE_CAUSES = frozenset({"compute", "host"})
 """Causes that stay with a machine."""
 
 
-def slow_nodes(draft: Draft) -> bool:
+def slow_nodes(draft: PlanBuilder) -> bool:
     """Do what the job chose about machines that are confirmed to be slow.
 
     A full list takes no more of them: a restart for a slow machine counts against no budget, so the list is its bound.
@@ -35,7 +35,7 @@ def slow_nodes(draft: Draft) -> bool:
     return True
 
 
-def _nodes(draft: Draft) -> dict[str, SlowRank]:
+def _nodes(draft: PlanBuilder) -> dict[str, SlowRank]:
     """Machines that are slow enough, for long enough, and may be excluded, with the first verdict about each."""
     excluded = {one.node for one in (*draft.status.excluded_nodes, *draft.status.tolerated_nodes)}
     excluded |= draft.job.spec.policy.exclusion.allowed
@@ -47,7 +47,7 @@ def _nodes(draft: Draft) -> dict[str, SlowRank]:
     return found
 
 
-def _node_of(draft: Draft, verdict: SlowRank) -> str | None:
+def _node_of(draft: PlanBuilder, verdict: SlowRank) -> str | None:
     """The machine of a verdict about this attempt; in another attempt the same worker is somewhere else."""
     if verdict.subject not in NODE_SUBJECTS or verdict.since_attempt not in {None, draft.status.attempt}:
         return None
@@ -56,7 +56,7 @@ def _node_of(draft: Draft, verdict: SlowRank) -> str | None:
     return next((one.node for one in draft.gang if one.index == verdict.worker), None)
 
 
-def _bad_enough(draft: Draft, verdict: SlowRank) -> bool:
+def _bad_enough(draft: PlanBuilder, verdict: SlowRank) -> bool:
     policy = draft.job.spec.slow_node
     if verdict.state != CONFIRMED or verdict.cause not in NODE_CAUSES or verdict.since_time is None:
         return False
@@ -68,18 +68,18 @@ def _bad_enough(draft: Draft, verdict: SlowRank) -> bool:
     return draft.now >= at
 
 
-def _beyond_limit(draft: Draft, nodes: list[str]) -> list[str]:
+def _beyond_limit(draft: PlanBuilder, nodes: list[str]) -> list[str]:
     limit = f"runPolicy.nodeExclusion.maxNodes ({draft.job.spec.policy.exclusion.max_nodes}) is reached"
     return [f"Not excluded, because {limit}: {', '.join(nodes)}."] if nodes else []
 
 
-def _tolerated(draft: Draft) -> list[str]:
+def _tolerated(draft: PlanBuilder) -> list[str]:
     tolerated = {one.node for one in draft.status.tolerated_nodes}
     named = sorted(tolerated & {_node_of(draft, one) for one in draft.status.slow_ranks})
     return [f"Not excluded, because the gang found no room without: {', '.join(named)}."] if named else []
 
 
-def _explain(draft: Draft, notes: list[str]) -> None:
+def _explain(draft: PlanBuilder, notes: list[str]) -> None:
     """Say in the condition why slow machines stay. The message is made anew: the hub may not answer for hours."""
     condition = draft.status.condition(ConditionType.SLOW_NODE_DETECTED)
     if condition is not None and condition.status:
@@ -87,7 +87,7 @@ def _explain(draft: Draft, notes: list[str]) -> None:
         draft.set_condition(condition.type, True, condition.reason, message)
 
 
-def _failure(draft: Draft, nodes: dict[str, SlowRank]) -> Failure:
+def _failure(draft: PlanBuilder, nodes: dict[str, SlowRank]) -> Failure:
     """Nothing has failed; the gang saves and goes on elsewhere."""
     node, verdict = next(iter(nodes.items()))
     return Failure(

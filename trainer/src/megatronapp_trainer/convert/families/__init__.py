@@ -1,16 +1,16 @@
 """The families of models that can be converted, by the name that config.json gives them."""
 
-from megatronapp_trainer.convert.families.family import HEAD, Family
+from megatronapp_trainer.convert.families.family import HEAD, HuggingFaceFamily
 from megatronapp_trainer.convert.families.gpt2 import GPT2
 from megatronapp_trainer.convert.families.llama import LLAMA, MISTRAL, QWEN2
-from megatronapp_trainer.convert.huggingface.config_keys import Keys
+from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
 
-__all__ = ["FAMILIES", "HEAD", "Family", "family_of"]
+__all__ = ["FAMILIES", "HEAD", "HuggingFaceFamily", "family_of"]
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2)}
 
 
-def family_of(keys: Keys) -> Family:
+def family_of(keys: ConfigKeys) -> HuggingFaceFamily:
     """The family of a config.json. Raises CheckpointError for one that cannot be converted."""
     family = FAMILIES[keys.require("model_type", None, *FAMILIES)]
     for architecture in keys.get("architectures", []):

@@ -5,16 +5,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megatronapp_trainer.convert.huggingface.config_keys import Keys
-from megatronapp_trainer.convert.rules import Rule
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
+from megatronapp_trainer.convert.rules import TensorRule
+from megatronapp_trainer.convert.shape import ModelShape
 
 HEAD = "lm_head.weight"
 """The output embedding, in every family. Folders of tied models leave it out, or repeat the input embedding there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class HuggingFaceFamily:
     """A family of models."""
 
     model_type: str
@@ -27,7 +27,7 @@ class Family:
     """The name, behind the prefix, by which the prefix is found."""
     buffers: re.Pattern[str]
     """Names of tensors that hold no weights, in folders of older versions; they are left out."""
-    rules: tuple[Rule, ...]
-    read: Callable[[Keys], Shape]
-    write: Callable[[Shape], dict[str, Any]]
+    rules: tuple[TensorRule, ...]
+    read: Callable[[ConfigKeys], ModelShape]
+    write: Callable[[ModelShape], dict[str, Any]]
     """Keys of a new config.json, in the spelling that old and new versions of transformers take."""

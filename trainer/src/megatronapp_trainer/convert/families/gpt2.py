@@ -5,17 +5,17 @@ from typing import Any
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.convert import tensors
-from megatronapp_trainer.convert.families.family import HEAD, Family
-from megatronapp_trainer.convert.huggingface.config_keys import Keys
-from megatronapp_trainer.convert.rules import Part, Rule
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.families.family import HEAD, HuggingFaceFamily
+from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
+from megatronapp_trainer.convert.rules import SourceTensor, TensorRule
+from megatronapp_trainer.convert.shape import ModelShape
 
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of one function, which differ in how it is computed."""
 _LAYER = "{prefix}h.{layer}."
 
 
-def _read(keys: Keys) -> Shape:
+def _read(keys: ConfigKeys) -> ModelShape:
     keys.require("scale_attn_weights", True, True)
     keys.require("scale_attn_by_inverse_layer_idx", False, False)
     keys.require("add_cross_attention", False, False)
@@ -33,10 +33,10 @@ def _read(keys: Keys) -> Shape:
     )
     if hidden % model.num_attention_heads:
         raise keys.refusal("n_embd", hidden, f"a multiple of n_head ({model.num_attention_heads}) is needed")
-    return Shape(model=model, vocab_size=keys.whole("vocab_size", 50257))
+    return ModelShape(model=model, vocab_size=keys.whole("vocab_size", 50257))
 
 
-def _write(shape: Shape) -> dict[str, Any]:
+def _write(shape: ModelShape) -> dict[str, Any]:
     model = shape.model
     return {
         "n_layer": model.num_layers,
@@ -51,55 +51,55 @@ def _write(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _columns(ours: str, theirs: str, rows: Any, columns: Any) -> tuple[Rule, Rule]:  # noqa: ANN401 - functions of Shape
+def _columns(ours: str, theirs: str, rows: Any, columns: Any) -> tuple[TensorRule, TensorRule]:  # noqa: ANN401 - functions of Shape
     """Weight and bias of a Conv1D."""
     return (
-        Rule(
+        TensorRule(
             f"decoder.layers.{ours}.weight",
-            (Part(f"{_LAYER}{theirs}.weight", lambda s: (rows(s), columns(s))),),
+            (SourceTensor(f"{_LAYER}{theirs}.weight", lambda s: (rows(s), columns(s))),),
             tensors.transposed,
             tensors.split_transposed,
         ),
-        Rule(f"decoder.layers.{ours}.bias", (Part(f"{_LAYER}{theirs}.bias", lambda s: (columns(s),)),)),
+        TensorRule(f"decoder.layers.{ours}.bias", (SourceTensor(f"{_LAYER}{theirs}.bias", lambda s: (columns(s),)),)),
     )
 
 
-def _norm(ours: str, theirs: str) -> tuple[Rule, Rule]:
+def _norm(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
     return (
-        Rule(f"{ours}weight", (Part(f"{theirs}.weight", lambda s: (s.hidden,)),)),
-        Rule(f"{ours}bias", (Part(f"{theirs}.bias", lambda s: (s.hidden,)),)),
+        TensorRule(f"{ours}weight", (SourceTensor(f"{theirs}.weight", lambda s: (s.hidden,)),)),
+        TensorRule(f"{ours}bias", (SourceTensor(f"{theirs}.bias", lambda s: (s.hidden,)),)),
     )
 
 
-def _hidden(shape: Shape) -> int:
+def _hidden(shape: ModelShape) -> int:
     return shape.hidden
 
 
-def _mlp(shape: Shape) -> int:
+def _mlp(shape: ModelShape) -> int:
     return shape.mlp
 
 
 _RULES = (
-    Rule(
+    TensorRule(
         "embedding.word_embeddings.weight",
-        (Part("{prefix}wte.weight", lambda s: (s.vocab_size, s.hidden)),),
+        (SourceTensor("{prefix}wte.weight", lambda s: (s.vocab_size, s.hidden)),),
         tensors.padded,
-        tensors.cut,
+        tensors.unpad,
     ),
-    Rule(
+    TensorRule(
         "embedding.position_embeddings.weight",
-        (Part("{prefix}wpe.weight", lambda s: (s.model.positions, s.hidden)),),
+        (SourceTensor("{prefix}wpe.weight", lambda s: (s.model.positions, s.hidden)),),
     ),
     *_norm("decoder.layers.self_attention.linear_qkv.layer_norm_", f"{_LAYER}ln_1"),
-    Rule(
+    TensorRule(
         "decoder.layers.self_attention.linear_qkv.weight",
-        (Part(f"{_LAYER}attn.c_attn.weight", lambda s: (s.hidden, 3 * s.hidden)),),
+        (SourceTensor(f"{_LAYER}attn.c_attn.weight", lambda s: (s.hidden, 3 * s.hidden)),),
         tensors.interleaved_from_columns,
         tensors.split_interleaved_to_columns,
     ),
-    Rule(
+    TensorRule(
         "decoder.layers.self_attention.linear_qkv.bias",
-        (Part(f"{_LAYER}attn.c_attn.bias", lambda s: (3 * s.hidden,)),),
+        (SourceTensor(f"{_LAYER}attn.c_attn.bias", lambda s: (3 * s.hidden,)),),
         tensors.interleaved_from_one,
         tensors.split_interleaved_to_one,
     ),
@@ -108,16 +108,16 @@ _RULES = (
     *_columns("mlp.linear_fc1", "mlp.c_fc", _hidden, _mlp),
     *_columns("mlp.linear_fc2", "mlp.c_proj", _mlp, _hidden),
     *_norm("decoder.final_layernorm.", "{prefix}ln_f"),
-    Rule(
+    TensorRule(
         "output_layer.weight",
-        (Part(HEAD, lambda s: (s.vocab_size, s.hidden)),),
+        (SourceTensor(HEAD, lambda s: (s.vocab_size, s.hidden)),),
         tensors.padded,
-        tensors.cut,
+        tensors.unpad,
         needed=lambda s: s.model.untie_embeddings_and_output_weights,
     ),
 )
 
-GPT2 = Family(
+GPT2 = HuggingFaceFamily(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     prefixes=("transformer.", ""),

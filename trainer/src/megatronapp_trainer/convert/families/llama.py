@@ -6,11 +6,11 @@ from typing import Any
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.convert import tensors
-from megatronapp_trainer.convert.families.family import HEAD, Family
+from megatronapp_trainer.convert.families.family import HEAD, HuggingFaceFamily
 from megatronapp_trainer.convert.families.rope import read_rope, write_rope
-from megatronapp_trainer.convert.huggingface.config_keys import Keys
-from megatronapp_trainer.convert.rules import Part, Rule
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
+from megatronapp_trainer.convert.rules import SourceTensor, TensorRule
+from megatronapp_trainer.convert.shape import ModelShape
 
 _LAYER = "{prefix}layers.{layer}."
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -21,7 +21,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 """What transformers takes for a key that is absent, where the families differ."""
 
 
-def _read(model_type: str, keys: Keys, **own: Any) -> Shape:  # noqa: ANN401 - fields of ModelConfig
+def _read(model_type: str, keys: ConfigKeys, **own: Any) -> ModelShape:  # noqa: ANN401 - fields of ModelConfig
     """`own`: what this family has beyond what all three share."""
     defaults = _DEFAULTS[model_type]
     keys.require("hidden_act", "silu", "silu", "swish")
@@ -52,27 +52,27 @@ def _read(model_type: str, keys: Keys, **own: Any) -> Shape:  # noqa: ANN401 - f
         **read_rope(keys),
         **own,
     )
-    return Shape(model=model, vocab_size=keys.whole("vocab_size", defaults["vocab"]))
+    return ModelShape(model=model, vocab_size=keys.whole("vocab_size", defaults["vocab"]))
 
 
-def _is_null(keys: Keys, key: str) -> bool:
+def _is_null(keys: ConfigKeys, key: str) -> bool:
     return keys.has(key) and keys.get(key) is None
 
 
-def _read_llama(keys: Keys) -> Shape:
+def _read_llama(keys: ConfigKeys) -> ModelShape:
     keys.require("attention_bias", False, False)
     keys.require("mlp_bias", False, False)
     return _read("llama", keys)
 
 
-def _read_mistral(keys: Keys) -> Shape:
+def _read_mistral(keys: ConfigKeys) -> ModelShape:
     if set(keys.get("layer_types", [])) - {"sliding_attention"}:
         raise keys.refusal("layer_types", keys.get("layer_types"), "supported: one kind of attention in all layers")
     tokens = None if _is_null(keys, "sliding_window") else keys.whole("sliding_window", 4096)
     return _read("mistral", keys, window_size=_window(tokens))
 
 
-def _read_qwen2(keys: Keys) -> Shape:
+def _read_qwen2(keys: ConfigKeys) -> ModelShape:
     slides = keys.yes("use_sliding_window", False) and not _is_null(keys, "sliding_window")
     kinds = set(keys.get("layer_types", _qwen2_kinds(keys) if slides else ["full_attention"]))
     if len(kinds) != 1 or not kinds <= {"sliding_attention", "full_attention"}:
@@ -82,7 +82,7 @@ def _read_qwen2(keys: Keys) -> Shape:
     return _read("qwen2", keys, window_size=_window(tokens), add_qkv_bias=True)
 
 
-def _qwen2_kinds(keys: Keys) -> list[str]:
+def _qwen2_kinds(keys: ConfigKeys) -> list[str]:
     """The first layers see everything, the others a window."""
     layers, first = keys.whole("num_hidden_layers", 32), keys.get("max_window_layers", 28)
     return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
@@ -93,7 +93,7 @@ def _window(tokens: int | None) -> str | None:
     return None if tokens is None else f"{tokens - 1},0"
 
 
-def _write(shape: Shape) -> dict[str, Any]:
+def _write(shape: ModelShape) -> dict[str, Any]:
     model = shape.model
     return {
         "num_hidden_layers": model.num_layers,
@@ -110,53 +110,53 @@ def _write(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _write_llama(shape: Shape) -> dict[str, Any]:
+def _write_llama(shape: ModelShape) -> dict[str, Any]:
     return _write(shape) | {"attention_bias": False, "mlp_bias": False}
 
 
-def _write_mistral(shape: Shape) -> dict[str, Any]:
+def _write_mistral(shape: ModelShape) -> dict[str, Any]:
     return _write(shape) | {"sliding_window": _tokens(shape)}
 
 
-def _write_qwen2(shape: Shape) -> dict[str, Any]:
+def _write_qwen2(shape: ModelShape) -> dict[str, Any]:
     tokens = _tokens(shape)
     slides = {"use_sliding_window": True, "sliding_window": tokens, "max_window_layers": 0}
     return _write(shape) | (slides if tokens is not None else {"use_sliding_window": False})
 
 
-def _tokens(shape: Shape) -> int | None:
+def _tokens(shape: ModelShape) -> int | None:
     """The window as they count it."""
-    return None if shape.model.look_back is None else shape.model.look_back + 1
+    return None if shape.model.attention_window is None else shape.model.attention_window + 1
 
 
-def _queries(suffix: str, size: Callable[[int, Shape], tuple[int, ...]]) -> tuple[Part, ...]:
+def _queries(suffix: str, size: Callable[[int, ModelShape], tuple[int, ...]]) -> tuple[SourceTensor, ...]:
     name = f"{_LAYER}self_attn."
     return (
-        Part(f"{name}q_proj.{suffix}", lambda s: size(s.queries, s)),
-        Part(f"{name}k_proj.{suffix}", lambda s: size(s.keys, s)),
-        Part(f"{name}v_proj.{suffix}", lambda s: size(s.keys, s)),
+        SourceTensor(f"{name}q_proj.{suffix}", lambda s: size(s.queries, s)),
+        SourceTensor(f"{name}k_proj.{suffix}", lambda s: size(s.keys, s)),
+        SourceTensor(f"{name}v_proj.{suffix}", lambda s: size(s.keys, s)),
     )
 
 
-def _layer(ours: str, theirs: str, size: Callable[[Shape], tuple[int, ...]]) -> Rule:
-    return Rule(f"decoder.layers.{ours}", (Part(f"{_LAYER}{theirs}.weight", size),))
+def _layer(ours: str, theirs: str, size: Callable[[ModelShape], tuple[int, ...]]) -> TensorRule:
+    return TensorRule(f"decoder.layers.{ours}", (SourceTensor(f"{_LAYER}{theirs}.weight", size),))
 
 
 _RULES = (
-    Rule(
+    TensorRule(
         "embedding.word_embeddings.weight",
-        (Part("{prefix}embed_tokens.weight", lambda s: (s.vocab_size, s.hidden)),),
+        (SourceTensor("{prefix}embed_tokens.weight", lambda s: (s.vocab_size, s.hidden)),),
         tensors.padded,
-        tensors.cut,
+        tensors.unpad,
     ),
     _layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm", lambda s: (s.hidden,)),
-    Rule(
+    TensorRule(
         "decoder.layers.self_attention.linear_qkv.weight",
         _queries("weight", lambda rows, s: (rows, s.hidden)),
         tensors.interleaved,
         tensors.split_interleaved,
     ),
-    Rule(
+    TensorRule(
         "decoder.layers.self_attention.linear_qkv.bias",
         _queries("bias", lambda rows, _: (rows,)),
         tensors.interleaved,
@@ -165,31 +165,34 @@ _RULES = (
     ),
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj", lambda s: (s.hidden, s.queries)),
     _layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm", lambda s: (s.hidden,)),
-    Rule(
+    TensorRule(
         "decoder.layers.mlp.linear_fc1.weight",
         (
-            Part(f"{_LAYER}mlp.gate_proj.weight", lambda s: (s.mlp, s.hidden)),
-            Part(f"{_LAYER}mlp.up_proj.weight", lambda s: (s.mlp, s.hidden)),
+            SourceTensor(f"{_LAYER}mlp.gate_proj.weight", lambda s: (s.mlp, s.hidden)),
+            SourceTensor(f"{_LAYER}mlp.up_proj.weight", lambda s: (s.mlp, s.hidden)),
         ),
         tensors.stacked,
         tensors.split_stacked,
     ),
     _layer("mlp.linear_fc2.weight", "mlp.down_proj", lambda s: (s.hidden, s.mlp)),
-    Rule("decoder.final_layernorm.weight", (Part("{prefix}norm.weight", lambda s: (s.hidden,)),)),
-    Rule(
+    TensorRule("decoder.final_layernorm.weight", (SourceTensor("{prefix}norm.weight", lambda s: (s.hidden,)),)),
+    TensorRule(
         "output_layer.weight",
-        (Part(HEAD, lambda s: (s.vocab_size, s.hidden)),),
+        (SourceTensor(HEAD, lambda s: (s.vocab_size, s.hidden)),),
         tensors.padded,
-        tensors.cut,
+        tensors.unpad,
         needed=lambda s: s.model.untie_embeddings_and_output_weights,
     ),
 )
 
 
 def _family(
-    model_type: str, architecture: str, read: Callable[[Keys], Shape], write: Callable[[Shape], dict[str, Any]]
-) -> Family:
-    return Family(
+    model_type: str,
+    architecture: str,
+    read: Callable[[ConfigKeys], ModelShape],
+    write: Callable[[ModelShape], dict[str, Any]],
+) -> HuggingFaceFamily:
+    return HuggingFaceFamily(
         model_type=model_type,
         architecture=architecture,
         prefixes=("model.",),

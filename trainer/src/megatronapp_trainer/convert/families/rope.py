@@ -6,14 +6,14 @@ transformers 5 keeps all of it in ``rope_parameters``; earlier versions have ``r
 from typing import Any
 
 from megatronapp_trainer.config import ModelConfig
-from megatronapp_trainer.convert.huggingface.config_keys import Keys
+from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
 
 _THETA = 10000
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """megatron-core knows these values only; all of Llama 3.1, 3.2 and 3.3 have them."""
 
 
-def read_rope(keys: Keys) -> dict[str, Any]:
+def read_rope(keys: ConfigKeys) -> dict[str, Any]:
     """Fields of ModelConfig. Raises CheckpointError for another kind of rotary positions."""
     scaling = keys.part("rope_parameters" if keys.get("rope_parameters") else "rope_scaling")
     base = scaling.number("rope_theta", keys.number("rope_theta", _THETA))

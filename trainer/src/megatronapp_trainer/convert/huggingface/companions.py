@@ -25,7 +25,7 @@ _SETTINGS = ("generation_config.json",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class FolderOrigin:
     """What config.json does not say of a Hugging Face folder, so that the way back gives the same names."""
 
     model_type: str
@@ -38,13 +38,13 @@ class Origin:
         (folder / ORIGIN).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
 
-def read_origin(folder: pathlib.Path) -> Origin | None:
+def read_origin(folder: pathlib.Path) -> FolderOrigin | None:
     """Where a checkpoint of ours was converted from; None for one that was trained here."""
     path = folder / ORIGIN
     if not path.is_file():
         return None
     try:
-        return Origin(**json.loads(path.read_text(encoding="utf-8")))
+        return FolderOrigin(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); remove it, and give --family") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatronapp_trainer.errors import CheckpointError
 
 
-class Keys:
+class ConfigKeys:
     """The keys of one config.json. A key that is absent has the default that transformers gives it."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -52,19 +52,19 @@ class Keys:
             raise self.refusal(key, value, f"supported: {', '.join(json.dumps(item) for item in supported)}")
         return value
 
-    def part(self, key: str) -> "Keys":
+    def part(self, key: str) -> "ConfigKeys":
         """The keys of an object within; none where it is absent or null."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.refusal(key, value, "an object is needed")
-        return Keys(value, f"{self.where}: {key}")
+        return ConfigKeys(value, f"{self.where}: {key}")
 
     def refusal(self, key: str, value: object, supported: str) -> CheckpointError:
         """The error that names a key, its value and what is supported."""
         return CheckpointError(f"{self.where}: {key} is {json.dumps(value, default=str)}; {supported}")
 
 
-def read_keys(path: pathlib.Path) -> Keys:
+def read_keys(path: pathlib.Path) -> ConfigKeys:
     """The keys of a config.json. Raises CheckpointError if it cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -72,4 +72,4 @@ def read_keys(path: pathlib.Path) -> Keys:
         raise CheckpointError(f"{path} cannot be read ({error}); a Hugging Face folder has a config.json") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is no JSON object; a Hugging Face folder has a config.json that is one")
-    return Keys(values, str(path))
+    return ConfigKeys(values, str(path))

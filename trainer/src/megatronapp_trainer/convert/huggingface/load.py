@@ -10,14 +10,14 @@ from megatronapp_trainer.checkpoint import arguments
 from megatronapp_trainer.checkpoint.directory import TRACKER, Manifest, checkpoint_name, seal
 from megatronapp_trainer.convert import store
 from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
-from megatronapp_trainer.convert.families import HEAD, Family, family_of
-from megatronapp_trainer.convert.huggingface.companions import Origin, copy_companions, tokenizer_arguments
+from megatronapp_trainer.convert.families import HEAD, HuggingFaceFamily, family_of
+from megatronapp_trainer.convert.huggingface.companions import FolderOrigin, copy_companions, tokenizer_arguments
 from megatronapp_trainer.convert.huggingface.config_keys import read_keys
 from megatronapp_trainer.convert.huggingface.folder import CONFIG, TensorFolder
 from megatronapp_trainer.convert.huggingface.special_tokens import text_tokens_of
-from megatronapp_trainer.convert.options import OURS, Options, Summary
-from megatronapp_trainer.convert.rules import Step, steps
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.options import OURS, ConversionOptions, ConversionSummary
+from megatronapp_trainer.convert.rules import RuleApplication, steps
+from megatronapp_trainer.convert.shape import ModelShape
 from megatronapp_trainer.data.text_tokens import TextTokens
 from megatronapp_trainer.errors import CheckpointError, DataError
 
@@ -25,28 +25,28 @@ _ITERATION = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class HuggingFaceSource:
     """A Hugging Face folder whose tensors are all there, with the right sizes."""
 
-    family: Family
-    shape: Shape
+    family: HuggingFaceFamily
+    shape: ModelShape
     folder: TensorFolder
-    origin: Origin
-    steps: tuple[Step, ...]
+    origin: FolderOrigin
+    steps: tuple[RuleApplication, ...]
 
-    def dtype(self, step: Step) -> torch.dtype:
+    def dtype(self, step: RuleApplication) -> torch.dtype:
         """Type of our tensor: that of theirs. Raises CheckpointError where they differ."""
         kinds = {self.folder.dtype(name) for name in step.names}
         if len(kinds) > 1:
             raise CheckpointError(f"{self.folder.path}: {', '.join(step.names)} hold different types of numbers")
         return kinds.pop()
 
-    def read(self, step: Step) -> torch.Tensor:
+    def read(self, step: RuleApplication) -> torch.Tensor:
         """Our tensor."""
         return step.pack([self.folder.read(name) for name in step.names], self.shape)
 
 
-def open_source(path: pathlib.Path, divisible_by: int) -> Source:
+def open_source(path: pathlib.Path, divisible_by: int) -> HuggingFaceSource:
     """Look at config.json and the headers of all files; no tensor is read.
 
     Raises:
@@ -60,8 +60,8 @@ def open_source(path: pathlib.Path, divisible_by: int) -> Source:
     folder = TensorFolder(path)
     prefix = _prefix(family, folder)
     tied = not model.untie_embeddings_and_output_weights
-    origin = Origin(model_type=family.model_type, prefix=prefix, repeats_head=tied and HEAD in folder.names)
-    source = Source(
+    origin = FolderOrigin(model_type=family.model_type, prefix=prefix, repeats_head=tied and HEAD in folder.names)
+    source = HuggingFaceSource(
         family=family, shape=shape, folder=folder, origin=origin, steps=tuple(steps(family.rules, shape, prefix))
     )
     _check_names(source)
@@ -71,7 +71,7 @@ def open_source(path: pathlib.Path, divisible_by: int) -> Source:
     return source
 
 
-def _prefix(family: Family, folder: TensorFolder) -> str:
+def _prefix(family: HuggingFaceFamily, folder: TensorFolder) -> str:
     for prefix in family.prefixes:
         if prefix + family.embedding in folder.names:
             return prefix
@@ -80,7 +80,7 @@ def _prefix(family: Family, folder: TensorFolder) -> str:
     )
 
 
-def _check_names(source: Source) -> None:
+def _check_names(source: HuggingFaceSource) -> None:
     wanted = {name for step in source.steps for name in step.names}
     missing = sorted(wanted - source.folder.names)
     if missing:
@@ -93,7 +93,7 @@ def _check_names(source: Source) -> None:
         )
 
 
-def _check_sizes(source: Source) -> None:
+def _check_sizes(source: HuggingFaceSource) -> None:
     for step in source.steps:
         for name, wanted in zip(step.names, step.sizes(source.shape), strict=True):
             found = source.folder.size(name)
@@ -103,7 +103,7 @@ def _check_sizes(source: Source) -> None:
                 )
 
 
-def _check_head(source: Source) -> None:
+def _check_head(source: HuggingFaceSource) -> None:
     embedding = source.origin.prefix + source.family.embedding
     if not torch.equal(source.folder.read(HEAD), source.folder.read(embedding)):
         raise CheckpointError(
@@ -121,7 +121,7 @@ def _size(size: tuple[int, ...]) -> str:
     return " x ".join(map(str, size))
 
 
-def write_ours(source: Source, options: Options, target: pathlib.Path) -> Summary:
+def write_ours(source: HuggingFaceSource, options: ConversionOptions, target: pathlib.Path) -> ConversionSummary:
     """Write our directory into the empty folder `target`. Raises CheckpointError, UsageError, OSError."""
     folder = target / checkpoint_name(_ITERATION)
     folder.mkdir()
@@ -136,7 +136,7 @@ def write_ours(source: Source, options: Options, target: pathlib.Path) -> Summar
     seal(folder, manifest_of(stored), written)
     (target / TRACKER).write_text(str(_ITERATION), encoding="utf-8")
     final = options.save_dir / folder.name
-    return Summary(
+    return ConversionSummary(
         family=source.family.model_type,
         written=OURS,
         path=options.save_dir,
@@ -147,7 +147,7 @@ def write_ours(source: Source, options: Options, target: pathlib.Path) -> Summar
     )
 
 
-def text_tokens_in(folder: pathlib.Path, options: Options) -> TextTokens:
+def text_tokens_in(folder: pathlib.Path, options: ConversionOptions) -> TextTokens:
     """What the tokenizer's files in a folder say. Raises CheckpointError where they cannot be read."""
     try:
         return text_tokens_of(folder)
@@ -158,11 +158,11 @@ def text_tokens_in(folder: pathlib.Path, options: Options) -> TextTokens:
         ) from error
 
 
-def _pieces(source: Source, options: Options) -> Iterator[store.Piece]:
+def _pieces(source: HuggingFaceSource, options: ConversionOptions) -> Iterator[store.TensorPiece]:
     wanted = None if options.dtype is None else torch_dtype(options.dtype)
     for step in source.steps:
         dtype = wanted or source.dtype(step)
-        yield store.Piece(
+        yield store.TensorPiece(
             key=step.rule.ours,
             size=step.our_size(source.shape),
             dtype=dtype,

@@ -18,14 +18,14 @@ from megatronapp_trainer.checkpoint.directory import (
 )
 from megatronapp_trainer.checkpoint.storage import damaged_weights
 from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
-from megatronapp_trainer.convert.families import FAMILIES, HEAD, Family
+from megatronapp_trainer.convert.families import FAMILIES, HEAD, HuggingFaceFamily
 from megatronapp_trainer.convert.huggingface.companions import copy_companions, read_origin, tokenizer_arguments
-from megatronapp_trainer.convert.huggingface.config_keys import Keys, read_keys
+from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys, read_keys
 from megatronapp_trainer.convert.huggingface.folder import CONFIG, TensorWriter
 from megatronapp_trainer.convert.huggingface.special_tokens import text_tokens_of
-from megatronapp_trainer.convert.options import HF, Options, Summary
-from megatronapp_trainer.convert.rules import Step, steps
-from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.options import HF, ConversionOptions, ConversionSummary
+from megatronapp_trainer.convert.rules import RuleApplication, steps
+from megatronapp_trainer.convert.shape import ModelShape
 from megatronapp_trainer.convert.store import StoredTensors
 from megatronapp_trainer.data.text_tokens import TextTokens, read_text_tokens
 from megatronapp_trainer.errors import CheckpointError, DataError, UsageError
@@ -34,17 +34,17 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredModel:
     """A checkpoint of ours that holds all tensors of a family's model."""
 
     path: pathlib.Path
-    family: Family
-    shape: Shape
+    family: HuggingFaceFamily
+    shape: ModelShape
     tensors: StoredTensors
-    steps: tuple[Step, ...]
+    steps: tuple[RuleApplication, ...]
     repeats_head: bool
 
-    def read(self, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, options: ConversionOptions) -> Iterator[tuple[str, torch.Tensor]]:
         """Their tensors with their names, one of ours after the other."""
         wanted = None if options.dtype is None else torch_dtype(options.dtype)
         for step in self.steps:
@@ -81,7 +81,7 @@ def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.
     raise CheckpointError(f"{path} holds no {wanted[2:]}{''.join(f'; {flaw}' for flaw in flaws[:3])}")
 
 
-def open_stored(path: pathlib.Path, manifest: Manifest, family: str | None) -> Stored:
+def open_stored(path: pathlib.Path, manifest: Manifest, family: str | None) -> StoredModel:
     """Look at the manifest and the list of tensors; none is read.
 
     Raises:
@@ -94,7 +94,7 @@ def open_stored(path: pathlib.Path, manifest: Manifest, family: str | None) -> S
     chosen = _choose(shape, family or (origin.model_type if origin is not None else None))
     same = origin is not None and origin.model_type == chosen.model_type
     prefix = origin.prefix if origin is not None and same else chosen.prefixes[0]
-    stored = Stored(
+    stored = StoredModel(
         path=path,
         family=chosen,
         shape=shape,
@@ -113,19 +113,19 @@ def _tensors(path: pathlib.Path) -> StoredTensors:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _shape(manifest: Manifest, tensors: StoredTensors, path: pathlib.Path) -> Shape:
+def _shape(manifest: Manifest, tensors: StoredTensors, path: pathlib.Path) -> ModelShape:
     """The model of a manifest, with the padding that its embedding really has."""
     embedding = tensors.find(_EMBEDDING)
     if embedding is None:
         raise CheckpointError(f"{path} holds no {_EMBEDDING}: it is not the checkpoint of a GPT model")
     model = arguments.model_of(manifest.arguments)
-    return Shape(
+    return ModelShape(
         model=dataclasses.replace(model, make_vocab_size_divisible_by=embedding.size[0]),
         vocab_size=manifest.arguments["--vocab-size"],
     )
 
 
-def _choose(shape: Shape, name: str | None) -> Family:
+def _choose(shape: ModelShape, name: str | None) -> HuggingFaceFamily:
     """The family of this name, else the first one that can hold the model."""
     candidates = [FAMILIES[name]] if name is not None else list(FAMILIES.values())
     reasons = {family.model_type: _misfit(family, shape) for family in candidates}
@@ -138,16 +138,16 @@ def _choose(shape: Shape, name: str | None) -> Family:
     raise CheckpointError(f"no family of Hugging Face models holds this model ({told})")
 
 
-def _misfit(family: Family, shape: Shape) -> str | None:
+def _misfit(family: HuggingFaceFamily, shape: ModelShape) -> str | None:
     """Why config.json of a family cannot say what this model is, or None."""
     try:
-        again = family.read(Keys({"vocab_size": shape.vocab_size, **family.write(shape)}, "config.json"))
+        again = family.read(ConfigKeys({"vocab_size": shape.vocab_size, **family.write(shape)}, "config.json"))
     except CheckpointError as error:
         return str(error)
     return arguments.model_difference(shape.trainer_config(), again.trainer_config())
 
 
-def _check(stored: Stored) -> None:
+def _check(stored: StoredModel) -> None:
     for step in stored.steps:
         name, found = step.rule.ours, stored.tensors.find(step.rule.ours)
         if found is None:
@@ -160,7 +160,7 @@ def _check(stored: Stored) -> None:
             )
 
 
-def write_hf(stored: Stored, options: Options, target: pathlib.Path) -> Summary:
+def write_hf(stored: StoredModel, options: ConversionOptions, target: pathlib.Path) -> ConversionSummary:
     """Write a Hugging Face folder into the empty folder `target`. Raises CheckpointError, UsageError, OSError."""
     copy_companions(stored.path, target, tokenizer=options.tokenizer, config=False)
     kinds: set[torch.dtype] = set()
@@ -179,7 +179,7 @@ def write_hf(stored: Stored, options: Options, target: pathlib.Path) -> Summary:
         raise CheckpointError(f"{stored.path}: {error}") from error
     _write_config(stored, target, kinds)
     tokenizer = tokenizer_arguments(target)
-    return Summary(
+    return ConversionSummary(
         family=stored.family.model_type,
         written=HF,
         path=options.save_dir,
@@ -193,7 +193,7 @@ def write_hf(stored: Stored, options: Options, target: pathlib.Path) -> Summary:
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def _write_config(stored: Stored, target: pathlib.Path, kinds: set[torch.dtype]) -> None:
+def _write_config(stored: StoredModel, target: pathlib.Path, kinds: set[torch.dtype]) -> None:
     """The config.json that the model came with, if it still says what the model is, else a new one."""
     name = str(next(iter(kinds))).removeprefix("torch.") if len(kinds) == 1 else "float32"
     values = _kept_config(stored)
@@ -206,7 +206,7 @@ def _write_config(stored: Stored, target: pathlib.Path, kinds: set[torch.dtype])
     (target / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _kept_config(stored: Stored) -> dict[str, Any] | None:
+def _kept_config(stored: StoredModel) -> dict[str, Any] | None:
     path = stored.path / CONFIG
     if not path.is_file():
         return None
@@ -217,7 +217,7 @@ def _kept_config(stored: Stored) -> dict[str, Any] | None:
     return dict(keys.values) if difference is None else None
 
 
-def _new_config(stored: Stored, target: pathlib.Path) -> dict[str, Any]:
+def _new_config(stored: StoredModel, target: pathlib.Path) -> dict[str, Any]:
     document, given = _of_tokenizer(target)
     known = read_text_tokens(stored.path)
     ends = known.ends or given.ends or document

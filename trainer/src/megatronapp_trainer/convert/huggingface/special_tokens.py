@@ -9,7 +9,7 @@ import json
 import pathlib
 from typing import Any
 
-from megatronapp_trainer.convert.huggingface.config_keys import Keys
+from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
 from megatronapp_trainer.convert.huggingface.folder import CONFIG
 from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.data.text_tokens import TextTokens
@@ -72,7 +72,7 @@ def _ends(folder: pathlib.Path) -> tuple[int, ...]:
     return _ids(generation, "eos_token_id") or _ids(_keys(folder / CONFIG), "eos_token_id")
 
 
-def _ids(keys: Keys, key: str) -> tuple[int, ...]:
+def _ids(keys: ConfigKeys, key: str) -> tuple[int, ...]:
     value = keys.get(key, [])
     ids = value if isinstance(value, list) else [value]
     if not all(type(one) is int for one in ids):
@@ -80,14 +80,14 @@ def _ids(keys: Keys, key: str) -> tuple[int, ...]:
     return tuple(one for one in ids if one >= 0)
 
 
-def _keys(path: pathlib.Path) -> Keys:
+def _keys(path: pathlib.Path) -> ConfigKeys:
     """A file of settings; nothing where there is none."""
     if not path.is_file():
-        return Keys({}, str(path))
+        return ConfigKeys({}, str(path))
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); is the download complete?") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is no JSON object; is the download complete?")
-    return Keys(values, str(path))
+    return ConfigKeys(values, str(path))

@@ -82,7 +82,7 @@ def vocabulary_from(arguments: Mapping[str, Any], rows: int) -> int:
     return min(rows, value + (arguments.get("tokenizer_type") in _WITHOUT_END))
 
 
-def tokenizer_words(arguments: Mapping[str, Any]) -> str | None:
+def megatron_tokenizer_arguments(arguments: Mapping[str, Any]) -> str | None:
     """The options of the tokenizer that it was trained with, or None."""
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
     words = [f"--{name.replace('_', '-')} {arguments[name]}" for name in names if isinstance(arguments.get(name), str)]

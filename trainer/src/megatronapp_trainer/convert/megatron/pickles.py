@@ -1,4 +1,7 @@
-"""Reads pickles of other programs without running their code: tensors and plain values, everything else as `Opaque`."""
+"""Readers of other programs' pickles that run none of their code.
+
+Tensors and plain values are read; everything else becomes an `OpaqueObject`.
+"""
 
 import enum
 import importlib
@@ -44,13 +47,13 @@ _PLAIN = {
 }
 
 
-class Opaque:
+class OpaqueObject:
     """Stands for an object of a class that is not known here; it takes whatever a pickle gives it."""
 
     def __init__(self, *_words: object, **_keywords: object) -> None:
         pass
 
-    def __call__(self, *_words: object, **_keywords: object) -> "Opaque":
+    def __call__(self, *_words: object, **_keywords: object) -> "OpaqueObject":
         """As of a function that makes an object."""
         return self
 
@@ -71,14 +74,14 @@ def _member(owner: object, name: str) -> object:
     """The member of an enumeration; `getattr` for nothing else."""
     if isinstance(owner, type) and issubclass(owner, enum.Enum):
         return owner.__members__[name]
-    return Opaque()
+    return OpaqueObject()
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Imports nothing but what is listed here, and torch's types of numbers."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - a class or function
-        """The listed class or function of this name, else `Opaque`."""
+        """The listed class or function of this name, else `OpaqueObject`."""
         if (module, name) in _PLAIN:
             return getattr(importlib.import_module(module), name)
         if (module, name) == ("builtins", "getattr"):  # as Python 3.11.0 to 3.11.3 pickles members of enumerations
@@ -87,7 +90,7 @@ class PlainUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if module == "torch" and name.endswith("Storage"):
             return getattr(torch, name)
-        return Opaque
+        return OpaqueObject
 
 
 def _load(stream: IO[bytes], **keywords: Any) -> Any:  # noqa: ANN401 - whatever it holds

@@ -15,7 +15,7 @@ Place = tuple[str, int | None]
 """Name of a tensor, and its layer where every layer has one."""
 
 
-class Weights(Protocol):
+class CheckpointWeights(Protocol):
     """An opened checkpoint. Names are those of megatron-core's torch_dist, with the layer apart."""
 
     @property
@@ -46,26 +46,26 @@ class Weights(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTensor:
     """A tensor that a model has."""
 
     place: Place
     size: tuple[int, ...]
 
 
-def expected(model: ModelConfig, rows: int) -> Iterator[Expected]:
+def expected(model: ModelConfig, rows: int) -> Iterator[ExpectedTensor]:
     """All tensors of a model whose embedding has `rows`."""
     hidden = model.hidden_size
-    yield Expected((EMBEDDING, None), (rows, hidden))
+    yield ExpectedTensor((EMBEDDING, None), (rows, hidden))
     if model.position_embedding_type == "learned_absolute":
-        yield Expected(("embedding.position_embeddings.weight", None), (model.positions, hidden))
+        yield ExpectedTensor(("embedding.position_embeddings.weight", None), (model.positions, hidden))
     for layer in range(model.num_layers):
         for name, size in _layer(model).items():
-            yield Expected((f"{LAYERS}{name}", layer), size)
+            yield ExpectedTensor((f"{LAYERS}{name}", layer), size)
     for name, size in _norm("decoder.final_layernorm.", model).items():
-        yield Expected((name, None), size)
+        yield ExpectedTensor((name, None), size)
     if model.untie_embeddings_and_output_weights:
-        yield Expected((HEAD, None), (rows, hidden))
+        yield ExpectedTensor((HEAD, None), (rows, hidden))
 
 
 def _layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -14,40 +14,40 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from megatronapp_trainer.data.prepare.documents import Encoded, Result
-from megatronapp_trainer.data.prepare.sources import START, Batch, Position
+from megatronapp_trainer.data.prepare.documents import BatchResult, EncodedTexts
+from megatronapp_trainer.data.prepare.sources import START, DocumentBatch, InputPosition
 from megatronapp_trainer.utils.atomic_files import write_atomically
-from megatronapp_trainer.utils.silence_megatron import importing_megatron
+from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 
-with importing_megatron():
+with silence_megatron_imports():
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 JOURNAL = "journal.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Journal:
+class CorpusJournal:
     """State that is safely on disk. `documents` and `tokens` are per key; `fingerprint` names inputs and options."""
 
     fingerprint: str
-    position: Position = START
+    position: InputPosition = START
     documents: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     bad_lines: int = 0
     empty_documents: int = 0
 
 
-def read_journal(directory: pathlib.Path, fingerprint: str) -> Journal | None:
+def read_journal(directory: pathlib.Path, fingerprint: str) -> CorpusJournal | None:
     """The journal in `directory` if it belongs to the same inputs and options."""
     try:
         stored: dict[str, Any] = json.loads((directory / JOURNAL).read_text(encoding="utf-8"))
-        journal = Journal(**{**stored, "position": Position(**stored["position"])})
+        journal = CorpusJournal(**{**stored, "position": InputPosition(**stored["position"])})
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return journal if journal.fingerprint == fingerprint else None
 
 
-def write_journal(directory: pathlib.Path, journal: Journal) -> None:
+def write_journal(directory: pathlib.Path, journal: CorpusJournal) -> None:
     """Replace the journal, safely on disk when this returns."""
     write_atomically(directory / JOURNAL, json.dumps(asdict(journal)).encode())
 
@@ -64,7 +64,7 @@ class _GrowingBuilder(IndexedDatasetBuilder):  # type: ignore[misc]  # megatron-
         self.document_indices = list(range(len(lengths) + 1))
         self.sequence_modes = None
 
-    def add_encoded(self, encoded: Encoded) -> None:
+    def add_encoded(self, encoded: EncodedTexts) -> None:
         """Append documents of one sequence each."""
         self.data_file.write(encoded.ids)
         first = len(self.sequence_lengths) + 1
@@ -79,14 +79,14 @@ class CorpusWriter:
         self._index = directory / f"{key}.idx"
         self._data = directory / f"{key}.bin"
         numpy_type = np.dtype(dtype).type
-        self._lengths_file = _cut(directory / f"{key}.lengths", documents * np.dtype(np.int32).itemsize)
+        self._lengths_file = _open_truncated(directory / f"{key}.lengths", documents * np.dtype(np.int32).itemsize)
         lengths = np.fromfile(directory / f"{key}.lengths", dtype=np.int32, count=documents).tolist()
-        data_file = _cut(self._data, tokens * np.dtype(dtype).itemsize)
+        data_file = _open_truncated(self._data, tokens * np.dtype(dtype).itemsize)
         self._builder = _GrowingBuilder(data_file, numpy_type, lengths)
         self.documents = documents
         self.tokens = tokens
 
-    def add(self, encoded: Encoded) -> None:
+    def add(self, encoded: EncodedTexts) -> None:
         """Append the documents of one batch."""
         self._builder.add_encoded(encoded)
         self._lengths_file.write(encoded.lengths.tobytes())
@@ -113,7 +113,7 @@ class CorpusWriter:
         self._lengths_file.close()
 
 
-def _cut(path: pathlib.Path, size_bytes: int) -> IO[bytes]:
+def _open_truncated(path: pathlib.Path, size_bytes: int) -> IO[bytes]:
     """Open `path` for appending after its first `size_bytes`."""
     stream = path.open("ab")
     if stream.tell() < size_bytes:
@@ -128,7 +128,7 @@ class CorpusFiles:
 
     def __init__(self, directory: pathlib.Path, fingerprint: str, keys: tuple[str, ...], dtype: str) -> None:
         self._directory = directory
-        self._journal = read_journal(directory, fingerprint) or Journal(fingerprint=fingerprint)
+        self._journal = read_journal(directory, fingerprint) or CorpusJournal(fingerprint=fingerprint)
         self._uncommitted_bytes = 0
         self._writers = {
             key: CorpusWriter(
@@ -142,11 +142,11 @@ class CorpusFiles:
         }
 
     @property
-    def position(self) -> Position:
+    def position(self) -> InputPosition:
         """Where in the input to go on."""
         return self._journal.position
 
-    def add(self, batch: Batch, result: Result, *, commit_bytes: int) -> None:
+    def add(self, batch: DocumentBatch, result: BatchResult, *, commit_bytes: int) -> None:
         """Append the documents of a batch; commits once `commit_bytes` of input have been added since the last time."""
         for key, encoded in result.encoded.items():
             self._writers[key].add(encoded)
@@ -160,7 +160,7 @@ class CorpusFiles:
         if self._uncommitted_bytes >= commit_bytes:
             self.commit()
 
-    def commit(self) -> Journal:
+    def commit(self) -> CorpusJournal:
         """Make everything added so far safe on disk."""
         for writer in self._writers.values():
             writer.sync()

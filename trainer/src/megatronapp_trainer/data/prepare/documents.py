@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from megatronapp_trainer.data.prepare.sources import Batch, Chunk, Format
+from megatronapp_trainer.data.prepare.sources import DocumentBatch, DocumentFormat, InputChunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class BadLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Encoded:
+class EncodedTexts:
     """Token ids of one key of a batch: lengths of its documents (int32) and their ids, back to back."""
 
     lengths: npt.NDArray[np.int32]
@@ -42,7 +42,7 @@ class Encoded:
 
 
 @dataclass(kw_only=True, slots=True)
-class Parsed:
+class ParsedTexts:
     """Texts of a batch per key, in order, and what was left out. `closing` marks texts that end their document."""
 
     texts: dict[str, list[str]]
@@ -52,26 +52,26 @@ class Parsed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class BatchResult:
     """What a worker made of a batch."""
 
-    encoded: dict[str, Encoded]
+    encoded: dict[str, EncodedTexts]
     bad: tuple[BadLine, ...]
     empty: int
 
 
-def parse(chunks: Sequence[Chunk], keys: Sequence[str]) -> Parsed:
+def parse(chunks: Sequence[InputChunk], keys: Sequence[str]) -> ParsedTexts:
     """Documents of `chunks`. Empty documents are counted, blank lines passed over, unreadable lines listed."""
-    parsed = Parsed(texts={key: [] for key in keys}, closing={key: [] for key in keys})
+    parsed = ParsedTexts(texts={key: [] for key in keys}, closing={key: [] for key in keys})
     for chunk in chunks:
-        if chunk.format is Format.TEXT:
+        if chunk.format is DocumentFormat.TEXT:
             _parse_text(chunk, keys[0], parsed)
         else:
             _parse_lines(chunk, keys, parsed)
     return parsed
 
 
-def _parse_text(chunk: Chunk, key: str, parsed: Parsed) -> None:
+def _parse_text(chunk: InputChunk, key: str, parsed: ParsedTexts) -> None:
     try:
         text = chunk.payload.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -85,7 +85,7 @@ def _parse_text(chunk: Chunk, key: str, parsed: Parsed) -> None:
         parsed.empty += 1
 
 
-def _parse_lines(chunk: Chunk, keys: Sequence[str], parsed: Parsed) -> None:
+def _parse_lines(chunk: InputChunk, keys: Sequence[str], parsed: ParsedTexts) -> None:
     for number, raw in enumerate(chunk.payload.split(b"\n"), start=chunk.first_line):
         if not raw.strip():
             continue
@@ -149,17 +149,17 @@ class Encoder:
         self._tokenizer.encode_special_tokens = True
         self._options = options
 
-    def __call__(self, batch: Batch) -> Result:
+    def __call__(self, batch: DocumentBatch) -> BatchResult:
         """Ids of all documents of `batch`."""
         parsed = parse(batch.chunks, self._options.keys)
         encoded = {key: self._encode(parsed.texts[key], parsed.closing[key]) for key in self._options.keys}
-        return Result(encoded=encoded, bad=tuple(parsed.bad), empty=parsed.empty)
+        return BatchResult(encoded=encoded, bad=tuple(parsed.bad), empty=parsed.empty)
 
-    def _encode(self, texts: list[str], closing: list[bool]) -> Encoded:
+    def _encode(self, texts: list[str], closing: list[bool]) -> EncodedTexts:
         rows = list(self._rows(texts, closing))
         lengths = np.array([len(row) for row in rows], dtype=np.int32)
         ids = np.fromiter((token for row in rows for token in row), dtype=self._options.dtype, count=int(lengths.sum()))
-        return Encoded(lengths=lengths, ids=ids.tobytes())
+        return EncodedTexts(lengths=lengths, ids=ids.tobytes())
 
     def _rows(self, texts: list[str], closing: list[bool]) -> Iterator[list[int]]:
         for encoding, closes in zip(

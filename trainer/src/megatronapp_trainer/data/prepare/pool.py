@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from megatronapp_trainer.data.prepare.documents import EncodeOptions, Encoder, Result
-from megatronapp_trainer.data.prepare.sources import Batch
+from megatronapp_trainer.data.prepare.documents import BatchResult, EncodeOptions, Encoder
+from megatronapp_trainer.data.prepare.sources import DocumentBatch
 from megatronapp_trainer.errors import DataError
 
 _AHEAD_PER_WORKER = 3
@@ -22,8 +22,8 @@ _encoder: Encoder | None = None
 
 
 def encode_in_order(
-    work: Iterable[Batch], tokenizer_json: str, options: EncodeOptions, workers: int
-) -> Iterator[tuple[Batch, Result]]:
+    work: Iterable[DocumentBatch], tokenizer_json: str, options: EncodeOptions, workers: int
+) -> Iterator[tuple[DocumentBatch, BatchResult]]:
     """Every batch with its result. At most three batches per worker are held in memory.
 
     Raises:
@@ -57,8 +57,10 @@ def _executor(tokenizer_json: str, options: EncodeOptions, workers: int) -> Iter
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _ordered(executor: ProcessPoolExecutor, work: Iterable[Batch], ahead: int) -> Iterator[tuple[Batch, Result]]:
-    waiting: deque[tuple[Batch, Future[Result]]] = deque()
+def _ordered(
+    executor: ProcessPoolExecutor, work: Iterable[DocumentBatch], ahead: int
+) -> Iterator[tuple[DocumentBatch, BatchResult]]:
+    waiting: deque[tuple[DocumentBatch, Future[BatchResult]]] = deque()
     for batch in work:
         waiting.append((batch, executor.submit(_encode, batch)))
         if len(waiting) >= ahead:
@@ -74,7 +76,7 @@ def _start_worker(tokenizer_json: str, options: EncodeOptions) -> None:
     _encoder = Encoder(tokenizer_json, options)
 
 
-def _encode(batch: Batch) -> Result:
+def _encode(batch: DocumentBatch) -> BatchResult:
     if _encoder is None:
         raise RuntimeError("the worker was not started by _start_worker")
     return _encoder(batch)

@@ -23,10 +23,10 @@ from megatronapp_trainer.data.prepare.progress import progress
 from megatronapp_trainer.data.prepare.sources import (
     DEFAULT_PATTERNS,
     START,
-    Batch,
-    Format,
-    Position,
-    Source,
+    DocumentBatch,
+    DocumentFormat,
+    InputFile,
+    InputPosition,
     batches,
     find_sources,
 )
@@ -48,7 +48,7 @@ class PrepareOptions:
     output: str
     json_keys: tuple[str, ...] = ("text",)
     patterns: tuple[str, ...] = DEFAULT_PATTERNS
-    format: Format | None = None
+    format: DocumentFormat | None = None
     workers: int = 1
     append_eod: bool = False
     skip_bad_lines: bool = False
@@ -60,7 +60,7 @@ class PrepareOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
+class PrepareSummary:
     """What a run produced, per JSON key in the order given. `reused`: it was there already."""
 
     prefixes: tuple[str, ...]
@@ -74,7 +74,7 @@ class Summary:
     reused: bool = False
 
 
-def prepare(options: PrepareOptions) -> Summary:
+def prepare(options: PrepareOptions) -> PrepareSummary:
     """Run the whole preparation, or the rest of one that was stopped.
 
     Raises:
@@ -86,22 +86,22 @@ def prepare(options: PrepareOptions) -> Summary:
     if options.output.endswith("/") or output.is_dir():
         raise DataError(f"--output {options.output} is a directory; give a prefix such as {output / 'corpus'}")
     with _storage_errors(output), _working_directory(output) as directory:
-        summary = _Run(options, sources, directory).summary()
+        summary = _Preparation(options, sources, directory).summary()
         shutil.rmtree(directory)
     return summary
 
 
-class _Run:
+class _Preparation:
     """One preparation in its working directory."""
 
-    def __init__(self, options: PrepareOptions, sources: Sequence[Source], directory: pathlib.Path) -> None:
+    def __init__(self, options: PrepareOptions, sources: Sequence[InputFile], directory: pathlib.Path) -> None:
         self._options = options
         self._sources = sources
         self._directory = directory
         self._prefixes = {key: f"{options.output}_{key}_document" for key in options.json_keys}
         self._tokenizer_target = pathlib.Path(options.output).parent / "tokenizer.json"
 
-    def summary(self) -> Summary:
+    def summary(self) -> PrepareSummary:
         """Do what is left to do."""
         fingerprint = self._fingerprint()
         if (done := self._already_done(fingerprint)) is not None:
@@ -128,7 +128,7 @@ class _Run:
         }
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    def _already_done(self, fingerprint: str) -> Summary | None:
+    def _already_done(self, fingerprint: str) -> PrepareSummary | None:
         files = [pathlib.Path(prefix + suffix) for prefix in self._prefixes.values() for suffix in (".bin", ".idx")]
         if self._options.train_vocab_size is not None:
             files.append(self._tokenizer_target)
@@ -140,7 +140,7 @@ class _Run:
                 return None
         return summary
 
-    def _finished(self, fingerprint: str) -> Summary | None:
+    def _finished(self, fingerprint: str) -> PrepareSummary | None:
         """The summary of a run that was stopped between its first and its last rename."""
         found = _stored_summary(self._directory / _FINISHED, fingerprint)
         return None if found is None else replace(found, reused=False)
@@ -189,13 +189,13 @@ class _Run:
                 "Repair it, or pass --skip-bad-lines to leave such lines out"
             )
 
-    def _with_progress(self, start: Position, title: str) -> Iterator[Batch]:
+    def _with_progress(self, start: InputPosition, title: str) -> Iterator[DocumentBatch]:
         before = sum(source.size_bytes for source in self._sources[: start.file]) + start.offset_bytes
         total = sum(source.size_bytes for source in self._sources)
         with progress(title, total_bytes=total, done_bytes=before) as advance:
             yield from batches(self._sources, start, advance)
 
-    def _write(self, tokenizer: tokenizers.Tokenizer, fingerprint: str) -> Summary:
+    def _write(self, tokenizer: tokenizers.Tokenizer, fingerprint: str) -> PrepareSummary:
         from megatronapp_trainer.data.prepare.corpus import (
             CorpusFiles,  # megatron-core and torch take seconds to import
         )
@@ -213,7 +213,7 @@ class _Run:
                 corpus.add(batch, result, commit_bytes=_COMMIT_BYTES)
             journal = corpus.commit()
             self._check_not_empty(journal.documents)
-            summary = Summary(
+            summary = PrepareSummary(
                 prefixes=tuple(self._prefixes.values()),
                 documents=tuple(journal.documents.values()),
                 tokens=tuple(journal.tokens.values()),
@@ -233,7 +233,7 @@ class _Run:
             if count == 0:
                 raise DataError(f"the input holds no text under {key!r}; nothing was written")
 
-    def _publish(self, summary: Summary, fingerprint: str) -> None:
+    def _publish(self, summary: PrepareSummary, fingerprint: str) -> None:
         """Rename the finished files into place; goes on with what is left where an earlier run was stopped."""
         tokenizer = self._directory / f"tokenizer-{fingerprint[:16]}.json"
         if summary.trained_tokenizer is not None and tokenizer.exists():
@@ -250,11 +250,11 @@ class _Run:
         sync_directory(pathlib.Path(self._options.output).parent)
 
 
-def _sidecar(summary: Summary, fingerprint: str) -> bytes:
+def _sidecar(summary: PrepareSummary, fingerprint: str) -> bytes:
     return json.dumps({"fingerprint": fingerprint, "summary": asdict(summary)}, indent=1).encode()
 
 
-def _stored_summary(path: pathlib.Path, fingerprint: str) -> Summary | None:
+def _stored_summary(path: pathlib.Path, fingerprint: str) -> PrepareSummary | None:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -263,7 +263,7 @@ def _stored_summary(path: pathlib.Path, fingerprint: str) -> Summary | None:
         return None
     fields: dict[str, Any] = stored["summary"]
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return Summary(**{**fields, "reused": True})
+    return PrepareSummary(**{**fields, "reused": True})
 
 
 def _file_digest(path: pathlib.Path) -> str:
@@ -284,7 +284,7 @@ def _working_directory(output: pathlib.Path) -> Iterator[pathlib.Path]:
         try:
             yield directory
         finally:
-            if not _goes_on_from(directory):
+            if not _can_resume(directory):
                 shutil.rmtree(directory, ignore_errors=True)
     finally:
         os.close(descriptor)
@@ -302,7 +302,7 @@ def working_path(output: pathlib.Path) -> pathlib.Path:
     return output.with_name(output.name + ".preparing")
 
 
-def _goes_on_from(directory: pathlib.Path) -> bool:
+def _can_resume(directory: pathlib.Path) -> bool:
     """Whether a second run would find something: a learned tokenizer, finished files, or documents of a journal."""
     if (directory / _FINISHED).exists() or any(directory.glob("tokenizer-*.json")):
         return True

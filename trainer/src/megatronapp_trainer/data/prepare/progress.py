@@ -24,10 +24,10 @@ def progress(
 
             yield advance
     else:
-        yield _Lines(title, total_bytes, done_bytes, clock).advance
+        yield _LineProgress(title, total_bytes, done_bytes, clock).advance
 
 
-class _Lines:
+class _LineProgress:
     def __init__(self, title: str, total_bytes: int, done_bytes: int, clock: Clock) -> None:
         self._title, self._total_bytes, self._done_bytes = title, total_bytes, done_bytes
         self._clock, self._told_s = clock, clock()

@@ -12,12 +12,12 @@ from megatronapp_trainer.errors import DataError
 DEFAULT_PATTERNS = ("*.txt", "*.text", "*.md", "*.rst", "*.jsonl", "*.ndjson", "*.json")
 _JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
 BATCH_BYTES = 1 << 20
-PIECE_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 READ_BYTES = 256 << 10
 _FILES_PER_BATCH = 64
 
 
-class Format(enum.StrEnum):
+class DocumentFormat(enum.StrEnum):
     """How a file holds documents."""
 
     JSONL = "jsonl"
@@ -27,17 +27,17 @@ class Format(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class InputFile:
     """One input file as it was when the run began."""
 
     path: str
-    format: Format
+    format: DocumentFormat
     size_bytes: int
     mtime_ns: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
+class InputPosition:
     """A place between two documents: file number, byte in it, lines read of it."""
 
     file: int = 0
@@ -45,26 +45,26 @@ class Position:
     line: int = 0
 
 
-START = Position()
+START = InputPosition()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
+class InputChunk:
     """Bytes of one file that hold whole documents. Lines count from `first_line`, itself counted from 1."""
 
     path: str
-    format: Format
+    format: DocumentFormat
     first_line: int
     payload: bytes
     closes_file: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class DocumentBatch:
     """Work for one call of a tokenizer, and the place where reading goes on after it."""
 
-    chunks: tuple[Chunk, ...]
-    end: Position
+    chunks: tuple[InputChunk, ...]
+    end: InputPosition
 
     @property
     def size_bytes(self) -> int:
@@ -72,7 +72,7 @@ class Batch:
         return sum(len(chunk.payload) for chunk in self.chunks)
 
 
-def find_sources(inputs: Sequence[str], patterns: Sequence[str], forced: Format | None) -> list[Source]:
+def find_sources(inputs: Sequence[str], patterns: Sequence[str], forced: DocumentFormat | None) -> list[InputFile]:
     """Input files in a fixed order, each once.
 
     A directory is searched recursively for `patterns`; a name with `*`, `?` or `[` is a glob, in which `**`
@@ -82,7 +82,7 @@ def find_sources(inputs: Sequence[str], patterns: Sequence[str], forced: Format 
     Raises:
         DataError: a named file does not exist or is empty, or nothing at all was found.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, InputFile] = {}
     for name in inputs:
         for path in _expand(name, patterns):
             source = _describe(path, forced)
@@ -116,7 +116,7 @@ def _expand(name: str, patterns: Sequence[str]) -> list[pathlib.Path]:
     return matches
 
 
-def _describe(path: pathlib.Path, forced: Format | None) -> Source:
+def _describe(path: pathlib.Path, forced: DocumentFormat | None) -> InputFile:
     try:
         stat = path.stat()
         with path.open("rb"):
@@ -125,42 +125,46 @@ def _describe(path: pathlib.Path, forced: Format | None) -> Source:
         raise DataError(
             f"{path} cannot be read: {error.strerror}; fix its permissions or take it out of --input"
         ) from error
-    guessed = Format.JSONL if path.suffix.lower() in _JSON_SUFFIXES else Format.TEXT
-    return Source(path=str(path), format=forced or guessed, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
+    guessed = DocumentFormat.JSONL if path.suffix.lower() in _JSON_SUFFIXES else DocumentFormat.TEXT
+    return InputFile(path=str(path), format=forced or guessed, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
 def _untold(_size_bytes: int) -> None:
     """Nobody wants to know what was read."""
 
 
-def batches(sources: Sequence[Source], start: Position, on_read: Callable[[int], None] = _untold) -> Iterator[Batch]:
+def batches(
+    sources: Sequence[InputFile], start: InputPosition, on_read: Callable[[int], None] = _untold
+) -> Iterator[DocumentBatch]:
     """Batches of about BATCH_BYTES from `start` on; small files share one.
 
     `on_read` hears of every READ_BYTES, since one line, and with it one batch, may be as long as the file.
     """
-    chunks: list[Chunk] = []
+    chunks: list[InputChunk] = []
     size_bytes = 0
     end = start
     for chunk, end in _chunks(sources, start, on_read):
         chunks.append(chunk)
         size_bytes += len(chunk.payload)
         if size_bytes >= BATCH_BYTES or len(chunks) >= _FILES_PER_BATCH:
-            yield Batch(chunks=tuple(chunks), end=end)
+            yield DocumentBatch(chunks=tuple(chunks), end=end)
             chunks, size_bytes = [], 0
     if chunks:
-        yield Batch(chunks=tuple(chunks), end=end)
+        yield DocumentBatch(chunks=tuple(chunks), end=end)
 
 
 def _chunks(
-    sources: Sequence[Source], start: Position, on_read: Callable[[int], None]
-) -> Iterator[tuple[Chunk, Position]]:
+    sources: Sequence[InputFile], start: InputPosition, on_read: Callable[[int], None]
+) -> Iterator[tuple[InputChunk, InputPosition]]:
     for number in range(start.file, len(sources)):
-        place = start if number == start.file else Position(file=number)
+        place = start if number == start.file else InputPosition(file=number)
         yield from _chunks_of(sources[number], place, on_read)
 
 
-def _chunks_of(source: Source, start: Position, on_read: Callable[[int], None]) -> Iterator[tuple[Chunk, Position]]:
-    limit = BATCH_BYTES if source.format is Format.JSONL else PIECE_BYTES
+def _chunks_of(
+    source: InputFile, start: InputPosition, on_read: Callable[[int], None]
+) -> Iterator[tuple[InputChunk, InputPosition]]:
+    limit = BATCH_BYTES if source.format is DocumentFormat.JSONL else CHUNK_BYTES
     offset_bytes, line = start.offset_bytes, start.line
     with open(source.path, "rb") as stream:
         stream.seek(offset_bytes)
@@ -173,12 +177,12 @@ def _chunks_of(source: Source, start: Position, on_read: Callable[[int], None]) 
                 )
             offset_bytes += len(payload)
             closes = offset_bytes >= source.size_bytes
-            chunk = Chunk(
+            chunk = InputChunk(
                 path=source.path, format=source.format, first_line=line + 1, payload=payload, closes_file=closes
             )
             line += payload.count(b"\n")
-            going_on = Position(file=start.file, offset_bytes=offset_bytes, line=line)
-            yield chunk, Position(file=start.file + 1) if closes else going_on
+            going_on = InputPosition(file=start.file, offset_bytes=offset_bytes, line=line)
+            yield chunk, InputPosition(file=start.file + 1) if closes else going_on
 
 
 def _whole_lines(

@@ -17,15 +17,15 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatronapp_trainer.inference.model.kv_cache import LayerCache
+from megatronapp_trainer.inference.model.kv_cache import LayerKvCache
 from megatronapp_trainer.inference.step_plan import Segment
 
-Attend = Callable[[torch.Tensor, LayerCache], torch.Tensor]
+Attend = Callable[[torch.Tensor, LayerKvCache], torch.Tensor]
 """Queries [N, H, D] and the cache, which holds the step's own keys already -> context [N, H, D]."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Step:
+class AttentionStep:
     """What all layers of one step share."""
 
     rows_N: torch.Tensor
@@ -38,14 +38,14 @@ class Step:
     """Rotate by the compiled function."""
 
 
-class StepHolder:
+class CurrentStep:
     """Where the layers find the step that is being computed."""
 
     def __init__(self) -> None:
-        self.step: Step | None = None
+        self.step: AttentionStep | None = None
 
     @property
-    def current(self) -> Step:
+    def current(self) -> AttentionStep:
         """The step. Layers of a generating model cannot be called outside one."""
         if self.step is None:
             raise RuntimeError("a model that generates was called outside a step of its engine")
@@ -55,7 +55,7 @@ class StepHolder:
 class Rotation(torch.nn.Module):
     """Rotary positions, or nothing where the model has none. Queries [N, H, D] and keys [N, G, D] in, the same out."""
 
-    def __init__(self, holder: StepHolder) -> None:
+    def __init__(self, holder: CurrentStep) -> None:
         super().__init__()
         self._holder = holder
 
@@ -92,7 +92,7 @@ def rotated(heads_NHD: torch.Tensor, cos_N1D: torch.Tensor, signed_sin_N1D: torc
 class CachedAttention(torch.nn.Module):
     """Called as megatron-core's core attention is: query [N, 1, H, D], key and value [N, 1, G, D] -> [N, 1, HD]."""
 
-    def __init__(self, holder: StepHolder, cache: LayerCache) -> None:
+    def __init__(self, holder: CurrentStep, cache: LayerKvCache) -> None:
         super().__init__()
         self.rotation = Rotation(holder)
         self._holder = holder
@@ -123,12 +123,12 @@ class PrefillAttention:
     window: int | None
     """Tokens that a query sees before itself; None: all."""
 
-    def __call__(self, query_NHD: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+    def __call__(self, query_NHD: torch.Tensor, cache: LayerKvCache) -> torch.Tensor:
         """One call of the fused kernel per segment."""
         parts = torch.split(query_NHD, [len(segment.tokens) for segment in self.segments])
         return torch.cat([self._segment(part, one, cache) for part, one in zip(parts, self.segments, strict=True)])
 
-    def _segment(self, query_NHD: torch.Tensor, segment: Segment, cache: LayerCache) -> torch.Tensor:
+    def _segment(self, query_NHD: torch.Tensor, segment: Segment, cache: LayerKvCache) -> torch.Tensor:
         keys_TGD = cache.keys_ZTGD[segment.slot, : segment.end]
         values_TGD = cache.values_ZTGD[segment.slot, : segment.end]
         context_1HND = scaled_dot_product_attention(
@@ -159,7 +159,7 @@ class MaskedDecode:
     """Added to the scores, in the model's type: made once for all layers, and not once in each of them."""
     scale: float
 
-    def __call__(self, query_BHD: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+    def __call__(self, query_BHD: torch.Tensor, cache: LayerKvCache) -> torch.Tensor:
         """Query heads that share a key head stand as its queries, so that no key is copied."""
         (slots, heads, channels), attended = query_BHD.shape, self.mask_B11T.size(-1)
         keys_BGTD = cache.keys_ZTGD[:slots, :attended].transpose(1, 2)
@@ -202,7 +202,7 @@ class FlashDecode:
     scale: float
     window: int | None
 
-    def __call__(self, query_BHD: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+    def __call__(self, query_BHD: torch.Tensor, cache: LayerKvCache) -> torch.Tensor:
         """One call for all slots."""
         slots = query_BHD.size(0)
         context_BHD: torch.Tensor = torch.ops.aten._flash_attention_forward(

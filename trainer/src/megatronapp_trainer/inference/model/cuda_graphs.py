@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatronapp_trainer.inference.lru import Recent
+from megatronapp_trainer.inference.lru import LruCache
 
 T = TypeVar("T")
 MOST_FAMILIES = 8
@@ -16,7 +16,7 @@ _WARM = 2
 Replay = Callable[[], None]
 
 
-class Capture(Protocol):
+class GraphCapture(Protocol):
     """Makes a graph of a computation, in memory that graphs of its family share."""
 
     def __call__(self, compute: Callable[[], T], pool: Any) -> tuple[Replay, T, Any]:  # noqa: ANN401 - torch's handle
@@ -24,12 +24,12 @@ class Capture(Protocol):
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Family:
+class _GraphFamily:
     known: dict[tuple[int, Hashable], tuple[Replay, Any]] = dataclasses.field(default_factory=dict)
     pools: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
-class Graphs:
+class GraphCache:
     """Runs computations by the key of their shapes: as they are, or as one CUDA graph per key.
 
     A computation must read its inputs from the same memory in every call, and may not wait for the device. What it
@@ -47,20 +47,20 @@ class Graphs:
         enabled: bool,
         most: int = MOST_FAMILIES,
         forget: Callable[[Hashable], None] = lambda _family: None,
-        capture: "Capture | None" = None,
+        capture: "GraphCapture | None" = None,
     ) -> None:
         """`forget` hears of each family whose graphs are gone."""
         self.enabled = enabled
         self._forget = forget
         self._capture = capture or captured
-        self._lasting = _Family()
-        self._families: Recent[Hashable, _Family] = Recent(most, self._drop)
+        self._lasting = _GraphFamily()
+        self._families: LruCache[Hashable, _GraphFamily] = LruCache(most, self._drop)
 
     def run(self, family: Hashable, key: Hashable, compute: Callable[[], T], *, turn: int = 0) -> T:
         """What `compute` gives."""
         if not self.enabled:
             return compute()
-        of = self._lasting if family is None else self._families.get(family, _Family)
+        of = self._lasting if family is None else self._families.get(family, _GraphFamily)
         if (turn, key) not in of.known:
             replay, result, of.pools[turn] = self._capture(compute, of.pools.get(turn))
             of.known[turn, key] = replay, result
@@ -75,10 +75,10 @@ class Graphs:
 
     def clear(self) -> None:
         """Capture anew from now on, into new memory: what is left of the old one may still be in use."""
-        self._lasting = _Family()
+        self._lasting = _GraphFamily()
         self._families.drop()
 
-    def _drop(self, family: Hashable, graphs: _Family) -> None:
+    def _drop(self, family: Hashable, graphs: _GraphFamily) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a replay may still be under way
         graphs.known.clear()

@@ -12,12 +12,12 @@ from megatronapp_trainer.device import Device
 from megatronapp_trainer.device.host_memory import free_host_bytes
 from megatronapp_trainer.inference.errors import CacheTooLargeError
 
-_SHARE = 0.9
+_MEMORY_FRACTION = 0.9
 """Of the free memory; the rest is for activations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CacheShape:
+class KvCacheShape:
     """Sizes of the cache of one rank."""
 
     layers: int
@@ -50,9 +50,9 @@ class CacheShape:
         return 2 * self.layers * self.key_heads * self.channels * self.dtype.itemsize
 
 
-def check_room(shape: CacheShape, *, free_bytes: int, place: str) -> None:
+def check_memory(shape: KvCacheShape, *, free_bytes: int, place: str) -> None:
     """Raise CacheTooLargeError, with what does fit, where the cache needs over 90 % of the free memory."""
-    room_bytes = int(free_bytes * _SHARE)
+    room_bytes = int(free_bytes * _MEMORY_FRACTION)
     if shape.num_bytes <= room_bytes:
         return
     slots = room_bytes // shape.bytes_per_slot
@@ -83,20 +83,20 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.{digits}f} GiB"
 
 
-class Cache:
+class KvCache:
     """All layers of this rank, side by side: who looks at all of them reads one tensor."""
 
-    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+    def __init__(self, shape: KvCacheShape, device: torch.device) -> None:
         size = (shape.layers, shape.slots, shape.rows_per_slot, shape.key_heads, shape.channels)
         self.keys_LZTGD = torch.zeros(size, dtype=shape.dtype, device=device)
         self._values_LZTGD = torch.zeros_like(self.keys_LZTGD)
 
-    def layers(self) -> "list[LayerCache]":
+    def layers(self) -> "list[LayerKvCache]":
         """Each layer's share."""
-        return [LayerCache(*pair) for pair in zip(self.keys_LZTGD, self._values_LZTGD, strict=True)]
+        return [LayerKvCache(*pair) for pair in zip(self.keys_LZTGD, self._values_LZTGD, strict=True)]
 
 
-class LayerCache:
+class LayerKvCache:
     """Keys and values of one layer, each [Z, T, G, D], written after rotation."""
 
     def __init__(self, keys_ZTGD: torch.Tensor, values_ZTGD: torch.Tensor) -> None:

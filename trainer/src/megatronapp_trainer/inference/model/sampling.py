@@ -12,10 +12,10 @@ import hashlib
 import torch
 
 from megatronapp_trainer.device.place import HostCopy, sent_to
-from megatronapp_trainer.inference.events import Candidate
-from megatronapp_trainer.inference.idle_window import Lull
-from megatronapp_trainer.inference.model.token_statistics import Measured, Measurer
-from megatronapp_trainer.inference.step_plan import Output, Reading, Sampling
+from megatronapp_trainer.inference.events import TokenCandidate
+from megatronapp_trainer.inference.idle_window import IdleWindow
+from megatronapp_trainer.inference.model.token_statistics import PendingStatistics, StatisticsLauncher
+from megatronapp_trainer.inference.step_plan import OutputRequest, SampledOutput, SamplingParams
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B1
@@ -60,13 +60,13 @@ def choose(
         drawn_R = (scaled_RV + noise_RV).argmax(1)
     else:
         ordered_RV, order_RV = scaled_RV.sort(dim=1, descending=True, stable=True)
-        kept_RV = _kept(ordered_RV, top_k_R, top_p_R)
+        kept_RV = _sampling_mask(ordered_RV, top_k_R, top_p_R)
         scores_RV = torch.where(kept_RV, ordered_RV + noise_RV.gather(1, order_RV), float("-inf"))
         drawn_R = order_RV.gather(1, scores_RV.argmax(1, keepdim=True)).squeeze(1)
     return torch.where(temperature_R == 0, logits_RV.argmax(1), drawn_R)
 
 
-def _kept(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
+def _sampling_mask(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
     """Which of the logits, sorted from the largest on, may be drawn. The first one always may."""
     place_V = torch.arange(ordered_RV.size(1), device=ordered_RV.device)
     kept_RV = (top_k_R[:, None] == 0) | (place_V < top_k_R[:, None])
@@ -77,7 +77,9 @@ def _kept(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor
     return kept_RV & (nucleus_RV | (place_V == 0))
 
 
-def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...], measurer: Measurer, lull: Lull) -> tuple[Reading, ...]:
+def read(
+    logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...], measurer: StatisticsLauncher, lull: IdleWindow
+) -> tuple[SampledOutput, ...]:
     """The answers for these positions; waits for the device once, beside the logits that were asked for."""
     measured_RV, logits_RV = logits_RV, logits_RV.float()
     token_R = _tokens(logits_RV, outputs)
@@ -97,20 +99,22 @@ def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...], measurer: Measure
     )
 
 
-def _reading(output: Output, row: list[float], logits_V: torch.Tensor, measures: Measured | None) -> Reading:
+def _reading(
+    output: OutputRequest, row: list[float], logits_V: torch.Tensor, measures: PendingStatistics | None
+) -> SampledOutput:
     """`row`: token, log-probability, then candidates and their log-probabilities."""
     most = len(row) // 2 - 1
     pairs = list(zip(row[2 : 2 + most], row[2 + most :], strict=True))[: output.candidates]
-    return Reading(
+    return SampledOutput(
         token=int(row[0]),
         logprob=row[1],
-        candidates=tuple(Candidate(token=int(token), logprob=logprob) for token, logprob in pairs),
+        candidates=tuple(TokenCandidate(token=int(token), logprob=logprob) for token, logprob in pairs),
         logits=logits_V.clone() if output.logits else None,
         measures=measures,
     )
 
 
-def _tokens(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> torch.Tensor:
+def _tokens(logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> torch.Tensor:
     """int64 [R]: the target where there is one, else the chosen token."""
     free = [row for row, output in enumerate(outputs) if output.target is None]
     if len(free) == len(outputs):
@@ -122,17 +126,17 @@ def _tokens(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> torch.Tenso
     return token_R
 
 
-def _chosen(logits_RV: torch.Tensor, samplings: list[Sampling | None]) -> torch.Tensor:
+def _chosen(logits_RV: torch.Tensor, samplings: list[SamplingParams | None]) -> torch.Tensor:
     """int64 [R]: a token for each row."""
     if any(sampling is not None and sampling.temperature > 0 for sampling in samplings):
         return _drawn(logits_RV, [sampling or _LIKELIEST for sampling in samplings])
     return logits_RV.argmax(1)
 
 
-_LIKELIEST = Sampling(temperature=0.0, top_k=0, top_p=1.0, noise=(0, 0))
+_LIKELIEST = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, noise=(0, 0))
 
 
-def _drawn(logits_RV: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
+def _drawn(logits_RV: torch.Tensor, samplings: list[SamplingParams]) -> torch.Tensor:
     device, vocab_size = logits_RV.device, logits_RV.size(1)
     # fp64 holds a key of 32 bits exactly; all the parameters cross to the device in one copy.
     rows = [(one.temperature, one.top_k, one.top_p, *one.noise) for one in samplings]

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from megatronapp_common.scope.protocol import TEMPERATURES
 from megatronapp_trainer.device.place import HostCopy, sent_to
-from megatronapp_trainer.inference.model.cuda_graphs import Graphs
+from megatronapp_trainer.inference.model.cuda_graphs import GraphCache
 
 Numbers: TypeAlias = NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Measures:
+class TokenStatistics:
     """What a whole distribution tells; nothing filtered."""
 
     entropy: float
@@ -40,12 +40,12 @@ class Measures:
         """They are here."""
         return True
 
-    def get(self) -> "Measures":
+    def get(self) -> "TokenStatistics":
         """They."""
         return self
 
 
-class Measured(Protocol):
+class PendingStatistics(Protocol):
     """Measures that are here, or will be."""
 
     @property
@@ -55,21 +55,21 @@ class Measured(Protocol):
     def ready(self) -> bool:
         """They can be had without waiting."""
 
-    def get(self) -> Measures:
+    def get(self) -> TokenStatistics:
         """They; waits for the device where they are not ready. From any thread."""
 
 
-class Measurer:
+class StatisticsLauncher:
     """Launches measures, those of `rows` rows at a time, on one device, as CUDA graphs where `graphs`."""
 
     def __init__(self, *, rows: int, graphs: bool = False) -> None:
-        self._graphs = Graphs(enabled=graphs)
+        self._graphs = GraphCache(enabled=graphs)
         self._rows = rows
         self._logits: torch.Tensor | None = None
         """What the graphs read."""
         self._stream: torch.cuda.Stream | None = None
 
-    def launch(self, logits_RV: torch.Tensor, wanted: Sequence[int]) -> list[Measured | None]:
+    def launch(self, logits_RV: torch.Tensor, wanted: Sequence[int]) -> list[PendingStatistics | None]:
         """For each row of logits as many likeliest tokens as are wanted, or nothing where 0 are. Waits for nothing."""
         rows = [row for row, count in enumerate(wanted) if count]
         if not rows:
@@ -80,16 +80,17 @@ class Measurer:
         tables = [self._table(block, most) for block in torch.split(logits_RV, self._rows)]
         places = {row: divmod(place, self._rows) for place, row in enumerate(rows)}
         return [
-            _Row(tables[places[row][0]], places[row][1], count) if count else None for row, count in enumerate(wanted)
+            _StatisticsRow(tables[places[row][0]], places[row][1], count) if count else None
+            for row, count in enumerate(wanted)
         ]
 
-    def _table(self, logits_RV: torch.Tensor, most: int) -> "_Table":
+    def _table(self, logits_RV: torch.Tensor, most: int) -> "_StatisticsTable":
         """Launch the measures of at most `rows` rows, which there is memory for; a prompt that is scored has more."""
         if logits_RV.is_cuda:
-            return self._beside(logits_RV, most)
-        return _Table(HostCopy(_columns(logits_RV.float(), most), is_cuda=False), most)
+            return self._launch_on_copy(logits_RV, most)
+        return _StatisticsTable(HostCopy(_columns(logits_RV.float(), most), is_cuda=False), most)
 
-    def _beside(self, logits_RV: torch.Tensor, most: int) -> "_Table":
+    def _launch_on_copy(self, logits_RV: torch.Tensor, most: int) -> "_StatisticsTable":
         """From a copy: the next step writes over the logits."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(logits_RV.device)  # type: ignore[no-untyped-call] # torch's own gap
@@ -99,7 +100,7 @@ class Measurer:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             columns = self._graphs.run(None, (copy_RV.size(0), most), lambda: _columns(copy_RV, most))[:count]
-            return _Table(HostCopy(columns, is_cuda=True), most)
+            return _StatisticsTable(HostCopy(columns, is_cuda=True), most)
 
     def _copy(self, logits_RV: torch.Tensor) -> torch.Tensor:
         """In fp32, as the first rows of a power of two of them: so there are few graphs."""
@@ -116,15 +117,15 @@ def _power(count: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Table:
+class _StatisticsTable:
     """The measures of all rows of a step."""
 
     columns: HostCopy
     most: int
 
-    def measures(self, row: int, count: int) -> Measures:
+    def measures(self, row: int, count: int) -> TokenStatistics:
         numbers, most = self.columns.read().numpy()[row], self.most
-        return Measures(
+        return TokenStatistics(
             tokens=numbers[:count],
             logprobs=numbers[most : most + count],
             entropy=float(numbers[2 * most]),
@@ -133,17 +134,17 @@ class _Table:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Row:
+class _StatisticsRow:
     """One row of a table."""
 
-    table: _Table
+    table: _StatisticsTable
     row: int
     count: int
 
     def ready(self) -> bool:
         return self.table.columns.ready()
 
-    def get(self) -> Measures:
+    def get(self) -> TokenStatistics:
         return self.table.measures(self.row, self.count)
 
 

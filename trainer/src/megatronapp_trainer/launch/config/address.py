@@ -44,7 +44,7 @@ def own_address(given: str | None, host_name: str) -> str:
 
 
 @contextlib.contextmanager
-def held_port(address: str) -> Iterator[int]:
+def reserved_port(address: str) -> Iterator[int]:
     """A TCP port that is free at all addresses of this machine, kept free for torch's store, which listens at all.
 
     It is bound here and not listened on. Linux lets a second socket bind it and listen if both set SO_REUSEADDR, as

@@ -18,7 +18,7 @@ Interfaces = Mapping[str, tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class WorkerAddress:
     """Where a worker is found."""
 
     address: str
@@ -30,7 +30,7 @@ class Place:
     first address. Empty: at all addresses."""
 
 
-def find_place(environment: Mapping[str, str], host_name: str) -> Place:
+def find_worker_address(environment: Mapping[str, str], host_name: str) -> WorkerAddress:
     """The first way of INTERFACE, NETWORK_STATUS, ADDRESS, host name that is given.
 
     Raises:
@@ -41,12 +41,12 @@ def find_place(environment: Mapping[str, str], host_name: str) -> Place:
     door = "" if given is None else address.require_ipv4(given)
     if wanted := environment.get(Env.INTERFACE):
         name, found = pick_interface(wanted, own_interfaces())
-        return Place(address=found, interface=name, door=door)
+        return WorkerAddress(address=found, interface=name, door=door)
     if (attached := attachment(environment.get(Env.NETWORK_STATUS, ""))) is not None:
         found, interface = attached
-        return Place(address=found, interface=interface, door=door)
+        return WorkerAddress(address=found, interface=interface, door=door)
     own = address.own_address(given, host_name)
-    return Place(address=own, interface=interface_of(own, own_interfaces()), door=own)
+    return WorkerAddress(address=own, interface=interface_of(own, own_interfaces()), door=own)
 
 
 def interface_of(wanted: str, interfaces: Interfaces) -> str | None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Self
 
 from megatronapp_common.names import Env, RankOrder, ShmFile
-from megatronapp_common.text.run_length import read_counts
+from megatronapp_common.text.run_length import parse_run_lengths
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.launch.preflight.requirements import Preflight
+from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
 
 DEFAULT_SHM_DIR = "/dev/shm"
 
@@ -22,7 +22,7 @@ class Endpoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class LauncherSettings:
     """Place of one worker in its gang. `coordinator` and `secret_file` are there whenever the gang has two workers.
 
     Its address is found later, see `interface`: that may take a look at the machine.
@@ -39,7 +39,7 @@ class Settings:
     topology: str
     status_port: int | None
     log_to_stdout: bool
-    preflight: Preflight | None
+    preflight: PreflightRequirements | None
     node: str
     shm_dir: pathlib.Path
     shm_prefix: str
@@ -87,7 +87,7 @@ class Settings:
             topology=environment.get(Env.TOPOLOGY, ""),
             status_port=status_port,
             log_to_stdout=environment.get(Env.LOG_TO_STDOUT) == "1",
-            preflight=Preflight.parse(environment.get(Env.PREFLIGHT, "")),
+            preflight=PreflightRequirements.parse(environment.get(Env.PREFLIGHT, "")),
             node=environment.get(Env.NODE_NAME) or host_name,
             shm_dir=pathlib.Path(environment.get(Env.SHM_DIR) or DEFAULT_SHM_DIR),
             shm_prefix=_required(environment, Env.SHM_PREFIX),
@@ -124,7 +124,7 @@ def _integer(environment: Mapping[str, str], name: Env) -> int:
 def _proc_per_node(environment: Mapping[str, str]) -> tuple[int, ...]:
     text = _required(environment, Env.PROC_PER_NODE)
     try:
-        counts = read_counts(text)
+        counts = parse_run_lengths(text)
     except ValueError as error:
         raise UsageError(f"{Env.PROC_PER_NODE} is {text!r}; write the ranks of each worker as 4,4 or 4x2") from error
     num_workers = _integer(environment, Env.NUM_WORKERS)

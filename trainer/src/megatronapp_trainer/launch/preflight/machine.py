@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 
 from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader
-from megatronapp_trainer.launch.preflight.requirements import Preflight
+from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
 from megatronapp_trainer.launch.verbs import verbs_faults
 
 INFINIBAND = pathlib.Path("/sys/class/infiniband")
@@ -18,7 +18,7 @@ CAP_IPC_LOCK = 14
 MIB = 1 << 20
 
 
-def find_faults(wanted: Preflight, *, shm: pathlib.Path, interface: str | None) -> Iterator[str]:
+def find_faults(wanted: PreflightRequirements, *, shm: pathlib.Path, interface: str | None) -> Iterator[str]:
     """What this machine lacks, one sentence each."""
     if wanted.gpus is not None:
         yield from gpu_faults(wanted.gpus, DeviceReader().count)

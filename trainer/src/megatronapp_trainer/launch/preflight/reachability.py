@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
-from megatronapp_trainer.launch.rendezvous.rank_table import TableWorker
+from megatronapp_trainer.launch.rendezvous.rank_table import WorkerEntry
 
 AT_ONCE = 64
 CONNECT_S = 5.0
@@ -21,7 +21,7 @@ def answer(uid: str, attempt: int, index: int) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def answering(address: str, line: bytes) -> AsyncIterator[int]:
+async def answer_probes(address: str, line: bytes) -> AsyncIterator[int]:
     """Within: say `line` to whoever connects; gives the port."""
 
     async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,7 +43,7 @@ async def find_unreached(briefing: Briefing, *, uid: str, own: int, timeout_s: f
     deadline = time.monotonic() + timeout_s
     room = asyncio.Semaphore(AT_ONCE)
 
-    async def try_one(worker: TableWorker) -> str | None:
+    async def try_one(worker: WorkerEntry) -> str | None:
         port = briefing.probe_ports.get(worker.index, 0)
         expected = answer(uid, briefing.table.attempt, worker.index)
         reason = await _try_until(worker.address, port, expected, room=room, deadline=deadline)

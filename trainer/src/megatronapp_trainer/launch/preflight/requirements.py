@@ -12,7 +12,7 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Preflight:
+class PreflightRequirements:
     """None, false or empty: it is not looked at."""
 
     timeout_s: float = DEFAULT_TIMEOUT_S

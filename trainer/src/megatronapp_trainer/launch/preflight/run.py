@@ -4,47 +4,47 @@ import asyncio
 import pathlib
 
 from megatronapp_common.names import ExitCode
-from megatronapp_trainer.launch.config.interface import Place
+from megatronapp_trainer.launch.config.interface import WorkerAddress
 from megatronapp_trainer.launch.preflight.machine import find_faults
 from megatronapp_trainer.launch.preflight.reachability import find_unreached
-from megatronapp_trainer.launch.preflight.requirements import Preflight
+from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
 from megatronapp_trainer.launch.ranks.failure_cause import judge
-from megatronapp_trainer.launch.ranks.outcome import STOPPED, Outcome, failed
+from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome, failed
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
-from megatronapp_trainer.launch.rendezvous.messages import Notice
-from megatronapp_trainer.launch.rendezvous.session import Gang
+from megatronapp_trainer.launch.rendezvous.messages import EndNotice
+from megatronapp_trainer.launch.rendezvous.session import GangConnection
 
 REASON = "PreflightFailed"
 
 
-async def look(
-    wanted: Preflight, briefing: Briefing, *, uid: str, index: int, place: Place, shm: pathlib.Path
-) -> Outcome | None:
+async def run_preflight(
+    wanted: PreflightRequirements, briefing: Briefing, *, uid: str, index: int, place: WorkerAddress, shm: pathlib.Path
+) -> LauncherOutcome | None:
     """Why the ranks of this worker must not start; it names this worker's node, and that of whom it cannot reach."""
     own = f"worker {index} on node {briefing.table.worker(index).node}"
     faults = await asyncio.to_thread(lambda: list(find_faults(wanted, shm=shm, interface=place.interface)))
     if faults:
-        return Outcome(code=ExitCode.OWN_FAILURE, reason=REASON, message=f"{own}: {'; '.join(faults)}")
+        return LauncherOutcome(code=ExitCode.OWN_FAILURE, reason=REASON, message=f"{own}: {'; '.join(faults)}")
     unreached = await find_unreached(briefing, uid=uid, own=index, timeout_s=wanted.timeout_s)
     if unreached:
         message = f"{own} does not reach {'; '.join(unreached)}"
-        return Outcome(code=ExitCode.RENDEZVOUS, reason=REASON, message=message)
+        return LauncherOutcome(code=ExitCode.RENDEZVOUS, reason=REASON, message=message)
     return None
 
 
-async def unless_told(gang: Gang, check: "asyncio.Task[Outcome | None]") -> Outcome | None:
+async def until_notice(gang: GangConnection, check: "asyncio.Task[LauncherOutcome | None]") -> LauncherOutcome | None:
     """The outcome of `check`, or what others tell meanwhile, if the ranks must not start for that.
 
     Who failed would not answer any more, and its silence would be taken for a fault of the network.
     """
-    heard: list[Notice] = []
+    heard: list[EndNotice] = []
     try:
         while not check.done():
-            news = asyncio.create_task(gang.news.get())
+            news = asyncio.create_task(gang.notices.get())
             await asyncio.wait({check, news}, return_when=asyncio.FIRST_COMPLETED)
             if not news.done():
                 news.cancel()
-            elif isinstance(found := news.result(), Notice):
+            elif isinstance(found := news.result(), EndNotice):
                 heard.append(found)
             else:
                 return STOPPED
@@ -55,4 +55,4 @@ async def unless_told(gang: Gang, check: "asyncio.Task[Outcome | None]") -> Outc
     finally:
         check.cancel()
         for notice in heard:
-            gang.news.put_nowait(notice)
+            gang.notices.put_nowait(notice)

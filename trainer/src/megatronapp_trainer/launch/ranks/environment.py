@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megatronapp_common.names import Env
-from megatronapp_trainer.launch.config.interface import Place
+from megatronapp_trainer.launch.config.interface import WorkerAddress
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
 
 DEFAULTS = {
@@ -18,7 +18,7 @@ NODE_IPS_BYTES = 64 << 10
 
 
 def rank_environment(
-    base: Mapping[str, str], table: RankTable, *, worker: int, local_rank: int, place: Place
+    base: Mapping[str, str], table: RankTable, *, worker: int, local_rank: int, place: WorkerAddress
 ) -> dict[str, str]:
     """`base` with what torch and Megatron expect of rank `local_rank` of `worker`."""
     entry = table.worker(worker)
@@ -50,7 +50,7 @@ def _node_ips(table: RankTable) -> dict[str, str]:
     return {NODE_IPS: addresses} if len(addresses) <= NODE_IPS_BYTES else {}
 
 
-def _interface(place: Place) -> dict[str, str]:
+def _interface(place: WorkerAddress) -> dict[str, str]:
     """gloo and NCCL look for an interface by themselves, and would not find the one that the gang meets at."""
     if place.interface is None:
         return {}

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from megatronapp_common.names import ExitCode
-from megatronapp_trainer.launch.rendezvous.messages import Notice
+from megatronapp_trainer.launch.rendezvous.messages import EndNotice
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +32,10 @@ class RankEnd:
         return self.code in (ExitCode.OK, ExitCode.PREEMPTED)
 
 
-Event = RankEnd | Notice
+Event = RankEnd | EndNotice
 
 
-class Standing(enum.Enum):
+class FailureState(enum.Enum):
     """What the events so far mean for this worker."""
 
     FINE = enum.auto()
@@ -48,40 +48,40 @@ class Standing(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class FailureCause:
     """`reason` is the failure that this worker ends for."""
 
-    standing: Standing
+    standing: FailureState
     reason: Event | None = None
 
 
-def judge(events: Sequence[Event], *, asked_to_stop: bool) -> Judgement:
+def judge(events: Sequence[Event], *, asked_to_stop: bool) -> FailureCause:
     """The first event that is a failure in itself counts; a lost peer only says that there is one elsewhere.
 
     Where ranks were stopped before they could answer, they are the peers that were lost.
     """
-    troubles = [event for event in events if _is_trouble(event, asked_to_stop=asked_to_stop)]
+    troubles = [event for event in events if _is_failure(event, asked_to_stop=asked_to_stop)]
     for event in troubles:
         if event.code != ExitCode.PEER_LOST:
-            return Judgement(standing=Standing.CERTAIN, reason=event)
+            return FailureCause(standing=FailureState.CERTAIN, reason=event)
     if asked_to_stop and any(event.early for event in events):
-        return Judgement(standing=Standing.ENDING)
+        return FailureCause(standing=FailureState.ENDING)
     if troubles:
-        return Judgement(standing=Standing.SUSPICIOUS, reason=troubles[0])
-    return Judgement(standing=Standing.FINE)
+        return FailureCause(standing=FailureState.SUSPICIOUS, reason=troubles[0])
+    return FailureCause(standing=FailureState.FINE)
 
 
-def _is_trouble(event: Event, *, asked_to_stop: bool) -> bool:
-    if isinstance(event, Notice):
+def _is_failure(event: Event, *, asked_to_stop: bool) -> bool:
+    if isinstance(event, EndNotice):
         return not event.orderly
     return not event.killed_by_us and not event.orderly(asked_to_stop=asked_to_stop)
 
 
 def preempted(ends: Sequence[RankEnd]) -> bool:
     """Whether orderly ends mean that the job was asked to stop and not that it is complete."""
-    return any(end.code == ExitCode.PREEMPTED for end in ends) or cut_short(ends)
+    return any(end.code == ExitCode.PREEMPTED for end in ends) or stopped_before_boundary(ends)
 
 
-def cut_short(ends: Sequence[RankEnd]) -> bool:
+def stopped_before_boundary(ends: Sequence[RankEnd]) -> bool:
     """Whether a rank of those did not get to a step border."""
     return any(end.code == ExitCode.PEER_LOST or end.signal is not None for end in ends)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatronapp_common.names import ExitCode
-from megatronapp_trainer.launch.ranks.failure_cause import Event, RankEnd, cut_short, preempted
-from megatronapp_trainer.launch.rendezvous.messages import Notice
+from megatronapp_trainer.launch.ranks.failure_cause import Event, RankEnd, preempted, stopped_before_boundary
+from megatronapp_trainer.launch.rendezvous.messages import EndNotice
 
 MAX_BYTES = 2048
 TAIL_BYTES = 4096
@@ -17,7 +17,7 @@ TAIL_LINES = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class LauncherOutcome:
     """How a worker ended. `code` is the launcher's exit code."""
 
     code: ExitCode
@@ -30,29 +30,31 @@ class Outcome:
     """Asked to stop, before its ranks came to a step border."""
 
 
-STOPPED = Outcome(code=ExitCode.PREEMPTED, reason="Preempted", message="stopped before its ranks began", early=True)
+STOPPED = LauncherOutcome(
+    code=ExitCode.PREEMPTED, reason="Preempted", message="stopped before its ranks began", early=True
+)
 
 
-def complete(ends: Sequence[RankEnd]) -> Outcome:
+def complete(ends: Sequence[RankEnd]) -> LauncherOutcome:
     """All ranks have ended in order."""
     if preempted(ends):
-        early = cut_short(ends)
+        early = stopped_before_boundary(ends)
         message = "stopped by SIGTERM before a rank could answer it" if early else "checkpointed and stopped, as asked"
-        return Outcome(code=ExitCode.PREEMPTED, reason="Preempted", message=message, early=early)
-    return Outcome(code=ExitCode.OK, reason="Completed")
+        return LauncherOutcome(code=ExitCode.PREEMPTED, reason="Preempted", message=message, early=early)
+    return LauncherOutcome(code=ExitCode.OK, reason="Completed")
 
 
-def failed(reason: Event, last_lines: Callable[[int], str]) -> Outcome:
+def failed(reason: Event, last_lines: Callable[[int], str]) -> LauncherOutcome:
     """A rank has failed, here or elsewhere. `last_lines` gives the end of a local rank's log."""
-    if isinstance(reason, Notice):
-        return Outcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=_of_peer(reason))
+    if isinstance(reason, EndNotice):
+        return LauncherOutcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=_of_peer(reason))
     if reason.code == ExitCode.PEER_LOST:
         message = f"rank {reason.rank} lost a peer that no launcher has named:\n{last_lines(reason.rank)}"
-        return Outcome(
+        return LauncherOutcome(
             code=ExitCode.PEER_LOST, reason="PeerLost", message=message, rank=reason.rank, local_rank=reason.local_rank
         )
     named = reason.signal is None and reason.code in set(ExitCode)
-    return Outcome(
+    return LauncherOutcome(
         code=ExitCode(reason.code) if named else ExitCode.OWN_FAILURE,
         reason=_reason(reason),
         message=last_lines(reason.rank),
@@ -68,16 +70,16 @@ def _reason(end: RankEnd) -> str:
     return "Superseded" if end.code == ExitCode.SUPERSEDED else "RankFailed"
 
 
-def notice_of(outcome: Outcome, worker: int) -> Notice:
+def notice_of(outcome: LauncherOutcome, worker: int) -> EndNotice:
     """What the other workers are told: the reason itself, and the last line of a rank that had time to say why."""
     last = "" if outcome.signal is not None else outcome.message.rstrip().rpartition("\n")[2]
     how = f"signal {outcome.signal}" if outcome.signal is not None else f"exit code {int(outcome.code)}"
     where = f"worker {worker}" if outcome.rank is None else f"rank {outcome.rank} on worker {worker}"
     message = f"{where} ended with {how}" + (f": {last}" if last else "")
-    return Notice(worker=worker, code=outcome.code, rank=outcome.rank, message=message[:500], early=outcome.early)
+    return EndNotice(worker=worker, code=outcome.code, rank=outcome.rank, message=message[:500], early=outcome.early)
 
 
-def _of_peer(notice: Notice) -> str:
+def _of_peer(notice: EndNotice) -> str:
     return notice.message or f"worker {notice.worker} ended with exit code {notice.code}"
 
 
@@ -93,7 +95,7 @@ def tail(log: pathlib.Path) -> str:
     return "\n".join([line for line in lines if line.strip()][-TAIL_LINES:])
 
 
-def to_json(outcome: Outcome, *, attempt: int | None, worker: int | None, now: datetime.datetime) -> str:
+def to_json(outcome: LauncherOutcome, *, attempt: int | None, worker: int | None, now: datetime.datetime) -> str:
     """The record. Of a message that is too long the end is kept, because the cause of an error stands last."""
     document: dict[str, Any] = {
         "attempt": attempt,

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ReapedProcess:
     """A child that was reaped."""
 
     pid: int
@@ -54,7 +54,7 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: pathli
     )
 
 
-def reap() -> Iterator[Ended]:
+def reap() -> Iterator[ReapedProcess]:
     """Every child that has ended by now, adopted orphans included."""
     while True:
         try:
@@ -64,7 +64,7 @@ def reap() -> Iterator[Ended]:
         if pid == 0:
             return
         code = os.waitstatus_to_exitcode(status)
-        yield Ended(pid=pid, code=max(code, 0), signal=-code if code < 0 else None)
+        yield ReapedProcess(pid=pid, code=max(code, 0), signal=-code if code < 0 else None)
 
 
 def send(pid: int, number: signal.Signals) -> None:

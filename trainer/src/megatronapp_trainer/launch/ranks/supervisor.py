@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from megatronapp_trainer.launch.ranks import outcome as outcomes
 from megatronapp_trainer.launch.ranks import process
-from megatronapp_trainer.launch.ranks.failure_cause import Event, RankEnd, Standing, judge
-from megatronapp_trainer.launch.ranks.outcome import Outcome
-from megatronapp_trainer.launch.rendezvous.messages import Notice, Stop
-from megatronapp_trainer.launch.rendezvous.session import Gang
+from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureState, RankEnd, judge
+from megatronapp_trainer.launch.ranks.outcome import LauncherOutcome
+from megatronapp_trainer.launch.rendezvous.messages import EndNotice, StopNotice
+from megatronapp_trainer.launch.rendezvous.session import GangConnection
 from megatronapp_trainer.parallel.peer_loss import PEER_LOST
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,9 @@ class Supervisor:
     themselves and say what they saw; what still runs then is killed. The reason may be learned within that time, too.
     """
 
-    def __init__(self, *, worker: int, gang: Gang, grace_s: float, on_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, *, worker: int, gang: GangConnection, grace_s: float, on_stop: Callable[[], None] = lambda: None
+    ) -> None:
         self._worker = worker
         self._gang = gang
         self._grace_s = grace_s
@@ -48,7 +50,7 @@ class Supervisor:
         self._asked_to_stop = False
         self._kill_at: float | None = None
         self._killed = False
-        self._told: Notice | None = None
+        self._told: EndNotice | None = None
 
     def start(self, start_rank: Callable[[int], RankProcess], num_ranks: int) -> list[RankProcess]:
         """Start the ranks. They ignore `PEER_LOST`, as this process does, until they watch for it."""
@@ -63,7 +65,7 @@ class Supervisor:
     def stop(self) -> None:
         """Ask all ranks of the gang to stop; they answer together, at a step border."""
         if not self._asked_to_stop:
-            self._gang.tell(Stop(worker=self._worker))
+            self._gang.broadcast(StopNotice(worker=self._worker))
             self._stop_ranks()
 
     def _stop_ranks(self) -> None:
@@ -84,7 +86,7 @@ class Supervisor:
         """Pid of each rank that still runs, by local rank; may be asked for in any thread."""
         return {rank.local_rank: rank.pid for rank in list(self._running.values())}
 
-    async def run(self) -> Outcome:
+    async def run(self) -> LauncherOutcome:
         """Wait for the end of all ranks; tells the gang how it went, of a failure as soon as it is certain."""
         listener = asyncio.create_task(self._listen())
         try:
@@ -94,10 +96,10 @@ class Supervisor:
                 await self._wait()
         finally:
             listener.cancel()
-        self._tell()
+        self._report()
         return self.outcome()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> LauncherOutcome:
         """What the events so far amount to."""
         judgement = judge(self._events, asked_to_stop=self._asked_to_stop)
         if judgement.reason is None:
@@ -107,7 +109,7 @@ class Supervisor:
     def _last_lines(self, rank: int) -> str:
         return outcomes.tail(self._logs[rank])
 
-    def _note_end(self, rank: RankProcess, ended: process.Ended) -> None:
+    def _note_end(self, rank: RankProcess, ended: process.ReapedProcess) -> None:
         how = f"exit code {ended.code}" if ended.signal is None else f"signal {ended.signal}"
         log.info("rank %d ended with %s", rank.rank, how)
         self._events.append(
@@ -123,8 +125,8 @@ class Supervisor:
 
     async def _listen(self) -> None:
         while True:
-            news = await self._gang.news.get()
-            if isinstance(news, Notice):
+            news = await self._gang.notices.get()
+            if isinstance(news, EndNotice):
                 log.info("worker %d: %s", news.worker, news.message or f"ended with exit code {news.code}")
                 self._events.append(news)
             elif not self._asked_to_stop:
@@ -134,22 +136,22 @@ class Supervisor:
 
     def _act(self) -> None:
         judgement = judge(self._events, asked_to_stop=self._asked_to_stop)
-        if judgement.standing is Standing.FINE:
+        if judgement.standing is FailureState.FINE:
             return
         now = time.monotonic()
         if self._kill_at is None:
             self._kill_at = now + self._grace_s
             self._signal_ranks(PEER_LOST)
         overdue = now >= self._kill_at
-        if judgement.standing is Standing.CERTAIN or (judgement.standing is Standing.SUSPICIOUS and overdue):
-            self._tell()
+        if judgement.standing is FailureState.CERTAIN or (judgement.standing is FailureState.SUSPICIOUS and overdue):
+            self._report()
         if overdue and not self._killed:
             self._kill()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._told is None:
             self._told = outcomes.notice_of(self.outcome(), self._worker)
-            self._gang.tell(self._told)
+            self._gang.broadcast(self._told)
 
     def _kill(self) -> None:
         self._killed = True

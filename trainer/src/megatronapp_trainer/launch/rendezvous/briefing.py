@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from megatronapp_common.names import RankOrder
 from megatronapp_trainer.errors import MessageError, StoppedError
-from megatronapp_trainer.launch.rendezvous.messages import Join
+from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable, build_table
 
 
@@ -21,7 +21,7 @@ class Briefing:
     """Whether worker 0 wants the progress pages of the others."""
 
     @classmethod
-    def of(cls, joins: Sequence[Join], order: RankOrder, *, report: bool) -> Self:
+    def of(cls, joins: Sequence[JoinRequest], order: RankOrder, *, report: bool) -> Self:
         """Number the ranks of a gang that is complete."""
         return cls(
             table=build_table(joins, order),
@@ -39,7 +39,7 @@ class Briefing:
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any], own: Join) -> Self:
+    def from_json(cls, document: Mapping[str, Any], own: JoinRequest) -> Self:
         """Read the answer to `own`.
 
         Raises:
@@ -59,7 +59,7 @@ class Briefing:
         return cls(table=table, probe_ports=ports, report=document.get("report") is True)
 
 
-def _check_own(table: RankTable, own: Join) -> None:
+def _check_own(table: RankTable, own: JoinRequest) -> None:
     if table.attempt != own.attempt:
         raise ValueError(f"it is of attempt {table.attempt}, not {own.attempt}")
     line = table.worker(own.index)

@@ -10,10 +10,10 @@ from megatronapp_common.names import RankOrder
 from megatronapp_trainer.errors import MessageError, RefusedError, RendezvousError, StoppedError
 from megatronapp_trainer.launch.rendezvous import messages
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
-from megatronapp_trainer.launch.rendezvous.gang_status import Board
-from megatronapp_trainer.launch.rendezvous.messages import Expected, Join, News, Notice, Stop
-from megatronapp_trainer.launch.rendezvous.secure_channel import Wire
-from megatronapp_trainer.launch.rendezvous.session import gone
+from megatronapp_trainer.launch.rendezvous.gang_status import GangStatus
+from megatronapp_trainer.launch.rendezvous.messages import EndNotice, ExpectedGang, JoinRequest, Notices, StopNotice
+from megatronapp_trainer.launch.rendezvous.secure_channel import SecureChannel
+from megatronapp_trainer.launch.rendezvous.session import connection_lost_notice
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +27,20 @@ class Coordinator:
         self,
         *,
         token: str,
-        expected: Expected,
-        own: Join,
+        expected: ExpectedGang,
+        own: JoinRequest,
         order: RankOrder = RankOrder.INDEX,
-        board: Board | None = None,
+        board: GangStatus | None = None,
     ) -> None:
-        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self.notices: asyncio.Queue[Notices] = asyncio.Queue()
         self._token = token
         self._expected = expected
         self._order = order
         self._board = board
         self._index = own.index
-        self._stopped: Stop | None = None
+        self._stopped: StopNotice | None = None
         self._joins = {own.index: own}
-        self._wires: dict[int, Wire] = {}
+        self._wires: dict[int, SecureChannel] = {}
         self._ended: set[int] = set()
         self._complete = asyncio.Event()
         """All are there, or nobody waits for the rest any more."""
@@ -64,7 +64,7 @@ class Coordinator:
             missing = ", ".join(map(str, self.missing))
             raise RendezvousError(f"after {timeout_s:g} s these workers are missing: {missing}") from None
         except asyncio.CancelledError:
-            self.tell(Stop(worker=self._index))
+            self.broadcast(StopNotice(worker=self._index))
             raise
         if self._stopped is not None:
             raise StoppedError(f"worker {self._stopped.worker} was asked to stop before the gang was complete")
@@ -74,7 +74,7 @@ class Coordinator:
         """Workers that have not come yet."""
         return [index for index in range(len(self._expected.proc_per_node)) if index not in self._joins]
 
-    def tell(self, news: News) -> None:
+    def broadcast(self, news: Notices) -> None:
         """Tell all others."""
         self._pass_on(news)
 
@@ -98,9 +98,9 @@ class Coordinator:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
-        wire = Wire(reader, writer)
+        wire = SecureChannel(reader, writer)
         try:
-            wire = await Wire.greet(reader, writer, token=self._token, side="coordinator")
+            wire = await SecureChannel.greet(reader, writer, token=self._token, side="coordinator")
             async with asyncio.timeout(messages.JOIN_S):
                 join = messages.join_from_json(await wire.receive())
             self._admit(join, wire)
@@ -114,12 +114,12 @@ class Coordinator:
         else:
             await self._listen(join.index, wire)
 
-    async def _refuse(self, wire: Wire, error: RefusedError, peer: object) -> None:
+    async def _refuse(self, wire: SecureChannel, error: RefusedError, peer: object) -> None:
         log.warning("refused %s: %s", peer, error.reason)
         wire.refuse(error)
         await wire.close()
 
-    def _admit(self, join: Join, wire: Wire) -> None:
+    def _admit(self, join: JoinRequest, wire: SecureChannel) -> None:
         messages.check_join(join, self._expected, self._joins)
         self._joins[join.index] = join
         self._wires[join.index] = wire
@@ -139,14 +139,14 @@ class Coordinator:
             wire.send(self.briefing.to_json())
         self._complete.set()
 
-    async def _listen(self, index: int, wire: Wire) -> None:
+    async def _listen(self, index: int, wire: SecureChannel) -> None:
         """Take what an admitted worker tells until its connection ends."""
         try:
             while True:
                 document = await wire.receive()
                 page = messages.progress_of(document)
                 if page is None:
-                    self._hear(messages.news_from_json(document))
+                    self._receive(messages.notice_from_json(document))
                 else:
                     self.report(page)
         except (OSError, EOFError, MessageError, RefusedError):
@@ -154,13 +154,13 @@ class Coordinator:
         finally:
             await wire.close()
 
-    def _hear(self, news: News) -> None:
-        if isinstance(news, Notice):
+    def _receive(self, news: Notices) -> None:
+        if isinstance(news, EndNotice):
             self._ended.add(news.worker)
         elif not self._complete.is_set():
             self._stopped = news
             self._complete.set()
-        self.news.put_nowait(news)
+        self.notices.put_nowait(news)
         self._pass_on(news)
 
     def _part(self, index: int) -> None:
@@ -171,9 +171,9 @@ class Coordinator:
             del self._joins[index]
             self._note_missing()
         elif index not in self._ended:
-            self._hear(gone(index))
+            self._receive(connection_lost_notice(index))
 
-    def _pass_on(self, news: News) -> None:
+    def _pass_on(self, news: Notices) -> None:
         for index, wire in self._wires.items():
             if index != news.worker:
-                wire.send(messages.news_to_json(news))
+                wire.send(messages.notice_to_json(news))

@@ -8,7 +8,7 @@ from typing import Any
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
 
 
-class Phase(enum.StrEnum):
+class GangPhase(enum.StrEnum):
     """How far the gang is."""
 
     GATHERING = "Gathering"
@@ -17,12 +17,12 @@ class Phase(enum.StrEnum):
     STOPPING = "Stopping"
 
 
-class Board:
+class GangStatus:
     """Written by the launcher, read by the threads of the server; every value is replaced, never changed."""
 
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt
-        self.phase = Phase.GATHERING
+        self.phase = GangPhase.GATHERING
         self.missing: Sequence[int] = ()
         """Workers that have not come yet."""
         self.table: RankTable | None = None

@@ -11,9 +11,9 @@ from megatronapp_trainer.launch.config.address import resolve_ipv4
 from megatronapp_trainer.launch.config.settings import Endpoint
 from megatronapp_trainer.launch.rendezvous import messages
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
-from megatronapp_trainer.launch.rendezvous.messages import COORDINATOR, Join, News, Notice, Stop
-from megatronapp_trainer.launch.rendezvous.secure_channel import Wire
-from megatronapp_trainer.launch.rendezvous.session import gone
+from megatronapp_trainer.launch.rendezvous.messages import COORDINATOR, EndNotice, JoinRequest, Notices, StopNotice
+from megatronapp_trainer.launch.rendezvous.secure_channel import SecureChannel
+from megatronapp_trainer.launch.rendezvous.session import connection_lost_notice
 
 log = logging.getLogger(__name__)
 
@@ -22,19 +22,19 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 
 
-class Member:
+class GangMember:
     """A worker that has its table. Fulfils `Gang`."""
 
-    def __init__(self, wire: Wire, briefing: Briefing) -> None:
+    def __init__(self, wire: SecureChannel, briefing: Briefing) -> None:
         self.briefing = briefing
-        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self.notices: asyncio.Queue[Notices] = asyncio.Queue()
         self._wire = wire
         self._coordinator_ended = False
         self._task = asyncio.create_task(self._listen())
 
-    def tell(self, news: News) -> None:
+    def broadcast(self, news: Notices) -> None:
         """Tell worker 0, which passes it on."""
-        self._wire.send(messages.news_to_json(news))
+        self._wire.send(messages.notice_to_json(news))
 
     def report(self, page: Mapping[str, Any]) -> None:
         """Send the page, if worker 0 wants it."""
@@ -50,15 +50,15 @@ class Member:
     async def _listen(self) -> None:
         try:
             while True:
-                news = messages.news_from_json(await self._wire.receive())
-                self._coordinator_ended |= isinstance(news, Notice) and news.worker == COORDINATOR
-                self.news.put_nowait(news)
+                news = messages.notice_from_json(await self._wire.receive())
+                self._coordinator_ended |= isinstance(news, EndNotice) and news.worker == COORDINATOR
+                self.notices.put_nowait(news)
         except (OSError, EOFError, MessageError, RefusedError):
             if not self._coordinator_ended:
-                self.news.put_nowait(gone(COORDINATOR))
+                self.notices.put_nowait(connection_lost_notice(COORDINATOR))
 
 
-async def join_gang(endpoint: Endpoint, *, token: str, own: Join, timeout_s: float) -> Member:
+async def join_gang(endpoint: Endpoint, *, token: str, own: JoinRequest, timeout_s: float) -> GangMember:
     """Try until worker 0 has sent the table; cancelled before that, tells worker 0 that the gang is to stop.
 
     Raises:
@@ -88,18 +88,18 @@ async def join_gang(endpoint: Endpoint, *, token: str, own: Join, timeout_s: flo
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-async def _try_once(endpoint: Endpoint, *, token: str, own: Join, deadline: float) -> Member:
+async def _try_once(endpoint: Endpoint, *, token: str, own: JoinRequest, deadline: float) -> GangMember:
     address = await asyncio.to_thread(resolve_ipv4, endpoint.host)
     async with asyncio.timeout(CONNECT_S):
         reader, writer = await asyncio.open_connection(address, endpoint.port, limit=messages.MAX_LINE_BYTES)
-    wire = Wire(reader, writer)
+    wire = SecureChannel(reader, writer)
     try:
-        wire = await Wire.greet(reader, writer, token=token, side="worker")
+        wire = await SecureChannel.greet(reader, writer, token=token, side="worker")
         wire.send(messages.join_to_json(own))
         briefing = Briefing.from_json(await wire.receive(), own)
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and wire.greeted and time.monotonic() < deadline:
-            wire.send(messages.news_to_json(Stop(worker=own.index)))
+            wire.send(messages.notice_to_json(StopNotice(worker=own.index)))
         await wire.close()
         raise
-    return Member(wire, briefing)
+    return GangMember(wire, briefing)

@@ -36,7 +36,7 @@ T = TypeVar("T", int, str)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class JoinRequest:
     """What a worker tells of itself."""
 
     uid: str
@@ -54,7 +54,7 @@ class Join:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class EndNotice:
     """How a worker ended, or what went wrong there."""
 
     worker: int
@@ -71,18 +71,18 @@ class Notice:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopNotice:
     """A worker was asked to stop; the ranks of all workers stop together, at a step border."""
 
     worker: int
 
 
-News = Notice | Stop
+Notices = EndNotice | StopNotice
 """What launchers tell each other once they are a gang."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class ExpectedGang:
     """The gang that a coordinator gathers."""
 
     uid: str
@@ -90,7 +90,7 @@ class Expected:
     proc_per_node: tuple[int, ...]
 
 
-def check_join(join: Join, expected: Expected, joined: Collection[int]) -> None:
+def check_join(join: JoinRequest, expected: ExpectedGang, joined: Collection[int]) -> None:
     """Raises RefusedError with the reason why `join` may not enter.
 
     Who is here already may try again: its earlier connection may be dead, and its end not seen yet. A true duplicate
@@ -161,7 +161,7 @@ def refusal_to_json(error: RefusedError) -> dict[str, Any]:
     return {"refused": error.reason, "final": error.final}
 
 
-class Session:
+class ChannelCipher:
     """Seals and opens the lines of one connection."""
 
     def __init__(self, token: str, *, side: Side, coordinator_nonce: str, worker_nonce: str) -> None:
@@ -199,16 +199,16 @@ class Session:
         return hmac.new(self._key, f"{sender}:{number}:{body}".encode(), hashlib.sha256).hexdigest()
 
 
-def join_to_json(join: Join) -> dict[str, Any]:
+def join_to_json(join: JoinRequest) -> dict[str, Any]:
     """Body of the first sealed line of a worker."""
     return {"type": "join", **dataclasses.asdict(join)}
 
 
-def join_from_json(document: Mapping[str, Any]) -> Join:
+def join_from_json(document: Mapping[str, Any]) -> JoinRequest:
     """Raises MessageError if a field is missing or of another type."""
     if document.get("type") != "join":
         raise MessageError("the first message must be a join")
-    return Join(
+    return JoinRequest(
         uid=_field(document, "uid", str),
         attempt=_field(document, "attempt", int),
         index=_field(document, "index", int),
@@ -221,19 +221,19 @@ def join_from_json(document: Mapping[str, Any]) -> Join:
     )
 
 
-def news_to_json(news: News) -> dict[str, Any]:
+def notice_to_json(news: Notices) -> dict[str, Any]:
     """Body of a line that tells how a worker ended, or that it was asked to stop."""
-    return {"type": "stop" if isinstance(news, Stop) else "notice", **dataclasses.asdict(news)}
+    return {"type": "stop" if isinstance(news, StopNotice) else "notice", **dataclasses.asdict(news)}
 
 
-def news_from_json(document: Mapping[str, Any]) -> News:
+def notice_from_json(document: Mapping[str, Any]) -> Notices:
     """Raises MessageError if a field is missing or of another type."""
     kind = document.get("type")
     if kind == "stop":
-        return Stop(worker=_field(document, "worker", int))
+        return StopNotice(worker=_field(document, "worker", int))
     if kind != "notice":
         raise MessageError(f"unexpected message of type {kind!r}")
-    return Notice(
+    return EndNotice(
         worker=_field(document, "worker", int),
         code=_field(document, "code", int),
         rank=None if document.get("rank") is None else _field(document, "rank", int),

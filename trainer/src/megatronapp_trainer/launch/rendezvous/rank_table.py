@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from megatronapp_common.names import RankOrder
-from megatronapp_trainer.launch.rendezvous.messages import Join
+from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TableWorker:
+class WorkerEntry:
     """One worker's line."""
 
     index: int
@@ -29,9 +29,9 @@ class RankTable:
     attempt: int
     master_address: str
     master_port: int
-    workers: tuple[TableWorker, ...]
+    workers: tuple[WorkerEntry, ...]
 
-    def worker(self, index: int) -> TableWorker:
+    def worker(self, index: int) -> WorkerEntry:
         """The line of a worker. Raises KeyError if it is not there."""
         for one in self.workers:
             if one.index == index:
@@ -72,7 +72,7 @@ class RankTable:
     def from_json(cls, document: dict[str, Any]) -> Self:
         """The table in a document that worker 0 has signed. Raises ValueError if its digest is not its own."""
         workers = tuple(
-            TableWorker(index=one["index"], address=one["address"], node=one["node"], ranks=tuple(one["ranks"]))
+            WorkerEntry(index=one["index"], address=one["address"], node=one["node"], ranks=tuple(one["ranks"]))
             for one in document["workers"]
         )
         table = cls(
@@ -86,7 +86,7 @@ class RankTable:
         return table
 
 
-_KEYS: Mapping[RankOrder, Callable[[Join], tuple[Any, ...]]] = {
+_KEYS: Mapping[RankOrder, Callable[[JoinRequest], tuple[Any, ...]]] = {
     RankOrder.INDEX: lambda join: (join.index,),
     RankOrder.IP: lambda join: (ipaddress.IPv4Address(join.address), join.index),
     RankOrder.TOPOLOGY: lambda join: (join.topology.split(","), join.index),
@@ -94,12 +94,12 @@ _KEYS: Mapping[RankOrder, Callable[[Join], tuple[Any, ...]]] = {
 """By what workers are sorted; the index makes every order a total one."""
 
 
-def build_table(joins: Sequence[Join], order: RankOrder = RankOrder.INDEX) -> RankTable:
+def build_table(joins: Sequence[JoinRequest], order: RankOrder = RankOrder.INDEX) -> RankTable:
     """Number the ranks worker by worker, in this order. `joins` holds every worker once, in any order."""
     ordered = sorted(joins, key=_KEYS[order])
     ends = list(itertools.accumulate(join.num_ranks for join in ordered))
     workers = tuple(
-        TableWorker(
+        WorkerEntry(
             index=join.index, address=join.address, node=join.node, ranks=tuple(range(end - join.num_ranks, end))
         )
         for join, end in zip(ordered, ends, strict=True)

@@ -12,11 +12,11 @@ GREETING_S = 10.0
 CLOSE_S = 1.0
 
 
-class Wire:
+class SecureChannel:
     """A greeted connection; errors of the network come as OSError or EOFError (the other side has closed)."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: messages.Session | None = None
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: messages.ChannelCipher | None = None
     ) -> None:
         self._reader = reader
         self._writer = writer
@@ -33,7 +33,7 @@ class Wire:
         async with asyncio.timeout(GREETING_S):
             other = messages.parse_greeting(await _greeting_line(reader))
         coordinator, worker = (nonce, other) if side == "coordinator" else (other, nonce)
-        session = messages.Session(token, side=side, coordinator_nonce=coordinator, worker_nonce=worker)
+        session = messages.ChannelCipher(token, side=side, coordinator_nonce=coordinator, worker_nonce=worker)
         return cls(reader, writer, session)
 
     @property

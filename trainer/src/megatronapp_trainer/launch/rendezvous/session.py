@@ -6,18 +6,18 @@ from typing import Any, Protocol
 
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
-from megatronapp_trainer.launch.rendezvous.gang_status import Board
-from megatronapp_trainer.launch.rendezvous.messages import News, Notice
+from megatronapp_trainer.launch.rendezvous.gang_status import GangStatus
+from megatronapp_trainer.launch.rendezvous.messages import EndNotice, Notices
 
 
-class Gang(Protocol):
+class GangConnection(Protocol):
     """A worker's ties to the others."""
 
     briefing: Briefing
-    news: "asyncio.Queue[News]"
+    notices: "asyncio.Queue[Notices]"
     """What happened to other workers, in order of arrival."""
 
-    def tell(self, news: News) -> None:
+    def broadcast(self, news: Notices) -> None:
         """Tell all others."""
 
     def report(self, page: Mapping[str, Any]) -> None:
@@ -27,15 +27,15 @@ class Gang(Protocol):
         """Send what was told, and part. The others take a parting without an orderly notice for a loss."""
 
 
-class Alone:
+class SingleWorkerGang:
     """A gang of one worker."""
 
-    def __init__(self, briefing: Briefing, board: Board | None = None) -> None:
+    def __init__(self, briefing: Briefing, board: GangStatus | None = None) -> None:
         self.briefing = briefing
-        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self.notices: asyncio.Queue[Notices] = asyncio.Queue()
         self._board = board
 
-    def tell(self, news: News) -> None:
+    def broadcast(self, news: Notices) -> None:
         """Nobody listens."""
 
     def report(self, page: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Alone:
         """Nothing to part from."""
 
 
-def gone(worker: int) -> Notice:
+def connection_lost_notice(worker: int) -> EndNotice:
     """What stands for the notice of a launcher that vanished."""
     message = f"the connection to the launcher of worker {worker} has ended"
-    return Notice(worker=worker, code=ExitCode.OWN_FAILURE, message=message)
+    return EndNotice(worker=worker, code=ExitCode.OWN_FAILURE, message=message)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megatronapp_common.trace import NO_MICROBATCH, Counter, Kind
+from megatronapp_common.trace import NO_MICROBATCH, Counter, RecordKind
 from megatronapp_native import RingError, RingWriter, monotonic_ns
 from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader
 
@@ -41,7 +41,7 @@ def float_bits(value: float) -> int:
     return bits
 
 
-class Pressure:
+class PressureReader:
     """Share of the last interval in which some task of the machine waited for a processor."""
 
     def __init__(self, proc: pathlib.Path = PROC) -> None:
@@ -60,7 +60,7 @@ class Pressure:
         return min(1.0, (total_us - last[1]) / US_PER_S / ((now_ns - last[0]) / NS_PER_S))
 
 
-class RunQueue:
+class RunQueueReader:
     """Seconds per second that the threads of a process waited for a processor."""
 
     def __init__(self, pid: int, proc: pathlib.Path = PROC) -> None:
@@ -91,14 +91,14 @@ class RunQueue:
         return waits_ns
 
 
-class Sampler:
+class CounterSampler:
     """All counters of a worker; `pids` gives the process of each local rank."""
 
     def __init__(self, pids: Callable[[], Mapping[int, int]], devices: DeviceReader) -> None:
         self._pids = pids
         self._devices = devices
-        self._pressure = Pressure()
-        self._run_queues: dict[int, RunQueue] = {}
+        self._pressure = PressureReader()
+        self._run_queues: dict[int, RunQueueReader] = {}
 
     def sample(self, now_ns: int) -> Iterator[Sample]:
         """What can be read now."""
@@ -106,7 +106,7 @@ class Sampler:
         if pressure is not None:
             yield Counter.CPU_PRESSURE, 0, pressure
         for local_rank, pid in self._pids().items():
-            delay = self._run_queues.setdefault(pid, RunQueue(pid)).read(now_ns)
+            delay = self._run_queues.setdefault(pid, RunQueueReader(pid)).read(now_ns)
             if delay is not None:
                 yield Counter.RANK_RUN_QUEUE, local_rank, delay
         yield from self._devices.sample()
@@ -115,7 +115,9 @@ class Sampler:
 class CounterThread:
     """Samples in a thread of its own, because a driver may take its time to answer. Does nothing without a ring."""
 
-    def __init__(self, path: pathlib.Path, *, attempt: int, metadata: Mapping[str, Any], sampler: Sampler) -> None:
+    def __init__(
+        self, path: pathlib.Path, *, attempt: int, metadata: Mapping[str, Any], sampler: CounterSampler
+    ) -> None:
         self._sampler = sampler
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="counters", daemon=True)
@@ -145,7 +147,7 @@ class CounterThread:
             now_ns = monotonic_ns()
             for counter, ordinal, value in self._sampler.sample(now_ns):
                 aux = float_bits(value)
-                writer.record(now_ns, 0, 0, ordinal, aux, counter, NO_MICROBATCH, Kind.COUNTER, 0, 0, 0)
+                writer.record(now_ns, 0, 0, ordinal, aux, counter, NO_MICROBATCH, RecordKind.COUNTER, 0, 0, 0)
             writer.heartbeat()
             rounds += 1
             if rounds % CLOCK_PAIR_EVERY == 0:

@@ -16,7 +16,7 @@ READ_BYTES = 1 << 20
 FINISH_S = 10.0
 
 
-class Follower:
+class LogFollower:
     """Reads one log as it grows."""
 
     def __init__(self, rank: int, path: pathlib.Path) -> None:
@@ -47,7 +47,7 @@ class Follower:
         return data
 
 
-class Echo:
+class LogRelay:
     """Follows logs in a thread of its own; context manager. At its end it has repeated all that is in them.
 
     Writes to the file descriptor itself: at the end of an interpreter a buffered stdout that a stuck thread holds
@@ -56,11 +56,11 @@ class Echo:
 
     def __init__(self, descriptor: int, logs: Mapping[int, pathlib.Path]) -> None:
         self._descriptor = descriptor
-        self._followers = [Follower(rank, path) for rank, path in logs.items()]
+        self._followers = [LogFollower(rank, path) for rank, path in logs.items()]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="echo", daemon=True)
 
-    def __enter__(self) -> "Echo":
+    def __enter__(self) -> "LogRelay":
         """Start."""
         self._thread.start()
         return self

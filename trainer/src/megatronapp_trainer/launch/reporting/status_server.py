@@ -12,7 +12,7 @@ from typing import Any
 
 from megatronapp_common.names import Env
 from megatronapp_trainer.errors import RendezvousError
-from megatronapp_trainer.launch.rendezvous.gang_status import Board
+from megatronapp_trainer.launch.rendezvous.gang_status import GangStatus
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +24,16 @@ MOST_CONNECTIONS = 16
 
 
 @contextlib.contextmanager
-def serving(board: Board, *, token: str, address: str, port: int) -> Iterator[int]:
+def serve_status(board: GangStatus, *, token: str, address: str, port: int) -> Iterator[int]:
     """Serve in threads of their own, until the end; gives the port. Raises RendezvousError if it is taken."""
     try:
-        server = _Server((address, port), _Handler)
+        server = _StatusServer((address, port), _StatusHandler)
     except OSError as error:
         raise RendezvousError(
             f"worker 0 cannot serve its status at {address or '*'}:{port}: {error.strerror}; "
             f"free the port or set {Env.STATUS_PORT} to another one"
         ) from error
-    server.board, server.token = board, token
+    server.gang_status, server.token = board, token
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="status", daemon=True)
     thread.start()
     try:
@@ -43,10 +43,10 @@ def serving(board: Board, *, token: str, address: str, port: int) -> Iterator[in
         server.server_close()
 
 
-class _Server(http.server.ThreadingHTTPServer):
+class _StatusServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    board: Board
+    gang_status: GangStatus
     token: str
 
     def __init__(self, address: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler]) -> None:
@@ -78,11 +78,11 @@ class _Server(http.server.ThreadingHTTPServer):
         log.debug("a connection from %s ended", client_address, exc_info=True)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _StatusHandler(http.server.BaseHTTPRequestHandler):
     timeout = SILENCE_S
     server_version = "megatronapp-launcher"
     sys_version = ""
-    server: _Server
+    server: _StatusServer
 
     def do_GET(self) -> None:
         """Answer, to those who have the token."""
@@ -91,7 +91,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif not self._known():
             self._answer(http.HTTPStatus.UNAUTHORIZED, {"detail": "needs Authorization: Bearer <viewer token>"})
         else:
-            self._answer(http.HTTPStatus.OK, self.server.board.document())
+            self._answer(http.HTTPStatus.OK, self.server.gang_status.document())
 
     def _known(self) -> bool:
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")

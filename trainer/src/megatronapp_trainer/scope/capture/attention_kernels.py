@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatronapp_trainer.scope.capture.attention_recompute import Rule
+from megatronapp_trainer.scope.capture.attention_recompute import AttentionRule
 
 _BLOCK = 64
 _LEAST_ROWS = 16
@@ -116,7 +116,7 @@ def _row(  # type: ignore[no-untyped-def] # types are the compiler's
 
 
 def head_measures(
-    query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B: torch.Tensor, rule: Rule
+    query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """fp32 [3, B, L, H] of each sequence's query at its position, keys before and at it: entropy over the logarithm of
     keys seen, largest probability, that of key 0."""
@@ -132,7 +132,11 @@ def head_measures(
 
 
 def pinned_codes(
-    query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B: torch.Tensor, pins_3P: torch.Tensor, rule: Rule
+    query_LBHD: torch.Tensor,
+    keys_LBTGD: torch.Tensor,
+    positions_B: torch.Tensor,
+    pins_3P: torch.Tensor,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """Codes u8s [P, B, T] of the rows of these heads: int64 layer, query head and key head of each, of this rank."""
     _, batch, attended, _, _ = keys_LBTGD.shape
@@ -147,7 +151,7 @@ def pinned_codes(
     return out
 
 
-def _seen_before(rule: Rule, keys_LBTGD: torch.Tensor) -> int:
+def _seen_before(rule: AttentionRule, keys_LBTGD: torch.Tensor) -> int:
     """Keys before its own that a query sees."""
     return keys_LBTGD.size(2) if rule.window is None else rule.window
 

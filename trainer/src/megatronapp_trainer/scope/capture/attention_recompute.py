@@ -19,7 +19,7 @@ BUFFER_NUMBERS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class AttentionRule:
     """Which keys a query sees, and how scores are scaled."""
 
     scale: float
@@ -29,7 +29,7 @@ class Rule:
 
 @torch.no_grad()
 def probabilities(
-    query_LBQHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_BQ: torch.Tensor, rule: Rule
+    query_LBQHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_BQ: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """fp32 [L, B, H, Q, T]: what each query gives to each key; 0 at keys that it does not see."""
     (layers, batch, queries, heads, channels), (_, _, length, groups, _) = query_LBQHD.shape, keys_LBTGD.shape
@@ -52,7 +52,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.bmm(left.float(), right.float())
 
 
-def head_measures(chances: torch.Tensor, positions_BQ: torch.Tensor, rule: Rule) -> dict[str, torch.Tensor]:
+def head_measures(chances: torch.Tensor, positions_BQ: torch.Tensor, rule: AttentionRule) -> dict[str, torch.Tensor]:
     """Of each query, [L, B, Q, H]: entropy over the logarithm of keys seen, largest probability, that of key 0."""
     seen_BQ = positions_BQ + 1 if rule.window is None else (positions_BQ + 1).clamp(max=rule.window + 1)
     most_BQ = seen_BQ.float().log().clamp(min=1e-9)
@@ -68,7 +68,7 @@ def slabs(layers: int, numbers_of_one: int) -> Iterator[slice]:
         yield slice(first, min(layers, first + at_once))
 
 
-class Atlas:
+class AttentionAtlas:
     """Pictures of all heads of one prompt, [L, H, 8, 8]: largest probabilities, over all queries and keys of a cell.
 
     Chunks of the prompt are added as they are read; queries are taken in blocks, so that no picture of full size ever
@@ -80,7 +80,7 @@ class Atlas:
         self._edges = [index * length // ATLAS for index in range(ATLAS + 1)]
 
     @torch.no_grad()
-    def add(self, query_LQHD: torch.Tensor, keys_LTGD: torch.Tensor, start: int, rule: Rule) -> None:
+    def add(self, query_LQHD: torch.Tensor, keys_LTGD: torch.Tensor, start: int, rule: AttentionRule) -> None:
         """Queries that follow each other from position `start` on, and all keys up to the last of them."""
         layers, queries, heads, _ = query_LQHD.shape
         row = heads * keys_LTGD.size(1)
@@ -89,7 +89,9 @@ class Atlas:
             for first in range(0, queries, block):
                 self._add(part, query_LQHD[part, first : first + block], keys_LTGD[part], start + first, rule)
 
-    def _add(self, part: slice, query_LQHD: torch.Tensor, keys_LTGD: torch.Tensor, start: int, rule: Rule) -> None:
+    def _add(
+        self, part: slice, query_LQHD: torch.Tensor, keys_LTGD: torch.Tensor, start: int, rule: AttentionRule
+    ) -> None:
         end = start + query_LQHD.size(1)
         positions_1Q = torch.arange(start, end, device=query_LQHD.device)[None]
         chances = probabilities(query_LQHD[:, None], keys_LTGD[:, None], positions_1Q, rule).squeeze(1)

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from megatronapp_common.errors import ExpressionError, PlanError
+from megatronapp_common.errors import FilterError, ReductionPlanError
 from megatronapp_common.filters.reducers import parse_reducer
 from megatronapp_common.filters.shard import Shard
-from megatronapp_common.filters.shard_plan import Plan, compile_plan
-from megatronapp_common.scope.protocol_requests import Capture, Rotary
-from megatronapp_trainer.hooks.hook_collector import Collector
-from megatronapp_trainer.hooks.sites import STAGE_INPUT, Axis, Site, registered, site_of
+from megatronapp_common.filters.shard_plan import ReductionPlan, compile_reduction_plan
+from megatronapp_common.scope.protocol_requests import CaptureSettings, Rotary
+from megatronapp_trainer.hooks.hook_collector import HookCollector
+from megatronapp_trainer.hooks.sites import STAGE_INPUT, ShardAxis, Site, registered, site_of
 from megatronapp_trainer.scope.capture.device_program import DeviceProgram
-from megatronapp_trainer.scope.capture.rank_shard import Share, Span, pixel_count
-from megatronapp_trainer.scope.transfer.device_copy import Found
+from megatronapp_trainer.scope.capture.rank_shard import RankShard, Span, pixel_count
+from megatronapp_trainer.scope.transfer.device_copy import NamedTensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class CaptureSpec:
     """A capture as far as it changes what is computed."""
 
     qkv: int
@@ -40,12 +40,12 @@ class Recipe:
     """Registered sites that have reducers."""
 
 
-def recipe_of(capture: Capture) -> Recipe | None:
+def capture_spec_of(capture: CaptureSettings) -> CaptureSpec | None:
     """The recipe of a capture; None where nothing of the model is looked at."""
     if capture.preset == "off":
         return None
     states = capture.states
-    return Recipe(
+    return CaptureSpec(
         qkv=capture.pixels.qkv // 3 if states.qkv else 0,
         mlp=capture.pixels.mlp,
         mlp1=states.mlp1 and capture.preset == "default",
@@ -60,7 +60,7 @@ def recipe_of(capture: Capture) -> Recipe | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Cut:
+class _VectorRange:
     """Where the vector of a rank stands in that of the whole model."""
 
     width: int
@@ -70,38 +70,38 @@ class _Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Filter:
+class _ShardFilter:
     """A vector filter, ready to run on one shard."""
 
     program: DeviceProgram
-    said: dict[str, Any]
+    header: dict[str, Any]
     """`merge`, where it tells states that somebody merges."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Reduction:
+class _PixelReduction:
     """One tensor of pixels: a part of the width that a site gives."""
 
     name: str
     site: Site
     part: slice
-    filter: _Filter
+    filter: _ShardFilter
     key: str
     span: Span
 
 
-class Pixels:
+class PixelReductions:
     """The vector filters of a recipe, made for one rank's share.
 
     Raises PlanError, ExpressionError where that cannot be.
     """
 
-    def __init__(self, recipe: Recipe, share: Share, device: torch.device) -> None:
+    def __init__(self, recipe: CaptureSpec, share: RankShard, device: torch.device) -> None:
         self._share = share
         self._device = device
         self._reductions = [*self._built_in(recipe)]
         self._own = recipe.own
-        self._own_filters: dict[tuple[str, int, int], tuple[_Filter, Span]] = {}
+        self._own_filters: dict[tuple[str, int, int], tuple[_ShardFilter, Span]] = {}
         for site in recipe.own:
             self._check_own(site)
 
@@ -110,7 +110,7 @@ class Pixels:
         """What it looks at."""
         return {one.site.name: one.site for one in self._reductions} | {site.name: site for site in self._own}
 
-    def compute(self, seen: Collector) -> Iterator[Found]:
+    def compute(self, seen: HookCollector) -> Iterator[NamedTensor]:
         """All tensors of pixels, [layers, rows, pixels]; or, with `merge` said of them, of states of this shard."""
         stacks: dict[str, torch.Tensor] = {}
         for one in self._reductions:
@@ -123,11 +123,11 @@ class Pixels:
         for site in self._own:
             yield from self._of_own(site, seen)
 
-    def _found(self, one: _Reduction, values: torch.Tensor, layers: tuple[int, ...]) -> Found:
+    def _found(self, one: _PixelReduction, values: torch.Tensor, layers: tuple[int, ...]) -> NamedTensor:
         said = {"site": one.name, "replicated": one.key == ""} | ({one.key: list(one.span)} if one.key else {})
-        return Found(name=one.name, values=values, layers=layers, said=said | one.filter.said)
+        return NamedTensor(name=one.name, values=values, layers=layers, header=said | one.filter.header)
 
-    def _built_in(self, recipe: Recipe) -> Iterator[_Reduction]:
+    def _built_in(self, recipe: CaptureSpec) -> Iterator[_PixelReduction]:
         share = self._share
         if recipe.qkv:
             yield from self._qkv(recipe)
@@ -135,26 +135,26 @@ class Pixels:
         if recipe.mlp1:
             yield from self._fc1(filters)
         if recipe.mlp2 and share.is_first_of_tensor:
-            found = self._filter(filters, _Cut(width=share.hidden))
+            found = self._filter(filters, _VectorRange(width=share.hidden))
             span = (0, share.hidden)
-            yield _Reduction(name="mlp2", site=site_of("mlp2"), part=slice(None), filter=found, key="", span=span)
+            yield _PixelReduction(name="mlp2", site=site_of("mlp2"), part=slice(None), filter=found, key="", span=span)
 
-    def _qkv(self, recipe: Recipe) -> Iterator[_Reduction]:
+    def _qkv(self, recipe: CaptureSpec) -> Iterator[_PixelReduction]:
         share = self._share
-        query = _Cut(width=share.num_heads * share.head_width, shards=share.tensor_size, shard=share.tp)
-        key = _Cut(width=share.num_key_heads * share.head_width, shards=share.key_shards, shard=share.key_shard)
+        query = _VectorRange(width=share.num_heads * share.head_width, shards=share.tensor_size, shard=share.tp)
+        key = _VectorRange(width=share.num_key_heads * share.head_width, shards=share.key_shards, shard=share.key_shard)
         for name, cut, span in (("q", query, share.heads), ("k", key, share.key_heads), ("v", key, share.key_heads)):
             try:
                 found = self._filter((recipe.qkv, recipe.qkv_filter), cut)
-            except ExpressionError as error:
+            except FilterError as error:
                 if recipe.qkv >= cut.shards:
                     raise
                 sentence = f"{error.sentence} (pixels of {name} alone: pixels.qkv counts q, k and v together)"
-                raise ExpressionError(error.column, sentence) from error
+                raise FilterError(error.column, sentence) from error
             site = site_of(name, rotary=recipe.rotary)
-            yield _Reduction(name=name, site=site, part=slice(None), filter=found, key="heads", span=span)
+            yield _PixelReduction(name=name, site=site, part=slice(None), filter=found, key="heads", span=span)
 
-    def _fc1(self, filters: tuple[int, str]) -> Iterator[_Reduction]:
+    def _fc1(self, filters: tuple[int, str]) -> Iterator[_PixelReduction]:
         """A rank of a gated MLP has a part of all gates and a part of all that they let through, side by side.
 
         No pixel is made of both.
@@ -163,57 +163,59 @@ class Pixels:
         width = share.mlp[1] - share.mlp[0]
         for half in range(halves):
             shard = half * share.tensor_size + share.tp
-            cut = _Cut(width=halves * share.ffn, shards=halves * share.tensor_size, shard=shard)
+            cut = _VectorRange(width=halves * share.ffn, shards=halves * share.tensor_size, shard=shard)
             span = (half * share.ffn + share.mlp[0], half * share.ffn + share.mlp[1])
             part = slice(half * width, (half + 1) * width)
             found = self._filter((max(pixels, halves), text), cut)
-            yield _Reduction(name="mlp1", site=site_of("mlp1"), part=part, filter=found, key="features", span=span)
+            yield _PixelReduction(name="mlp1", site=site_of("mlp1"), part=part, filter=found, key="features", span=span)
 
-    def _filter(self, filters: tuple[int, str], cut: _Cut) -> _Filter:
+    def _filter(self, filters: tuple[int, str], cut: _VectorRange) -> _ShardFilter:
         """`filters`: how many pixels are wanted, and the text of a reducer."""
         pixels, text = filters
         plan = _plan(pixels, text, cut)
         program = DeviceProgram(plan.program(cut.shard), self._device)
         if not plan.merged:
-            return _Filter(program=program, said={})
+            return _ShardFilter(program=program, header={})
         words = " ".join(text.split())
         shard = Shard(reducer=words, width=cut.width, pixels=plan.pixels, shards=cut.shards, shard=cut.shard)
-        return _Filter(program=program, said=shard.dump())
+        return _ShardFilter(program=program, header=shard.dump())
 
-    def _of_own(self, site: Site, seen: Collector) -> Iterator[Found]:
+    def _of_own(self, site: Site, seen: HookCollector) -> Iterator[NamedTensor]:
         """A registered site: how wide it is, is known when it has been seen."""
-        if not (layers := seen.layers(site.name)) or (site.axis is Axis.WHOLE and not self._share.is_first_of_tensor):
+        if not (layers := seen.layers(site.name)) or (
+            site.axis is ShardAxis.WHOLE and not self._share.is_first_of_tensor
+        ):
             return
         parts = self._parts(site.axis, seen.stacked(site.name).flatten(2))
         for (place, name), (part, values) in itertools.product(enumerate(_own_names(site)), enumerate(parts)):
             own, span = self._own_filter(site, place, (part, len(parts)), values.size(-1))
             out = _run(own.program, values)
-            said = {"site": site.name, "replicated": site.axis is Axis.WHOLE} | own.said
-            said |= {} if site.axis is Axis.WHOLE else {"features": list(span)}
+            said = {"site": site.name, "replicated": site.axis is ShardAxis.WHOLE} | own.header
+            said |= {} if site.axis is ShardAxis.WHOLE else {"features": list(span)}
             found, of = (out, tuple(layers)) if site.per_layer else (out[0], None)
-            yield Found(name=name, values=found, layers=of, said=said)
+            yield NamedTensor(name=name, values=found, layers=of, header=said)
 
-    def _own_filter(self, site: Site, place: int, of: tuple[int, int], width: int) -> tuple[_Filter, Span]:
+    def _own_filter(self, site: Site, place: int, of: tuple[int, int], width: int) -> tuple[_ShardFilter, Span]:
         """`of`: which part of how many, of a width that each rank has."""
         (part, parts), (shards, shard) = of, self._shards(site.axis)
         if (site.name, place, part) not in self._own_filters:
             count, index = parts * shards, part * shards + shard
-            cut = _Cut(width=width * count, shards=count, shard=index)
+            cut = _VectorRange(width=width * count, shards=count, shard=index)
             found = self._filter((site.pixels, site.reducers[place]), cut)
             self._own_filters[site.name, place, part] = found, (width * index, width * (index + 1))
         return self._own_filters[site.name, place, part]
 
-    def _parts(self, axis: Axis, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _parts(self, axis: ShardAxis, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of the gated MLP several ranks have a part of all gates and a part of all that they let through each."""
         width = self._share.mlp[1] - self._share.mlp[0]
-        is_halved = axis is Axis.MLP and self._share.tensor_size > 1 and values.size(-1) == 2 * width
+        is_halved = axis is ShardAxis.MLP and self._share.tensor_size > 1 and values.size(-1) == 2 * width
         return torch.split(values, width, dim=-1) if is_halved else (values,)
 
-    def _shards(self, axis: Axis) -> tuple[int, int]:
+    def _shards(self, axis: ShardAxis) -> tuple[int, int]:
         share = self._share
-        if axis is Axis.WHOLE:
+        if axis is ShardAxis.WHOLE:
             return 1, 0
-        return (share.key_shards, share.key_shard) if axis is Axis.KEY_HEADS else (share.tensor_size, share.tp)
+        return (share.key_shards, share.key_shard) if axis is ShardAxis.KEY_HEADS else (share.tensor_size, share.tp)
 
     def _check_own(self, site: Site) -> None:
         """Raises PlanError where a pixel would lie on several ranks and a reducer does not merge.
@@ -221,20 +223,22 @@ class Pixels:
         How wide the site is, nobody knows yet; that does not change it.
         """
         shards, _ = self._shards(site.axis)
-        shards *= 2 if site.axis is Axis.MLP and self._share.gated and shards > 1 else 1
+        shards *= 2 if site.axis is ShardAxis.MLP and self._share.gated and shards > 1 else 1
         if site.pixels >= shards:
             return
         for text in site.reducers:
             try:
-                _plan(site.pixels, text, _Cut(width=shards, shards=shards))
-            except ExpressionError as error:
-                raise PlanError(f"site {site.name}, reducer {text!r}: {error} (`pixels` of register_site)") from error
+                _plan(site.pixels, text, _VectorRange(width=shards, shards=shards))
+            except FilterError as error:
+                raise ReductionPlanError(
+                    f"site {site.name}, reducer {text!r}: {error} (`pixels` of register_site)"
+                ) from error
 
 
-def _plan(pixels: int, text: str, cut: _Cut) -> Plan:
+def _plan(pixels: int, text: str, cut: _VectorRange) -> ReductionPlan:
     """Of as many pixels as fit, `pixels` at most."""
     count = pixel_count(cut.width, pixels, cut.shards)
-    return compile_plan(parse_reducer(text), width=cut.width, pixels=count, shards=cut.shards)
+    return compile_reduction_plan(parse_reducer(text), width=cut.width, pixels=count, shards=cut.shards)
 
 
 def _run(program: DeviceProgram, vectors: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_common.scope.protocol_requests import Capture, ProbeSite
+from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeSite
 
 TOPIC = "scope"
 
@@ -15,7 +15,7 @@ class BeginRun:
     """A run comes; its samples are requests of the ids `run-0`, `run-1`, .."""
 
     run: str
-    capture: Capture
+    capture: CaptureSettings
     lengths: tuple[int, ...]
     """Tokens of each prompt."""
 
@@ -25,7 +25,7 @@ class ChangeRun:
     """Capture this from now on."""
 
     run: str
-    capture: Capture
+    capture: CaptureSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,4 +58,4 @@ class SetBasis:
     """[layers, components, hidden]."""
 
 
-Said = BeginRun | ChangeRun | EndRun | BeginProbe | SetBasis
+CaptureCommand = BeginRun | ChangeRun | EndRun | BeginProbe | SetBasis

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
-from megatronapp_common.scope.protocol_requests import Capture, Probe
+from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
+from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
 from megatronapp_trainer.hooks.sites import ATTENTION, site_of
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
-from megatronapp_trainer.inference.model.token_statistics import Measures
+from megatronapp_trainer.inference.model.token_statistics import TokenStatistics
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.capture.commands import TOPIC, BeginProbe, BeginRun, ChangeRun, EndRun, SetBasis
 from megatronapp_trainer.scope.capture.probe import LOGITS
-from megatronapp_trainer.scope.capture.session import CaptureSession
+from megatronapp_trainer.scope.capture.session import StepCapture
 from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.scope.tracked_requests import request_id, run_of
-from megatronapp_trainer.scope.transfer.publisher import Job, Kind, Ready, Sink
+from megatronapp_trainer.scope.transfer.publisher import DropPolicy, FrameJob, ReadyFrames, Sink
 
 AT_ONE = 5
 """Place of temperature 1 among those of `partition`."""
@@ -32,10 +32,10 @@ _TOKEN_BYTES = 256
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Run:
+class _CoordinatedRun:
     """What rank 0 knows of a run, or of a probe."""
 
-    capture: Capture | None
+    capture: CaptureSettings | None
     lengths: Sequence[int]
     open: set[int]
     ends: list[int]
@@ -68,20 +68,20 @@ class _Run:
         return [start, self.ends[sample]]
 
 
-class ScopeLeader:
+class CaptureCoordinator:
     """Used by the thread of HTTP (runs and probes) and that of the engine (`observe`)."""
 
-    def __init__(self, engine: Engine, session: CaptureSession, sink: Sink) -> None:
+    def __init__(self, engine: Engine, session: StepCapture, sink: Sink) -> None:
         self._engine = engine
         self._session = session
         self._sink = sink
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, _CoordinatedRun] = {}
         self._lock = threading.Lock()
 
     def begin_run(
         self,
         run: str,
-        capture: Capture,
+        capture: CaptureSettings,
         requests: Sequence[GenerationRequest],
         *,
         ends: Sequence[int] = (),
@@ -106,7 +106,9 @@ class ScopeLeader:
         starts = list(ends) or [0] * len(lengths)
         with self._lock:
             samples = set(range(len(lengths)))
-            self._runs[run] = _Run(capture=capture, lengths=lengths, open=samples, ends=starts, text_of=text_of)
+            self._runs[run] = _CoordinatedRun(
+                capture=capture, lengths=lengths, open=samples, ends=starts, text_of=text_of
+            )
         self._engine.command(TOPIC, BeginRun(run=run, capture=capture, lengths=lengths))
         wants = capture.states.probabilities
         vocabulary = self._session.share.vocabulary
@@ -120,19 +122,19 @@ class ScopeLeader:
             for sample, request in enumerate(requests)
         ]
 
-    def change(self, run: str, capture: Capture) -> None:
+    def change(self, run: str, capture: CaptureSettings) -> None:
         """Look at something else from the next step on; how many candidates are told stays. Raises as `begin_run`."""
         self._check(capture)
         self._engine.command(TOPIC, ChangeRun(run=run, capture=capture))
 
-    def probe(self, wanted: Probe) -> tuple[str, list[GenerationRequest]]:
+    def probe(self, wanted: ProbeRequest) -> tuple[str, list[GenerationRequest]]:
         """A probe's id, and the requests that bring it: they go to the engine as any others and generate nothing.
 
         Raises CaptureError for a site, layer or head that there is not.
         """
         self._check_probe(wanted)
         probe, lengths = secrets.token_hex(6), tuple(map(len, wanted.ids))
-        known = _Run(capture=None, lengths=lengths, open=set(range(len(lengths))), ends=[0] * len(lengths))
+        known = _CoordinatedRun(capture=None, lengths=lengths, open=set(range(len(lengths))), ends=[0] * len(lengths))
         with self._lock:
             self._runs[probe] = known
         said = BeginProbe(
@@ -162,7 +164,7 @@ class ScopeLeader:
 
     def run_state(self, header: Mapping[str, Any]) -> None:
         """Send RUN_STATE."""
-        self._sink(Ready([Frame(FrameType.SCOPE_RUN_STATE, header)]))
+        self._sink(ReadyFrames([Frame(FrameType.SCOPE_RUN_STATE, header)]))
 
     def observe(self, events: Sequence[Event]) -> None:
         """What a step of the engine gave: tokens are told, and runs whose samples have all ended are ended.
@@ -175,11 +177,11 @@ class ScopeLeader:
             for run in over:
                 del self._runs[run]
         if told:
-            self._sink(_Tokens(told))
+            self._sink(_TokenFrames(told))
         for run in over:
             self._engine.command(TOPIC, EndRun(run=run))
 
-    def _taken(self, events: Sequence[Event]) -> "list[_Told]":
+    def _taken(self, events: Sequence[Event]) -> "list[_StepTokens]":
         for event in events:
             run, sample = run_of(event.request_id)
             if (known := self._runs.get(run)) is None:
@@ -188,9 +190,9 @@ class ScopeLeader:
                 known.tokens.setdefault(event.index, {})[sample] = event
             elif isinstance(event, FinishedEvent):
                 known.end(sample, event)
-        return [_told(run, step, known) for run, known in self._runs.items() for step in known.due()]
+        return [_collect_tokens(run, step, known) for run, known in self._runs.items() for step in known.due()]
 
-    def _check(self, capture: Capture) -> None:
+    def _check(self, capture: CaptureSettings) -> None:
         share = self._session.share
         for place, pin in enumerate(capture.pinned):
             if pin.layer >= share.num_layers or pin.head >= share.num_heads:
@@ -200,7 +202,7 @@ class ScopeLeader:
                 )
         self._session.check(capture)
 
-    def _check_probe(self, wanted: Probe) -> None:
+    def _check_probe(self, wanted: ProbeRequest) -> None:
         share = self._session.share
         if not wanted.ids or not all(wanted.ids):
             raise CaptureError("ids: there is nothing to read; give one list of tokens or more, none of them empty")
@@ -214,7 +216,7 @@ class ScopeLeader:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Told:
+class _StepTokens:
     """The tokens of one step."""
 
     header: Mapping[str, Any]
@@ -225,11 +227,11 @@ class _Told:
     def frame(self) -> Frame:
         """TOKENS."""
         if not self.events:
-            return frame_of(FrameType.SCOPE_TOKENS, self.header)
+            return build_frame(FrameType.SCOPE_TOKENS, self.header)
         said = dict(self.header)
         if self.text_of is not None:
             said["topTexts"] = [list(self._texts(event, self.text_of)) for event in self.events]
-        return frame_of(FrameType.SCOPE_TOKENS, said, _distributions(self.events))
+        return build_frame(FrameType.SCOPE_TOKENS, said, _distributions(self.events))
 
     @staticmethod
     def _texts(event: TokenEvent, text_of: TextOf) -> Iterator[str]:
@@ -237,7 +239,7 @@ class _Told:
         return (text_of(int(token)) for token in event.measures.get().tokens.tolist())
 
 
-def _told(run: str, step: int, known: _Run) -> _Told:
+def _collect_tokens(run: str, step: int, known: _CoordinatedRun) -> _StepTokens:
     """The tokens of the run's next step."""
     came = sorted(known.tokens.pop(step).items())
     texts = [event.text or "" for _, event in came]
@@ -251,19 +253,19 @@ def _told(run: str, step: int, known: _Run) -> _Told:
         "finished": [known.reasons.get(sample) for sample, _ in came],
     }
     wants = known.capture is not None and known.capture.states.probabilities
-    return _Told(header=header, events=[event for _, event in came] if wants else (), text_of=known.text_of)
+    return _StepTokens(header=header, events=[event for _, event in came] if wants else (), text_of=known.text_of)
 
 
-class _Tokens:
+class _TokenFrames:
     """TOKENS frames, made in the thread that sends."""
 
-    def __init__(self, told: Sequence[_Told]) -> None:
+    def __init__(self, told: Sequence[_StepTokens]) -> None:
         self._told = told
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DropPolicy:
         """Small things."""
-        return Kind.NEWS
+        return DropPolicy.NEWS
 
     @property
     def nbytes(self) -> int:
@@ -272,7 +274,7 @@ class _Tokens:
         rows = sum(len(told.header["ids"]) for told in self._told)
         return _TOKEN_BYTES * rows + sum(16 * one.count for one in events if one is not None)
 
-    def split(self) -> Sequence[Job]:
+    def split(self) -> Sequence[FrameJob]:
         """One."""
         return [self]
 
@@ -297,7 +299,7 @@ def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
     return distributions(measures, [event.logprob for event in events])
 
 
-def distributions(measures: Sequence[Measures], logprobs: Sequence[float]) -> list[Tensor]:
+def distributions(measures: Sequence[TokenStatistics], logprobs: Sequence[float]) -> list[Tensor]:
     """Tensors of rows with these measures, whose tokens had these log-probabilities."""
     partition, logs, ids = (
         np.stack([getattr(one, name) for one in measures]) for name in ("partition", "logprobs", "tokens")

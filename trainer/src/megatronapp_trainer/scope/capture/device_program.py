@@ -7,7 +7,7 @@ Kernels are launched and nothing is waited for. Sixteen-bit numbers are computed
 
 import torch
 
-from megatronapp_common.filters.shard_plan import Group, Program, compute
+from megatronapp_common.filters.shard_plan import PixelGroup, ShardProgram, compute
 from megatronapp_trainer.errors import TrainerError
 from megatronapp_trainer.scope.capture.torch_backend import TorchBackend
 
@@ -18,7 +18,7 @@ SLAB_NUMBERS = 1 << 24
 class DeviceProgram:
     """A program with its indices on one device."""
 
-    def __init__(self, program: Program, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, program: ShardProgram, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
         self.program = program
         self._backend = TorchBackend(dtype)
         self._dtype = dtype
@@ -56,7 +56,7 @@ class DeviceProgram:
 class _DeviceGroup:
     """Pixels of one width. Where they are all pixels of the shard, they are a view on it; else they are gathered."""
 
-    def __init__(self, group: Group, program: Program, device: torch.device) -> None:
+    def __init__(self, group: PixelGroup, program: ShardProgram, device: torch.device) -> None:
         self._shape = (len(group.places), group.width)
         self._whole = len(group.places) == program.pixels
         self._columns = torch.from_numpy(group.index().reshape(-1)).to(device)

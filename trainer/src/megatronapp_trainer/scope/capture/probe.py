@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from megatronapp_common.scope.protocol_requests import ProbeSite
-from megatronapp_trainer.hooks.hook_collector import Collector, Layers
-from megatronapp_trainer.hooks.sites import ATTENTION, Axis, Site, site_of
+from megatronapp_trainer.hooks.hook_collector import HookCollector, Layers
+from megatronapp_trainer.hooks.sites import ATTENTION, ShardAxis, Site, site_of
 from megatronapp_trainer.scope.capture import attention_recompute
-from megatronapp_trainer.scope.capture.rank_shard import Share, Span
-from megatronapp_trainer.scope.capture.reductions import QUERIES, Looker, Work, codes
-from megatronapp_trainer.scope.tracked_requests import Read
-from megatronapp_trainer.scope.transfer.device_copy import Found
+from megatronapp_trainer.scope.capture.rank_shard import RankShard, Span
+from megatronapp_trainer.scope.capture.reductions import QUERIES, PromptChunk, Reductions, codes
+from megatronapp_trainer.scope.tracked_requests import PromptRead
+from megatronapp_trainer.scope.transfer.device_copy import NamedTensor
 
 LOGITS = "logits"
 
@@ -28,7 +28,7 @@ def sites_of(wanted: Sequence[ProbeSite]) -> dict[str, Site]:
     return {site.name: site for site in map(_site, wanted)}
 
 
-def layers_of(works: Sequence[Work]) -> dict[str, Layers]:
+def layers_of(works: Sequence[PromptChunk]) -> dict[str, Layers]:
     """Of which layers sites are kept: where probes alone look, theirs alone."""
     if any(work.tracked.recipe is not None for work in works):
         return {}
@@ -43,16 +43,16 @@ def _site(wanted: ProbeSite) -> Site:
     return QUERIES if wanted.site == ATTENTION else site_of(wanted.site, rotary=wanted.rotary)
 
 
-class Prober:
+class ProbeReader:
     """Probes of one rank."""
 
-    def __init__(self, seen: Collector, share: Share, looker: Looker) -> None:
+    def __init__(self, seen: HookCollector, share: RankShard, looker: Reductions) -> None:
         self._seen = seen
         self._share = share
         self._looker = looker
 
     @torch.no_grad()
-    def look(self, work: Work, group: int, rows: slice, logit_rows: slice) -> Iterator[Found]:
+    def read(self, work: PromptChunk, group: int, rows: slice, logit_rows: slice) -> Iterator[NamedTensor]:
         """Tensors of a probe, of the rows of this chunk: `rows` of what was kept, `logit_rows` of the logits."""
         for wanted in work.tracked.sites:
             is_attention = wanted.site == ATTENTION
@@ -60,10 +60,10 @@ class Prober:
                 values = found.values.half() if wanted.code == "f16" else found.values
                 yield dataclasses.replace(found, values=values, group=group)
 
-    def _of(self, wanted: ProbeSite, rows: slice, logit_rows: slice) -> Iterator[Found]:
+    def _of(self, wanted: ProbeSite, rows: slice, logit_rows: slice) -> Iterator[NamedTensor]:
         site = _site(wanted)
         layers = [one for one in self._seen.layers(site.name) if not site.per_layer or one in wanted.layers]
-        if not layers or (site.axis is Axis.WHOLE and not self._share.is_first_of_tensor):
+        if not layers or (site.axis is ShardAxis.WHOLE and not self._share.is_first_of_tensor):
             return
         known = self._seen.layers(site.name)
         stacked = self._seen.stacked(site.name)
@@ -72,35 +72,35 @@ class Prober:
         if site.name == LOGITS:
             values = values[..., : self._share.vocabulary]
         for part, span in self._shared(site, values, wanted):
-            said = {"site": wanted.site, "replicated": site.axis is Axis.WHOLE, **span}
+            said = {"site": wanted.site, "replicated": site.axis is ShardAxis.WHOLE, **span}
             if site.name != wanted.site:
                 said["rotary"] = wanted.rotary
             if site.per_layer:
-                yield Found(name=wanted.site, values=part, layers=tuple(layers), said=said)
+                yield NamedTensor(name=wanted.site, values=part, layers=tuple(layers), header=said)
             else:
-                yield Found(name=wanted.site, values=part[0], said=said)
+                yield NamedTensor(name=wanted.site, values=part[0], header=said)
 
     def _shared(
         self, site: Site, values: torch.Tensor, wanted: ProbeSite
     ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """A rank's part of the numbers, with what it is of the whole."""
         share = self._share
-        if site.axis in {Axis.HEADS, Axis.KEY_HEADS}:
-            span = share.heads if site.axis is Axis.HEADS else share.key_heads
+        if site.axis in {ShardAxis.HEADS, ShardAxis.KEY_HEADS}:
+            span = share.heads if site.axis is ShardAxis.HEADS else share.key_heads
             for first, end in spans(span, wanted.heads):
                 yield values[:, :, first - span[0] : end - span[0]], {"heads": [first, end]}
-        elif site.axis is Axis.MLP:
+        elif site.axis is ShardAxis.MLP:
             width = share.mlp[1] - share.mlp[0]
             for half in range(2 if share.gated else 1):
                 first = half * share.ffn + share.mlp[0]
                 yield values[..., half * width : (half + 1) * width], {"features": [first, first + width]}
-        elif site.axis is Axis.FEATURES:
+        elif site.axis is ShardAxis.FEATURES:
             width = values.size(-1)
             yield values, {"features": [width * share.tp, width * (share.tp + 1)]}
         else:
             yield values, {}
 
-    def _of_attention(self, work: Work, wanted: ProbeSite) -> Iterator[Found]:
+    def _of_attention(self, work: PromptChunk, wanted: ProbeSite) -> Iterator[NamedTensor]:
         """[L, rows, heads, keys], as many keys as the longest prompt of the probe has."""
         share = self._share
         layers = [layer for layer in range(*share.layers) if layer in wanted.layers]
@@ -115,10 +115,15 @@ class Prober:
                 values = torch.cat(parts, dim=1)
                 said = {"site": ATTENTION, "heads": [first, end], "replicated": False}
                 values = codes(values) if wanted.code == "u8s" else values
-                yield Found(name=ATTENTION, values=values, layers=tuple(layers), said=said)
+                yield NamedTensor(name=ATTENTION, values=values, layers=tuple(layers), header=said)
 
     def _rows(
-        self, work: Work, layers: Sequence[int], query_LNHD: torch.Tensor, heads: slice, one: tuple[Read, slice]
+        self,
+        work: PromptChunk,
+        layers: Sequence[int],
+        query_LNHD: torch.Tensor,
+        heads: slice,
+        one: tuple[PromptRead, slice],
     ) -> torch.Tensor:
         """Of one prompt: [L, rows, heads, keys]."""
         read, rows = one

@@ -12,7 +12,7 @@ Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class RankShard:
     """Sizes of the model, and this rank's part of each."""
 
     layers: Span
@@ -67,7 +67,7 @@ class Share:
         }
 
 
-def share_of(model: Any, layout: Layout, *, vocab_size: int, max_length: int) -> Share:  # noqa: ANN401 - GPTModel
+def rank_shard_of(model: Any, layout: Layout, *, vocab_size: int, max_length: int) -> RankShard:  # noqa: ANN401 - GPTModel
     """The share of a rank whose model is this."""
     config, tp, size = model.config, layout.tensor_rank, layout.tensor_size
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
@@ -75,7 +75,7 @@ def share_of(model: Any, layout: Layout, *, vocab_size: int, max_length: int) ->
     first_group = tp * groups // size
     window = getattr(config, "window_size", None)
     learned = model.position_embedding_type == "learned_absolute"
-    return Share(
+    return RankShard(
         layers=(min(numbers), max(numbers) + 1) if numbers else (0, 0),
         heads=_part(config.num_attention_heads, tp, size),
         key_heads=(first_group, max(first_group + 1, (tp + 1) * groups // size)),

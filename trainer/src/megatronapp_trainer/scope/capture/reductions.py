@@ -11,18 +11,23 @@ from typing import Any
 
 import torch
 
-from megatronapp_common.scope.codes import Code
+from megatronapp_common.scope.codes import TensorCode
 from megatronapp_trainer.device.compiling import can_compile
-from megatronapp_trainer.hooks.hook_collector import Collector
+from megatronapp_trainer.hooks.hook_collector import HookCollector
 from megatronapp_trainer.hooks.sites import STAGE_INPUT, Site, site_of
-from megatronapp_trainer.inference.forward_observer import Sight
-from megatronapp_trainer.inference.lru import Recent
+from megatronapp_trainer.inference.forward_observer import StepContext
+from megatronapp_trainer.inference.lru import LruCache
 from megatronapp_trainer.scope.capture import attention_recompute
-from megatronapp_trainer.scope.capture.attention_recompute import Atlas, Rule
-from megatronapp_trainer.scope.capture.capture_spec import Pixels, Recipe, residual_measures, residual_sites
-from megatronapp_trainer.scope.capture.rank_shard import Share
-from megatronapp_trainer.scope.tracked_requests import Read, Row, Tracked
-from megatronapp_trainer.scope.transfer.device_copy import Found
+from megatronapp_trainer.scope.capture.attention_recompute import AttentionAtlas, AttentionRule
+from megatronapp_trainer.scope.capture.capture_spec import (
+    CaptureSpec,
+    PixelReductions,
+    residual_measures,
+    residual_sites,
+)
+from megatronapp_trainer.scope.capture.rank_shard import RankShard
+from megatronapp_trainer.scope.tracked_requests import PromptRead, TrackedRequest, TrackedRow
+from megatronapp_trainer.scope.transfer.device_copy import NamedTensor
 from megatronapp_trainer.scope.transfer.frame_template import VERSION
 from megatronapp_trainer.scope.transfer.part_frames import ATLAS, EVERY
 from megatronapp_trainer.scope.transfer.quantise import encode_into
@@ -31,14 +36,14 @@ QUERIES = dataclasses.replace(site_of("q"), name="attention q")
 """Queries of all tokens, whatever rows are told."""
 Pins = Sequence[tuple[int, int]]
 """Layer and head, of the whole model."""
-Beside = Callable[[], contextlib.AbstractContextManager[Any]]
+OnReductionStream = Callable[[], contextlib.AbstractContextManager[Any]]
 """Whose kernels and copies are launched where those of earlier steps' reductions are, behind them."""
 MOST_RECIPES = 8
 """So many are kept ready, or one for each slot where there are more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Basis:
+class PcaBasis:
     """Axes of PCA, of the layers that this rank has, on its device."""
 
     version: int
@@ -49,7 +54,7 @@ class Basis:
     axes_LHC: torch.Tensor
 
 
-def hooked(recipe: Recipe) -> frozenset[Site]:
+def active_sites(recipe: CaptureSpec) -> frozenset[Site]:
     """Sites at which any rank of a tensor group looks for a recipe: the same on all of them.
 
     Filters, pixels and what is done with the numbers later are not in it: they change nothing in the forward pass.
@@ -60,21 +65,21 @@ def hooked(recipe: Recipe) -> frozenset[Site]:
     return frozenset(found | {dataclasses.replace(site, reducers=(), pixels=0) for site in recipe.own})
 
 
-class Looker:
+class Reductions:
     """Reductions of one rank."""
 
-    def __init__(self, seen: Collector, share: Share, keys_LZTGD: torch.Tensor) -> None:
-        self.basis: Basis | None = None
-        self.rule = Rule(scale=share.scale, window=share.window)
+    def __init__(self, seen: HookCollector, share: RankShard, keys_LZTGD: torch.Tensor) -> None:
+        self.basis: PcaBasis | None = None
+        self.rule = AttentionRule(scale=share.scale, window=share.window)
         self._seen = seen
         self._share = share
         self._keys_LZTGD = keys_LZTGD
         self._device = keys_LZTGD.device
         self._has_kernels = keys_LZTGD.is_cuda and can_compile()
-        self._pixels: Recent[Recipe, Pixels] = Recent(max(MOST_RECIPES, keys_LZTGD.size(1)))
+        self._pixels: LruCache[CaptureSpec, PixelReductions] = LruCache(max(MOST_RECIPES, keys_LZTGD.size(1)))
         self._pins: dict[int, torch.Tensor] = {}
         self._pinned_last: dict[int, list[tuple[int, int]]] = {}
-        self._atlases: dict[str, Atlas] = {}
+        self._atlases: dict[str, AttentionAtlas] = {}
 
     @property
     def most_keys(self) -> int:
@@ -92,7 +97,7 @@ class Looker:
         self._step_measures(query_LBHD, keys_LBTGD, positions_B)
         self._pinned(query_LBHD, keys_LBTGD[:, :, :64], positions_B, positions_B.new_zeros((3, 1)))
 
-    def sites(self, recipe: Recipe) -> dict[str, Site]:
+    def sites(self, recipe: CaptureSpec) -> dict[str, Site]:
         """What a recipe looks at. Raises PlanError, ExpressionError where it does not fit the model."""
         found = dict(self.pixels_of(recipe).sites)
         if self._share.is_first_of_tensor:
@@ -106,7 +111,7 @@ class Looker:
         for name in [name for name in self._atlases if name.startswith(f"{ATLAS}{run} ")]:
             del self._atlases[name]
 
-    def set_pins(self, pins: Pins, most: int, beside: Beside) -> int:
+    def set_pins(self, pins: Pins, most: int, beside: OnReductionStream) -> int:
         """Write down the pinned heads of this rank for the next step, `beside` what reads those of earlier ones.
 
         How many places there are: `most` or more.
@@ -129,7 +134,9 @@ class Looker:
         return count
 
     @torch.no_grad()
-    def decode(self, positions_N: torch.Tensor, recipes: Sequence[Recipe], pins: int, attended: int) -> list[Found]:
+    def decode(
+        self, positions_N: torch.Tensor, recipes: Sequence[CaptureSpec], pins: int, attended: int
+    ) -> list[NamedTensor]:
         """Of a decode step, for all slots: tensors of each recipe, by the number of its group."""
         found = [one for group, recipe in enumerate(recipes) for one in self._of_recipe(recipe, group)]
         if not any(recipe.attention for recipe in recipes) or not self._seen.layers(QUERIES.name):
@@ -142,13 +149,13 @@ class Looker:
                 found += self._measured(measures, group)
         if pins:
             rows = self._pinned(query_LBHD, keys_LBTGD, positions_N, self._pins[pins])
-            found.append(Found(name="pinned", values=rows, group=EVERY))
+            found.append(NamedTensor(name="pinned", values=rows, group=EVERY))
         return found
 
     @torch.no_grad()
-    def prefill(self, works: "Sequence[Work]", sight: Sight, count: int) -> list[Found]:
+    def prefill(self, works: "Sequence[PromptChunk]", sight: StepContext, count: int) -> list[NamedTensor]:
         """Of a chunk of prompts: tensors over all `count` rows that are told, by group; prompts' pictures."""
-        recipes = recipes_of(works)
+        recipes = capture_specs_of(works)
         found = [one for group, recipe in enumerate(recipes) for one in self._of_recipe(recipe, group)]
         looking = [work for work in works if work.tracked.recipe is not None and work.tracked.recipe.attention]
         if looking and self._seen.layers(QUERIES.name):
@@ -160,7 +167,7 @@ class Looker:
                 found += self._pictures(work, query_LNHD)
         return found
 
-    def _of_recipe(self, recipe: Recipe, group: int) -> Iterator[Found]:
+    def _of_recipe(self, recipe: CaptureSpec, group: int) -> Iterator[NamedTensor]:
         for one in self.pixels_of(recipe).compute(self._seen):
             yield dataclasses.replace(one, group=group)
         if not self._share.is_first_of_tensor or not (layers := self._seen.layers("residual")):
@@ -169,20 +176,20 @@ class Looker:
         before_LNH = torch.cat([self._seen.stacked(STAGE_INPUT.name), after_LNH[:-1]])
         said = {"site": "residual", "replicated": True}
         for name, values in residual_measures(before_LNH, after_LNH).items():
-            yield Found(name=name, values=values, layers=tuple(layers), said=said, group=group)
+            yield NamedTensor(name=name, values=values, layers=tuple(layers), header=said, group=group)
         if recipe.pca and self.basis is not None and self.basis.layers:
             points = self._projected(after_LNH, self.basis)
             of_basis = said | {VERSION: self.basis.version}
-            yield Found(name="pca", values=points, layers=self.basis.layers, said=of_basis, group=group)
+            yield NamedTensor(name="pca", values=points, layers=self.basis.layers, header=of_basis, group=group)
 
     @staticmethod
-    def _projected(residual_LNH: torch.Tensor, basis: Basis) -> torch.Tensor:
+    def _projected(residual_LNH: torch.Tensor, basis: PcaBasis) -> torch.Tensor:
         chosen = residual_LNH.index_select(0, basis.places).float()
         return torch.bmm(chosen - basis.mean_L1H, basis.axes_LHC)
 
-    def pixels_of(self, recipe: Recipe) -> Pixels:
+    def pixels_of(self, recipe: CaptureSpec) -> PixelReductions:
         """Its filters on the device. A CUDA graph reads their memory: who keeps the graph keeps them."""
-        return self._pixels.get(recipe, lambda: Pixels(recipe, self._share, self._device))
+        return self._pixels.get(recipe, lambda: PixelReductions(recipe, self._share, self._device))
 
     def _measures(
         self, query_LBQHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_BQ: torch.Tensor
@@ -195,11 +202,12 @@ class Looker:
             parts.append(attention_recompute.head_measures(chances, positions_BQ, self.rule))
         return {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
 
-    def _measured(self, measures: Mapping[str, torch.Tensor], group: int) -> list[Found]:
+    def _measured(self, measures: Mapping[str, torch.Tensor], group: int) -> list[NamedTensor]:
         said = {"site": "attention", "heads": list(self._share.heads), "replicated": False}
         layers = tuple(range(*self._share.layers))
         return [
-            Found(name=name, values=values, layers=layers, said=said, group=group) for name, values in measures.items()
+            NamedTensor(name=name, values=values, layers=layers, header=said, group=group)
+            for name, values in measures.items()
         ]
 
     def _step_measures(
@@ -231,7 +239,7 @@ class Looker:
         return codes(rows[:, :, 0, 0])
 
     def _prompt_measures(
-        self, works: "Sequence[Work]", query_LNHD: torch.Tensor, sight: Sight, count: int
+        self, works: "Sequence[PromptChunk]", query_LNHD: torch.Tensor, sight: StepContext, count: int
     ) -> dict[str, torch.Tensor]:
         """[L, U, H] each; 0 in rows of those who did not ask."""
         shape = (query_LNHD.size(0), count, query_LNHD.size(2))
@@ -246,29 +254,29 @@ class Looker:
                     out[name][:, rows] = values.squeeze(1)
         return out
 
-    def keys_of(self, read: Read) -> torch.Tensor:
+    def keys_of(self, read: PromptRead) -> torch.Tensor:
         """[L, T, G, D]: all keys of a sequence up to what has been read."""
         return self._keys_LZTGD[:, read.segment.slot, : read.segment.end]
 
-    def _pictures(self, work: "Work", query_LNHD: torch.Tensor) -> Iterator[Found]:
+    def _pictures(self, work: "PromptChunk", query_LNHD: torch.Tensor) -> Iterator[NamedTensor]:
         for read in work.reads:
             name = picture_name(work.tracked, read)
             if name not in self._atlases:
                 length = work.tracked.lengths[read.sample]
-                self._atlases[name] = Atlas(query_LNHD.size(0), query_LNHD.size(2), length, self._device)
+                self._atlases[name] = AttentionAtlas(query_LNHD.size(0), query_LNHD.size(2), length, self._device)
             tokens = slice(read.first_token, read.first_token + len(read.segment.tokens))
             self._atlases[name].add(query_LNHD[:, tokens], self.keys_of(read), read.segment.start, self.rule)
             if read.ends:
                 cells = codes(self._atlases.pop(name).cells)
                 said = {"site": "attention", "heads": list(self._share.heads), "replicated": False}
                 layers = tuple(range(*self._share.layers))
-                yield Found(name=name, values=cells, layers=layers, said=said, group=EVERY, has_rows=False)
+                yield NamedTensor(name=name, values=cells, layers=layers, header=said, group=EVERY, has_rows=False)
 
 
 MEASURES = ("head.entropy", "head.max", "head.sink")
 
 
-def picture_name(tracked: Tracked, read: Read) -> str:
+def picture_name(tracked: TrackedRequest, read: PromptRead) -> str:
     """Of a prompt's atlas, on its way."""
     return f"{ATLAS}{tracked.name} {read.sample}"
 
@@ -276,23 +284,23 @@ def picture_name(tracked: Tracked, read: Read) -> str:
 def codes(chances: torch.Tensor) -> torch.Tensor:
     """Probabilities as u8s."""
     data = torch.empty(chances.shape, dtype=torch.uint8, device=chances.device)
-    encode_into(Code.U8S, chances, data)
+    encode_into(TensorCode.U8S, chances, data)
     return data
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
+class PromptChunk:
     """What a chunk of prompts reads of one run or probe."""
 
-    tracked: Tracked
-    reads: Sequence[Read]
-    told: Sequence[Row]
+    tracked: TrackedRequest
+    reads: Sequence[PromptRead]
+    reported_rows: Sequence[TrackedRow]
     rows: slice
     """Of it, among all rows that are told of the chunk."""
     tokens_U: torch.Tensor
     """On the device: all rows that are told, as places among the tokens of the chunk."""
 
-    def reads_with_rows(self) -> Iterator[tuple[Read, slice]]:
+    def reads_with_rows(self) -> Iterator[tuple[PromptRead, slice]]:
         """Each prompt, and its rows among all that are told."""
         first = self.rows.start
         for read in self.reads:
@@ -302,6 +310,6 @@ class Work:
             first += count
 
 
-def recipes_of(works: Sequence[Work]) -> tuple[Recipe, ...]:
+def capture_specs_of(works: Sequence[PromptChunk]) -> tuple[CaptureSpec, ...]:
     """Different recipes, in order; their places are the groups."""
     return tuple(dict.fromkeys(work.tracked.recipe for work in works if work.tracked.recipe is not None))

@@ -9,7 +9,7 @@ Defer: TypeAlias = Callable[[Work], None]
 """Lets the thread of the engine do something in its next lull (`generate.lull`)."""
 
 
-class Behind:
+class DeferredWork:
     """What steps have left, done in their order. In the thread of the engine alone."""
 
     def __init__(self) -> None:
@@ -18,20 +18,20 @@ class Behind:
         self._step = 0
         self._defer: Defer | None = None
 
-    def put_off_by(self, defer: Defer | None) -> None:
+    def set_scheduler(self, defer: Defer | None) -> None:
         """From now on lulls are waited for; until then, and with None again, nothing is put off."""
         self._defer = defer
 
-    def leave(self, work: Work, *, of_prompts: bool) -> None:
+    def submit(self, work: Work, *, of_prompts: bool) -> None:
         """Do this in the next lull, and what prompts leave in one of the next step: while prompts are read the device
         waits for the host, and not the other way round."""
         self._left.append((self._step + of_prompts, work))
         if self._defer is None:
-            self.catch_up()
+            self.flush()
         else:
             self._defer(self._due)
 
-    def catch_up(self) -> None:
+    def flush(self) -> None:
         """Do all of it now. What one raises is raised, and the others are given up."""
         self._do(self._step + 1)
 
@@ -39,7 +39,7 @@ class Behind:
         """A step begins: only what the prompts of the last one left may still wait, and only beside a decode step."""
         self._step += 1
         if not decode or any(step < self._step for step, _ in self._left):
-            self.catch_up()
+            self.flush()
 
     def _due(self) -> None:
         """A lull has come."""

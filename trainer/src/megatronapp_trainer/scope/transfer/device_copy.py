@@ -23,7 +23,7 @@ _NUMPY: Mapping[torch.dtype, np.dtype[Any]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
+class NamedTensor:
     """A named tensor of a step, floats or (codes) bytes: [layers, rows, ..], or [rows, ..] of sites without layers."""
 
     name: str
@@ -31,7 +31,7 @@ class Found:
     layers: tuple[int, ...] | None = None
     group: int = 0
     """Which of the captures of a step it belongs to."""
-    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    header: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What a part's header says of it beside its layers."""
     has_rows: bool = True
     """No: pictures of heads, and rows of pinned heads, which stand as they are."""
@@ -42,14 +42,14 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
+class BufferLayout:
     """Which tensors lie one behind the other in a parcel."""
 
-    found: tuple[Found, ...]
+    found: tuple[NamedTensor, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
 
-    def tensors(self) -> "Iterator[tuple[Found, int, tuple[int, ...], np.dtype[Any]]]":
+    def tensors(self) -> "Iterator[tuple[NamedTensor, int, tuple[int, ...], np.dtype[Any]]]":
         """Each with its first byte, its shape, rows first, and its type."""
         place = 0
         for found, shape, dtype in zip(self.found, self.shapes, self.dtypes, strict=True):
@@ -58,21 +58,21 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Parcel:
+class PackedBuffer:
     """Tensors of a step in one buffer on the device."""
 
-    layout: Layout
+    layout: BufferLayout
     flat: torch.Tensor
 
 
-def wrap(found: Sequence[Found]) -> Parcel:
+def pack(found: Sequence[NamedTensor]) -> PackedBuffer:
     """Put tensors into one buffer, rows before layers, as frames have them; the widest numbers first, so that all lie
     as their type needs it."""
     turned = [dataclasses.replace(one, values=one.rows_first()) for one in found]
     ordered = sorted(turned, key=lambda one: -one.values.dtype.itemsize)
     pieces = [one.values.contiguous().view(-1).view(torch.uint8) for one in ordered]
-    return Parcel(
-        layout=Layout(
+    return PackedBuffer(
+        layout=BufferLayout(
             found=tuple(dataclasses.replace(one, values=torch.empty(0)) for one in ordered),
             shapes=tuple(tuple(one.values.shape) for one in ordered),
             dtypes=tuple(one.values.dtype for one in ordered),
@@ -81,7 +81,7 @@ def wrap(found: Sequence[Found]) -> Parcel:
     )
 
 
-class Post:
+class DeviceToHostCopier:
     """Sends parcels from the device to the host."""
 
     def __init__(self, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class Post:
         _await(self._steps)
         _await(self._prompts)
 
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
+    def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
         """What is launched within comes behind all that was sent, and before what will be sent."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
@@ -116,25 +116,29 @@ class Post:
         event.record()
         return event
 
-    def send_step(self, make: Callable[[], Parcel], held: object, after: "torch.cuda.Event | None") -> "Arrival":
+    def send_step(
+        self, make: Callable[[], PackedBuffer], held: object, after: "torch.cuda.Event | None"
+    ) -> "PendingCopy":
         """Make a parcel of a decode step beside the model's own work, once `after` is done, and start its copy; returns
         at once. `held`, whose memory is read meanwhile, is held until it is ready or another step waits for it."""
         return self._send(make, held, after, self._steps)
 
-    def send_prompts(self, make: Callable[[], Parcel], held: object, after: "torch.cuda.Event | None") -> "Arrival":
+    def send_prompts(
+        self, make: Callable[[], PackedBuffer], held: object, after: "torch.cuda.Event | None"
+    ) -> "PendingCopy":
         """The same, of prompts."""
         return self._send(make, held, after, self._prompts)
 
     def _send(
         self,
-        make: Callable[[], Parcel],
+        make: Callable[[], PackedBuffer],
         held: object,
         after: "torch.cuda.Event | None",
         under_way: "UnderWay",
-    ) -> "Arrival":
+    ) -> "PendingCopy":
         if self._stream is None or after is None:
             parcel = make()
-            return Arrival(parcel, parcel.flat.clone(), None, held)
+            return PendingCopy(parcel, parcel.flat.clone(), None, held)
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             parcel = make()
@@ -142,7 +146,7 @@ class Post:
             host.copy_(parcel.flat, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        arrival = Arrival(parcel, host, event, held)
+        arrival = PendingCopy(parcel, host, event, held)
         under_way.append((event, arrival))
         return arrival
 
@@ -152,20 +156,22 @@ def _await(under_way: "UnderWay", *, but: int = 0) -> None:
     while len(under_way) > but:
         event, arrival = under_way.popleft()
         torch.cuda.current_stream().wait_event(event)
-        arrival.let_go()
+        arrival.release()
 
 
-class Arrival:
+class PendingCopy:
     """A parcel that has come, or will."""
 
-    def __init__(self, parcel: Parcel, host: torch.Tensor, event: "torch.cuda.Event | None", held: object) -> None:
+    def __init__(
+        self, parcel: PackedBuffer, host: torch.Tensor, event: "torch.cuda.Event | None", held: object
+    ) -> None:
         self.layout = parcel.layout
         self._flat: torch.Tensor | None = parcel.flat
         self._host = host
         self._event = event
         self._held = held
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing that is launched from now on comes before it: what it reads need not be held."""
         self._held = None
 
@@ -187,7 +193,7 @@ class Arrival:
         found: NDArray[np.uint8] = self._host.numpy()
         return found
 
-    def open(self) -> list[tuple[Found, NDArray[Any]]]:
+    def open(self) -> list[tuple[NamedTensor, NDArray[Any]]]:
         """The tensors, as arrays on the host, rows first. Only when `ready`."""
         data = self.data
         return [
@@ -196,4 +202,4 @@ class Arrival:
         ]
 
 
-UnderWay: TypeAlias = "collections.deque[tuple[torch.cuda.Event, Arrival]]"
+UnderWay: TypeAlias = "collections.deque[tuple[torch.cuda.Event, PendingCopy]]"

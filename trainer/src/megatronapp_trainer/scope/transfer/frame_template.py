@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_trainer.scope.transfer.device_copy import Layout
+from megatronapp_trainer.scope.transfer.device_copy import BufferLayout
 
 VERSION = "pcaVersion"
 """What `pca` says of itself, and the header of a part that has it."""
@@ -22,14 +22,14 @@ _ALIGNED = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Template:
+class FrameTemplate:
     """Entries of `tensors` of a frame's header, and where in a parcel their bytes are."""
 
     entries: Sequence[Mapping[str, Any]]
     spans: Sequence[tuple[int, int]]
     size: int
     """Of the body."""
-    said: Mapping[str, Any]
+    header: Mapping[str, Any]
     """What the header says of some of them."""
 
     def body(self, data: NDArray[np.uint8]) -> bytes:
@@ -41,7 +41,7 @@ class Template:
 
 
 @functools.lru_cache(maxsize=64)
-def template_of(layout: Layout, group: int, rows: int) -> Template:
+def template_of(layout: BufferLayout, group: int, rows: int) -> FrameTemplate:
     """Of the first rows of all tensors of a group."""
     entries: list[Mapping[str, Any]] = []
     spans: list[tuple[int, int]] = []
@@ -53,8 +53,8 @@ def template_of(layout: Layout, group: int, rows: int) -> Template:
         width = rows * math.prod(shape[1:]) * dtype.itemsize
         entry = {"n": found.name, "c": CODES[dtype], "s": [rows, *shape[1:]], "o": size}
         layers = {} if found.layers is None else {"layers": list(found.layers)}
-        entries.append(entry | layers | {key: value for key, value in found.said.items() if key != VERSION})
-        said |= {key: value for key, value in found.said.items() if key == VERSION}
+        entries.append(entry | layers | {key: value for key, value in found.header.items() if key != VERSION})
+        said |= {key: value for key, value in found.header.items() if key == VERSION}
         spans.append((place, place + width))
         size += width + -width % _ALIGNED
-    return Template(tuple(entries), tuple(spans), size, said)
+    return FrameTemplate(tuple(entries), tuple(spans), size, said)

@@ -9,29 +9,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import frame_of, pack
-from megatronapp_trainer.scope.tracked_requests import Row
-from megatronapp_trainer.scope.transfer.device_copy import Arrival, Found
+from megatronapp_common.scope.protocol import build_frame, pack
+from megatronapp_trainer.scope.tracked_requests import TrackedRow
+from megatronapp_trainer.scope.transfer.device_copy import NamedTensor, PendingCopy
 from megatronapp_trainer.scope.transfer.frame_template import CODES, VERSION, template_of
-from megatronapp_trainer.scope.transfer.publisher import Kind
-from megatronapp_trainer.scope.transfer.split_frames import MOST_ROWS, Sheet, cuts
+from megatronapp_trainer.scope.transfer.publisher import DropPolicy
+from megatronapp_trainer.scope.transfer.split_frames import MOST_ROWS, RowTensor, split_into_frames
 
-PART_BYTES = 2 << 20
+TARGET_FRAME_BYTES = 2 << 20
 """Of a frame, about; the protocol allows twice as many."""
 ATLAS = "atlas "
 """Before run and sample, in the names of pictures on their way."""
 EVERY = -1
 """The group of tensors that frames of all groups may take from."""
-Arrays = Sequence[tuple[Found, NDArray[Any]]]
+Arrays = Sequence[tuple[NamedTensor, NDArray[Any]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class FrameSpec:
     """One frame, or several of equal kind, to be made of the tensors of one group."""
 
     group: int
     header: Mapping[str, Any]
-    rows: Sequence[Row] = ()
+    rows: Sequence[TrackedRow] = ()
     select: Sequence[int] = ()
     """Where the rows stand in the tensors."""
     pinned: Sequence[tuple[int, int, int]] = ()
@@ -41,11 +41,11 @@ class Told:
     is_probe: bool = False
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DropPolicy:
         """How it may be dropped."""
         if self.is_probe:
-            return Kind.PROBE
-        return Kind.PROMPTS if self.header["step"] == 0 else Kind.STEP
+            return DropPolicy.PROBE
+        return DropPolicy.PROMPTS if self.header["step"] == 0 else DropPolicy.STEP
 
     def mark(self) -> Frame:
         """That it will not come."""
@@ -53,32 +53,36 @@ class Told:
         return Frame(FrameType.SCOPE_PART, {**self.header, **said})
 
 
-class Parts:
+class StepFrames:
     """All frames of one step: a job for the publisher. They are made one by one, as there is room for them."""
 
-    def __init__(self, arrival: Arrival, told: Sequence[Told], *, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self, arrival: PendingCopy, told: Sequence[FrameSpec], *, part_bytes: int = TARGET_FRAME_BYTES
+    ) -> None:
         self._arrival = arrival
         self._told = collections.deque(told)
         self._part_bytes = part_bytes
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DropPolicy:
         """Of its parts that may be dropped least easily."""
-        kinds = {told.kind for told in self._told} or {Kind.NEWS}
-        return next(kind for kind in (Kind.NEWS, Kind.PROBE, Kind.PROMPTS, Kind.STEP) if kind in kinds)
+        kinds = {told.kind for told in self._told} or {DropPolicy.NEWS}
+        return next(
+            kind for kind in (DropPolicy.NEWS, DropPolicy.PROBE, DropPolicy.PROMPTS, DropPolicy.STEP) if kind in kinds
+        )
 
     @property
     def nbytes(self) -> int:
         """On the host."""
         return self._arrival.nbytes
 
-    def split(self) -> "list[Parts]":
+    def split(self) -> "list[StepFrames]":
         """Probes by themselves: they wait beside steps."""
         probes = [told for told in self._told if told.is_probe]
         others = [told for told in self._told if not told.is_probe]
         if not probes or not others:
             return [self]
-        return [Parts(self._arrival, told, part_bytes=self._part_bytes) for told in (others, probes)]
+        return [StepFrames(self._arrival, told, part_bytes=self._part_bytes) for told in (others, probes)]
 
     def ready(self) -> bool:
         """The copy has come."""
@@ -99,7 +103,7 @@ class Parts:
         return [told.mark() for told in self._told]
 
 
-def ranges(rows: Iterable[Row]) -> list[list[int]]:
+def ranges(rows: Iterable[TrackedRow]) -> list[list[int]]:
     """`[[sample, first position, count], ..]`."""
     out: list[list[int]] = []
     for row in rows:
@@ -110,10 +114,10 @@ def ranges(rows: Iterable[Row]) -> list[list[int]]:
     return out
 
 
-def _whole(told: Told, arrival: Arrival, arrays: Arrays, part_bytes: int) -> Frame | None:
+def _whole(told: FrameSpec, arrival: PendingCopy, arrays: Arrays, part_bytes: int) -> Frame | None:
     """The one frame of the first rows of everything, as decode steps tell them; None where it is not that."""
     count = len(told.rows)
-    if told.kind is not Kind.STEP or not 0 < count <= MOST_ROWS or list(told.select) != list(range(count)):
+    if told.kind is not DropPolicy.STEP or not 0 < count <= MOST_ROWS or list(told.select) != list(range(count)):
         return None
     template = template_of(arrival.layout, told.group, count)
     sheets = [sheet for found, values in arrays if found.name == "pinned" for sheet in _pinned(told, values)]
@@ -122,25 +126,25 @@ def _whole(told: Told, arrival: Arrival, arrays: Arrays, part_bytes: int) -> Fra
     entries, body = pack(sheet.whole().tensor(slice(0, count)) for sheet in sheets)
     behind = [entry | {"o": entry["o"] + template.size} for entry in entries]
     said = {"rows": ranges(told.rows), "tensors": [*template.entries, *behind]}
-    return Frame(FrameType.SCOPE_PART, {**told.header, **said, **template.said}, template.body(arrival.data) + body)
+    return Frame(FrameType.SCOPE_PART, {**told.header, **said, **template.header}, template.body(arrival.data) + body)
 
 
-def _frames(told: Told, arrays: Arrays, part_bytes: int) -> Iterator[Frame]:
-    for cut in cuts(list(_sheets(told, arrays)), len(told.rows), part_bytes):
+def _frames(told: FrameSpec, arrays: Arrays, part_bytes: int) -> Iterator[Frame]:
+    for cut in split_into_frames(list(_sheets(told, arrays)), len(told.rows), part_bytes):
         names = {tensor.name for tensor in cut.tensors}
         said = {"rows": ranges(told.rows[cut.rows]), "more": bool(told.header["more"]) or not cut.is_last}
         for found, _ in arrays:
-            if found.name in names and VERSION in found.said:
-                said[VERSION] = found.said[VERSION]
-        yield frame_of(FrameType.SCOPE_PART, {**told.header, **said}, cut.tensors)
+            if found.name in names and VERSION in found.header:
+                said[VERSION] = found.header[VERSION]
+        yield build_frame(FrameType.SCOPE_PART, {**told.header, **said}, cut.tensors)
 
 
-def _sheets(told: Told, arrays: Arrays) -> Iterator[Sheet]:
+def _sheets(told: FrameSpec, arrays: Arrays) -> Iterator[RowTensor]:
     """What a part tells, as it can be cut."""
     if told.atlas:
         for found, values in arrays:
             if found.name == told.atlas:
-                yield _sheet(found, values[None], None, "atlas")
+                yield _row_tensor(found, values[None], None, "atlas")
         return
     in_order = list(told.select) == list(range(len(told.select)))
     select = None if in_order else np.asarray(told.select, dtype=np.intp)
@@ -148,26 +152,28 @@ def _sheets(told: Told, arrays: Arrays) -> Iterator[Sheet]:
         if found.name == "pinned":
             yield from _pinned(told, values)
         elif not found.name.startswith(ATLAS):
-            yield _sheet(found, values, select)
+            yield _row_tensor(found, values, select)
 
 
-def _pinned(told: Told, values: NDArray[Any]) -> Iterator[Sheet]:
+def _pinned(told: FrameSpec, values: NDArray[Any]) -> Iterator[RowTensor]:
     """Each head by itself, as many keys as the longest row has."""
     keys = max((row.position for row in told.rows), default=0) + 1
     select = np.asarray(told.select, dtype=np.intp)
     for place, layer, head in told.pinned:
         said = {"site": "attention", "heads": [head, head + 1], "replicated": False}
         rows = values[place, :, None, None, :keys]
-        yield Sheet(name="attention", code="u8s", values=rows, select=select, layers=(layer,), said=said)
+        yield RowTensor(name="attention", code="u8s", values=rows, select=select, layers=(layer,), header=said)
 
 
-def _sheet(found: Found, values: NDArray[Any], select: NDArray[np.intp] | None, name: str | None = None) -> Sheet:
-    return Sheet(
+def _row_tensor(
+    found: NamedTensor, values: NDArray[Any], select: NDArray[np.intp] | None, name: str | None = None
+) -> RowTensor:
+    return RowTensor(
         name=name or found.name,
         code=CODES[values.dtype],
         values=values,
         select=select,
         layers=found.layers,
-        said={key: value for key, value in found.said.items() if key != VERSION},
+        header={key: value for key, value in found.header.items() if key != VERSION},
         is_picture=name is not None,
     )

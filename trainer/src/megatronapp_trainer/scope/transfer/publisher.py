@@ -22,7 +22,7 @@ from typing import Protocol
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType, encode
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
-from megatronapp_trainer.inference.idle_window import Lull
+from megatronapp_trainer.inference.idle_window import IdleWindow
 
 log = logging.getLogger(__name__)
 BOUND_BYTES = 8 << 20
@@ -38,12 +38,12 @@ _NOT_LISTENING = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
 _POLL_S = 0.001
 _IDLE_S = 0.05
 _RETRY_S = 0.5
-_LULL_S = 0.05
+_IDLE_WINDOW_S = 0.05
 """Each step has a lull; where none comes so long, nothing is waited for."""
-_MOST_BEHIND = 8
+_MAX_LAG_STEPS = 8
 
 
-class Kind(enum.Enum):
+class DropPolicy(enum.Enum):
     """How something that waits may be dropped."""
 
     STEP = "step"
@@ -56,18 +56,18 @@ class Kind(enum.Enum):
     """The same, and it waits beside the others."""
 
 
-class Job(Protocol):
+class FrameJob(Protocol):
     """Frames that are being made on the device."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DropPolicy:
         """How it may be dropped."""
 
     @property
     def nbytes(self) -> int:
         """What it holds on the host."""
 
-    def split(self) -> "Sequence[Job]":
+    def split(self) -> "Sequence[FrameJob]":
         """Parts of it that are dropped in different ways."""
 
     def ready(self) -> bool:
@@ -80,23 +80,23 @@ class Job(Protocol):
         """What is told in place of those that have not been built."""
 
 
-class Ready:
+class ReadyFrames:
     """A job of frames that are there."""
 
     def __init__(self, frames: Iterable[Frame]) -> None:
         self._frames = tuple(frames)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DropPolicy:
         """Small things."""
-        return Kind.NEWS
+        return DropPolicy.NEWS
 
     @property
     def nbytes(self) -> int:
         """Of their bodies."""
         return sum(len(frame.body) for frame in self._frames)
 
-    def split(self) -> "Sequence[Job]":
+    def split(self) -> "Sequence[FrameJob]":
         """One."""
         return [self]
 
@@ -113,7 +113,7 @@ class Ready:
         return ()
 
 
-class Numbers:
+class PartNumberer:
     """Numbers the parts of each step and probe of a rank, in the order in which they are sent."""
 
     def __init__(self, most: int = 1024) -> None:
@@ -127,7 +127,7 @@ class Numbers:
         number = self._next.get(_key(frame), 0)
         return Frame(frame.type, {**frame.header, "part": number}, frame.body)
 
-    def go_on(self, frame: Frame) -> None:
+    def commit(self, frame: Frame) -> None:
         """This frame is sent: the next one has another number."""
         if frame.type != FrameType.SCOPE_PART:
             return
@@ -144,18 +144,18 @@ def _key(frame: Frame) -> object:
     return header.get("probe") or (header.get("run"), header.get("step"))
 
 
-class Waiting:
+class FrameQueue:
     """Jobs that wait, in bounded memory. Any thread may put, one takes; both are short."""
 
     def __init__(self, bound_bytes: int, waiting_bytes: int) -> None:
         self._bounds = {
-            Kind.STEP: bound_bytes,
-            Kind.NEWS: bound_bytes,
-            Kind.PROMPTS: waiting_bytes,
-            Kind.PROBE: waiting_bytes,
+            DropPolicy.STEP: bound_bytes,
+            DropPolicy.NEWS: bound_bytes,
+            DropPolicy.PROMPTS: waiting_bytes,
+            DropPolicy.PROBE: waiting_bytes,
         }
-        self._held = dict.fromkeys(Kind, 0)
-        self._lanes: dict[bool, collections.OrderedDict[int, Job]] = {
+        self._held = dict.fromkeys(DropPolicy, 0)
+        self._queues: dict[bool, collections.OrderedDict[int, FrameJob]] = {
             False: collections.OrderedDict(),
             True: collections.OrderedDict(),
         }
@@ -165,24 +165,24 @@ class Waiting:
         self._lock = threading.Lock()
         self.dropped = 0
 
-    def put(self, job: Job) -> None:
+    def put(self, job: FrameJob) -> None:
         """Let it wait, or its marks; drops steps that it leaves no room for."""
         with self._lock:
-            lane = self._lanes[job.kind is Kind.PROBE]
-            if job.kind in {Kind.PROMPTS, Kind.PROBE} and not self._fits(job):
+            lane = self._queues[job.kind is DropPolicy.PROBE]
+            if job.kind in {DropPolicy.PROMPTS, DropPolicy.PROBE} and not self._fits(job):
                 self.dropped += 1
-                job = Ready(job.marks())
+                job = ReadyFrames(job.marks())
             self._count += 1
             self._set(lane, self._count, job)
-            if job.kind is Kind.STEP:
+            if job.kind is DropPolicy.STEP:
                 self._steps.append(self._count)
-            self._drop_steps(self._lanes[False])
-            self._drop_news(self._lanes[False])
+            self._drop_steps(self._queues[False])
+            self._drop_oldest(self._queues[False])
 
-    def take(self, *, probes: bool) -> Job | None:
+    def take(self, *, probes: bool) -> FrameJob | None:
         """The oldest one, if it is ready. It counts until it is `over`."""
         with self._lock:
-            lane = self._lanes[probes]
+            lane = self._queues[probes]
             if not lane or not next(iter(lane.values())).ready():
                 return None
             number, job = lane.popitem(last=False)
@@ -190,7 +190,7 @@ class Waiting:
                 self._steps.popleft()
             return job
 
-    def over(self, kind: Kind, cost: int) -> None:
+    def release(self, kind: DropPolicy, cost: int) -> None:
         """What was taken is held no more."""
         with self._lock:
             self._held[kind] -= cost
@@ -203,43 +203,43 @@ class Waiting:
     @property
     def count(self) -> int:
         """Jobs that wait."""
-        return sum(map(len, self._lanes.values()))
+        return sum(map(len, self._queues.values()))
 
-    def _fits(self, job: Job) -> bool:
+    def _fits(self, job: FrameJob) -> bool:
         """One that is larger than the bound goes alone: it would fit at no time."""
-        held = self._held[Kind.PROMPTS] + self._held[Kind.PROBE]
+        held = self._held[DropPolicy.PROMPTS] + self._held[DropPolicy.PROBE]
         return not held or held + cost_of(job) <= self._bounds[job.kind]
 
-    def _set(self, lane: collections.OrderedDict[int, Job], number: int, job: Job) -> None:
+    def _set(self, lane: collections.OrderedDict[int, FrameJob], number: int, job: FrameJob) -> None:
         if number in lane:
             self._held[lane[number].kind] -= cost_of(lane[number])
         lane[number] = job
         self._held[job.kind] += cost_of(job)
 
-    def _drop_steps(self, lane: collections.OrderedDict[int, Job]) -> None:
+    def _drop_steps(self, lane: collections.OrderedDict[int, FrameJob]) -> None:
         """The oldest that wait, but never the newest; marks stand in their place."""
-        while self._held[Kind.STEP] > self._bounds[Kind.STEP] and len(self._steps) > 1:
+        while self._held[DropPolicy.STEP] > self._bounds[DropPolicy.STEP] and len(self._steps) > 1:
             if (number := self._steps.popleft()) in lane:
                 self.dropped += 1
-                self._set(lane, number, Ready(lane[number].marks()))
+                self._set(lane, number, ReadyFrames(lane[number].marks()))
 
-    def _drop_news(self, lane: collections.OrderedDict[int, Job]) -> None:
+    def _drop_oldest(self, lane: collections.OrderedDict[int, FrameJob]) -> None:
         """The oldest, when nobody has read for long."""
-        if self._held[Kind.NEWS] <= self._bounds[Kind.NEWS]:
+        if self._held[DropPolicy.NEWS] <= self._bounds[DropPolicy.NEWS]:
             return
-        for number in [number for number, job in lane.items() if job.kind is Kind.NEWS][:-1]:
-            if self._held[Kind.NEWS] <= self._bounds[Kind.NEWS] * 3 // 4:  # not one by one
+        for number in [number for number, job in lane.items() if job.kind is DropPolicy.NEWS][:-1]:
+            if self._held[DropPolicy.NEWS] <= self._bounds[DropPolicy.NEWS] * 3 // 4:  # not one by one
                 return
-            self._held[Kind.NEWS] -= cost_of(lane.pop(number))
+            self._held[DropPolicy.NEWS] -= cost_of(lane.pop(number))
             self.dropped += 1
 
 
-def cost_of(job: Job) -> int:
+def cost_of(job: FrameJob) -> int:
     """What a job counts while it waits, in bytes."""
     return job.nbytes + FRAME_COST
 
 
-class Publisher:
+class FramePublisher:
     """Sends in a thread of its own, from `start` to `close`."""
 
     def __init__(
@@ -249,19 +249,19 @@ class Publisher:
         *,
         bound_bytes: int = BOUND_BYTES,
         waiting_bytes: int = WAITING_BYTES,
-        lull: Lull | None = None,
+        lull: IdleWindow | None = None,
     ) -> None:
         """`lull`: when to work; None: at any time."""
         self._path = path
         self._lull = lull
         self._hello = encode(hello)
-        self._waiting = Waiting(bound_bytes, waiting_bytes)
-        self._coming: collections.deque[Job] = collections.deque(maxlen=MOST_COMING)
-        self._frames = {False: self._made(probes=False), True: self._made(probes=True)}
+        self._waiting = FrameQueue(bound_bytes, waiting_bytes)
+        self._coming: collections.deque[FrameJob] = collections.deque(maxlen=MOST_COMING)
+        self._frames = {False: self._next_frames(probes=False), True: self._next_frames(probes=True)}
         self._is_probe_next = True
         self._is_overdue = False
         """No lull came: all that can be sent is."""
-        self._numbers = Numbers()
+        self._numbers = PartNumberer()
         self._socket: socket.socket | None = None
         self._frame = b""
         """What is being sent, from its beginning. A peer that goes away leaves it to the next one as a whole."""
@@ -278,7 +278,7 @@ class Publisher:
         """Begin to send."""
         self._thread.start()
 
-    def post(self, job: Job) -> None:
+    def post(self, job: FrameJob) -> None:
         """Send when it is ready. Returns at once."""
         self._coming.append(job)
         for one in job.split():
@@ -304,7 +304,7 @@ class Publisher:
 
     def _run(self) -> None:
         while True:
-            self._await_lull()
+            self._await_idle_window()
             while self._coming and self._coming[0].ready():  # what has come lets its memory on the device go
                 self._coming.popleft()
             if self._send():
@@ -323,12 +323,12 @@ class Publisher:
     @property
     def _may_work(self) -> bool:
         """Also where it falls behind, because the device waits for the host and lulls are short."""
-        is_urgent = self._is_overdue or self._until_s is not None or self._waiting.count > _MOST_BEHIND
+        is_urgent = self._is_overdue or self._until_s is not None or self._waiting.count > _MAX_LAG_STEPS
         return self._lull is None or self._lull.is_on or is_urgent
 
-    def _await_lull(self) -> None:
+    def _await_idle_window(self) -> None:
         while not self._may_work:
-            self._is_overdue = not self._news.wait(_LULL_S)
+            self._is_overdue = not self._news.wait(_IDLE_WINDOW_S)
             self._news.clear()
 
     def _rest(self) -> None:
@@ -370,7 +370,7 @@ class Publisher:
                 return data
         return None
 
-    def _made(self, *, probes: bool) -> Iterator[bytes | None]:
+    def _next_frames(self, *, probes: bool) -> Iterator[bytes | None]:
         """Frames of one lane, whatever comes; None where nothing is ready."""
         while True:
             if (job := self._waiting.take(probes=probes)) is None:
@@ -386,7 +386,7 @@ class Publisher:
                 for mark in job.marks():
                     yield self._encoded(mark)
             del job
-            self._waiting.over(kind, cost)
+            self._waiting.release(kind, cost)
 
     def _note(self, failure: str) -> None:
         """What fails at each step is said once."""
@@ -398,7 +398,7 @@ class Publisher:
         data = encode(self._numbers.numbered(frame))
         if len(data) > MAX_PART_BYTES:
             raise FrameError(f"a frame of {len(data)} bytes; ranks send at most {MAX_PART_BYTES}")
-        self._numbers.go_on(frame)
+        self._numbers.commit(frame)
         return data
 
     def _connect(self) -> bool:
@@ -429,4 +429,4 @@ def connect_to(connection: socket.socket, path: pathlib.Path) -> None:
         os.close(folder)
 
 
-Sink = Callable[[Job], None]
+Sink = Callable[[FrameJob], None]

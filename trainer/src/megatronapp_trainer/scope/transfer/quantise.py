@@ -5,26 +5,26 @@ All go into buffers that are there already; nothing is waited for.
 
 import torch
 
-from megatronapp_common.scope.codes import INFINITE, LARGEST, LEAST_SCALE, MISSING, STEPS, Code
+from megatronapp_common.scope.codes import INFINITE, LARGEST, LEAST_SCALE, MISSING, STEPS, TensorCode
 
 DTYPES = {
-    Code.I8: torch.int8,
-    Code.U8S: torch.uint8,
-    Code.U8: torch.uint8,
-    Code.F16: torch.float16,
-    Code.F32: torch.float32,
+    TensorCode.I8: torch.int8,
+    TensorCode.U8S: torch.uint8,
+    TensorCode.U8: torch.uint8,
+    TensorCode.F16: torch.float16,
+    TensorCode.F32: torch.float32,
 }
 
 
 @torch.no_grad()
-def encode_into(code: Code, values: torch.Tensor, data: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+def encode_into(code: TensorCode, values: torch.Tensor, data: torch.Tensor, scales: torch.Tensor | None = None) -> None:
     """Write 32-bit floats into `data`, which has their shape, and for `i8` the scale of each row into `scales`."""
-    if code is Code.I8:
+    if code is TensorCode.I8:
         assert scales is not None
         _signed(values, data, scales)
-    elif code is Code.U8S:
+    elif code is TensorCode.U8S:
         data.copy_((_clamped(values).sqrt() * LARGEST).round())
-    elif code is Code.U8:
+    elif code is TensorCode.U8:
         data.copy_((_clamped(values) * LARGEST).round())
     else:
         data.copy_(values)

@@ -24,7 +24,7 @@ _WORDS = ("heads", "features")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Sheet:
+class RowTensor:
     """One tensor: [rows, layers, ..], or [rows, ..] of sites without layers."""
 
     name: str
@@ -33,53 +33,53 @@ class Sheet:
     select: NDArray[np.intp] | None = None
     """Where the rows stand in `values`; None: from the first on."""
     layers: tuple[int, ...] | None = None
-    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    header: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_picture: bool = False
     """Its one row is no axis of the tensor in the frame."""
 
     @property
     def row_bytes(self) -> int:
         """About what one row takes in a frame."""
-        return math.prod(self.values.shape[1:]) * self.values.itemsize + self._said_bytes
+        return math.prod(self.values.shape[1:]) * self.values.itemsize + self._header_bytes
 
     @property
-    def _said_bytes(self) -> int:
+    def _header_bytes(self) -> int:
         return _ENTRY_BYTES + _LAYER_BYTES * len(self.layers or ())
 
-    def pieces(self, limit: int) -> "Iterator[Piece]":
+    def chunks(self, limit: int) -> "Iterator[TensorChunk]":
         """Parts of a row, each within the limit where its layers, heads or features can be cut so."""
-        room = max(1, limit - self._said_bytes)
+        room = max(1, limit - self._header_bytes)
         axis = 1 if self.layers is None else 2
         cell = self.values.shape[axis:]
         cell_bytes = math.prod(cell) * self.values.itemsize
         whole = slice(0, cell[0] if cell else 1)
-        if cell_bytes <= room or not self._can_be_cut(cell):
+        if cell_bytes <= room or not self._is_divisible(cell):
             for layers in _slices(len(self.layers or ()) or 1, room // max(1, cell_bytes)):
-                yield Piece(self, layers, whole, (layers.stop - layers.start) * cell_bytes + self._said_bytes)
+                yield TensorChunk(self, layers, whole, (layers.stop - layers.start) * cell_bytes + self._header_bytes)
             return
         unit = cell_bytes // cell[0]
         for layers in _slices(len(self.layers or ()) or 1, 1):
             for part in _slices(cell[0], room // unit):
-                yield Piece(self, layers, part, (part.stop - part.start) * unit + self._said_bytes)
+                yield TensorChunk(self, layers, part, (part.stop - part.start) * unit + self._header_bytes)
 
-    def _can_be_cut(self, cell: Sequence[int]) -> bool:
+    def _is_divisible(self, cell: Sequence[int]) -> bool:
         """Its numbers are not pixels, which stand for more heads or features than there are of them, nor states."""
-        if MERGE in self.said:
+        if MERGE in self.header:
             return False
-        span = next((self.said[word] for word in _WORDS if word in self.said), None)
+        span = next((self.header[word] for word in _WORDS if word in self.header), None)
         return bool(cell) and (span is None or span[1] - span[0] == cell[0])
 
-    def whole(self) -> "Piece":
+    def whole(self) -> "TensorChunk":
         """All of a row."""
         axis = 1 if self.layers is None else 2
         width = self.values.shape[axis] if self.values.ndim > axis else 1
-        return Piece(self, slice(0, len(self.layers or ()) or 1), slice(0, width), self.row_bytes)
+        return TensorChunk(self, slice(0, len(self.layers or ()) or 1), slice(0, width), self.row_bytes)
 
 
-class Piece(NamedTuple):
+class TensorChunk(NamedTuple):
     """A part of each row of a sheet."""
 
-    sheet: Sheet
+    tensor_source: RowTensor
     layers: slice
     """Places among the layers."""
     part: slice
@@ -88,7 +88,7 @@ class Piece(NamedTuple):
 
     def tensor(self, rows: slice) -> Tensor:
         """These rows of it."""
-        sheet = self.sheet
+        sheet = self.tensor_source
         values = sheet.values[rows] if sheet.select is None else sheet.values[sheet.select[rows]]
         if sheet.layers is not None:
             values = values[:, self.layers]
@@ -97,11 +97,11 @@ class Piece(NamedTuple):
         if is_cut:
             values = values[(*[slice(None)] * axis, self.part)]
         values = np.ascontiguousarray(values[0] if sheet.is_picture else values)
-        return Tensor(sheet.name, sheet.code, values, None, self._said(is_cut=is_cut))
+        return Tensor(sheet.name, sheet.code, values, None, self._header(is_cut=is_cut))
 
-    def _said(self, *, is_cut: bool) -> dict[str, Any]:
-        layers = {} if self.sheet.layers is None else {"layers": list(self.sheet.layers[self.layers])}
-        said = {**layers, **self.sheet.said}
+    def _header(self, *, is_cut: bool) -> dict[str, Any]:
+        layers = {} if self.tensor_source.layers is None else {"layers": list(self.tensor_source.layers[self.layers])}
+        said = {**layers, **self.tensor_source.header}
         if not is_cut:
             return said
         word = next((word for word in _WORDS if word in said), "features")
@@ -109,7 +109,7 @@ class Piece(NamedTuple):
         return said | {word: [first + self.part.start, first + self.part.stop], "replicated": False}
 
 
-class Cut(NamedTuple):
+class FrameContent(NamedTuple):
     """What one frame holds."""
 
     rows: slice
@@ -117,7 +117,7 @@ class Cut(NamedTuple):
     is_last: bool
 
 
-def cuts(sheets: Sequence[Sheet], count: int, limit: int) -> Iterator[Cut]:
+def split_into_frames(sheets: Sequence[RowTensor], count: int, limit: int) -> Iterator[FrameContent]:
     """Frames of so many rows of these tensors, each of about `limit` bytes at most; at least one, be it empty."""
     row_bytes = sum(sheet.row_bytes for sheet in sheets)
     groups = [[sheet.whole() for sheet in sheets]] if row_bytes <= limit else _groups(sheets, limit)
@@ -126,14 +126,14 @@ def cuts(sheets: Sequence[Sheet], count: int, limit: int) -> Iterator[Cut]:
         for place, group in enumerate(groups):
             is_last = rows.stop >= count and place == len(groups) - 1
             told = slice(rows.start, min(rows.stop, count))
-            yield Cut(told, [piece.tensor(told) for piece in group], is_last)
+            yield FrameContent(told, [piece.tensor(told) for piece in group], is_last)
 
 
-def _groups(sheets: Sequence[Sheet], limit: int) -> list[list[Piece]]:
+def _groups(sheets: Sequence[RowTensor], limit: int) -> list[list[TensorChunk]]:
     """Pieces of one row, as they go together."""
-    groups: list[list[Piece]] = []
+    groups: list[list[TensorChunk]] = []
     room = 0
-    for piece in (piece for sheet in sheets for piece in sheet.pieces(limit)):
+    for piece in (piece for sheet in sheets for piece in sheet.chunks(limit)):
         if piece.row_bytes > room or not groups:
             groups.append([])
             room = limit

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megatronapp_trainer.serve.openai.completion import Answer
+from megatronapp_trainer.serve.openai.completion import CompletionResponse
 from megatronapp_trainer.serve.openai.schemas_chat import (
     ChatChoice,
     ChatChunk,
@@ -19,8 +19,8 @@ from megatronapp_trainer.serve.served_model import BY_ID
 
 
 @dataclasses.dataclass(kw_only=True)
-class ChatAnswer(Answer):
-    """As `Answer`, for messages."""
+class ChatResponse(CompletionResponse):
+    """As `CompletionResponse`, for messages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

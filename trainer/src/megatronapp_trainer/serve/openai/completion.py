@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import anyio.to_thread
 from pydantic import BaseModel
 
-from megatronapp_trainer.inference.events import Candidate, FinishedEvent, PromptEvent, TokenEvent
+from megatronapp_trainer.inference.events import FinishedEvent, PromptEvent, TokenCandidate, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.openai.schemas_completions import (
     Choice,
@@ -22,20 +22,20 @@ from megatronapp_trainer.serve.openai.schemas_completions import (
     Usage,
 )
 from megatronapp_trainer.serve.problems import api_error, error_body
-from megatronapp_trainer.serve.request_broker import Gone, PromptPart, QueueEvent, Ticket
-from megatronapp_trainer.serve.served_model import Echo, ServedModel
+from megatronapp_trainer.serve.request_broker import Disconnected, PromptProgress, QueueEvent, RequestHandle
+from megatronapp_trainer.serve.served_model import PromptEcho, ServedModel
 
 KEEP_ALIVE_S = 10.0
 DONE = "data: [DONE]\n\n"
 Made = TypeVar("Made")
 
 
-class GoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client has hung up; nobody is left to answer. Never leaves this package."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class Answer:
+class CompletionResponse:
     """What has come so far of one request over HTTP."""
 
     model: ServedModel
@@ -46,7 +46,7 @@ class Answer:
     with_logprobs: bool
     prompts: int = 1
     """Number of different prompts, whose tokens count once."""
-    echoes: Sequence[Echo] = ()
+    echoes: Sequence[PromptEcho] = ()
     """Each text's prompt, where texts begin with it."""
 
     def __post_init__(self) -> None:
@@ -65,13 +65,13 @@ class Answer:
         """All texts have ended."""
         return not self._open
 
-    def pieces(self, item: PromptPart | TokenEvent | FinishedEvent) -> list[Choice]:
+    def text_chunks(self, item: PromptProgress | TokenEvent | FinishedEvent) -> list[Choice]:
         """The item as pieces of its text: none of a part of a prompt, two where the prompt comes first.
 
         Raises GenerationError where the text ended by an error.
         """
         index = self._index[item.request_id]
-        if isinstance(item, PromptPart):
+        if isinstance(item, PromptProgress):
             self._readings[index] += item.readings
             return []
         piece = self._last(index, item) if isinstance(item, FinishedEvent) else self._next(index, item)
@@ -123,21 +123,23 @@ class Answer:
             scored = [
                 self._scored(token, event.logprob, event.candidates, offset)
                 if (event := before.get(place)) is not None
-                else _Scored(self.model.names_of([token])[0], token, None, None, None, offset)
+                else _LogprobColumns(self.model.names_of([token])[0], token, None, None, None, offset)
                 for place, (token, offset) in enumerate(zip(echo.ids, echo.offsets, strict=True))
             ]
             logprobs = _transposed(scored)
         self._readings[index].clear()
         return Choice(index=index, text=echo.text, token_ids=list(echo.ids), logprobs=logprobs, finish_reason=None)
 
-    def _scored(self, token: int, logprob: float | None, candidates: Sequence[Candidate], offset: int) -> "_Scored":
+    def _scored(
+        self, token: int, logprob: float | None, candidates: Sequence[TokenCandidate], offset: int
+    ) -> "_LogprobColumns":
         tokens, values = [one.token for one in candidates], [one.logprob for one in candidates]
         names = self.model.names_of(tokens if token in tokens else [*tokens, token])
         name = names[tokens.index(token) if token in tokens else -1]
-        return _Scored(name, token, logprob, dict(zip(names, values, strict=False)), tokens, offset)
+        return _LogprobColumns(name, token, logprob, dict(zip(names, values, strict=False)), tokens, offset)
 
 
-class _Scored(NamedTuple):
+class _LogprobColumns(NamedTuple):
     """One entry of each list of `Logprobs`, in their order."""
 
     tokens: str
@@ -148,32 +150,32 @@ class _Scored(NamedTuple):
     text_offset: int
 
 
-def _transposed(scored: Sequence[_Scored]) -> Logprobs:
+def _transposed(scored: Sequence[_LogprobColumns]) -> Logprobs:
     columns = zip(*scored, strict=True)
-    return Logprobs(**dict(zip(_Scored._fields, map(list, columns), strict=True)))
+    return Logprobs(**dict(zip(_LogprobColumns._fields, map(list, columns), strict=True)))
 
 
-async def whole(answer: Answer, ticket: Ticket) -> str:
+async def whole(answer: CompletionResponse, ticket: RequestHandle) -> str:
     """The answer as JSON once all texts have ended. Raises GenerationError, GoneError."""
     pieces: dict[int, list[Choice]] = {index: [] for index in range(len(answer.ids))}
     while not answer.is_complete:
         item = await ticket.get()
-        if isinstance(item, Gone):
-            raise GoneError
-        if isinstance(item, PromptPart | TokenEvent | FinishedEvent):
-            for piece in await _computed(answer, functools.partial(answer.pieces, item)):
+        if isinstance(item, Disconnected):
+            raise ClientDisconnectedError
+        if isinstance(item, PromptProgress | TokenEvent | FinishedEvent):
+            for piece in await _computed(answer, functools.partial(answer.text_chunks, item)):
                 pieces[piece.index].append(piece)
     return await anyio.to_thread.run_sync(_whole_json, answer, pieces.values())
 
 
-async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> AsyncIterator[str]:
+async def stream(answer: CompletionResponse, ticket: RequestHandle, options: StreamOptions) -> AsyncIterator[str]:
     """Server-sent events until all texts have ended, one of them by an error, or the client is gone."""
     if ticket.position is not None:
         yield _queue_event(answer, QueueEvent(ticket.position), options)
     while not answer.is_complete:
         item = await ticket.get(KEEP_ALIVE_S)
         match item:
-            case Gone():
+            case Disconnected():
                 return
             case None:
                 yield ": still there\n\n"
@@ -191,17 +193,17 @@ async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> Asyn
     yield DONE
 
 
-async def _computed(answer: Answer, work: Callable[[], Made]) -> Made:
+async def _computed(answer: CompletionResponse, work: Callable[[], Made]) -> Made:
     """Do work on an item; where it may be a whole prompt with its candidates, not in the event loop's thread."""
     return await anyio.to_thread.run_sync(work) if answer.echoes else work()
 
 
-def _whole_json(answer: Answer, pieces: Iterable[list[Choice]]) -> str:
+def _whole_json(answer: CompletionResponse, pieces: Iterable[list[Choice]]) -> str:
     return answer.whole([_joined(parts) for parts in pieces]).model_dump_json()
 
 
-def _piece_events(answer: Answer, item: PromptPart | TokenEvent | FinishedEvent) -> list[str]:
-    return [_event(answer.chunk([piece]).model_dump_json()) for piece in answer.pieces(item)]
+def _piece_events(answer: CompletionResponse, item: PromptProgress | TokenEvent | FinishedEvent) -> list[str]:
+    return [_event(answer.chunk([piece]).model_dump_json()) for piece in answer.text_chunks(item)]
 
 
 def _failure(error: Exception) -> str:
@@ -212,7 +214,7 @@ def _failure(error: Exception) -> str:
     return _event(json.dumps(error_body(api_error(error))), name="error")
 
 
-def _queue_event(answer: Answer, event: QueueEvent, options: StreamOptions) -> str:
+def _queue_event(answer: CompletionResponse, event: QueueEvent, options: StreamOptions) -> str:
     if options.include_queue:
         return _event(QueueNotice(id=answer.name, position=event.position).model_dump_json(), name="queue")
     return ": generating\n\n" if event.position is None else f": queue {event.position}\n\n"

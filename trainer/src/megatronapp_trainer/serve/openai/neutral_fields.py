@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 @dataclasses.dataclass(frozen=True)
-class Only:
+class AllowedValues:
     """Metadata of a field that takes these JSON values alone; without any, null alone.
 
     The error of another value is `why`, with the values that may be sent.

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from megatronapp_trainer.serve.dependencies import DeskOf, ModelOf
+from megatronapp_trainer.serve.dependencies import BrokerOf, ModelOf
 from megatronapp_trainer.serve.logprobs import logprobs_held
-from megatronapp_trainer.serve.openai.chat_response import ChatAnswer
-from megatronapp_trainer.serve.openai.completion import Answer, GoneError, stream, whole
+from megatronapp_trainer.serve.openai.chat_response import ChatResponse
+from megatronapp_trainer.serve.openai.completion import ClientDisconnectedError, CompletionResponse, stream, whole
 from megatronapp_trainer.serve.openai.event_schemas import streamed
 from megatronapp_trainer.serve.openai.schemas_chat import ChatChunk, ChatCompletion, ChatRequest
 from megatronapp_trainer.serve.openai.schemas_completions import (
@@ -27,7 +27,7 @@ from megatronapp_trainer.serve.openai.schemas_completions import (
     StreamOptions,
 )
 from megatronapp_trainer.serve.problems import ApiError
-from megatronapp_trainer.serve.request_broker import Desk, Gone, Ticket
+from megatronapp_trainer.serve.request_broker import Disconnected, RequestBroker, RequestHandle
 from megatronapp_trainer.serve.served_model import ServedModel, new_seed, prompts_of
 
 router = APIRouter()
@@ -35,7 +35,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 503)
 }
 POSITION = "X-Queue-Position"
-GONE_STATUS = 499
+DISCONNECTED_STATUS = 499
 """What nginx calls a request whose client has closed; nobody reads it."""
 
 
@@ -58,12 +58,12 @@ async def one_model(name: Annotated[str, Path(max_length=256)], model: ModelOf) 
     response_model=Completion,
     responses=ANSWERS | streamed(Completion),
 )
-async def complete(request: Request, body: CompletionRequest, model: ModelOf, desk: DeskOf) -> Response:
+async def complete(request: Request, body: CompletionRequest, model: ModelOf, desk: BrokerOf) -> Response:
     """Go on from one or more prompts."""
     name, seed = f"cmpl-{secrets.token_hex(12)}", new_seed(body.seed)
     requests = await anyio.to_thread.run_sync(model.completion_requests, body, name, seed)
     echoes = await anyio.to_thread.run_sync(model.echoes_of, body, requests) if body.echo else ()
-    answer = Answer(
+    answer = CompletionResponse(
         model=model,
         name=name,
         seed=seed,
@@ -80,25 +80,25 @@ async def complete(request: Request, body: CompletionRequest, model: ModelOf, de
     response_model=ChatCompletion,
     responses=ANSWERS | streamed(ChatChunk),
 )
-async def chat(request: Request, body: ChatRequest, model: ModelOf, desk: DeskOf) -> Response:
+async def chat(request: Request, body: ChatRequest, model: ModelOf, desk: BrokerOf) -> Response:
     """Answer messages, which the model's chat template makes a prompt."""
     name, seed = f"chatcmpl-{secrets.token_hex(12)}", new_seed(body.seed)
     requests = await anyio.to_thread.run_sync(model.chat_requests, body, name, seed)
-    answer = ChatAnswer(model=model, name=name, seed=seed, requests=requests, with_logprobs=body.with_logprobs)
+    answer = ChatResponse(model=model, name=name, seed=seed, requests=requests, with_logprobs=body.with_logprobs)
     return await respond(request, body, answer, desk)
 
 
-async def respond(request: Request, body: GenerationBody, answer: Answer, desk: Desk) -> Response:
-    """Generate, and give the answer whole or as a stream. Raises as `Desk.submit` does."""
+async def respond(request: Request, body: GenerationBody, answer: CompletionResponse, desk: RequestBroker) -> Response:
+    """Generate, and give the answer whole or as a stream. Raises as `RequestBroker.submit` does."""
     ticket = desk.submit(answer.requests, logprobs=logprobs_held(body, answer.requests))
     headers = {POSITION: str(ticket.position or 0)}
     if body.stream:
         return EventStream(stream(answer, ticket, body.stream_options or StreamOptions()), desk, ticket, headers)
-    with cancelled_when_gone(request.receive, desk, ticket):
+    with cancelled_on_disconnect(request.receive, desk, ticket):
         try:
             content = await whole(answer, ticket)
-        except GoneError:
-            return Response(status_code=GONE_STATUS)
+        except ClientDisconnectedError:
+            return Response(status_code=DISCONNECTED_STATUS)
     return Response(content, headers=headers, media_type="application/json")
 
 
@@ -107,14 +107,16 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, pieces: AsyncIterator[str], desk: Desk, ticket: Ticket, headers: dict[str, str]) -> None:
+    def __init__(
+        self, pieces: AsyncIterator[str], desk: RequestBroker, ticket: RequestHandle, headers: dict[str, str]
+    ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._pieces, self._desk, self._ticket = pieces, desk, ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the pieces as they come."""
-        with cancelled_when_gone(receive, self._desk, self._ticket):
+        with cancelled_on_disconnect(receive, self._desk, self._ticket):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece.encode(), "more_body": True})
@@ -122,9 +124,9 @@ class EventStream(Response):
 
 
 @contextlib.contextmanager
-def cancelled_when_gone(receive: Receive, desk: Desk, ticket: Ticket) -> Iterator[None]:
+def cancelled_on_disconnect(receive: Receive, desk: RequestBroker, ticket: RequestHandle) -> Iterator[None]:
     """While this is entered a client that hangs up is noticed; at its end whatever is open is cancelled."""
-    listener = asyncio.create_task(_until_gone(receive, ticket))
+    listener = asyncio.create_task(_until_disconnected(receive, ticket))
     try:
         yield
     finally:
@@ -132,10 +134,10 @@ def cancelled_when_gone(receive: Receive, desk: Desk, ticket: Ticket) -> Iterato
         desk.release(ticket)
 
 
-async def _until_gone(receive: Receive, ticket: Ticket) -> None:
+async def _until_disconnected(receive: Receive, ticket: RequestHandle) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    ticket.put([Gone()])
+    ticket.put([Disconnected()])
 
 
 def _card(model: ServedModel) -> ModelCard:

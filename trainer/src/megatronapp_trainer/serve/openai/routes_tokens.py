@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from megatronapp_trainer.serve.dependencies import ModelOf
 from megatronapp_trainer.serve.openai.routes_openai import ANSWERS
 from megatronapp_trainer.serve.openai.schemas_chat import (
-    Detokenized,
     DetokenizeRequest,
-    Tokenized,
+    DetokenizeResponse,
     TokenizeRequest,
+    TokenizeResponse,
     TokenizerInfo,
 )
 from megatronapp_trainer.serve.served_model import ServedModel
@@ -18,15 +18,15 @@ router = APIRouter()
 
 
 @router.post("/tokenize", responses=ANSWERS)
-async def tokenize(body: TokenizeRequest, model: ModelOf) -> Tokenized:
+async def tokenize(body: TokenizeRequest, model: ModelOf) -> TokenizeResponse:
     """Tokens of a text, or of messages."""
     return await anyio.to_thread.run_sync(_tokenized, body, model)
 
 
 @router.post("/detokenize", responses=ANSWERS)
-async def detokenize(body: DetokenizeRequest, model: ModelOf) -> Detokenized:
+async def detokenize(body: DetokenizeRequest, model: ModelOf) -> DetokenizeResponse:
     """The text of tokens."""
-    return Detokenized(prompt=await anyio.to_thread.run_sync(_detokenized, body, model))
+    return DetokenizeResponse(prompt=await anyio.to_thread.run_sync(_detokenized, body, model))
 
 
 @router.get("/tokenizer_info", responses=ANSWERS)
@@ -41,14 +41,14 @@ async def tokenizer_info(model: ModelOf) -> TokenizerInfo:
     )
 
 
-def _tokenized(body: TokenizeRequest, model: ServedModel) -> Tokenized:
+def _tokenized(body: TokenizeRequest, model: ServedModel) -> TokenizeResponse:
     model.check_name(body.model)
     if body.messages is not None:
         ids = model.chat_ids(body.messages, add_generation_prompt=body.add_generation_prompt)
     else:
         ids = model.tokens_of(body.prompt or "", special=body.add_special_tokens)
     texts = list(map(model.text_of, ids)) if body.return_token_strs else None
-    return Tokenized(count=len(ids), max_model_len=model.capacity, tokens=list(ids), token_strs=texts)
+    return TokenizeResponse(count=len(ids), max_model_len=model.capacity, tokens=list(ids), token_strs=texts)
 
 
 def _detokenized(body: DetokenizeRequest, model: ServedModel) -> str:

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from megatronapp_trainer.serve.body import Body
-from megatronapp_trainer.serve.openai.neutral_fields import Only
+from megatronapp_trainer.serve.body import RequestBody
+from megatronapp_trainer.serve.openai.neutral_fields import AllowedValues
 from megatronapp_trainer.serve.openai.schemas_completions import (
     MOST_LOGPROBS,
     Count,
@@ -20,7 +20,7 @@ MOST_MESSAGES = 4096
 Role = Literal["system", "developer", "user", "assistant"]
 
 
-class TextPart(Body):
+class TextPart(RequestBody):
     """A part of a message."""
 
     type: Literal["text"]
@@ -37,7 +37,7 @@ Content = Annotated[
 ]
 
 
-class Message(Body):
+class Message(RequestBody):
     """A message. The fields from `refusal` on are those that an assistant's message of OpenAI's clients has."""
 
     role: Role
@@ -46,10 +46,10 @@ class Message(Body):
     name: Name | None = None
     """Who says it, for templates that use it."""
     refusal: None = None
-    annotations: Annotated[list[Any] | None, Only(([],), "messages have no annotations")] = None
+    annotations: Annotated[list[Any] | None, AllowedValues(([],), "messages have no annotations")] = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any] | None, Only(([],), "there are no tools")] = None
+    tool_calls: Annotated[list[Any] | None, AllowedValues(([],), "there are no tools")] = None
     reasoning: None = None
     reasoning_content: None = None
 
@@ -69,7 +69,7 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
 
 
-class ResponseFormat(Body):
+class ResponseFormat(RequestBody):
     """Of an answer."""
 
     type: Literal["text"]
@@ -201,7 +201,7 @@ class ChatChunk(BaseModel):
     usage: Usage | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     """A text, or messages, to be made tokens."""
 
     model: Name | None = None
@@ -223,7 +223,7 @@ class TokenizeRequest(Body):
         return self
 
 
-class Tokenized(BaseModel):
+class TokenizeResponse(BaseModel):
     """The tokens of a text."""
 
     count: int
@@ -232,14 +232,14 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     """Tokens whose text is wanted."""
 
     model: Name | None = None
     tokens: Annotated[list[Token], Field(fail_fast=True, max_length=1_048_576)]
 
 
-class Detokenized(BaseModel):
+class DetokenizeResponse(BaseModel):
     """The text of tokens."""
 
     prompt: str

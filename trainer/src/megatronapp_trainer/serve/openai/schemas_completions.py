@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from megatronapp_trainer.inference.request import LONGEST_STOP, MOST_STOPS
-from megatronapp_trainer.serve.body import Body
-from megatronapp_trainer.serve.openai.neutral_fields import Only
+from megatronapp_trainer.serve.body import RequestBody
+from megatronapp_trainer.serve.openai.neutral_fields import AllowedValues
 from megatronapp_trainer.serve.openai.schemas_neutral import NeutralBody
 
 MOST_LOGPROBS = 20
@@ -71,15 +71,17 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """What a stream tells beside the text."""
 
     include_usage: bool = False
     """A last chunk with the numbers of tokens."""
     include_queue: bool = False
     """Events `queue` with the place in the queue; without, these are comments, which all clients skip."""
-    include_obfuscation: Annotated[bool, Only((False,), "events are not padded")] = False
-    continuous_usage_stats: Annotated[bool, Only((False,), "include_usage gives the numbers in the last event")] = False
+    include_obfuscation: Annotated[bool, AllowedValues((False,), "events are not padded")] = False
+    continuous_usage_stats: Annotated[
+        bool, AllowedValues((False,), "include_usage gives the numbers in the last event")
+    ] = False
 
 
 class GenerationBody(NeutralBody):
@@ -139,7 +141,7 @@ class CompletionRequest(GenerationBody):
     """Tell the log-probability of each token, and so many of the likeliest."""
     echo: bool = False
     """Begin each text with its prompt; with `logprobs` also the log-probabilities of the prompt's tokens."""
-    suffix: Annotated[str, Only(("",), "a text has no end that is given")] = ""
+    suffix: Annotated[str, AllowedValues(("",), "a text has no end that is given")] = ""
 
     @property
     def with_logprobs(self) -> bool:
@@ -255,11 +257,11 @@ class ProbeStarted(BaseModel):
     probe: str
 
 
-class Done(BaseModel):
+class StreamEnd(BaseModel):
     """Nothing more to say."""
 
 
-class Run(BaseModel):
+class RunStatus(BaseModel):
     """What became of a run."""
 
     run: str

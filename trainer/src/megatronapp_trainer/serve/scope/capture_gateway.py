@@ -10,20 +10,20 @@ from typing import Any, TypeAlias
 
 from megatronapp_common import frames
 from megatronapp_common.errors import CommonError
-from megatronapp_common.scope.protocol_requests import Capture, Probe
+from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.scope.capture.coordinator import ScopeLeader, TextOf
+from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator, TextOf
 from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.serve.problems import SEE, ApiError
 
 Defer: TypeAlias = Callable[[Callable[[], None]], None]
 
 
-class Looking:
+class CaptureController:
     """What all ranks look at. Methods that take something of people raise ApiError."""
 
-    def __init__(self, leader: ScopeLeader, defer: Defer | None = None) -> None:
+    def __init__(self, leader: CaptureCoordinator, defer: Defer | None = None) -> None:
         """`defer`: what does work of the engine's thread later; None: nothing is put off."""
         self._leader = leader
         self._defer = defer
@@ -39,7 +39,7 @@ class Looking:
     def begin(
         self,
         run: str,
-        capture: Capture,
+        capture: CaptureSettings,
         requests: Sequence[GenerationRequest],
         ends: Sequence[int],
         text_of: TextOf | None,
@@ -60,12 +60,12 @@ class Looking:
             ]
         )
 
-    def change(self, run: str, capture: Capture) -> None:
+    def change(self, run: str, capture: CaptureSettings) -> None:
         """Look at something else from the next step on."""
         with self._lock, _refused("capture"):
             self._leader.change(run, capture)
 
-    def probe(self, wanted: Probe) -> tuple[str, list[GenerationRequest]]:
+    def probe(self, wanted: ProbeRequest) -> tuple[str, list[GenerationRequest]]:
         """A probe's id, and the requests that bring it."""
         with self._lock, _refused("sites"):
             return self._leader.probe(wanted)
@@ -75,7 +75,7 @@ class Looking:
         with self._lock, _refused("basis"):
             self._leader.set_basis(frames.decode(data))
 
-    def tell(self, header: Mapping[str, Any]) -> None:
+    def announce(self, header: Mapping[str, Any]) -> None:
         """A run has another state."""
         with self._lock:
             self._leader.run_state(header)
@@ -85,11 +85,11 @@ class Looking:
         with self._lock:
             self._later.append(events)
             if self._defer is None or not events or not all(isinstance(event, TokenEvent) for event in events):
-                self._tell_all()
+                self._broadcast()
             elif len(self._later) == 1:
-                self._defer(self._tell_all)
+                self._defer(self._broadcast)
 
-    def _tell_all(self) -> None:
+    def _broadcast(self) -> None:
         with self._lock:
             later, self._later = self._later, []
             for events in later:

@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio.to_thread
 
 from megatronapp_common import frames
-from megatronapp_common.scope.protocol_requests import Capture, Probe, RunRequest, ScoreRequest
+from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest, RunRequest, ScoreRequest
 from megatronapp_trainer.inference.errors import GenerationError
 from megatronapp_trainer.inference.events import FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.serve.openai.schemas_completions import Run
+from megatronapp_trainer.serve.openai.schemas_completions import RunStatus
 from megatronapp_trainer.serve.problems import ApiError, api_error
-from megatronapp_trainer.serve.request_broker import Desk, PromptPart, QueueEvent, Ticket
-from megatronapp_trainer.serve.scope.schemas import RunDetail, ToldSample
+from megatronapp_trainer.serve.request_broker import PromptProgress, QueueEvent, RequestBroker, RequestHandle
+from megatronapp_trainer.serve.scope.schemas import ReportedSample, RunDetail
 from megatronapp_trainer.serve.served_model import ServedModel, utf16_units
 
 if TYPE_CHECKING:
-    from megatronapp_trainer.serve.scope.capture_gateway import Looking
+    from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
-KEPT = 64
+MAX_RUNS = 64
 """Newest runs that are told about, and all that have not ended."""
 State = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
 ENDED = frozenset({"done", "cancelled", "failed"})
-Tell = Callable[[Mapping[str, Any]], None]
+Announce = Callable[[Mapping[str, Any]], None]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Generated:
+class GeneratedSample:
     """What has come of one prompt, as frames TOKENS told it."""
 
     units: int
@@ -63,7 +63,7 @@ class Generated:
         else:
             self.held_back = event.text or ""
 
-    def told(self) -> dict[str, list[Any]]:
+    def columns(self) -> dict[str, list[Any]]:
         """Columns over all tokens."""
         ends = list(itertools.accumulate(map(utf16_units, self.texts), initial=self.units))
         pairs = zip(self.texts, itertools.pairwise(ends), strict=True)
@@ -76,23 +76,23 @@ class Generated:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Record:
+class RunRecord:
     """A run and what has come of it."""
 
     run: str
     body: RunRequest
     seed: int
-    ticket: Ticket
+    ticket: RequestHandle
     started_at: str
     prompts: Sequence[Mapping[str, Any]]
     """As frames tell them: text, ids, offsets."""
-    tell: Tell
+    announce: Announce
     state: State = "queued"
     error: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        self.capture: Capture = self.body.capture
-        self.samples = [Generated(units=utf16_units(text)) for text in self.body.prompts]
+        self.capture: CaptureSettings = self.body.capture
+        self.samples = [GeneratedSample(units=utf16_units(text)) for text in self.body.prompts]
         self._open = len(self.body.prompts)
         self._ended: State = "done"
         """What it will be once all prompts have ended."""
@@ -110,7 +110,7 @@ class Record:
                 case QueueEvent(position=None) if self.state == "queued":
                     self.state = "prefill"
             if self.state != before or isinstance(item, QueueEvent):
-                self.tell(self.header())
+                self.announce(self.header())
 
     def header(self) -> dict[str, Any]:
         """Of a frame RUN_STATE (docs/scope-protocol.md, frame 41)."""
@@ -128,13 +128,13 @@ class Record:
             "steps": max(len(sample.ids) for sample in self.samples),
         }
 
-    def shown(self) -> Run:
+    def shown(self) -> RunStatus:
         """The run as the API tells it."""
-        return Run(**self._shown())
+        return RunStatus(**self._shown())
 
     def detail(self) -> RunDetail:
         """The same, with all that a hub needs that knows nothing of it."""
-        told = [ToldSample(**sample.told()) for sample in self.samples]
+        told = [ReportedSample(**sample.columns()) for sample in self.samples]
         return RunDetail(**self._shown(), header=self.header(), samples=told)
 
     def _shown(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Record:
             return None
         return count / max(time.monotonic() - self._first_token_at, 1e-6)
 
-    def _sample(self, request_id: str) -> Generated:
+    def _sample(self, request_id: str) -> GeneratedSample:
         return self.samples[self.ticket.ids.index(request_id)]
 
     def _add(self, event: TokenEvent) -> None:
@@ -184,14 +184,14 @@ class Record:
             self.state = self._ended
 
 
-class Runs:
+class RunStore:
     """The newest runs. Used in the event loop alone."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.looking: Looking | None = None
+    def __init__(self, desk: RequestBroker) -> None:
+        self.looking: CaptureController | None = None
         """MegaScope, where there is a hub to look for."""
         self._desk = desk
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, RunRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @staticmethod
@@ -201,20 +201,20 @@ class Runs:
 
     def start(
         self, run: str, body: RunRequest, seed: int, model: ServedModel, requests: list[GenerationRequest]
-    ) -> Record:
-        """Take a run. Raises as `Desk.submit` does, and ApiError for a capture that the model cannot give."""
-        prompts = [model.told(text, one.prompt) for text, one in zip(body.prompts, requests, strict=True)]
+    ) -> RunRecord:
+        """Take a run. Raises as `RequestBroker.submit` does, and ApiError for a capture that the model cannot give."""
+        prompts = [model.describe_prompt(text, one.prompt) for text, one in zip(body.prompts, requests, strict=True)]
         with contextlib.nullcontext() if self.looking is None else self.looking.quiet():
-            record = Record(
+            record = RunRecord(
                 run=run,
                 body=body,
                 seed=seed,
-                ticket=self._submit(self._looked_at(run, body, model, requests)),
+                ticket=self._submit(self._with_capture(run, body, model, requests)),
                 started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                 prompts=prompts,
-                tell=self._tell,
+                announce=self._announce,
             )
-            record.tell(record.header())
+            record.announce(record.header())
         self._records[run] = record
         self._forget_oldest()
         self._follow(record.follow())
@@ -223,10 +223,10 @@ class Runs:
     def _forget_oldest(self) -> None:
         """Of those that have ended: the others are no more than the prompts that may be open."""
         over = [run for run, record in self._records.items() if record.state in ENDED]
-        for run in over[: max(0, len(self._records) - KEPT)]:
+        for run in over[: max(0, len(self._records) - MAX_RUNS)]:
             del self._records[run]
 
-    def _looked_at(
+    def _with_capture(
         self, run: str, body: RunRequest, model: ServedModel, requests: list[GenerationRequest]
     ) -> list[GenerationRequest]:
         if self.looking is None:
@@ -239,19 +239,19 @@ class Runs:
         """End a run. Raises ApiError for one that is not known."""
         self._desk.cancel(self.get(run).ticket)
 
-    def change(self, run: str, capture: Capture) -> Record:
+    def change(self, run: str, capture: CaptureSettings) -> RunRecord:
         """Look at something else. Raises ApiError."""
         record = self.get(run)
         if self.looking is not None and record.state not in ENDED:
             self.looking.change(run, capture)
         record.capture = capture
-        self._tell(record.header())
+        self._announce(record.header())
         return record
 
-    def probe(self, wanted: Probe) -> str:
+    def probe(self, wanted: ProbeRequest) -> str:
         """Read known tokens once more; the probe's id. Prompts that wait go first.
 
-        Raises ApiError, and as `Desk.submit` does.
+        Raises ApiError, and as `RequestBroker.submit` does.
         """
         probe, requests = self._needed().probe(wanted)
         requests = [dataclasses.replace(one, is_background=True) for one in requests]
@@ -261,7 +261,7 @@ class Runs:
     async def scores(self, asked: ScoreRequest, model: ServedModel) -> bytes:
         """Score the tokens of a text but the first; the answer is a frame SCOPE_TOKENS.
 
-        Prompts that wait go first. Raises ApiError, and as `Desk.submit` does.
+        Prompts that wait go first. Raises ApiError, and as `RequestBroker.submit` does.
         """
         self._needed()
         from megatronapp_trainer.scope.scores import scores_frame
@@ -283,23 +283,23 @@ class Runs:
         """Let ranks project on these axes. Raises ApiError."""
         self._needed().set_basis(data)
 
-    def newest_first(self) -> list[Record]:
+    def newest_first(self) -> list[RunRecord]:
         """All that are kept."""
         return list(reversed(self._records.values()))
 
-    def get(self, run: str) -> Record:
+    def get(self, run: str) -> RunRecord:
         """The run of this id. Raises ApiError."""
         if run not in self._records:
-            raise ApiError(404, "no-such-run", f"there is no run {run}", hint=f"The newest {KEPT} are kept.")
+            raise ApiError(404, "no-such-run", f"there is no run {run}", hint=f"The newest {MAX_RUNS} are kept.")
         return self._records[run]
 
-    def _needed(self) -> "Looking":
+    def _needed(self) -> "CaptureController":
         if self.looking is None:
             hint = "Serve with the pages (spec.analyzer.enabled)."
             raise ApiError(409, "nothing-looks", "this server has no hub that could show it", hint=hint)
         return self.looking
 
-    def _submit(self, requests: list[GenerationRequest]) -> Ticket:
+    def _submit(self, requests: list[GenerationRequest]) -> RequestHandle:
         try:
             return self._desk.submit(requests)
         except GenerationError:
@@ -307,9 +307,9 @@ class Runs:
                 self.looking.forget(requests)
             raise
 
-    def _tell(self, header: Mapping[str, Any]) -> None:
+    def _announce(self, header: Mapping[str, Any]) -> None:
         if self.looking is not None:
-            self.looking.tell(header)
+            self.looking.announce(header)
 
     def _follow(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
         task = asyncio.create_task(work)
@@ -317,12 +317,12 @@ class Runs:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _readings(ticket: Ticket) -> list[PromptEvent]:
+async def _readings(ticket: RequestHandle) -> list[PromptEvent]:
     """Collect the events of all positions of one prompt. Raises ApiError where it ended early."""
     found: list[PromptEvent] = []
     while True:
         match await ticket.get():
-            case PromptPart(readings=readings):
+            case PromptProgress(readings=readings):
                 found += readings
             case FinishedEvent(error=error) as ended:
                 if error is not None:
@@ -332,7 +332,7 @@ async def _readings(ticket: Ticket) -> list[PromptEvent]:
                 return found
 
 
-async def _drain(ticket: Ticket) -> None:
+async def _drain(ticket: RequestHandle) -> None:
     """What a probe finds goes to the hub by itself."""
     left = len(ticket.ids)
     while left:

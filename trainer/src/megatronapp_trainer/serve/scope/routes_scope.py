@@ -5,10 +5,10 @@ from typing import Annotated
 import anyio.to_thread
 from fastapi import APIRouter, Path, Request, Response
 
-from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest, ScoreRequest
+from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeRequest, RunRequest, ScoreRequest
 from megatronapp_trainer.serve.dependencies import ModelOf, RunsOf
 from megatronapp_trainer.serve.openai.routes_openai import ANSWERS
-from megatronapp_trainer.serve.openai.schemas_completions import Done, ProbeStarted, Run, RunStarted
+from megatronapp_trainer.serve.openai.schemas_completions import ProbeStarted, RunStarted, RunStatus, StreamEnd
 from megatronapp_trainer.serve.scope.schemas import RunDetail
 from megatronapp_trainer.serve.served_model import new_seed
 
@@ -28,7 +28,7 @@ async def start(body: RunRequest, model: ModelOf, runs: RunsOf) -> RunStarted:
 
 
 @router.get("/runs", responses=ANSWERS)
-async def listed(runs: RunsOf) -> list[Run]:
+async def listed(runs: RunsOf) -> list[RunStatus]:
     """The newest runs, newest first."""
     return [record.shown() for record in runs.newest_first()]
 
@@ -46,13 +46,13 @@ async def cancel(run: RunId, runs: RunsOf) -> None:
 
 
 @router.patch("/runs/{run}", responses=ANSWERS)
-async def change(run: RunId, body: CaptureChange, runs: RunsOf) -> Run:
+async def change(run: RunId, body: CaptureChange, runs: RunsOf) -> RunStatus:
     """Change what is captured of a run, from the next step on."""
     return runs.change(run, body.capture).shown()
 
 
 @router.post("/probes", responses=ANSWERS)
-async def probe(body: Probe, model: ModelOf, runs: RunsOf) -> ProbeStarted:
+async def probe(body: ProbeRequest, model: ModelOf, runs: RunsOf) -> ProbeStarted:
     """Read known tokens once more, for exact numbers; what is found goes to the hub as PART frames."""
     return ProbeStarted(probe=runs.probe(body))
 
@@ -64,7 +64,7 @@ async def scores(body: ScoreRequest, model: ModelOf, runs: RunsOf) -> Response:
 
 
 @router.put("/basis", responses=ANSWERS, openapi_extra=FRAME)
-async def basis(request: Request, model: ModelOf, runs: RunsOf) -> Done:
+async def basis(request: Request, model: ModelOf, runs: RunsOf) -> StreamEnd:
     """Project residual states on the axes of a frame SCOPE_BASIS."""
     runs.set_basis(await request.body())
-    return Done()
+    return StreamEnd()

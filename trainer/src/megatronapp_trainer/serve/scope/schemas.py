@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from megatronapp_trainer.serve.openai.schemas_completions import Run
+from megatronapp_trainer.serve.openai.schemas_completions import RunStatus
 
 
-class ToldSample(BaseModel):
+class ReportedSample(BaseModel):
     """What was generated of one prompt: lists over its tokens, as frames SCOPE_TOKENS told them."""
 
     ids: list[int]
@@ -16,8 +16,8 @@ class ToldSample(BaseModel):
     finished: list[str | None]
 
 
-class RunDetail(Run):
+class RunDetail(RunStatus):
     """What became of a run, and all that was told of it."""
 
     header: Annotated[dict[str, Any], Field(description="Of a frame SCOPE_RUN (docs/scope-protocol.md).")]
-    samples: list[ToldSample]
+    samples: list[ReportedSample]

@@ -23,15 +23,15 @@ from kubernetes_asyncio.client.exceptions import ApiException
 
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import GROUP, VERSION
-from megatronapp_operator.backends.kubernetes.client.connections import Connections
+from megatronapp_operator.backends.kubernetes.client.connections import SocketTracker
 from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
     ConflictError,
-    GoneError,
+    ExpiredError,
     InvalidError,
     NotFoundError,
     UnavailableError,
-    error_of,
+    api_error_for,
 )
 
 Object = dict[str, Any]
@@ -78,7 +78,7 @@ EVENTS = Resource("events.k8s.io/v1", "events")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Listing:
+class ObjectList:
     """Objects and the state of the cluster that they are from."""
 
     items: list[Object]
@@ -86,7 +86,7 @@ class Listing:
 
 
 @contextlib.asynccontextmanager
-async def connect(*, kubeconfig: str | None = None, context: str | None = None) -> AsyncIterator["Api"]:
+async def connect(*, kubeconfig: str | None = None, context: str | None = None) -> AsyncIterator["KubernetesApi"]:
     """An API by a kubeconfig (or the usual one), inside a pod by its service account."""
     settings = Configuration()
     if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -94,7 +94,7 @@ async def connect(*, kubeconfig: str | None = None, context: str | None = None) 
     else:
         await config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
     settings.proxy = settings.proxy or _proxy_for(settings.host or "")
-    connections = Connections()
+    connections = SocketTracker()
     try:
         async with ApiClient(configuration=settings) as client:
             # The client's own session reads the environment's proxies and ~/.netrc anew for every request, in a thread.
@@ -104,7 +104,7 @@ async def connect(*, kubeconfig: str | None = None, context: str | None = None) 
             )
             client.rest_client.pool_manager = aiohttp.ClientSession(connector=connector, read_bufsize=READ_BUFFER)
             await session.close()
-            yield Api(client)
+            yield KubernetesApi(client)
     finally:
         await connections.close()
 
@@ -115,7 +115,7 @@ def _proxy_for(host: str) -> str | None:
     return None if proxy_bypass(place.hostname or "") else getproxies().get(place.scheme)
 
 
-class Api:
+class KubernetesApi:
     """Requests to one API server. Every method raises ApiError (see errors) if the server refuses or is not there."""
 
     def __init__(
@@ -148,9 +148,11 @@ class Api:
         *,
         dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
         at_once: int | None = None,
-    ) -> "Api":
+    ) -> "KubernetesApi":
         """The same server, with a guard before what changes something."""
-        return Api(self._client, request_s=self._request_s, guard=guard, told=told, dated=dated, at_once=at_once)
+        return KubernetesApi(
+            self._client, request_s=self._request_s, guard=guard, told=told, dated=dated, at_once=at_once
+        )
 
     async def minor_version(self) -> int:
         """The server's minor version: 35 of Kubernetes 1.35."""
@@ -168,24 +170,24 @@ class Api:
 
     async def list_objects(
         self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
-    ) -> Listing:
+    ) -> ObjectList:
         """All objects, of a namespace or of all, whose labels match; read in pages."""
         for _ in range(2):
             try:
                 pages = [one async for one in self.pages(resource, namespace, labels=labels, page=page)]
-                return Listing([item for one in pages for item in one.items], pages[-1].resource_version)
-            except GoneError:  # the pages took longer than the server keeps the state of the first
+                return ObjectList([item for one in pages for item in one.items], pages[-1].resource_version)
+            except ExpiredError:  # the pages took longer than the server keeps the state of the first
                 page = 0
-        raise GoneError(f"list {resource.plural}: the server has forgotten its own list")
+        raise ExpiredError(f"list {resource.plural}: the server has forgotten its own list")
 
     async def pages(
         self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
-    ) -> AsyncGenerator[Listing, None]:
+    ) -> AsyncGenerator[ObjectList, None]:
         """The same page by page, for who need not hold them all. Raises GoneError where that takes too long."""
         query = {"labelSelector": labels, "limit": str(page)}
         while True:
             answer = await self._send("GET", resource, resource.path(namespace), query=query)
-            yield Listing(answer["items"], answer["metadata"]["resourceVersion"])
+            yield ObjectList(answer["items"], answer["metadata"]["resourceVersion"])
             if not (token := answer["metadata"].get("continue")):
                 return
             query |= {"continue": token}
@@ -218,7 +220,9 @@ class Api:
             return False
         return True
 
-    async def labelled(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> Object | None:
+    async def find_labelled(
+        self, resource: Resource, namespace: str, name: str, label: str, value: str
+    ) -> Object | None:
         """An object, if it is there and has this label. It takes no right to read objects."""
         try:
             return await self._test_label(resource, namespace, name, label, value)
@@ -286,7 +290,7 @@ class Api:
                 return _document(answer.data)
             except ApiException as error:
                 status = error.status or 0
-                raise error_of(status, _status(error.body), request) from error
+                raise api_error_for(status, _status(error.body), request) from error
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
             finally:

@@ -18,7 +18,7 @@ CLOSE_S = 5.0
 """A socket that is shut down closes within a few turns of the event loop."""
 
 
-class Connections:
+class SocketTracker:
     """Makes the sockets of a connector (its `socket_factory`) and closes those that it has left open."""
 
     def __init__(self) -> None:

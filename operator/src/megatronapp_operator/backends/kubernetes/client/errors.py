@@ -43,7 +43,7 @@ class ForbiddenError(ApiError):
     """No right to it, a quota is used up, or pod security does not allow it; the text says which."""
 
 
-class NamespaceEndsError(ForbiddenError):
+class NamespaceTerminatingError(ForbiddenError):
     """Nothing new is taken into a namespace that is being terminated: there is nothing to do but wait."""
 
 
@@ -51,7 +51,7 @@ class NotFoundError(ApiError):
     """No such object, or no such kind."""
 
 
-class GoneError(ApiError):
+class ExpiredError(ApiError):
     """What a list or a watch went on from is too old."""
 
 
@@ -76,7 +76,7 @@ class NameTakenError(OperatorError):
     """Something that is not this job's has the name of one of its objects."""
 
 
-class AgainError(OperatorError):
+class RetryReconcileError(OperatorError):
     """What a look at a job began with is out of date: look again at once, nothing is wrong."""
 
 
@@ -88,7 +88,7 @@ _BY_STATUS: dict[int, type[ApiError]] = {
     403: ForbiddenError,
     404: NotFoundError,
     409: ConflictError,
-    410: GoneError,
+    410: ExpiredError,
     422: InvalidError,
     429: ThrottledError,
 }
@@ -97,13 +97,13 @@ NAMESPACE_ENDS = "NamespaceTerminating"
 """Cause that the API server names (NamespaceTerminatingCause in k8s.io/api/core/v1)."""
 
 
-def error_of(status: int, document: Mapping[str, Any], request: str) -> ApiError:
+def api_error_for(status: int, document: Mapping[str, Any], request: str) -> ApiError:
     """The exception for an answer; `document` is its Status object, as far as there is one."""
     kind = _BY_STATUS.get(status, UnavailableError if status >= SERVER_FAULT else ApiError)
     details = document.get("details") or {}
     if document.get("reason") == "AlreadyExists":
         kind = AlreadyExistsError
     if kind is ForbiddenError and any(one.get("reason") == NAMESPACE_ENDS for one in details.get("causes") or ()):
-        kind = NamespaceEndsError
+        kind = NamespaceTerminatingError
     message = document.get("message") or "no reason given"
     return kind(f"{request}: {message}", status=status, details=details)

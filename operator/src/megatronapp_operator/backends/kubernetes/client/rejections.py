@@ -5,7 +5,7 @@ account, a priority class, a quota that asks for limits and a policy of the clus
 """
 
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, ForbiddenError, InvalidError
-from megatronapp_operator.plan import Refusal, reasons
+from megatronapp_operator.plan import PodRejection, reasons
 
 QUOTA = "exceeded quota"
 POD_SECURITY = "violates PodSecurity"
@@ -16,17 +16,17 @@ DENIED = ("denied the request", "denied request")
 BAD_REQUEST = 400
 
 
-def refusal_of(error: ApiError, attempt: int) -> Refusal | None:
+def classify_rejection(error: ApiError, attempt: int) -> PodRejection | None:
     """What the plan is told; None for an error that the same request may not meet again, or that is not the job's."""
     text, forbidden = str(error), isinstance(error, ForbiddenError)
     if not forbidden and not isinstance(error, InvalidError) and error.status != BAD_REQUEST:
         return None
     if forbidden and QUOTA in text:
-        return Refusal(attempt=attempt, final=False, reason=reasons.QUOTA_EXCEEDED, message=text)
+        return PodRejection(attempt=attempt, final=False, reason=reasons.QUOTA_EXCEEDED, message=text)
     if forbidden and any(words in text for words in OWN_RIGHTS):
         return None
     if POD_SECURITY in text:
-        return Refusal(attempt=attempt, final=True, reason=reasons.POD_FORBIDDEN, message=text)
+        return PodRejection(attempt=attempt, final=True, reason=reasons.POD_FORBIDDEN, message=text)
     if forbidden or any(words in text for words in DENIED):
-        return Refusal(attempt=attempt, final=False, denied=True, reason=reasons.POD_DENIED, message=text)
-    return Refusal(attempt=attempt, final=True, reason=reasons.POD_INVALID, message=text)
+        return PodRejection(attempt=attempt, final=False, denied=True, reason=reasons.POD_DENIED, message=text)
+    return PodRejection(attempt=attempt, final=True, reason=reasons.POD_INVALID, message=text)

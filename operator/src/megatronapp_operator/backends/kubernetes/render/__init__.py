@@ -6,20 +6,20 @@ from megatronapp_operator.backends.kubernetes.render.hub import (
     hub_hash,
     hub_objects,
     hub_pod,
-    unwanted,
+    unwanted_hub_objects,
 )
-from megatronapp_operator.backends.kubernetes.render.objects import Names, serve_url
+from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, serve_url
 from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY
 from megatronapp_operator.backends.kubernetes.render.pod.initializers import init_pod
 from megatronapp_operator.backends.kubernetes.render.pod.worker import template_hash, worker_pod
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, Rendered, RenderSettings
 
 __all__ = [
     "ANNOTATION_STARTS",
     "ANNOTATION_TOPOLOGY",
-    "Attempt",
-    "Names",
-    "Owner",
+    "AttemptSettings",
+    "JobOwner",
+    "ObjectNames",
     "RenderSettings",
     "Rendered",
     "gang_objects",
@@ -31,6 +31,6 @@ __all__ = [
     "secret",
     "serve_url",
     "template_hash",
-    "unwanted",
+    "unwanted_hub_objects",
     "worker_pod",
 ]

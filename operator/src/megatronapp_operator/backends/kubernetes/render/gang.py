@@ -12,13 +12,13 @@ import yaml
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import COORDINATOR_PORT, LABEL_REPLICA_INDEX, SERVE_PORT, STATUS_PORT, ReplicaType
 from megatronapp_operator.backends.kubernetes.client.api import CONFIG_MAPS, SECRETS, SERVICES, Object
-from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, selector
+from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, labels, make, metadata, selector
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
 from megatronapp_operator.backends.kubernetes.render.pod.worker import render_worker
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 from megatronapp_operator.backends.kubernetes.render.policies import init_policy, workers_policy
 from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS, pod_group
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, Rendered, RenderSettings
 
 RANKS_KEY = "rank-table.json"
 PRIVATE = frozenset({"env", "podTemplate", "initializers"})
@@ -27,14 +27,16 @@ RANKS_BYTES = 512 << 10
 """The data of a ConfigMap may have 1 MiB."""
 
 
-class _Plain(yaml.CSafeDumper):
+class _NoAliasDumper(yaml.CSafeDumper):
     """Without aliases, which manifests may not have. libyaml's, as a manifest is written for each of many jobs."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
-def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: RenderSettings) -> tuple[Rendered, ...]:
+def gang_objects(
+    job: MegatronJob, owner: JobOwner, attempt: AttemptSettings, settings: RenderSettings
+) -> tuple[Rendered, ...]:
     """Everything but the Secret, in the order in which it must exist."""
     made = (
         workers_policy(job, owner, settings),
@@ -42,21 +44,21 @@ def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: Ren
         _service(owner),
         _serve_service(job, owner),
         _document(job, owner) if job.spec.analyzer.enabled else None,
-        _group(Draft(job=job, owner=owner, attempt=attempt, index=0, settings=settings)),
+        _group(WorkerDraft(job=job, owner=owner, attempt=attempt, index=0, settings=settings)),
     )
     return tuple(one for one in made if one is not None)
 
 
-def secret(owner: Owner, secret_hex: str, settings: RenderSettings) -> Rendered:
+def secret(owner: JobOwner, secret_hex: str, settings: RenderSettings) -> Rendered:
     """The job's secret under the installation's key of these settings, which never changes."""
-    meta = metadata(owner, Names(owner.name).secret(owner.uid, settings.key_id), labels(owner, "tokens"))
+    meta = metadata(owner, ObjectNames(owner.name).secret(owner.uid, settings.key_id), labels(owner, "tokens"))
     data = {storage.SECRET_KEY: base64.b64encode(secret_hex.encode()).decode()}
     return SECRETS, make(SECRETS.api_version, "Secret", meta, type="Opaque", immutable=True, data=data)
 
 
-def ranks(owner: Owner, table: Mapping[str, Any]) -> Rendered:
+def ranks(owner: JobOwner, table: Mapping[str, Any]) -> Rendered:
     """A rank table that is too long for the status; compressed where it is too long for a ConfigMap, too."""
-    meta = metadata(owner, Names(owner.name).ranks, labels(owner, "ranks"))
+    meta = metadata(owner, ObjectNames(owner.name).ranks, labels(owner, "ranks"))
     text = json.dumps(table)
     if len(text) <= RANKS_BYTES:
         return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={RANKS_KEY: text})
@@ -65,9 +67,9 @@ def ranks(owner: Owner, table: Mapping[str, Any]) -> Rendered:
     return CONFIG_MAPS, made
 
 
-def _service(owner: Owner) -> Rendered:
+def _service(owner: JobOwner) -> Rendered:
     """The workers' names in the DNS, before they are ready: they find each other to become so."""
-    meta = metadata(owner, Names(owner.name).workers, labels(owner, "worker"))
+    meta = metadata(owner, ObjectNames(owner.name).workers, labels(owner, "worker"))
     ports = (("gather", COORDINATOR_PORT), ("status", STATUS_PORT))
     spec = {
         "clusterIP": "None",
@@ -78,11 +80,11 @@ def _service(owner: Owner) -> Rendered:
     return SERVICES, make(SERVICES.api_version, "Service", meta, spec=spec)
 
 
-def _serve_service(job: MegatronJob, owner: Owner) -> Rendered | None:
+def _serve_service(job: MegatronJob, owner: JobOwner) -> Rendered | None:
     """The way to rank 0 of a served model, only while it takes requests."""
     if job.spec.mode != "serve":
         return None
-    meta = metadata(owner, Names(owner.name).serve, labels(owner, "serve"))
+    meta = metadata(owner, ObjectNames(owner.name).serve, labels(owner, "serve"))
     first = {LABEL_REPLICA_INDEX: "0"}
     spec = {
         "type": "ClusterIP",
@@ -92,7 +94,7 @@ def _serve_service(job: MegatronJob, owner: Owner) -> Rendered | None:
     return SERVICES, make(SERVICES.api_version, "Service", meta, spec=spec)
 
 
-def _document(job: MegatronJob, owner: Owner) -> Rendered:
+def _document(job: MegatronJob, owner: JobOwner) -> Rendered:
     """The manifest as the hub reads it: without its status, and without what may hold secrets of users."""
     given = job.to_dict()
     spec = {name: value for name, value in given["spec"].items() if name not in PRIVATE}
@@ -103,12 +105,12 @@ def _document(job: MegatronJob, owner: Owner) -> Rendered:
         "metadata": identity,
         "spec": spec,
     }
-    text = yaml.dump(document, Dumper=_Plain, sort_keys=False, allow_unicode=True)
-    meta = metadata(owner, Names(owner.name).document, labels(owner, "manifest"))
+    text = yaml.dump(document, Dumper=_NoAliasDumper, sort_keys=False, allow_unicode=True)
+    meta = metadata(owner, ObjectNames(owner.name).document, labels(owner, "manifest"))
     return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={storage.JOB_KEY: text})
 
 
-def _group(draft: Draft) -> Rendered | None:
+def _group(draft: WorkerDraft) -> Rendered | None:
     """The pod group, where the scheduler wants one. It asks for all workers: a part of a gang only waits."""
     resource = GROUPS.get(draft.spec.scheduling.gang)
     if resource is None:
@@ -117,6 +119,6 @@ def _group(draft: Draft) -> Rendered | None:
     return pod_group(draft, resource, pods)
 
 
-def _pod_spec(draft: Draft, index: int) -> Object:
+def _pod_spec(draft: WorkerDraft, index: int) -> Object:
     spec: Object = render_worker(dataclasses.replace(draft, index=index))["spec"]
     return spec

@@ -13,7 +13,7 @@ from megatronapp_operator.backends.kubernetes.client.api import (
 )
 from megatronapp_operator.backends.kubernetes.render.gang import gang_objects
 from megatronapp_operator.backends.kubernetes.render.objects import (
-    Names,
+    ObjectNames,
     digest,
     labels,
     make,
@@ -28,7 +28,7 @@ from megatronapp_operator.backends.kubernetes.render.pod.environment import vari
 from megatronapp_operator.backends.kubernetes.render.pod.initializers import identity
 from megatronapp_operator.backends.kubernetes.render.pod.security import container_security, pod_security
 from megatronapp_operator.backends.kubernetes.render.policies import hub_policy
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, Rendered, RenderSettings
 
 HUB = "hub"
 STATE = "/var/lib/megatronapp"
@@ -42,9 +42,9 @@ GRACE_S = 10
 """The hub writes what it holds and ends within three seconds."""
 
 
-def hub_objects(job: MegatronJob, owner: Owner, settings: RenderSettings) -> tuple[Rendered, ...]:
+def hub_objects(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> tuple[Rendered, ...]:
     """What must be there before the hub's pod: its policy, unless the job wants none, and its Service."""
-    name = Names(owner.name).hub
+    name = ObjectNames(owner.name).hub
     service = make(
         SERVICES.api_version,
         "Service",
@@ -59,32 +59,34 @@ def hub_objects(job: MegatronJob, owner: Owner, settings: RenderSettings) -> tup
     return (*([policy] if policy is not None else []), (SERVICES, service))
 
 
-def unwanted(job: MegatronJob, owner: Owner, settings: RenderSettings) -> tuple[tuple[Resource, str], ...]:
+def unwanted_hub_objects(
+    job: MegatronJob, owner: JobOwner, settings: RenderSettings
+) -> tuple[tuple[Resource, str], ...]:
     """Objects that another spec of the job may have had and this one does not want."""
-    names = Names(owner.name)
+    names = ObjectNames(owner.name)
     optional = [(NETWORK_POLICIES, one) for one in (names.workers, names.init, names.hub)]
     optional += [(SERVICES, names.serve), (SERVICES, names.hub), (CONFIG_MAPS, names.document)]
-    attempt = Attempt(number=0)
+    attempt = AttemptSettings(number=0)
     made = [*gang_objects(job, owner, attempt, settings)]
     made += hub_objects(job, owner, settings) if job.spec.analyzer.enabled else ()
     wanted = {(resource, obj["metadata"]["name"]) for resource, obj in made}
     return tuple(one for one in optional if one not in wanted)
 
 
-def hub_pod(job: MegatronJob, owner: Owner, settings: RenderSettings, *, starts: int) -> Object:
+def hub_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings, *, starts: int) -> Object:
     """The hub's pod. The kubelet starts its container again; only a pod that is gone is made anew."""
     spec = _spec(job, owner, settings)
     notes = {ANNOTATION_STARTS: str(starts), ANNOTATION_TEMPLATE_HASH: digest(spec)}
-    meta = metadata(owner, Names(owner.name).hub, pod_labels(owner, ReplicaType.HUB), notes)
+    meta = metadata(owner, ObjectNames(owner.name).hub, pod_labels(owner, ReplicaType.HUB), notes)
     return make("v1", "Pod", meta, spec=spec)
 
 
-def hub_hash(job: MegatronJob, owner: Owner, settings: RenderSettings) -> str:
+def hub_hash(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> str:
     """What a hub of these settings is made of: another one may not understand the agents of their images."""
     return digest(_spec(job, owner, settings))
 
 
-def _spec(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object:
+def _spec(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Object:
     state: dict[str, Any] = {"name": "state", **_state_volume(job)}
     return {
         "restartPolicy": "Always",
@@ -94,8 +96,8 @@ def _spec(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object:
         "securityContext": pod_security(),
         "containers": [_container(job, owner, settings)],
         "volumes": [
-            storage.secret_volume(Names(owner.name).secret(owner.uid, settings.key_id)),
-            {"name": "job", "configMap": {"name": Names(owner.name).document}},
+            storage.secret_volume(ObjectNames(owner.name).secret(owner.uid, settings.key_id)),
+            {"name": "job", "configMap": {"name": ObjectNames(owner.name).document}},
             state,
             {"name": "tmp", "emptyDir": {}},
         ],
@@ -110,7 +112,7 @@ def _state_volume(job: MegatronJob) -> Object:
     return {"persistentVolumeClaim": {"claimName": volume.claim}}
 
 
-def _container(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object:
+def _container(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Object:
     given = job.spec.analyzer.resources
     told = {
         Env.JOB: owner.name,
@@ -134,7 +136,7 @@ def _container(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Obje
     }
 
 
-def _command(job: MegatronJob, owner: Owner, settings: RenderSettings) -> list[str]:
+def _command(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> list[str]:
     """All that reach it have a token; the pages are the door's, which serves them itself."""
     url = serve_url(owner.namespace, owner.name, settings.cluster_domain)
     model = ["--serve-url", url] if job.spec.mode == "serve" else []
@@ -152,7 +154,7 @@ def _probe(path: str, *, period_s: int, failures: int) -> Object:
     }
 
 
-def _mounts(job: MegatronJob, owner: Owner) -> list[Object]:
+def _mounts(job: MegatronJob, owner: JobOwner) -> list[Object]:
     """A claim may be shared by the hubs of many jobs: each has a folder by its uid."""
     state: Object = {"name": "state", "mountPath": STATE}
     state |= {"subPath": f"megatronapp-hubs/{owner.uid}"} if job.spec.analyzer.volume.claim is not None else {}

@@ -18,13 +18,13 @@ from megatronapp_common.names import (
     ReplicaType,
 )
 from megatronapp_operator.backends.kubernetes.client.api import FIELD_MANAGER, Object
-from megatronapp_operator.backends.kubernetes.render.settings import Owner
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 
 HASH_DIGITS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Names:
+class ObjectNames:
     """Names of a job's objects. Each ends in its own suffix, so that no two jobs meet."""
 
     job: str
@@ -83,15 +83,15 @@ def host_of(service: str, namespace: str, domain: str) -> str:
 
 def serve_url(namespace: str, job: str, domain: str) -> str:
     """Where the API of a served model answers, within the cluster."""
-    return f"http://{host_of(Names(job).serve, namespace, domain)}:{SERVE_PORT}"
+    return f"http://{host_of(ObjectNames(job).serve, namespace, domain)}:{SERVE_PORT}"
 
 
-def selector(owner: Owner, kind: ReplicaType) -> Object:
+def selector(owner: JobOwner, kind: ReplicaType) -> Object:
     """Label selector of the job's pods of a kind. The uid keeps it to this very job."""
     return {"matchLabels": {LABEL_JOB_UID: owner.uid, LABEL_REPLICA_TYPE: kind.value}}
 
 
-def labels(owner: Owner, component: str) -> dict[str, str]:
+def labels(owner: JobOwner, component: str) -> dict[str, str]:
     """Labels of every object of a job."""
     return {
         LABEL_JOB: owner.name,
@@ -104,7 +104,7 @@ def labels(owner: Owner, component: str) -> dict[str, str]:
     }
 
 
-def pod_labels(owner: Owner, kind: ReplicaType, *, index: int = 0, attempt: int = 0) -> dict[str, str]:
+def pod_labels(owner: JobOwner, kind: ReplicaType, *, index: int = 0, attempt: int = 0) -> dict[str, str]:
     """Labels of a pod; what selectors and the operator's own reading go by."""
     return {
         **labels(owner, kind.value),
@@ -114,7 +114,9 @@ def pod_labels(owner: Owner, kind: ReplicaType, *, index: int = 0, attempt: int 
     }
 
 
-def metadata(owner: Owner, name: str, given: Mapping[str, str], annotations: Mapping[str, str] | None = None) -> Object:
+def metadata(
+    owner: JobOwner, name: str, given: Mapping[str, str], annotations: Mapping[str, str] | None = None
+) -> Object:
     """Metadata of an object that goes with its job."""
     reference = {
         "apiVersion": API_VERSION,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import HUB_PORT, SERVE_PORT, STATUS_PORT, ReplicaType
 from megatronapp_operator.backends.kubernetes.client.api import NETWORK_POLICIES, Object
-from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, selector
-from megatronapp_operator.backends.kubernetes.render.settings import Owner, Rendered, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, labels, make, metadata, selector
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, Rendered, RenderSettings
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """The API server sets it on every namespace."""
@@ -19,34 +19,34 @@ _NAMESPACE_OF_THE_JOB: Object = {"podSelector": {}}
 """All its pods, the hub among them."""
 
 
-def workers_policy(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Rendered | None:
+def workers_policy(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Rendered | None:
     """Workers let each other in, and the operator to the launcher's status; a served model, whoever may ask it."""
     if job.spec.network.policy == "None":
         return None
     rules = [_rule([{"podSelector": selector(owner, ReplicaType.WORKER)}])]
     rules += _rules(_operator(settings), STATUS_PORT)
     if job.spec.mode == "serve":
-        rules += _rules([_NAMESPACE_OF_THE_JOB, *_door(settings)], SERVE_PORT)
-    return _policy(owner, Names(owner.name).workers, ReplicaType.WORKER, rules)
+        rules += _rules([_NAMESPACE_OF_THE_JOB, *_gateway(settings)], SERVE_PORT)
+    return _policy(owner, ObjectNames(owner.name).workers, ReplicaType.WORKER, rules)
 
 
-def init_policy(job: MegatronJob, owner: Owner) -> Rendered | None:
+def init_policy(job: MegatronJob, owner: JobOwner) -> Rendered | None:
     """The initializers that run once let nobody in."""
     if job.spec.network.policy == "None" or all(one.scope != "Job" for one in job.spec.initializers):
         return None
-    return _policy(owner, Names(owner.name).init, ReplicaType.INIT, [])
+    return _policy(owner, ObjectNames(owner.name).init, ReplicaType.INIT, [])
 
 
-def hub_policy(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Rendered | None:
+def hub_policy(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Rendered | None:
     """The hub lets agents, operator, door and Prometheus in, at its one port."""
     if job.spec.network.policy == "None":
         return None
     agents: list[Object] = [{"podSelector": selector(owner, ReplicaType.WORKER)}]
-    rules = _rules([*agents, *_operator(settings), *_door(settings), *_prometheus(settings)], HUB_PORT)
-    return _policy(owner, Names(owner.name).hub, ReplicaType.HUB, rules)
+    rules = _rules([*agents, *_operator(settings), *_gateway(settings), *_prometheus(settings)], HUB_PORT)
+    return _policy(owner, ObjectNames(owner.name).hub, ReplicaType.HUB, rules)
 
 
-def _policy(owner: Owner, name: str, kind: ReplicaType, rules: Sequence[Object]) -> Rendered:
+def _policy(owner: JobOwner, name: str, kind: ReplicaType, rules: Sequence[Object]) -> Rendered:
     spec = {"podSelector": selector(owner, kind), "policyTypes": ["Ingress"], "ingress": list(rules)}
     meta = metadata(owner, name, labels(owner, kind.value))
     return NETWORK_POLICIES, make(NETWORK_POLICIES.api_version, "NetworkPolicy", meta, spec=spec)
@@ -65,8 +65,8 @@ def _operator(settings: RenderSettings) -> list[Object]:
     return _pods_of(settings.operator_namespace, settings.operator_labels)
 
 
-def _door(settings: RenderSettings) -> list[Object]:
-    return _pods_of(settings.operator_namespace, settings.door_labels)
+def _gateway(settings: RenderSettings) -> list[Object]:
+    return _pods_of(settings.operator_namespace, settings.gateway_labels)
 
 
 def _prometheus(settings: RenderSettings) -> list[Object]:

@@ -16,7 +16,7 @@ from megatronapp_operator.backends.kubernetes.client.api import (
 )
 from megatronapp_operator.backends.kubernetes.render.objects import labels, make, metadata
 from megatronapp_operator.backends.kubernetes.render.pod.quantities import gang_requests
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 from megatronapp_operator.backends.kubernetes.render.settings import Rendered
 
 SCHEDULERS = {"Volcano": "volcano", "Coscheduling": "scheduler-plugins-scheduler", "KAI": "kai-scheduler"}
@@ -28,12 +28,12 @@ GROUPS: dict[str, Resource] = {
 }
 
 
-def scheduler_name(draft: Draft) -> str | None:
+def scheduler_name(draft: WorkerDraft) -> str | None:
     """The job's own choice, else the gang's."""
     return draft.spec.scheduler_name or SCHEDULERS.get(draft.spec.scheduling.gang)
 
 
-def pod_marks(draft: Draft) -> tuple[dict[str, str], dict[str, str]]:
+def pod_marks(draft: WorkerDraft) -> tuple[dict[str, str], dict[str, str]]:
     """Labels and annotations by which a scheduler knows the gang of a pod."""
     group = draft.names.group(draft.attempt.number)
     queue = draft.spec.scheduling.queue
@@ -51,7 +51,7 @@ def pod_marks(draft: Draft) -> tuple[dict[str, str], dict[str, str]]:
             return {}, {}
 
 
-def _kueue(draft: Draft, group: str, queue: str) -> tuple[dict[str, str], dict[str, str]]:
+def _kueue(draft: WorkerDraft, group: str, queue: str) -> tuple[dict[str, str], dict[str, str]]:
     """A group of plain pods. It has the attempt in its name: other excluded nodes make another shape of pods.
 
     Kueue waits for replacements of failed pods unless told that there will be none.
@@ -68,7 +68,7 @@ def _kueue(draft: Draft, group: str, queue: str) -> tuple[dict[str, str], dict[s
     return {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/pod-group-name": group}, annotations
 
 
-def pod_group(draft: Draft, resource: Resource, pods: Sequence[tuple[Object, int]]) -> Rendered:
+def pod_group(draft: WorkerDraft, resource: Resource, pods: Sequence[tuple[Object, int]]) -> Rendered:
     """The gang as an object; `pods` are those that must start together, and how many of each."""
     wanted = _without_none(
         {

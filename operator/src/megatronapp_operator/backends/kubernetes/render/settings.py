@@ -23,7 +23,7 @@ class RenderSettings:
     operator_namespace: str
     """Of operator and door."""
     operator_labels: Mapping[str, str]
-    door_labels: Mapping[str, str]
+    gateway_labels: Mapping[str, str]
     prometheus_namespace: str | None = None
     """None: hubs let no Prometheus in."""
     prometheus_labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -37,7 +37,7 @@ class RenderSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class JobOwner:
     """The MegatronJob that owns all objects."""
 
     namespace: str
@@ -46,7 +46,7 @@ class Owner:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class AttemptSettings:
     """One life of the gang."""
 
     number: int

@@ -7,13 +7,13 @@ import pathlib
 import time
 from collections.abc import Iterator
 
-from megatronapp_common.processes import is_held
+from megatronapp_common.processes import is_locked
 from megatronapp_operator.errors import JobConflictError
 
 PATIENCE_S = 1.0
 """How long `hold` waits for another holder: a process that cleans up, or a backend, which will not let go."""
-ASKED_PATIENCE_S = 30.0
-"""How long it waits for those that only ask (`is_held`): they let go at once, but may not get a processor to do so."""
+PROBE_PATIENCE_S = 30.0
+"""How long `hold` waits for callers of `is_locked`, which release at once but may have to wait for a processor."""
 POLL_S = 0.01
 
 
@@ -37,7 +37,7 @@ def _take(path: pathlib.Path) -> int:
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return fd
         except BlockingIOError as error:
-            if time.monotonic() - began > (PATIENCE_S if is_held(path) else ASKED_PATIENCE_S):
+            if time.monotonic() - began > (PATIENCE_S if is_locked(path) else PROBE_PATIENCE_S):
                 os.close(fd)
                 name = path.parent.name
                 raise JobConflictError(f"{name}: another process of megatronapp works on this job") from error

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from megatronapp_common.job import TERMINAL_PHASES, MegatronJob, place_of
-from megatronapp_common.processes import is_held
+from megatronapp_common.processes import is_locked
 from megatronapp_common.state import jobs_dir
 from megatronapp_operator.backends.process import job_processes
 from megatronapp_operator.backends.process.state import files, lock
@@ -131,7 +131,7 @@ def clean_up(paths: JobPaths) -> None:
     left = files.read_json(paths.backend)
     if left is None:
         return
-    job_processes.sweep(job_processes.Kin(uid=left["uid"]))
+    job_processes.sweep(job_processes.ProcessSelector(uid=left["uid"]))
     job_processes.remove_shared_memory(shm_dir(), shm_prefix(left["uid"]))
     paths.backend.unlink()
     _forget_addresses(paths)
@@ -150,11 +150,11 @@ def view(name: str) -> JobView:
     except FileNotFoundError as error:
         message = f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs'
         raise JobNotFoundError(message) from error
-    alive = is_held(paths.lock)
+    alive = is_locked(paths.lock)
     if not alive and (paths.backend.exists() or _phase(paths) not in ENDED_PHASES):
         with contextlib.suppress(JobConflictError), lock.hold(paths.lock):  # held: somebody starts it right now
             _settle(paths)
-        alive = is_held(paths.lock)
+        alive = is_locked(paths.lock)
     return _read(paths, alive=alive)
 
 

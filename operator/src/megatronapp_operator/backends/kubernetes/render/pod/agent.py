@@ -11,7 +11,7 @@ from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.backends.kubernetes.render.pod import storage
 from megatronapp_operator.backends.kubernetes.render.pod.environment import shared_environment, variables
 from megatronapp_operator.backends.kubernetes.render.pod.security import container_security
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import AGENT, Draft
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import AGENT, WorkerDraft
 from megatronapp_operator.backends.kubernetes.render.settings import RenderSettings
 
 LIMITS = {"cpu": "500m", "memory": "512Mi"}
@@ -19,7 +19,7 @@ REQUESTS = {"cpu": "50m", "memory": "128Mi"}
 COMMAND = ("python3", "-m", "megatronapp_analyzer.agent", "--no-die-with-parent")
 
 
-def agent(draft: Draft) -> Object:
+def agent(draft: WorkerDraft) -> Object:
     """The container as a pod template may change it."""
     made: Object = {
         "name": AGENT,
@@ -31,7 +31,7 @@ def agent(draft: Draft) -> Object:
     return made | ({"restartPolicy": "OnFailure"} if draft.settings.container_restarts else {})
 
 
-def reserved_agent(draft: Draft) -> Object:
+def reserved_agent(draft: WorkerDraft) -> Object:
     """What nobody may change of it. Ranks that serve a model send what MegaScope looks at by a socket in RUN_DIR."""
     environment, mounts = shared_environment(draft), storage.shared_mounts()
     if draft.serves:
@@ -48,7 +48,7 @@ def analyzer_image(job: MegatronJob, settings: RenderSettings) -> Object:
     return {"image": own, "imagePullPolicy": job.spec.image_pull_policy}
 
 
-def agent_resources(draft: Draft) -> Object:
+def agent_resources(draft: WorkerDraft) -> Object:
     """Small limits. A pod whose trainer asks for all that it may take keeps this property (class Guaranteed)."""
     given = draft.spec.analyzer.resources
     if given.requests or given.limits:

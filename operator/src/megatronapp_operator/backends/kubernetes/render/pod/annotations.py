@@ -7,7 +7,7 @@ from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.backends.kubernetes.render.pod import network
 from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY, rank_order
 from megatronapp_operator.backends.kubernetes.render.pod.security import container_security
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 
 NAME = "await-annotations"
 VOLUME = "annotations"
@@ -32,7 +32,7 @@ sys.exit("is what attaches networks installed in this cluster?" if missing(neede
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Awaited:
+class AwaitedAnnotation:
     """An annotation that the launcher's environment is made of."""
 
     file: str
@@ -41,17 +41,17 @@ class Awaited:
     """Whether ranks without it would not be what the user asked for."""
 
 
-def awaited(draft: Draft) -> list[Awaited]:
+def awaited(draft: WorkerDraft) -> list[AwaitedAnnotation]:
     """What is written on a worker's pod after it has its place, and read by its launcher."""
-    made: list[Awaited] = []
+    made: list[AwaitedAnnotation] = []
     if network.waits_for_networks(draft):
-        made.append(Awaited(file="network-status", annotation=network.ANNOTATION_NETWORK_STATUS, needed=True))
+        made.append(AwaitedAnnotation(file="network-status", annotation=network.ANNOTATION_NETWORK_STATUS, needed=True))
     if rank_order(draft) is RankOrder.TOPOLOGY:
-        made.append(Awaited(file="topology", annotation=ANNOTATION_TOPOLOGY, needed=False))
+        made.append(AwaitedAnnotation(file="topology", annotation=ANNOTATION_TOPOLOGY, needed=False))
     return made
 
 
-def waiting_containers(draft: Draft, image: Object) -> list[Object]:
+def waiting_containers(draft: WorkerDraft, image: Object) -> list[Object]:
     """An init container that ends once they are there; none where nothing is awaited.
 
     The kubelet makes a container's environment from the pod as it knew it when it began to start its containers,
@@ -75,7 +75,7 @@ def waiting_containers(draft: Draft, image: Object) -> list[Object]:
     ]
 
 
-def waiting_volumes(draft: Draft) -> list[Object]:
+def waiting_volumes(draft: WorkerDraft) -> list[Object]:
     """Where that init container reads them; the kubelet writes them anew when they change."""
     items = [
         {"path": one.file, "fieldRef": {"fieldPath": f"metadata.annotations['{one.annotation}']"}}

@@ -8,7 +8,7 @@ from megatronapp_common.names import COORDINATOR_PORT, GROUP, HUB_PORT, SERVE_PO
 from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.backends.kubernetes.render.objects import host_of
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 
 ANNOTATION_TOPOLOGY = f"{GROUP}/topology"
 """On a worker pod, written by the operator once it has a node: values of the topology labels, from wide to narrow."""
@@ -35,14 +35,14 @@ def field(name: str, path: str) -> Object:
     return {"name": str(name), "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def user_environment(draft: Draft) -> list[Object]:
+def user_environment(draft: WorkerDraft) -> list[Object]:
     """What the user and the image's needs say; a pod template may change it."""
     given = {entry.name: entry.value for entry in draft.spec.env}
     home = {} if draft.pins_memory else UNPRIVILEGED_HOME
     return variables({**home, **network.rdma_environment(draft), **draft.spec.network.nccl, **given})
 
 
-def reserved_environment(draft: Draft) -> list[Object]:
+def reserved_environment(draft: WorkerDraft) -> list[Object]:
     """What launcher and ranks rely on; nobody may change it."""
     return [
         *shared_environment(draft),
@@ -52,7 +52,7 @@ def reserved_environment(draft: Draft) -> list[Object]:
     ]
 
 
-def shared_environment(draft: Draft) -> list[Object]:
+def shared_environment(draft: WorkerDraft) -> list[Object]:
     """What launcher and agent are told."""
     name, namespace = draft.names.hub, draft.owner.namespace
     hub = f"http://{host_of(name, namespace, draft.settings.cluster_domain)}:{HUB_PORT}"
@@ -74,7 +74,7 @@ def shared_environment(draft: Draft) -> list[Object]:
     ]
 
 
-def _gathering(draft: Draft) -> dict[str, str]:
+def _gathering(draft: WorkerDraft) -> dict[str, str]:
     first = f"{draft.names.worker(0)}.{draft.names.workers}"
     host = host_of(first, draft.owner.namespace, draft.settings.cluster_domain)
     values: dict[str, str] = {
@@ -94,7 +94,7 @@ def _gathering(draft: Draft) -> dict[str, str]:
     return values
 
 
-def _discovery(draft: Draft) -> list[Object]:
+def _discovery(draft: WorkerDraft) -> list[Object]:
     """How the launcher finds its address and its place among the others."""
     made: list[Object] = []
     if (interface := draft.spec.network.rdma.interface) is not None:
@@ -106,13 +106,13 @@ def _discovery(draft: Draft) -> list[Object]:
     return made
 
 
-def rank_order(draft: Draft) -> RankOrder:
+def rank_order(draft: WorkerDraft) -> RankOrder:
     """The order that can be had: nobody tells a worker its topology where the operator may not read nodes."""
     wanted = RANK_ORDERS[draft.spec.network.rank_order]
     return RankOrder.INDEX if wanted is RankOrder.TOPOLOGY and not draft.settings.node_access else wanted
 
 
-def preflight(draft: Draft) -> dict[str, Any]:
+def preflight(draft: WorkerDraft) -> dict[str, Any]:
     """What the launcher looks at (names.Env.PREFLIGHT)."""
     rdma = draft.spec.network.rdma
     wanted = draft.spec.network.preflight.to_dict() | {"shmBytes": storage.shm_bytes(draft)}

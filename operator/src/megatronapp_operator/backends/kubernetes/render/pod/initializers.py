@@ -6,13 +6,13 @@ from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.cluster import Initializer
 from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes.client.api import Object
-from megatronapp_operator.backends.kubernetes.render.objects import Names, make, metadata, pod_labels
+from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, make, metadata, pod_labels
 from megatronapp_operator.backends.kubernetes.render.pod import storage
 from megatronapp_operator.backends.kubernetes.render.pod.environment import UNPRIVILEGED_HOME, variables
 from megatronapp_operator.backends.kubernetes.render.pod.placement import tolerations
 from megatronapp_operator.backends.kubernetes.render.pod.security import container_security, pod_security
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
-from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, RenderSettings
 
 PREFIX = "init-"
 """Before the names of initializers, so that none takes the name of a container of ours."""
@@ -44,7 +44,7 @@ def container_name(name: str) -> str:
     return made if len(made) <= MAX_NAME else f"{made[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def node_containers(draft: Draft) -> list[Object]:
+def node_containers(draft: WorkerDraft) -> list[Object]:
     """Init containers of every worker.
 
     Unless they say otherwise, they get what the trainer gets later: that costs nothing more, and a pod with guaranteed
@@ -56,7 +56,7 @@ def node_containers(draft: Draft) -> list[Object]:
     return [{"resources": resources} | one for one in made]
 
 
-def init_pod(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object | None:
+def init_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Object | None:
     """The pod that runs the initializers of the whole job, one after the other; None if there are none.
 
     The last one is its main container, the others its init containers. It is not started again by itself: whether
@@ -77,7 +77,7 @@ def init_pod(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object
         **identity(job),
         **_placement(job),
     }
-    meta = metadata(owner, Names(owner.name).init, pod_labels(owner, ReplicaType.INIT))
+    meta = metadata(owner, ObjectNames(owner.name).init, pod_labels(owner, ReplicaType.INIT))
     return make("v1", "Pod", meta, spec=spec)
 
 

@@ -2,7 +2,7 @@
 
 from megatronapp_common.names import COORDINATOR_PORT, SERVE_PORT, STATUS_PORT
 from megatronapp_operator.backends.kubernetes.client.api import Object
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 
 ANNOTATION_NETWORKS = "k8s.v1.cni.cncf.io/networks"
 ANNOTATION_NETWORK_STATUS = "k8s.v1.cni.cncf.io/network-status"
@@ -16,7 +16,7 @@ LABEL_HOST_NETWORK = "megatronapp.io/host-network"
 """On workers in their node's own network; two of them on one node would take each other's ports."""
 
 
-def rdma_environment(draft: Draft) -> dict[str, str]:
+def rdma_environment(draft: WorkerDraft) -> dict[str, str]:
     """What NCCL and UCX need to find the adapters, unless the user says it."""
     rdma = draft.spec.network.rdma
     if not rdma.enabled:
@@ -32,7 +32,7 @@ def rdma_environment(draft: Draft) -> dict[str, str]:
     return made
 
 
-def _nccl_net(draft: Draft) -> str | None:
+def _nccl_net(draft: WorkerDraft) -> str | None:
     """NCCL's name of the network of the adapters; None if the trainer gets no adapters."""
     if draft.privileged:
         return "IB"
@@ -50,44 +50,44 @@ def ucx_devices(hca: str) -> str | None:
     return ",".join(name if ":" in name else f"{name}:1" for name in names) or None
 
 
-def rdma_resources(draft: Draft) -> dict[str, str]:
+def rdma_resources(draft: WorkerDraft) -> dict[str, str]:
     """The devices to ask for."""
     rdma = draft.spec.network.rdma
     wanted = rdma.enabled and rdma.resource_name is not None
     return {rdma.resource_name: str(rdma.count)} if wanted and rdma.resource_name is not None else {}
 
 
-def device_volumes(draft: Draft) -> list[Object]:
+def device_volumes(draft: WorkerDraft) -> list[Object]:
     """The node's own devices, where no plugin gives them."""
     if not draft.privileged:
         return []
     return [{"name": INFINIBAND, "hostPath": {"path": INFINIBAND_PATH, "type": "Directory"}}]
 
 
-def device_mounts(draft: Draft) -> list[Object]:
+def device_mounts(draft: WorkerDraft) -> list[Object]:
     """Where they are mounted."""
     return [{"name": INFINIBAND, "mountPath": INFINIBAND_PATH}] if draft.privileged else []
 
 
-def network_annotations(draft: Draft) -> dict[str, str]:
+def network_annotations(draft: WorkerDraft) -> dict[str, str]:
     """The networks to join."""
     attachments = draft.spec.network.attachments
     return {ANNOTATION_NETWORKS: ",".join(attachments)} if attachments else {}
 
 
-def network_labels(draft: Draft) -> dict[str, str]:
+def network_labels(draft: WorkerDraft) -> dict[str, str]:
     """What the anti-affinity goes by."""
     return {LABEL_HOST_NETWORK: "true"} if draft.host_network else {}
 
 
-def network_spec(draft: Draft) -> Object:
+def network_spec(draft: WorkerDraft) -> Object:
     """Whose network the pod is in. What is None here stays out of the pod, whatever its template says."""
     if not draft.host_network:
         return {"hostNetwork": None, "hostPID": None, "hostIPC": None}
     return {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet", "hostPID": None, "hostIPC": None}
 
 
-def ports(draft: Draft) -> list[Object]:
+def ports(draft: WorkerDraft) -> list[Object]:
     """Ports of launcher and API, the same for all workers, so that their pods have one shape for a queue.
 
     In the node's network they are the node's, and the scheduler keeps apart who declares the same ones.
@@ -98,6 +98,6 @@ def ports(draft: Draft) -> list[Object]:
     return [one | {"hostPort": one["containerPort"]} for one in made] if draft.host_network else made
 
 
-def waits_for_networks(draft: Draft) -> bool:
+def waits_for_networks(draft: WorkerDraft) -> bool:
     """Whether the launcher's address is that of an attached network, which is known once that is there."""
     return bool(draft.spec.network.attachments) and draft.spec.network.rdma.interface is None

@@ -8,7 +8,7 @@ from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.backends.kubernetes.render.objects import selector
 from megatronapp_operator.backends.kubernetes.render.pod.network import LABEL_HOST_NETWORK
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 
 HOST_NAME = "kubernetes.io/hostname"
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -22,7 +22,7 @@ def tolerations(spec: Spec, gpus: int) -> list[Object]:
     return [*given, gpu] if gpus and gpu not in given else given
 
 
-def placed(spec: Object, draft: Draft) -> Object:
+def with_placement(spec: Object, draft: WorkerDraft) -> Object:
     """The pod's spec with what its worker needs of the affinity, beside what the user and the template want."""
     affinity: dict[str, Any] = dict(spec.get("affinity") or {})
     if draft.attempt.excluded_nodes:

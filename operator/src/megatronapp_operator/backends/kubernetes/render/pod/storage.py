@@ -9,7 +9,7 @@ from megatronapp_common.job.api.cluster import Initializer, Volume
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.backends.kubernetes.render.pod.quantities import text_of
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, Draft
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, WorkerDraft
 
 SHM = "/dev/shm"
 RUN = "/run/megatronapp/run"
@@ -21,7 +21,7 @@ JOB_KEY = "job.yaml"
 DEFAULT_SHM = "16Gi"
 
 
-def shm_size(draft: Draft) -> str:
+def shm_size(draft: WorkerDraft) -> str:
     """Size of the memory volume. It is charged to the trainer's memory limit, so half of that is the most by itself."""
     given = draft.spec.shm.size_limit
     if given is not None:
@@ -32,7 +32,7 @@ def shm_size(draft: Draft) -> str:
     return text_of(fractions.Fraction(int(limit / 2)))
 
 
-def _memory_limits(draft: Draft) -> list[Any]:
+def _memory_limits(draft: WorkerDraft) -> list[Any]:
     """What shared memory is charged to: the trainer's limit, which a template may replace, and the pod's."""
     own: Any = draft.group.resources.limits.get("memory")
     template = draft.spec.pod_template.spec
@@ -44,12 +44,12 @@ def _memory_limits(draft: Draft) -> list[Any]:
     return [limit for limit in (own, pod) if limit is not None]
 
 
-def shm_bytes(draft: Draft) -> int:
+def shm_bytes(draft: WorkerDraft) -> int:
     """The same in bytes."""
     return int(quantity_value(shm_size(draft)))
 
 
-def own_volumes(draft: Draft) -> list[Object]:
+def own_volumes(draft: WorkerDraft) -> list[Object]:
     """Volumes of every worker."""
     return [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(draft)}},

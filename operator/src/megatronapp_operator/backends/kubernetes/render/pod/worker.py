@@ -6,7 +6,7 @@ import functools
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import ANNOTATION_EXCLUDED_NODES, ANNOTATION_TEMPLATE_HASH, ReplicaType
 from megatronapp_operator.backends.kubernetes.client.api import Object
-from megatronapp_operator.backends.kubernetes.render.facts import REMEMBERED, Same, facts_of
+from megatronapp_operator.backends.kubernetes.render.facts import REMEMBERED, IdentityKey, facts_of
 from megatronapp_operator.backends.kubernetes.render.objects import digest, make, metadata, pod_labels
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
 from megatronapp_operator.backends.kubernetes.render.pod.agent import agent, reserved_agent
@@ -19,25 +19,27 @@ from megatronapp_operator.backends.kubernetes.render.pod.environment import (
 )
 from megatronapp_operator.backends.kubernetes.render.pod.initializers import identity, node_containers
 from megatronapp_operator.backends.kubernetes.render.pod.merge import merge
-from megatronapp_operator.backends.kubernetes.render.pod.placement import placed, tolerations
+from megatronapp_operator.backends.kubernetes.render.pod.placement import tolerations, with_placement
 from megatronapp_operator.backends.kubernetes.render.pod.security import (
     container_security,
     pinning_security,
     pod_security,
     privileged_security,
 )
-from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, Draft
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, WorkerDraft
 from megatronapp_operator.backends.kubernetes.render.queueing import pod_marks, scheduler_name
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
 
 GATHER_DEADLINES = 4
 PREPARE_S = 24 * 3600
 """So much longer initializers may take on one node than on another."""
 
 
-def worker_pod(job: MegatronJob, owner: Owner, attempt: Attempt, index: int, settings: RenderSettings) -> Object:
+def worker_pod(
+    job: MegatronJob, owner: JobOwner, attempt: AttemptSettings, index: int, settings: RenderSettings
+) -> Object:
     """The pod of worker `index`. Raises JobError if the job's numbers do not agree."""
-    draft = Draft(job=job, owner=owner, attempt=attempt, index=index, settings=settings)
+    draft = WorkerDraft(job=job, owner=owner, attempt=attempt, index=index, settings=settings)
     pod = render_worker(draft)
     annotations = pod["metadata"]["annotations"]
     annotations[ANNOTATION_TEMPLATE_HASH] = template_hash(job, settings)
@@ -48,21 +50,23 @@ def worker_pod(job: MegatronJob, owner: Owner, attempt: Attempt, index: int, set
 
 def template_hash(job: MegatronJob, settings: RenderSettings) -> str:
     """Digest of what all attempts of a job have in common. Another operator may render the same job otherwise."""
-    return _template_hash((Same(job), Same(settings)))
+    return _template_hash((IdentityKey(job), IdentityKey(settings)))
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _template_hash(given: tuple[Same[MegatronJob], Same[RenderSettings]]) -> str:
+def _template_hash(given: tuple[IdentityKey[MegatronJob], IdentityKey[RenderSettings]]) -> str:
     job, settings = given[0].value, dataclasses.replace(given[1].value, key_id="")  # another key is the same template
-    owner = Owner(namespace=job.metadata.namespace, name=job.metadata.name, uid="")
+    owner = JobOwner(namespace=job.metadata.namespace, name=job.metadata.name, uid="")
     pods = [
-        render_worker(Draft(job=job, owner=owner, attempt=Attempt(number=0), index=group.first, settings=settings))
+        render_worker(
+            WorkerDraft(job=job, owner=owner, attempt=AttemptSettings(number=0), index=group.first, settings=settings)
+        )
         for group in facts_of(job).world.worker_groups
     ]
     return digest(pods)
 
 
-def render_worker(draft: Draft) -> Object:
+def render_worker(draft: WorkerDraft) -> Object:
     """The pod without the digest of its template."""
     template = draft.spec.pod_template
     spec = merge(merge(_chosen(draft), template.spec), _reserved(draft))
@@ -76,10 +80,10 @@ def render_worker(draft: Draft) -> Object:
     }
     annotations = {**wanted.annotations, **network.network_annotations(draft), **notes}
     meta = metadata(draft.owner, draft.names.worker(draft.index), labels) | {"annotations": annotations}
-    return make("v1", "Pod", meta, spec=placed(spec, draft))
+    return make("v1", "Pod", meta, spec=with_placement(spec, draft))
 
 
-def _chosen(draft: Draft) -> Object:
+def _chosen(draft: WorkerDraft) -> Object:
     """Fields that the template may change."""
     spec = draft.spec
     made: Object = {
@@ -104,7 +108,7 @@ def _chosen(draft: Draft) -> Object:
     return {name: value for name, value in made.items() if value or value is False}
 
 
-def _reserved(draft: Draft) -> Object:
+def _reserved(draft: WorkerDraft) -> Object:
     """Fields that the gang, the outcome and the safety of other jobs rest on."""
     containers = [_reserved_trainer(draft), *([reserved_agent(draft)] if draft.spec.analyzer.enabled else [])]
     return {
@@ -120,7 +124,7 @@ def _reserved(draft: Draft) -> Object:
     }
 
 
-def _trainer(draft: Draft) -> Object:
+def _trainer(draft: WorkerDraft) -> Object:
     return {
         "name": TRAINER,
         **_trainer_image(draft),
@@ -136,13 +140,13 @@ def _trainer(draft: Draft) -> Object:
     }
 
 
-def _security(draft: Draft) -> Object:
+def _security(draft: WorkerDraft) -> Object:
     if draft.privileged:
         return privileged_security()
     return pinning_security() if draft.pins_memory else container_security()
 
 
-def _reserved_trainer(draft: Draft) -> Object:
+def _reserved_trainer(draft: WorkerDraft) -> Object:
     return {
         "name": TRAINER,
         "command": command(draft),
@@ -157,7 +161,7 @@ def _reserved_trainer(draft: Draft) -> Object:
     }
 
 
-def _readiness(draft: Draft) -> Object:
+def _readiness(draft: WorkerDraft) -> Object:
     """A served model is found by its Service while rank 0 takes requests; of other workers nobody asks."""
     if not draft.serves or draft.index != 0:
         return {}
@@ -166,13 +170,13 @@ def _readiness(draft: Draft) -> Object:
     return {"readinessProbe": probe}
 
 
-def _trainer_image(draft: Draft) -> Object:
+def _trainer_image(draft: WorkerDraft) -> Object:
     if draft.spec.image is None:
         return {"image": draft.settings.trainer_image, "imagePullPolicy": draft.settings.image_pull_policy}
     return {"image": draft.spec.image, "imagePullPolicy": draft.spec.image_pull_policy}
 
 
-def _resources(draft: Draft) -> Object:
+def _resources(draft: WorkerDraft) -> Object:
     """What the user asks for, GPUs and RDMA devices; devices are asked for and limited alike."""
     devices = {draft.spec.gpu_resource_name: str(draft.gpus)} if draft.gpus else {}
     devices |= network.rdma_resources(draft)
@@ -181,14 +185,14 @@ def _resources(draft: Draft) -> Object:
     return {name: amounts for name, amounts in made.items() if amounts}
 
 
-def command(draft: Draft) -> list[str]:
+def command(draft: WorkerDraft) -> list[str]:
     """The launcher with the flags of its ranks."""
     launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", str(_gather_s(draft))]
     program = ["--program=-m megatronapp_trainer.serve"] if draft.serves else []
     return [*launcher, *program, "--", *map(literal, draft.facts.arguments)]
 
 
-def _gather_s(draft: Draft) -> int:
+def _gather_s(draft: WorkerDraft) -> int:
     """How long a launcher waits for the others: longer than the operator, which knows what they wait for themselves.
 
     Until the others have machines, a deadline; then as long again for each of: images of what comes before the

@@ -5,21 +5,21 @@ import functools
 
 from megatronapp_common.job import MegatronJob, Spec, World
 from megatronapp_common.job.world import WorkerGroup
-from megatronapp_operator.backends.kubernetes.render.facts import Facts, facts_of
-from megatronapp_operator.backends.kubernetes.render.objects import Names
-from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.facts import RenderFacts, facts_of
+from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames
+from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
 
 TRAINER = "trainer"
 AGENT = "agent"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Draft:
+class WorkerDraft:
     """A worker of an attempt, and everything that its pod follows from. Raises JobError if the world does not fit."""
 
     job: MegatronJob
-    owner: Owner
-    attempt: Attempt
+    owner: JobOwner
+    attempt: AttemptSettings
     index: int
     settings: RenderSettings
 
@@ -29,12 +29,12 @@ class Draft:
         return self.job.spec
 
     @property
-    def names(self) -> Names:
+    def names(self) -> ObjectNames:
         """Names of the job's objects."""
-        return Names(self.owner.name)
+        return ObjectNames(self.owner.name)
 
     @functools.cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> RenderFacts:
         """What all workers of the job have in common."""
         return facts_of(self.job)
 
