@@ -14,19 +14,19 @@ class VocabularyConfig(Protocol):
     """The flags that tell of tokens; `config.DataConfig` has them."""
 
     @property
-    def tokenizer_file(self) -> str | None: ...  # noqa: D102
+    def tokenizer_file(self) -> str | None: ...
     @property
-    def vocab_file(self) -> str | None: ...  # noqa: D102
+    def vocab_file(self) -> str | None: ...
     @property
-    def merge_file(self) -> str | None: ...  # noqa: D102
+    def merge_file(self) -> str | None: ...
     @property
-    def vocab_size(self) -> int | None: ...  # noqa: D102
+    def vocab_size(self) -> int | None: ...
     @property
-    def eod_mask_loss(self) -> bool: ...  # noqa: D102
+    def eod_mask_loss(self) -> bool: ...
     @property
-    def reset_position_ids(self) -> bool: ...  # noqa: D102
+    def reset_position_ids(self) -> bool: ...
     @property
-    def reset_attention_mask(self) -> bool: ...  # noqa: D102
+    def reset_attention_mask(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
