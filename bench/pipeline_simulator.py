@@ -477,9 +477,8 @@ class _Rank:
         aux: int = 0, microbatch: int = NO_MICROBATCH, chunk: int = 0, flags: int = 0,
     ) -> tuple[int, ...]:  # fmt: skip
         slot = NO_COMM if comm is None else self.sim.slot(self.rank, comm)
-        start = self.sim.local_ns(self.rank, begin)
-        return (start, int((end - begin) * 1e9) // 8, self.step, ordinal, aux, slot, microbatch, int(kind), chunk, 0,
-                int(flags), self.rank)  # fmt: skip
+        return (self.sim.local_ns(self.rank, begin), int((end - begin) * 1e9) // 8, self.step, ordinal, aux, slot,
+                microbatch, int(kind), chunk, 0, int(flags), self.rank)  # fmt: skip
 
 
 def _group(layout: JobLayout, rank: int, same: Callable[..., object], kind: str) -> Communicator:

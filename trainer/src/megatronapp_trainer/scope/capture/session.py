@@ -6,7 +6,6 @@
 Rank 0 says what is wanted through the engine's commands (`leader.py`), so that every rank begins at the same step.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Hashable, Sequence
@@ -27,6 +26,14 @@ from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.scope.capture import probe
 from megatronapp_trainer.scope.capture.attention_recompute import bucket
 from megatronapp_trainer.scope.capture.capture_spec import CaptureSpec, PixelReductions, capture_spec_of
+from megatronapp_trainer.scope.capture.captured_step import (
+    CapturedStep,
+    CapturePlan,
+    DecodeValues,
+    ReductionGraphFamily,
+    ReductionResult,
+    StepReads,
+)
 from megatronapp_trainer.scope.capture.commands import (
     TOPIC,
     BeginProbe,
@@ -49,7 +56,6 @@ from megatronapp_trainer.scope.capture.reductions import (
 )
 from megatronapp_trainer.scope.tracked_requests import (
     ModelSizes,
-    PromptRead,
     TrackedRequest,
     TrackedRow,
     run_of,
@@ -60,81 +66,6 @@ from megatronapp_trainer.scope.transfer.deferred_work import DeferredWork
 from megatronapp_trainer.scope.transfer.device_copy import DeviceToHostCopier, NamedTensor, PackedBuffer, pack
 from megatronapp_trainer.scope.transfer.part_frames import FrameSpec, StepFrames
 from megatronapp_trainer.scope.transfer.publisher import ReadyFrames, Sink
-
-StepReads = Sequence[tuple[TrackedRequest, Sequence[PromptRead]]]
-"""Who is looked at in a step, and what it reads of each."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _CapturedStep:
-    """A step that is being looked at."""
-
-    context: StepContext
-    recipes: Sequence[CaptureSpec]
-    touched: Sequence[TrackedRequest] = ()
-    """Of decode steps: whose tokens they read."""
-    works: Sequence[PromptChunk] = ()
-    count: int = 0
-    view: "_CapturePlan | None" = None
-    """Of decode steps."""
-    pin_places: int = 0
-    attended: int = 0
-    logit_rows: Sequence[slice] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _CapturePlan:
-    """What stays the same from one decode step to the next, as long as the same runs look at the same."""
-
-    tracked: tuple[TrackedRequest, ...]
-    captures: tuple[CaptureSettings | None, ...]
-    specs: tuple[CaptureSpec | None, ...]
-    """Of each run: made anew on every rank alike when it changes."""
-    recipes: tuple[CaptureSpec, ...]
-    pixels: Sequence[PixelReductions]
-    active_sites: frozenset[Site]
-    """What the model is hooked for, on any rank of the tensor group: all that the forward pass depends on."""
-    sites: dict[str, Site]
-    picks: dict[str, torch.Tensor | None]
-    pins: list[tuple[int, int]]
-    most_pins: int
-    """Of any rank of the tensor group."""
-    groups: list[int]
-    """Of each run."""
-    pinned: list[list[tuple[int, int, int]]]
-    """Of each run: place among the pins, layer, head."""
-
-    def matches(self, tracked: Sequence[TrackedRequest]) -> bool:
-        """These look, and at what they looked at."""
-        return len(tracked) == len(self.tracked) and all(
-            one is known and one.capture is capture and one.recipe is wanted
-            for one, known, capture, wanted in zip(tracked, self.tracked, self.captures, self.specs, strict=True)
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DecodeValues:
-    """What the layers of a decode step gave; in a CUDA graph at the same addresses in each replay."""
-
-    values: dict[str, SiteValues]
-    positions_N: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ReductionGraphFamily:
-    """Whose graphs of reductions share memory, and are forgotten together."""
-
-    active_sites: frozenset[Site]
-    recipes: tuple[CaptureSpec, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _ReductionResult:
-    """What reductions gave. As a CUDA graph they go on reading what they were captured with, so that stays alive."""
-
-    buffer: PackedBuffer
-    decode_values: DecodeValues
-    pixels: Sequence[PixelReductions]
 
 
 class StepCapture:
@@ -157,9 +88,9 @@ class StepCapture:
         self._tracked: dict[str, TrackedRequest] = {}
         self._ids: tuple[str, ...] = ()
         self._touched: list[TrackedRequest] = []
-        self._step: _CapturedStep | None = None
+        self._step: CapturedStep | None = None
         self._graphs = GraphCache(enabled=self._device.type == "cuda" and stage.options.cuda_graphs)
-        self._view: _CapturePlan | None = None
+        self._view: CapturePlan | None = None
         self._behind = DeferredWork()
         self._is_quiet = False
         """The last step was not looked at, and what was left before it is behind the next one."""
@@ -267,7 +198,7 @@ class StepCapture:
 
     def forget(self, looked: Hashable) -> None:
         """What was held by graphs of the stage is gone, and so are the reductions of it."""
-        self._graphs.drop(lambda family: isinstance(family, _ReductionGraphFamily) and family.active_sites == looked)
+        self._graphs.drop(lambda family: isinstance(family, ReductionGraphFamily) and family.active_sites == looked)
 
     # The calls of a stage, in the order of a step.
 
@@ -332,7 +263,7 @@ class StepCapture:
             self._behind.submit(lambda: self._finish_prompts(step, found, told, done), of_prompts=True)
 
     @torch.no_grad()
-    def _finish_decode(self, step: _CapturedStep, held: DecodeValues, done: "torch.cuda.Event | None") -> None:
+    def _finish_decode(self, step: CapturedStep, held: DecodeValues, done: "torch.cuda.Event | None") -> None:
         """What a decode step needs of reductions is a second CUDA graph."""
         arrival = self._post.send_step(lambda: self._reduced(step, held), (held, step.view), done)
         self._sink(StepFrames(arrival, self._describe_frames(step)))
@@ -340,7 +271,7 @@ class StepCapture:
     @torch.no_grad()
     def _finish_prompts(
         self,
-        step: _CapturedStep,
+        step: CapturedStep,
         kept: dict[str, SiteValues],
         told: Sequence[FrameSpec],
         done: "torch.cuda.Event | None",
@@ -349,23 +280,23 @@ class StepCapture:
         arrival = self._post.send_prompts(lambda: self._reduce_prompts(step, kept), held, done)
         self._sink(StepFrames(arrival, told))
 
-    def _reduce_prompts(self, step: _CapturedStep, kept: dict[str, SiteValues]) -> PackedBuffer:
+    def _reduce_prompts(self, step: CapturedStep, kept: dict[str, SiteValues]) -> PackedBuffer:
         self._seen.put(kept)
         parcel = pack(self._looker.prefill(step.works, step.context, step.count) + self._probed(step))
         self._seen.take()
         return parcel
 
-    def _reduced(self, step: _CapturedStep, held: DecodeValues) -> PackedBuffer:
+    def _reduced(self, step: CapturedStep, held: DecodeValues) -> PackedBuffer:
         assert step.view is not None
-        family = _ReductionGraphFamily(active_sites=step.view.active_sites, recipes=step.view.recipes)
+        family = ReductionGraphFamily(active_sites=step.view.active_sites, recipes=step.view.recipes)
         key = (id(held), step.pin_places, step.attended)
         return self._graphs.run(family, key, lambda: self._reduce(step, held)).buffer
 
-    def _reduce(self, step: _CapturedStep, held: DecodeValues) -> "_ReductionResult":
+    def _reduce(self, step: CapturedStep, held: DecodeValues) -> "ReductionResult":
         self._seen.put(held.values)
         parcel = pack(self._looker.decode(held.positions_N, step.recipes, step.pin_places, step.attended))
         self._seen.take()
-        return _ReductionResult(
+        return ReductionResult(
             buffer=parcel, decode_values=held, pixels=[self._looker.pixels_of(one) for one in step.recipes]
         )
 
@@ -380,7 +311,7 @@ class StepCapture:
         self._seen.begin(view.picks, {})
         attended = bucket(max(segment.end for segment in sight.plan.segments), self._looker.most_keys)
         places = self._looker.set_pins(view.pins, view.most_pins, self._post.on_copy_stream)
-        self._step = _CapturedStep(
+        self._step = CapturedStep(
             context=sight,
             touched=touched,
             recipes=view.recipes,
@@ -390,11 +321,11 @@ class StepCapture:
         )
         return view.active_sites
 
-    def _viewed(self, tracked: Sequence[TrackedRequest]) -> "_CapturePlan":
+    def _viewed(self, tracked: Sequence[TrackedRequest]) -> "CapturePlan":
         recipes = tuple(dict.fromkeys(one.recipe for one in tracked if one.recipe is not None))
         (pins, most), sites = self._pins(tracked), self._sites(tracked)
         wanted = [{(pin.layer, pin.head) for pin in one.capture.pinned} if one.capture else set() for one in tracked]
-        return _CapturePlan(
+        return CapturePlan(
             tracked=tuple(tracked),
             captures=tuple(one.capture for one in tracked),
             specs=tuple(one.recipe for one in tracked),
@@ -426,7 +357,7 @@ class StepCapture:
         logit_tokens, logit_rows = _logit_rows(sight, rows)
         picks[probe.LOGITS] = sent_to(self._device, torch.tensor(logit_tokens, dtype=torch.int64))
         self._seen.begin(picks, probe.layers_of(works))
-        self._step = _CapturedStep(
+        self._step = CapturedStep(
             context=sight,
             recipes=capture_specs_of(works),
             works=works,
@@ -434,7 +365,7 @@ class StepCapture:
             logit_rows=logit_rows,
         )
 
-    def _probed(self, step: _CapturedStep) -> list[NamedTensor]:
+    def _probed(self, step: CapturedStep) -> list[NamedTensor]:
         found: list[NamedTensor] = []
         for place, work in enumerate(step.works):
             if work.tracked.is_probe:
@@ -453,7 +384,7 @@ class StepCapture:
         wanted = {(pin.layer, pin.head) for capture in looked if capture is not None for pin in capture.pinned}
         return pins_of(wanted, layers=self.share.layers, heads=self.share.heads)
 
-    def _describe_frames(self, step: _CapturedStep) -> list[FrameSpec]:
+    def _describe_frames(self, step: CapturedStep) -> list[FrameSpec]:
         """The frames of a step, in the order in which the hub should have them."""
         out: list[FrameSpec] = []
         if step.view is not None:
@@ -466,14 +397,14 @@ class StepCapture:
                 out += self._describe_prompts(step, work)
         return out
 
-    def _describe_probe(self, step: _CapturedStep, place: int, work: PromptChunk) -> FrameSpec:
+    def _describe_probe(self, step: CapturedStep, place: int, work: PromptChunk) -> FrameSpec:
         one, rows = work.tracked, work.reported_rows
         header = self._header(more=not one.all_read) | {"probe": one.name}
         group = len(step.recipes) + place
         return FrameSpec(group=group, header=header, rows=rows, select=range(len(rows)), is_probe=True)
 
     def _describe_decode(
-        self, view: _CapturePlan, place: int, one: TrackedRequest, rows: Sequence[TrackedRow]
+        self, view: CapturePlan, place: int, one: TrackedRequest, rows: Sequence[TrackedRow]
     ) -> list[FrameSpec]:
         out, group, pinned = [], view.groups[place], view.pinned[place]
         for number in sorted({one.step_of(row) for row in rows}):
@@ -483,7 +414,7 @@ class StepCapture:
             out.append(FrameSpec(group=group, header=header, rows=part, select=select, pinned=pinned))
         return out
 
-    def _describe_prompts(self, step: _CapturedStep, work: PromptChunk) -> list[FrameSpec]:
+    def _describe_prompts(self, step: CapturedStep, work: PromptChunk) -> list[FrameSpec]:
         one, rows = work.tracked, work.reported_rows
         assert one.recipe is not None
         group = step.recipes.index(one.recipe)
