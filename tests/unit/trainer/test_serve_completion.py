@@ -66,7 +66,7 @@ def token(request_id: str, index: int) -> Any:
 def test_both_of_two_tokens_with_one_text_are_told() -> None:
     async def told() -> Any:
         answer, _, _ = answer_of(1)
-        return answer.pieces(token("r0", 0))[0].logprobs
+        return answer.text_chunks(token("r0", 0))[0].logprobs
 
     logprobs = asyncio.run(told())
     assert logprobs.top_logprobs == [{"a": -0.5, "id:0": -0.7}]

@@ -134,7 +134,7 @@ def test_what_is_generated_keeps_its_first_space_and_a_prompts_own_tokens_stand_
     assert incremental_decoder(model.tokenizer)([word]) == " a" == f" {model.tokenizer.detokenize([word])}"
     end = model.end_tokens[0]
     assert (model.decode([word, end]), model.decode_plain([word, end])) == (" a</s>", " a")
-    told = model.told("the whale", ids)
+    told = model.describe_prompt("the whale", ids)
     assert told["offsets"][0] is None and told["offsets"][-1] == [8, 9]
     assert model.ids_of("the whale", special=False) == ids[1:]
 
