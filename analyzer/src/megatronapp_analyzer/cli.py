@@ -51,7 +51,7 @@ def register_scope(subparsers: "argparse._SubParsersAction[argparse.ArgumentPars
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Serve the session until a signal comes."""
-    from megatronapp_analyzer.scope.delivery.replay import replay
+    from megatronapp_analyzer.hub.replay import replay
 
     return replay(arguments.file, speed=arguments.speed, port=arguments.port)
 

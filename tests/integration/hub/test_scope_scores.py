@@ -7,7 +7,7 @@ import pytest
 import scope_rank_zero
 from scope_pages import RUN, RUNS, brought, receive, recording, shown, viewer
 
-from megatronapp_analyzer.hub.scope import scores
+from megatronapp_analyzer.scope.probes import scores
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 from megatronapp_common.scope.protocol import unpack

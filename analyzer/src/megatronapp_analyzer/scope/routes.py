@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 from fastapi import APIRouter, Depends, Header, Path, Query, Response, WebSocket, status
@@ -12,20 +12,20 @@ from pydantic import StringConstraints
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 
-from megatronapp_analyzer.hub.http.access import direct, hub_of, role_of
-from megatronapp_analyzer.hub.http.problems import ApiError
-from megatronapp_analyzer.hub.http.schemas import Problem
-from megatronapp_analyzer.hub.scope.served import read_counts
-from megatronapp_analyzer.hub.scope.variance import variance_of
 from megatronapp_analyzer.scope import schemas
 from megatronapp_analyzer.scope.delivery import page_socket, session_download, session_file
 from megatronapp_analyzer.scope.delivery.limits import caller_of, too_many_pages
 from megatronapp_analyzer.scope.probes.probe_client import RETRY_MS
+from megatronapp_analyzer.scope.probes.variance import variance_of
 from megatronapp_analyzer.scope.store.audit_log import who_of
 from megatronapp_analyzer.scope.store.run import ScopeRun, value_site
 from megatronapp_analyzer.scope.views import export_values
 from megatronapp_analyzer.scope.views.candidates import candidates_of
+from megatronapp_analyzer.scope.views.server_counts import read_counts
 from megatronapp_analyzer.scope.views.tiles import MAX_LEVEL, MAX_TILES, TileRef, body, etag
+from megatronapp_analyzer.web.models import Problem
+from megatronapp_analyzer.web.problems import ApiError
+from megatronapp_analyzer.web.roles import direct, role_of
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
 from megatronapp_common.web.tokens import TokenRole
@@ -56,7 +56,7 @@ RETRY_HINT = "Take one that GET /api/v1/scope/runs lists."
 
 def service_of(connection: HTTPConnection) -> "ScopeService":
     """MegaScope of the hub that serves this connection."""
-    return hub_of(connection).scope
+    return cast("ScopeService", connection.app.state.scope)
 
 
 async def bounded(connection: HTTPConnection) -> None:

@@ -7,7 +7,6 @@ import scope_session
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.delivery.limits import ConcurrencySlots
 from megatronapp_analyzer.scope.delivery.session_download import (
@@ -17,6 +16,7 @@ from megatronapp_analyzer.scope.delivery.session_download import (
     ReadRateMonitor,
     download_slot,
 )
+from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 

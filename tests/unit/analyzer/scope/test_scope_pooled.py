@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
@@ -21,6 +20,7 @@ from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettin
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.scope.views.tile_pooling import MAX_CHUNKS, PIECE_SHARE, TilePool
 from megatronapp_analyzer.scope.views.tiles import TILE, TileRef, tile
+from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import ProbeRequest, ProbeSite

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatronapp_analyzer.hub.scope.scores import NAMES, checked, scores_of
+from megatronapp_analyzer.scope.probes.scores import NAMES, checked, scores_of
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame

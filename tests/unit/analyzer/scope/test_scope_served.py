@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from megatronapp_analyzer.hub.http.problems import ApiError
-from megatronapp_analyzer.hub.scope.served import LatencyQuantiles, quantile, read_counts
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
+from megatronapp_analyzer.scope.views.server_counts import LatencyQuantiles, quantile, read_counts
+from megatronapp_analyzer.web.problems import ApiError
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 COUNTS = """\

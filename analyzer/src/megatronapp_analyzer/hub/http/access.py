@@ -6,8 +6,7 @@ page, because browsers send cookies with whatever any page asks (see `megatronap
 holds nothing of the job and is open.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import Depends
 from starlette.datastructures import Headers
@@ -16,7 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatronapp_analyzer.hub.http.login import LoginService
-from megatronapp_analyzer.hub.http.problems import problem_response
+from megatronapp_analyzer.web.problems import problem_response
+from megatronapp_analyzer.web.roles import ROLE, direct
 from megatronapp_common.web.origin import READING, bearer_token, is_same_origin, is_same_site_navigation
 from megatronapp_common.web.tokens import TokenRole, is_valid_token
 
@@ -25,33 +25,16 @@ if TYPE_CHECKING:
 else:
     Hub = object  # FastAPI resolves the annotation below at run time and only needs the dependency
 
-T = TypeVar("T")
 API = "/api/"
 AGENT_PATH = "/api/v1/agent"
 CLOSE_POLICY = 1008
 """WebSocket close code "policy violation" (RFC 6455, section 7.4.1)."""
-ROLE = "megatronapp.role"
-"""Key of an ASGI scope."""
 UNAUTHORISED = "Send 'Authorization: Bearer <viewer token>', or open the address that `megatronapp ui JOB` prints."
 
 
 def hub_of(connection: HTTPConnection) -> "Hub":
     """The hub that serves this connection."""
     return cast("Hub", connection.app.state.hub)
-
-
-def role_of(connection: HTTPConnection) -> TokenRole:
-    """What who asks may be: viewer or controller."""
-    return cast(TokenRole, connection.scope[ROLE])
-
-
-def direct(find: Callable[[HTTPConnection], T]) -> Callable[[HTTPConnection], Awaitable[T]]:
-    """A dependency that FastAPI calls at once: plain functions it gives to threads, and a request waits for each."""
-
-    async def found(connection: HTTPConnection) -> T:
-        return find(connection)
-
-    return found
 
 
 HubOf = Annotated[Hub, Depends(direct(hub_of))]

@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from megatronapp_analyzer.hub.http import (
     access,
     pages,
-    problems,
     routes_faults,
     routes_health,
     routes_login,
@@ -20,6 +19,7 @@ from megatronapp_analyzer.hub.http import (
 from megatronapp_analyzer.hub.http.body_limit import BodyLimit
 from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.scope import routes as routes_scope
+from megatronapp_analyzer.web import problems
 from megatronapp_common.web.security_headers import SecurityHeaders
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None, named:
             yield
 
     app = build_api(lifespan)
-    app.state.hub = hub
+    app.state.hub, app.state.scope = hub, hub.scope
     app.state.logins = logins = LoginService(secret, uid=hub.identity.uid)
     if frontend is not None:
         app.include_router(pages.build_router(frontend, named=named))

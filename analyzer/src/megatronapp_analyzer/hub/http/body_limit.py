@@ -4,8 +4,9 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatronapp_analyzer.hub.http.access import API, ROLE
-from megatronapp_analyzer.hub.http.problems import problem_response
+from megatronapp_analyzer.hub.http.access import API
+from megatronapp_analyzer.web.problems import problem_response
+from megatronapp_analyzer.web.roles import ROLE
 from megatronapp_common.web.origin import READING
 from megatronapp_common.web.tokens import TokenRole
 

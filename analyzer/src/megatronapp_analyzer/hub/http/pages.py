@@ -5,7 +5,7 @@ import pathlib
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
-from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.web.origin import (
     ASSET_HEADERS,
     ELSEWHERE_MARK,

@@ -6,12 +6,13 @@ from fastapi import APIRouter, status
 
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.http.access import HubOf
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.web.models import Problem
+from megatronapp_analyzer.web.problems import ApiError
 
-PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": schemas.Problem}, 422: {"model": schemas.Problem}}
+PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}
 
-PROBLEM: dict[str, Any] = {"model": schemas.Problem}
+PROBLEM: dict[str, Any] = {"model": Problem}
 BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 408: PROBLEM, 409: PROBLEM, 413: PROBLEM}
 
 STEPS_AHEAD = 5
@@ -71,7 +72,7 @@ def _ranks_hint(live: set[int]) -> str:
     "/{fault_id}",
     operation_id="endFault",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses={404: {"model": schemas.Problem}, 409: {"model": schemas.Problem}},
+    responses={404: {"model": Problem}, 409: {"model": Problem}},
 )
 async def end_fault(hub: HubOf, fault_id: str) -> None:
     """End a fault now."""

@@ -9,15 +9,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from megatronapp_analyzer.hub.http import schemas
-from megatronapp_analyzer.hub.http.access import role_of
 from megatronapp_analyzer.hub.http.login import LIFE_S, LoginService
-from megatronapp_analyzer.hub.http.problems import NO_STORE, ApiError
+from megatronapp_analyzer.web.models import Problem
+from megatronapp_analyzer.web.problems import NO_STORE, ApiError
+from megatronapp_analyzer.web.roles import role_of
 from megatronapp_common.web.origin import PAGE_HEADERS, bearer_token, is_same_origin, login_form
 
 MAX_FORM_BYTES = 4 << 10
 BODY_S = 10.0
 """So long may a form take."""
-PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": schemas.Problem}, 403: {"model": schemas.Problem}}
+PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 403: {"model": Problem}}
 WRONG = (
     "This is no token of this job, and no code that is still good: a code opens the page once, within a minute. "
     "Ask for a fresh address by `megatronapp ui JOB`, or paste the job's viewer token:"

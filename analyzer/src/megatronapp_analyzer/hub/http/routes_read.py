@@ -9,10 +9,11 @@ from starlette.responses import JSONResponse
 from megatronapp_analyzer import export
 from megatronapp_analyzer.hub.http import schemas, views
 from megatronapp_analyzer.hub.http.access import HubOf
-from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.web.models import Problem
+from megatronapp_analyzer.web.problems import ApiError
 
-PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": schemas.Problem}, 422: {"model": schemas.Problem}}
-NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": schemas.Problem}}
+PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}
+NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": Problem}}
 TRACE_STEPS = 50
 """Steps in a trace without `from`: the newest, because a browser opens some hundred thousand spans, not millions."""
 
@@ -36,7 +37,7 @@ async def job(hub: HubOf) -> schemas.JobView:
     return views.job_view(hub)
 
 
-@router.get("/summary", operation_id="getSummary", responses={503: {"model": schemas.Problem}})
+@router.get("/summary", operation_id="getSummary", responses={503: {"model": Problem}})
 async def summary(hub: HubOf) -> schemas.Summary:
     """What an operator needs to know; 503 while a hub that was started again judges the stored steps."""
     if not hub.analysis.caught_up:

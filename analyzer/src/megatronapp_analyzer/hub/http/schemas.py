@@ -3,8 +3,9 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic.alias_generators import to_camel
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from megatronapp_analyzer.web.models import ApiModel
 
 RankStateName = Literal["training", "silent", "hung", "ended"]
 FaultKind = Literal["compute", "host", "link"]
@@ -12,20 +13,6 @@ HeatmapMetric = Literal["compute", "wait", "step", "slowdown"]
 SeriesName = Literal[
     "loss", "learningRate", "gradNorm", "tokensPerSecond", "tflopsPerGpu", "validationLoss", "consumedSamples"
 ]
-
-
-class ApiModel(BaseModel):
-    """Names are camelCase outside and snake_case inside; unknown fields are refused."""
-
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", serialize_by_alias=True)
-
-
-class Problem(ApiModel):
-    """Body of every answer that is not a success."""
-
-    code: str
-    message: str
-    hint: str
 
 
 class Code(ApiModel):
@@ -45,7 +32,7 @@ class JobEntry(ApiModel):
     iteration: Annotated[int | None, Field(description="Finished steps, of a job that is not here.")] = None
     total_iterations: int | None = None
     restarts: int | None = None
-    findings: Annotated[list[str], Field(description="Sentences of its verdicts that stand.")] = []
+    findings: list[str] = Field([], description="Sentences of its verdicts that stand.")
 
 
 class Layout(ApiModel):
@@ -251,10 +238,10 @@ class Summary(ApiModel):
     hung_ranks: list[int]
     ranks: int
     tracer: TracerHealth
-    full_shared_memory: Annotated[
-        list[SharedMemory], Field(description="Workers whose shared memory has no room for another ring.")
-    ] = []
-    actions: Annotated[list[Action], Field(description="The newest 256, oldest first.")] = []
+    full_shared_memory: list[SharedMemory] = Field(
+        [], description="Workers whose shared memory has no room for another ring."
+    )
+    actions: list[Action] = Field([], description="The newest 256, oldest first.")
 
 
 class Series(ApiModel):

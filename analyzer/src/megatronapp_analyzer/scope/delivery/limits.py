@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from starlette.requests import HTTPConnection
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.http.access import role_of
-from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.web.problems import ApiError
+from megatronapp_analyzer.web.roles import role_of
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 from megatronapp_common.web.token_bucket import BucketSize
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.delivery.limits import ConcurrencySlots
+from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.ingest.merge import Row, ShardTensor
 from megatronapp_analyzer.scope.probes import pca
 from megatronapp_analyzer.scope.probes.pca_points import PcaPoints, coordinates_of, frame_of_points, stride_of
@@ -22,6 +21,7 @@ from megatronapp_analyzer.scope.probes.probe_client import ProbeClient, check
 from megatronapp_analyzer.scope.probes.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.scope.views import encode
+from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import COMPONENTS, Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import ProbeRequest, ProbeSite

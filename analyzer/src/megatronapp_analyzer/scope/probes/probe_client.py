@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.ingest.merge import MergedTensor, ShardTensor
 from megatronapp_analyzer.scope.probes.probe_tracker import (
     MAX_OF_CALLER,
@@ -26,6 +25,7 @@ from megatronapp_analyzer.scope.views import encode
 from megatronapp_analyzer.scope.views.export_values import HEADED
 from megatronapp_analyzer.scope.views.tile_pooling import HeadKey
 from megatronapp_analyzer.scope.views.tiles import TileRef, missing, tile
+from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeRequest, ProbeSite, RunRequest
 
 RETRY_MS = 200

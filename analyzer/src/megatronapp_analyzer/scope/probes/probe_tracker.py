@@ -11,9 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.ingest.merge import ShardTensor
 from megatronapp_analyzer.scope.ingest.part_tracker import PartHeader, PartTracker
+from megatronapp_analyzer.web.problems import ApiError
 
 LOG = logging.getLogger(__name__)
 MAX_PROBES = 36

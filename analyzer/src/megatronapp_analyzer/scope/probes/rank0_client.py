@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 
-from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame

@@ -17,7 +17,7 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import build_frame, unpack
 
 if TYPE_CHECKING:
-    from megatronapp_analyzer.hub.scope.scores import PromptScores
+    from megatronapp_analyzer.scope.probes.scores import PromptScores
 
 ValueKey = tuple[str, int, int | None, int | None]
 """Site, sample, layer and head."""

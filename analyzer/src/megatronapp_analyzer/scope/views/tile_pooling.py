@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, RetentionClass
 from megatronapp_analyzer.scope.views.tiles import TILE, TileRef
+from megatronapp_analyzer.web.problems import ApiError
 
 HeadKey = tuple[int, int, int]
 """Sample, layer and head."""

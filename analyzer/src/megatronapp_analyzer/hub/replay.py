@@ -21,7 +21,7 @@ from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 
 HOST = "127.0.0.1"
 FRONTEND_ENV = "MEGATRONAPP_FRONTEND"
-CHECKOUT = pathlib.Path(__file__).resolve().parents[5]
+CHECKOUT = pathlib.Path(__file__).resolve().parents[4]
 SPEEDS = ("1", "10", "step", "all")
 """As it was, ten times as fast, one step for each line that is typed, all at once."""
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.probes import pca
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.store.run import ScopeRun
+from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.scope.protocol_requests import ProbeSite
 
 SITE = "residual"

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.scope.ingest.wire_models import StepHeader, read
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.probes.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.store.run import ScopeRun
+from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame, unpack

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.web.problems import ApiError
 
 PREFIX = "megatronapp_serve_"
 HISTOGRAMS = {

@@ -1,0 +1,1 @@
+"""What the HTTP interfaces of hub and MegaScope share: models, roles and error answers. Knows neither."""
