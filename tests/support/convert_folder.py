@@ -23,7 +23,7 @@ def write(path: pathlib.Path, config: dict[str, Any], *, prefix: str | None = No
     import torch
 
     from megatronapp_trainer.convert.families import FAMILIES
-    from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
+    from megatronapp_trainer.convert.families.config_keys import ConfigKeys
     from megatronapp_trainer.convert.rules import steps
 
     family = FAMILIES[config["model_type"]]

@@ -219,7 +219,7 @@ def test_weights_alone_may_be_taken_over(save: pathlib.Path, call: RunRanks, tmp
 def test_damaged_weights_are_found_by_readers_of_weights_alone(
     call: RunRanks, tmp_path: pathlib.Path, optimizer: str
 ) -> None:
-    from megatronapp_trainer.convert.store import StoredTensors
+    from megatronapp_trainer.checkpoint.tensor_files import StoredTensors
 
     save, other = tmp_path / "save", tmp_path / "other"
     call(1, train_and_save_in_small_blocks, f"--save {save} --exit-interval 2 {optimizer}")

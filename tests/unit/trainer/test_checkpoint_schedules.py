@@ -7,7 +7,7 @@ import pytest
 
 from megatronapp_trainer.checkpoint import schedules
 from megatronapp_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, TrainingConfig
-from megatronapp_trainer.data.batch_size import BatchSchedule
+from megatronapp_trainer.config.batch_size import BatchSchedule
 from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=2, lr_decay_style="cosine")

@@ -12,8 +12,8 @@ from refusals import first_refusal
 
 from megatronapp_common.names import ExitCode, RankOrder
 from megatronapp_trainer.launch.config.interface import WorkerAddress
+from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 from megatronapp_trainer.launch.preflight import machine, reachability, run
-from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
 from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, JoinRequest, Notices, StopNotice

@@ -17,8 +17,8 @@ from megatronapp_common.names import Env, ExitCode, RankOrder
 from megatronapp_trainer.errors import MessageError, RefusedError, UsageError
 from megatronapp_trainer.launch.config import address
 from megatronapp_trainer.launch.config.interface import WorkerAddress
+from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 from megatronapp_trainer.launch.config.settings import LauncherSettings
-from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
 from megatronapp_trainer.launch.ranks import outcome
 from megatronapp_trainer.launch.ranks.environment import rank_environment
 from megatronapp_trainer.launch.ranks.failure_cause import Event, FailureState, RankEnd, judge

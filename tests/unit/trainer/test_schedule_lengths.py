@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatronapp_trainer.config import parse
-from megatronapp_trainer.data.batch_size import batch_schedule
+from megatronapp_trainer.config.batch_size import batch_schedule
 from megatronapp_trainer.data.request import sample_counts
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports

@@ -18,7 +18,7 @@ from megatronapp_common.names import Env
 from megatronapp_common.pages import DocumentReader
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.config import TrainerConfig, parse
-from megatronapp_trainer.data.batch_size import BatchSchedule
+from megatronapp_trainer.config.batch_size import BatchSchedule
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepMetrics
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment

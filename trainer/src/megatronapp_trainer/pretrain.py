@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
-from megatronapp_trainer.data.batch_size import with_steps
+from megatronapp_trainer.config.batch_size import with_steps
 from megatronapp_trainer.errors import CheckpointError, PeerLostError, RendezvousError, TrainerError
 
 if TYPE_CHECKING:

@@ -77,7 +77,7 @@ def split(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> path
 
 
 def weights_of(folder: pathlib.Path) -> dict[str, Any]:
-    from megatronapp_trainer.convert.store import StoredTensors
+    from megatronapp_trainer.checkpoint.tensor_files import StoredTensors
 
     stored = StoredTensors(folder)
     found = {name: stored.find(name) for name in stored.names()}
@@ -148,7 +148,7 @@ def rewritten(source: pathlib.Path, target: pathlib.Path, change: Callable[[dict
     """A copy of legacy files with a change to each."""
     import torch
 
-    from megatronapp_trainer.convert.megatron.pickles import read_torch
+    from megatronapp_trainer.checkpoint.pickles import read_torch
 
     for file in source.glob("iter_*/mp_rank_*/*.pt"):
         content = read_torch(file)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.convert.families import FAMILIES
-from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
+from megatronapp_trainer.convert.families.config_keys import ConfigKeys
 from megatronapp_trainer.convert.rules import steps
 from megatronapp_trainer.convert.shape import ModelShape
 from megatronapp_trainer.errors import CheckpointError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
-from megatronapp_trainer.convert.megatron.pickles import OpaqueObject, read_plain, read_torch
+from megatronapp_trainer.checkpoint.pickles import OpaqueObject, read_plain, read_torch
 from megatronapp_trainer.errors import DataError
 
 

@@ -17,12 +17,12 @@ from megatronapp_common.errors import FilterError
 from megatronapp_common.frames import Frame, FrameType, decode
 from megatronapp_common.scope.protocol import Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
+from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.hooks.sites import ShardAxis, forget_site, known_sites, register_site, site_of
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
 from megatronapp_trainer.scope.capture.session import StepCapture
-from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 pytestmark = pytest.mark.torch

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megatronapp_trainer.checkpoint.checksums import Ranges, WrittenFile, first_damage, has_blocks
 from megatronapp_trainer.checkpoint.directory import DATA_SUFFIX, BrokenCheckpointError, Manifest
+from megatronapp_trainer.checkpoint.tensor_files import StoredTensors
 from megatronapp_trainer.checkpoint.writer import ChecksummingWriter
-from megatronapp_trainer.convert.store import StoredTensors
 from megatronapp_trainer.errors import CheckpointError
 from megatronapp_trainer.parallel.agreement import (
     Agreement,

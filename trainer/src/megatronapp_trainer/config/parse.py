@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from megatronapp_common.migration.megatron_flags import ANSWERS, megatron_flags
 from megatronapp_common.migration.names import FLAGS
+from megatronapp_trainer.config.batch_size import with_steps
 from megatronapp_trainer.config.checks import find_problems
 from megatronapp_trainer.config.fields import StrictParser, add_section, read_section
 from megatronapp_trainer.config.root import TrainerConfig
-from megatronapp_trainer.data.batch_size import with_steps
 from megatronapp_trainer.errors import UsageErrors
 
 OTHER_SPELLINGS = {

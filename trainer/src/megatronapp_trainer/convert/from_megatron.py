@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megatronapp_trainer.checkpoint import arguments as stored_arguments
+from megatronapp_trainer.checkpoint import tensor_files
 from megatronapp_trainer.checkpoint.directory import (
     MANIFEST,
     TRACKER,
@@ -15,7 +16,6 @@ from megatronapp_trainer.checkpoint.directory import (
     seal,
 )
 from megatronapp_trainer.checkpoint.foreign import MegatronLayout, answer, megatron_checkpoint
-from megatronapp_trainer.convert import store
 from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
 from megatronapp_trainer.convert.huggingface.companions import copy_companions, read_origin, tokenizer_arguments
 from megatronapp_trainer.convert.huggingface.load import manifest_of, text_tokens_in
@@ -155,7 +155,7 @@ def write_weights(source: MegatronSource, options: ConversionOptions, target: pa
         text_tokens_in(folder, options).write(folder)
     pieces = list(_pieces(source, options))
     try:
-        written = store.write(pieces, source.shape.model.num_layers, folder)
+        written = tensor_files.write(pieces, source.shape.model.num_layers, folder)
     except BrokenCheckpointError as error:
         raise CheckpointError(f"{source.folder}: {error}") from error
     kinds = {piece.dtype for piece in pieces}
@@ -176,11 +176,11 @@ def write_weights(source: MegatronSource, options: ConversionOptions, target: pa
     )
 
 
-def _pieces(source: MegatronSource, options: ConversionOptions) -> Iterator[store.TensorPiece]:
+def _pieces(source: MegatronSource, options: ConversionOptions) -> Iterator[tensor_files.TensorPiece]:
     wanted = None if options.dtype is None else torch_dtype(options.dtype)
     for one in source.expected:
         dtype = wanted or source.weights.dtype(one.place)
-        yield store.TensorPiece(
+        yield tensor_files.TensorPiece(
             key=one.place[0],
             size=one.size,
             dtype=dtype,

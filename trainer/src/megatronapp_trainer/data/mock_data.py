@@ -11,8 +11,8 @@ import torch
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import DataIterators, HostMicrobatch
-from megatronapp_trainer.models.initial import generator_of
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.utils.keyed_generator import generator_of
 
 _FOLLOWS = 0.75
 

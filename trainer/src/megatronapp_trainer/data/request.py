@@ -1,7 +1,7 @@
 """What the flags ask megatron-core to build. Needs neither torch nor megatron-core."""
 
 from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.data.batch_size import batch_schedule
+from megatronapp_trainer.config.batch_size import batch_schedule
 from megatronapp_trainer.data.datasets import DEFAULT_SPLIT, DatasetRequest, blends_from_flags
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.hooks.sites import Retention, Site, module_at
-from megatronapp_trainer.scope.errors import CaptureError
 
 Layers = frozenset[int] | None
 """Numbers of layers in the whole model; None: all of this rank."""

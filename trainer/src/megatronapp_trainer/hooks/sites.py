@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatronapp_common.filters.reducers import parse_reducer
-from megatronapp_trainer.scope.errors import CaptureError
+from megatronapp_trainer.hooks.errors import CaptureError
 
 Inputs = tuple[Any, ...]
 Taken = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]

@@ -4,7 +4,6 @@ Each rank draws the whole tensor of a parameter from a generator of its own and 
 the CPU in fp32 whatever the device, so that GPUs and CPUs start equal too.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.utils.keyed_generator import generator_of
 
 _LAYER = re.compile(r"(?<=\.layers\.)(\d+)(?=\.)")
 _ONES = re.compile(r"(layernorm|layer_norm)(\.|_)weight$")
@@ -67,9 +67,3 @@ def _deviation(name: str, config: ModelConfig) -> float:
     if name.endswith(_OUTPUTS):
         return config.init_method_std / math.sqrt(2.0 * config.num_layers)
     return config.init_method_std
-
-
-def generator_of(key: str) -> torch.Generator:
-    """A CPU generator that depends on the key alone. Its Mersenne Twister takes 32 bits of seed, so 4 bytes of hash."""
-    digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))

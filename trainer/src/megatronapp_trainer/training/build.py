@@ -5,8 +5,8 @@ from typing import Any
 
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.config.batch_size import BatchSchedule, batch_schedule
 from megatronapp_trainer.config.checks import check_world
-from megatronapp_trainer.data.batch_size import BatchSchedule, batch_schedule
 from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.models.gpt import build_chunks, padded_vocab_size

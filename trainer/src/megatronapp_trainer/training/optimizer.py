@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatronapp_trainer.config import OptimizerConfig, TrainerConfig
-from megatronapp_trainer.data.batch_size import BatchSchedule
+from megatronapp_trainer.config.batch_size import BatchSchedule
 from megatronapp_trainer.training import optimizer_kernels
 
 

@@ -1,9 +1,9 @@
 """The families of models that can be converted, by the name that config.json gives them."""
 
+from megatronapp_trainer.convert.families.config_keys import ConfigKeys
 from megatronapp_trainer.convert.families.family import HEAD, HuggingFaceFamily
 from megatronapp_trainer.convert.families.gpt2 import GPT2
 from megatronapp_trainer.convert.families.llama import LLAMA, MISTRAL, QWEN2
-from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
 
 __all__ = ["FAMILIES", "HEAD", "HuggingFaceFamily", "family_of"]
 

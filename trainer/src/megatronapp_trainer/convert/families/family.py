@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
+from megatronapp_trainer.convert.families.config_keys import ConfigKeys
 from megatronapp_trainer.convert.rules import TensorRule
 from megatronapp_trainer.convert.shape import ModelShape
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.convert import tensors
+from megatronapp_trainer.convert.families.config_keys import ConfigKeys
 from megatronapp_trainer.convert.families.family import HEAD, HuggingFaceFamily
 from megatronapp_trainer.convert.families.rope import read_rope, write_rope
-from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
 from megatronapp_trainer.convert.rules import SourceTensor, TensorRule
 from megatronapp_trainer.convert.shape import ModelShape
 

@@ -6,7 +6,7 @@ transformers 5 keeps all of it in ``rope_parameters``; earlier versions have ``r
 from typing import Any
 
 from megatronapp_trainer.config import ModelConfig
-from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
+from megatronapp_trainer.convert.families.config_keys import ConfigKeys
 
 _THETA = 10000
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatronapp_trainer.checkpoint import arguments
+from megatronapp_trainer.checkpoint import arguments, tensor_files
 from megatronapp_trainer.checkpoint.directory import TRACKER, Manifest, checkpoint_name, seal
-from megatronapp_trainer.convert import store
 from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
 from megatronapp_trainer.convert.families import HEAD, HuggingFaceFamily, family_of
+from megatronapp_trainer.convert.families.config_keys import read_keys
 from megatronapp_trainer.convert.huggingface.companions import FolderOrigin, copy_companions, tokenizer_arguments
-from megatronapp_trainer.convert.huggingface.config_keys import read_keys
 from megatronapp_trainer.convert.huggingface.folder import CONFIG, TensorFolder
 from megatronapp_trainer.convert.huggingface.special_tokens import text_tokens_of
 from megatronapp_trainer.convert.options import OURS, ConversionOptions, ConversionSummary
@@ -129,7 +128,7 @@ def write_ours(source: HuggingFaceSource, options: ConversionOptions, target: pa
     source.origin.write(folder)
     text_tokens_in(folder, options).write(folder)
     pieces = list(_pieces(source, options))
-    written = store.write(pieces, source.shape.model.num_layers, folder)
+    written = tensor_files.write(pieces, source.shape.model.num_layers, folder)
     kinds = {piece.dtype for piece in pieces}
     tokenizer = tokenizer_arguments(folder)
     stored = arguments.record_weights(source.shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
@@ -158,11 +157,11 @@ def text_tokens_in(folder: pathlib.Path, options: ConversionOptions) -> TextToke
         ) from error
 
 
-def _pieces(source: HuggingFaceSource, options: ConversionOptions) -> Iterator[store.TensorPiece]:
+def _pieces(source: HuggingFaceSource, options: ConversionOptions) -> Iterator[tensor_files.TensorPiece]:
     wanted = None if options.dtype is None else torch_dtype(options.dtype)
     for step in source.steps:
         dtype = wanted or source.dtype(step)
-        yield store.TensorPiece(
+        yield tensor_files.TensorPiece(
             key=step.rule.ours,
             size=step.our_size(source.shape),
             dtype=dtype,

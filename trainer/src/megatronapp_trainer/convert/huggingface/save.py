@@ -17,16 +17,16 @@ from megatronapp_trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatronapp_trainer.checkpoint.storage import damaged_weights
+from megatronapp_trainer.checkpoint.tensor_files import StoredTensors
 from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
 from megatronapp_trainer.convert.families import FAMILIES, HEAD, HuggingFaceFamily
+from megatronapp_trainer.convert.families.config_keys import ConfigKeys, read_keys
 from megatronapp_trainer.convert.huggingface.companions import copy_companions, read_origin, tokenizer_arguments
-from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys, read_keys
 from megatronapp_trainer.convert.huggingface.folder import CONFIG, TensorWriter
 from megatronapp_trainer.convert.huggingface.special_tokens import text_tokens_of
 from megatronapp_trainer.convert.options import HF, ConversionOptions, ConversionSummary
 from megatronapp_trainer.convert.rules import RuleApplication, steps
 from megatronapp_trainer.convert.shape import ModelShape
-from megatronapp_trainer.convert.store import StoredTensors
 from megatronapp_trainer.data.text_tokens import TextTokens, read_text_tokens
 from megatronapp_trainer.errors import CheckpointError, DataError, UsageError
 

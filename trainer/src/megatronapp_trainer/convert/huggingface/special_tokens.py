@@ -9,7 +9,7 @@ import json
 import pathlib
 from typing import Any
 
-from megatronapp_trainer.convert.huggingface.config_keys import ConfigKeys
+from megatronapp_trainer.convert.families.config_keys import ConfigKeys
 from megatronapp_trainer.convert.huggingface.folder import CONFIG
 from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.data.text_tokens import TextTokens

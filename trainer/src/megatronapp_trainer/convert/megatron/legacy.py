@@ -13,7 +13,7 @@ import torch
 
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
 from megatronapp_trainer.checkpoint.foreign import rank_files
-from megatronapp_trainer.convert.megatron.pickles import read_torch
+from megatronapp_trainer.checkpoint.pickles import read_torch
 from megatronapp_trainer.convert.megatron.weights import EMBEDDING, HEAD, LAYERS, Place
 from megatronapp_trainer.errors import CheckpointError
 

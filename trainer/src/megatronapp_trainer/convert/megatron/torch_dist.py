@@ -13,9 +13,9 @@ import torch
 
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
 from megatronapp_trainer.checkpoint.foreign import COMMON
-from megatronapp_trainer.convert.megatron.pickles import read_torch
+from megatronapp_trainer.checkpoint.pickles import read_torch
+from megatronapp_trainer.checkpoint.tensor_files import StoredTensors
 from megatronapp_trainer.convert.megatron.weights import LAYERS, Place
-from megatronapp_trainer.convert.store import StoredTensors
 
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OTHER = re.compile(r"(chained_\d+\.)?optimizer\..*|.*_extra_state.*|rng_state.*|rerun_state.*|dataloader.*")

@@ -8,7 +8,7 @@ from typing import Self
 from megatronapp_common.names import Env, RankOrder, ShmFile
 from megatronapp_common.text.run_length import parse_run_lengths
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
+from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 
 DEFAULT_SHM_DIR = "/dev/shm"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import psutil
 
+from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader
-from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
 from megatronapp_trainer.launch.verbs import verbs_faults
 
 INFINIBAND = pathlib.Path("/sys/class/infiniband")

@@ -5,9 +5,9 @@ import pathlib
 
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.launch.config.interface import WorkerAddress
+from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 from megatronapp_trainer.launch.preflight.machine import find_faults
 from megatronapp_trainer.launch.preflight.reachability import find_unreached
-from megatronapp_trainer.launch.preflight.requirements import PreflightRequirements
 from megatronapp_trainer.launch.ranks.failure_cause import judge
 from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome, failed
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing

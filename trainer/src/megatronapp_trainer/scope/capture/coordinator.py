@@ -11,6 +11,7 @@ import numpy as np
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
+from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.hooks.sites import ATTENTION, site_of
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
@@ -19,7 +20,6 @@ from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.capture.commands import TOPIC, BeginProbe, BeginRun, ChangeRun, EndRun, SetBasis
 from megatronapp_trainer.scope.capture.probe import LOGITS
 from megatronapp_trainer.scope.capture.session import StepCapture
-from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.scope.tracked_requests import request_id, run_of
 from megatronapp_trainer.scope.transfer.publisher import DropPolicy, FrameJob, ReadyFrames, Sink
 

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 from megatronapp_common import frames
 from megatronapp_common.errors import CommonError
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
+from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator, TextOf
-from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.serve.problems import SEE, ApiError
 
 Defer: TypeAlias = Callable[[Callable[[], None]], None]

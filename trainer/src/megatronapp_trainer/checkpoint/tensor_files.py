@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatronapp_trainer.checkpoint.checksums import WrittenFile
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
+from megatronapp_trainer.checkpoint.pickles import read_plain
 from megatronapp_trainer.checkpoint.writer import ChecksummingWriter
-from megatronapp_trainer.convert.megatron.pickles import read_plain
 
 _FORMAT = {
     "sharded_backend": "torch_dist",

@@ -1,10 +1,8 @@
 """How many samples a step takes, constant or growing over the first samples of the training."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the configuration imports this module
-    from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.config.root import TrainerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +50,7 @@ class BatchSchedule:
         return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_size)
 
 
-def with_steps(config: "TrainerConfig", *, iteration: int = 0, consumed_samples: int = 0) -> "TrainerConfig":
+def with_steps(config: TrainerConfig, *, iteration: int = 0, consumed_samples: int = 0) -> TrainerConfig:
     """The configuration with ``--train-iters`` as ``--train-samples`` gives it, counted on from the steps done."""
     total = config.training.train_samples
     if total is None:
@@ -61,7 +59,7 @@ def with_steps(config: "TrainerConfig", *, iteration: int = 0, consumed_samples:
     return dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=steps))
 
 
-def batch_schedule(config: "TrainerConfig", data_size: int) -> BatchSchedule:
+def batch_schedule(config: TrainerConfig, data_size: int) -> BatchSchedule:
     """The schedule of a run with this many replicas."""
     ramp = config.training.rampup_batch_size
     return BatchSchedule(
