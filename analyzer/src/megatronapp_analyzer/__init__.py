@@ -1,1 +1,1 @@
-"""megatronapp_analyzer."""
+"""Hub, agent and detector of MegatronApp, and its server of MegaScope."""

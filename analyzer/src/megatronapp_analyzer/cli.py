@@ -1,6 +1,6 @@
 """`megatronapp trace ...` and `megatronapp scope ...`, under the entry points "megatronapp.commands".
 
-Heavy imports wait for the run.
+Heavy modules are imported when a command runs.
 """
 
 import argparse
@@ -30,12 +30,12 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def register_scope(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `scope` with its subcommands."""
-    scope = subparsers.add_parser("scope", help="look into a model", description="MegaScope: what a model computes.")
+    scope = subparsers.add_parser("scope", help="inspect a model", description="MegaScope: what a model computes.")
     commands = scope.add_subparsers(dest="scope_command", metavar="COMMAND", required=True)
     replay = commands.add_parser(
         "replay",
         help="show a recorded session without a model",
-        description="Serve pages and interface from a session that a hub has recorded; of a broken file what stands "
+        description="Serve pages and interface from a session that a hub has recorded; of a broken file the part "
         "before the break.",
     )
     replay.add_argument("file", metavar="FILE", type=pathlib.Path, help="the session (*.scope)")
@@ -50,14 +50,14 @@ def register_scope(subparsers: "argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Serve the session until a signal comes."""
+    """Serve the session until a signal is received."""
     from megatronapp_analyzer.hub.replay import replay
 
     return replay(arguments.file, speed=arguments.speed, port=arguments.port)
 
 
 def step_number(text: str) -> int:
-    """A step, counted from 0."""
+    """Parse a step, counted from 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a step; write a whole number from 0 on")
     return int(text)

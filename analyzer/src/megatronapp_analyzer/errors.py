@@ -1,4 +1,4 @@
-"""Errors of megatronapp_analyzer.
+"""Exceptions of the analyzer and their hierarchy.
 
 AnalyzerError
 ├── SettingsError     flags, environment or job file that agent or hub cannot start with
@@ -8,14 +8,14 @@ AnalyzerError
 ├── GraphError        a step whose operations depend on each other in a circle
 ├── ExportError       a trace export that cannot be made
 ├── SessionError      a recorded session that cannot be read or replayed
-└── HubError          the hub answered a request with an error, or not at all
+└── HubError          the hub answered a request with an error, or did not answer
 
 A hub answers with `{"code", "message", "hint"}`; `ApiError` in hub.problems carries those over HTTP.
 """
 
 
 class AnalyzerError(Exception):
-    """Base of every error this package raises. Its text says what is wrong, where, and what to do."""
+    """Base of every error this package raises. Its message says what is wrong, where, and what to do."""
 
 
 class SettingsError(AnalyzerError):
@@ -23,7 +23,7 @@ class SettingsError(AnalyzerError):
 
 
 class ProtocolError(AnalyzerError):
-    """A peer that does not keep to the wire protocol. `code` is a stable word for the ERROR frame."""
+    """A peer that violates the wire protocol. `code` is a stable identifier for the ERROR frame."""
 
     def __init__(self, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -52,4 +52,4 @@ class SessionError(AnalyzerError):
 
 
 class HubError(AnalyzerError):
-    """The hub answered a request with an error, or not at all."""
+    """A request that the hub answered with an error, or did not answer."""

@@ -1,6 +1,6 @@
 """Chrome trace JSON of steps: a process per worker, a thread per rank, arrows from sends to receives, faults, curves.
 
-Perfetto and chrome://tracing open it. Times are microseconds after the first span (`ts`), whose real time stands in the
+Perfetto and chrome://tracing open it. Times are microseconds after the first span (`ts`), whose real time is in the
 metadata. Format: "Trace Event Format" of the Chromium project.
 """
 
@@ -26,14 +26,14 @@ Event = dict[str, Any]
 Microseconds = np.ndarray[Any, np.dtype[np.float64]]
 COUNTERS = frozenset(int(counter) for counter in Counter)
 JOB_PID = 1_000_000
-"""Process of the curves, far from any worker's index."""
+"""Process id of the curves, above any worker's index."""
 CATEGORIES: dict[int, str] = {RecordKind.FAULT: "fault", RecordKind.STEP: "step"}
 COLOURS: dict[int, str] = {RecordKind.FAULT: "terrible", RecordKind.RECV_WAIT: "grey", RecordKind.SEND_WAIT: "grey"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSource:
-    """What a trace is made of. `rings` are those of the attempts that the steps belong to."""
+    """Input of a trace. `rings` are those of the attempts that the steps belong to."""
 
     job: str
     rings: Sequence[RankRing]
@@ -43,7 +43,7 @@ class TraceSource:
 
 
 def source_of(ingest: TraceIngest, job: str, steps: Sequence[StoredStep]) -> TraceSource:
-    """Everything that `ingest` holds about `steps`."""
+    """Collect everything that `ingest` has about `steps`."""
     attempts = {step.view.attempt for step in steps}
     return TraceSource(
         job=job,
@@ -55,7 +55,7 @@ def source_of(ingest: TraceIngest, job: str, steps: Sequence[StoredStep]) -> Tra
 
 
 def chrome_trace(source: TraceSource) -> dict[str, Any]:
-    """The whole document. Raises ExportError if there is no step."""
+    """Build the trace document. Raises ExportError if `source` has no step."""
     if not source.steps:
         raise ExportError(f"job {source.job}: no step of that range is held; leave out --from and --to")
     origin = min(int(_starts(step).min()) for step in source.steps)
@@ -84,7 +84,7 @@ def _meta(name: str, pid: int, tid: int | None, value: Mapping[str, Any]) -> Eve
 
 
 def _names(source: TraceSource) -> Iterator[Event]:
-    """Names and order of processes and threads; those of the newest attempt win."""
+    """Yield names and order of processes and threads; those of the newest attempt win."""
     newest = {ring.rank: ring for ring in sorted(source.rings, key=lambda ring: ring.attempt)}
     workers = {ring.worker: ring for ring in newest.values()}
     for worker, ring in sorted(workers.items()):
@@ -152,7 +152,7 @@ def _arguments(step: StoredStep, row: np.void, peer: int) -> Event:
 def _flow_events(
     step: StoredStep, pids: Mapping[int, int], starts_us: Microseconds, lengths_us: Microseconds
 ) -> Iterator[Event]:
-    """An arrow from the begin of each send to the end of its receive."""
+    """Yield an arrow from the start of each send to the end of its receive."""
     records: RankRecords = step.view.records
     for number, (send, receive) in enumerate(match_transfers(step.view)):
         flow = {"name": "message", "cat": "p2p", "id": f"{step.view.attempt}.{step.view.step}.{number}"}
@@ -173,7 +173,7 @@ def _curve_events(source: TraceSource, origin: int) -> Iterator[Event]:
 
 
 def _counter_events(source: TraceSource, origin: int) -> Iterator[Event]:
-    """Host and device counters of the workers within the time of the steps."""
+    """Yield host and device counters of the workers within the time of the steps."""
     offsets = {ring.worker: ring.real_offset_ns for ring in source.rings}
     last = max(int(_starts(step).max()) for step in source.steps)
     for sample in source.counters:

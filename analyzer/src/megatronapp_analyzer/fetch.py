@@ -1,4 +1,4 @@
-"""The trace of a job for the command line: from its hub while that answers, else from what the hub has stored."""
+"""Fetching the trace of a job for the command line: from its hub if that answers, otherwise from the hub's disk."""
 
 import json
 import pathlib
@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 
 def job_folder(name: str) -> pathlib.Path:
-    """Folder of a job. Raises ExportError if there is no such job."""
+    """Return the folder of a job. Raises ExportError if no such job exists."""
     folder = jobs_dir() / name
     if pathlib.PurePath(name).name != name or not _is_there(folder):
         raise ExportError(f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs')
@@ -31,7 +31,7 @@ def job_folder(name: str) -> pathlib.Path:
 
 
 def _is_there(folder: pathlib.Path) -> bool:
-    """Whether the folder exists. Raises OSError where that cannot be known, unlike `is_dir`."""
+    """Return true if the folder exists. Unlike `is_dir`, raises OSError where that cannot be known."""
     try:
         folder.stat()
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def _is_there(folder: pathlib.Path) -> bool:
 
 
 def trace(folder: pathlib.Path, first: int | None, last: int | None) -> tuple[Document, str]:
-    """The trace and, in words, where it comes from. Raises ExportError or HubError."""
+    """Return the trace and a description of its source. Raises ExportError or HubError."""
     document = from_hub(folder, first, last)
     if document is not None:
         return document, "from the running hub"
@@ -48,7 +48,7 @@ def trace(folder: pathlib.Path, first: int | None, last: int | None) -> tuple[Do
 
 
 def from_hub(folder: pathlib.Path, first: int | None, last: int | None) -> Document | None:
-    """The hub's answer; None if it is gone. Raises HubError if it refuses."""
+    """Fetch the trace from the hub; None if it does not answer. Raises HubError if it refuses."""
     try:
         url = json.loads((folder / "hub.json").read_text(encoding="utf-8"))["url"]
         token = derive_token(read_secret(folder / "secret"), TokenRole.VIEWER)
@@ -73,7 +73,7 @@ def from_hub(folder: pathlib.Path, first: int | None, last: int | None) -> Docum
 
 
 def from_disk(folder: pathlib.Path, first: int | None, last: int | None) -> Document:
-    """A trace from the stored records. Raises ExportError if there are none of that range."""
+    """Build a trace from the stored records. Raises ExportError if none are in the range."""
     ingest = TraceIngest(StoreLimits(full_steps=1_000_000, full_bytes=STORED_BYTES))
     restore(SpoolReader(folder / "hub" / "traces"), ingest, newest_segments=None)
     for attempt in sorted(ingest.attempts):
@@ -85,7 +85,7 @@ def from_disk(folder: pathlib.Path, first: int | None, last: int | None) -> Docu
 
 
 def _nothing_stored(ingest: TraceIngest, first: int | None, last: int | None) -> str:
-    """Why there is no trace of this range, and of which there is one."""
+    """Explain why the range has no trace, and which steps are stored."""
     held = {step.view.step for step in ingest.store.select(0, None, newest=NEWEST_STEPS)}
     if not held:
         return "no steps are stored; was it started with analyzer.enabled and trace.enabled?"
@@ -94,7 +94,7 @@ def _nothing_stored(ingest: TraceIngest, first: int | None, last: int | None) ->
 
 
 def write_trace(path: pathlib.Path, document: Document) -> None:
-    """Write as a whole or not at all. Raises ExportError if the file cannot be written."""
+    """Write the document atomically. Raises ExportError if the file cannot be written."""
     beside = path.with_name(path.name + ".part")
     try:
         with beside.open("w", encoding="utf-8") as file:

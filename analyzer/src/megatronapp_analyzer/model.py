@@ -1,4 +1,4 @@
-"""Values that pass between ingest, alignment, graph and detection: the job's layout, one finished step, a verdict.
+"""Values that ingest, alignment, graph and detection exchange: the job's layout, one finished step, a verdict.
 
 Everything here is pure data. Times are nanoseconds of the recording node's monotonic clock.
 """
@@ -23,7 +23,7 @@ RankRecords = NDArray[np.void]
 
 
 def with_rank(records: NDArray[np.void], rank: int) -> RankRecords:
-    """Copy of RECORD rows as RANK_RECORD rows of `rank`."""
+    """Copy RECORD rows as RANK_RECORD rows of `rank`."""
     out = np.empty(records.shape, RANK_RECORD)
     for name in RECORD.names or ():
         out[name] = records[name]
@@ -33,7 +33,7 @@ def with_rank(records: NDArray[np.void], rank: int) -> RankRecords:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobLayout:
-    """Which rank does what, and where it runs. Tuples are indexed by global rank."""
+    """Coordinates, worker and node of each rank. Tuples are indexed by global rank."""
 
     tp: int = 1
     pp: int = 1
@@ -58,7 +58,7 @@ class JobLayout:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the job."""
         return len(self.coordinates)
 
     @classmethod
@@ -73,7 +73,7 @@ class JobLayout:
         ranks_per_worker: int | None = None,
         ranks_per_node: int | None = None,
     ) -> "JobLayout":
-        """Layout in Megatron's default order (TP fastest, then CP, DP, PP), workers and nodes filled in rank order."""
+        """Build a layout in Megatron's default order (TP fastest, then CP, DP, PP); workers and nodes in rank order."""
         world = tp * cp * dp * pp
         per_worker = ranks_per_worker or world
         per_node = ranks_per_node or per_worker
@@ -93,7 +93,7 @@ class JobLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communicator:
-    """A communicator as a ring's table gives it. A `p2p` one is directed: members = (source, destination)."""
+    """A communicator as a ring's table lists it. A `p2p` one is directed: members = (source, destination)."""
 
     kind: str
     members: tuple[int, ...]
@@ -105,8 +105,8 @@ class StepRecords:
 
     `records` (RANK_RECORD) holds the spans of every rank that reported, sorted by rank, then start; METRIC and COUNTER
     samples may be among them and are ignored by the analysis. `comms[rank][slot]` is that rank's communicator table.
-    `boot_ids[rank]` names the clock of a rank (ranks of one boot id share CLOCK_MONOTONIC); an absent rank counts as
-    sharing the clock of all other absent ones. `lost` counts records that the ring overwrote around this step.
+    `boot_ids[rank]` names the clock of a rank (ranks of one boot id share CLOCK_MONOTONIC); all absent ranks are taken
+    to share a clock. `lost` counts records that the ring overwrote around this step.
     """
 
     attempt: int
@@ -141,7 +141,7 @@ class CurrentSpan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankLiveness:
-    """What an agent's STATUS says of one rank; both times are of that rank's node."""
+    """State of one rank in an agent's STATUS; both times are of that rank's node."""
 
     rank: int
     alive: bool
@@ -152,11 +152,11 @@ class RankLiveness:
     process_state: str | None = None
     """Letter of /proc/PID/stat where the agent can see it: `T` means stopped, `D` waiting for a device."""
     attempt: int | None = None
-    """Attempt that the rank belongs to, where it is known."""
+    """Attempt that the rank belongs to, if known."""
 
 
 class SubjectType(enum.StrEnum):
-    """What a verdict names."""
+    """Kind of subject that a verdict names."""
 
     RANK = "rank"
     LINK = "link"
@@ -176,7 +176,7 @@ class Cause(enum.StrEnum):
 
 
 class VerdictState(enum.StrEnum):
-    """Life of a verdict."""
+    """State in the life of a verdict."""
 
     SUSPECT = "suspect"
     CONFIRMED = "confirmed"
@@ -186,7 +186,7 @@ class VerdictState(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictSubject:
-    """Who is slow. A link has ranks (source, destination)."""
+    """Subject of a verdict. A link has ranks (source, destination)."""
 
     type: SubjectType
     ranks: tuple[int, ...]
@@ -194,7 +194,7 @@ class VerdictSubject:
     node: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Contract form."""
+        """Return the JSON form of docs/contracts.md."""
         return {"type": str(self.type), "ranks": list(self.ranks), "worker": self.worker, "node": self.node}
 
 
@@ -207,7 +207,7 @@ class JobMoment:
     time: float
 
     def to_json(self) -> dict[str, Any]:
-        """Contract form."""
+        """Return the JSON form of docs/contracts.md."""
         return {"attempt": self.attempt, "step": self.step, "time": self.time}
 
 
@@ -232,7 +232,7 @@ class Verdict:
     sentence: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Contract form (docs/contracts.md, section 7)."""
+        """Return the JSON form (docs/contracts.md, section 7)."""
         return {
             "id": self.id,
             "subject": self.subject.to_json(),

@@ -1,4 +1,4 @@
-"""`python -m megatronapp_analyzer.agent`: serves one worker; everything comes from the environment (names.Env)."""
+"""`python -m megatronapp_analyzer.agent`: serve one worker, with settings from the environment (names.Env)."""
 
 import argparse
 import asyncio
@@ -18,7 +18,7 @@ from megatronapp_common.names import ExitCode
 
 
 async def serve(settings: AgentSettings) -> None:
-    """Run the agent until its rings end or a signal comes."""
+    """Run the agent until its rings end or a signal is received."""
     agent = Agent(settings, native_library(), monotonic_ns=time.monotonic_ns)
     loop = asyncio.get_running_loop()
     for sent in (signal.SIGTERM, signal.SIGINT):
@@ -27,7 +27,7 @@ async def serve(settings: AgentSettings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command and return the exit code."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m megatronapp_analyzer.agent", description=__doc__)
     parser.add_argument("--die-with-parent", action=argparse.BooleanOptionalAction, default=True)

@@ -1,7 +1,7 @@
 """Frames that wait for the hub, in bounded memory. Pure.
 
-A frame that was handed out is kept for a while: a hub that is killed may have received what it could not store, and
-tells after its restart up to which record it has.
+A frame is retained for a while after it was sent: a hub that is killed may have received what it could not store. After
+its restart it reports the last record that it has.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class RecordsPacket:
 
 
 class SendBuffer:
-    """Queue of packets with a memory of what was sent."""
+    """Queue of packets that also retains the newest ones sent."""
 
     def __init__(self, *, limit_bytes: int, resend_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -36,7 +36,7 @@ class SendBuffer:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes that wait."""
+        """Size of the unsent packets."""
         return self._waiting_bytes
 
     def __len__(self) -> int:
@@ -49,11 +49,11 @@ class SendBuffer:
         self._drop_oldest()
 
     def peek(self) -> RecordsPacket | None:
-        """The next packet to send."""
+        """Return the next packet to send."""
         return self._waiting[0] if self._waiting else None
 
     def mark_sent(self, packet: RecordsPacket) -> None:
-        """`packet`, which was the next, has left. It may have been dropped meanwhile; then nothing happens."""
+        """Record that `packet` was sent. Does nothing if it was dropped in the meantime."""
         if not self._waiting or self._waiting[0] is not packet:
             return
         self._waiting.popleft()
@@ -64,7 +64,7 @@ class SendBuffer:
             self._sent_bytes -= len(self._sent.popleft().data)
 
     def rewind(self, have: Mapping[RingId, int]) -> None:
-        """Queue again, in front, what was sent but is not among the records that the hub has (ring to next index)."""
+        """Queue again, in front, sent packets that the hub does not have. `have` maps rings to their next index."""
         again = [packet for packet in self._sent if packet.end > have.get(packet.ring, 0)]
         self._sent.clear()
         self._sent_bytes = 0

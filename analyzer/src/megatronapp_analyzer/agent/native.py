@@ -1,80 +1,63 @@
-"""What the agent needs of megatronapp_native, as protocols, so that it can be run without rings."""
+"""Protocols for the parts of megatronapp_native that the agent uses, so that tests can run it without rings."""
 
 from typing import Protocol
 
 
 class NativeOpenSpan(Protocol):
-    """See megatronapp_native."""
+    """Span that a rank is inside of, as `megatronapp_native.OpenSpan`."""
 
     @property
-    def kind(self) -> int:
-        """See megatronapp_native."""
+    def kind(self) -> int: ...
 
     @property
-    def step(self) -> int:
-        """See megatronapp_native."""
+    def step(self) -> int: ...
 
     @property
-    def microbatch(self) -> int:
-        """See megatronapp_native."""
+    def microbatch(self) -> int: ...
 
     @property
-    def start_ns(self) -> int:
-        """See megatronapp_native."""
+    def start_ns(self) -> int: ...
 
 
 class NativeRingInfo(Protocol):
-    """See megatronapp_native."""
+    """Header of a ring, as `megatronapp_native.RingInfo`."""
 
     @property
-    def attempt(self) -> int:
-        """See megatronapp_native."""
+    def attempt(self) -> int: ...
 
     @property
-    def capacity(self) -> int:
-        """See megatronapp_native."""
+    def capacity(self) -> int: ...
 
     @property
-    def closed(self) -> bool:
-        """See megatronapp_native."""
+    def closed(self) -> bool: ...
 
     @property
-    def boot_id(self) -> str:
-        """See megatronapp_native."""
+    def boot_id(self) -> str: ...
 
     @property
-    def pid(self) -> int:
-        """See megatronapp_native."""
+    def pid(self) -> int: ...
 
     @property
-    def heartbeat_ns(self) -> int:
-        """See megatronapp_native."""
+    def heartbeat_ns(self) -> int: ...
 
     @property
-    def open_span(self) -> NativeOpenSpan | None:
-        """See megatronapp_native."""
+    def open_span(self) -> NativeOpenSpan | None: ...
 
     @property
-    def clock_pairs(self) -> list[tuple[int, int]]:
-        """See megatronapp_native."""
+    def clock_pairs(self) -> list[tuple[int, int]]: ...
 
     @property
-    def metadata(self) -> bytes:
-        """See megatronapp_native."""
+    def metadata(self) -> bytes: ...
 
 
 class RingReader(Protocol):
-    """What the agent needs of megatronapp_native.RingReader."""
+    """Reader of one ring, as `megatronapp_native.RingReader`."""
 
-    def read(self, max_records: int) -> tuple[bytes, int]:
-        """See megatronapp_native."""
+    def read(self, max_records: int) -> tuple[bytes, int]: ...
 
-    def info(self) -> NativeRingInfo:
-        """See megatronapp_native."""
+    def info(self) -> NativeRingInfo: ...
 
     @property
-    def next_index(self) -> int:
-        """See megatronapp_native."""
+    def next_index(self) -> int: ...
 
-    def close(self) -> None:
-        """See megatronapp_native."""
+    def close(self) -> None: ...

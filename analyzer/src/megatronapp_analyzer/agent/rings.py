@@ -1,4 +1,4 @@
-"""Finds the rings of one worker and reads them."""
+"""Discovery and reading of the rings of one worker."""
 
 import dataclasses
 import json
@@ -20,26 +20,26 @@ FRAME_RECORDS = 4096
 CLOCK_RESEND_NS = 30_000_000_000
 NS_PER_S = 1_000_000_000
 MAX_FRAMES_PER_READ = 16
-"""Frames read from one ring before the others get their turn."""
+"""Frames read from one ring before the other rings are read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RingLibrary:
-    """How rings are opened, and the error that says that a file is no whole ring (yet, or any more)."""
+    """Function that opens rings, and the error it raises for a file that is not, or no longer, a whole ring."""
 
     open: Callable[[str], RingReader]
     error: type[Exception]
 
 
 def native_library() -> RingLibrary:
-    """The real one."""
+    """Return the ring library of megatronapp_native."""
     import megatronapp_native
 
     return RingLibrary(open=megatronapp_native.RingReader, error=megatronapp_native.RingError)
 
 
 def process_state(pid: int) -> str | None:
-    """State letter of a process from /proc/PID/stat (proc(5)); None if there is no such process."""
+    """Return the state letter of a process from /proc/PID/stat (proc(5)); None if no such process exists."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -48,7 +48,7 @@ def process_state(pid: int) -> str | None:
 
 
 class RingSource:
-    """One ring file from its appearance to its end. ValueError for metadata that is not JSON."""
+    """One ring file from its appearance to its end. Raises ValueError for metadata that is not JSON."""
 
     def __init__(self, path: pathlib.Path, ring: RingId, worker: int, library: RingLibrary) -> None:
         self.ring = ring
@@ -69,11 +69,11 @@ class RingSource:
 
     @property
     def ended(self) -> bool:
-        """Closed, unlinked or left by a dead process, and read to its end."""
+        """True if the ring is closed, unlinked or left by a dead process, and read to its end."""
         return self._drained and (self._gone or self._info.closed or not self._alive())
 
     def ring_frame(self) -> bytes:
-        """RING frame as of now."""
+        """Encode a RING frame of the current state."""
         return encode(
             Frame(
                 FrameType.RING,
@@ -89,14 +89,14 @@ class RingSource:
         )
 
     def has_new_clock(self, now_ns: int) -> bool:
-        """Whether the hub should hear of newer clock pairs; at most every CLOCK_RESEND_NS, as clocks drift slowly."""
+        """Return true if the hub needs newer clock pairs; at most every CLOCK_RESEND_NS, as clocks drift slowly."""
         if now_ns < self._clock_due_ns or self._info.clock_pairs == self._clock_pairs:
             return False
         self._clock_pairs, self._clock_due_ns = self._info.clock_pairs, now_ns + CLOCK_RESEND_NS
         return True
 
     def read(self) -> list[RecordsPacket]:
-        """New records as packets. A file that has shrunk or garbled counts as gone; what was read is kept."""
+        """Return new records as packets. A file that has shrunk or become garbled has ended; its packets stay valid."""
         packets: list[RecordsPacket] = []
         if self._gone:
             return packets
@@ -110,7 +110,7 @@ class RingSource:
             LOG.warning("%s: no longer a ring: %s", self._path, error)
             self._gone = self._drained = True
             return packets
-        # Only what was read after the end was seen is surely the last.
+        # The last records are certain only when read after the end was noticed.
         self._drained = ending and len(packets) < MAX_FRAMES_PER_READ
         self._gone = self._drained and not self._is_linked()
         return packets
@@ -133,7 +133,7 @@ class RingSource:
         return RecordsPacket(ring=self.ring, first=first, end=end, data=encode(Frame(FrameType.RECORDS, header, data)))
 
     def status(self, now_ns: int) -> dict[str, Any]:
-        """Entry of a STATUS frame."""
+        """Return the entry of this ring for a STATUS frame."""
         span = self._info.open_span
         return {
             "rank": self.ring,
@@ -153,20 +153,20 @@ class RingSource:
         }
 
     def beats(self, now_ns: int, within_s: float) -> bool:
-        """Whether its writer was heard of lately, and has not ended."""
+        """Return true if the writer had a heartbeat within `within_s` and has not ended."""
         return not self.ended and now_ns - self._info.heartbeat_ns < within_s * NS_PER_S
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the ring's file."""
         self._reader.close()
 
     def _process_state(self) -> str | None:
-        """None for a process of another PID namespace, as in a pod: its number is another process's here."""
+        """Return the state letter, or None for a process of another PID namespace (as in a pod)."""
         namespace = self._metadata.get("pidNamespace") if isinstance(self._metadata, dict) else None
         return process_state(self._info.pid) if namespace in {None, pid_namespace()} else None
 
     def _alive(self) -> bool:
-        """A process that this agent never saw may live in another PID namespace: it counts as alive."""
+        """Return true unless the process is known to have ended; an unseen one may be in another PID namespace."""
         return not self._was_seen or self._state not in (None, "Z", "X")
 
     def _is_linked(self) -> bool:
@@ -177,7 +177,7 @@ class RingSource:
 
 
 class RingDirectory:
-    """All rings of one worker, found by their names as they appear."""
+    """All rings of one worker, discovered by their names as they appear."""
 
     def __init__(self, directory: pathlib.Path, prefix: str, worker: int, library: RingLibrary) -> None:
         self._directory = directory
@@ -195,15 +195,15 @@ class RingDirectory:
 
     @property
     def all_ended(self) -> bool:
-        """Whether there was a ring and all of them have ended."""
+        """True if at least one ring was discovered and all have ended."""
         return bool(self._sources) and all(source.ended for source in self._sources.values())
 
     def launcher_lives(self, now_ns: int, quiet_s: float) -> bool:
-        """Whether the worker's own ring is there and still written, as it is until all ranks have ended."""
+        """Return true while the worker's own ring is written, which is until all ranks have ended."""
         return any(source.beats(now_ns, quiet_s) for source in self.sources if source.ring is None)
 
     def discover(self) -> list[RingSource]:
-        """Open rings that have appeared since the last call."""
+        """Open and return the rings that have appeared since the last call."""
         found = []
         for name in sorted(os.listdir(self._directory)):
             match = self._pattern.fullmatch(name)
@@ -216,7 +216,7 @@ class RingDirectory:
         return found
 
     def _open(self, name: str, ring: RingId) -> RingSource | None:
-        """None for a file that is not a whole ring, such as one that is still being made."""
+        """Open a ring; return None for a file that is not a whole ring, such as one being created."""
         try:
             return RingSource(self._directory / name, ring, self._worker, self._library)
         except (self._library.error, FileNotFoundError, ValueError) as error:
@@ -226,6 +226,6 @@ class RingDirectory:
             return None
 
     def close(self) -> None:
-        """Unmap all."""
+        """Unmap the files of all rings."""
         for source in self._sources.values():
             source.close()

@@ -1,7 +1,7 @@
-"""MegaScope's frames on their way through the agent: from the ranks' Unix socket to the hub, as they are.
+"""Relay of MegaScope's frames from the ranks' Unix socket to the hub, unchanged.
 
-Nothing is dropped here: while the hub does not take what waits, no more is read. Ranks drop what they have no room for,
-and say so.
+Nothing is dropped here: while the hub does not take what waits, no more is read. Ranks drop what exceeds their memory
+and report it.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from megatronapp_common.scope.protocol import MAX_PART_BYTES
 
 LOG = logging.getLogger(__name__)
 SOCKET = "scope.sock"
-"""Name in RUN_DIR."""
+"""Name of the socket in RUN_DIR."""
 LIMIT_BYTES = 8 << 20
 MAX_RUNS = 32
 MAX_ENDED = 32
-"""Last states of runs that are told again: the one that told the end may have been lost with its connection."""
+"""Last states of ended runs that are sent again after a reconnect: the first copy may have been lost."""
 RANK_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
-"""What ranks may send; numbers without a name yet, too."""
+"""Frame types that ranks may send, unassigned numbers included."""
 TYPE_BYTE = 5
-"""Of a frame: its type."""
+"""Offset of the type in an encoded frame."""
 NOTED = frozenset({FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_RUN_STATE, FrameType.SCOPE_LEFT})
 ENDED = frozenset({"done", "cancelled", "failed"})
 
 
 class ScopeBuffer:
-    """Frames that wait for the hub, in their order. Who pushes waits for room before the next one."""
+    """Queue of frames for the hub, in order. A caller of `push` awaits `wait_for_space` before the next one."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit = limit_bytes
@@ -44,12 +44,12 @@ class ScopeBuffer:
         self.held_bytes = 0
 
     def push(self, data: bytes) -> None:
-        """Queue a frame."""
+        """Append a frame, even beyond the limit."""
         self._frames.append(data)
         self._count(len(data))
 
     def pop(self) -> bytes | None:
-        """The oldest frame."""
+        """Remove and return the oldest frame; None if the queue is empty."""
         if not self._frames:
             return None
         data = self._frames.popleft()
@@ -57,7 +57,7 @@ class ScopeBuffer:
         return data
 
     async def wait_for_space(self) -> None:
-        """Wait until less than the limit is held."""
+        """Wait until fewer bytes than the limit are queued."""
         await self._room.wait()
 
     def _count(self, added_bytes: int) -> None:
@@ -69,7 +69,7 @@ class ScopeBuffer:
 
 
 class ScopeResumeState:
-    """What a hub that begins anew has to be told again: who publishes, which runs go on, which ended last. Pure."""
+    """Frames that a restarted hub needs again: publishers, running runs, and the runs that ended last. Pure."""
 
     def __init__(self) -> None:
         self._publishers: dict[int, bytes] = {}
@@ -77,7 +77,7 @@ class ScopeResumeState:
         self._ended: OrderedDict[str, bytes] = OrderedDict()
 
     def note(self, frame: Frame, data: bytes) -> None:
-        """Look at a frame that goes to the hub."""
+        """Record a frame that is sent to the hub."""
         if frame.type == FrameType.SCOPE_PUBLISHER:
             self._publishers[frame.header["rank"]] = data
         elif frame.type == FrameType.SCOPE_RUN_STATE:
@@ -95,20 +95,20 @@ class ScopeResumeState:
             runs.popitem(last=False)
 
     def _forget(self, rank: int) -> None:
-        """A rank has ended; with rank 0 all runs that went on."""
+        """Remove a rank that has ended; with rank 0 all running runs."""
         self._publishers.pop(rank, None)
         if rank == 0:
             self._runs.clear()
 
     def frames(self) -> Iterator[bytes]:
-        """What to tell."""
+        """Yield the frames to send again."""
         yield from self._publishers.values()
         yield from self._ended.values()
         yield from self._runs.values()
 
 
 class ScopeSocket:
-    """Listens for ranks. `wake` is called when something waits in `buffer`."""
+    """Unix socket that accepts connections of ranks. `wake` is called when `buffer` has a new frame."""
 
     def __init__(self, directory: pathlib.Path, wake: Callable[[], None]) -> None:
         self._directory = directory
@@ -117,10 +117,10 @@ class ScopeSocket:
         self.standing = ScopeResumeState()
         self._tasks: set[asyncio.Task[None]] = set()
         self._speaks: dict[int, asyncio.Task[None]] = {}
-        """Whose connection each rank has: the newest one, if it has come back."""
+        """Connection of each rank; after a reconnect the newest one."""
 
     def pop(self) -> bytes | None:
-        """The next frame for the hub."""
+        """Return the next frame for the hub; None if the queue is empty."""
         data = self.buffer.pop()
         if data is not None and data[TYPE_BYTE] in NOTED:
             self.standing.note(frames.decode(data), data)
@@ -128,7 +128,7 @@ class ScopeSocket:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Listen until left. Where no socket can be made the agent goes on without: training is worth more."""
+        """Listen inside the context. Without a socket the agent only logs a warning, because training matters more."""
         try:
             listener = bound(self._directory)
         except OSError as error:
@@ -155,7 +155,7 @@ class ScopeSocket:
         except FrameError as error:
             LOG.warning("a rank is not listened to any more: %s", error)
         except (asyncio.IncompleteReadError, ConnectionError):
-            LOG.debug("a rank went away")
+            LOG.debug("a rank disconnected")
         finally:
             self._tasks.discard(task)
             for rank in [rank for rank, one in self._speaks.items() if one is task]:
@@ -164,12 +164,12 @@ class ScopeSocket:
             writer.close()
 
     def _announce_left(self, rank: int) -> None:
-        """To the hub, behind all that the rank has said."""
+        """Queue a LEFT frame for the hub, after all frames of the rank."""
         self.buffer.push(frames.encode(Frame(FrameType.SCOPE_LEFT, {"rank": rank})))
         self._wake()
 
     async def _read(self, reader: asyncio.StreamReader, task: asyncio.Task[None]) -> None:
-        """Frames until the stream ends; notes who publishes. Raises FrameError for bytes that are none."""
+        """Queue frames until the stream ends, and record publishers. Raises FrameError for bytes that are no frame."""
         while True:
             await self.buffer.wait_for_space()
             prefix = await reader.readexactly(PREFIX.size)
@@ -188,7 +188,10 @@ class ScopeSocket:
 
 
 def _mark(frame: Frame) -> bytes:
-    """What the hub hears of a part that is too large. Raises FrameError for other frames, which no rank makes so."""
+    """Return the frame of a part that is too large, without its tensors and marked as dropped.
+
+    Raises FrameError for other types, which ranks never make as large.
+    """
     if frame.type != FrameType.SCOPE_PART:
         raise FrameError(f"a frame of type {frame.type} is larger than any may be")
     return frames.encode(Frame(frame.type, {**frame.header, "tensors": [], "dropped": True}))
@@ -202,9 +205,9 @@ def _rank(frame: Frame) -> int:
 
 
 def bound(directory: pathlib.Path) -> socket.socket:
-    """A socket at `directory`/scope.sock, for this user and group. A path may be longer than a socket's address can be.
+    """Bind a socket at `directory`/scope.sock, for this user and group. Raises OSError.
 
-    Raises OSError.
+    The path may be longer than the address of a socket can be.
     """
     path = directory / SOCKET
     path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The agent: reads the rings of its worker, brings them to the hub, and puts the hub's commands on the control page.
+"""The agent: reads the rings of its worker, sends them to the hub, and writes the hub's control document.
 
-It only ever reads what the ranks write, and ranks read the control page without waiting; so whether an agent lives
+It only ever reads what the ranks write, and ranks read the control document without waiting; so the death of an agent
 makes no difference to training.
 """
 
@@ -26,7 +26,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Agent:
-    """One worker's agent. `run` ends when the rings have ended, or after `stop`."""
+    """Agent of one worker. `run` ends when the rings have ended, or after `stop`."""
 
     def __init__(self, settings: AgentSettings, library: RingLibrary, *, monotonic_ns: Callable[[], int]) -> None:
         self._settings = settings
@@ -49,18 +49,20 @@ class Agent:
         )
 
     def stop(self) -> None:
-        """Drain, deliver, and end: once the launcher has ended, who was asked to stop at the same time and whose ranks
-        may write a last checkpoint; at once if there is none, if it was killed, or when asked a second time."""
+        """Deliver what is buffered and end once the launcher has ended.
+
+        The launcher is stopped at the same time, and its ranks may write a last checkpoint. The agent ends at once if
+        the launcher is absent or was killed, or at a second call.
+        """
         self._reason = "stopped"
         if self._asked_to_stop:
             self._stopping.set()
         self._asked_to_stop = True
 
     async def run(self) -> None:
-        """Until the rings have ended or `stop` was called; then deliver what is buffered.
+        """Run until the rings have ended or `stop` was called; then deliver what is buffered.
 
-        An error that the uplink did not expect is raised here: an agent that is started again is better than one that
-        reads for nobody.
+        Raises an unexpected error of the uplink: a restarted agent is better than one that reads in vain.
         """
         uplink = asyncio.create_task(self._uplink.run()) if self._settings.hub_url else None
         if uplink is not None:
@@ -121,13 +123,13 @@ class Agent:
                 self._uplink.send_first("bye", frames.encode(Frame(FrameType.BYE, {"reason": self._reason})))
                 await self._uplink.flushed()
         except TimeoutError:
-            LOG.warning("the hub is away: %d bytes of records were not delivered", self._buffer.buffered_bytes)
+            LOG.warning("the hub is unreachable: %d bytes of records were not delivered", self._buffer.buffered_bytes)
 
     def _wake(self) -> None:
         self._uplink.notify()
 
     def _ring_frames(self) -> Iterator[bytes]:
-        """What a hub must know before anything else."""
+        """Yield the frames that a hub needs before any other."""
         yield from (source.ring_frame() for source in self._rings.sources)
         if self._scope is not None:
             yield from self._scope.standing.frames()
@@ -152,7 +154,7 @@ class Agent:
             return None
 
     def _command(self, page: Mapping[str, Any]) -> None:
-        """Put the hub's page in place of the control page."""
+        """Write the hub's commands to the control document."""
         path = self._settings.shm_dir / f"{self._settings.shm_prefix}.{ShmFile.CONTROL.value}"
         try:
             if self._control is None:

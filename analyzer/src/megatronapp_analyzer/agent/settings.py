@@ -13,7 +13,7 @@ DEFAULT_SHM_DIR = "/dev/shm"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AgentSettings:
-    """Whom the agent serves, where its files lie, and its limits."""
+    """Hub, worker, folders and limits of the agent."""
 
     job: str
     uid: str
@@ -24,28 +24,28 @@ class AgentSettings:
     shm_dir: pathlib.Path
     shm_prefix: str
     hub_url: str
-    """http://host:port; empty: there is no hub, and records are only drained and dropped."""
+    """http://host:port of the hub; if empty, records are only read and dropped."""
     token: str
-    """Proof of the `agent` role."""
+    """Access token of the `agent` role."""
     run_dir: pathlib.Path | None = None
-    """Where ranks find the socket of MegaScope; None: there is none."""
+    """Folder in which ranks find the socket of MegaScope; None for no socket."""
     poll_s: float = 0.05
-    """How often rings are read: the age of the newest span at the hub."""
+    """Interval at which rings are read: the age of the newest span at the hub."""
     discover_s: float = 0.25
-    """How often new rings are looked for."""
+    """Interval at which new rings are discovered."""
     status_s: float = 0.5
     buffer_bytes: int = 32 << 20
-    """Records kept while the hub is away; beyond, the oldest are dropped and counted."""
+    """Memory for records while the hub is unreachable; the oldest are dropped beyond it, and counted."""
     resend_bytes: int = 4 << 20
-    """Records kept after sending, in case the hub lost them by being killed."""
+    """Records retained after sending, in case the hub lost them by being killed."""
     backoff_min_s: float = 0.2
     backoff_max_s: float = 5.0
     linger_s: float = 1.0
-    """After the last ring ended: how long to look for another one."""
+    """Time to wait for another ring after the last one has ended."""
     quiet_s: float = 5.0
-    """A launcher whose ring has not beaten for so long has ended without closing it; it beats every second."""
+    """Age of a heartbeat from which a launcher has ended without closing its ring; it has one every second."""
     deliver_s: float = 10.0
-    """At the end: how long to try to deliver what is buffered."""
+    """Longest time to deliver what is buffered at the end."""
 
     @property
     def socket_url(self) -> str:
@@ -69,7 +69,7 @@ def _number(environment: Mapping[str, str], name: Env) -> int:
 
 
 def load_settings(environment: Mapping[str, str]) -> AgentSettings:
-    """Settings from the variables of names.Env. Raises SettingsError that names the variable."""
+    """Read the settings from the variables of names.Env. Raises SettingsError that names the variable."""
     secret_file = pathlib.Path(_required(environment, Env.SECRET_FILE))
     try:
         token = derive_token(read_secret(secret_file), TokenRole.AGENT)

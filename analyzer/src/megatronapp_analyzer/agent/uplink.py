@@ -1,4 +1,4 @@
-"""The agent's connection to the hub: connects again and again, sends what waits, takes commands."""
+"""The agent's connection to the hub: connects repeatedly, sends what is buffered, receives commands."""
 
 import asyncio
 import json
@@ -27,16 +27,19 @@ REPLACED = 4009
 """Close code of the hub: another agent of this worker has connected."""
 SOON_FAILURES = 30
 SOON_S = 1.0
-"""A hub that was restarted is back within seconds: up to so many failures it is asked at least so often."""
+"""Longest delay of the first attempts to connect: a hub that was restarted is ready within seconds."""
 REFUSED_FAILURES = 64
-"""Counts as so many failures, which is the longest back-off: asking again soon would not help."""
+"""Number of failures that a refusal is equal to: the longest back-off, because an early retry would not help."""
 SERVER_FAILS = 500
-"""The first status of HTTP by which a server says that it is itself that fails."""
+"""First HTTP status by which a server reports its own failure."""
 Connection = websockets.asyncio.client.ClientConnection
 
 
 def backoff_s(failures: int, settings: AgentSettings, jitter: float) -> float:
-    """Wait before the next attempt: doubles, first up to SOON_S; `jitter` in [0, 1) spreads agents over half of it."""
+    """Return the delay before the next attempt.
+
+    It doubles, at first up to SOON_S; `jitter` in [0, 1) spreads agents over half of it.
+    """
     soon = min(SOON_S, settings.backoff_min_s * 2.0 ** min(failures, SOON_FAILURES))
     late = max(0, min(failures, REFUSED_FAILURES) - SOON_FAILURES)
     full = min(settings.backoff_max_s, soon * 2.0**late)
@@ -44,14 +47,14 @@ def backoff_s(failures: int, settings: AgentSettings, jitter: float) -> float:
 
 
 def refuses(error: Exception) -> bool:
-    """Whether the hub has said no; one that ends during a handshake, or answers with its own failure, is away."""
+    """Return true if the hub refused the agent, rather than ended during a handshake or failed itself."""
     if isinstance(error, InvalidStatus):
         return error.response.status_code < SERVER_FAILS
     return isinstance(error, ProtocolError | FrameError | InvalidHandshake) and not isinstance(error, InvalidMessage)
 
 
 def parse_welcome(frame: Frame) -> dict[RingId, int]:
-    """What the hub has: ring to the index of the next record. Raises ProtocolError if it is no welcome."""
+    """Return the next index of each ring at the hub. Raises ProtocolError if the frame is no WELCOME."""
     if frame.type == FrameType.ERROR:
         raise ProtocolError(
             str(frame.header.get("code")), str(frame.header.get("message")), str(frame.header.get("hint"))
@@ -62,9 +65,10 @@ def parse_welcome(frame: Frame) -> dict[RingId, int]:
 
 
 class Uplink:
-    """Runs until cancelled. `ring_frames` and `status` are asked for when they are needed.
+    """Connection that runs until cancelled.
 
-    `last` gives the next frame of those that go behind all records; such a frame is lost with its connection.
+    `ring_frames` and `status` are called when they are needed. `last` returns the next frame of those sent after all
+    records; such a frame is lost with its connection.
     """
 
     def __init__(
@@ -89,12 +93,12 @@ class Uplink:
         self.connections = 0
 
     def notify(self) -> None:
-        """There is something new in the buffer."""
+        """Signal that the buffer has something new."""
         self._idle.clear()
         self._wake.set()
 
     def send_first(self, key: str, frame: bytes) -> None:
-        """Send a frame before the records that wait, in place of one of the same key that waits still.
+        """Send a frame before the records that wait, in place of one of the same key that is still waiting.
 
         After a reconnect all RING frames are sent anyway.
         """
@@ -102,11 +106,11 @@ class Uplink:
         self.notify()
 
     async def flushed(self) -> None:
-        """Until all that waited has left."""
+        """Wait until everything buffered was sent."""
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Connect, serve, and connect again."""
+        """Connect and serve, again after each disconnect."""
         failures = 0
         while True:
             before, waits = self.connections, REFUSED_FAILURES
@@ -118,7 +122,7 @@ class Uplink:
                     failures = 0
                 else:
                     if failures == 0:
-                        LOG.warning("hub %s is away: %s: %s", self._settings.hub_url, type(error).__name__, error)
+                        LOG.warning("cannot reach hub %s: %s: %s", self._settings.hub_url, type(error).__name__, error)
                     waits = failures = 0 if self.connections > before else failures + 1
             await asyncio.sleep(backoff_s(waits, self._settings, random.random()))
 
@@ -131,7 +135,7 @@ class Uplink:
             ping_interval=PING_S,
             ping_timeout=2 * PING_S,
             compression=None,
-            proxy=None,  # the hub is on the job's own network; a proxy of the environment would get our token
+            proxy=None,  # the hub is on the job's own network; a proxy of the environment would receive our token
             max_size=MAX_COMMAND_BYTES,
         ) as connection:
             await self._greet(connection)

@@ -1,1 +1,1 @@
-"""Clock offsets between nodes, from the traffic of the training itself. Ranks of one boot id share a clock."""
+"""Estimation of clock offsets between nodes from the training's own traffic. Ranks of one boot id share a clock."""

@@ -1,8 +1,8 @@
-"""Facts of one step that tie two clocks together.
+"""Anchors of one step that tie two clocks together.
 
-Messages: the shortest "post to arrival" in each direction bounds the offset from both sides, as in NTP (RFC 5905):
-offset = (D_ab - D_ba) / 2 within (D_ab + D_ba) / 2. Collectives: all members end together, give or take. Starts are
-never used: they carry the lateness that is to be measured. The ends of the step are the last resort.
+Messages: the shortest time D from post to receipt in each direction bounds the offset from both sides, as in NTP (RFC
+5905): offset = (D_ab - D_ba) / 2 within (D_ab + D_ba) / 2. Collectives: all members end together, give or take. Starts
+are never used: they carry the lateness that is to be measured. The ends of the step are the last resort.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from megatronapp_analyzer.model import RankRecords, StepRecords
 from megatronapp_common.trace import DURATION_UNIT_NS, RecordKind
 
 STEP_END_UNCERTAINTY_NS = 5e7
-"""Ends of the same step on two nodes are taken to differ by no more than this."""
+"""Assumed largest difference between the ends of the same step on two nodes."""
 COLLECTIVE_FLOOR_NS = 2e4
-"""Least uncertainty of the ends of collectives."""
+"""Smallest uncertainty of the ends of collectives."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Anchor:
-    """Clock `second` shows `offset_ns` more than clock `first`, within `uncertainty_ns`."""
+    """A difference of clocks: `second` shows `offset_ns` more than `first`, within `uncertainty_ns`."""
 
     first: int
     second: int
@@ -32,7 +32,7 @@ class Anchor:
 
 
 def anchors_of(view: StepRecords, domain: Index) -> list[Anchor]:
-    """The best anchor of every pair of clocks in one step. `domain[rank]` numbers the clock of a rank."""
+    """Return the best anchor of every pair of clocks in one step. `domain[rank]` numbers the clock of a rank."""
     spans = rec.stream(view.records)
     index = rec.CommIndex(view.comms)
     start = spans["start_ns"].astype(np.int64)

@@ -13,21 +13,21 @@ from megatronapp_common.trace import RecordKind
 
 WINDOW = 64
 FIT_POINTS = 8
-"""Anchors from which on a drift is fitted."""
+"""Number of anchors from which on a drift is fitted."""
 HUBER = 1.345
 ROUNDS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ClockModel:
-    """Offsets to subtract from each rank's times, in ns, and what they may be wrong by."""
+    """Offsets to subtract from each rank's times, and their uncertainty, in ns."""
 
     offset_ns: Index
     uncertainty_ns: NDArray[np.float64]
-    """Against the clock of the first rank; 0 on the same clock, infinite where nothing ties the clocks together."""
+    """Uncertainty against the clock of the first rank; 0 on the same clock, infinite where nothing ties the two."""
 
     def apply(self, view: StepRecords) -> StepRecords:
-        """The step on the clock of the first rank."""
+        """Return the step on the clock of the first rank."""
         if not self.offset_ns.any():
             return view
         records = view.records.copy()
@@ -36,25 +36,25 @@ class ClockModel:
         return dataclasses.replace(view, records=records)
 
     def worst_ns(self) -> float:
-        """The largest finite uncertainty."""
+        """Return the largest finite uncertainty."""
         return float(self.uncertainty_ns[np.isfinite(self.uncertainty_ns)].max(initial=0.0))
 
     def pair_uncertainty_ns(self, first: int, second: int) -> float:
-        """What a difference of times between two ranks may be wrong by."""
+        """Return the uncertainty of a difference of times between two ranks."""
         if self.offset_ns[first] == self.offset_ns[second]:
             return 0.0
         return float(self.uncertainty_ns[first] + self.uncertainty_ns[second])
 
 
 class ClockAligner:
-    """Learns offsets step by step; memory is bounded by WINDOW anchors per pair of clocks that talk to each other."""
+    """Estimator that learns offsets step by step; memory is bounded by WINDOW anchors per pair of clocks."""
 
     def __init__(self, layout: JobLayout) -> None:
         self._world = layout.world
         self._points: dict[tuple[str, str], collections.deque[tuple[float, float, float]]] = {}
 
     def observe(self, view: StepRecords) -> ClockModel:
-        """Learn from one step, and give the model that holds for it."""
+        """Learn from one step and return the model that is valid for it."""
         boots = [view.boot_ids.get(rank, "") for rank in range(self._world)]
         names = list(dict.fromkeys(boots))
         domain = np.array([names.index(boot) for boot in boots], np.int64)
@@ -69,7 +69,7 @@ class ClockAligner:
         return ClockModel(offset_ns=np.round(offset[domain]).astype(np.int64), uncertainty_ns=doubt[domain])
 
     def _spread(self, names: list[str], time_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Offsets from the first clock along the paths of least uncertainty (Prim's algorithm)."""
+        """Return offsets from the first clock along the paths of least uncertainty (Prim's algorithm)."""
         edges = [
             (_estimate(points, time_s), names.index(a), names.index(b))
             for (a, b), points in self._points.items()
@@ -92,14 +92,14 @@ class ClockAligner:
 
 
 def _time_s(view: StepRecords, domain: Index) -> float:
-    """When the step ended on the first clock."""
+    """Return the time at which the step ended on the first clock."""
     records = view.records
     own = records[(domain[records["rank"]] == 0) & (records["kind"] != RecordKind.METRIC)]
     return float((own if len(own) else records)["start_ns"].max()) * 1e-9
 
 
 def _estimate(points: collections.deque[tuple[float, float, float]], time_s: float) -> tuple[float, float]:
-    """Offset at `time_s` and its uncertainty, both in ns: a line through the window, robust against bad anchors."""
+    """Fit a line robust against bad anchors to the window; return offset at `time_s` and its uncertainty, in ns."""
     table = np.array(points)
     best = table[np.argmin(table[:, 2])]
     base = table[:, 1] - best[1]
@@ -115,7 +115,7 @@ def _estimate(points: collections.deque[tuple[float, float, float]], time_s: flo
 def _huber_line(
     age: NDArray[np.float64], values: NDArray[np.float64], weight: NDArray[np.float64]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Value at age 0 of a weighted Huber fit, and the residuals (iteratively reweighted least squares)."""
+    """Return the value at age 0 of a weighted Huber fit, and the residuals (iteratively reweighted least squares)."""
     design = np.stack([np.ones_like(age), age], axis=1)
     current = weight
     residual = values

@@ -1,1 +1,1 @@
-"""From finished steps to verdicts. Start at `engine.Detector`."""
+"""Detection of slow and hanging ranks: finished steps become verdicts. Start at `engine.Detector`."""

@@ -1,4 +1,4 @@
-"""Robust references for columns of numbers (ranks, units, links): own history, and what the others do meanwhile."""
+"""Robust references for columns of numbers (ranks, units, links): a column's own history, and the other columns."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,14 @@ class ColumnHistory:
         self._next = np.zeros(columns, np.int64)
 
     def add(self, values: Floats, accepted: Mask) -> None:
-        """Remember the accepted finite values."""
+        """Add the accepted finite values to the history."""
         columns = np.flatnonzero(accepted & np.isfinite(values))
         self._values[self._next[columns] % len(self._values), columns] = values[columns]
         self._next[columns] += 1
 
     @property
     def count(self) -> Ints:
-        """Values held in each column."""
+        """Number of values in each column's history."""
         return np.minimum(self._next, len(self._values))
 
     def median(self) -> Floats:
@@ -45,7 +45,7 @@ class ColumnHistory:
 
 
 def column_medians(values: Floats, count: Ints) -> Floats:
-    """Lower median of the `count` finite values of each column; NaN where there are none."""
+    """Return the lower median of the `count` finite values of each column; NaN for a column without any."""
     if values.shape[1] == 0:
         return np.empty(0)
     ordered = np.sort(values, axis=0)
@@ -55,7 +55,7 @@ def column_medians(values: Floats, count: Ints) -> Floats:
 
 
 def median_of_others(values: Floats) -> Floats:
-    """Lower median of the other finite values, for each finite value; NaN where there is no other. O(n log n)."""
+    """Return for each finite value the lower median of the other finite ones; NaN without any other. O(n log n)."""
     out = np.full(len(values), np.nan)
     finite = np.flatnonzero(np.isfinite(values))
     others = len(finite) - 1

@@ -1,4 +1,4 @@
-"""From columns that are over to subjects: nodes, workers, stages, units, ranks and links; culprits before victims."""
+"""Grouping of slow columns into subjects: nodes, workers, stages, units, ranks and links; culprits before victims."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ EXPLAINS = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CauseEvidence:
-    """What all channels of one cause say in one step, per column, with the votes of the last steps."""
+    """Evidence of all channels for one cause in one step, per column, with the votes of the last steps."""
 
     cause: Cause
     over: Mask
     votes: Ints
     excess_s: Floats
-    """Seconds per step."""
+    """Excess in seconds per step."""
     occurrence_s: Floats
-    """The same per microbatch or message."""
+    """Excess in seconds per microbatch or message."""
     ratio: Floats
     strength: Floats
     by_history: Mask
@@ -33,7 +33,7 @@ class CauseEvidence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SuspectCandidate:
-    """A subject with the columns that speak against it."""
+    """A subject with the columns that are evidence against it."""
 
     subject: VerdictSubject
     cause: Cause
@@ -46,36 +46,35 @@ class SuspectCandidate:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
-        """Identity over steps."""
+        """Identity of the candidate across steps."""
         return (str(self.subject.type), self.subject.ranks, str(self.cause))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SubjectResolver:
-    """Where ranks run, and which subjects several of them can make up."""
+    """Placement of ranks, and the subjects that several of them can make up."""
 
     layout: JobLayout
     units: Units
 
     def rank(self, rank: int) -> VerdictSubject:
-        """One rank."""
         return self._subject(SubjectType.RANK, (rank,))
 
     def unit(self, unit: int) -> VerdictSubject:
-        """A unit; one of several ranks that cannot be told apart is still of type rank."""
+        """Return the subject of a unit: of type rank, also for several ranks that cannot be separated."""
         return self._subject(SubjectType.RANK, self.units.ranks(unit))
 
     def link(self, source: int, destination: int) -> VerdictSubject:
-        """A directed pair."""
+        """Return the subject of a directed pair."""
         return VerdictSubject(type=SubjectType.LINK, ranks=(source, destination))
 
     def stage(self, stage: int) -> VerdictSubject:
-        """All ranks of a pipeline stage."""
+        """Return the subject of all ranks of a pipeline stage."""
         ranks = [rank for rank, at in enumerate(self.layout.coordinates) if at.pp == stage]
         return VerdictSubject(type=SubjectType.STAGE, ranks=tuple(ranks))
 
     def shared(self) -> Iterable[tuple[VerdictSubject, frozenset[int]]]:
-        """Nodes, then workers, that hold several ranks but not all."""
+        """Yield nodes, then workers, that hold several ranks but not all."""
         layout = self.layout
         for node in dict.fromkeys(layout.nodes):
             ranks = tuple(rank for rank in range(layout.world) if layout.nodes[rank] == node)
@@ -87,7 +86,7 @@ class SubjectResolver:
                 yield self._subject(SubjectType.WORKER, ranks), frozenset(ranks)
 
     def crowds(self) -> Iterable[frozenset[int]]:
-        """All sets of ranks that can be slow together for one reason: nodes, workers, stages."""
+        """Yield all sets of ranks that can be slow together for one reason: nodes, workers, stages."""
         for _, ranks in self.shared():
             yield ranks
         for stage in dict.fromkeys(at.pp for at in self.layout.coordinates):
@@ -109,7 +108,7 @@ class SubjectResolver:
 def of_compute(
     evidence: CauseEvidence, active: Ints, places: SubjectResolver, settings: DetectorSettings
 ) -> list[SuspectCandidate]:
-    """Slow units, together where they share a node, a worker, or (all of them) a stage."""
+    """Return slow units, grouped where they share a node, a worker, or (all of them) a stage."""
     left = {int(unit) for unit in active}
     found = []
     ranks_of = {unit: frozenset(places.units.ranks(unit)) for unit in left}
@@ -129,7 +128,7 @@ def of_compute(
 def of_host(
     evidence: CauseEvidence, active: Ints, places: SubjectResolver, settings: DetectorSettings
 ) -> list[SuspectCandidate]:
-    """Stalling ranks, together where they share a node or a worker."""
+    """Return stalling ranks, grouped where they share a node or a worker."""
     left = {int(rank) for rank in active}
     found = []
     for subject, ranks in places.shared():
@@ -141,7 +140,7 @@ def of_host(
 
 
 def of_links(evidence: CauseEvidence, active: Ints, pairs: Ints, places: SubjectResolver) -> list[SuspectCandidate]:
-    """Late links; where all that a rank receives is late, that rank."""
+    """Return late links; where every message to a rank is late, that rank."""
     left = {int(pair) for pair in active}
     found = []
     for destination in sorted({int(pairs[pair, 1]) for pair in left}):
@@ -155,7 +154,7 @@ def of_links(evidence: CauseEvidence, active: Ints, pairs: Ints, places: Subject
 
 
 def of_imbalance(evidence: CauseEvidence, active: Ints, places: SubjectResolver) -> list[SuspectCandidate]:
-    """Stages that take much longer than the others, where neither peers nor a healthy history say more."""
+    """Return stages that take much longer than the others, where neither peers nor a healthy history are conclusive."""
     stages = sorted({int(places.units.stage[unit]) for unit in active})
     return [
         _candidate(
@@ -168,14 +167,14 @@ def of_imbalance(evidence: CauseEvidence, active: Ints, places: SubjectResolver)
 def without_explained(
     compute: list[SuspectCandidate], others: list[SuspectCandidate], places: SubjectResolver
 ) -> list[SuspectCandidate]:
-    """Slow compute of a unit is no finding where a member's stall or late input makes the others wait inside it."""
+    """Drop units whose slow compute is explained by a member's own stall or late input."""
     return [candidate for candidate in compute if not any(_explains(other, candidate, places) for other in others)]
 
 
 def without_weaker(
     candidates: list[SuspectCandidate], strongest_s: float, settings: DetectorSettings
 ) -> list[SuspectCandidate]:
-    """Only what costs a fair part of what the strongest costs."""
+    """Drop candidates that cost only a small part of what the strongest costs."""
     least = settings.weaker_share * max([strongest_s, *(candidate.excess_s for candidate in candidates)])
     return [candidate for candidate in candidates if candidate.excess_s >= least]
 

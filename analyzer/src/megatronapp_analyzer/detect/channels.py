@@ -1,7 +1,6 @@
 """Channels: one kind of evidence each, judged column by column against history, the others, or peers.
 
-A reading says for every column whether it is over what is healthy, and by how much. It says nothing about who is to
-blame; that, and persistence, come later.
+A reading gives for every column its excess over what is healthy. Culprits and persistence are decided later.
 """
 
 import dataclasses
@@ -14,9 +13,9 @@ from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.detect.settings import DetectorSettings, NoiseLevel
 
 SIGMA_CAP = 1.75
-"""Noise never hides a slowdown beyond this factor; persistence has to hold it back."""
+"""Noise never hides a slowdown beyond this factor; only persistence can hold it back."""
 COUPLED_CAP = 2.0
-"""The same for ranks that meet inside spans: nobody sees the run-queue delays of their network threads."""
+"""The same for ranks that meet inside spans, where run-queue delays of network threads are not recorded."""
 SHARE_CAP = 2.0
 """Noise never hides a delay beyond this multiple of the smallest one that is named."""
 OWN_PART = 0.5
@@ -31,16 +30,16 @@ class ChannelReading:
     """Columns with a value and a reference."""
     over: Mask
     excess: Floats
-    """Seconds per microbatch or message beyond what is expected."""
+    """Seconds beyond the expected value, per microbatch or message."""
     ratio: Floats
     """Value over expected value; 1 for delays, which have no scale of their own."""
     strength: Floats
     """Excess over its threshold: above 1 is over."""
     by_history: Mask
-    """Judged by own history (else by peers)."""
+    """True where the column is judged by its own history, false where by peers."""
 
     def or_else(self, other: "ChannelReading") -> "ChannelReading":
-        """Column by column this reading where it is known, else the other."""
+        """Return this reading where it is known, and the other one in all other columns."""
         first = self.known
         return ChannelReading(
             known=first | other.known,
@@ -52,7 +51,7 @@ class ChannelReading:
         )
 
     def within(self, columns: Mask) -> "ChannelReading":
-        """The same, with all other columns unknown."""
+        """Return the same reading with all other columns unknown."""
         return dataclasses.replace(
             self,
             known=self.known & columns,
@@ -63,7 +62,7 @@ class ChannelReading:
         )
 
     def at(self, columns: Ints) -> "ChannelReading":
-        """The reading of `columns`, in that order."""
+        """Return the reading of `columns`, in that order."""
         return ChannelReading(**{field.name: getattr(self, field.name)[columns] for field in dataclasses.fields(self)})
 
 
@@ -133,9 +132,10 @@ class DelayChannel:
         self._history = ColumnHistory(len(peers), settings.window)
 
     def read(self, values_s: Floats, budget_s: Floats, noise: NoiseLevel, doubt_s: Floats) -> ChannelReading:
-        """Judge one step. `budget_s` is the usual step time per occurrence of each column.
+        """Judge one step.
 
-        `doubt_s`: what each value may be too large by.
+        `budget_s` is the usual step time per occurrence of each column. `doubt_s` is the amount by which each value may
+        be too large.
         """
         warm = self._history.count >= self._settings.min_history
         own = np.where(warm, values_s - self._history.median(), np.nan)
@@ -158,7 +158,7 @@ class DelayChannel:
         )
 
     def grow(self, peers: Ints) -> None:
-        """Take new columns into account."""
+        """Add columns for new peers."""
         self._peers = peers
         self._history.grow(len(peers))
 

@@ -1,8 +1,8 @@
-"""How far times may be off because other processes crowd a rank off its processor.
+"""Uncertainty of times while other processes crowd a rank off its processor.
 
-The run-queue delay of the thread that trains is known and taken off. What it brings with it is not: caches that others
-have emptied, and helper threads (network, intra-op) that wait for a processor themselves. Both grow with that delay, so
-beyond what is usual for the rank, it tells how much of an excess may be the machine's.
+The run-queue delay of the thread that trains is known and subtracted. Its side effects are not: caches emptied by other
+processes, and helper threads (network, intra-op) that wait for a processor themselves. Both grow with that delay, so a
+delay beyond what is usual for the rank bounds how much of an excess the node may have caused.
 """
 
 import numpy as np
@@ -12,11 +12,11 @@ from megatronapp_analyzer.detect.features import Floats
 from megatronapp_analyzer.detect.settings import DetectorSettings
 
 COMPUTE_PART = 0.5
-"""Part of the additional run-queue delay by which compute may seem longer."""
+"""Part of the additional run-queue delay by which compute may appear longer."""
 HELPER_PART = 1.0
-"""The same for what helper threads take part in: deliveries."""
+"""The same for work that helper threads take part in: deliveries."""
 USUAL_DEVIATIONS = 2.0
-"""Robust deviations from the median up to which a run-queue delay is usual; what that does is in the residuals."""
+"""Robust deviations from the median up to which a run-queue delay is usual; its effect is in the residuals."""
 
 
 class CrowdingBaseline:
@@ -26,11 +26,11 @@ class CrowdingBaseline:
         self._history = ColumnHistory(world, settings.window)
 
     def growth_s(self, queue_s: Floats) -> Floats:
-        """Run-queue delay per microbatch beyond the usual; all of it without history, 0 where it is unknown."""
+        """Return run-queue delay per microbatch beyond the usual; all of it without history, 0 where it is unknown."""
         usual = np.nan_to_num(self._history.median() + USUAL_DEVIATIONS * self._history.deviation())
         growth: Floats = np.maximum(np.nan_to_num(queue_s) - usual, 0.0)
         return growth
 
     def learn(self, queue_s: Floats, healthy: Mask) -> None:
-        """Remember the step of the healthy ranks."""
+        """Add the healthy ranks of a step to the history."""
         self._history.add(queue_s, healthy)

@@ -1,4 +1,4 @@
-"""What a slowness costs: the step replayed with the subject's spans at their expected length."""
+"""Cost of a slowness: the step replayed with the subject's spans at their expected length."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from megatronapp_analyzer.model import Cause, SubjectType, VerdictSubject
 from megatronapp_common.trace import RecordKind
 
 HIDDEN_SHARE = 0.05
-"""A gap beyond this part of the step is taken for a wait that nobody records, unless gaps are what is judged."""
+"""A gap longer than this part of the step is taken for an unrecorded wait, unless gaps are what is judged."""
 REMEDIES_AT_ONCE = 16
-"""Bounds the memory of a replay: two lanes of all edges each."""
+"""Remedies replayed together; bounds the memory of a replay, which holds two rows of all edges for each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """What to imagine away: a subject's slowness of one cause."""
+    """A subject's slowness of one cause, to be removed in a replay."""
 
     subject: VerdictSubject
     cause: Cause
     ratio: float
     """Recorded over expected length, for compute."""
     excess_s: float
-    """Seconds beyond what is expected, per microbatch (host) or message (link)."""
+    """Seconds beyond the expected length, per microbatch (host) or message (link)."""
     late: tuple[tuple[int, float], ...] = ()
     """Ranks whose kernels a stalling host launched late: recorded over expected length of their spans."""
 
@@ -48,7 +48,7 @@ def seconds_lost(graph: StepGraph, remedies: Sequence[Remedy]) -> Floats:
 
 
 def _saved_s(graph: StepGraph, recorded: Floats, remedies: Sequence[Remedy], judged: Ints) -> Floats:
-    """Seconds that each of the judged remedies saves; the mean of alone and after all others."""
+    """Return the seconds that each judged remedy saves: the mean of alone and after all others."""
     healed = recorded.copy()
     for remedy in remedies:
         healed -= recorded - _weights(graph, recorded, remedy)
@@ -66,14 +66,14 @@ def _saved_s(graph: StepGraph, recorded: Floats, remedies: Sequence[Remedy], jud
 
 
 def _without_hidden_waits(graph: StepGraph) -> Floats:
-    """Weights with the gaps cut to what may be a rank's own."""
+    """Return edge weights with gaps limited to what may be a rank's own time."""
     limit_s = HIDDEN_SHARE * float(graph.end_s.max() - graph.start_s.min())
     weight = graph.edges.weight
     return np.where(graph.edges.kind == EdgeKind.GAP, np.minimum(weight, limit_s), weight)
 
 
 def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
-    """Edge weights with the subject as expected."""
+    """Return edge weights with the subject at its expected speed."""
     edges, spans, subject = graph.edges, graph.spans, remedy.subject
     kind, rank = spans["kind"][edges.span], spans["rank"][edges.span]
     weight = recorded.copy()
@@ -96,7 +96,7 @@ def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
 
 
 def _received_by(graph: StepGraph, subject: VerdictSubject) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Mask of the RECV_WAIT spans that the subject delays."""
+    """Return a mask of the RECV_WAIT spans that the subject delays."""
     messages = graph.messages
     destination = subject.ranks[-1]
     chosen = messages.matched & (messages.destination == destination)
@@ -108,7 +108,7 @@ def _received_by(graph: StepGraph, subject: VerdictSubject) -> np.ndarray[tuple[
 
 
 def level(values: Floats, excess_s: float) -> float:
-    """Height at which cutting `values` takes `excess_s` off their sum, from the longest ones first."""
+    """Return the height at which limiting `values` takes `excess_s` off their sum, from the longest ones first."""
     if not len(values):
         return 0.0
     ordered = np.sort(values)[::-1]

@@ -1,4 +1,4 @@
-"""The detector: finished steps in, verdicts out."""
+"""The detector: takes finished steps, returns verdicts."""
 
 import collections
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, RankLiveness
 
 
 class Detector:
-    """Judges a job of one layout. Not thread-safe. Memory is bounded by layout and settings, however long the run."""
+    """Detector for a job of one layout. Not thread-safe; layout and settings bound its memory, however long the run."""
 
     def __init__(self, layout: JobLayout, settings: DetectorSettings | None = None) -> None:
         self._layout = layout
@@ -40,10 +40,10 @@ class Detector:
         self._reset()
 
     def observe(self, view: StepRecords) -> list[Verdict]:
-        """Judge one finished step; returns the verdicts that are new or changed.
+        """Judge one finished step; return the verdicts that are new or changed.
 
-        Steps come in order; a lower attempt than the newest is ignored, a higher one starts afresh. A step may lack
-        ranks or records.
+        Steps are given in order; one of a lower attempt than the newest is ignored, a higher attempt starts afresh. A
+        step may lack ranks or records.
         """
         if self._attempt is not None and view.attempt < self._attempt:
             return []
@@ -60,9 +60,10 @@ class Detector:
         return ended + self._judge(aligned, features, clocks)
 
     def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
-        """Judge who does not get on; `now_ns` is the caller's real time. Returns what is new or changed.
+        """Judge which ranks make no progress; return the verdicts that are new or changed.
 
-        Ranks of a newer attempt than that of the steps are starting: how long its steps last is not known yet.
+        `now_ns` is the caller's real time. Ranks of a newer attempt than that of the steps are starting: the length of
+        its steps is not known yet.
         """
         attempt = max((rank.attempt for rank in ranks if rank.attempt is not None), default=self._attempt or 0)
         starting = attempt != self._attempt
@@ -80,7 +81,7 @@ class Detector:
         self._recent: collections.deque[int] = collections.deque(maxlen=self._settings.votes)
 
     def _begin(self, view: StepRecords) -> list[Verdict]:
-        """Another life of the gang: other processes, perhaps other machines. Nothing learned is carried over."""
+        """Begin another attempt without anything learned: its processes, and perhaps its nodes, are other ones."""
         now = _when(view)
         ended = [self._verdict(track) for track in self._tracks.close(now)]
         self._attempt = view.attempt
@@ -108,9 +109,9 @@ class Detector:
         return [self._verdict(track) for track in told]
 
     def _costly(self, track: FindingTrack, step_s: float, doubt_s: float) -> bool:
-        """Whether the replayed cost of a suspect is above its own uncertainty.
+        """Return true if the replayed cost of a suspect is above its own uncertainty.
 
-        A delay may be large and cost nothing: the step is as long without it where somebody waits for another rank.
+        A delay may be large and cost nothing: without it the step is as long where another rank is waited for.
         """
         least_s = self._settings.cost_share * step_s
         if track.candidate.cause is Cause.LINK:
@@ -118,7 +119,7 @@ class Detector:
         return track.least_cost_s > 0 and track.seconds_per_step >= least_s
 
     def _candidates(self, evidence: StepEvidence, view: StepRecords, step_s: float) -> list[SuspectCandidate]:
-        """Subjects that the last steps speak against."""
+        """Return the subjects that the last steps are evidence against."""
         host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
         link = cand.of_links(evidence.link, self._active(evidence.link), evidence.pairs, self._places)
         compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
@@ -133,7 +134,7 @@ class Detector:
         return cand.without_weaker(found, self._tracks.strongest_s(), self._settings)
 
     def _hits(self, candidate: SuspectCandidate, evidence: StepEvidence) -> int:
-        """Steps that must have spoken against a candidate; a host is a processor, whatever it launches for."""
+        """Return the number of steps a candidate needs; a host is a processor, even if it launches for a device."""
         device = evidence.on_device and candidate.cause is not Cause.HOST
         return (self._settings.device if device else self._settings.processor).hits
 
@@ -147,7 +148,7 @@ class Detector:
         return np.flatnonzero(evidence.votes >= self._settings.suspect_votes)
 
     def _hold(self, candidate: SuspectCandidate, evidence: StepEvidence) -> bool:
-        """Whether neighbours on the node are about to become suspects too, so that the node may be the subject."""
+        """Return true if neighbours on the node are about to become suspects too: the node may then be the subject."""
         if candidate.subject.type is not SubjectType.RANK or candidate.cause not in (Cause.COMPUTE, Cause.HOST):
             return False
         by_rank, own = evidence.host.votes, set(candidate.subject.ranks)
@@ -162,7 +163,7 @@ class Detector:
         return False
 
     def _over(self, track: FindingTrack, evidence: StepEvidence) -> tuple[bool, int]:
-        """Whether most of a track's columns are over in this step, and its votes."""
+        """Return whether most of a track's columns are over in this step, and its votes."""
         part = evidence.part(track.candidate)
         where = list(track.candidate.columns)
         hit = bool(part.over[where].mean() >= 0.5)
@@ -212,7 +213,7 @@ def _when(view: StepRecords) -> JobMoment:
 
 
 def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepFeatures:
-    """Deliveries between clocks that are not aligned well enough become unknown."""
+    """Mark deliveries as unknown between clocks that are not aligned well enough."""
     doubt = np.array([clocks.pair_uncertainty_ns(int(a), int(b)) for a, b in features.pairs]) * 1e-9
     usual = np.nanmedian(features.passes_s) if np.isfinite(features.passes_s).any() else 0.0
     delivery: Floats = np.where(doubt > DOUBTFUL_SHARE * usual, np.nan, features.delivery_s)

@@ -1,4 +1,4 @@
-"""All channels together: one step's features become evidence per cause, with the votes of the last steps."""
+"""All channels together: turn one step's features into evidence per cause, with the votes of the last steps."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.model import Cause, JobLayout
 
 IDLE_WEIGHT = 2.0
-"""Idle time of a whole step is disturbed by more than stalls are: it must cost more to be named."""
+"""Factor on the cost that idle time must reach to be named: a whole step has more disturbances than stalls have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class StepEvidence:
     on_device: bool
 
     def part(self, candidate: SuspectCandidate) -> CauseEvidence:
-        """The evidence that a candidate's columns belong to."""
+        """Return the evidence that a candidate's columns belong to."""
         parts = {Cause.COMPUTE: self.compute, Cause.HOST: self.host, Cause.LINK: self.link}
         if candidate.cause in parts:
             return parts[candidate.cause]
@@ -74,7 +74,7 @@ class ChannelSet:
         return np.array(list(self._pairs), np.int64).reshape(-1, 2)
 
     def read(self, features: StepFeatures, step_s: float, *, whole: bool) -> StepEvidence:
-        """Judge one step. `step_s` is the usual length of a step; `whole`: no record was lost."""
+        """Judge one step. `step_s` is the usual length of a step; `whole` is true if no record was lost."""
         crowded_s = self._crowding.growth_s(features.queue_s)
         stalling = self._votes_host.count >= self._settings.suspect_votes
         launches = self._launches.read(features, step_s, stalling)
@@ -96,7 +96,7 @@ class ChannelSet:
         noise = self._settings.device if features.on_device else self._settings.processor
         doubt = COMPUTE_PART * self._units.slowest(crowded_s)
         values = np.where(launches.unknown, np.nan, self._units.slowest(features.compute_s))
-        usual = ~launches.passes.over  # without a history of its own, this channel would take the fault for usual
+        usual = ~launches.passes.over  # without a history of its own, this channel would learn the fault as usual
         reading = self._compute.read(values, noise, doubt, usual=usual).or_else(launches.passes)
         self._votes_compute.add(reading.over, reading.known)
         count = self._units.slowest(features.forwards / self._chunks)
@@ -133,7 +133,7 @@ class ChannelSet:
         return _against_compute(evidence, features.passes_s[self.pairs[:, 1]])
 
     def _read_imbalance(self, features: StepFeatures) -> CauseEvidence:
-        """Stages of a single unit against the median of the other stages, over a long window."""
+        """Compare stages of a single unit with the median of the other stages, over a long window."""
         compute = np.where(self._units.members_in(features.bound), np.nan, self._units.slowest(features.passes_s))
         others = median_of_others(compute)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -157,7 +157,7 @@ class ChannelSet:
         )
 
     def _columns(self, pairs: Ints) -> Ints:
-        """Column of each pair; new pairs get new columns. Without history all links compare with all others."""
+        """Return the column of each pair, adding columns for new ones. Without history all links are peers."""
         columns = [self._pairs.setdefault((int(a), int(b)), len(self._pairs)) for a, b in pairs]
         self._link.grow(np.zeros(len(self._pairs), np.int64))
         self._votes_link.grow(len(self._pairs))
@@ -178,13 +178,13 @@ def _evidence(cause: Cause, reading: ChannelReading, votes: VoteWindow, count: F
 
 
 def _against_compute(evidence: CauseEvidence, compute_s: Floats) -> CauseEvidence:
-    """Delays as slowdowns: how many times longer a microbatch takes the rank than its compute alone."""
+    """Express delays as slowdowns: how many times longer than its compute alone a microbatch takes the rank."""
     ratio = 1.0 + evidence.occurrence_s / np.where(compute_s > 0, compute_s, np.nan)
     return dataclasses.replace(evidence, ratio=np.nan_to_num(ratio, nan=1.0))
 
 
 def _strongest(readings: list[ChannelReading]) -> ChannelReading:
-    """Of several channels of one cause, column by column, the one that costs most among those that are over."""
+    """Return column by column, of the channels of one cause that are over, the reading that costs most."""
     cost = np.stack([np.where(reading.over, reading.excess, -1.0 + reading.strength * 1e-9) for reading in readings])
     best = cost.argmax(axis=0)
 

@@ -1,10 +1,10 @@
-"""What one step says about each rank and each directed pair. Pure NumPy; waits never count as a rank's own time.
+"""Features of each rank and each directed pair in one step. Pure NumPy; waits are never part of a rank's own time.
 
 passes    seconds per microbatch in FORWARD and BACKWARD, without run-queue delay and without the wait for members of
           the same unit that enter later: the sum over (kind, chunk) of the median over microbatches, so that a few
           disturbed spans do not matter
 compute   the same of those spans whose length the device decides, not the host that launches their kernels
-bound     whether the host decides the length of most of these spans, or of so many that compute is unknown
+bound     whether the host decides the length of most of these spans, or enough of them to make compute unknown
 stall     seconds before each FORWARD in which the rank was in no span (median over microbatches)
 idle      seconds per microbatch of the whole step outside any span, posts included, without run-queue delay
 data      seconds of DATA per microbatch, without run-queue delay
@@ -28,9 +28,10 @@ Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 POSTS = frozenset({RecordKind.SEND_POST, RecordKind.RECV_POST})
 LEAD_PART = 0.25
-"""A device that ends a span less than this part of its length behind the host's last launch has waited for launches."""
+"""A device waited for launches if it ends a span less than this part of its length after the host's last launch."""
 FREE_SHARE = 0.25
-"""Share of the spans of one (kind, chunk) that must not have waited for launches, to say what the device takes."""
+"""Share of the spans of one (kind, chunk) that must not have waited for launches, so that the device's time is known.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ class StepFeatures:
     """Messages of each pair."""
 
     def with_delivery(self, delivery_s: Floats) -> "StepFeatures":
-        """The same with other deliveries."""
+        """Return the same features with other deliveries."""
         return dataclasses.replace(self, delivery_s=delivery_s)
 
 
@@ -68,7 +69,7 @@ class _StepSpans:
 
 
 def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
-    """Features of one step on aligned clocks."""
+    """Compute the features of one step on aligned clocks."""
     spans = rec.stream(view.records)
     spans = spans[spans["rank"] < layout.world]
     start, end = rec.laid_out_s(spans, view.start_ns if len(view.records) else 0)
@@ -102,7 +103,7 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
 
 
 def segment_medians(group: Ints, values: Floats, groups: int) -> Floats:
-    """Median of each group's values, the lower one of two middles; NaN where a group is empty."""
+    """Return the median of each group's values, the lower one of two middles; NaN where a group is empty."""
     order = np.lexsort((values, group))
     begin = np.searchsorted(group[order], np.arange(groups + 1))
     size = np.diff(begin)
@@ -117,7 +118,7 @@ def _unit_of_rank(layout: JobLayout) -> Ints:
 
 
 def _incomplete_spans(spans: RankRecords, layout: JobLayout) -> NDArray[np.bool_]:
-    """Spans of units of which a member did not report: what they wait for inside cannot be known."""
+    """Return spans of units of which a member did not report: what they wait for inside is unknown."""
     unit = _unit_of_rank(layout)
     silent = np.bincount(spans["rank"], minlength=layout.world) == 0
     mask: NDArray[np.bool_] = np.isin(unit[spans["rank"]], unit[silent])
@@ -125,10 +126,10 @@ def _incomplete_spans(spans: RankRecords, layout: JobLayout) -> NDArray[np.bool_
 
 
 def _shared_waits(spans: RankRecords, start: Floats, layout: JobLayout) -> Floats:
-    """How long a span waits inside for other members of its unit, as far as that can be known.
+    """Return seconds that each span waits inside for other members of its unit, as far as they are known.
 
     Members meet inside the span (tensor, context, expert parallel): who enters early waits there for who enters late,
-    and what the run queue costs one of them it costs all. Neither is a rank's own time.
+    and a run-queue delay of one costs all of them. Neither is a rank's own time.
     """
     meetings = meetings_of(spans, _unit_of_rank(layout))
     where = np.repeat(np.arange(len(meetings)), np.diff(meetings.begin))
@@ -143,14 +144,14 @@ def _shared_waits(spans: RankRecords, start: Floats, layout: JobLayout) -> Float
 
 
 def _launched_late(spans: RankRecords) -> Mask:
-    """Spans that a device ended right behind the host's last launch; none where the lead is not recorded."""
+    """Return spans that a device ended right after the host's last launch; none where the lead is not recorded."""
     told = (spans["flags"] & Flag.AUX_LEAD) != 0
     mask: Mask = told & (spans["aux"] < LEAD_PART * spans["duration"])
     return mask
 
 
 def _may_have_waited(late: Mask, spans: RankRecords) -> Mask:
-    """Spans that were launched late, and the pass after each: it began without a lead, whatever it won by its end.
+    """Return spans that were launched late, and the pass after each, which began without a lead.
 
     On GPUs with crowded processors the other passes last as long as before, and these several times as long.
     """
@@ -168,7 +169,7 @@ def _is_pass(spans: RankRecords) -> Mask:
 
 
 def _mostly(late: Mask, spans: RankRecords, world: int) -> Mask:
-    """Ranks of which more than half of the passes are in `late`."""
+    """Return ranks of which more than half of the passes are in `late`."""
     passes = _is_pass(spans)
     share: Mask = 2 * _count(spans["rank"][passes & late], world) > _count(spans["rank"][passes], world)
     return share
@@ -179,7 +180,7 @@ def _count(numbers: NDArray[np.integer], size: int) -> Ints:
 
 
 def _per_microbatch(spans: RankRecords, values_s: Floats, world: int, *, counted: Mask | None = None) -> Floats:
-    """Seconds of FORWARD and BACKWARD, of the `counted` spans only.
+    """Return seconds of FORWARD and BACKWARD, of the `counted` spans only.
 
     NaN for ranks that lack one of the (kind, chunk) groups that others have, or of which too few are counted.
     """
@@ -203,7 +204,7 @@ def _positive(values: Floats) -> Floats:
 
 
 def _stalls(laid: _StepSpans, world: int) -> Floats:
-    """Gap between each FORWARD and the span before it on its rank."""
+    """Return the gap between each FORWARD and the span before it on its rank."""
     rank = laid.spans["rank"].astype(np.int64)
     follows = np.flatnonzero(rank[1:] == rank[:-1]) + 1
     forward = follows[laid.spans["kind"][follows] == RecordKind.FORWARD]
@@ -212,7 +213,7 @@ def _stalls(laid: _StepSpans, world: int) -> Floats:
 
 
 def _idle(laid: _StepSpans, world: int, step_s: Floats, step_queue_s: Floats, forwards: Ints) -> Floats:
-    """The run-queue delay that no span carries lies in the gaps and posts, so it is taken off there."""
+    """Return idle seconds; the run-queue delay outside all spans is in gaps and posts, so it is subtracted here."""
     rank = laid.spans["rank"].astype(np.int64)
     work = ~rec.is_kind(laid.spans["kind"], POSTS)
     covered = np.bincount(rank[work], weights=(laid.end - laid.start)[work], minlength=world)
@@ -229,7 +230,7 @@ def _data(laid: _StepSpans, world: int, forwards: Ints) -> Floats:
 
 
 def _step_spans(records: RankRecords, world: int) -> tuple[Floats, Floats]:
-    """Length and run-queue delay of each rank's STEP span; NaN where it is missing."""
+    """Return length and run-queue delay of each rank's STEP span; NaN where it is missing."""
     steps = records[(records["kind"] == RecordKind.STEP) & (records["rank"] < world)]
     length, queued = np.full(world, np.nan), np.zeros(world)
     length[steps["rank"]] = steps["duration"].astype(np.float64) * (DURATION_UNIT_NS * rec.NS)
@@ -238,7 +239,7 @@ def _step_spans(records: RankRecords, world: int) -> tuple[Floats, Floats]:
 
 
 def _deliveries(laid: _StepSpans, messages: Messages, world: int) -> tuple[Ints, Floats, Ints]:
-    """Directed pairs, their median delivery, and how many messages they carried."""
+    """Return directed pairs, their median delivery, and how many messages they carried."""
     matched = messages.matched
     send, recv = messages.send_post[matched], messages.recv_wait[matched]
     pair = messages.source[matched] * world + messages.destination[matched]

@@ -1,4 +1,4 @@
-"""Ranks without progress: who hangs, and who only waits for it."""
+"""Ranks without progress, separated into those that hang and those that wait for them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ CLEARLY_EARLIER_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """`culprits` do not get on by themselves; `victims` wait for them. `certain`: the evidence is direct."""
+    """A hang: `culprits` stopped by themselves, `victims` wait for them. `certain` is true for direct evidence."""
 
     culprits: tuple[int, ...]
     victims: tuple[int, ...]
@@ -26,13 +26,13 @@ class Hang:
 
 
 def find(ranks: Sequence[RankLiveness], usual_step_s: float | None, settings: DetectorSettings) -> Hang | None:
-    """The hang that the ranks' heartbeats show, or None. `usual_step_s` is None before the first finished step."""
+    """Return the hang that the ranks' heartbeats show, or None. `usual_step_s` is None before a first finished step."""
     if any(not rank.alive and not rank.closed for rank in ranks):
         return None  # a rank that died is the launcher's and the backend's to report; the others wait for it
     patience = {rank.rank: _patience_s(rank, usual_step_s, settings) for rank in ranks}
     if not any(_silent_s(rank) > patience[rank.rank] for rank in ranks if not rank.closed):
         return None
-    # Victims may fall silent before their culprit: whoever is on the way to silence is looked at, too.
+    # Victims may fall silent before their culprit: so ranks that are about to fall silent are judged, too.
     silent = [rank for rank in ranks if not rank.closed and _silent_s(rank) > patience[rank.rank] / 2]
     culprits, certain, reason = _culprits(silent)
     names = tuple(sorted(rank.rank for rank in culprits))
@@ -46,7 +46,7 @@ def find(ranks: Sequence[RankLiveness], usual_step_s: float | None, settings: De
 
 
 def waits(rank: RankLiveness) -> bool:
-    """Whether the rank is inside a wait for others."""
+    """Return true if the rank is inside a wait for others."""
     return rank.open_span is not None and rank.open_span.kind in WAITING_KINDS
 
 
@@ -69,7 +69,7 @@ def _silent_s(rank: RankLiveness) -> float:
 
 def _patience_s(rank: RankLiveness, usual_step_s: float | None, settings: DetectorSettings) -> float:
     if rank.process_state in STOPPED:
-        return settings.hang_after_s  # whatever it is in the middle of: a stopped process never ends it
+        return settings.hang_after_s  # a stopped process never ends its current span
     if usual_step_s is None:
         return settings.startup_s
     if rank.open_span is not None and rank.open_span.kind in PAUSING_KINDS:

@@ -1,4 +1,4 @@
-"""Verdicts about ranks that hang, over their life."""
+"""Verdicts about hanging ranks, over their life."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ DOUBT_S = 3.0
 
 
 class HangTracker:
-    """At most one hang at a time: all that is silent belongs together."""
+    """Tracker of at most one hang at a time: all ranks that are silent belong to it."""
 
     def __init__(self, layout: JobLayout, settings: DetectorSettings) -> None:
         self._layout = layout
@@ -35,7 +35,7 @@ class HangTracker:
         self._doubtful_since_s = 0.0
 
     def observe(self, ranks: Sequence[RankLiveness], usual_step_s: float | None, when: JobMoment) -> list[Verdict]:
-        """Judge the newest heartbeats; returns verdicts that are new or over."""
+        """Judge the newest heartbeats; return verdicts that are new or over."""
         found = hang.find(ranks, usual_step_s, self._settings)
         if found is not None and not found.certain and len(ranks) < self._layout.world:
             found = None
@@ -49,12 +49,10 @@ class HangTracker:
         return told
 
     def _lasting(self, found: hang.Hang | None, when: JobMoment) -> hang.Hang | None:
-        """`found` if the evidence is direct, or all ranks were heard of and it has held for a while.
+        """Return `found` if the evidence is direct, or all ranks have reported and it has lasted for a while.
 
-        Ranks that only wait may wait for one that nothing is heard of.
-
-        When a stopped rank goes on, its victims look for a moment as if they waited for each other: agents report at
-        different times.
+        Ranks that only wait may wait for one that has not reported. When a stopped rank continues, its victims appear
+        for a moment to wait for each other: agents report at different times.
         """
         doubtful = () if found is None or found.certain else found.culprits
         if doubtful != self._doubtful:

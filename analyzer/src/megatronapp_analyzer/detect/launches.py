@@ -1,8 +1,8 @@
-"""Devices that wait for their host to launch kernels: no slowness of their own, whatever their spans look like.
+"""Devices that wait for their host to launch kernels, which is no slowness of the device.
 
 A host that runs ahead of its device costs nothing. Once it loses the lead (it stalled, or its processor is crowded),
-the device waits inside its spans, and they last as long as launching does. The lead is recorded with every span, so
-what the device takes and what the host takes are told apart without a guess.
+the device waits inside its spans, and they last as long as launching does. The lead is recorded with every span, so the
+time of the device and that of the host are separated without a guess.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.model import JobLayout
 
 LAUNCH_SHARE = 0.2
-"""Part of a step that late launches must cost a host to speak against it: a lead is lost and won back all the time."""
+"""Part of a step that late launches must cost a host to be evidence against it; leads are lost all the time."""
 LEAST_RATIO = 1.1
-"""From where on spans count as longer than usual in the cost of a stall."""
+"""Ratio from which a span is longer than usual in the cost of a stall."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchReading:
-    """One step's judgement of what launching takes."""
+    """Judgement of launching in one step."""
 
     units: Units
     passes: ChannelReading
@@ -32,11 +32,11 @@ class LaunchReading:
     unknown: Mask
     """Units whose device's time is not known, because a member waits for launches and the others for that member."""
     late: ChannelReading
-    """Per rank, how much longer than usual its device's spans are, per FORWARD; known only where they wait for
-    launches."""
+    """Per rank, seconds per FORWARD that its device's spans exceed the usual; known only where they wait for launches.
+    """
 
     def added_to(self, stalls: ChannelReading) -> ChannelReading:
-        """A host's stalls between spans together with its late launches within them."""
+        """Return a host's stalls between spans together with its late launches within them."""
         over = stalls.over | self.late.over
         return dataclasses.replace(
             stalls,
@@ -49,11 +49,11 @@ class LaunchReading:
 
     @property
     def late_s(self) -> Floats:
-        """Seconds per FORWARD that speak against each rank's host."""
+        """Seconds per FORWARD that are evidence against each rank's host."""
         return np.where(self.late.over, self.late.excess, 0.0)
 
     def lengthened(self, ranks: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-        """How many times as long as usual spans are for the late launches of `ranks`, for each rank whose spans are.
+        """Return each rank with spans lengthened by late launches of `ranks`, and their length over the usual.
 
         Members of a unit meet inside every span, so that all of them wait for the one that launches late.
         """
@@ -63,7 +63,7 @@ class LaunchReading:
 
 
 class LaunchBaseline:
-    """Usual length of the spans of each unit, whoever decides it."""
+    """Usual length of the spans of each unit, whether device or host decides it."""
 
     def __init__(self, layout: JobLayout, units: Units, settings: DetectorSettings) -> None:
         self._units = units
@@ -73,9 +73,10 @@ class LaunchBaseline:
         self._channel = LogChannel(units.stage, settings, cap=COUPLED_CAP)
 
     def read(self, features: StepFeatures, step_s: float, stalling: Mask) -> LaunchReading:
-        """Judge one step; `step_s` is the usual length of a step, `stalling` are ranks whose host is suspected.
+        """Judge one step.
 
-        On a processor's clock there are no launches.
+        `step_s` is the usual length of a step, `stalling` are ranks whose host is suspected. On a processor's clock
+        there are no launches.
         """
         values = self._units.slowest(features.passes_s)
         if not features.on_device:
@@ -91,7 +92,7 @@ class LaunchBaseline:
         )
 
     def _late(self, passes: ChannelReading, features: StepFeatures, step_s: float) -> ChannelReading:
-        """A host is a processor, and is judged as one."""
+        """Judge late launches with the thresholds of a processor, because a host is one."""
         late = passes.at(self._units.of_rank).within(features.bound)
         excess = late.excess / self._chunks
         costly = (excess * features.forwards > LAUNCH_SHARE * step_s) & (

@@ -1,4 +1,4 @@
-"""From a unit whose members meet inside every span to the one member that is late, where that can be told."""
+"""Localization of the one late member of a unit whose members meet inside every span, if one is clearly late."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ class MemberLocalizer:
         self._late: dict[int, Floats] = {}
 
     def narrow(self, view: StepRecords, candidate: SuspectCandidate, places: SubjectResolver) -> SuspectCandidate:
-        """The candidate, on one rank where its unit has several and one of them is clearly the last."""
+        """Return the candidate, narrowed to one rank if its unit has several and one of them is clearly the last."""
         if candidate.subject.type is not SubjectType.RANK or len(candidate.subject.ranks) < 2:
             return candidate
         unit = candidate.columns[0]

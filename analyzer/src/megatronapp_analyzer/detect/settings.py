@@ -1,11 +1,11 @@
-"""Numbers that decide when the detector speaks, in one place."""
+"""Thresholds of the detector, in one place."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseLevel:
-    """What is still healthy on one kind of clock."""
+    """Thresholds of healthy noise on one kind of clock."""
 
     compute_floor: float
     """Smallest scale of healthy log-duration residuals."""
@@ -18,8 +18,11 @@ class NoiseLevel:
     cold_share: float
     """The same where there is no healthy history."""
     hits: int
-    """Steps that must have spoken against a subject before it is named. A virtual machine whose host takes a processor
-    away for a second or two makes a rank slow for up to five short steps; a device knows nothing like it."""
+    """Steps that must be evidence against a subject before it is named.
+
+    A virtual machine whose host withdraws a processor for a second or two makes a rank slow for up to five short steps;
+    a device knows nothing like it.
+    """
 
 
 PROCESSOR = NoiseLevel(compute_floor=0.08, compute_ratio=1.40, peer_ratio=1.60, share=0.06, cold_share=0.10, hits=6)
@@ -28,16 +31,16 @@ DEVICE = NoiseLevel(compute_floor=0.01, compute_ratio=1.05, peer_ratio=1.10, sha
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DetectorSettings:
-    """Defaults suit a shared laptop as well as a GPU node."""
+    """Settings of the detector; defaults suit a shared laptop as well as a GPU node."""
 
     warmup_steps: int = 3
-    """First steps of an attempt, which are slow for reasons of their own."""
+    """First steps of an attempt, which are slow for known reasons (allocation, autotuning, caches)."""
     window: int = 64
     """Healthy steps that make up a history."""
     min_history: int = 8
-    """Steps from which on a history counts."""
+    """Steps from which on a history is used."""
     sigmas: float = 4.0
-    """How many robust deviations from the healthy residual an observation must lie."""
+    """Robust deviations from the healthy residual from which on an observation is over."""
     votes: int = 5
     """Window of the persistence rule, in steps."""
     suspect_votes: int = 3
@@ -47,8 +50,10 @@ class DetectorSettings:
     impact_share: float = 0.03
     """Smallest part of a step that any verdict must cost."""
     cost_share: float = 0.005
-    """Smallest part of a step by which the replayed step must be shorter without a fault that is named: the impact
-    above adds up delays, the replay knows which of them anything waited for."""
+    """Smallest part of a step by which the replayed step must be shorter without a fault that is named.
+
+    The impact above adds up delays; the replay shows which of them anything waited for.
+    """
     imbalance_ratio: float = 1.8
     """How much longer than the median of the other stages a stage must take to be mentioned, without any reference."""
     last_stage_ratio: float = 3.0
@@ -57,7 +62,7 @@ class DetectorSettings:
     group_share: float = 0.6
     """Share of a node's ranks that must be slow together to blame the node."""
     weaker_share: float = 0.35
-    """A second subject is named beside a first only if it costs at least this part of what the first costs."""
+    """A second subject is named in addition to a first only if it costs at least this part of what the first costs."""
     processor: NoiseLevel = PROCESSOR
     device: NoiseLevel = DEVICE
     hang_after_s: float = 10.0

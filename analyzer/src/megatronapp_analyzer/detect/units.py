@@ -1,6 +1,6 @@
 """Units: ranks that meet inside a compute span (tensor, context, expert parallel), and so are slow together.
 
-Without tensor parallelism every rank is a unit of its own. Units of the same pipeline stage do the same work: peers.
+Without tensor parallelism every rank is a unit by itself. Units of the same pipeline stage do the same work: peers.
 """
 
 import dataclasses
@@ -13,19 +13,19 @@ from megatronapp_analyzer.model import JobLayout, StepRecords
 from megatronapp_common.trace import RecordKind
 
 CLEARLY_LATER = 2.0
-"""How many times later than the second the last member must be to be told from the others."""
+"""How many times later than the second the last member must be to be clearly the last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """Unit of each rank, stage of each unit."""
+    """The unit of each rank and the stage of each unit."""
 
     of_rank: Ints
     stage: Ints
 
     @classmethod
     def of(cls, layout: JobLayout) -> "Units":
-        """Units of a layout, numbered in order of their first rank."""
+        """Number the units of a layout in order of their first rank."""
         keys = [(at.pp, at.dp // layout.ep) for at in layout.coordinates]
         names = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         return cls(
@@ -37,35 +37,35 @@ class Units:
         return len(self.stage)
 
     def ranks(self, unit: int) -> tuple[int, ...]:
-        """Members of a unit."""
+        """Return the members of a unit."""
         return tuple(int(rank) for rank in np.flatnonzero(self.of_rank == unit))
 
     def slowest(self, values: Floats) -> Floats:
-        """Largest value among the members of each unit; NaN where none has a value.
+        """Return the largest value among the members of each unit; NaN where none has a value.
 
-        A slow member holds up the others only where they do not wait anyway, so its own time says most.
+        A slow member holds up the others only where they do not wait anyway, so its own time is the best measure.
         """
         out = np.full(len(self), np.nan)
         np.fmax.at(out, self.of_rank, values)
         return out
 
     def members_in(self, ranks: Mask) -> Mask:
-        """Units of which some member is in `ranks`."""
+        """Return units of which some member is in `ranks`."""
         out = np.zeros(len(self), np.bool_)
         out[self.of_rank[ranks]] = True
         return out
 
     @property
     def has_peers(self) -> Mask:
-        """Whether other units do the same work."""
+        """True for units with other units that do the same work."""
         mask: Mask = np.bincount(self.stage)[self.stage] > 1
         return mask
 
 
 def lateness_s(view: StepRecords, ranks: tuple[int, ...]) -> Floats:
-    """How much later than the first of them each of `ranks` leaves its compute spans, median in seconds.
+    """Return how much later than the first of `ranks` each leaves its compute spans, median in seconds.
 
-    Members of a unit wait for each other inside a span, so its length does not tell who is slow; who leaves last does.
+    Members of a unit wait for each other inside a span, so its length is the same for all; the slow one leaves last.
     """
     spans = view.records[np.isin(view.records["rank"], ranks)]
     spans = spans[(spans["kind"] == RecordKind.FORWARD) | (spans["kind"] == RecordKind.BACKWARD)]
@@ -82,7 +82,7 @@ def lateness_s(view: StepRecords, ranks: tuple[int, ...]) -> Floats:
 
 
 def last_member(late_s: Floats, least_s: float) -> int | None:
-    """Index of the member that is clearly the last, or None."""
+    """Return the index of the member that is clearly the last, or None."""
     order = np.argsort(late_s)
     first, second = late_s[order[-1]], late_s[order[-2]]
     if first < least_s or first < CLEARLY_LATER * second:

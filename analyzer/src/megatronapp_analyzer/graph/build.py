@@ -19,14 +19,14 @@ from megatronapp_analyzer.model import RankRecords, StepRecords
 
 Seconds = NDArray[np.float64]
 CLOCK_TOLERANCE_S = 1e-3
-"""A message may seem to arrive this much before it was sent."""
+"""Seconds that a message may appear to arrive before it was sent."""
 
 
 class EdgeKind(enum.IntEnum):
-    """What an edge's weight means; `edge_span` is the span that it belongs to."""
+    """Meaning of an edge's weight; `edge_span` is the span that it belongs to."""
 
     SPAN = 0
-    """Own duration of a span, or of a wait after its partner was ready."""
+    """Own duration of a span, or of a wait once its partner was ready."""
     GAP = 1
     """Time on the rank between the previous span and this one."""
     DELIVERY = 2
@@ -36,7 +36,7 @@ class EdgeKind(enum.IntEnum):
     ARRIVE = 4
     """A member reaches its collective; weight 0."""
     TRANSFER = 5
-    """From the last arrival at a collective to this member's end."""
+    """Time from when the last member reached a collective to this member's end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,16 +68,15 @@ class StepGraph:
     initial_s: Seconds
     """Time of each event without any predecessor; 0 for all others."""
     unmatched: int
-    """Receives and collectives taken at their recorded duration, because a partner's record is missing."""
+    """Number of receives and collectives at their recorded duration, because a partner's record is missing."""
 
     @property
     def events(self) -> int:
-        """Number of events."""
         return len(self.initial_s)
 
 
 def build(view: StepRecords, *, tolerance_s: float = CLOCK_TOLERANCE_S, unit_of_rank: Index | None = None) -> StepGraph:
-    """Graph of one step on aligned clocks, which may be wrong by `tolerance_s`.
+    """Build the graph of one step on aligned clocks, which may be wrong by `tolerance_s`.
 
     Ranks of one unit meet inside their compute spans; without `unit_of_rank` no ranks do.
 
@@ -148,7 +147,7 @@ def _taken(edges: Edges, order: Index) -> Edges:
 
 
 def _stream_edges(spans: RankRecords, start: Seconds, end: Seconds) -> tuple[Edges, Index]:
-    """Gaps between consecutive spans of a rank, and the first span of each rank."""
+    """Return gaps between consecutive spans of a rank, and the first span of each rank."""
     rank = spans["rank"]
     later = np.flatnonzero(rank[1:] == rank[:-1]) + 1
     first = np.setdiff1d(np.arange(len(spans)), later)
@@ -158,7 +157,7 @@ def _stream_edges(spans: RankRecords, start: Seconds, end: Seconds) -> tuple[Edg
 def _message_edges(
     messages: Messages, start: Seconds, end: Seconds, tolerance_s: float
 ) -> tuple[Edges, NDArray[np.bool_], int]:
-    """Edges of messages; mask of spans that keep their own duration; number of receives without their send."""
+    """Return edges of messages; mask of spans that keep their own duration; number of receives without their send."""
     free = np.ones(len(start), np.bool_)
     send, recv = messages.send_post[messages.matched], messages.recv_wait[messages.matched]
     causal = end[recv] >= start[send] - tolerance_s
@@ -181,7 +180,7 @@ def _message_edges(
 
 
 def _group_edges(collectives: Collectives, start: Seconds, end: Seconds, first_event: int) -> tuple[Edges, Index]:
-    """Edges of whole collectives, and the spans in them; instance i is event `first_event` + i."""
+    """Return edges of whole collectives, and the spans in them; instance i is event `first_event` + i."""
     sizes = np.diff(collectives.begin)
     instance = np.repeat(np.arange(len(collectives)), sizes)
     inside = collectives.complete[instance]
@@ -195,7 +194,7 @@ def _group_edges(collectives: Collectives, start: Seconds, end: Seconds, first_e
 
 
 def _by_level(edges: Edges, events: int) -> tuple[Index, Index]:
-    """Order of the edges by level of their target, and where each level begins (Kahn's algorithm by levels)."""
+    """Sort the edges by level of their target (Kahn's algorithm by levels); return order and start of each level."""
     by_source = np.argsort(edges.source, kind="stable")
     begin = np.searchsorted(edges.source[by_source], np.arange(events + 1))
     waiting = np.bincount(edges.target, minlength=events)

@@ -23,7 +23,7 @@ _PARTS = (RecordKind.SEND_POST, RecordKind.SEND_WAIT, RecordKind.RECV_POST, Reco
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Messages:
-    """One row per message. The four index arrays point into the records they were matched in; -1 where missing."""
+    """Messages, a row each. The four index arrays point into the records they were matched in; -1 where missing."""
 
     source: Index
     destination: Index
@@ -38,7 +38,7 @@ class Messages:
 
     @property
     def matched(self) -> NDArray[np.bool_]:
-        """Messages of which both the post of the send and the end of the receive are known."""
+        """Mask of messages of which both the post of the send and the end of the receive are known."""
         both: NDArray[np.bool_] = (self.send_post >= 0) & (self.recv_wait >= 0)
         return both
 
@@ -59,18 +59,18 @@ class Collectives:
 
     @property
     def complete(self) -> NDArray[np.bool_]:
-        """Instances of which every member's record is there."""
+        """Mask of instances with a record of every member."""
         whole: NDArray[np.bool_] = np.diff(self.begin) == self.expected
         return whole
 
 
 def match_messages(records: RankRecords, comms: Mapping[int, Mapping[int, Communicator]]) -> Messages:
-    """Messages of one step. `records` hold that step only, in any order."""
+    """Match the messages of one step. `records` hold that step only, in any order."""
     return messages_of(records, CommIndex(comms))
 
 
 def messages_of(records: RankRecords, index: CommIndex) -> Messages:
-    """As `match_messages`, with the communicators already numbered."""
+    """Match messages as `match_messages`, with the communicators already numbered."""
     numbers = index.numbers(records)
     where = np.flatnonzero((numbers >= 0) & is_kind(records["kind"], frozenset(_PARTS)))
     pairs = np.array([_pair(comm) for comm in index.members] or [(-1, -1)], np.int64)
@@ -92,7 +92,7 @@ def messages_of(records: RankRecords, index: CommIndex) -> Messages:
 
 
 def collectives_of(records: RankRecords, index: CommIndex) -> Collectives:
-    """Instances of the collectives of one step that stand in the ranks' streams."""
+    """Match the collectives of one step that are entries of the ranks' streams."""
     numbers = index.numbers(records)
     where = np.flatnonzero((numbers >= 0) & is_kind(records["kind"], GROUP_KINDS))
     kinds = records["kind"][where].astype(np.int64)
@@ -111,7 +111,7 @@ def collectives_of(records: RankRecords, index: CommIndex) -> Collectives:
 
 
 def meetings_of(records: RankRecords, unit_of_rank: Index) -> Collectives:
-    """Spans inside which the ranks of a unit meet (tensor parallelism), as if each were one collective.
+    """Match spans inside which the ranks of a unit meet (tensor parallelism), as if each were one collective.
 
     They meet in passes, and in DATA, where one of them hands the batch to the others. `comm` is the unit. Units of one
     rank have no meetings.

@@ -1,4 +1,4 @@
-"""Which records of a step take part in its graph, and their times as arrays."""
+"""Selection of the records of a step that take part in its graph, and their times as arrays."""
 
 from collections.abc import Mapping
 
@@ -13,15 +13,16 @@ NESTED_KINDS = frozenset(
 )
 """Spans that lie inside a compute span."""
 NOT_WORK_KINDS = frozenset({RecordKind.STEP, RecordKind.FAULT, RecordKind.METRIC, RecordKind.COUNTER})
-"""Frames around work, notes for people, samples. FAULT is truth for demonstrations: analysis must never look at it."""
+"""Frames around work, notes for users, samples. FAULT is ground truth for demonstrations: analysis must never use it.
+"""
 GROUP_KINDS = COLLECTIVE_KINDS - NESTED_KINDS
-"""Collectives that stand on their own in a rank's stream."""
+"""Collectives that are entries of a rank's stream, outside any compute span."""
 
 NS = 1e-9
 
 
 def is_kind(kinds: NDArray[np.uint8], wanted: frozenset[RecordKind]) -> NDArray[np.bool_]:
-    """Mask of records whose kind is among `wanted`."""
+    """Return a mask of records whose kind is among `wanted`."""
     table = np.zeros(256, np.bool_)
     table[[int(kind) for kind in wanted]] = True
     mask: NDArray[np.bool_] = table[kinds]
@@ -29,7 +30,7 @@ def is_kind(kinds: NDArray[np.uint8], wanted: frozenset[RecordKind]) -> NDArray[
 
 
 def stream(records: RankRecords) -> RankRecords:
-    """Spans that follow each other on a rank, sorted by rank, then start.
+    """Return spans that follow each other on a rank, sorted by rank, then start.
 
     What begins after a rank's STEP span has ended (evaluation, checkpoint) belongs to no step.
     """
@@ -41,7 +42,7 @@ def stream(records: RankRecords) -> RankRecords:
 
 
 def _step_ends_ns(records: RankRecords) -> NDArray[np.uint64]:
-    """End of each rank's step; the end of time where its STEP record is missing or saturated."""
+    """Return the end of each rank's step; the end of time where its STEP record is missing or saturated."""
     ends = np.full(int(records["rank"].max(initial=-1)) + 1, np.iinfo(np.uint64).max)
     steps = records[(records["kind"] == RecordKind.STEP) & ((records["flags"] & Flag.SATURATED) == 0)]
     ends[steps["rank"]] = steps["start_ns"] + steps["duration"].astype(np.uint64) * np.uint64(DURATION_UNIT_NS)
@@ -49,29 +50,29 @@ def _step_ends_ns(records: RankRecords) -> NDArray[np.uint64]:
 
 
 def durations_s(records: RankRecords) -> NDArray[np.float64]:
-    """Wall time of each span in seconds."""
+    """Return the wall time of each span in seconds."""
     out: NDArray[np.float64] = records["duration"].astype(np.float64) * (DURATION_UNIT_NS * NS)
     return out
 
 
 def run_queue_s(records: RankRecords) -> NDArray[np.float64]:
-    """Run-queue delay inside each span in seconds; 0 where the span does not carry it."""
+    """Return the run-queue delay inside each span in seconds; 0 where the span does not carry it."""
     carries = (records["flags"] & Flag.AUX_RUN_QUEUE) != 0
     return np.where(carries, records["aux"].astype(np.float64) * (DURATION_UNIT_NS * NS), 0.0)
 
 
 def clean_s(records: RankRecords) -> NDArray[np.float64]:
-    """Time of each span without its run-queue delay, in seconds, never negative."""
+    """Return the time of each span without its run-queue delay, in seconds, never negative."""
     return np.maximum(durations_s(records) - run_queue_s(records), 0.0)
 
 
 def starts_s(records: RankRecords, origin_ns: int) -> NDArray[np.float64]:
-    """Start of each span in seconds after `origin_ns`."""
+    """Return the start of each span in seconds after `origin_ns`."""
     return (records["start_ns"].astype(np.int64) - origin_ns).astype(np.float64) * NS
 
 
 def laid_out_s(spans: RankRecords, origin_ns: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Start and end of each span of `stream`, cut so that no two spans of a rank overlap.
+    """Return start and end of each span of `stream` in seconds, cut so that no two spans of a rank overlap.
 
     Transfers that are posted together share their start; the later one then begins where the earlier ended.
     """
@@ -104,7 +105,7 @@ class CommIndex:
                 self._lookup[rank, slot] = number[comm]
 
     def numbers(self, records: RankRecords) -> NDArray[np.int64]:
-        """Communicator number of each record; -1 where it has none or its slot is unknown."""
+        """Return the communicator number of each record; -1 where it has none or its slot is unknown."""
         ranks, slots = self._lookup.shape
         rank = records["rank"].astype(np.int64)
         slot = records["comm"].astype(np.int64)

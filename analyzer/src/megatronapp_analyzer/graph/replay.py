@@ -1,4 +1,4 @@
-"""Replay of a step's graph with other weights: what would the step have cost without this slowness?"""
+"""Replay of a step's graph with other weights, such as without a slowness."""
 
 import itertools
 
@@ -8,7 +8,10 @@ from megatronapp_analyzer.graph.build import Seconds, StepGraph
 
 
 def replay(graph: StepGraph, weights: Seconds) -> Seconds:
-    """Time of every event in seconds. `weights` is [edges] or [edges, scenarios]; so is the answer's trailing shape."""
+    """Return the time of every event in seconds.
+
+    `weights` is [edges] or [edges, scenarios]; the result has the same trailing shape.
+    """
     lanes = weights.shape[1:]
     times = np.empty((graph.events, *lanes))
     times[:] = graph.initial_s.reshape(-1, *([1] * len(lanes)))
@@ -20,7 +23,7 @@ def replay(graph: StepGraph, weights: Seconds) -> Seconds:
 
 
 def makespan_s(graph: StepGraph, times: Seconds) -> Seconds:
-    """Length of the step for each scenario: last event less the first start that was recorded."""
+    """Return the length of the step for each scenario: last event less the first recorded start, in seconds."""
     if graph.events == 0:
         return np.zeros(times.shape[1:])
     span: Seconds = times.max(axis=0) - float(graph.start_s.min())

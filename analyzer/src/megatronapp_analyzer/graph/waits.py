@@ -1,7 +1,7 @@
-"""Who waits for whom: every wait, attributed to the rank that was not ready.
+"""Attribution of every wait to the rank that was not ready.
 
-A receive waits for its sender until the message was posted; what comes after is delivery, and the link's. A member of a
-collective waits for the last one to arrive; the transfer after that is nobody's.
+A receive waits for its sender until the message was posted; what follows is delivery, attributed to the link. A member
+of a collective waits for the last one to arrive; the transfer after that is attributed to no rank.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Waits:
     seconds: Seconds
 
     def imposed_by(self, ranks: tuple[int, ...]) -> dict[int, float]:
-        """Seconds that each other rank waited for any of `ranks`, largest first."""
+        """Return seconds that each other rank waited for any of `ranks`, largest first."""
         chosen = np.isin(self.cause, ranks) & ~np.isin(self.waiter, ranks)
         lost = np.bincount(self.waiter[chosen], weights=self.seconds[chosen])
         order = np.argsort(-lost, kind="stable")
@@ -32,7 +32,7 @@ class Waits:
 
 
 def attribute(graph: StepGraph) -> Waits:
-    """Waits of one step."""
+    """Return the waits of one step."""
     parts = [
         _receives(graph.messages, graph.start_s, graph.end_s),
         _groups(graph.collectives, graph.spans, graph.start_s)[0],
@@ -46,9 +46,9 @@ def attribute(graph: StepGraph) -> Waits:
 
 
 def imposed_s(view: StepRecords) -> dict[tuple[int, str], float]:
-    """Seconds that each rank made others wait in one step on aligned clocks, by kind of communicator.
+    """Return seconds that each rank made others wait in one step on aligned clocks, by kind of communicator.
 
-    Waits inside compute spans (tensor parallelism) have no record of their own and are not among them.
+    Waits inside compute spans (tensor parallelism) have no record and are not included.
     """
     spans, index = rec.stream(view.records), rec.CommIndex(view.comms)
     start, end = rec.laid_out_s(spans, view.start_ns)
@@ -71,7 +71,7 @@ def _receives(messages: Messages, start_s: Seconds, end_s: Seconds) -> Waits:
 
 
 def _groups(groups: Collectives, spans: RankRecords, start_s: Seconds) -> tuple[Waits, Index]:
-    """Waits for the last member, and the instance that each belongs to."""
+    """Return waits for the last member, and the instance that each belongs to."""
     size = np.diff(groups.begin)
     instance = np.repeat(np.arange(len(groups)), size)
     whole = groups.complete[instance]

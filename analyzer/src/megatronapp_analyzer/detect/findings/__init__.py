@@ -1,1 +1,1 @@
-"""From suspects to verdicts: persistence, life cycle, confidence and sentences."""
+"""Suspects become verdicts: persistence, life cycle, confidence and sentences."""

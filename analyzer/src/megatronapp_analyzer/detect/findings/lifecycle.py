@@ -1,4 +1,4 @@
-"""Life of a finding: suspect (kept to ourselves), confirmed, recovering, cleared."""
+"""Life of a finding: suspect (inside the hub only), confirmed, recovering, cleared."""
 
 import collections
 import dataclasses
@@ -24,9 +24,9 @@ class FindingTrack:
     state: VerdictState = VerdictState.SUSPECT
     until: JobMoment | None = None
     held: int = 0
-    """Steps for which confirmation was put off."""
+    """Steps for which confirmation was deferred."""
     certain: bool = False
-    """Whether this step's votes suffice to confirm it."""
+    """True if this step's votes suffice to confirm it."""
     clean: int = 0
     steps_seen: int = 0
     hits: int = 0
@@ -36,15 +36,14 @@ class FindingTrack:
         default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE)
     )
     stalls: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
-    """Of a host, the part of `occurrences` that lies between spans."""
+    """For a host, the part of `occurrences` that lies between spans."""
     late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
-    """Of a host, how many times as long its device's spans were."""
+    """For a host, how many times as long its device's spans were."""
     lost_s: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_EVIDENCE))
     text: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
-        """Stable name."""
         subject = self.candidate.subject
         ranks = "-".join(str(rank) for rank in subject.ranks[:4])
         return f"a{self.since.attempt}-s{self.since.step}-{subject.type}-{ranks}-{self.candidate.cause}"
@@ -61,7 +60,7 @@ class FindingTrack:
 
     @property
     def gap_s(self) -> float:
-        """The part of it that lies between spans, of a host; else all of it."""
+        """For a host, the part of `occurrence_s` that lies between spans; for other causes all of it."""
         return float(np.median(self.stalls)) if self.stalls else self.occurrence_s
 
     @property
@@ -71,7 +70,7 @@ class FindingTrack:
 
     @property
     def launches_late(self) -> bool:
-        """Whether late launches are most of a host's fault."""
+        """True if late launches are most of a host's fault."""
         return self.gap_s < self.occurrence_s / 2
 
     @property
@@ -89,12 +88,12 @@ class FindingTrack:
 
     @property
     def named(self) -> bool:
-        """Whether anybody was told."""
+        """True once the finding has been reported as a verdict."""
         return self.state is not VerdictState.SUSPECT
 
 
 class FindingTracker:
-    """All live findings."""
+    """Tracker of all live findings."""
 
     def __init__(self, settings: DetectorSettings) -> None:
         self._settings = settings
@@ -110,8 +109,8 @@ class FindingTracker:
     ) -> None:
         """Take this step's candidates: new suspects, and suspects with enough votes to be confirmed.
 
-        `when(votes)` is the moment at which the last `votes` votes began; `hold` asks to wait for more evidence;
-        `hits(candidate)` steps, this one included, must have spoken against a subject that is named.
+        `when(votes)` is the moment at which the last `votes` votes began; `hold` is true while more evidence is
+        awaited; `hits(candidate)` steps, this one included, must be evidence against a subject that is named.
         """
         for known in self.live.values():
             known.certain = False
@@ -135,7 +134,7 @@ class FindingTracker:
                 track.certain = True
 
     def advance(self, now: JobMoment, over: Callable[[FindingTrack], tuple[bool, int]]) -> list[FindingTrack]:
-        """Age every track by one step; returns those that somebody should hear of. `over` gives (over now, votes)."""
+        """Age every track by one step; return those whose verdict changed. `over` returns (over now, votes)."""
         told = []
         for key, track in list(self.live.items()):
             before = track.state
@@ -163,7 +162,7 @@ class FindingTracker:
         return confirmed
 
     def close(self, now: JobMoment) -> list[FindingTrack]:
-        """End all: the job starts another life. Returns those that had been named."""
+        """End all because the job begins another attempt; return those that had been named."""
         ended = [track for track in self.live.values() if track.named]
         for track in ended:
             track.state, track.until = VerdictState.CLEARED, now
@@ -171,7 +170,7 @@ class FindingTracker:
         return ended
 
     def strongest_s(self) -> float:
-        """What the costliest named finding costs now."""
+        """Return the current cost of the costliest named finding, in seconds per step."""
         return max(
             (track.candidate.excess_s for track in self.live.values() if track.state is VerdictState.CONFIRMED),
             default=0.0,
@@ -192,7 +191,7 @@ class FindingTracker:
             track.state, track.until = VerdictState.CLEARED, now
 
     def _covered(self, candidate: SuspectCandidate) -> bool:
-        """Whether a named finding of the same cause already speaks of these columns; a larger subject replaces it."""
+        """Return true if a named finding of the same cause has these columns; a larger subject replaces it."""
         columns = set(candidate.columns)
         for key, track in list(self.live.items()):
             if key == candidate.key or track.candidate.cause is not candidate.cause:

@@ -1,4 +1,4 @@
-"""Persistence: how many of the last steps spoke against a column, and how sure that makes us."""
+"""Persistence: how many of the last steps were evidence against a column, and how certain that is."""
 
 import math
 
@@ -12,23 +12,23 @@ HEALTHY_RATE = 0.01
 FAULTY_RATE = 0.9
 """Assumed share of faulty steps in which it is."""
 DISCOUNT = 0.5
-"""Steps in a row are not independent: their joint evidence counts half."""
+"""Exponent of the likelihood ratio: steps in a row are not independent, so their joint evidence is halved."""
 
 
 class VoteWindow:
-    """The last judgements of each column. A step in which a column is unknown does not count for it."""
+    """Window of the last judgements of each column. A step in which a column is unknown is not counted for it."""
 
     def __init__(self, columns: int, window: int) -> None:
         self._ring = np.zeros((window, columns), np.bool_)
 
     def add(self, over: Mask, known: Mask) -> None:
-        """Take one step into account."""
+        """Add the judgement of one step."""
         self._ring[1:, known] = self._ring[:-1, known]
         self._ring[0, known] = over[known]
 
     @property
     def count(self) -> Ints:
-        """Votes of each column."""
+        """Number of votes of each column."""
         count: Ints = self._ring.sum(axis=0)
         return count
 
@@ -40,7 +40,7 @@ class VoteWindow:
 
 
 def confidence(votes: int, steps: int, columns: int) -> float:
-    """Probability that a column with `votes` in `steps` is faulty, if one of `columns` is as likely as not.
+    """Return the probability that a column with `votes` in `steps` is faulty, if one of `columns` is as likely as not.
 
     Binomial likelihood ratio of the two rates above, discounted, against a prior of 1 / columns.
     """

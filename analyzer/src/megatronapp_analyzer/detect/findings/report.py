@@ -1,4 +1,4 @@
-"""Findings as verdicts: confidence, evidence in words, sentence."""
+"""Findings as verdicts: confidence, evidence as text, sentence."""
 
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack
 from megatronapp_analyzer.detect.findings.persistence import confidence
@@ -22,7 +22,7 @@ _WHAT = {
 
 
 def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
-    """What speaks for the finding."""
+    """Describe the evidence for the finding."""
     candidate = track.candidate
     basis = "own healthy history" if candidate.by_history else "ranks that do the same work"
     if candidate.cause is Cause.UNDETERMINED:
@@ -46,7 +46,7 @@ def evidence_text(track: FindingTrack, waits: Waits) -> tuple[str, ...]:
 
 
 def verdict_of(track: FindingTrack, layout: JobLayout, columns: int) -> Verdict:
-    """The verdict that says what a track knows."""
+    """Build the verdict for a track."""
     candidate = track.candidate
     sure = confidence(track.hits, track.steps_seen, columns)
     if candidate.cause is Cause.UNDETERMINED:

@@ -1,4 +1,4 @@
-"""Verdicts in words."""
+"""Sentences that describe verdicts to users."""
 
 from megatronapp_analyzer.model import Cause, JobLayout, SubjectType, VerdictState, VerdictSubject
 
@@ -10,7 +10,7 @@ _DOES = {
 
 
 def name(subject: VerdictSubject, layout: JobLayout) -> str:
-    """The subject, with where it is."""
+    """Name the subject and its place in the job."""
     if subject.type is SubjectType.LINK:
         return f"The link from rank {subject.ranks[0]} to rank {subject.ranks[1]}"
     if subject.type is SubjectType.NODE:
@@ -37,7 +37,10 @@ def sentence(
     lost_s: float,
     since: int,
 ) -> str:
-    """One sentence for a person. `launches_late`: a host's fault is that it launches kernels late, more than stalls."""
+    """Describe a slowness in one sentence.
+
+    `launches_late` is true if late launches are more of a host's fault than stalls.
+    """
     if cause is Cause.LINK and subject.type is SubjectType.LINK:
         does = f"delivers {excess_s * 1e3:.1f} ms late"
     elif cause is Cause.LINK:
@@ -47,7 +50,7 @@ def sentence(
     else:
         does = _DOES[cause].format(ratio=ratio, excess_ms=excess_s * 1e3)
     if len(subject.ranks) > 1 and subject.type is SubjectType.RANK:
-        does += "; they meet inside every span, so which one cannot be told"
+        does += "; they meet inside every span, so the slow one cannot be identified"
     when = f"since step {since}" if state is not VerdictState.CLEARED else f"from step {since}; it is over"
     return f"{name(subject, layout)} {does} {when}; it costs {lost_s:.3f} s per step."
 
@@ -60,7 +63,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def hang_sentence(rank: int, victims: tuple[int, ...], silent_s: float, reason: str, layout: JobLayout) -> str:
-    """One sentence about a rank that hangs."""
+    """Describe a hanging rank."""
     at = layout.coordinates[rank]
     place = f"Rank {rank} (stage {at.pp}, replica {at.dp}, node {layout.nodes[rank]})"
     waiting = f" {_ranks(victims)[0].upper()}{_ranks(victims)[1:]} only wait for it." if victims else ""
