@@ -109,7 +109,7 @@ def test_a_gang_whose_key_is_lost_trains_on_and_its_condition_says_what_to_do(
     condition = first.status.condition(ConditionType.TOKEN_ACCEPTED)
     assert (condition.status, condition.reason, told(first)) == (False, "KeyUnknown", ["KeyUnknown"])
     assert f"the installation key {key_id(OLD)}, which is not in the key file" in condition.message
-    assert "write the key that the job was started with behind the new one" in condition.message
+    assert "add the key that the job was started with after the new one" in condition.message
     begin = made.now
     while made.now < begin + DAY_S:
         made.now += 600

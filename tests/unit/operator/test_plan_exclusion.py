@@ -103,7 +103,7 @@ def test_a_slow_machine_is_used_again_where_no_other_is_free(running: Maker, wor
     made.plan()
     assert (made.job.status.phase, made.job.status.attempt, excluded(made)) == (Phase.RUNNING, attempt, [])
     message = made.job.status.condition(ConditionType.SLOW_NODE_DETECTED).message
-    assert message == "Rank 2 is slow. Not excluded, because the gang found no room without: gpu-7."
+    assert message == "Rank 2 is slow. Not excluded, because the gang found no capacity without: gpu-7."
     made.observed = dataclasses.replace(made.observed, slow_ranks=None)  # the hub does not answer
     for _ in range(3):
         assert made.plan().status.condition(ConditionType.SLOW_NODE_DETECTED).message == message
@@ -149,7 +149,7 @@ def test_an_exclusion_that_ends_costs_no_place_in_a_queue(running: Maker, worker
     released = made.plan()
     assert (made.job.status.attempt, told(released)) == (attempt + 1, ["NodeReadmitted"])
     message = released.status.condition(ConditionType.PODS_SCHEDULED).message
-    assert message == "2 of 2 workers had no machine, and gpu-7 may be used again"
+    assert message == "2 of 2 workers had no node, and gpu-7 may be used again"
 
 
 def test_a_gang_without_a_queue_is_made_anew_as_soon_as_an_exclusion_ends(running: Maker, worker: Maker) -> None:
@@ -191,7 +191,7 @@ def test_a_queued_gang_gets_a_failed_machine_back_where_no_other_fits(running: M
     released = made.plan()
     assert (told(released), excluded(made), released.status.released) == (["NodeReadmitted", "Unschedulable"], [], 1)
     condition = released.status.condition(ConditionType.PODS_SCHEDULED)
-    assert condition.message == "2 of 2 workers had no machine for 1800 s, so gpu-2 may be used again"
+    assert condition.message == "2 of 2 workers had no node for 1800 s, so gpu-2 may be used again"
     made.see()
     made.now = made.plan().wake_at
     made.plan()

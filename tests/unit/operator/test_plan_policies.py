@@ -86,7 +86,7 @@ def test_a_gang_that_tells_no_progress_runs_after_a_while(scene: Maker, worker: 
     began = made.plan()
     assert (began.status.phase, reasons(began)) == (Phase.RUNNING, ["Running"])
     condition = began.status.condition(ConditionType.RUNNING)
-    assert (condition.reason, "no progress was told for 300 s" in condition.message) == ("NoProgressPage", True)
+    assert (condition.reason, "no progress was reported for 300 s" in condition.message) == ("NoProgressPage", True)
     made.now += 10
     assert made.plan().actions == ()
 

@@ -201,7 +201,7 @@ def test_workers_that_do_not_go_are_told_of_with_what_holds_them(running: Maker,
     condition = told.status.condition(ConditionType.REMOVAL_BLOCKED)
     assert condition is not None and condition.status and condition.reason == "WorkersHeld"
     assert condition.message == (
-        "worker 0, 1 is still there 300 s after it was killed; finalizers hold it: kueue.x-k8s.io/managed"
+        "worker 0, 1 still exists 300 s after it was killed; finalizers keep it: kueue.x-k8s.io/managed"
     )
     assert [one.reason for one in told.actions if isinstance(one, RecordEvent)] == ["WorkersHeld"]
     assert not [one for one in made.plan().actions if isinstance(one, RecordEvent)]

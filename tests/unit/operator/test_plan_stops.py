@@ -127,8 +127,8 @@ def test_a_worker_that_saved_first_is_not_the_reason_of_a_stop_that_failed(runni
 @pytest.mark.parametrize(
     ("grace", "at", "message"),
     [
-        (60.0, 1060.0, "worker 1 was killed: it had not ended 60 s after it was asked to stop"),
-        (0.0, 1000.0, "worker 1 was killed, as asked"),
+        (60.0, 1060.0, "worker 1 was killed: it had not ended 60 s after the request to stop"),
+        (0.0, 1000.0, "worker 1 was killed, as requested"),
         (60.0, 1010.0, "worker 1 failed with signal 9: words (megatronapp logs job --worker 1 --attempt 0)"),
     ],
     ids=["grace over", "by force", "by somebody else"],

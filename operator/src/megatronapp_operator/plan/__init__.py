@@ -1,4 +1,4 @@
-"""The operator's decisions, without effects: what to do about a job, given what is seen of it, now."""
+"""Decide what to do about a job from what is observed of it, without side effects."""
 
 from megatronapp_operator.plan.actions import (
     Action,

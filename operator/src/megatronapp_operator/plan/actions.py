@@ -1,4 +1,4 @@
-"""What a plan asks a backend to do. Every action may be carried out twice without harm."""
+"""Actions that a plan asks a backend to carry out. Each may be carried out twice without harm."""
 
 import dataclasses
 import enum
@@ -13,7 +13,7 @@ class EnsureSecret:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EnsureHub:
-    """Start the hub, or start it again."""
+    """Start the hub, or restart it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class DeleteInit:
     """Remove the initializer pod."""
 
     force: bool = False
-    """At once: it has outlived the time that it had to go."""
+    """Delete it at once, without a grace period: it has outlived the one that it had."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CreateWorker:
-    """Start one worker of an attempt, after all that the attempt needs besides (policy, Service, PodGroup)."""
+    """Start one worker of an attempt, after all other objects that the attempt needs (policy, Service, PodGroup)."""
 
     index: int
     attempt: int
@@ -39,7 +39,7 @@ class CreateWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteWorker:
-    """Ask a worker to stop, kill it after `grace_s` seconds (0: at once), and forget it when it is gone."""
+    """Stop a worker, kill it after `grace_s` seconds (0: at once), and forget it once it is deleted."""
 
     index: int
     attempt: int
@@ -48,19 +48,19 @@ class DeleteWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveGroup:
-    """Remove what the queue or gang scheduler keeps of an attempt that is over."""
+    """Remove the object that a queue or gang scheduler has for an attempt that is over."""
 
     attempt: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeleteHub:
-    """Stop the hub."""
+    """Stop the hub of the job."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeleteJob:
-    """Delete the job object, whose time after its end is over."""
+    """Delete the job object, whose time to live after the end of the job is over."""
 
 
 class EventType(enum.StrEnum):
@@ -72,7 +72,7 @@ class EventType(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordEvent:
-    """Tell people what happened; a status change stands behind each, so none is told twice."""
+    """Record an Event for users. Each follows from a change of the status, so none is recorded twice."""
 
     type: EventType
     reason: str
@@ -95,10 +95,10 @@ Action = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Answer of the plan.
+    """Actions for a backend and the new status of the job.
 
-    A backend stores `status` first and then carries out `actions`: if it dies in between, the next plan finds out
-    from what exists what is left to do. It plans again when something changes, and at the latest at `wake_at`.
+    A backend stores `status` first and then carries out `actions`: if it dies in between, the next plan derives from
+    what exists what is left to do. It plans again when something changes, and no later than `wake_at`.
     """
 
     actions: tuple[Action, ...]

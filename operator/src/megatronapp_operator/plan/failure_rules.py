@@ -1,4 +1,4 @@
-"""Failure rules: the user's in their order, then our own."""
+"""Failure rules: those of the user in their order, then the built-in ones."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from megatronapp_operator.plan.spec import FailureMatch, FailureRule
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
 
 DISRUPTIONS = frozenset({"DisruptionTarget", "TerminationTarget"})
-"""The only conditions of a failed pod that rules are asked about, Kubernetes' and Kueue's: the cluster took it away."""
+"""Conditions of a failed pod that rules may match, by Kubernetes and Kueue: the cluster disrupted the pod."""
 
 DEVICE_CODES = frozenset({201, 202})
-"""Exit codes of a GPU or driver that is broken, as DLRover has them."""
+"""Exit codes that mean a broken GPU or driver, the same as DLRover's."""
 
 ACTIONS = {
     ExitCode.USAGE: FailureAction.FAIL_JOB,
@@ -23,32 +23,32 @@ ACTIONS = {
     ExitCode.SUPERSEDED: FailureAction.FAIL_JOB,  # a restart would take the directory back from its new owner
     ExitCode.PREEMPTED: FailureAction.RESTART_IGNORE_MAX,
 }
-"""What our own exit codes lead to."""
+"""Built-in actions for exit codes of the launcher."""
 
 REFUSED_BY_NODE = "OutOf", "UnexpectedAdmissionError"
-"""How the reason of a pod begins that the kubelet did not take although the scheduler sent it there (OutOfcpu,
-OutOfnvidia.com/gpu): the plugin of a device is broken, or not back yet after a restart of the machine."""
+"""Prefixes of the reason of a pod that the kubelet rejected although the scheduler had bound it (OutOfcpu,
+OutOfnvidia.com/gpu): a device plugin is broken, or not registered yet after the node has restarted."""
 
 HOPELESS_CODES = frozenset({1, 2})
 HOPELESS_S = 60.0
-"""Programs that end with these codes so soon after their start have wrong arguments, which no restart heals."""
+"""Seconds after its start within which one of these exit codes means wrong arguments, which no restart repairs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FailureEvidence:
-    """What a rule may ask about a failure."""
+    """Properties of a failure that a rule may match."""
 
     worker: int
     reason: str
     message: str
     code: int | None = None
-    """None: it left no exit code; no rule about codes fits then."""
+    """Exit code; None: the worker left none, and no rule about codes matches."""
     signal: int | None = None
     disrupted: str | None = None
 
 
 def evidence_of(worker: Worker) -> FailureEvidence:
-    """What is known of a worker that failed."""
+    """Return what is known of a worker that failed."""
     end = outcome.outcome_of(worker)
     return FailureEvidence(
         worker=worker.index,
@@ -61,7 +61,7 @@ def evidence_of(worker: Worker) -> FailureEvidence:
 
 
 def matches_rule(match: FailureMatch, found: FailureEvidence) -> bool:
-    """Whether all that the rule asks holds."""
+    """Return True if the failure satisfies every criterion of the rule."""
     return (
         (not match.exit_codes or found.code in match.exit_codes)
         and (not match.not_exit_codes or (found.code not in {None, 0, *match.not_exit_codes}))
@@ -78,12 +78,12 @@ def _names_disruption(match: FailureMatch) -> bool:
 
 
 def matching_user_action(rules: tuple[FailureRule, ...], found: FailureEvidence) -> FailureAction | None:
-    """The action of the first of the user's rules that fits."""
+    """Return the action of the first rule of the user that matches, or None."""
     return next((rule.action for rule in rules if matches_rule(rule.match, found)), None)
 
 
 def ignored(draft: PlanBuilder, worker: Worker) -> bool:
-    """Whether the user wants nothing to be made of the failure of this worker."""
+    """Return True if a rule of the user says to ignore the failure of this worker."""
     rules = draft.job.spec.policy.rules
     if all(rule.action is not FailureAction.IGNORE for rule in rules):  # a gang may have thousands of workers
         return False
@@ -91,18 +91,18 @@ def ignored(draft: PlanBuilder, worker: Worker) -> bool:
 
 
 def culprits(draft: PlanBuilder) -> tuple[Worker, ...]:
-    """Workers whose failure counts, most likely culprit first."""
+    """Return the workers whose failure is not ignored, most likely culprit first."""
     return tuple(one for one in outcome.failed(draft.gang) if not ignored(draft, one))
 
 
 def judged(draft: PlanBuilder, worker: Worker) -> Failure:
-    """The failure that this worker, the first one, is the evidence of."""
+    """Return the failure of the attempt, given its most likely culprit."""
     action = matching_user_action(draft.job.spec.policy.rules, evidence_of(worker)) or _own_rules(draft, worker)
     return _possible(draft, outcome.failure_of(worker, draft.job.spec.name, draft.now, action))
 
 
 def judged_lost(draft: PlanBuilder, failure: Failure, disrupted: str | None = None) -> Failure:
-    """The same of a worker that is gone with all that it knew: a preemption, unless the user wants something else."""
+    """Return `failure` with the action for a worker that left no record: a preemption, unless a rule says otherwise."""
     assert failure.worker is not None
     found = FailureEvidence(worker=failure.worker, reason=failure.reason, message=failure.message, disrupted=disrupted)
     asked = matching_user_action(draft.job.spec.policy.rules, found)
@@ -112,7 +112,7 @@ def judged_lost(draft: PlanBuilder, failure: Failure, disrupted: str | None = No
 
 
 def _possible(draft: PlanBuilder, failure: Failure) -> Failure:
-    """Without a machine that may be excluded, or the list of them, an exclusion is a restart."""
+    """Turn an exclusion into a restart if the node is not known, is always allowed, or exclusion is disabled."""
     if failure.action is not FailureAction.EXCLUDE_AND_RESTART:
         return failure
     limits = draft.job.spec.policy.exclusion
@@ -138,29 +138,31 @@ def _own_rules(draft: PlanBuilder, worker: Worker) -> FailureAction:
 
 
 def _deleted_first(worker: Worker) -> bool:
-    """Whether it was deleted before it ended. The plan deletes no worker of an attempt that it still judges, so a
-    queue, an autoscaler or a hand did; its exit code only says what it had to save."""
+    """Return True if the worker was deleted before it ended.
+
+    The plan deletes no worker of an attempt that it still judges, so a queue, an autoscaler or a user did. The exit
+    code then only says what the worker had to save.
+    """
     deletion = worker.deletion
     return deletion is not None and (worker.finished_at is None or deletion.since <= worker.finished_at)
 
 
 def _refused(worker: Worker) -> bool:
-    """Whether the kubelet did not take it; a program that ran may give such a reason, too."""
+    """Return True if the kubelet rejected the pod; a program that has run may end with the same reason, too."""
     never_ran = worker.started_at is None and worker.finished_at is None
     return never_ran and outcome.outcome_of(worker).reason.startswith(REFUSED_BY_NODE)
 
 
 def _peer_taken(draft: PlanBuilder) -> bool:
-    """Whether a failure that says nothing is what becomes of a rank whose peer the cluster takes away: NCCL aborts
-    it."""
+    """Return True if a peer is being disrupted: NCCL then aborts the other ranks, which fail without a reason."""
     return any(one.disrupted is not None or one.unreachable_since is not None for one in draft.gang)
 
 
 def silent_workers(draft: PlanBuilder) -> tuple[Worker, ...]:
-    """Workers on one machine that still seem to run, although all others have ended because they lost somebody.
+    """Return workers on one node that seem to run, although all others have ended because they lost a peer.
 
-    Not while several machines are left (they may still be ending), nor where one beside them was seen to end: its
-    kubelet has said so.
+    Return none while workers on several nodes are left, since these may still be ending, nor if another worker of the
+    same node has ended: its kubelet works, because it reported that.
     """
     quiet, ended = _may_be_silent(draft), [one for one in draft.gang if not one.live]
     lost = all(one.phase is WorkerPhase.FAILED and outcome.suspicion(one) for one in ended)
@@ -171,17 +173,17 @@ def silent_workers(draft: PlanBuilder) -> tuple[Worker, ...]:
 
 
 def _may_be_silent(draft: PlanBuilder) -> tuple[Worker, ...]:
-    """Where somebody is known to be taken away, there is nothing to find out."""
+    """Return running workers that may be dead; none if a disruption already explains the failure."""
     if any(one.taken for one in draft.gang):
         return ()
     return tuple(one for one in draft.gang if one.phase is WorkerPhase.RUNNING and one.node is not None)
 
 
 def settles_at(draft: PlanBuilder, culprit: Worker) -> float | None:
-    """Until when to wait for the ends of the others before this one is judged; None: it can be judged now.
+    """Return the time until which to wait before `culprit` is judged, or None if it can be judged now.
 
-    The victims' launchers may report before the culprit's does (`outcome.settles_at`), and one on a machine that is
-    gone never does; only when all have ended at once it is known that their arguments are wrong.
+    The launchers of victims may report before the culprit's does (`outcome.settles_at`), and one on a lost node never
+    reports. Wrong arguments are recognised only once all workers have ended at once.
     """
     policy = draft.job.spec.policy
     settle_s = max(policy.settle_s, policy.silent_s) if _may_be_silent(draft) else policy.settle_s
@@ -192,14 +194,14 @@ def settles_at(draft: PlanBuilder, culprit: Worker) -> float | None:
 
 
 def _begins(draft: PlanBuilder) -> bool:
-    """Whether this is the first gang, and it has not trained yet."""
+    """Return True for the first gang of a job as long as it has not trained."""
     return draft.status.restarts == 0 and not draft.status.trains
 
 
 def _hopeless(draft: PlanBuilder) -> bool:
-    """Whether the whole first gang ended at once, before it trained, as programs with wrong arguments do.
+    """Return True if the whole first gang ended at once, before it trained, as programs with wrong arguments do.
 
-    A single worker that ends so proves less than several on different machines: it gets one more attempt.
+    A single worker that ends so proves less than several on different nodes: it gets one more attempt.
     """
     if draft.job.spec.workers == 1:
         first = _ended_the_same_before(draft)
@@ -209,7 +211,7 @@ def _hopeless(draft: PlanBuilder) -> bool:
 
 
 def _ended_the_same_before(draft: PlanBuilder) -> bool:
-    """Whether this is the second gang of a job that has never trained, and the first ended with the same exit code."""
+    """Return True for the second gang of a job that has never trained if the first ended with the same exit code."""
     status, codes = draft.status, {outcome.outcome_of(one).code for one in draft.gang}
     if status.restarts != 1 or status.condition(ConditionType.RUNNING) is not None or not status.failures:
         return False

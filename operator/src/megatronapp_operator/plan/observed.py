@@ -1,4 +1,4 @@
-"""What a backend sees of a job. Times are seconds since the epoch."""
+"""State of a job as a backend observes it. Times are seconds since the epoch."""
 
 import dataclasses
 import enum
@@ -6,10 +6,10 @@ from collections.abc import Set as AbstractSet
 
 
 class WorkerPhase(enum.StrEnum):
-    """Life of a worker, named as for pods."""
+    """Phase of a worker, named as those of pods."""
 
     PENDING = "Pending"
-    """Created; its ranks do not run yet."""
+    """Created; its ranks are not running yet."""
     RUNNING = "Running"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
@@ -20,7 +20,7 @@ LIVE_PHASES = frozenset({WorkerPhase.PENDING, WorkerPhase.RUNNING})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOutcome:
-    """How a worker ended: the launcher's record, or what the backend makes of its exit status."""
+    """How a worker ended: the record of the launcher, or the backend's reading of its exit status."""
 
     code: int
     reason: str = ""
@@ -31,7 +31,7 @@ class WorkerOutcome:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """The worker was asked to go."""
+    """Request to stop a worker or a hub, with its time and its grace period in seconds."""
 
     since: float
     grace_s: float
@@ -49,46 +49,46 @@ class Worker:
     outcome: WorkerOutcome | None = None
     deletion: Deletion | None = None
     node: str | None = None
-    """Machine that it was placed on."""
+    """Node that it was bound to."""
     uid: str = ""
-    """Of this pod; a later one of the same name has another. Empty where names are never used again."""
+    """UID of this pod; a later pod of the same name has another. Empty if the backend never reuses a name."""
     occupies: bool = False
-    """Whether something of it still holds a machine after its trainer has ended."""
+    """True while a container still occupies the node after the trainer has ended."""
     scheduled: bool = True
-    """Whether it has a machine."""
+    """True once the worker is bound to a node."""
     unplaced: bool = False
-    """Whether a scheduler has looked for one and found none."""
+    """True if a scheduler has tried to place the worker and found no node."""
     avoids: frozenset[str] = frozenset()
-    """Machines that it was made to avoid: a list that has changed since does not change a worker."""
+    """Nodes that the worker was created to avoid; a later change of the list does not change the worker."""
     waiting: str | None = None
-    """Why its container does not start, such as ImagePullBackOff with the message."""
+    """Why its container does not start, such as ImagePullBackOff with its message."""
     preparing: bool = False
-    """Whether an initializer of its own runs: it has begun, however long it takes until its ranks do."""
+    """True while one of its initializers runs: the worker has begun, however long it takes until its ranks run."""
     prepared_at: float | None = None
-    """When the last of them ended."""
+    """When the last of its initializers ended."""
     unreachable_since: float | None = None
-    """Since when nothing is heard of its machine; None: it is, or has no machine."""
+    """Since when the kubelet of its node has not reported; None: it reports, or the worker has no node."""
     reachable_since: float | None = None
-    """Since when something is heard of it, at least; None: always, as far as is known."""
+    """Since when at least the kubelet of its node has reported; None: always, as far as is known."""
     finalizers: tuple[str, ...] = ()
-    """Finalizers that keep it from going, once it was asked to."""
+    """Finalizers that keep a deleted worker from being removed."""
     disrupted: str | None = None
-    """Why the cluster takes it away: reason of a DisruptionTarget condition, or Preempted, Evicted, NodeShutdown."""
+    """Why the cluster disrupts it: reason of a DisruptionTarget condition, or Preempted, Evicted, NodeShutdown."""
 
     @property
     def live(self) -> bool:
-        """Whether a process of it may still run."""
+        """True while one of its processes may run."""
         return self.phase in LIVE_PHASES
 
     @property
     def taken(self) -> bool:
-        """Whether somebody else than its own program ends it: the cluster, a hand, the loss of its machine."""
+        """True if something other than its program ends it: the cluster, a deletion, the loss of its node."""
         return self.disrupted is not None or self.deletion is not None or self.unreachable_since is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InitPod:
-    """The pod that makes what the job shares, once, before any worker."""
+    """Pod that prepares what the workers of a job have in common, once, before any of them."""
 
     phase: WorkerPhase
     message: str = ""
@@ -97,39 +97,39 @@ class InitPod:
     finished_at: float | None = None
     deleting: bool = False
     scheduled: bool = True
-    """Whether it has a machine."""
+    """True once the pod is bound to a node."""
     preparing: bool = False
-    """Whether one of several initializers runs already."""
+    """True while one of several initializers runs."""
     begun_at: float | None = None
-    """When it got its machine, or the last of its initializers that have ended did so."""
+    """When it was bound to a node, or when the last of its ended initializers ended."""
     disrupted: str | None = None
-    """As of a worker."""
+    """Why the cluster disrupts it, as for a worker."""
     unreachable_since: float | None = None
-    """As of a worker."""
+    """Since when the kubelet of its node has not reported, as for a worker."""
 
     @property
     def live(self) -> bool:
-        """Whether it may still run."""
+        """True while it may run."""
         return self.phase in LIVE_PHASES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PodRejection:
-    """The API server refused a pod of an attempt, or something that must be there before it."""
+    """Rejection by the API server of a pod of an attempt, or of an object that its pods need."""
 
     attempt: int
     final: bool
-    """It can never be accepted: it is not valid, or pod security forbids it."""
+    """True if the object can never be accepted: it is not valid, or pod security forbids it."""
     denied: bool = False
-    """Something that may change denies it, such as an account that is missing or a policy of the cluster.
-    Neither `final` nor `denied`: there is no room for it now (quota)."""
+    """True if a fixable cause denies it, such as a missing account or a policy of the cluster. With neither `final` nor
+    `denied` there is no capacity for it now (quota)."""
     reason: str
-    """One CamelCase word for programs."""
+    """One CamelCase term for programs."""
     message: str
 
 
 class HubPhase(enum.StrEnum):
-    """Life of a hub."""
+    """Phase of a hub."""
 
     STARTING = "Starting"
     READY = "Ready"
@@ -138,22 +138,22 @@ class HubPhase(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HubState:
-    """The job's hub."""
+    """State of the job's hub."""
 
     phase: HubPhase
     starts: int = 1
-    """How often it was started."""
+    """Number of times that it was started."""
     ended_at: float | None = None
     deleting: bool = False
     deletion: Deletion | None = None
-    """Where it is known since when: on a machine that is gone a hub never ends by itself."""
+    """Deletion of the hub, if its time is known: on a lost node a deleted hub never ends by itself."""
     waiting: str | None = None
-    """Why it does not start: one CamelCase word, and after a colon what more is known."""
+    """Why it does not start: a CamelCase reason, and after a colon the details."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Newest progress page of the job."""
+    """Newest progress document of the job."""
 
     attempt: int
     iteration: int
@@ -176,7 +176,7 @@ class SlowRank:
 
     id: str
     subject: str
-    """rank, link, worker, node or stage."""
+    """Kind of the subject: rank, link, worker, node or stage."""
     ranks: tuple[int, ...]
     cause: str
     state: str
@@ -186,35 +186,35 @@ class SlowRank:
     seconds_per_step: float | None = None
     worker: int | None = None
     node: str | None = None
-    """Machine of the subject in the attempt that it was judged in."""
+    """Node of the subject in the attempt of the verdict."""
     since_attempt: int | None = None
     since_time: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ControlAction:
-    """What somebody changed through the hub."""
+    """Change that a user made through the hub."""
 
     id: int
-    """About the time in milliseconds since 1970. Grows, over restarts of the hub, too."""
+    """About the time in milliseconds since 1970. Ids rise, over restarts of the hub, too."""
     text: str
-    """Who did what."""
+    """User and change, as one sentence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptTemplate:
-    """What the workers of an attempt were made of."""
+    """Template from which the workers of an attempt were made."""
 
     attempt: int
     template: str
-    """Digest, as in the job's spec."""
+    """Digest, the same as in the job's spec."""
     generation: int = 0
-    """Of the job's spec; 0: not known."""
+    """Generation of the job's spec; 0: not known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Everything of a job that exists now."""
+    """Everything that exists of a job now."""
 
     secret: bool = False
     hub: HubState | None = None
@@ -223,38 +223,39 @@ class Observed:
     """The initializer pod; None: none exists."""
     attempt_template: AttemptTemplate | None = None
     rank_zero: int | None = None
-    """Worker that holds rank 0 in the current attempt, by the table that its launchers agreed on."""
+    """Worker that holds rank 0 in the current attempt, by the rank table of its launchers."""
     groups_removed: AbstractSet[int] = frozenset()
-    """Attempts whose pod groups are known to be removed, or must stay."""
+    """Attempts whose pod groups are known to be removed, or must not be removed."""
     groups_refused: AbstractSet[int] = frozenset()
-    """Attempts whose groups the operator may not remove; asked for again after some minutes."""
+    """Attempts whose groups the operator lacks the right to remove; it tries again after some minutes."""
     volumes: str | None = None
-    """What is wrong with the volume claims of the job; empty: nothing; None: nobody has looked."""
+    """Problems of the job's volume claims; empty: none; None: they were not checked."""
     refusal: PodRejection | None = None
-    """Newest refusal; one of an older attempt says nothing any more."""
+    """Newest rejection; one of an older attempt is ignored."""
     since: float = 0.0
-    """When this process began to look: before, nobody could have heard of progress."""
+    """When this process began to observe: before that it could not receive progress."""
     last_contact: float | None = None
-    """When somebody who knows of progress last answered; None: progress is always there to be read."""
+    """When a source of progress last answered; None: progress can always be read."""
     token_refused: tuple[str, ...] = ()
-    """Which of hub and launcher answer that our token is not the job's: they live, and tell us nothing else."""
+    """Which of hub and launcher reject our token as that of another job: they are alive, but cannot be read."""
     unknown_key: str | None = None
-    """Id of the installation key that the attempt was started with, where the backend does not have it any more."""
+    """Id of the installation key that the attempt was started with, if the backend does not have it any more."""
     missing: tuple[int, ...] = ()
-    """Workers of the current attempt that have not come to the one that gathers them, as that one said last."""
+    """Workers of the current attempt that have not joined the rendezvous, by the last answer of worker 0."""
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] | None = None
-    """What the hub says is slow; None: it says nothing (there is none, it starts, it was killed)."""
+    """Subjects that the hub reports as slow; None: no report (no hub, it is starting, or it was killed)."""
     hung_ranks: tuple[int, ...] | None = None
-    """The same of ranks of the current attempt that hang."""
+    """Ranks of the current attempt that the hub reports as hung; None: no report."""
     full_shared_memory: tuple[str, ...] | None = None
-    """Where shared memory has no room left, one sentence for each; None: nothing is known."""
+    """One sentence for each worker whose shared memory is full; None: not known."""
     controls: tuple[ControlAction, ...] = ()
-    """The newest that the hub has taken down, oldest first (by id)."""
+    """Newest control actions that the hub has recorded, oldest first (by id)."""
     controls_spent: float = 0.0
-    """When the turns that their events have used up will have come back; a backend that does not count gives all."""
+    """When all tokens of the bucket for their Events are available again. A backend without a bucket leaves this at 0.
+    """
 
     @property
     def locked(self) -> bool:
-        """True if hub or launcher cannot be read without the job's key, which says nothing about the gang."""
+        """True if hub or launcher cannot be read without the job's key; this proves nothing about the gang."""
         return bool(self.token_refused) or self.unknown_key is not None

@@ -1,4 +1,4 @@
-"""Ends of workers: which of them is the evidence, and how it is told."""
+"""Ends of workers: which of them is the evidence of a failure, and how a message describes it."""
 
 import signal
 from collections.abc import Sequence
@@ -9,46 +9,46 @@ from megatronapp_operator.plan.observed import Worker, WorkerOutcome, WorkerPhas
 from megatronapp_operator.plan.status import Failure, FailureAction
 
 SUSPICION = {ExitCode.RENDEZVOUS: 1, ExitCode.PEER_LOST: 2}
-"""Codes that say "somebody else is the reason": an own failure (0) outranks them, however late it is seen."""
+"""Rank of exit codes that blame another worker. An own failure (0) outranks them, however late it is seen."""
 
 NOT_STARTED = "WorkerNotStarted"
-"""Reason of the outcome of a worker that a backend could not start: it has no log, and no exit code of its own."""
+"""Reason of a worker that a backend could not start: it has neither a log nor an exit code."""
 
 UNKNOWN = WorkerOutcome(code=ExitCode.OWN_FAILURE, reason="Unknown", message="the worker left no record")
 
 
 def outcome_of(worker: Worker) -> WorkerOutcome:
-    """The worker's outcome, or one that says that there is none."""
+    """Return the outcome of the worker, or `UNKNOWN` if it left none."""
     return worker.outcome or UNKNOWN
 
 
 def suspicion(worker: Worker) -> int:
-    """0 for an own failure; more, the less this worker can be the culprit."""
+    """Return 0 for an own failure, and more the less likely it is that this worker is the culprit."""
     code = outcome_of(worker).code
     return next((level for known, level in SUSPICION.items() if known == code), 0)
 
 
 def failed(workers: Sequence[Worker]) -> tuple[Worker, ...]:
-    """Workers that failed, most likely culprit first: own failures before lost peers, then by time."""
+    """Return the workers that failed, most likely culprit first: own failures before lost peers, then by time."""
     found = (one for one in workers if one.phase is WorkerPhase.FAILED)
     return tuple(sorted(found, key=lambda one: (suspicion(one), one.finished_at or 0.0, one.index)))
 
 
 def succeeded(workers: Sequence[Worker]) -> bool:
-    """Whether all of them have ended with success."""
+    """Return True if all workers have succeeded."""
     return all(one.phase is WorkerPhase.SUCCEEDED for one in workers)
 
 
 def preempted(workers: Sequence[Worker]) -> bool:
-    """Whether all of them have ended as asked: with a checkpoint, before they began, or with success."""
+    """Return True if all workers have stopped in order: with a checkpoint, before they began, or with success."""
     left = (one for one in workers if one.phase is not WorkerPhase.SUCCEEDED)
     return all(one.phase is WorkerPhase.FAILED and outcome_of(one).code == ExitCode.PREEMPTED for one in left)
 
 
 def settles_at(culprits: Sequence[Worker], gang: Sequence[Worker], settle_s: float) -> float | None:
-    """Until when to wait for the culprit's own record; None: the first of `culprits` is the evidence already.
+    """Return the time until which to wait for the culprit's own record; None: the first of `culprits` is the evidence.
 
-    The victims' launchers may report before the culprit's does. Judging their record would restart a job whose data
+    The launchers of victims may report before the culprit's does. Judging their record would restart a job whose data
     are corrupt, again and again.
     """
     if not culprits or suspicion(culprits[0]) == 0 or not any(one.live for one in gang):
@@ -57,12 +57,12 @@ def settles_at(culprits: Sequence[Worker], gang: Sequence[Worker], settle_s: flo
 
 
 def missing_indices(workers: Sequence[Worker], wanted: int) -> list[int]:
-    """Indices of the workers of a gang of `wanted` that are not there."""
+    """Return the indices of the workers that are missing from a gang of `wanted` workers."""
     return sorted(set(range(wanted)) - {one.index for one in workers})
 
 
 def failure_of(worker: Worker, job: str, now: float, action: FailureAction) -> Failure:
-    """What is kept of a worker that failed, and what is done about it."""
+    """Return the failure of an attempt whose evidence is this worker, to be answered by `action`."""
     end = outcome_of(worker)
     return Failure(
         time=round(worker.finished_at or now, 6),
@@ -79,7 +79,7 @@ def failure_of(worker: Worker, job: str, now: float, action: FailureAction) -> F
 
 
 def lost_workers_failure(indices: Sequence[int], attempt: int, now: float) -> Failure:
-    """What is kept of workers that are gone with all that they knew, as after a preemption."""
+    """Return the failure of an attempt whose workers vanished without a record, as after a preemption."""
     return Failure(
         time=now,
         attempt=attempt,
@@ -91,19 +91,19 @@ def lost_workers_failure(indices: Sequence[int], attempt: int, now: float) -> Fa
 
 
 def unreachable_failure(worker: Worker, now: float, after_s: float) -> Failure:
-    """What is kept of a worker whose machine does not answer, or that was asked to go and is still there."""
-    how = f"is still there {after_s:g} s after its time to stop was over"
+    """Return the failure for a worker whose node does not answer, or that has outlived its grace period."""
+    how = f"still exists {after_s:g} s after its grace period was over"
     if worker.unreachable_since is not None and now >= worker.unreachable_since + after_s:
-        how = f"is out of reach: its machine has not answered for {after_s:g} s"
+        how = f"is unreachable: its node has not answered for {after_s:g} s"
     return _lost_node(worker, now, how, FailureAction.RESTART_IGNORE_MAX)
 
 
 def silent_worker_failure(worker: Worker, now: float) -> Failure:
-    """What is kept of a worker that its peers have lost, and that has neither ended nor been heard of since.
+    """Return the failure for a worker that its peers have lost, and that has neither ended nor reported since.
 
-    Nobody but they says so: it counts, and the machine is avoided.
+    Only its peers say so: the restart counts against the budget, and the node is avoided.
     """
-    how = "has not ended, while its peers have lost it: its machine is taken for lost"
+    how = "has not ended, but its peers have lost it; its node is considered lost"
     return _lost_node(worker, now, how, FailureAction.EXCLUDE_AND_RESTART)
 
 
@@ -121,7 +121,7 @@ def _lost_node(worker: Worker, now: float, how: str, action: FailureAction) -> F
 
 
 def describe(worker: Worker, job: str) -> str:
-    """How a worker of this job ended, by its last words, and where to read the others."""
+    """Describe how a worker of this job ended, with the last line of its message and the command for its log."""
     outcome = outcome_of(worker)
     if outcome.reason == NOT_STARTED:
         return f"worker {worker.index} could not be started: {outcome.message}"
@@ -137,12 +137,12 @@ def describe(worker: Worker, job: str) -> str:
 
 
 def _killed_on_purpose(worker: Worker) -> str | None:
-    """Words for a worker that was killed because it was to go by force, or had not gone in its time; else None."""
+    """Return the message for a worker that was killed by force or after its grace period; None for any other."""
     outcome, deletion = outcome_of(worker), worker.deletion
     if deletion is None or outcome.rank is not None or outcome.signal != signal.SIGKILL:
         return None
     if deletion.grace_s == 0:
-        return f"worker {worker.index} was killed, as asked"
+        return f"worker {worker.index} was killed, as requested"
     if worker.finished_at is None or worker.finished_at < deletion.since + deletion.grace_s:
         return None
-    return f"worker {worker.index} was killed: it had not ended {deletion.grace_s:g} s after it was asked to stop"
+    return f"worker {worker.index} was killed: it had not ended {deletion.grace_s:g} s after the request to stop"

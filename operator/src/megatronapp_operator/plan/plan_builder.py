@@ -1,4 +1,4 @@
-"""A plan in the making: policies read the job through it and add to it."""
+"""Plan under construction: policies read the job through it and add to it."""
 
 import dataclasses
 from typing import Any
@@ -10,12 +10,12 @@ from megatronapp_operator.plan.spec import JobState
 from megatronapp_operator.plan.status import Condition, ConditionType, Status
 
 MAX_REASON, MAX_MESSAGE = 1024, 32_768
-"""Longest texts of a condition (metav1.Condition)."""
+"""Most characters that a condition may have (metav1.Condition)."""
 
 
 @dataclasses.dataclass(slots=True)
 class PlanBuilder:
-    """Mutable inside one call of `plan`, never beyond it."""
+    """Mutable state of one call of `plan`; never kept after it."""
 
     job: JobState
     observed: Observed
@@ -39,14 +39,14 @@ class PlanBuilder:
         return tuple(one for one in self.observed.workers if one.live)
 
     def update(self, **changes: Any) -> None:  # noqa: ANN401 - fields of Status
-        """Replace fields of the status. Most looks change none, and a copy costs more than the comparison."""
+        """Replace fields of the status. Most reconciles change none, and a copy costs more than the comparison."""
         if any(getattr(self.status, name) != value for name, value in changes.items()):
             self.status = dataclasses.replace(self.status, **changes)
 
     def set_condition(self, kind: ConditionType, status: bool, reason: str, message: str) -> None:
         """Set a condition; `since` moves only when its status changes (metav1.Condition).
 
-        Texts are cut to what the API takes: a status that it refuses would keep everything else from being written.
+        Too long texts are truncated to the limits of the API: if it rejected the status, nothing would be stored.
         """
         reason, message = reason[:MAX_REASON], message[:MAX_MESSAGE]
         old = self.status.condition(kind)
@@ -63,21 +63,22 @@ class PlanBuilder:
         self.update(conditions=kept if old is not None else (*kept, new))
 
     def clear_condition(self, kind: ConditionType, reason: str, message: str) -> None:
-        """Set a condition to false if it is true; a condition that never was stays absent."""
+        """Set a condition to false if it is true; a condition that was never set stays absent."""
         if self.status.is_true(kind):
             self.set_condition(kind, False, reason, message)
 
     def event(self, kind: EventType, reason: str, message: str) -> None:
-        """Tell people."""
+        """Add an Event for users."""
         self.actions.append(RecordEvent(type=kind, reason=reason, message=message))
 
     def wake(self, at: float) -> None:
-        """Plan again at this time at the latest; never so early that the plan would find it to come yet."""
+        """Plan again at this time at the latest. Rounds up to the microsecond, so that the plan does not wait once
+        more."""
         exact = worker_history.micros(at)
         self.wakes.append(exact if exact >= at else exact + 1e-6)
 
     def delete(self, worker: Worker, grace_s: float) -> None:
-        """Ask a worker to go; ask again only to take back its grace, or when it has outlived its time."""
+        """Stop a worker; repeat the request only to shorten its grace period, or once it has outlived it."""
         lost_s, lost_at = self.job.spec.policy.lost_worker_s, self.lost_at(worker)
         if worker.deletion is not None and worker.deletion.grace_s == 0:
             self.wake(self.now + lost_s)  # killed, and not seen to be gone yet
@@ -91,7 +92,7 @@ class PlanBuilder:
             self.wake(self.now + grace_s + lost_s)
 
     def lost_at(self, worker: Worker) -> float | None:
-        """When a worker that does not go, or whose machine does not answer, is given up; None: nothing is wrong."""
+        """Return when a worker that does not end, or whose node does not answer, is given up; None: all is well."""
         heard = self._reachable_since(worker.attempt) if worker.unreachable_since is not None else None
         since = []
         if worker.unreachable_since is not None and heard is not None:
@@ -101,16 +102,19 @@ class PlanBuilder:
         return min(since) + self.job.spec.policy.lost_worker_s if since else None
 
     def _moved_at(self, attempt: int) -> float:
-        """When progress of a gang was last heard of. No gang goes on without one of its workers, so all lived then,
-        whatever their machines tell the API server; one that stands still since is given up in its time."""
+        """Return the time of the last progress of a gang.
+
+        No gang makes progress without each of its workers, so all were alive then, even if the API server reports
+        for their nodes. A gang without progress since then is given up in its time.
+        """
         told = self.status.current_progress
         return 0.0 if told is None or told.attempt != attempt else self.status.progress_time or 0.0
 
     def _reachable_since(self, attempt: int) -> float | None:
-        """Since when something is heard of a gang; None: no machine of a whole gang on several of them is heard of.
+        """Return since when a node of a gang has reported; None: no node of a whole gang on several nodes reports.
 
-        That is the way to the API server, not the machines: the gang may well train. When the machines come back one
-        by one, the time of those that are still to come begins with the first.
+        Then the network to the API server has failed and not the nodes: the gang may well be training. When the nodes
+        return one by one, the time of those that are still unreachable begins with the first.
         """
         if attempt not in self._heard:
             gang = [one for one in self.observed.workers if one.attempt == attempt]

@@ -1,8 +1,8 @@
 """The plan: one pure, total function for every backend.
 
-It looks only at its arguments, so a backend may call it whenever it likes; it never assumes that an earlier action
-was carried out. Its policies are asked in order, and the first that answers True has the last word. The order is part
-of the policy: nothing comes before the terminal guard, and nothing is created before all that is stale has gone.
+It reads only its arguments, so a backend may call it at any time, and it never assumes that an earlier action was
+carried out. Policies run in order until one returns True. The order is part of the policy: the terminal guard is first,
+and nothing is created before everything stale is deleted.
 """
 
 from collections.abc import Callable
@@ -54,14 +54,14 @@ POLICIES: tuple[Callable[[PlanBuilder], bool], ...] = (
 )
 
 MAX_PASSES = 8
-"""Longest chain of decisions in one instant (a failure, the budget, the end) and one pass that confirms it, doubled."""
+"""Twice the longest chain of decisions in one instant: a failure, the budget, the end, and a pass that confirms it."""
 
 
 def plan(job: JobState, observed: Observed, now: float) -> Plan:
-    """What to do about `job`, given what exists of it, at `now` (seconds since the epoch, never before the last call).
+    """Return what to do about `job`, given what exists of it, at `now` (seconds since the epoch, never decreasing).
 
-    Passes repeat until the status stands still; the actions are those of the last pass, so feeding the status back
-    gives the same actions, and observing them done gives none. Events tell of transitions and are kept of every pass.
+    Passes repeat until the status is stable. The actions are those of the last pass, so feeding the status back gives
+    the same actions, and observing them done gives none. Events mark transitions and are kept from every pass.
     """
     now = micros(now)
     status, events = job.status, list[Action]()

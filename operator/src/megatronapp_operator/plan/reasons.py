@@ -1,6 +1,6 @@
-"""Reasons of conditions, events and failures that the plan gives: words that programs may rely on.
+"""Reasons of conditions, events and failures that the plan gives: values that programs may rely on.
 
-Others come from launchers (docs/contracts.md, section 3) and from the cluster (OOMKilled, Evicted, ...).
+Launchers (docs/contracts.md, section 3) and the cluster (OOMKilled, Evicted, ...) add others.
 """
 
 JOB_CREATED = "JobCreated"
@@ -30,7 +30,7 @@ NO_PROGRESS_PAGE = "NoProgressPage"
 
 START_DEADLINE_EXCEEDED = "StartDeadlineExceeded"
 NOT_GATHERED = "NotGathered"
-"""As launchers say it of themselves, too."""
+"""Given by launchers, too."""
 DEADLINE_EXCEEDED = "DeadlineExceeded"
 PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
 BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"

@@ -1,4 +1,4 @@
-"""Status of a job: what the last plan found out. Times are seconds since the epoch."""
+"""Status of a job as the last plan determined it. Times are seconds since the epoch."""
 
 import dataclasses
 import enum
@@ -7,11 +7,11 @@ from megatronapp_operator.plan.observed import Progress, SlowRank, Worker
 
 MAX_FAILURES = 10
 STARTING = "starting"
-"""State of a progress page whose ranks have not begun to train."""
+"""State of a progress document while the ranks have not begun to train."""
 
 
 class Phase(enum.StrEnum):
-    """One word for people and table columns; programs read the conditions."""
+    """Summary for users and table columns; programs read the conditions."""
 
     PENDING = "Pending"
     QUEUED = "Queued"
@@ -28,7 +28,7 @@ TERMINAL_PHASES = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 
 
 class ConditionType(enum.StrEnum):
-    """Types of conditions; names follow batch/v1 Job where it has one."""
+    """Types of conditions; names follow batch/v1 Job if it has one."""
 
     CREATED = "Created"
     INITIALIZED = "Initialized"
@@ -36,20 +36,20 @@ class ConditionType(enum.StrEnum):
     """False: a volume claim is missing, or cannot be mounted by all workers."""
     PODS_SCHEDULED = "PodsScheduled"
     HUB_READY = "HubReady"
-    """False: the hub does not start; the gang does without it."""
+    """False: the hub does not start; the gang runs without it."""
     TOKEN_ACCEPTED = "TokenAccepted"
-    """False: hub or launcher refuse the token that the operator derives; they have the secret of another key."""
+    """False: hub or launcher reject the token that the operator derives; they have the secret of another key."""
     RUNNING = "Running"
     RESTARTING = "Restarting"
     SUSPENDED = "Suspended"
     SHARED_MEMORY_FULL = "SharedMemoryFull"
-    """True: rings and pages of a worker may be missing, because its shared memory has no room for them."""
+    """True: rings and documents of a worker may be missing, because its shared memory has no space for them."""
     STALLED = "Stalled"
     REMOVAL_BLOCKED = "RemovalBlocked"
-    """Workers were killed, and something keeps them from going."""
+    """True: workers were killed but not removed."""
     SLOW_NODE_DETECTED = "SlowNodeDetected"
     FAILURE_TARGET = "FailureTarget"
-    """The job is going to fail: its workers are being stopped. Failed follows when none is left."""
+    """True: the job is going to fail and its workers are being stopped. Failed follows when none is left."""
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -68,7 +68,7 @@ class Condition:
 
 
 class FailureAction(enum.StrEnum):
-    """What the plan does about a failure."""
+    """Action of the plan about a failure."""
 
     FAIL_JOB = "FailJob"
     RESTART = "RestartJob"
@@ -95,7 +95,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExcludedNode:
-    """A machine that gets no worker of this job for a while."""
+    """Node that gets no worker of this job for a while."""
 
     node: str
     reason: str
@@ -115,85 +115,85 @@ class Replicas:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The only memory between two plans; counters live here and never in children, which can vanish."""
+    """The only memory between two plans; counters are here and never in child objects, which can vanish."""
 
     phase: Phase = Phase.PENDING
     conditions: tuple[Condition, ...] = ()
     generation: int = 0
     attempt: int = 0
-    """Life of the gang; each number is used once."""
+    """Number of the gang's life; each is used once."""
     restarts: int = 0
     restarts_towards_max: int = 0
     """Restarts that count against the budget; 0 again after a long healthy run."""
     start_time: float | None = None
-    """First gang of the job, or first after it was suspended."""
+    """Time of the first gang of the job, or of the first after it was suspended."""
     attempt_time: float | None = None
     """When the gang of this attempt was created."""
     holding_time: float | None = None
-    """When the first worker of this attempt had a machine; from then on the gang holds what others may wait for."""
+    """When the first worker of this attempt had a node; from then on the gang holds what others may wait for."""
     unplaced_time: float | None = None
-    """Since when a scheduler finds no machine for a worker of this attempt."""
+    """Since when a scheduler finds no node for a worker of this attempt."""
     scheduled_time: float | None = None
-    """When all workers of this attempt had a machine."""
+    """When all workers of this attempt had a node."""
     running_time: float | None = None
     """When all workers of this attempt ran."""
     active_s: float = 0.0
-    """Seconds in which earlier gangs held machines, since the job was last resumed."""
+    """Seconds for which earlier gangs held nodes, since the job was last resumed."""
     groups: tuple[int, ...] | None = None
-    """Attempts whose pod groups may exist; None: a release that kept no list of them wrote the status."""
+    """Attempts whose pod groups may exist; None: the status was written by a release without this list."""
     last_restart_time: float | None = None
     completion_time: float | None = None
     released: int = 0
-    """How often a gang that did not start whole was released since one last ran or failed."""
+    """Number of gangs released before they were whole since one last ran or failed."""
     released_time: float | None = None
     denied_time: float | None = None
-    """Since when something denies the pods of a job that has never run."""
+    """Since when the pods of a job that has never run are denied."""
     initialized: bool = False
-    """The initializers of the job are done."""
+    """True once the initializers of the job have succeeded."""
     init_restarts: int = 0
-    """How often they were started again."""
+    """Number of restarts of the initializers."""
     init_failed_time: float | None = None
-    """When they failed last, or were taken away."""
+    """When the initializers last failed or were disrupted."""
     init_clearing: bool = False
-    """Since then their pod is not seen to be gone."""
+    """True while the pod that failed is not known to be removed."""
     excluded_nodes: tuple[ExcludedNode, ...] = ()
-    """Machines that the next workers avoid, oldest first."""
+    """Nodes that the next workers avoid, oldest first."""
     tolerated_nodes: tuple[ExcludedNode, ...] = ()
-    """Slow machines that are used until then all the same: without them the gang had no room."""
+    """Slow nodes that are used until their time all the same: without them there was no capacity for the gang."""
     succeeded: tuple[int, ...] = ()
-    """Workers of this attempt that were seen to succeed; their pods may be gone."""
+    """Workers of this attempt that were seen to succeed; their pods may be deleted."""
     rank_zero: int | None = None
-    """Worker that holds rank 0 in this attempt, where that is not settled before."""
+    """Worker that holds rank 0 in this attempt, if the spec does not determine it."""
     ended: tuple[Worker, ...] = ()
-    """The first workers of this attempt that were seen to fail, most likely culprit first."""
+    """First workers of this attempt that were seen to fail, most likely culprit first."""
     progress: Progress | None = None
     progress_time: float | None = None
-    """When `progress` last went on, on our clock."""
+    """When `progress` last changed, by our clock."""
     slow_ranks: tuple[SlowRank, ...] = ()
     slow_node: str | None = None
-    """What is slow now, in a word: a machine, or "rank 3"."""
+    """Label of the slow subject: a node, or "rank 3"."""
     hung_ranks: tuple[int, ...] = ()
     last_control: int | None = None
-    """Id of the newest control action that was told."""
+    """Id of the newest control action with an Event."""
     replicas: Replicas = dataclasses.field(default_factory=Replicas)
     failures: tuple[Failure, ...] = ()
     """The newest ten, oldest first."""
 
     @property
     def current_progress(self) -> Progress | None:
-        """Progress of this attempt, if its ranks have told any."""
+        """Progress of this attempt, if its ranks have reported any."""
         return self.progress if self.progress is not None and self.progress.attempt == self.attempt else None
 
     @property
     def trains(self) -> bool:
-        """Whether the ranks of this attempt have begun: groups, model and data are there."""
+        """True once the ranks of this attempt have begun: groups, model and data are ready."""
         return self.current_progress is not None and self.current_progress.state != STARTING
 
     def condition(self, kind: ConditionType) -> Condition | None:
-        """The condition of this type, if it was ever set."""
+        """Return the condition of this type, or None if it was never set."""
         return next((one for one in self.conditions if one.type is kind), None)
 
     def is_true(self, kind: ConditionType) -> bool:
-        """Whether the condition is there and true."""
+        """Return True if the condition is set and true."""
         found = self.condition(kind)
         return found is not None and found.status

@@ -1,4 +1,4 @@
-"""How workers of the current attempt ended, kept from the moment it is seen: pods may vanish before all is known."""
+"""Ends of workers of the current attempt, recorded as soon as they are seen: pods may vanish before all are known."""
 
 import dataclasses
 
@@ -7,18 +7,18 @@ from megatronapp_operator.plan.observed import Observed, Worker, WorkerOutcome, 
 from megatronapp_operator.plan.status import Status
 
 MAX_ENDS = 8
-"""Failed workers that are remembered; the first of them decides over the attempt."""
+"""Failed workers that are recorded; the first of them decides over the attempt."""
 MAX_MESSAGE = 500
-"""Characters of their last words."""
+"""Characters that are kept of the end of their messages."""
 
 
 def micros(seconds: float) -> float:
-    """A time as it can be written down and read again: to the microsecond."""
+    """Round a time to the microsecond, so that it is the same after it was written and read."""
     return round(seconds, 6)
 
 
 def whole_gang(observed: Observed, status: Status) -> tuple[Worker, ...]:
-    """Workers of the current attempt that exist, and what is remembered of the others, in order."""
+    """Return the workers of the current attempt, in order: those that exist and those on record."""
     found = {one.index: one for one in status.ended}
     found |= {index: _succeeded(index, status.attempt) for index in status.succeeded}
     found |= {one.index: one for one in observed.workers if one.attempt == status.attempt}
@@ -26,7 +26,7 @@ def whole_gang(observed: Observed, status: Status) -> tuple[Worker, ...]:
 
 
 def ended_worker_record(worker: Worker) -> Worker:
-    """What is kept of a worker that failed."""
+    """Return the record of a worker that failed."""
     deletion = worker.deletion and dataclasses.replace(worker.deletion, since=micros(worker.deletion.since))
     return Worker(
         index=worker.index,
@@ -42,7 +42,7 @@ def ended_worker_record(worker: Worker) -> Worker:
 
 
 def first_ends(gang: tuple[Worker, ...]) -> tuple[Worker, ...]:
-    """The failed workers that are kept, most likely culprit first."""
+    """Return the records of the failed workers that are kept, most likely culprit first."""
     return tuple(ended_worker_record(one) for one in outcome.failed(gang)[:MAX_ENDS])
 
 

@@ -1,6 +1,6 @@
-"""Reading what ranks and hub say: progress and verdicts. What cannot be read counts as not said.
+"""Parsing of progress and verdicts from ranks and hub. What cannot be parsed is treated as absent.
 
-Neither decides over the life of a job, so a page or an answer of a shape that we do not know must not end the backend.
+Neither decides over the life of a job, so a document of an unknown shape must not end the backend.
 """
 
 import dataclasses
@@ -20,40 +20,40 @@ from megatronapp_operator.plan.policies.controls import HUB_MAX_CONTROLS
 from megatronapp_operator.plan_io.status_document import seconds_of
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
-"""What reading a document of a wrong shape raises."""
+"""Exceptions from reading a document of a wrong shape."""
 
 
 MAX_VERDICTS, MAX_HUNG = 64, 1024
-"""So many are taken over: a status has its limits, and whoever has their job under control can write any number."""
+"""Most verdicts and hung ranks that are read: a status is limited, and a job may send any number of them."""
 MAX_TEXT = 1024
 MAX_VERDICT_BYTES = 256 << 10
-"""Of all verdicts in a status, of which the store behind the API server takes a million and a half."""
+"""Size of all verdicts in a status; etcd takes 1.5 MB for an object."""
 MAX_INT64 = (1 << 63) - 1
 END_OF_TIME_S = 253_402_300_800.0
-"""The year 10000, for which RFC 3339 has no digits."""
+"""The year 10000 in seconds since the epoch, for which RFC 3339 has no digits."""
 MAX_ROOMS = 16
 MAX_CONTROLS, MAX_WHO, MAX_WHAT = HUB_MAX_CONTROLS, 256, 512
 MAX_CONTROL_ID = (1 << 53) - 1
-"""Hubs number by milliseconds since 1970; what is above no JSON reader agrees about."""
+"""Hubs number by milliseconds since 1970; JSON readers differ about larger integers."""
 STATES = frozenset({"starting", "training", "evaluating", "saving", "done", "serving"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HubSummary:
-    """The hub's summary."""
+    """Contents of GET /api/v1/summary."""
 
     attempt: int = 0
-    """The newest attempt that the hub knows of; hung ranks are of this one."""
+    """The newest attempt that the hub knows; hung ranks are of this one."""
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] = ()
     hung_ranks: tuple[int, ...] = ()
     full_shared_memory: tuple[str, ...] | None = None
-    """One sentence for each worker without room; None: hubs of older releases do not report it."""
+    """One sentence for each worker whose shared memory is full; None: hubs of older releases do not report it."""
     controls: tuple[ControlAction, ...] = ()
 
 
 def read_summary(document: Any) -> HubSummary | None:  # noqa: ANN401 - JSON of another process
-    """The answer to GET /api/v1/summary, or None if it is none."""
+    """Parse the answer to GET /api/v1/summary; return None if it has another shape."""
     try:
         return HubSummary(
             attempt=_whole(document["attempt"]),
@@ -68,7 +68,7 @@ def read_summary(document: Any) -> HubSummary | None:  # noqa: ANN401 - JSON of 
 
 
 def read_rooms(entries: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - JSON of another process
-    """A sentence for each worker whose shared memory is full; None where nothing can be read."""
+    """Return a sentence for each worker whose shared memory is full, or None for a document of another shape."""
     try:
         return tuple(
             _text(
@@ -83,7 +83,7 @@ def read_rooms(entries: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - JSON o
 
 
 def read_page(page: DocumentReader) -> Progress | None:
-    """The progress on a page that may not be there (yet, or any more)."""
+    """Read progress from a document in shared memory; return None if it does not exist or has another shape."""
     try:
         return read_progress(page.read())
     except (DocumentError, *UNREADABLE):
@@ -91,7 +91,7 @@ def read_page(page: DocumentReader) -> Progress | None:
 
 
 def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
-    """Progress from a progress page or the hub's copy of it; None where it does not say how far it is.
+    """Parse progress from a progress document or the hub's copy of it; None if it has no iteration.
 
     Raises one of UNREADABLE for a document of another shape.
     """
@@ -115,7 +115,7 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
 
 
 def read_controls(entries: Any) -> tuple[ControlAction, ...]:  # noqa: ANN401 - JSON of another process
-    """The newest control actions, each once, oldest first; none where they cannot be read. Older hubs tell none."""
+    """Return the newest control actions, each once, oldest first; none if they cannot be parsed."""
     found = {}
     try:
         for entry in entries[-MAX_CONTROLS:]:
@@ -127,20 +127,20 @@ def read_controls(entries: Any) -> tuple[ControlAction, ...]:  # noqa: ANN401 - 
 
 
 def newest(pages: Iterable[Progress | None]) -> Progress | None:
-    """The one that is furthest on."""
+    """Return the progress with the highest attempt and iteration, or None."""
     found = [page for page in pages if page is not None]
     return max(found, key=lambda page: (page.attempt, page.iteration, page.updated_at or 0.0), default=None)
 
 
 def _finite(value: float | None) -> float | None:
-    """The number, or None for NaN and Inf, which a page may hold and JSON has no word for. Raises TypeError."""
+    """Return the number, or None for NaN and Inf, which a document may hold but JSON cannot. Raises TypeError."""
     if isinstance(value, bool):
         raise TypeError("a boolean is no number")
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _whole(value: int) -> int:
-    """A whole number that fits an int64 of the status. Raises OverflowError, TypeError, ValueError."""
+    """Return an integer that fits an int64 of the status. Raises OverflowError, TypeError, ValueError."""
     found = int(value)
     if abs(found) > MAX_INT64:
         raise OverflowError(f"{found} does not fit 64 bits")
@@ -152,17 +152,17 @@ def _count(value: int | None) -> int | None:
 
 
 def _text(value: str) -> str:
-    """What people are shown, in bounds."""
+    """Return the text, truncated to the size that a status may hold."""
     return str(value)[:MAX_TEXT]
 
 
 def _moment(time: float | None) -> float | None:
-    """Seconds since the epoch, to the microsecond, as a status keeps them; None for a time that no calendar has."""
+    """Round seconds since the epoch to the microsecond, as a status does; None for a time beyond the calendar."""
     return None if time is None or not 0 <= time < END_OF_TIME_S else round(time, 6)
 
 
 def _in_bounds(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
-    """The first verdicts that fit together into a status."""
+    """Return the first verdicts that together fit into a status."""
     sizes = itertools.accumulate(len(json.dumps(dataclasses.asdict(one))) for one in verdicts)
     return tuple(one for one, size in zip(verdicts, sizes, strict=True) if size <= MAX_VERDICT_BYTES)
 

@@ -1,4 +1,4 @@
-"""From a MegatronJob to what the plan reads of it, for both backends."""
+"""Extraction of the plan's view of a MegatronJob, for both backends."""
 
 import dataclasses
 
@@ -6,14 +6,14 @@ from megatronapp_common.job import FailureRule, MegatronJob, RunPolicy
 from megatronapp_operator import plan
 
 FAILED_GRACE_S = 30.0
-"""Time of a worker on a cluster to end after a peer has failed: it writes no checkpoint, but logs and traces."""
+"""Seconds for a worker on a cluster to end after a peer has failed: it writes no checkpoint, but logs and traces."""
 
 GROUPS = {"None": plan.PodGroupKey.NONE, "Kueue": plan.PodGroupKey.WORKLOAD}
-"""The others take pod groups of ours."""
+"""Gang schedulers without a pod group of the operator's; all others take one."""
 
 
 def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSpec:
-    """What the plan reads of a job on a cluster."""
+    """Return the plan's view of a job on a cluster."""
     spec = job.spec
     return plan.JobSpec(
         name=job.metadata.name,
@@ -35,7 +35,7 @@ def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSp
 
 
 def process_spec(job: MegatronJob, *, uid: str, retain_hub: bool) -> plan.JobSpec:
-    """The same where the workers are processes of one machine: no other machine, queue or object to speak of."""
+    """Return the plan's view of a job whose workers are processes of one node, without queue or node exclusion."""
     spec = job.spec
     return plan.JobSpec(
         name=job.metadata.name,
@@ -50,7 +50,7 @@ def process_spec(job: MegatronJob, *, uid: str, retain_hub: bool) -> plan.JobSpe
 
 
 def run_policy(given: RunPolicy) -> plan.RunPolicy:
-    """The part of a run policy that holds everywhere."""
+    """Return the part of a run policy that holds for both backends."""
     return plan.RunPolicy(
         max_restarts=given.max_restarts,
         backoff=plan.Backoff(

@@ -1,6 +1,6 @@
-"""The plan's status as people and programs see it: camelCase, RFC 3339 times, absent values left out.
+"""The plan's status as JSON for users and programs: camelCase, RFC 3339 times, without absent values.
 
-All that the plan remembers is in it (`status_reader` reads it back), because an operator may end between two plans.
+It holds everything that the plan remembers (`status_reader` parses it), because an operator may end between two plans.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ __all__ = ["progress_document", "rfc3339", "seconds_of", "status_document", "wit
 
 
 def status_document(status: Status) -> dict[str, Any]:
-    """The `status` of a MegatronJob, without what only the backend knows (sizes, rank table, hub)."""
+    """Return the `status` of a MegatronJob, without what only the backend knows (sizes, rank table, hub)."""
     replicas = dataclasses.asdict(status.replicas)
     if status.trains:
         replicas["ready"] = status.replicas.running
@@ -51,18 +51,18 @@ def status_document(status: Status) -> dict[str, Any]:
 
 
 def progress_document(page: Progress) -> dict[str, Any]:
-    """A progress page as in the contract; absent values are left out."""
+    """Return a progress document as in the contract, without absent values."""
     fields = dataclasses.asdict(page) | {"updated_at": rfc3339(page.updated_at)}
     return without_none({_camel(name): value for name, value in fields.items()})
 
 
 def without_none(document: dict[str, Any]) -> dict[str, Any]:
-    """The document without keys whose value is None."""
+    """Return the document without keys whose value is None."""
     return {key: value for key, value in document.items() if value is not None}
 
 
 def ranges(numbers: Iterable[int]) -> str | None:
-    """Rising numbers as in "0-3,7" (the form of a Job's completedIndexes); None: there are none."""
+    """Write rising numbers as in "0-3,7" (the form of a Job's completedIndexes); None for no numbers."""
     parts = []
     for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         found = [number for _, number in run]
@@ -108,7 +108,7 @@ def _excluded(one: ExcludedNode) -> dict[str, Any]:
 
 
 def _ended(one: Worker) -> dict[str, Any]:
-    """How a worker failed; its attempt is the status's."""
+    """Describe how a worker failed; its attempt is that of the status."""
     outcome, deletion = one.outcome, one.deletion
     end = {} if outcome is None else {"exitCode": outcome.code, "reason": outcome.reason, "message": outcome.message}
     return without_none(

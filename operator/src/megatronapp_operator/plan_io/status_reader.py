@@ -1,7 +1,7 @@
-"""The plan's status from the `status` of a MegatronJob: the inverse of `document.status_document`.
+"""The plan's status from the `status` of a MegatronJob: the inverse of `status_document.status_document`.
 
-It never refuses. A status may be empty, of an older release, or changed by hand; what cannot be read of it counts as
-not there, because an operator that stops at a status can never mend it.
+No status is rejected. It may be empty, of an older release, or edited; what cannot be read is treated as absent,
+because an operator that stops at a status can never repair it.
 """
 
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ _ENDS = {
     ConditionType.FAILED: Phase.FAILED,
     ConditionType.SUSPENDED: Phase.SUSPENDED,
 }
-"""Phases that a true condition proves; the first that is there wins."""
+"""Phases that a true condition proves; the first match is taken."""
 
 
 def read_status(document: Mapping[str, Any] | None) -> Status:
-    """The status that the last plan gave, as far as the document tells it."""
+    """Parse the status that the last plan gave, as far as the document holds it."""
     fields = FieldReader(document or {})
     conditions = fields.items("conditions", _condition)
     phase, attempt = _phase(fields, conditions), fields.count("attempt")
@@ -80,7 +80,7 @@ def read_status(document: Mapping[str, Any] | None) -> Status:
 
 
 def _phase(fields: FieldReader, conditions: tuple[Condition, ...]) -> Phase:
-    """The conditions decide over the end of a job: a phase is a word for people."""
+    """Return the phase, by conditions if the job has ended: the field `phase` is only a summary for users."""
     true = {one.type for one in conditions if one.status}
     ended = next((phase for kind, phase in _ENDS.items() if kind in true), None)
     told = fields.choice("phase", Phase)
@@ -88,7 +88,7 @@ def _phase(fields: FieldReader, conditions: tuple[Condition, ...]) -> Phase:
 
 
 def _completion_time(fields: FieldReader, phase: Phase, conditions: tuple[Condition, ...]) -> float | None:
-    """A job that has ended did so at some time, whatever is left of its status."""
+    """Return when the job ended. If that is missing from the status of an ended job, its condition or 0 is used."""
     told = fields.time("completionTime")
     if told is not None or phase not in TERMINAL_PHASES:
         return told

@@ -1,15 +1,15 @@
-"""Times as Kubernetes writes them, and their inverse."""
+"""Times in the format of Kubernetes, and their inverse."""
 
 import datetime
 
 
 def rfc3339(seconds: float | None) -> str | None:
-    """Seconds since the epoch as metav1.Time writes them: whole seconds."""
+    """Format seconds since the epoch like metav1.Time, in whole seconds."""
     return None if seconds is None else rfc3339_micro(int(seconds))
 
 
 def rfc3339_micro(seconds: float | None) -> str | None:
-    """The same to the microsecond, where there is a fraction: for times that a plan goes on from."""
+    """Format seconds since the epoch to the microsecond, if there is a fraction: for times that a plan reads again."""
     if seconds is None:
         return None
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
@@ -17,8 +17,8 @@ def rfc3339_micro(seconds: float | None) -> str | None:
 
 
 def seconds_of(time: str) -> float:
-    """The inverse of both; of `rfc3339_micro` exact for times that are rounded to microseconds.
+    """Parse a time of either format to seconds since the epoch.
 
-    Raises ValueError for a text that is no time.
+    Exact for times that are rounded to microseconds. Raises ValueError for a text that is no time.
     """
     return datetime.datetime.fromisoformat(time).timestamp()

@@ -1,1 +1,1 @@
-"""Policies: what the plan does about one concern each."""
+"""Policies of the plan, one for each concern."""

@@ -1,8 +1,8 @@
-"""Events of what people change through a job's hub.
+"""Events for changes that users make through the hub of a job.
 
-The hub's image is the author's choice, so it may tell anything. Its actions have times for ids: what is of the future
-waits until it is not, so that no id hides those after it. And a job has so many turns for these events: whoever makes
-up actions makes no more events than that, and their others become a number in one of them.
+The author of a job chooses the hub's image, so the hub may report anything. Ids of its actions are times: actions from
+the future are deferred until their time, so that no id hides later ones. A token bucket limits these Events for each
+job; actions beyond it are only counted, in the text of one Event.
 """
 
 import math
@@ -14,19 +14,19 @@ from megatronapp_operator.plan.observed import ControlAction
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 
 AHEAD_S = 60.0
-"""So much may a hub's clock be before ours."""
+"""Seconds by which a hub's clock may be ahead of ours."""
 HUB_MAX_CONTROLS = 256
-"""So many actions a hub keeps; an older one keeps fewer."""
+"""Actions that a hub keeps; older releases keep fewer."""
 MAX_EVENTS = 10
-"""Of one look."""
+"""Most Events of one reconcile."""
 TURNS, TURN_S = 30, 10.0
-"""Events at once, and the time after which one of them may come again."""
-GAP = "more was changed through the hub than it keeps: the oldest changes may be missing here, and its log tells them"
-"""Ids cannot be counted, so nobody knows how many."""
+"""Size of the bucket, and seconds until a used token is available again."""
+GAP = "more was changed through the hub than it keeps: the oldest changes may be missing here; the hub's log has them"
+"""Text without a number: ids have gaps, so the missing changes cannot be counted."""
 
 
 def controls(draft: PlanBuilder) -> None:
-    """One event for each thing that somebody has changed through the hub, also of a job that has ended."""
+    """Add an Event for each change that users made through the hub, also for a job that has ended."""
     newest = math.floor((draft.now + AHEAD_S) * 1000)
     told = draft.status.last_control
     told = None if told is None or told > newest else told  # of such a hub, or of a clock that was set back
@@ -46,19 +46,19 @@ def controls(draft: PlanBuilder) -> None:
 
 
 def spent_after(spent: float, actions: Iterable[Action], now: float) -> float:
-    """When all turns will have come back, after these actions."""
+    """Return when the bucket is full again after these actions (seconds since the epoch)."""
     told = sum(isinstance(one, RecordEvent) and one.reason == reasons.SCOPE_CONTROL for one in actions)
     return _spent_until(spent, now) + told * TURN_S
 
 
 def _spent_until(spent: float, now: float) -> float:
-    """A time that no turns can make is that of a clock that was set back."""
+    """Return `spent`, or now if it is past or further ahead than a bucket can be: then a clock was set back."""
     return now if spent > now + TURNS * TURN_S else max(spent, now)
 
 
 def _describe_controls(news: list[ControlAction], most: int) -> list[str]:
-    """One text for each, the oldest first; those that are too many are counted in the last."""
+    """Return one text for each change, oldest first; the last one counts those beyond `most`."""
     if len(news) <= most:
         return [one.text for one in news]
     more = len(news) - most + 1
-    return [*(one.text for one in news[: most - 1]), f"{more} more changes through the hub, whose log tells them"]
+    return [*(one.text for one in news[: most - 1]), f"{more} more changes through the hub; its log lists them"]

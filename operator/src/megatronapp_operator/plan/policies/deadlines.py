@@ -1,9 +1,9 @@
-"""Deadlines of the whole job, of gathering and of progress; that of a gang's start is in `placement`.
+"""Deadlines of the whole job, of gathering and of progress; that of the start of a gang is in `placement`.
 
-A job makes no progress if somebody who knows says so. While neither hub nor launcher can be asked (their network, ours,
-an operator that is away), nothing is known: that time does not count, people are told, and the gang goes on. Only when
-nobody could be asked for `unheard_s` beyond the deadline it is restarted, with time for a checkpoint and outside of the
-budget: a gang that hangs must not hold its machines for ever, and one that trains loses little.
+A job makes no progress if hub or launcher report none. While neither can be reached (because of their network, ours, or
+a stopped operator), nothing is known: that time does not count, users get an Event, and the gang continues. Only after
+both were unreachable for `unheard_s` beyond the deadline the gang is restarted, with time for a checkpoint and outside
+the budget: a gang that hangs must not occupy its nodes without limit, and one that trains loses little.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from megatronapp_operator.plan.policies.restart import attempt_failed, fail_job
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
 
 NAMED = 8
-"""So many workers are named in a message."""
+"""Most workers that a message names."""
 POLL_AGAIN_S = 15.0
-"""How often somebody looks whether hub or launcher have answered again: an answer without news wakes nobody."""
+"""Seconds between checks whether hub or launcher answer again: an answer without a change triggers no reconcile."""
 
 SILENCE = "neither hub nor launcher answers the operator"
 
 
 def active(draft: PlanBuilder) -> bool:
-    """The job has lasted too long: it fails."""
+    """Fail the job if it has been active for too long."""
     limit, start = draft.job.spec.policy.active_deadline_s, _active_since(draft)
     if limit is None or start is None or draft.status.is_true(ConditionType.FAILURE_TARGET):
         return False
@@ -35,8 +35,11 @@ def active(draft: PlanBuilder) -> bool:
 
 
 def _active_since(draft: PlanBuilder) -> float | None:
-    """When a job that was always active would have begun. One that a queue places is active while it holds machines:
-    what it waits for them, at first or after a preemption, is not its time. None: it holds none now."""
+    """Return the time at which a job that was always active would have begun; None: it holds no nodes now.
+
+    A job that a queue places is active only while it holds nodes: waiting for them, at first or after a preemption,
+    does not count.
+    """
     if not draft.job.spec.gang:
         return draft.status.start_time
     holding = draft.status.holding_time
@@ -44,11 +47,11 @@ def _active_since(draft: PlanBuilder) -> float | None:
 
 
 def gathering(draft: PlanBuilder) -> bool:
-    """All workers run, and some do not come to the one that gathers them: they cannot reach it.
+    """Fail the attempt if all workers run but some cannot reach the rendezvous within the start deadline.
 
     Launchers wait longer than this, because they do not know how long the others prepare. Nothing is judged by an
-    answer from before the deadline, nor while the cluster takes one of the gang away: that is nobody's failure, and has
-    deadlines of its own.
+    answer from before the deadline, nor while the cluster disrupts one of the gang: that is no failure of the job and
+    has other deadlines.
     """
     limit, running, missing = draft.job.spec.policy.start_deadline_s, draft.status.running_time, draft.observed.missing
     if limit is None or running is None or draft.status.current_progress is not None:
@@ -60,7 +63,7 @@ def gathering(draft: PlanBuilder) -> bool:
         draft.wake(max(due, draft.now + POLL_AGAIN_S))
         return False
     named = ", ".join(map(str, missing[:NAMED])) + (" and others" if len(missing) > NAMED else "")
-    message = f"all workers run, and after {limit:g} s worker 0 still misses worker {named}: they do not reach it"
+    message = f"all workers run, and after {limit:g} s worker 0 still waits for worker {named}: they cannot reach it"
     failure = _failure(draft, reasons.NOT_GATHERED, message, FailureAction.RESTART)
     node = next((one.node for one in draft.gang if one.index == missing[0]), None)
     attempt_failed(draft, failure_rules.judged_lost(draft, dataclasses.replace(failure, worker=missing[0], node=node)))
@@ -68,21 +71,24 @@ def gathering(draft: PlanBuilder) -> bool:
 
 
 def _unheard(draft: PlanBuilder, limit: float, *, since: float) -> bool:
-    """Nobody has ever answered: people are told. The gang may well train, so it is left to its launchers' own limit."""
+    """Report that neither hub nor launcher has ever answered.
+
+    The gang may well be training, so its own launchers decide when to give up.
+    """
     heard = draft.observed.last_contact
     if heard is None or heard >= since or draft.status.is_true(ConditionType.STALLED) or draft.observed.locked:
         return False
     if draft.now < since + limit:
         draft.wake(since + limit)
         return False
-    message = f"all workers run, and for {limit:g} s {SILENCE}, so nobody knows whether they have found each other"
+    message = f"all workers run, and for {limit:g} s {SILENCE}, so it is not known whether they have found each other"
     draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_UNKNOWN, message)
     draft.event(EventType.WARNING, reasons.PROGRESS_UNKNOWN, message)
     return False
 
 
 def progress(draft: PlanBuilder) -> bool:
-    """No new iteration for too long: the gang hangs and is restarted."""
+    """Restart a gang that has not begun a new iteration for too long."""
     limit, running = draft.job.spec.policy.progress_deadline_s, draft.status.running_time
     if limit is None or running is None:
         return False
@@ -100,21 +106,21 @@ def progress(draft: PlanBuilder) -> bool:
 
 
 def _unknown(draft: PlanBuilder, limit: float, *, until: float) -> bool:
-    """Nobody has said since the deadline that the gang stands still.
+    """Report that progress is not known, and restart the gang if that lasts until `until`.
 
-    Where hub and launcher cannot be read for want of their key, they stay so as long as the attempt lasts: a restart
-    for that would throw away the steps of a gang that most likely trains. `report.tokens` says so.
+    Without their key hub and launcher stay unreadable as long as the attempt lasts: a restart for that would discard
+    the steps of a gang that most likely trains. `report.tokens` reports it instead.
     """
     if draft.observed.locked:
         return False
     if not draft.status.is_true(ConditionType.STALLED):
-        message = f"no progress was heard of for {limit:g} s, because {SILENCE}; the deadline waits for them"
+        message = f"no progress was received for {limit:g} s, because {SILENCE}; the deadline waits for them"
         draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_UNKNOWN, message)
         draft.event(EventType.WARNING, reasons.PROGRESS_UNKNOWN, message)
     if draft.now < until:
         draft.wake(min(draft.now + POLL_AGAIN_S, until))
         return False
-    message = f"no progress was heard of for {limit + draft.job.spec.policy.unheard_s:g} s: {SILENCE}{_place(draft)}"
+    message = f"no progress was received for {limit + draft.job.spec.policy.unheard_s:g} s: {SILENCE}{_place(draft)}"
     action = FailureAction.RESTART_IGNORE_MAX
     attempt_failed(draft, _failure(draft, reasons.PROGRESS_UNKNOWN, message, action))
     return True

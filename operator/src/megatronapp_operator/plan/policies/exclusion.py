@@ -1,4 +1,4 @@
-"""Machines that a job avoids for a while."""
+"""Nodes that a job avoids for a while."""
 
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import EventType
@@ -10,7 +10,7 @@ MAX_TOLERATED = 256
 
 
 def expire(draft: PlanBuilder) -> None:
-    """Forget machines whose time is over, and those that the user allows."""
+    """Remove nodes from the lists whose time is over, and those that the user allows."""
     allowed, before = draft.job.spec.policy.exclusion.allowed, draft.status.excluded_nodes
     kept = tuple(one for one in before if draft.now < one.until and one.node not in allowed)
     tolerated = tuple(one for one in draft.status.tolerated_nodes if draft.now < one.until and one.node not in allowed)
@@ -24,15 +24,15 @@ def expire(draft: PlanBuilder) -> None:
 
 
 def is_slow(one: ExcludedNode) -> bool:
-    """Whether the machine works and is only slow."""
+    """Return True for a node that works and is only slow."""
     return one.reason == reasons.SLOW_NODE_DETECTED
 
 
 def readmit(draft: PlanBuilder, *, only_slow: bool) -> str | None:
-    """Take back one exclusion of a job that has no room without that machine: a bad machine is better than none.
+    """Remove one exclusion of a job that has no capacity without that node: a bad node is better than none.
 
-    Returns its name; None: there is none to take back. A slow machine comes first, and is tolerated from then on: the
-    gang would be restarted for it again and again.
+    Return the name of the node, or None if the list is empty. A slow node is preferred, and tolerated from then on:
+    otherwise the gang would be restarted for it again and again.
     """
     candidates = [one for one in draft.status.excluded_nodes if is_slow(one) or not only_slow]
     if not candidates:
@@ -41,20 +41,20 @@ def readmit(draft: PlanBuilder, *, only_slow: bool) -> str | None:
     draft.update(excluded_nodes=tuple(one for one in draft.status.excluded_nodes if one is not chosen))
     if is_slow(chosen):
         draft.update(tolerated_nodes=(*draft.status.tolerated_nodes, chosen)[-MAX_TOLERATED:])
-    message = f"{chosen.node} may get workers of this job again: without it there is no room for the gang"
+    message = f"{chosen.node} may get workers of this job again: without it there is no capacity for the gang"
     draft.event(EventType.NORMAL, reasons.NODE_READMITTED, message)
     return chosen.node
 
 
 def outdated(draft: PlanBuilder) -> list[str]:
-    """Machines that unplaced workers were made to avoid and that the job does not exclude any more."""
+    """Return nodes that unplaced workers were created to avoid, but that the job does not exclude any more."""
     excluded = {one.node for one in draft.status.excluded_nodes}
     made_without = {node for one in draft.gang if one.unplaced for node in one.avoids}
     return sorted(made_without - excluded)
 
 
 def exclude(draft: PlanBuilder, node: str, reason: str) -> None:
-    """Avoid a machine from now on. In a full list it takes the place of the oldest."""
+    """Avoid a node from now on. In a full list it replaces the oldest."""
     limits = draft.job.spec.policy.exclusion
     entry = ExcludedNode(node=node, reason=reason, until=micros(draft.now + limits.ttl_s))
     others = tuple(one for one in draft.status.excluded_nodes if one.node != node)

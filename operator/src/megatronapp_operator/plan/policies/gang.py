@@ -23,7 +23,7 @@ def created(draft: PlanBuilder) -> bool:
 
 
 def judge_success(draft: PlanBuilder) -> bool:
-    """With Rank0 the success of the worker that holds rank 0 ends the job: the others have their time to stop."""
+    """Complete the job once the worker with rank 0 succeeds, if the success policy is Rank0; stop the others."""
     spec, status = draft.job.spec, draft.status
     if spec.success is not SuccessPolicy.RANK0 or status.is_true(ConditionType.FAILURE_TARGET):
         return False
@@ -56,16 +56,16 @@ def judge_end(draft: PlanBuilder) -> bool:
 
 
 def _judge(draft: PlanBuilder, culprit: Worker) -> None:
-    """Act on the worker that failed first; one that only lost a peer tells nothing if the peer has vanished."""
+    """Act on the most likely culprit; one that only lost a peer is no evidence if that peer has vanished."""
     if waits_for_nodes(draft, culprit):
-        release(draft, reasons.UNSCHEDULABLE, "the workers that were placed gave up to wait for the others")
+        release(draft, reasons.UNSCHEDULABLE, "the workers that were placed gave up waiting for the others")
     elif outcome.suspicion(culprit) == 0 or not (judge_missing(draft) or _judge_silent(draft)):
         reset_budget(draft, until=culprit.finished_at or draft.now)
         attempt_failed(draft, failure_rules.judged(draft, culprit))
 
 
 def judge_missing(draft: PlanBuilder) -> bool:
-    """A worker that ran and is not there any more was lost with all that it knew."""
+    """Fail the attempt if a worker that ran has vanished without a record."""
     if draft.status.running_time is None:
         return False
     missing = outcome.missing_indices(draft.gang, draft.job.spec.workers)
@@ -79,7 +79,7 @@ def judge_missing(draft: PlanBuilder) -> bool:
 
 
 def judge_lost_node(draft: PlanBuilder) -> bool:
-    """A worker that somebody asked to go and that does not, or whose machine does not answer: the gang is lost."""
+    """Fail the attempt if a worker outlives its grace period, or its node does not answer."""
     for worker in draft.gang:
         at = draft.lost_at(worker) if worker.live else None
         if at is None:
@@ -92,7 +92,10 @@ def judge_lost_node(draft: PlanBuilder) -> bool:
 
 
 def _judge_silent(draft: PlanBuilder) -> bool:
-    """Of a worker on a machine that is gone nothing is heard, for a while not even that; its peers only lost it."""
+    """Fail the attempt if a worker is silent although its peers have lost it.
+
+    A lost node reports nothing, and it takes a while until the cluster notices that; until then only the peers know.
+    """
     found = failure_rules.silent_workers(draft)
     if found:
         _give_up(draft, found[0], outcome.silent_worker_failure(found[0], draft.now))
@@ -113,9 +116,10 @@ def clear_stale(draft: PlanBuilder) -> bool:
 
 
 def _stale_grace_s(draft: PlanBuilder, stale: list[Worker]) -> float:
-    """After a preemption the others may still be writing the checkpoint that was agreed, unless one has lost a peer.
+    """Return the seconds for stale workers to stop.
 
-    What was released never trained: it gives back what it holds at once.
+    After a preemption the others may still be writing the agreed checkpoint, unless one has lost a peer. A released
+    gang never trained: it gives back its nodes at once.
     """
     last, policy = draft.status.failures[-1:], draft.job.spec.policy
     if draft.status.released:
@@ -126,7 +130,7 @@ def _stale_grace_s(draft: PlanBuilder, stale: list[Worker]) -> float:
 
 
 def ensure_hub(draft: PlanBuilder) -> bool:
-    """Keep secret and hub alive while the job lives; a hub that keeps dying is started less and less often."""
+    """Keep secret and hub alive while the job lives; back off from a hub that ends again and again."""
     if not draft.observed.secret:
         draft.actions.append(EnsureSecret())
     if not draft.job.spec.hub:
@@ -148,7 +152,7 @@ def ensure_hub(draft: PlanBuilder) -> bool:
 
 
 def create(draft: PlanBuilder) -> bool:
-    """Create what is missing of the gang, all at once, after the back-off."""
+    """Create the missing workers of the gang, all at once, after the back-off."""
     at = restart_at(draft)
     if draft.now < at:
         draft.wake(at)
@@ -167,7 +171,7 @@ def create(draft: PlanBuilder) -> bool:
 
 
 def running(draft: PlanBuilder) -> bool:
-    """Notice that the whole gang runs, and that it trains; until then the job starts, whatever its processes do."""
+    """Record that the whole gang runs, and that it trains; until it trains the job is starting."""
     up = {one.index for one in draft.gang if one.phase is WorkerPhase.RUNNING} | set(draft.status.succeeded)
     if len(up) < draft.job.spec.workers:
         return False
@@ -179,15 +183,15 @@ def running(draft: PlanBuilder) -> bool:
         if draft.status.trains:
             _enter_running(draft, reasons.SERVING if spec.serves else reasons.TRAINING_BEGAN, f"{gang} {_does(spec)}")
         elif _silent_for_long(draft):
-            silence = f"no progress was told for {draft.job.spec.policy.silent_start_s:g} s"
+            silence = f"no progress was reported for {draft.job.spec.policy.silent_start_s:g} s"
             work = "serving" if spec.serves else "training"
-            _enter_running(draft, reasons.NO_PROGRESS_PAGE, f"{gang}: {silence}; {work} is taken to have begun")
+            _enter_running(draft, reasons.NO_PROGRESS_PAGE, f"{gang}: {silence}; {work} is assumed to have begun")
     reset_budget(draft, until=draft.now)
     return False
 
 
 def _does(spec: JobSpec) -> str:
-    """What the workers do, as a verb behind their number."""
+    """Return the verb for the number of workers."""
     verb = "serve" if spec.serves else "train"
     return f"{verb}s" if spec.workers == 1 else verb
 
@@ -200,7 +204,10 @@ def _enter_running(draft: PlanBuilder, reason: str, message: str) -> None:
 
 
 def _silent_for_long(draft: PlanBuilder) -> bool:
-    """Whether a gang that has gathered says nothing, not even that it starts: then its page cannot be made."""
+    """Return True if a gang that has gathered reports no progress, not even that it starts.
+
+    Then its progress document could not be made.
+    """
     if draft.status.current_progress is not None or draft.status.running_time is None or draft.observed.missing:
         return False
     at = draft.status.running_time + draft.job.spec.policy.silent_start_s

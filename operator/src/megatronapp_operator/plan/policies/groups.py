@@ -1,8 +1,8 @@
-"""Groups of gangs: what a queue or a gang scheduler keeps of an attempt is removed with the attempt.
+"""Removal of the objects that queues and gang schedulers have for an attempt, together with the attempt.
 
-A pod group is ours: its scheduler counts it as long as it exists, with or without pods. A workload is Kueue's, made of
-the pods: it holds them by a finalizer until all of them have ended. One that has no machine, or whose machine is lost,
-does not end.
+The operator creates pod groups, and their scheduler reserves capacity as long as they exist, with or without pods.
+Kueue creates a workload from the pods and keeps them by a finalizer until all of them have ended. A pod without a node,
+or on a lost one, does not end.
 """
 
 from megatronapp_operator.plan.actions import RemoveGroup
@@ -12,11 +12,11 @@ from megatronapp_operator.plan.spec import PodGroupKey
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Status
 
 MAX_UNLISTED = 1000
-"""How many of the newest attempts of such a status are looked at."""
+"""Number of the newest attempts that are checked if the status does not list them."""
 
 
 def remove(draft: PlanBuilder) -> None:
-    """Remove the groups of attempts that are over, or of which nothing is left to run."""
+    """Remove the groups of attempts that are over, or whose pods cannot run any more."""
     if draft.job.spec.group is PodGroupKey.POD_GROUP:
         _remember_pod_group(draft)
         for attempt in draft.status.groups or ():
@@ -29,7 +29,7 @@ def remove(draft: PlanBuilder) -> None:
 
 
 def _remember_pod_group(draft: PlanBuilder) -> None:
-    """Keep the attempts whose pod groups may exist: their pods may vanish before the attempt is over."""
+    """Remember the attempts whose pod groups may exist: their pods may vanish before the attempt is over."""
     status = draft.status
     known = _all_attempts(status) if status.groups is None else status.groups
     kept = tuple(one for one in known if one not in draft.observed.groups_removed)
@@ -39,7 +39,7 @@ def _remember_pod_group(draft: PlanBuilder) -> None:
 
 
 def _all_attempts(status: Status) -> range:
-    """The attempts that were begun, of which a status of an earlier release does not say whether their groups exist."""
+    """Return the attempts that have begun; a status of an earlier release does not say which of them have groups."""
     begun = status.attempt + (status.attempt_time is not None)
     return range(max(0, begun - MAX_UNLISTED), begun)
 
@@ -51,10 +51,10 @@ def _is_over(draft: PlanBuilder, attempt: int) -> bool:
 
 
 def _is_stuck(draft: PlanBuilder, gang: list[Worker]) -> bool:
-    """Whether the workload holds pods that never end by themselves, and no other runs.
+    """Return True if the workload keeps pods that never end by themselves, and no other pod of it runs.
 
-    Kueue deletes all pods of a workload that is deleted, also those that have ended. While one of these is to be kept,
-    for its log, the others have their time: where they only lack a machine, the cluster's collector of pods ends them.
+    Deleting a workload makes Kueue delete all its pods, also those that have ended. While the log of one of these is to
+    be kept, the others have their time: those that only lack a node are ended by the cluster's pod garbage collector.
     """
     held = [one for one in gang if _never_ends(one)]
     if not held or any(one.live and not _never_ends(one) for one in gang):
@@ -68,7 +68,8 @@ def _is_stuck(draft: PlanBuilder, gang: list[Worker]) -> bool:
 
 
 def _never_ends(worker: Worker) -> bool:
-    """Whether no kubelet will say that it has ended: it has none, or was killed because that one does not answer."""
+    """Return True if no kubelet will report the end: the pod has no node, or was killed because its node is
+    unreachable."""
     return worker.live and worker.deletion is not None and (not worker.scheduled or worker.deletion.grace_s == 0)
 
 

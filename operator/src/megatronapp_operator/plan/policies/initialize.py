@@ -1,4 +1,4 @@
-"""Initializers: one pod makes what the job shares, once, before its first gang."""
+"""Initializers: one pod prepares what the workers have in common, once, before the first gang."""
 
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import CreateInit, DeleteInit, EventType
@@ -16,7 +16,7 @@ from megatronapp_operator.plan.status import ConditionType, Failure, FailureActi
 
 
 def initialize(draft: PlanBuilder) -> bool:
-    """Nothing of the gang is created before the initializers are done."""
+    """Run the initializers, and create nothing of the gang before they have succeeded."""
     if not draft.job.spec.initializers or draft.status.initialized:
         return False
     init = draft.observed.init
@@ -41,7 +41,7 @@ def initialize(draft: PlanBuilder) -> bool:
 
 
 def stop_init(draft: PlanBuilder, *, ended_too: bool = False) -> None:
-    """Remove the initializer pod if it runs; `ended_too`: also if it has ended."""
+    """Delete the initializer pod if it runs; with `ended_too` also if it has ended."""
     init = draft.observed.init
     if init is not None and not init.deleting and (init.live or ended_too):
         draft.actions.append(DeleteInit())
@@ -95,8 +95,8 @@ def _failed(draft: PlanBuilder, message: str) -> None:
 
 
 def _preempted(draft: PlanBuilder, init: InitPod, why: str) -> None:
-    """Neither the initializers nor what they look for is at fault: they are tried again outside of the budget."""
-    message = f"the initializers were taken away: {init.message or why}"
+    """Try again outside the budget: neither the initializers nor what they fetch is at fault."""
+    message = f"the initializers were disrupted: {init.message or why}"
     action, attempt = FailureAction.RESTART_IGNORE_MAX, draft.status.attempt
     record(draft, Failure(time=draft.now, attempt=attempt, reason=why, message=message, action=action))
     draft.set_condition(ConditionType.INITIALIZED, False, reasons.INITIALIZER_DISRUPTED, message)
@@ -104,7 +104,7 @@ def _preempted(draft: PlanBuilder, init: InitPod, why: str) -> None:
 
 
 def _is_lost(draft: PlanBuilder, init: InitPod) -> bool:
-    """Whether its machine has not answered for so long that it is given up."""
+    """Return True if the node has not answered for so long that the pod is given up."""
     if init.unreachable_since is None:
         return False
     at = init.unreachable_since + draft.job.spec.policy.lost_worker_s
@@ -114,7 +114,7 @@ def _is_lost(draft: PlanBuilder, init: InitPod) -> bool:
 
 
 def _clear(draft: PlanBuilder, init: InitPod) -> None:
-    """Wait until the pod that has failed, or that somebody deleted, is gone: the next one has its name."""
+    """Wait until a pod that failed or was deleted is removed: the next one has the same name."""
     if not draft.status.init_clearing:
         draft.update(init_clearing=True, init_failed_time=draft.now)
     lost_s = draft.job.spec.policy.lost_worker_s
@@ -127,8 +127,7 @@ def _clear(draft: PlanBuilder, init: InitPod) -> None:
 
 
 def _wait(draft: PlanBuilder, init: InitPod) -> None:
-    """One that cannot start (an image, a claim) is given up after the start deadline; one without room holds nothing,
-    and waits."""
+    """Give up a pod that cannot start (an image, a claim) after the start deadline; one without a node may wait."""
     limit = draft.job.spec.policy.start_deadline_s
     since = init.begun_at or init.created_at or draft.status.start_time
     if limit is None or since is None or init.phase is not WorkerPhase.PENDING or init.preparing:
@@ -140,7 +139,7 @@ def _wait(draft: PlanBuilder, init: InitPod) -> None:
     if init.scheduled:
         _failed(draft, f"the initializer pod did not start within {limit:g} s{why}")
     else:
-        _report_no_capacity(draft, f"the initializer pod has had no machine for {limit:g} s{why}")
+        _report_no_capacity(draft, f"the initializer pod has had no node for {limit:g} s{why}")
 
 
 def _report_no_capacity(draft: PlanBuilder, message: str) -> None:

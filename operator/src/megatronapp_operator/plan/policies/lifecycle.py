@@ -13,7 +13,7 @@ from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Fai
 
 
 def guard_terminal(draft: PlanBuilder) -> bool:
-    """A job that has ended never starts anything again: only cleaning up is left."""
+    """Clean up after a job that has ended, which never starts anything again."""
     if draft.status.phase not in TERMINAL_PHASES:
         return False
     policy = draft.job.spec.policy
@@ -27,7 +27,7 @@ def guard_terminal(draft: PlanBuilder) -> bool:
 
 
 def _expire(draft: PlanBuilder) -> None:
-    """Delete the job object when its time after the end is over, and nothing of it runs any more."""
+    """Delete the job object once its time to live is over and none of its pods runs."""
     ttl_s = draft.job.spec.policy.ttl_s
     if ttl_s is None or _holding(draft):
         return
@@ -39,12 +39,12 @@ def _expire(draft: PlanBuilder) -> None:
 
 
 def _holding(draft: PlanBuilder) -> list[Worker]:
-    """Workers that keep a machine, and be it for an agent that does not know that all is over."""
+    """Return workers that occupy a node, even if only for an agent that has not noticed the end of the job."""
     return [one for one in draft.observed.workers if one.live or one.occupies]
 
 
 def delete_job(draft: PlanBuilder) -> bool:
-    """The object is going: everything of it goes, the hub at once."""
+    """Delete everything of a job whose object is being deleted, the hub at once."""
     if not draft.job.deletion_requested:
         return False
     for worker in draft.observed.workers:
@@ -55,7 +55,7 @@ def delete_job(draft: PlanBuilder) -> bool:
 
 
 def guard_stopped(draft: PlanBuilder) -> bool:
-    """A job that was stopped rests, whatever else is asked for, until it is planned without that wish."""
+    """Keep a stopped job stopped until it is planned without the request to stop."""
     if draft.job.stop is None or draft.status.phase is not Phase.SUSPENDED:
         return False
     for worker in draft.live:
@@ -66,9 +66,9 @@ def guard_stopped(draft: PlanBuilder) -> bool:
 
 
 def stop_on_request(draft: PlanBuilder) -> bool:
-    """Somebody asked the job to end now: it is suspended if its ranks could save or nothing ran, else it fails.
+    """Stop the workers on request: the job is suspended if its ranks could save or nothing ran; if not, it fails.
 
-    A job that is failing already goes on failing.
+    A job that is failing already continues to fail.
     """
     stop = draft.job.stop
     if stop is None or draft.status.is_true(ConditionType.FAILURE_TARGET):
@@ -86,7 +86,7 @@ def stop_on_request(draft: PlanBuilder) -> bool:
 
 
 def _end_stopping(draft: PlanBuilder, stop: StopRequest) -> None:
-    """No worker is left: what they left behind says what became of the job."""
+    """End the job by the outcomes of its workers, none of which is left."""
     failure = _stop_failure(draft)
     if failure is not None:
         record(draft, failure)
@@ -100,13 +100,13 @@ def _end_stopping(draft: PlanBuilder, stop: StopRequest) -> None:
     else:
         _rest(draft, stop.reason, stop.message)
         draft.event(
-            EventType.NORMAL, reasons.SUSPENDED, f"{stop.message}; it goes on where it was when it is started again"
+            EventType.NORMAL, reasons.SUSPENDED, f"{stop.message}; it continues where it stopped when started again"
         )
         _delete_hub(draft)
 
 
 def _stop_failure(draft: PlanBuilder) -> Failure | None:
-    """Why the workers did not stop in order; None if they did, or if none of this attempt was started yet."""
+    """Return why the workers did not stop in order; None if they did, or if none of this attempt was started yet."""
     spec, status = draft.job.spec, draft.status
     unsaved = [one for one in outcome.failed(draft.gang) if not outcome.preempted([one])]
     missing = [] if status.attempt_time is None else outcome.missing_indices(draft.gang, spec.workers)
@@ -145,7 +145,7 @@ def finish_failing(draft: PlanBuilder) -> bool:
 
 
 def complete(draft: PlanBuilder, reason: str, message: str) -> None:
-    """The job has succeeded. A wish to stop that came too late is told no more: nothing was interrupted."""
+    """Mark the job as succeeded, and withdraw a request to stop that was too late to interrupt anything."""
     end(draft, Phase.SUCCEEDED, ConditionType.COMPLETE, reason, message)
     if draft.status.condition(ConditionType.SUSPENDED) is not None:
         draft.set_condition(ConditionType.SUSPENDED, False, reason, message)
@@ -183,7 +183,7 @@ def _suspended_since(draft: PlanBuilder) -> float:
 
 
 def resume(draft: PlanBuilder) -> bool:
-    """A job that rests is to go on: a new attempt follows, and its clocks begin anew."""
+    """Resume a suspended job with a new attempt, whose clocks start at zero."""
     if draft.status.phase is Phase.SUSPENDED and not draft.job.spec.suspend:
         _forget_gang(draft)
         draft.update(phase=Phase.PENDING)
@@ -192,7 +192,7 @@ def resume(draft: PlanBuilder) -> bool:
 
 
 def _forget_gang(draft: PlanBuilder) -> None:
-    """What ran is stale from now on, and its time does not count."""
+    """Make what ran stale; its time does not count any more."""
     if draft.status.attempt_time is not None:
         next_attempt(draft)
     draft.update(start_time=None, active_s=0.0, last_restart_time=None, released=0, denied_time=None)
@@ -207,14 +207,14 @@ def _stopping_grace_s(draft: PlanBuilder) -> float:
 
 
 def _failing_grace_s(draft: PlanBuilder) -> float:
-    """A gang whose time is over is well, and saves; one that has failed cannot."""
+    """Return the seconds to stop: a gang past its deadline is healthy and can save, one that has failed cannot."""
     target = draft.status.condition(ConditionType.FAILURE_TARGET)
     well = target is not None and target.reason == reasons.DEADLINE_EXCEEDED
     return _stopping_grace_s(draft) if well or draft.job.stop is not None else draft.job.spec.policy.failed_grace_s
 
 
 def _retire_hub(draft: PlanBuilder, *, since: float | None = None) -> None:
-    """Keep the pages open for a while after the end or `since`, unless somebody asked for the end."""
+    """Keep the hub for a while after the end or `since`, unless a user requested the end."""
     ended = draft.status.completion_time if since is None else since
     assert ended is not None
     until = ended + draft.job.spec.hub_retain_s

@@ -1,7 +1,7 @@
-"""Placing the gang: what has machines, what may never be accepted, and when a gang that is half there is let go.
+"""Placement of the gang: which workers have nodes, which are rejected, and when a partly placed gang is released.
 
-Two jobs that each hold half of the machines wait for each other for ever. So a gang that does not become whole gives
-back what it has, and comes again after a pause that grows and differs between jobs.
+Two jobs that each hold half of the nodes would wait for each other without end. So a gang that does not become whole
+gives back its nodes, and tries again after a pause that grows and differs between jobs.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from megatronapp_operator.plan.status import ConditionType, Failure, FailureActi
 LASTING = frozenset(
     {reasons.UNSCHEDULABLE, reasons.QUOTA_EXCEEDED, reasons.POD_FORBIDDEN, reasons.POD_DENIED, reasons.POD_INVALID}
 )
-"""Reasons that are told until the gang is whole, also while it is tried again."""
+"""Reasons that stay in the condition until the gang is whole, also while it tries again."""
 
 
 def record_placement(draft: PlanBuilder) -> None:
-    """Notice which workers of the gang have machines."""
+    """Record which workers of the gang have nodes."""
     status, gang = draft.status, draft.gang
     if status.attempt_time is None or status.scheduled_time is not None:
         return
@@ -38,17 +38,17 @@ def record_placement(draft: PlanBuilder) -> None:
         draft.update(unplaced_time=draft.now)
     if found >= wanted:
         draft.update(scheduled_time=draft.now)
-        message = f"{draft.job.spec.all_workers_text} {'has a machine' if wanted == 1 else 'have machines'}"
+        message = f"{draft.job.spec.all_workers_text} {'has a node' if wanted == 1 else 'have nodes'}"
         draft.set_condition(ConditionType.PODS_SCHEDULED, True, reasons.ALL_SCHEDULED, message)
     elif gang:
         _report_waiting(draft, f"{found} of {draft.job.spec.workers_text} placed")
 
 
 def judge_change(draft: PlanBuilder) -> bool:
-    """Workers of one attempt are made of one template: a gang that is not whole yet is made anew by a changed one.
+    """Recreate a gang that is not whole yet if the template of its workers has changed.
 
-    After an edit at once: it is most likely meant for this gang, which does not come up. Where only another release of
-    the operator makes other workers of the same job, a gang whose workers are all there stays as it is.
+    After an edit this happens at once, because the edit is most likely meant for this gang, which does not start. If
+    only another release of the operator makes different workers of the same job, a gang with all its workers stays.
     """
     made, status, spec = draft.observed.attempt_template, draft.status, draft.job.spec
     if made is None or made.attempt != status.attempt or made.template == spec.template:
@@ -58,8 +58,8 @@ def judge_change(draft: PlanBuilder) -> bool:
         return False
     if not edited and len(draft.gang) >= spec.workers:
         return False
-    why = "the job was edited" if edited else "this release of the operator makes other workers"
-    message = f"{why} before attempt {status.attempt} ran whole: its workers are made anew"
+    why = "the job was edited" if edited else "this release of the operator makes different workers"
+    message = f"{why} before attempt {status.attempt} was complete: its workers are recreated"
     draft.update(phase=Phase.PENDING)
     next_attempt(draft)
     draft.set_condition(ConditionType.PODS_SCHEDULED, False, reasons.GANG_OUTDATED, message)
@@ -68,7 +68,7 @@ def judge_change(draft: PlanBuilder) -> bool:
 
 
 def judge_refusal(draft: PlanBuilder) -> bool:
-    """Act on a pod that the API server did not take. What a job has run with before is never refused for good."""
+    """Act on a pod that the API server rejected. A job that has run before never fails for a rejection."""
     refusal = draft.observed.refusal
     if refusal is None or refusal.attempt != draft.status.attempt or draft.status.running_time is not None:
         return False
@@ -81,13 +81,13 @@ def judge_refusal(draft: PlanBuilder) -> bool:
 
 
 def forget_denial(draft: PlanBuilder) -> None:
-    """Pods of the job are accepted: what was denied before is not counted against those that follow."""
+    """Forget an earlier denial: pods of the job are accepted, and a later denial begins a new period."""
     if draft.status.denied_time is not None:
         draft.update(denied_time=None)
 
 
 def _denied_for_long(draft: PlanBuilder, refusal: PodRejection) -> bool:
-    """Whether a new job has been denied its pods for the start deadline. A quota denies nothing: its time is free."""
+    """Return True if a new job has been denied its pods for the start deadline. Time without quota does not count."""
     if not refusal.denied:
         draft.update(denied_time=None)
         return False
@@ -99,7 +99,7 @@ def _denied_for_long(draft: PlanBuilder, refusal: PodRejection) -> bool:
 
 
 def judge_start(draft: PlanBuilder) -> bool:
-    """The gang did not come up in time: without machines it comes again, with machines something is wrong for good."""
+    """Act on a gang that did not start in time: release it if it lacks nodes; if not, fail the attempt."""
     limit, status = draft.job.spec.policy.start_deadline_s, draft.status
     if limit is None or status.attempt_time is None or status.running_time is not None:
         return False
@@ -115,7 +115,7 @@ def judge_start(draft: PlanBuilder) -> bool:
         return False
     if status.scheduled_time is None or _lost_since(draft):
         exclusion.readmit(draft, only_slow=not status.released)  # others when the pause before has brought no room
-        release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine within {limit:g} s{_avoided(draft)}")
+        release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no node within {limit:g} s{_avoided(draft)}")
     else:
         message = f"{_unstarted(draft)} did not start within {limit:g} s{_waiting(draft)}"
         failure = _failure(draft, reasons.START_DEADLINE_EXCEEDED, message)
@@ -126,20 +126,20 @@ def judge_start(draft: PlanBuilder) -> bool:
 
 
 def _judge_outdated(draft: PlanBuilder) -> bool:
-    """Make a gang without machines anew if its workers avoid one that the job does not exclude any more."""
+    """Recreate a gang without nodes if its workers avoid one that the job does not exclude any more."""
     nodes = exclusion.outdated(draft) if draft.status.scheduled_time is None else []
     if nodes:
-        message = f"{_unplaced(draft)} no machine, and {', '.join(nodes)} may be used again"
+        message = f"{_unplaced(draft)} no node, and {', '.join(nodes)} may be used again"
         release(draft, reasons.NODE_READMITTED, message)
     return bool(nodes)
 
 
 def _judge_queue(draft: PlanBuilder, limit: float) -> bool:
-    """Judge a gang without machines. It may wait in a queue for ever, but not because it avoids a machine needlessly.
+    """Judge a gang without nodes. It may wait in a queue without limit, but not because it avoids a node needlessly.
 
-    Its workers must be made anew to get one back, which costs the place in the queue. So that is done only after a
-    scheduler has found no room for the start deadline. As for a gang that holds machines, a machine that has failed is
-    given back after another one.
+    To get a node back its workers must be recreated, which costs the place in the queue. So this happens only after a
+    scheduler has found no capacity for the start deadline. As for a gang that holds nodes, a failed node is given back
+    after a slow one.
     """
     since, excluded = draft.status.unplaced_time, draft.status.excluded_nodes
     if since is None:
@@ -154,37 +154,37 @@ def _judge_queue(draft: PlanBuilder, limit: float) -> bool:
         return False
     if not _judge_outdated(draft):
         node = exclusion.readmit(draft, only_slow=False)
-        message = f"{_unplaced(draft)} no machine for {draft.now - since:.0f} s, so {node} may be used again"
+        message = f"{_unplaced(draft)} no node for {draft.now - since:.0f} s, so {node} may be used again"
         release(draft, reasons.UNSCHEDULABLE, f"{message}{_avoided(draft)}")
     return True
 
 
 def _begins_at(draft: PlanBuilder) -> float | None:
-    """When the last worker had its machine and its initializers behind it; None: some have no machine."""
+    """Return when the last worker had a node and had finished its initializers; None: some have no node."""
     if draft.status.scheduled_time is None:
         return None
     return max([draft.status.scheduled_time, *(one.prepared_at for one in draft.gang if one.prepared_at is not None)])
 
 
 def _lost_since(draft: PlanBuilder) -> bool:
-    """Whether a worker that had a machine has none any more: it was preempted, or its machine is gone."""
+    """Return True if a worker that had a node has none any more: it was preempted, or its node was lost."""
     gone = len(draft.gang) < draft.job.spec.workers
     return gone or any(not _has_node(one) or one.taken for one in draft.gang)
 
 
 def waits_for_nodes(draft: PlanBuilder, culprit: Worker) -> bool:
-    """Whether a launcher gave up to gather only because others of its gang have no machines."""
+    """Return True if a launcher gave up gathering only because other workers of its gang have no nodes."""
     code = outcome.outcome_of(culprit).code
     return code == ExitCode.RENDEZVOUS and draft.status.scheduled_time is None
 
 
 def release(draft: PlanBuilder, reason: str, message: str) -> None:
-    """Give back all that the gang holds; it comes again as a new attempt, outside of the budget."""
+    """Give back everything that the gang holds, and try again with a new attempt, outside the budget."""
     draft.update(released=draft.status.released + 1, released_time=draft.now, phase=Phase.PENDING)
     next_attempt(draft)
     draft.set_condition(ConditionType.PODS_SCHEDULED, False, reason, message)
     pause = release_at(draft) - draft.now
-    draft.event(EventType.WARNING, reason, f"{message}; all workers are released, next try in {pause:.0f} s")
+    draft.event(EventType.WARNING, reason, f"{message}; all workers are released, next attempt in {pause:.0f} s")
 
 
 def _has_node(worker: Worker) -> bool:
@@ -215,7 +215,7 @@ def _unstarted(draft: PlanBuilder) -> str:
 
 
 def _waiting(draft: PlanBuilder) -> str:
-    """Why the first worker that waits does so."""
+    """Return why the first waiting worker waits, as the end of a message."""
     found = next((one for one in draft.gang if one.waiting is not None), None)
     return "" if found is None else f"; worker {found.index}: {found.waiting}"
 

@@ -1,4 +1,4 @@
-"""What the status tells beside the life of the job: replicas, ends, progress, stalls, hub, slow ranks."""
+"""Parts of the status besides the life of the job: replicas, ends, progress, stalls, hub, slow ranks."""
 
 import dataclasses
 from collections import Counter
@@ -11,20 +11,20 @@ from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Pha
 from megatronapp_operator.plan.worker_history import first_ends
 
 NAMED_STATES = frozenset({"confirmed", "recovering"})
-"""Verdicts that count; a suspect may still turn out to be noise."""
+"""States of verdicts that are reported; a suspect may still turn out to be noise."""
 
 SAME_PROBLEM = {"ErrImagePull": "ImagePullBackOff"}
-"""Words of a kubelet that take turns while one trouble lasts, and the one that it is told by."""
+"""Reasons of a kubelet that alternate while one problem lasts, and the one under which it is reported."""
 
 NAMED = 8
-"""So many workers are named in a message."""
+"""Most workers that a message names."""
 
 HANG = "hang"
-"""Cause of verdicts about ranks that stand still: these are stalls, not slowness."""
+"""Cause of verdicts about hung ranks: these are stalls, not slowness."""
 
 
 def volumes(draft: PlanBuilder) -> None:
-    """Say what is wrong with the volume claims. Nothing is held back for it: all workers may be on one node."""
+    """Report what is wrong with the volume claims. The gang starts all the same: all workers may be on one node."""
     trouble = draft.observed.volumes
     if trouble is None or draft.status.phase in TERMINAL_PHASES:
         return
@@ -54,7 +54,7 @@ def replicas(draft: PlanBuilder) -> None:
 
 
 def ends(draft: PlanBuilder) -> None:
-    """Keep how workers of this attempt ended; one whose failure is ignored counts as if it had succeeded."""
+    """Record how workers of this attempt ended; one whose failure is ignored is listed as succeeded."""
     if draft.status.phase in TERMINAL_PHASES:
         return
     failed = outcome.failed(draft.gang)
@@ -64,14 +64,14 @@ def ends(draft: PlanBuilder) -> None:
 
 
 def rank_zero(draft: PlanBuilder) -> None:
-    """Keep which worker holds rank 0: the table that says so may go with the launchers."""
+    """Record which worker holds rank 0: the rank table that says so may vanish with the launchers."""
     found = draft.observed.rank_zero
     if found is not None and draft.job.spec.rank_zero is None and draft.status.phase not in TERMINAL_PHASES:
         draft.update(rank_zero=found)
 
 
 def removals(draft: PlanBuilder) -> None:
-    """Say which workers were killed and do not go, and what holds them: until they do, nothing comes in their place."""
+    """Report killed workers that are not removed, and their finalizers: until they are, no others are created."""
     killed = [one for one in draft.observed.workers if one.deletion is not None and one.deletion.grace_s == 0]
     due = {one: one.deletion.since + draft.job.spec.policy.lost_worker_s for one in killed if one.deletion is not None}
     held = [one for one in killed if draft.now >= due[one]]
@@ -79,20 +79,20 @@ def removals(draft: PlanBuilder) -> None:
     if later:
         draft.wake(min(later))
     if not held:
-        draft.clear_condition(ConditionType.REMOVAL_BLOCKED, reasons.WORKERS_GONE, "all workers that were killed went")
+        draft.clear_condition(ConditionType.REMOVAL_BLOCKED, reasons.WORKERS_GONE, "all killed workers are removed")
         return
     names = ", ".join(str(one.index) for one in held[:NAMED]) + (" and others" if len(held) > NAMED else "")
     finalizers = ", ".join(sorted({name for one in held for name in one.finalizers}))
-    why = f"finalizers hold it: {finalizers}" if finalizers else "the cluster does not say why"
+    why = f"finalizers keep it: {finalizers}" if finalizers else "the cluster does not say why"
     limit = draft.job.spec.policy.lost_worker_s
-    message = f"worker {names} is still there {limit:g} s after it was killed; {why}"
+    message = f"worker {names} still exists {limit:g} s after it was killed; {why}"
     if not draft.status.is_true(ConditionType.REMOVAL_BLOCKED):
         draft.event(EventType.WARNING, reasons.WORKERS_HELD, message)
     draft.set_condition(ConditionType.REMOVAL_BLOCKED, True, reasons.WORKERS_HELD, message)
 
 
 def progress(draft: PlanBuilder) -> None:
-    """Take over newer progress, and remember on our own clock when it went on."""
+    """Store newer progress, with the time of its last change by our clock."""
     new, old = draft.observed.progress, draft.status.progress
     if new is None or (old is not None and _before(new, old)) or new.attempt > draft.status.attempt:
         return
@@ -103,9 +103,9 @@ def progress(draft: PlanBuilder) -> None:
 
 
 def stalls(draft: PlanBuilder) -> None:
-    """Show ranks that the hub found hung; the progress deadline alone restarts.
+    """Report ranks that the hub found hung; only the progress deadline restarts the gang.
 
-    A hub that says nothing takes nothing back, and what it said last of a job stays after the job's end.
+    Without a report of the hub nothing is cleared, and the last report about a job stays after its end.
     """
     if draft.observed.hung_ranks is not None and draft.status.phase not in TERMINAL_PHASES:
         draft.update(hung_ranks=draft.observed.hung_ranks)
@@ -128,15 +128,15 @@ def stalls(draft: PlanBuilder) -> None:
 
 
 def shared_memory(draft: PlanBuilder) -> None:
-    """Report shared memory without room. Training goes on without the rings and pages that do not fit."""
+    """Report full shared memory. Training continues without the rings and documents that do not fit."""
     full = draft.observed.full_shared_memory
     if full is None or draft.status.phase in TERMINAL_PHASES:
         return
     if not full:
-        message = "shared memory has room again"
+        message = "shared memory has free space again"
         draft.clear_condition(ConditionType.SHARED_MEMORY_FULL, reasons.SHARED_MEMORY_FREE, message)
         return
-    hint = "traces, progress or data loaders may be missing what does not fit; raise spec.shm.sizeLimit or free some"
+    hint = "traces or progress may be missing and data loaders may fail; raise spec.shm.sizeLimit or free some space"
     message = f"{'; '.join(full)}: {hint}"
     if not draft.status.is_true(ConditionType.SHARED_MEMORY_FULL):
         draft.event(EventType.WARNING, reasons.SHARED_MEMORY_FULL, message)
@@ -144,12 +144,12 @@ def shared_memory(draft: PlanBuilder) -> None:
 
 
 def _reachable_since(draft: PlanBuilder, since: float) -> bool:
-    """True if there was an answer after a condition changed, whose time is kept in whole seconds."""
+    """Return True if hub or launcher answered after a condition changed, whose time has whole seconds."""
     return draft.observed.last_contact is None or draft.observed.last_contact >= since + 1.0
 
 
 def hub(draft: PlanBuilder) -> None:
-    """Say why the hub does not start, once for each reason. Nothing is held back for it: training needs no hub."""
+    """Report why the hub does not start, once for each reason. Training needs no hub and continues."""
     found, known = draft.observed.hub, draft.status.condition(ConditionType.HUB_READY)
     if found is None or draft.status.phase in TERMINAL_PHASES:
         return
@@ -162,14 +162,14 @@ def hub(draft: PlanBuilder) -> None:
         return
     word = found.waiting.partition(":")[0]
     reason = SAME_PROBLEM.get(word, word)
-    message = f"the hub does not start, and training goes on without it: {found.waiting}"
+    message = f"the hub does not start, and training continues without it: {found.waiting}"
     if known is None or known.status or known.reason != reason:
         draft.event(EventType.WARNING, reasons.HUB_NOT_RUNNING, message)
         draft.set_condition(ConditionType.HUB_READY, False, reason, message)
 
 
 def tokens(draft: PlanBuilder) -> None:
-    """Report that hub and launcher cannot be read for want of their key: they run well until the next attempt."""
+    """Report that hub and launcher cannot be read without their key; they work well until the next attempt."""
     known = draft.status.condition(ConditionType.TOKEN_ACCEPTED)
     if draft.status.phase in TERMINAL_PHASES:
         return
@@ -180,8 +180,8 @@ def tokens(draft: PlanBuilder) -> None:
         return
     reason, cause = _lock(draft.observed)
     message = (
-        f"{cause}; progress and verdicts cannot be read, and training goes on; write the key that the job was started "
-        "with behind the new one into the chart's key Secret, or let the job take the new key with its next attempt"
+        f"{cause}; progress and verdicts cannot be read, and training continues; add the key that the job was started "
+        "with after the new one in the chart's key Secret, or wait until the next attempt of the job takes the new key"
     )
     if known is None or known.status or known.reason != reason:
         draft.event(EventType.WARNING, reason, message)
@@ -189,7 +189,7 @@ def tokens(draft: PlanBuilder) -> None:
 
 
 def _lock(observed: Observed) -> tuple[str, str]:
-    """Reason and words for hub and launcher that cannot be read."""
+    """Return reason and cause for a hub and a launcher that cannot be read."""
     if observed.unknown_key is not None:
         cause = f"the job was started with the installation key {observed.unknown_key}, which is not in the key file"
         return reasons.KEY_UNKNOWN, cause
@@ -200,7 +200,7 @@ def _lock(observed: Observed) -> tuple[str, str]:
 
 
 def slow_ranks(draft: PlanBuilder) -> None:
-    """Take over the hub's verdicts, under the same rules."""
+    """Store the hub's verdicts, and report which are new or cleared."""
     found = draft.observed.slow_ranks
     if found is None or draft.status.phase in TERMINAL_PHASES:
         return
@@ -214,7 +214,7 @@ def slow_ranks(draft: PlanBuilder) -> None:
 
 
 def sentences(verdicts: tuple[SlowRank, ...]) -> str:
-    """The message of the condition: what the verdicts say, but those about ranks that hang."""
+    """Return the sentences of the verdicts without those about hung ranks, as message of the condition."""
     return " ".join(one.sentence for one in _named(verdicts))
 
 
@@ -223,7 +223,7 @@ def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
 
 
 def _subject_label(verdict: SlowRank) -> str:
-    """The subject for a table's column."""
+    """Return the subject for a column of a table."""
     if verdict.node is not None:
         return verdict.node
     if verdict.subject == "worker" and verdict.worker is not None:
@@ -234,7 +234,7 @@ def _subject_label(verdict: SlowRank) -> str:
 
 
 def _report_verdicts(draft: PlanBuilder, before: tuple[SlowRank, ...], now: tuple[SlowRank, ...]) -> None:
-    """One event for each verdict that came, and one when it has gone from the list again."""
+    """Add an Event for each new verdict, and one for each that is not in the list any more."""
     for one in _without(now, before):
         draft.event(EventType.WARNING, reasons.SLOW_NODE_DETECTED, one.sentence)
     for one in _without(before, now):
@@ -247,9 +247,9 @@ def _without(verdicts: tuple[SlowRank, ...], others: tuple[SlowRank, ...]) -> tu
 
 
 def _before(new: Progress, old: Progress) -> bool:
-    """Whether a page says what was before another one, as that of a hub does whose agent has died.
+    """Return True if progress is older than what is known, as from a hub whose agent has died.
 
-    By its time alone where it is not further on: the clock of a machine may be set back.
+    Time alone decides only if the iteration is not higher: the clock of a node may be set back.
     """
     if new.attempt != old.attempt or new.updated_at is None or old.updated_at is None:
         return new.attempt < old.attempt
@@ -257,5 +257,5 @@ def _before(new: Progress, old: Progress) -> bool:
 
 
 def _mark(page: Progress) -> tuple[int, int, str]:
-    """What must change for a job to be alive; an evaluation or a checkpoint is a sign of life, too."""
+    """Return what changes while a job is alive; an evaluation or a checkpoint is a sign of life, too."""
     return page.attempt, page.iteration, page.state

@@ -12,19 +12,19 @@ from megatronapp_operator.plan.status import MAX_FAILURES, ConditionType, Failur
 from megatronapp_operator.plan.worker_history import micros
 
 COUNTED = frozenset({FailureAction.RESTART, FailureAction.EXCLUDE_AND_RESTART})
-"""Restarts that the budget bounds."""
+"""Actions that count against the budget of restarts."""
 RELEASE_BACKOFF = Backoff(initial_s=15.0, max_s=600.0)
-"""Pause after a gang was released, times 0.5 to 1.5."""
+"""Pause after a gang was released, in seconds, multiplied by 0.5 to 1.5."""
 
 
 def backoff_s(backoff: Backoff, counted: int) -> float:
-    """Pause in seconds before the restart that is number `counted` of the budget (from 1; 0: a preemption)."""
+    """Return the seconds to wait before restart number `counted` of the budget (from 1; 0: a preemption)."""
     exponent = min(max(counted - 1, 0), 64)  # 2 ** 64 seconds pass every cap, and floats do not overflow
     return min(backoff.max_s, backoff.initial_s * backoff.factor**exponent)
 
 
 def restart_at(draft: PlanBuilder) -> float:
-    """When the next gang may be created."""
+    """Return when the next gang may be created."""
     if draft.status.last_restart_time is None:
         return release_at(draft)
     policy, status = draft.job.spec.policy, draft.status
@@ -34,13 +34,15 @@ def restart_at(draft: PlanBuilder) -> float:
 
 
 def unbudgeted_failures_since(status: Status, since: float) -> int:
-    """How many of the kept failures since then were outside of the budget: no budget ends a job that meets them again
-    and again, so the pause at least must grow."""
+    """Return how many of the recorded failures since then were outside the budget.
+
+    No budget ends a job that meets such failures again and again, so at least the pause must grow.
+    """
     return sum(one.action is FailureAction.RESTART_IGNORE_MAX and one.time > since for one in status.failures)
 
 
 def release_at(draft: PlanBuilder) -> float:
-    """When a gang that was released may come again: later each time, and not when other jobs do."""
+    """Return when a released gang may be created again: later each time, and at another time than other jobs."""
     status = draft.status
     if not status.released or status.released_time is None:
         return draft.now
@@ -49,13 +51,13 @@ def release_at(draft: PlanBuilder) -> float:
 
 
 def jitter(uid: str, attempt: int) -> float:
-    """A number from 0 up to 1 that is the same for every plan of an attempt, and differs between jobs."""
+    """Return a number from 0 up to 1 that is the same for every plan of an attempt, and differs between jobs."""
     digest = hashlib.sha256(f"{uid}/{attempt}".encode()).digest()
     return int.from_bytes(digest[:4]) / 2**32
 
 
 def reset_budget(draft: PlanBuilder, until: float) -> None:
-    """Make the budget whole after a long healthy run of this attempt that lasted until `until`."""
+    """Restore the whole budget after a long healthy run of this attempt that lasted until `until`."""
     status = draft.status
     if status.running_time is None or status.restarts_towards_max == 0:
         return
@@ -83,12 +85,12 @@ def attempt_failed(draft: PlanBuilder, failure: Failure) -> None:
 
 
 def fail_job(draft: PlanBuilder, reason: str, message: str) -> None:
-    """Decide that the job fails; it *is* failed when no worker is left."""
+    """Decide that the job fails; it *has* failed once no worker is left."""
     draft.set_condition(ConditionType.FAILURE_TARGET, True, reason, message)
 
 
 def next_attempt(draft: PlanBuilder) -> None:
-    """Count the attempt up; workers of the old one are stale from now on."""
+    """Begin the next attempt; workers of the old one are stale from now on."""
     held_since = draft.status.holding_time
     held_s = 0.0 if held_since is None else max(0.0, draft.now - held_since)
     draft.update(
@@ -107,7 +109,7 @@ def next_attempt(draft: PlanBuilder) -> None:
 
 
 def record(draft: PlanBuilder, failure: Failure) -> None:
-    """Keep a failure in the status, and tell people."""
+    """Record a failure in the status and as an Event."""
     draft.update(failures=(*draft.status.failures, failure)[-MAX_FAILURES:])
     draft.event(EventType.WARNING, failure.reason, failure.message)
 
@@ -128,5 +130,5 @@ def _restart(draft: PlanBuilder, failure: Failure) -> None:
     draft.set_condition(ConditionType.RESTARTING, True, failure.reason, failure.message)
     draft.clear_condition(ConditionType.RUNNING, failure.reason, failure.message)
     pause = restart_at(draft) - draft.now
-    message = f"attempt {draft.status.attempt} starts in {pause:.0f} s, when the old workers are gone"
+    message = f"attempt {draft.status.attempt} starts in {pause:.0f} s, when the old workers are deleted"
     draft.event(EventType.NORMAL, "Restarting", message)

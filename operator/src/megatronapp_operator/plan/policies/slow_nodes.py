@@ -1,4 +1,4 @@
-"""Machines that the hub has confirmed to be slow, and what the job chose to do about them."""
+"""Nodes that the hub has confirmed to be slow, and what the user chose to do about them."""
 
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.observed import SlowRank
@@ -10,15 +10,15 @@ from megatronapp_operator.plan.status import ConditionType, Failure, FailureActi
 
 CONFIRMED = "confirmed"
 NODE_SUBJECTS = frozenset({"rank", "worker", "node"})
-"""Subjects with one machine; a link has two, and which of them is the cause is not known."""
+"""Subjects with one node; a link has two, and which of them is the cause is not known."""
 NODE_CAUSES = frozenset({"compute", "host"})
-"""Causes that stay with a machine."""
+"""Causes that stay with a node."""
 
 
 def slow_nodes(draft: PlanBuilder) -> bool:
-    """Do what the job chose about machines that are confirmed to be slow.
+    """Apply the slow-node policy of the job to nodes that are confirmed to be slow.
 
-    A full list takes no more of them: a restart for a slow machine counts against no budget, so the list is its bound.
+    A full list takes no more of them: restarts for slow nodes count against no budget, so the list bounds them.
     """
     policy, limits = draft.job.spec.slow_node, draft.job.spec.policy.exclusion
     if policy.action is SlowNodeAction.REPORT or not limits.enabled or draft.status.phase is not Phase.RUNNING:
@@ -36,7 +36,7 @@ def slow_nodes(draft: PlanBuilder) -> bool:
 
 
 def _nodes(draft: PlanBuilder) -> dict[str, SlowRank]:
-    """Machines that are slow enough, for long enough, and may be excluded, with the first verdict about each."""
+    """Return nodes that are slow enough, for long enough, and may be excluded, with the first verdict about each."""
     excluded = {one.node for one in (*draft.status.excluded_nodes, *draft.status.tolerated_nodes)}
     excluded |= draft.job.spec.policy.exclusion.allowed
     found: dict[str, SlowRank] = {}
@@ -48,7 +48,7 @@ def _nodes(draft: PlanBuilder) -> dict[str, SlowRank]:
 
 
 def _node_of(draft: PlanBuilder, verdict: SlowRank) -> str | None:
-    """The machine of a verdict about this attempt; in another attempt the same worker is somewhere else."""
+    """Return the node of a verdict about this attempt; in another attempt the same worker may have another node."""
     if verdict.subject not in NODE_SUBJECTS or verdict.since_attempt not in {None, draft.status.attempt}:
         return None
     if verdict.node is not None:
@@ -76,11 +76,11 @@ def _beyond_limit(draft: PlanBuilder, nodes: list[str]) -> list[str]:
 def _tolerated(draft: PlanBuilder) -> list[str]:
     tolerated = {one.node for one in draft.status.tolerated_nodes}
     named = sorted(tolerated & {_node_of(draft, one) for one in draft.status.slow_ranks})
-    return [f"Not excluded, because the gang found no room without: {', '.join(named)}."] if named else []
+    return [f"Not excluded, because the gang found no capacity without: {', '.join(named)}."] if named else []
 
 
 def _explain(draft: PlanBuilder, notes: list[str]) -> None:
-    """Say in the condition why slow machines stay. The message is made anew: the hub may not answer for hours."""
+    """Add to the condition why slow nodes stay. The whole message is built again: the hub may be silent for hours."""
     condition = draft.status.condition(ConditionType.SLOW_NODE_DETECTED)
     if condition is not None and condition.status:
         message = " ".join([report.sentences(draft.status.slow_ranks), *notes])
@@ -88,7 +88,7 @@ def _explain(draft: PlanBuilder, notes: list[str]) -> None:
 
 
 def _failure(draft: PlanBuilder, nodes: dict[str, SlowRank]) -> Failure:
-    """Nothing has failed; the gang saves and goes on elsewhere."""
+    """Return the failure that restarts the gang without these nodes; it saves first, because nothing has failed."""
     node, verdict = next(iter(nodes.items()))
     return Failure(
         time=draft.now,
