@@ -116,7 +116,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
     assert process.returncode == 130
-    assert "demo goes on in the cluster" in rest
+    assert "demo continues in the cluster" in rest
     assert found(plane, namespace).name == "demo"
 
 
@@ -166,7 +166,7 @@ def test_logs_come_from_the_pod_of_the_ranks_worker(
     job = door.make_job(plane, namespace, "demo", hub=False)
     code, _, problem = run("logs", "demo", "--rank", "1")
     assert code == 1
-    assert f"there is no pod {namespace}/demo-worker-0" in problem
+    assert f"pod {namespace}/demo-worker-0 does not exist" in problem
     door.make_pod(plane, job, "demo-worker-0", address=job.address, nodeName=kubelet)
     label = {"metadata": {"labels": {LABEL_ATTEMPT: "2"}}}
     door.patch(plane, f"/api/v1/namespaces/{namespace}/pods/demo-worker-0", label)
@@ -174,10 +174,10 @@ def test_logs_come_from_the_pod_of_the_ranks_worker(
     assert run("logs", "demo", "--rank", "1", "--tail", "1")[1] == "[odd] text\n"
     assert run("logs", "demo", "--worker", "0", "--attempt", "2")[1] == "launcher: starts\nlauncher: ends\n"
     assert (
-        "is of attempt 2; the log of attempt 1 went with its pod"
+        "is of attempt 2; the log of attempt 1 was deleted with its pod"
         in run("logs", "demo", "--rank", "1", "--attempt", "1")[2]
     )
-    assert "there is no worker 9" in run("logs", "demo", "--worker", "9")[2]
+    assert "has no worker 9" in run("logs", "demo", "--worker", "9")[2]
     door.set_status(plane, job, phase="Succeeded")
     assert run("logs", "demo", "--rank", "0", "-f")[:2] == (0, "step 1\n")
 

@@ -175,13 +175,13 @@ def test_who_shows_a_certificate_is_told_what_to_do(
     for words in ([], ["demo"]):
         assert cli.main(["ui", *words, "--kubeconfig", str(jane), "--door", reviewing.url, "--print"]) == 1
         problem = capsys.readouterr().err
-        assert "your kubeconfig holds no token (a client certificate, most likely)" in problem
+        assert "your kubeconfig has no token (most likely a client certificate)" in problem
         assert "--service-account NAMESPACE/NAME" in problem
     words = ["--door", reviewing.url, "--print", "--service-account"]
     assert cli.main(["ui", "--kubeconfig", str(jane), *words, f"{namespace}/none"]) == 1
     assert 'cannot create resource "serviceaccounts/token"' in capsys.readouterr().err
     assert cli.main(["ui", "--kubeconfig", str(jane), *words, "a/b/c"]) == 1
-    assert "no NAME or NAMESPACE/NAME of a service account" in capsys.readouterr().err
+    assert "write NAME or NAMESPACE/NAME of a service account" in capsys.readouterr().err
 
 
 def test_who_shows_a_certificate_enters_by_a_short_lived_token_for_the_door_alone(
@@ -266,7 +266,7 @@ def test_a_trace_of_a_job_without_a_hub_is_explained(
     words = ("trace", "export", "demo", "-o", str(tmp_path / "trace.json"), "--door", reviewing.url)
     assert "has no hub now; it needs spec.analyzer.enabled: true" in run(*words)[2]
     door.set_status(plane, job, phase="Succeeded")
-    assert "demo has ended, and its traces went with its hub" in run(*words)[2]
+    assert "demo has ended, and its traces were deleted with its hub" in run(*words)[2]
     assert not (tmp_path / "trace.json").exists()
 
 
@@ -291,13 +291,13 @@ def test_a_door_that_cannot_be_reached_is_told_with_what_to_write(
 
     forget = "meta.helm.sh/release-namespace-"  # a test of the chart may have left it
     assert plane.kubectl("annotate", "crd", "megatronjobs.megatronapp.io", forget).returncode == 0
-    how = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
+    how = "name it by --door NAMESPACE/SERVICE, or by --door URL if an Ingress leads to it"
     assert how in problem("--door", f"{namespace}/none")
-    assert "this is no NAMESPACE/SERVICE" in problem("--door", "none")
+    assert "write NAMESPACE/SERVICE" in problem("--door", "none")
     labels = {"app.kubernetes.io/component": "door", "app.kubernetes.io/part-of": "megatronapp"}
     body = {"metadata": {"name": "megatronapp", "labels": labels}, "spec": {"ports": [{"port": 8080}]}}
     door.create(plane, f"/api/v1/namespaces/{namespace}/services", body)  # anybody's, with labels that all know
-    assert "which tells where the door is; ask for the rights" in problem()
+    assert "which names the gateway's namespace; request the rights" in problem()
     _let_read_definitions(plane, namespace)
     assert "has no annotation meta.helm.sh/release-namespace" in problem()
     release = f"{namespace}-release"
@@ -310,20 +310,20 @@ def test_a_door_that_cannot_be_reached_is_told_with_what_to_write(
         rights = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{release}"
         door.create(plane, f"{rights}/roles", {"metadata": {"name": "one"}, "rules": [one]})
         door.create(plane, f"{rights}/rolebindings", _bound("one", namespace))
-        assert "the port to the door cannot be forwarded" in problem()  # found by its name
+        assert "the port of the gateway cannot be forwarded" in problem()  # found by its name
         with plane.client() as client:
             assert client.delete(f"/api/v1/namespaces/{release}/services/megatronapp").is_success
         listing = {"metadata": {"name": "services"}, "rules": [services]}
         rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{release}"
         door.create(plane, f"{rbac}/roles", listing)
         door.create(plane, f"{rbac}/rolebindings", _bound("services", namespace))
-        assert f"'{release}', the release's namespace, has no door; {how}" in problem()
+        assert f"'{release}', the release's namespace, has no gateway; {how}" in problem()
         door.create(plane, f"/api/v1/namespaces/{release}/services", body)
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("PATH", str(tmp_path))
-            assert "kubectl is not there" in problem()
+            assert "kubectl was not found" in problem()
             patched.setenv("PATH", str(plane.programs))
-            assert "the port to the door cannot be forwarded: error: cannot attach" in problem()
+            assert "the port of the gateway cannot be forwarded: error: cannot attach" in problem()
 
 
 def _bound(role: str, namespace: str) -> dict[str, Any]:

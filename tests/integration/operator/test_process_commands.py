@@ -55,8 +55,8 @@ def test_logs_are_of_the_reporting_rank_unless_another_is_named(shown: Any) -> N
     assert told(shown, "logs", "job", "--worker", "1", "--tail", "1") == "launcher says hello\n"
     for words, message in (
         (("--rank", "2"), "rank 2 is outside"),
-        (("--worker", "2"), "there is no worker 2; take 0 to 1"),
-        (("--attempt", "4"), "there is no attempt 4; there are: 0"),
+        (("--worker", "2"), "has no worker 2; take 0 to 1"),
+        (("--attempt", "4"), "attempt 4 does not exist; known attempts: 0"),
     ):
         refused = shown.cli("logs", "job", *words)
         assert (refused.returncode, message in refused.stderr) == (1, True), refused.stderr

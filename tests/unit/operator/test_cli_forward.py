@@ -131,7 +131,7 @@ def test_a_kubectl_that_forwards_from_elsewhere_is_not_believed(
 ) -> None:
     lines = ["Forwarding from 127.0.0.1:4321 -> 8080", line]
     kubectl.write_text(f"#!{sys.executable}\nfor line in {lines}:\n    print(line)\n", encoding="utf-8")
-    with pytest.raises(OperatorError, match="does not tell from where"):
+    with pytest.raises(OperatorError, match="did not report the local port"):
         forward.start()
     assert not forward.named
 

@@ -20,7 +20,7 @@ def test_a_kubeconfig_that_is_not_there_is_called_so_and_nothing_else(
     absent = str(tmp_path / "absent")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("KUBECONFIG", "" if by_flag else absent)
-    refused = pytest.raises(OperatorError, match=f"^no cluster: there is no {absent}; name one by --kubeconfig")
+    refused = pytest.raises(OperatorError, match=f"^no cluster: {absent} does not exist; name one by --kubeconfig")
     with refused, opened(named(absent if by_flag else None)):
         pytest.fail("there is a cluster")
     assert caplog.text == ""

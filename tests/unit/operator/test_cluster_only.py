@@ -51,7 +51,7 @@ def test_every_name_is_a_field() -> None:
         ),
         (
             {"fbd": {"enabled": True, "forward": {}}},
-            "error: spec.fbd.forward: this machine has no other nodes for forward ranks; leave it out",
+            "error: spec.fbd.forward: this machine has no other nodes for forward ranks; omit it",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_length_in_the_arguments_of_the_job_decides(args: tuple[str, ...]) -> 
     [
         ({"--rank": str(SIZE)}, f"rank {SIZE} is outside of this world of {SIZE}; take 0 to {SIZE - 1}"),
         ({"--peer": "99"}, f"rank 99 is outside of this world of {SIZE}"),
-        ({"--kind": "host"}, "--peer goes with --kind link only"),
+        ({"--kind": "host"}, "--peer works only with --kind link"),
         ({"--peer": "0"}, "is the slow rank itself"),
         ({"--from-step": str(TOTAL)}, f"it trains {TOTAL} iterations, steps 0 to {TOTAL - 1}"),
     ],
@@ -52,11 +52,11 @@ def test_a_fault_that_can_never_act_is_refused(changes: dict[str, str], said: st
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--factor", "1", "argument --factor: write more than 1"),
-        ("--factor", "nan", "argument --factor: write more than 1"),
+        ("--factor", "1", "argument --factor: write a number above 1"),
+        ("--factor", "nan", "argument --factor: write a number above 1"),
         ("--factor", "101", "argument --factor: write at most 100"),
-        ("--steps", "0", "argument --steps: write a whole number from 1 on"),
-        ("--rank", "-1", "argument --rank: write a whole number from 0 on"),
+        ("--steps", "0", "argument --steps: write a whole number, 1 or more"),
+        ("--rank", "-1", "argument --rank: write a whole number, 0 or more"),
     ],
 )
 def test_bad_numbers_are_a_wrong_command_line(

@@ -49,19 +49,19 @@ def make_job(save: pathlib.Path | None) -> MegatronJob:
         (
             RESTING,
             "stopped before a first checkpoint was written to SAVE",
-            "stopped at step 42, checkpoint in SAVE; run the same command to go on",
+            "stopped at step 42, checkpoint in SAVE; run the same command to continue",
         ),
         (
             BETWEEN,
-            "stopped before attempt 1 began; there is no checkpoint in SAVE",
+            "stopped before attempt 1 began; SAVE has no checkpoint",
             "stopped before attempt 1 began; the newest checkpoint in SAVE is of step 42; "
-            "run the same command to go on",
+            "run the same command to continue",
         ),
         (
             STOPPED,
-            "stopped, but not all workers reported a checkpoint; there is no checkpoint in SAVE",
+            "stopped, but not all workers reported a checkpoint; SAVE has no checkpoint",
             "stopped, but not all workers reported a checkpoint; the newest checkpoint in SAVE is of step 42; "
-            "run the same command to go on",
+            "run the same command to continue",
         ),
     ],
     ids=["saved", "between two attempts", "not saved"],

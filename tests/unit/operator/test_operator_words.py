@@ -48,8 +48,8 @@ def test_one_worker_is_not_many(count: int, said: str, all_said: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "force", "said"),
     [
-        ({"mode": "serve"}, False, "stopping; requests that are still open end with an error, at most 30 s"),
-        ({"checkpoint": {"save": "ckpt"}}, False, "stopping; a checkpoint is written, at most 30 s"),
+        ({"mode": "serve"}, False, "stopping; open requests end with an error; at most 30 s"),
+        ({"checkpoint": {"save": "ckpt"}}, False, "stopping; a checkpoint is written; at most 30 s"),
         ({}, False, "stopping; nothing is saved, as spec.checkpoint.save is not set; at most 30 s"),
         ({"checkpoint": {"save": "ckpt"}}, True, "stopping at once; no checkpoint is written"),
         ({"mode": "serve"}, True, "stopping at once"),

@@ -1,4 +1,4 @@
-"""Subcommands of `megatronapp` for jobs; the command itself lives in megatronapp_common."""
+"""Subcommands of `megatronapp` for jobs; the command itself is in megatronapp_common."""
 
 from megatronapp_operator.cli.commands import extend, register
 

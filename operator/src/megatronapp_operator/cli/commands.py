@@ -1,4 +1,4 @@
-"""The parsers of the subcommands. What they do is imported when one of them runs."""
+"""Parsers of the subcommands. The module of a subcommand is imported when it runs."""
 
 import argparse
 import importlib
@@ -13,11 +13,11 @@ from megatronapp_operator.cli.text.durations import parse_duration
 from megatronapp_operator.cli.text.numbers import parse_count, parse_factor, parse_index
 
 Subparsers = Any
-"""argparse's own type is private and generic over the parser class."""
+"""Type of `subparsers`: argparse's own type is private and generic over the parser class."""
 LOCAL = frozenset({"validate", "serve"})
-"""Subcommands that know no cluster."""
-WHERE = f"""One of these, or the variable {cluster.CONTEXT_VARIABLE} (a context), means jobs of a cluster; without,
-those of this machine are meant."""
+"""Subcommands that do not support clusters."""
+WHERE = f"""Any of these, or the variable {cluster.CONTEXT_VARIABLE} (a context), selects jobs of a cluster; without,
+jobs of this machine are selected."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -27,7 +27,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def extend(subparsers: Subparsers) -> None:
-    """Let `trace export`, which the analyzer brings, mean a cluster, too."""
+    """Add the options of a cluster to `trace export`, a command of the analyzer."""
     export = _below(_below(subparsers, "trace"), "export")
     if export is None:
         return
@@ -38,7 +38,7 @@ def extend(subparsers: Subparsers) -> None:
 
 
 def _below(above: Any, name: str) -> Any:  # noqa: ANN401
-    """The parser of a subcommand, of what holds subcommands or is a parser that does; None if there is none."""
+    """Return the parser of a subcommand of a parser or of its subparsers; None if it does not exist."""
     if isinstance(above, argparse.ArgumentParser):
         above = next((one for one in above._actions if isinstance(one, argparse._SubParsersAction)), None)
     return None if above is None else above.choices.get(name)
@@ -66,30 +66,30 @@ def _add(subparsers: Subparsers, name: str, text: str, *, description: str | Non
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("on a cluster", WHERE)
     where.add_argument("--context", metavar="NAME", help="context of the kubeconfig")
-    where.add_argument("-n", "--namespace", metavar="NAME", help="namespace; left out: the context's")
-    where.add_argument("--kubeconfig", metavar="FILE", help="kubeconfig; left out: KUBECONFIG or ~/.kube/config")
-    where.add_argument("--cluster", action="store_true", help="the kubeconfig's own context and namespace")
+    where.add_argument("-n", "--namespace", metavar="NAME", help="namespace (default: that of the context)")
+    where.add_argument("--kubeconfig", metavar="FILE", help="kubeconfig (default: $KUBECONFIG or ~/.kube/config)")
+    where.add_argument("--cluster", action="store_true", help="use the kubeconfig's current context and namespace")
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    """Only for those subcommands that talk to hubs."""
-    text = "on a cluster: the door's URL, or NAMESPACE/SERVICE; left out: the one that is found"
+    """Add options for subcommands that connect to hubs."""
+    text = "on a cluster: URL or NAMESPACE/SERVICE of the gateway (default: discover it)"
     parser.add_argument("--door", metavar="WHERE", help=text)
-    text = "on a cluster: show the door a token of this service account; left out: your own, or one that you may have"
+    text = "on a cluster: log in with a token of this service account (default: your own, or another that you may use)"
     parser.add_argument("--service-account", metavar="[NAMESPACE/]NAME", help=text)
 
 
 def _add_job(parser: argparse.ArgumentParser, text: str = "name of a job", *, nargs: str | None = None) -> None:
-    """The name of a job that is known; the shell completes it."""
+    """Add the name of a job as an argument, with completion in the shell."""
     job = parser.add_argument("job", nargs=nargs, metavar="JOB", help=text)
     job.complete = {"bash": JOB_NAMES}  # type: ignore[attr-defined] # read by shtab
 
 
 def _run(subparsers: Subparsers) -> None:
-    text = """Run a MegatronJob on this machine: every worker is a group of processes. Or hand it to a
-cluster, and follow it there: then Ctrl-C ends the following only, and the log is left to `megatronapp logs -f`.
+    text = """Run a MegatronJob on this machine: every worker is a group of processes. Or store it on a
+cluster and follow its events: Ctrl-C then only ends the following, and `megatronapp logs -f` prints the log.
 
-Without --detach the job lives in front of you: the first Ctrl-C asks for a checkpoint and stops it, the second kills
+Without --detach the job runs in the foreground: the first Ctrl-C writes a checkpoint and stops it, the second kills
 it. On a terminal the pages stay open for spec.analyzer.retainSeconds after the end, or until Ctrl-C.
 Paths in the manifest are relative to the current folder.
 Exit code: 0 complete, 1 failed or refused, 2 bad manifest, 130 interrupted."""
@@ -98,30 +98,32 @@ Exit code: 0 complete, 1 failed or refused, 2 bad manifest, 130 interrupted."""
     parser.add_argument("--name", help="name of the job, in place of metadata.name")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--follow", action="store_true", help="also print progress, the trainer's log and verdicts")
-    how.add_argument("--detach", action="store_true", help="come back at once; the job survives the terminal")
+    how.add_argument("--detach", action="store_true", help="return at once; the job survives the terminal")
 
 
 def _serve(subparsers: Subparsers) -> None:
-    text = """Serve a checkpoint on this machine: an API that OpenAI's clients know, until the job is deleted. Without
---detach it lives in front of you: Ctrl-C stops it. Once it is ready, address and key are printed.
+    text = """Serve a checkpoint on this machine by an OpenAI-compatible API until the job is deleted. Without
+--detach it runs in the foreground: Ctrl-C stops it. Once it is ready, address and key are printed.
 On a cluster: megatronapp serve --load DIRECTORY --manifest | kubectl apply -f -, with volume and image added.
 Exit code: 1 failed or refused, 2 bad options, 130 interrupted."""
     parser = _add(subparsers, "serve", "serve a checkpoint on this machine", description=text)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--load", metavar="DIRECTORY", help="where the checkpoints are; the newest whole one is served")
-    what.add_argument("--print", dest="job", metavar="JOB", help="only print address and key of a job, for a shell")
+    what.add_argument("--load", metavar="DIRECTORY", help="directory of checkpoints; the newest complete one is served")
+    what.add_argument(
+        "--print", dest="job", metavar="JOB", help="only print address and key of a job, as shell exports"
+    )
     parser.add_argument("--name", default="serve", help="name of the job, and of the model (default: %(default)s)")
     _add_serve_layout(parser)
     _add_serve_limits(parser)
     parser.add_argument("--pages", action=argparse.BooleanOptionalAction, default=True, help="serve the pages, too")
     parser.add_argument(
-        "--scope-plugins", nargs="+", metavar="MODULE", help="modules of your own that register places for MegaScope"
+        "--scope-plugins", nargs="+", metavar="MODULE", help="Python modules that register sites for MegaScope"
     )
     parser.add_argument("--manifest", action="store_true", help="only print the MegatronJob")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--follow", action="store_true", help="also print progress and the log of rank 0")
-    how.add_argument("--detach", action="store_true", help="come back at once; the job survives the terminal")
-    parser.add_argument("args", nargs="*", metavar="-- FLAGS", help="more flags of the trainer")
+    how.add_argument("--detach", action="store_true", help="return at once; the job survives the terminal")
+    parser.add_argument("args", nargs="*", metavar="-- FLAGS", help="other flags of the trainer")
     add_spellings(parser)
 
 
@@ -129,22 +131,24 @@ def _add_serve_layout(parser: argparse.ArgumentParser) -> None:
     for size, text in (("tensor", "ranks that share each layer"), ("pipeline", "pipeline stages")):
         flag = f"--{size}-model-parallel-size"
         parser.add_argument(flag, type=parse_count, default=1, metavar="N", help=f"{text} (default: %(default)s)")
-    parser.add_argument("--gpu", action="store_true", help="a GPU for each rank; left out: the CPU")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), help="left out: as trained")
+    parser.add_argument("--gpu", action="store_true", help="use a GPU for each rank (default: the CPU)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="precision of the weights (default: as trained)")
     parser.add_argument(
-        "--tokenizer-file", metavar="FILE", help="tokenizer.json; left out: the checkpoint's, if it has one"
+        "--tokenizer-file", metavar="FILE", help="tokenizer.json (default: the checkpoint's, if it has one)"
     )
     parser.add_argument("--vocab-file", metavar="FILE", help="vocab.json of a GPT-2 BPE, together with --merge-file")
     parser.add_argument("--merge-file", metavar="FILE", help="merges.txt of a GPT-2 BPE")
 
 
 def _add_serve_limits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", metavar="ADDRESS", help="left out: 127.0.0.1")
-    parser.add_argument("--port", type=parse_index, metavar="P", help="left out: 8000; 0: a free one")
+    parser.add_argument("--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", type=parse_index, metavar="P", help="port to listen on; 0: a free one (default: 8000)"
+    )
     limits = {
         "--max-batch-size": "prompts that are generated together",
         "--max-tokens": "most new tokens of a prompt",
-        "--max-length": "most tokens of a prompt and what follows",
+        "--max-length": "most tokens of a prompt and its completion",
         "--prefill-chunk": "tokens of prompts that one forward pass reads",
     }
     for flag, text in limits.items():
@@ -153,20 +157,20 @@ def _add_serve_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _validate(subparsers: Subparsers) -> None:
-    text = """Judge manifests by the same rules as the API server, without one; every problem is told with its place.
-Flags in spec.args, corpora and tokenizers are looked at by `run`, before it starts anything.
-Exit code: 0 all are valid, 2 some are not."""
-    parser = _add(subparsers, "validate", "say what is wrong with manifests", description=text)
+    text = """Check manifests by the same rules as the API server, without one; every problem is listed with its field.
+Flags in spec.args, corpora and tokenizers are checked by `run`, before it starts anything.
+Exit code: 0 all valid, 2 some invalid."""
+    parser = _add(subparsers, "validate", "check manifests", description=text)
     parser.add_argument("files", metavar="FILE", nargs="+", help="MegatronJob in YAML or JSON; - reads standard input")
 
 
 def _get(subparsers: Subparsers) -> None:
     parser = _add(subparsers, "get", "list jobs, or show one")
-    _add_job(parser, "name of a job; left out: all", nargs="?")
+    _add_job(parser, "name of a job (default: all jobs)", nargs="?")
     parser.add_argument("-o", "--output", choices=("json", "yaml", "wide", "name"), help="form of the output")
-    parser.add_argument("-w", "--watch", action="store_true", help="go on printing a line whenever something changes")
-    parser.add_argument("-A", "--all-namespaces", action="store_true", help="on a cluster: of all namespaces")
-    parser.add_argument("--no-headers", action="store_true", help="leave the line of column names out")
+    parser.add_argument("-w", "--watch", action="store_true", help="keep printing a line for each change")
+    parser.add_argument("-A", "--all-namespaces", action="store_true", help="on a cluster: jobs of all namespaces")
+    parser.add_argument("--no-headers", action="store_true", help="omit the line of column names")
 
 
 def _describe(subparsers: Subparsers) -> None:
@@ -175,21 +179,21 @@ def _describe(subparsers: Subparsers) -> None:
 
 
 def _logs(subparsers: Subparsers) -> None:
-    text = """Print the log of one process of a job: of the rank that reports the loss, unless another one is named.
-On a cluster only the newest attempt has one."""
+    text = """Print the log of one process of a job: by default of the rank that reports the loss.
+On a cluster only the newest attempt has a log."""
     parser = _add(subparsers, "logs", "print the log of a rank or a worker", description=text)
     _add_job(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing until the job has ended")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="N", help="log of this global rank")
     which.add_argument("--worker", type=int, metavar="N", help="log of this worker's launcher")
-    parser.add_argument("--attempt", type=int, metavar="N", help="life of the gang; left out: the newest")
-    parser.add_argument("--tail", type=int, metavar="LINES", help="only so many of the last lines")
+    parser.add_argument("--attempt", type=int, metavar="N", help="number of the attempt (default: the newest)")
+    parser.add_argument("--tail", type=int, metavar="LINES", help="print only this many of the last lines")
 
 
 def _wait(subparsers: Subparsers) -> None:
     text = """Wait until a condition of a job is true, or until it is deleted.
-Ends early with code 1 if the job has ended in another way."""
+Exits early with code 1 if the job has ended in another way."""
     parser = _add(subparsers, "wait", "wait for a condition of a job", description=text)
     _add_job(parser)
     parser.add_argument(
@@ -204,38 +208,36 @@ Ends early with code 1 if the job has ended in another way."""
         type=parse_duration,
         default=30.0,
         metavar="TIME",
-        help="such as 90s, 10m, 1h30m; negative waits for ever (default: 30s)",
+        help="such as 90s, 10m, 1h30m; negative waits without limit (default: 30s)",
     )
 
 
 def _delete(subparsers: Subparsers) -> None:
-    parser = _add(subparsers, "delete", "stop a job and forget it with its logs; checkpoints stay")
+    parser = _add(subparsers, "delete", "stop a job and delete it with its logs; checkpoints are kept")
     _add_job(parser)
-    parser.add_argument("--ignore-not-found", action="store_true", help="no error if there is none")
+    parser.add_argument("--ignore-not-found", action="store_true", help="exit with code 0 if the job does not exist")
     parser.add_argument("--force", action="store_true", help="do not wait for a checkpoint")
 
 
 def _inject(subparsers: Subparsers) -> None:
-    text = """Make one rank slow for some steps, to see whether it is named.
+    text = """Make one rank slow for some steps, to see whether MegaScan finds it.
 Needs spec.analyzer.enabled and spec.trace.enabled."""
     parser = _add(subparsers, "inject", "make one rank slow for a while", description=text)
     _add_job(parser, "name of a running job")
-    parser.add_argument("--rank", type=parse_index, required=True, metavar="R", help="global rank that is made slow")
+    parser.add_argument("--rank", type=parse_index, required=True, metavar="R", help="global rank to make slow")
     parser.add_argument("--kind", choices=("compute", "host", "link"), required=True, help="what is slow")
-    parser.add_argument(
-        "--factor", type=parse_factor, required=True, metavar="F", help="how many times as long; above 1"
-    )
+    parser.add_argument("--factor", type=parse_factor, required=True, metavar="F", help="slowdown, above 1")
     parser.add_argument("--from-step", type=parse_index, required=True, metavar="N", help="first step")
     parser.add_argument("--steps", type=parse_count, required=True, metavar="M", help="number of steps")
     _add_gateway(parser)
-    parser.add_argument("--peer", type=parse_index, metavar="R", help="with link: only what comes from this rank")
+    parser.add_argument("--peer", type=parse_index, metavar="R", help="with --kind link: only messages from this rank")
 
 
 def _ui(subparsers: Subparsers) -> None:
-    text = """Open the pages of a job by an address that logs the browser in once: within a minute, on a cluster within
-five. There a port is forwarded to the door until Ctrl-C, and the rights are your own; without JOB it shows the list of
-jobs. Of a job of this machine that has ended the pages are those that were stored; they stay open until Ctrl-C."""
+    text = """Open the pages of a job by an address that logs the browser in once, within a minute, on a cluster within
+five. On a cluster a port is forwarded to the gateway until Ctrl-C, with your own rights; without JOB it lists the
+jobs. For a job of this machine that has ended, the stored pages are served until Ctrl-C."""
     parser = _add(subparsers, "ui", "open the pages of a job", description=text)
     _add_job(parser, nargs="?")
     _add_gateway(parser)
-    parser.add_argument("--print", action="store_true", dest="print_only", help="print the address, and nothing else")
+    parser.add_argument("--print", action="store_true", dest="print_only", help="only print the address")

@@ -1,4 +1,4 @@
-"""`megatronapp delete`."""
+"""`megatronapp delete` for jobs of this machine."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from megatronapp_operator.plan import Phase
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Stop a job and forget it; returns the exit code."""
+    """Stop a job and delete it; return the exit code."""
     try:
         job = registry.view(arguments.job)
     except JobNotFoundError:
@@ -29,14 +29,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _stopping(job: JobView, *, force: bool) -> str:
-    """Said before the wait, which may be long."""
+    """Return the line that is printed before the wait, which may be long."""
     serves = job.document["spec"].get("mode") == "serve"
     if force:
         return "stopping at once" if serves else "stopping at once; no checkpoint is written"
     if serves and job.phase != Phase.RUNNING:  # it takes no requests
         return f"stopping; at most {grace_s(job):g} s"
     if serves:
-        return f"stopping; requests that are still open end with an error, at most {grace_s(job):g} s"
+        return f"stopping; open requests end with an error; at most {grace_s(job):g} s"
     if not job.document["spec"].get("checkpoint", {}).get("save"):
         return f"stopping; nothing is saved, as spec.checkpoint.save is not set; at most {grace_s(job):g} s"
-    return f"stopping; a checkpoint is written, at most {grace_s(job):g} s"
+    return f"stopping; a checkpoint is written; at most {grace_s(job):g} s"

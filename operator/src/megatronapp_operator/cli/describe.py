@@ -1,4 +1,4 @@
-"""`megatronapp describe`."""
+"""`megatronapp describe` for jobs of this machine."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -15,20 +15,20 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print everything about a job; returns the exit code."""
+    """Print everything about a job; return the exit code."""
     job = registry.view(arguments.job)
     print("\n".join(describe(job)), flush=True)
     return 0
 
 
 def describe(job: JobView) -> Iterator[str]:
-    """Lines about a job of this machine."""
+    """Yield the lines about a job of this machine."""
     backend = ("Backend", "running" if job.alive else "ended")
     yield from lines(job, files.read_lines(job.paths.events), place=[backend], end=[("State", str(job.paths.root))])
 
 
 def lines(job: JobHandle, events: list[dict[str, Any]], *, place: Pairs, end: Pairs = ()) -> Iterator[str]:
-    """Lines about a job; what only its backend knows stands in `place`, after the phase, and at the head's `end`."""
+    """Yield the lines about a job; the backend adds rows as `place`, after the phase, and as `end` of the head."""
     yield from _pairs([*_head(job, place), *end])
     yield from _conditions(job.status)
     yield from _workers(job.status)
@@ -112,5 +112,5 @@ def _events(events: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _line(text: str) -> str:
-    """The first line of a message: a table has no room for the rest."""
+    """Return the first line of a message: a table has no space for the rest."""
     return text.splitlines()[0] if text else ""

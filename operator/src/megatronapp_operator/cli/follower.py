@@ -1,4 +1,4 @@
-"""What `megatronapp run` prints while the job lives in front of the user."""
+"""Output of `megatronapp run` while the job runs in the foreground."""
 
 import contextlib
 import pathlib
@@ -15,11 +15,11 @@ from megatronapp_operator.plan.observed import Progress
 from megatronapp_operator.plan.policies.report import NAMED_STATES
 
 REPORTED_BY_VERDICTS = frozenset({"SlowNodeDetected", "RankHung"})
-"""Events whose words --follow prints as verdicts, one by one."""
+"""Events with the same text as verdicts, which --follow prints one by one."""
 
 
 class JobFollower:
-    """A listener of the backend. A terminal that has gone away silences it and does not harm the job."""
+    """Listener of the backend. If the terminal disconnects, it prints nothing any more and the job is not harmed."""
 
     def __init__(self, job: MegatronJob, paths: JobPaths, *, verbose: bool, retain_hub: bool) -> None:
         self._job = job
@@ -36,7 +36,6 @@ class JobFollower:
         self._pages_told = False
 
     def __call__(self, status: Status, actions: tuple[Action, ...]) -> None:
-        """Print what is new."""
         self._print_page_address()
         for action in actions:
             if isinstance(action, RecordEvent) and not (self._verbose and action.reason in REPORTED_BY_VERDICTS):
@@ -55,7 +54,7 @@ class JobFollower:
                 self._print_retention()
 
     def finish(self, status: Status) -> None:
-        """Print the rest of the log, and what a stop has left."""
+        """Print the rest of the log, and the result of a stop."""
         if self._verbose:
             self._print_log(status)
             self._print_remaining()
@@ -73,7 +72,7 @@ class JobFollower:
             self._print(f"{mark}{event.message}")
 
     def _is_expected(self, words: str) -> bool:
-        """True if a rank says only that it stopped, as the user asked, and did not save; `finish` says so once."""
+        """Return True for a message of a rank that stopped without saving, as requested; `finish` prints that once."""
         return self._stopping and UNSAVED_STOP in words
 
     def _print(self, line: str) -> None:
@@ -85,7 +84,7 @@ class JobFollower:
             self._silent = True
 
     def _print_page_address(self) -> None:
-        """As soon as the hub answers."""
+        """Print the address of the pages as soon as the hub answers."""
         if not self._pages_told and self._job.spec.analyzer.enabled:
             with contextlib.suppress(HubError):
                 address = page_address(self._paths, mode=self._job.spec.mode)
@@ -121,7 +120,7 @@ class JobFollower:
         self._say_lines(self._log.lines())
 
     def _print_remaining(self) -> None:
-        """A rank that was killed may have left half a line."""
+        """Print the rest of the log; a rank that was killed may have left half a line."""
         if self._log is not None:
             self._say_lines(self._log.lines(final=True))
 
@@ -139,14 +138,14 @@ class JobFollower:
 
 
 class LogTail:
-    """New whole lines of a file that may not be there yet."""
+    """Reader of new whole lines of a file that may not exist yet."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
         self._offset = 0
 
     def lines(self, *, final: bool = False) -> list[str]:
-        """The lines since the last call. `final`: nothing follows any more, so a line without an end is one, too."""
+        """Return the lines since the last call; with `final` also a last line without a line end."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -159,7 +158,7 @@ class LogTail:
 
 
 def progress_line(page: Progress) -> str:
-    """One line about how far the job is."""
+    """Format the progress of a job as one line."""
     if page.state == "serving":
         return f"{page.iteration} prompts answered  {page.tokens_per_second or 0:,.0f} tokens/s"
     total = "" if page.total_iterations is None else f"/{page.total_iterations}"
@@ -174,7 +173,8 @@ def progress_line(page: Progress) -> str:
 
 
 def reporting_rank(job: MegatronJob) -> int:
-    """The rank that reports the loss: the first of the last stage (docs/contracts.md, section 5). Serving, rank 0."""
+    """Return the rank that reports the loss: the first of the last stage (docs/contracts.md, section 5); 0 if it
+    serves."""
     if job.spec.mode == "serve":
         return 0
     layout, world = job.spec.parallelism, job.world
@@ -189,11 +189,11 @@ def reporting_rank(job: MegatronJob) -> int:
 
 
 def reporting_log(job: MegatronJob, paths: JobPaths, attempt: int) -> pathlib.Path:
-    """Log of the reporting rank."""
+    """Return the path of the log of the reporting rank."""
     return rank_log(job, paths, attempt, reporting_rank(job))
 
 
 def rank_log(job: MegatronJob, paths: JobPaths, attempt: int, rank: int) -> pathlib.Path:
-    """Log of one rank. Raises TopologyError for a rank outside of the world."""
+    """Return the path of the log of one rank. Raises TopologyError for a rank outside the world."""
     worker = Placement(job.world.proc_per_node).worker_of(rank)
     return paths.run_dir(attempt, worker) / f"rank-{rank}.log"

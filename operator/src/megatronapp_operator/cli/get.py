@@ -1,4 +1,4 @@
-"""`megatronapp get`."""
+"""`megatronapp get` for jobs of this machine."""
 
 import argparse
 import json
@@ -19,12 +19,12 @@ WATCH_S = 0.5
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print one job or all of this machine; returns the exit code."""
+    """Print one job or all of this machine; return the exit code."""
     return show(registry, arguments)
 
 
 def show(place: JobLookup, arguments: argparse.Namespace, *, watch_s: float = WATCH_S, namespaces: bool = False) -> int:
-    """Print one job or all, wherever they are; with `namespaces` the table says which they are in."""
+    """Print one job or all jobs of `place`, with a column for namespaces if `namespaces`; return the exit code."""
     jobs = _jobs(place, arguments.job)
     if not jobs and not arguments.watch:
         if arguments.output in {"json", "yaml"}:
@@ -54,7 +54,7 @@ class _Printer:
         self._table = Table()
 
     def print(self, jobs: Sequence[JobHandle], *, headers: bool) -> None:
-        """Print jobs in the form that was asked for."""
+        """Print jobs in the selected format."""
         output = self._arguments.output
         if output in {"json", "yaml"}:
             _print_documents(jobs, single=self._arguments.job is not None, output=output)
@@ -85,7 +85,7 @@ def _print_documents(jobs: Sequence[JobHandle], *, single: bool, output: str) ->
 def _watch(
     place: JobLookup, arguments: argparse.Namespace, printer: _Printer, every_s: float, seen: dict[tuple[str, str], Any]
 ) -> None:
-    """Print every job again that changed; ends with a named job that is deleted, else by Ctrl-C."""
+    """Print every job again that changed, until a named job is deleted or Ctrl-C."""
     while True:
         time.sleep(every_s)
         try:

@@ -1,4 +1,4 @@
-"""`megatronapp inject`."""
+"""`megatronapp inject` for jobs of this machine."""
 
 import argparse
 from typing import Any
@@ -16,10 +16,10 @@ TIMEOUT_S = 5.0
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Hand a fault to the job's hub; returns the exit code."""
+    """Send a fault to the job's hub; return the exit code."""
     job = registry.view(arguments.job)
     if job.ended:
-        raise OperatorError(f"{job.name} has ended ({job.phase}); faults act in running jobs only")
+        raise OperatorError(f"{job.name} has ended ({job.phase}); faults need a running job")
     check(load_job({key: value for key, value in job.document.items() if key != "status"}), arguments)
     url, token = hub_access(job.paths)
     print(describe_fault(post(f"{url}/api/v1/faults", token=token, document=fault_of(arguments)), arguments))
@@ -27,7 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def fault_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fault as the hub takes it."""
+    """Return the fault as a document of the hub's API."""
     return without_none(
         {
             "rank": arguments.rank,
@@ -41,7 +41,7 @@ def fault_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe_fault(answer: dict[str, Any], arguments: argparse.Namespace) -> str:
-    """What was given, in words."""
+    """Describe the accepted fault as one line."""
     last = arguments.from_step + arguments.steps - 1
     peer = "" if arguments.peer is None else f" from rank {arguments.peer}"
     return (
@@ -51,18 +51,18 @@ def describe_fault(answer: dict[str, Any], arguments: argparse.Namespace) -> str
 
 
 def check(job: MegatronJob, arguments: argparse.Namespace) -> None:
-    """Raises OperatorError for a fault that could never act in this job."""
+    """Check a fault against the job. Raises OperatorError if it could never act in this job."""
     size = job.world.world_size
     for rank in (arguments.rank, arguments.peer):
         if rank is not None and rank >= size:
             raise OperatorError(f"rank {rank} is outside of this world of {size}; take 0 to {size - 1}")
     if arguments.peer is not None and arguments.kind != "link":
-        raise OperatorError(f"--peer goes with --kind link only; leave it out for {arguments.kind}")
+        raise OperatorError(f"--peer works only with --kind link; omit it for {arguments.kind}")
     if arguments.peer is not None and arguments.peer == arguments.rank:
         raise OperatorError(f"--peer {arguments.peer} is the slow rank itself; name another rank")
     if job.spec.training is None:
         raise OperatorError(
-            f"{job.metadata.name} serves a model, and faults slow steps of a training; name another job"
+            f"{job.metadata.name} serves a model, but faults slow down training steps; name another job"
         )
     total = job.spec.training.train_iters
     args_decide = gives(job, "--train-iters") or gives(job, "--train-samples")
@@ -74,7 +74,7 @@ def check(job: MegatronJob, arguments: argparse.Namespace) -> None:
 
 
 def post(url: str, *, token: str, document: dict[str, Any]) -> dict[str, Any]:
-    """POST to the hub; returns its answer. Raises HubError with the hub's own words."""
+    """POST to the hub and return its answer. Raises HubError with the hub's message."""
     try:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
             answer = client.post(url, json=document, headers={"Authorization": f"Bearer {token}"})
@@ -87,7 +87,7 @@ def post(url: str, *, token: str, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def problem_of(answer: httpx.Response) -> str:
-    """What the hub says is wrong, with its hint."""
+    """Return the problem in the hub's answer, with its hint."""
     try:
         problem = answer.json()
         message, hint = str(problem["message"]), str(problem["hint"])
@@ -97,5 +97,5 @@ def problem_of(answer: httpx.Response) -> str:
 
 
 def _lowered(text: str) -> str:
-    """A sentence that goes on after a semicolon. Words in capitals stay."""
+    """Return a sentence to follow a semicolon, with a small first letter unless its first term is in capitals."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]

@@ -1,38 +1,38 @@
-"""Jobs as the subcommands see them, wherever they run."""
+"""Interfaces of jobs on this machine or a cluster, for the subcommands."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 
 class JobHandle(Protocol):
-    """One job: of this machine, or of a cluster."""
+    """One job, of this machine or of a cluster."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the job."""
 
     @property
     def document(self) -> dict[str, Any]:
-        """The MegatronJob, status included."""
+        """MegatronJob as JSON, status included."""
 
     @property
     def status(self) -> dict[str, Any]:
-        """Its status."""
+        """Status of the job."""
 
     @property
     def phase(self) -> str:
-        """Its phase."""
+        """Phase of the job."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more happens by itself."""
+        """True if the job does not change any more by itself."""
 
 
 class JobLookup(Protocol):
-    """Where jobs are looked up. Both methods raise OperatorError."""
+    """Source of jobs. Both methods raise OperatorError."""
 
     def view(self, name: str) -> JobHandle:
-        """The job of this name, as it is now. Raises JobNotFoundError."""
+        """Return the current state of the job of this name. Raises JobNotFoundError."""
 
     def views(self) -> Sequence[JobHandle]:
-        """All jobs, by name."""
+        """Return all jobs, by name."""

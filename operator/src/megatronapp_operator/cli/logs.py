@@ -1,4 +1,4 @@
-"""`megatronapp logs`."""
+"""`megatronapp logs` for jobs of this machine."""
 
 import argparse
 import pathlib
@@ -15,12 +15,12 @@ POLL_S = 0.2
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print a log; returns the exit code."""
+    """Print a log; return the exit code."""
     job = registry.view(arguments.job)
     attempt = _attempt(job, arguments.attempt)
     path = _path(job, arguments, attempt)
     if not path.exists() and not arguments.follow:
-        raise OperatorError(f"{path}: there is no such log (yet); {_launcher_hint(job, arguments)}")
+        raise OperatorError(f"{path}: this log does not exist (yet); {_launcher_hint(job, arguments)}")
     tail = LogTail(path)
     lines = tail.lines(final=job.ended)
     _print(lines if arguments.tail is None else lines[max(0, len(lines) - arguments.tail) :])
@@ -37,7 +37,7 @@ def _attempt(job: JobView, wanted: int | None) -> int:
         return attempts[-1] if attempts else 0
     if wanted not in attempts:
         known = ", ".join(map(str, attempts)) or "none yet"
-        raise OperatorError(f"{job.name}: there is no attempt {wanted}; there are: {known}")
+        raise OperatorError(f"{job.name}: attempt {wanted} does not exist; known attempts: {known}")
     return wanted
 
 
@@ -45,9 +45,7 @@ def _path(job: JobView, arguments: argparse.Namespace, attempt: int) -> pathlib.
     loaded = _loaded(job)
     if arguments.worker is not None:
         if not 0 <= arguments.worker < loaded.world.nodes:
-            raise OperatorError(
-                f"{job.name}: there is no worker {arguments.worker}; take 0 to {loaded.world.nodes - 1}"
-            )
+            raise OperatorError(f"{job.name} has no worker {arguments.worker}; take 0 to {loaded.world.nodes - 1}")
         return job.paths.run_dir(attempt, arguments.worker) / "launcher.log"
     rank = reporting_rank(loaded) if arguments.rank is None else arguments.rank
     return rank_log(loaded, job.paths, attempt, rank)
@@ -60,11 +58,11 @@ def _launcher_hint(job: JobView, arguments: argparse.Namespace) -> str:
 
 
 def _empty(job: JobView, arguments: argparse.Namespace) -> str:
-    """Why a log may be empty, and which ones are not."""
+    """Return why a log may be empty, and which ones are not."""
     if arguments.worker is not None:
         return f"the log of worker {arguments.worker}'s launcher is empty"
     rank = reporting_rank(_loaded(job))
-    read = f"the launchers tell of starts and ends: megatronapp logs {job.name} --worker 0"
+    read = f"the launchers log starts and ends: megatronapp logs {job.name} --worker 0"
     if arguments.rank in {None, rank}:
         return f"the log of rank {rank} is empty; {read}"
     return f"the log of rank {arguments.rank} is empty; rank {rank} reports the loss, and {read}"
@@ -80,7 +78,7 @@ def _print(lines: list[str]) -> None:
 
 
 def _follow(name: str, tail: LogTail, path: pathlib.Path, *, moving: bool, arguments: argparse.Namespace) -> None:
-    """Print new lines until the job has ended; go over to the next attempt's log."""
+    """Print new lines until the job has ended; continue with the log of the next attempt."""
     while True:
         try:
             job = registry.view(name)

@@ -1,4 +1,4 @@
-"""Manifests as people give them to a subcommand."""
+"""Manifests that users give to a subcommand."""
 
 import pathlib
 import re
@@ -11,12 +11,12 @@ from megatronapp_operator.errors import ManifestError
 BAD_MANIFEST_EXIT_CODE = 2
 WHOLE = "the document: "
 NUMBER = re.compile(r"(?:multiple|divide|divisor).*; (?:write|make) .*\d")
-"""A problem that tells what to write instead, where that follows from other fields."""
+"""Problem with a number to write instead, where that number depends on other fields."""
 ONE_BY_ONE = "note: each number above fits the fields as they are now; change one, and validate again before the next"
 
 
 def read_manifest(file: str, *, name: str | None = None) -> MegatronJob:
-    """The job in a file (or '-'), under another name if one is given. Raises ManifestError, one problem a line."""
+    """Read a job from a file (or '-'), with another name if one is given. Raises ManifestError, one problem a line."""
     try:
         document = parse_manifest(_read(file))
         if name is not None and isinstance(document, dict) and isinstance(document.get("metadata"), dict):
@@ -27,9 +27,10 @@ def read_manifest(file: str, *, name: str | None = None) -> MegatronJob:
 
 
 def print_problems(error: ManifestError, *, file: str | None = None) -> None:
-    """One line for each on standard error, and a word where two of them tell numbers, which may not fit together.
+    """Print one line for each problem on standard error.
 
-    Fields are told with `file`, where there are several.
+    A note follows if two of them have numbers, which may not fit together. With several files, `file` is added to each
+    line.
     """
     shown = "" if file is None else f"{source_name(file)}: "
     lines = str(error).splitlines()
@@ -40,12 +41,12 @@ def print_problems(error: ManifestError, *, file: str | None = None) -> None:
 
 
 def source_name(file: str) -> str:
-    """What people call it."""
+    """Return the name of the file for messages."""
     return "standard input" if file == "-" else file
 
 
 def _named(problems: str, file: str) -> str:
-    """Problems of the document as a whole are told with the file's name; others begin with a field."""
+    """Put the name of the file before problems of the whole document; others begin with a field."""
     lines = (line.replace("the document: is not YAML: ", "the document: ", 1) for line in problems.splitlines())
     return "\n".join(f"{file}: {rest}" if (rest := line.removeprefix(WHOLE)) != line else line for line in lines)
 

@@ -1,4 +1,4 @@
-"""`megatronapp run`."""
+"""`megatronapp run` for jobs of this machine."""
 
 import argparse
 import sys
@@ -21,12 +21,12 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run a job; returns the exit code."""
+    """Run a job; return the exit code."""
     return start(lambda: read_job(arguments.file, name=arguments.name), arguments)
 
 
 def start(read: Callable[[], MegatronJob], arguments: argparse.Namespace) -> int:
-    """Run the job that `read` gives or refuses with ManifestError; returns the exit code."""
+    """Run the job that `read` returns, or print the problems of its ManifestError; return the exit code."""
     try:
         job = read()
         commands = build_commands(job)
@@ -50,26 +50,26 @@ def start(read: Callable[[], MegatronJob], arguments: argparse.Namespace) -> int
 
 
 def exit_code(status: Status) -> int:
-    """What a script wants to know."""
+    """Return the exit code for a script."""
     if status.phase is Phase.SUCCEEDED:
         return 0
     return INTERRUPTED_EXIT_CODE if was_interrupted(status) else 1
 
 
 def read_job(file: str, *, name: str | None) -> MegatronJob:
-    """A job that this machine can run. Raises ManifestError, one problem a line."""
+    """Read a job that this machine can run. Raises ManifestError, one problem a line."""
     return runnable(read_manifest(file, name=name))
 
 
 def runnable(job: MegatronJob) -> MegatronJob:
-    """The job, if this machine can run it. Raises ManifestError, one problem a line."""
+    """Return the job if this machine can run it. Raises ManifestError, one problem a line."""
     problems = []
     if job.spec.suspend:
-        problems.append("spec.suspend: true would start nothing on this machine; leave it out")
+        problems.append("spec.suspend: true would start nothing on this machine; omit it")
     if job.spec.run_policy.clean_pod_policy != "Running":
-        problems.append("spec.runPolicy.cleanPodPolicy: there are no pods on this machine; leave it out")
+        problems.append("spec.runPolicy.cleanPodPolicy: this machine has no pods; omit it")
     if job.spec.fbd.enabled and job.spec.fbd.forward is not None:
-        problems.append("spec.fbd.forward: this machine has no other nodes for forward ranks; leave it out")
+        problems.append("spec.fbd.forward: this machine has no other nodes for forward ranks; omit it")
     if problems:
         raise ManifestError("\n".join(problems))
     return job

@@ -1,4 +1,4 @@
-"""`megatronapp serve`."""
+"""`megatronapp serve` on this machine."""
 
 import argparse
 import sys
@@ -15,11 +15,11 @@ from megatronapp_operator.cli.run import runnable, start
 from megatronapp_operator.errors import ManifestError
 
 RESTART_S = 1
-"""Pause before the first restart: people wait, and nothing can be overloaded by one gang."""
+"""Seconds before the first restart: users wait, and one gang overloads nothing."""
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Serve a checkpoint, or tell where one is served; returns the exit code."""
+    """Serve a checkpoint, or print where one is served; return the exit code."""
     if arguments.job is not None:
         return _print_access(arguments.job)
     if arguments.manifest:
@@ -29,7 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def serve_job(arguments: argparse.Namespace) -> MegatronJob:
-    """The job of a command line. Raises ManifestError, one problem a line."""
+    """Return the job of a command line. Raises ManifestError, one problem a line."""
     try:
         return runnable(load_job(manifest_of(arguments)))
     except JobError as error:
@@ -37,7 +37,7 @@ def serve_job(arguments: argparse.Namespace) -> MegatronJob:
 
 
 def manifest_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The manifest of a command line; what was left out is left out there, too."""
+    """Return the manifest of a command line, with only the options that were given."""
     tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     data = {"tokenizer": arguments.tokenizer_file, "vocabFile": arguments.vocab_file, "mergeFile": arguments.merge_file}
     serve = {
@@ -76,7 +76,7 @@ def _given(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_access(name: str) -> int:
-    """Two lines for a shell; clients of OpenAI's interface read these variables."""
+    """Print two lines for a shell; clients of OpenAI's interface read these variables."""
     url, key = api_access(registry.view(name).paths)
     print(f"export OPENAI_BASE_URL={url}/v1\nexport OPENAI_API_KEY={key}", flush=True)
     return 0

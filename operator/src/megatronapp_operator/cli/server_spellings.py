@@ -1,8 +1,7 @@
-"""Commands and options of MegatronApp's text-generation server and its page, and what they mean here.
+"""Commands and options of MegatronApp's text-generation server and page, and their counterparts here.
 
-They stand in people's scripts. Each option either runs (under our name, handed on to the trainer, or as what is done
-anyway), or runs with a word about where it belongs now, or is refused with the command to use. docs/serving.md shows
-this table.
+Users have them in scripts. Each option is accepted (under our name, passed to the trainer, or as the default), accepted
+with a note about where it belongs now, or rejected with the command to use. docs/serving.md has this table.
 """
 
 import argparse
@@ -18,30 +17,30 @@ ACCESS: Final = 'eval "$(megatronapp serve --print serve)"'
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LegacyOption:
-    """One option of theirs. Exactly one of the last five says what it means."""
+    """One option of the original server. Exactly one of the last five fields is set."""
 
     flag: str
     takes: str | None = None
-    """What its value is called; None for a switch."""
+    """Name of its value; None for a switch."""
     means: str | None = None
     """Our option that takes the value."""
     passed: bool = False
-    """The trainer knows it under this name."""
+    """True if the trainer has an option of this name."""
     always: str | None = None
-    """Done anyway: why."""
+    """Why the option changes nothing: it is always done."""
     belongs: str | None = None
-    """Taken and told of: where it belongs now."""
+    """New place of the option; it is accepted with this note."""
     answer: str | None = None
-    """Refused: what to use."""
+    """Replacement of the option, which is rejected with this note."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LegacyCommand:
-    """A command of theirs as a whole."""
+    """One command of the original server."""
 
     theirs: str
     ours: tuple[str, ...]
-    """Words behind `megatronapp`; empty: nothing is needed."""
+    """Arguments after `megatronapp`; empty: nothing is needed."""
     why: str
 
 
@@ -54,7 +53,7 @@ COMMANDS: Final = (
     LegacyCommand(
         "python tools/run_text_generation_server.py --enable-ws-server OPTIONS",
         ("serve", "--load", "CHECKPOINT"),
-        "one server answers programs, and the pages beside it show the model",
+        "one server answers programs, and the pages next to it show the model",
     ),
     LegacyCommand(
         "tools/text_generation_cli.py HOST:PORT",
@@ -99,20 +98,20 @@ _SHAPE = (
     ("--no-masked-softmax-fusion", None),
     ("--use-mcore-models", None),
 )
-_PER_REQUEST = "belongs to a request now; say it there"
+_PER_REQUEST = "belongs to a request now; set it there"
 
 SPELLINGS: Final = (
     *(LegacyOption(flag, takes, passed=True) for flag, takes in _SHAPE),
-    LegacyOption("--enable-ws-server", always="the pages are served beside the API (--no-pages: not)"),
-    LegacyOption("--use-rotary-position-embeddings", always="the checkpoint tells which positions its model has"),
-    LegacyOption("--no-position-embedding", always="the checkpoint tells which positions its model has"),
-    LegacyOption("--return-log-probs", always="a request that gives logprobs gets them"),
-    LegacyOption("--use-checkpoint-args", always="the checkpoint tells the shape of its model"),
-    LegacyOption("--micro-batch-size", "N", always="prompts of any number and length go together"),
+    LegacyOption("--enable-ws-server", always="the pages are served next to the API (--no-pages turns them off)"),
+    LegacyOption("--use-rotary-position-embeddings", always="the checkpoint has the kind of positions of its model"),
+    LegacyOption("--no-position-embedding", always="the checkpoint has the kind of positions of its model"),
+    LegacyOption("--return-log-probs", always="a request with logprobs gets them"),
+    LegacyOption("--use-checkpoint-args", always="the checkpoint has the shape of its model"),
+    LegacyOption("--micro-batch-size", "N", always="any number of prompts of any length are batched"),
     LegacyOption("--no-load-optim", always="only weights are read"),
     LegacyOption("--no-load-rng", always="only weights are read"),
-    LegacyOption("--use-flash-attn", always="the fastest kernel that the device has is taken"),
-    LegacyOption("--flash-decode", always="the fastest kernel that the device has is taken"),
+    LegacyOption("--use-flash-attn", always="the fastest kernel of the device is used"),
+    LegacyOption("--flash-decode", always="the fastest kernel of the device is used"),
     LegacyOption("--inference-max-seq-length", "N", means="--max-length"),
     LegacyOption("--inference-max-requests", "N", means="--max-batch-size"),
     LegacyOption("--inference-max-batch-size", "N", means="--max-batch-size"),
@@ -125,27 +124,29 @@ SPELLINGS: Final = (
     LegacyOption("--num-tokens-to-generate", "N", belongs=f'{_PER_REQUEST}: "max_tokens"'),
     LegacyOption("--seed", "N", belongs=f'{_PER_REQUEST}: "seed"'),
     LegacyOption(
-        "--tokenizer-type", "TYPE", belongs="files tell it: --tokenizer-file, or --vocab-file and --merge-file"
+        "--tokenizer-type", "TYPE", belongs="follows from the files: --tokenizer-file, or --vocab-file and --merge-file"
     ),
     LegacyOption(
-        "--max-tokens-to-oom", "N", belongs="memory is checked at the start; --max-batch-size and --max-length bound it"
+        "--max-tokens-to-oom",
+        "N",
+        belongs="memory is checked at the start; limit it by --max-batch-size and --max-length",
     ),
     LegacyOption(
         "--rotary-seq-len-interpolation-factor",
         "N",
-        answer="rotary positions are not interpolated; a model for long contexts has --use-rope-scaling: leave it out",
+        answer="rotary positions are not interpolated; a model for long contexts has --use-rope-scaling: omit it",
     ),
     LegacyOption(
         "--exit-duration-in-mins",
         "N",
-        answer="a server runs until its job is deleted; a manifest bounds its time: add "
+        answer="a server runs until its job is deleted; a manifest can limit its time: add "
         "spec.runPolicy.activeDeadlineSeconds to what megatronapp serve --load CHECKPOINT --manifest prints",
     ),
     LegacyOption("--prompts", "TEXT", answer=f"prompts are sent to the server: {ACCESS}; {ASK}"),
-    LegacyOption("--fp16", answer="weights are fp32 or bf16: give --precision bf16"),
+    LegacyOption("--fp16", answer="weights are fp32 or bf16: use --precision bf16"),
     LegacyOption(
         "--sequence-parallel",
-        answer="checkpoints that were trained with it are served without: leave it out",
+        answer="checkpoints that were trained with it are served without it: omit it",
     ),
     LegacyOption(
         "--training-ws-port",
@@ -154,14 +155,16 @@ SPELLINGS: Final = (
         "then megatronapp ui JOB",
     ),
     LegacyOption(
-        "--context-parallel-size", "N", answer="one rank holds a whole sequence: leave it out, or raise the tensor size"
+        "--context-parallel-size", "N", answer="one rank holds a whole sequence: omit it, or raise the tensor size"
     ),
-    LegacyOption("--expert-model-parallel-size", "N", answer="models of experts are not supported yet: leave it out"),
+    LegacyOption(
+        "--expert-model-parallel-size", "N", answer="mixture-of-experts models are not supported yet: omit it"
+    ),
 )
 
 
 def add_spellings(parser: argparse.ArgumentParser) -> None:
-    """Let the parser of `megatronapp serve` take them; its help lists our own names alone."""
+    """Add the options to the parser of `megatronapp serve`; its help lists only our names."""
     parser.set_defaults(passed=())
     for one in SPELLINGS:
         if one.means is not None:
@@ -184,7 +187,7 @@ def _add_alias(parser: argparse.ArgumentParser, flag: str, ours: str) -> None:
 
 
 class _LegacyOptionAction(argparse.Action):
-    """Hands on, tells, or refuses, as the spelling says."""
+    """Pass an option to the trainer, print a note, or reject it."""
 
     def __init__(self, *words: Any, spelling: LegacyOption, **keywords: Any) -> None:  # noqa: ANN401
         super().__init__(*words, **keywords)
@@ -197,7 +200,6 @@ class _LegacyOptionAction(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Do so."""
         one, value = self.spelling, [values] if isinstance(values, str) else []
         if one.answer is not None:
             parser.error(f"{one.flag}: {one.answer}")
@@ -208,7 +210,7 @@ class _LegacyOptionAction(argparse.Action):
 
 
 def table() -> str:
-    """Commands and options as Markdown, for the documentation."""
+    """Return commands and options as a Markdown table, for the documentation."""
     lines = ["| theirs | here |", "|---|---|"]
     lines += [f"| `{one.theirs}` | {_ours(one)}{one.why} |" for one in COMMANDS]
     lines += ["", "| option | here |", "|---|---|"]
@@ -221,7 +223,7 @@ def _ours(one: LegacyCommand) -> str:
 
 
 def meaning(one: LegacyOption) -> str:
-    """What an option means, in words."""
+    """Return the meaning of an option as text."""
     kinds: Mapping[str, str | None] = {
         f"`{one.means}`": one.means,
         "the same, by the trainer": "passed" if one.passed else None,

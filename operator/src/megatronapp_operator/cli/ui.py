@@ -1,4 +1,4 @@
-"""`megatronapp ui`."""
+"""`megatronapp ui` for jobs of this machine."""
 
 import argparse
 import subprocess
@@ -17,12 +17,12 @@ from megatronapp_operator.cli.addresses import hub_access, login_address, page_a
 from megatronapp_operator.errors import HubError, OperatorError
 
 READY_S = 120.0
-"""A hub answers within a few seconds of its start; on a machine with too much work, within a minute or two."""
+"""Seconds that a hub may take to answer: usually a few, on a machine with too much work a minute or two."""
 POLL_S = 0.1
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the address of the pages, and open it; returns the exit code."""
+    """Print the address of the pages and open it; return the exit code."""
     if arguments.job is None:
         raise OperatorError("name a job of this machine; `megatronapp get` lists them")
     job = registry.view(arguments.job)
@@ -35,21 +35,21 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show(address: str, *, print_only: bool) -> None:
-    """Print an address, and open it."""
+    """Print an address and open it in a browser."""
     print(address, flush=True)
     if not print_only and not webbrowser.open(address):
-        print("no browser was found; open the address above; it is good once, for a minute")
+        print("no browser was found; open the address above; it works once, within a minute")
 
 
 def show_stored(job: JobView, *, print_only: bool) -> int:
-    """Serve what is stored of a job that has ended, until Ctrl-C; returns the exit code."""
+    """Serve the stored pages of a job that has ended, until Ctrl-C; return the exit code."""
     if job.document["spec"].get("mode") == "serve":
         raise OperatorError(
-            f"{job.name}: the pages of a served model end with the job, and nothing of them is stored; "
+            f"{job.name}: the pages of a served model end with the job and are not stored; "
             f"serve it again, or open a session that was saved: megatronapp scope replay FILE"
         )
     if not job.paths.hub_state.is_dir():
-        raise HubError(f"{job.name}: no pages are stored; a job keeps them with spec.analyzer.enabled: true")
+        raise HubError(f"{job.name}: no pages are stored; a job stores them with spec.analyzer.enabled: true")
     with stored_hub(job, hub_command()) as (url, process):
         wait_ready(url, ended=lambda: process.poll() is not None)
         show(login_address(url, job.paths, mode=None), print_only=print_only)

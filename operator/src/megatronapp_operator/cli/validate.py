@@ -1,4 +1,4 @@
-"""`megatronapp validate`."""
+"""`megatronapp validate`, which needs no cluster."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from megatronapp_operator.errors import ManifestError, OperatorError
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Judge manifests as the API server does; returns the exit code."""
+    """Check manifests as the API server does; return the exit code."""
     if arguments.files.count("-") > 1:
         raise OperatorError("standard input can be read only once; write - once")
     code, several = 0, len(arguments.files) > 1

@@ -1,4 +1,4 @@
-"""`megatronapp wait`."""
+"""`megatronapp wait` for jobs of this machine."""
 
 import argparse
 import dataclasses
@@ -13,27 +13,27 @@ from megatronapp_operator.plan import ConditionType
 
 POLL_S = 0.2
 ALIASES = {"succeeded": "Complete", "done": "Complete", "interrupted": "Suspended", "ready": "Running"}
-"""What people call a condition by a word that is not near its name."""
+"""Names that users give a condition and that are not similar to its own."""
 STATUSES = ("True", "False", "Unknown")
 FINAL = frozenset({"Complete", "Failed", "Suspended"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitCondition:
-    """What is waited for: a condition with a status, or (no type) that the job is gone."""
+    """Condition with its status that is awaited; without a type, the deletion of the job."""
 
     type: str
     status: str = "True"
 
     def holds(self, job: JobHandle) -> bool:
-        """Whether it is so."""
+        """Return True if the job has the condition."""
         conditions = job.status.get("conditions", ())
         return any(
             self._equal(one["type"], self.type) and self._equal(one["status"], self.status) for one in conditions
         )
 
     def is_unreachable(self, job: JobHandle) -> bool:
-        """Whether it can never be so, because the job has ended in another way."""
+        """Return True if the job has ended in another way, so that the condition cannot be met."""
         return bool(self.type) and job.ended and not self.holds(job)
 
     @staticmethod
@@ -42,12 +42,12 @@ class WaitCondition:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Wait for a job of this machine; returns the exit code."""
+    """Wait for a job of this machine; return the exit code."""
     return wait(registry, arguments)
 
 
 def wait(place: JobLookup, arguments: argparse.Namespace, *, poll_s: float = POLL_S) -> int:
-    """Wait for a job, wherever it is; returns the exit code."""
+    """Wait for a job of `place`; return the exit code. Raises OperatorError on a timeout or another end."""
     wanted = parse_condition(arguments.condition)
     deadline = time.monotonic() + arguments.timeout if arguments.timeout >= 0 else float("inf")
     while True:
@@ -61,7 +61,7 @@ def wait(place: JobLookup, arguments: argparse.Namespace, *, poll_s: float = POL
 
 
 def parse_condition(text: str) -> WaitCondition:
-    """The value of --for. Raises OperatorError."""
+    """Parse the value of --for. Raises OperatorError."""
     if text == "delete":
         return WaitCondition("")
     word, _, rest = text.partition("=")
@@ -74,7 +74,7 @@ def parse_condition(text: str) -> WaitCondition:
 
 
 def _known(text: str, word: str, known: Sequence[str]) -> str:
-    """The known word that is meant, however its letters are cased. Raises OperatorError that lists all."""
+    """Return the known name that matches `word` in any case. Raises OperatorError that lists all."""
     by_small = {one.lower(): one for one in known}
     if word.lower() in by_small:
         return by_small[word.lower()]

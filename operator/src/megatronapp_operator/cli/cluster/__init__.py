@@ -1,13 +1,13 @@
-"""The subcommands on a cluster: the same words as on this machine, said to an API server."""
+"""The subcommands for jobs of a cluster: the same arguments, requests to an API server."""
 
 import argparse
 import os
 
 CONTEXT_VARIABLE = "MEGATRONAPP_CONTEXT"
-"""Environment variable that names a context of the kubeconfig, so that every subcommand means that cluster."""
+"""Environment variable with a context of the kubeconfig, which makes every subcommand use that cluster."""
 
 
 def meant(arguments: argparse.Namespace) -> bool:
-    """Whether the command line means a cluster, and not this machine."""
+    """Return True if the command line selects a cluster, and False for this machine."""
     named = any(getattr(arguments, name, None) for name in ("context", "namespace", "kubeconfig", "cluster"))
     return named or bool(os.environ.get(CONTEXT_VARIABLE))

@@ -1,4 +1,4 @@
-"""A cluster as the subcommands use it: one call after the other, with the caller's own kubeconfig and rights."""
+"""Connection of a subcommand to a cluster: sequential requests with the caller's kubeconfig and rights."""
 
 import argparse
 import asyncio
@@ -29,43 +29,40 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClusterJob:
-    """A MegatronJob on the API server."""
+    """MegatronJob on the API server."""
 
     document: Object
 
     @property
     def name(self) -> str:
-        """Its name."""
         return str(self.document["metadata"]["name"])
 
     @property
     def namespace(self) -> str:
-        """Its namespace."""
         return str(self.document["metadata"]["namespace"])
 
     @property
     def uid(self) -> str:
-        """What tells it from a later one of the same name."""
+        """UID, by which a later job of the same name differs."""
         return str(self.document["metadata"]["uid"])
 
     @property
     def status(self) -> dict[str, Any]:
-        """Its status; empty until the operator has seen it."""
+        """Status of the job; empty until the operator has written it."""
         return self.document.get("status") or {}
 
     @property
     def phase(self) -> str:
-        """Its phase."""
         return str(self.status.get("phase", "Pending"))
 
     @property
     def ended(self) -> bool:
-        """Whether it is over; a suspended one may go on."""
+        """True once the job has completed or failed; a suspended one may continue."""
         return self.phase in TERMINAL_PHASES
 
 
 class Cluster:
-    """Requests of one subcommand. Every method raises ApiError if the API server refuses or is not there."""
+    """Requests of one subcommand. Every method raises ApiError if the API server refuses or cannot be reached."""
 
     def __init__(
         self, runner: asyncio.Runner, client: ApiClient, arguments: argparse.Namespace, namespace: str
@@ -78,7 +75,7 @@ class Cluster:
         self.namespace = namespace
 
     def run(self, work: Awaitable[Result]) -> Result:
-        """Wait for something."""
+        """Run a coroutine and return its result."""
 
         async def wait() -> Result:
             return await work
@@ -86,7 +83,7 @@ class Cluster:
         return self._runner.run(wait())
 
     def view(self, name: str) -> ClusterJob:
-        """The job of this name. Raises JobNotFoundError."""
+        """Return the job of this name. Raises JobNotFoundError."""
         document = self.run(self.api.get(JOBS, self.namespace, name))
         if document is None:
             where = f"in namespace {self.namespace!r}; `megatronapp get -A` lists the jobs"
@@ -94,16 +91,16 @@ class Cluster:
         return ClusterJob(document)
 
     def views(self) -> Sequence[ClusterJob]:
-        """All jobs of the namespace, by name."""
+        """Return all jobs of the namespace, by name."""
         return self.views_of(self.namespace)
 
     def views_of(self, namespace: str | None) -> Sequence[ClusterJob]:
-        """All jobs of a namespace, or (None) of all, by namespace and name."""
+        """Return all jobs of a namespace, or (None) of all, by namespace and name."""
         found = [ClusterJob(document) for document in self.run(self.api.list_objects(JOBS, namespace)).items]
         return sorted(found, key=lambda job: (job.namespace, job.name))
 
     def apply(self, document: Object) -> ClusterJob:
-        """Store a job as it was written; fields of other writers stay theirs."""
+        """Store a job by server-side apply; fields of other managers are kept."""
         path = JOBS.path(self.namespace, document["metadata"]["name"])
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", "force": "true"}
         return ClusterJob(
@@ -111,13 +108,13 @@ class Cluster:
         )
 
     def events(self, job: ClusterJob) -> list[dict[str, Any]]:
-        """What was reported about a job, oldest first."""
+        """Return the Events of a job, oldest first."""
         about = f"involvedObject.uid={job.uid}"
         found = self.request("GET", Resource("v1", "events").path(job.namespace), query={"fieldSelector": about})
         return sorted((_event(one) for one in found["items"]), key=lambda one: str(one["time"]))
 
     def bearer(self) -> str | None:
-        """The token of the caller's kubeconfig; None where they show a certificate."""
+        """Return the bearer token of the kubeconfig; None if it has a client certificate."""
         headers: dict[str, str] = {}
         self.run(self._client.update_params_for_auth(headers, [], ["BearerToken"]))
         scheme, _, token = headers.get("authorization", headers.get("Authorization", "")).partition(" ")
@@ -132,7 +129,7 @@ class Cluster:
         body: Object | None = None,
         content: str = "application/json",
     ) -> Object:
-        """One request that is answered with an object."""
+        """Send one request and return the object in the answer."""
         answer = self.open(method, path, query=query, body=body, content=content, timeout_s=REQUEST_S)
         document: Object = json.loads(self.run(answer.read()))
         return document
@@ -147,7 +144,7 @@ class Cluster:
         content: str = "application/json",
         timeout_s: float | None = None,
     ) -> aiohttp.ClientResponse:
-        """One request whose answer is still to be read. Raises ApiError for anything but a success."""
+        """Send one request and return its answer, unread. Raises ApiError for any status but success."""
         return self.run(self._send(f"{method} {path}", query=query, body=body, content=content, timeout_s=timeout_s))
 
     async def _send(
@@ -181,7 +178,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def opened(arguments: argparse.Namespace) -> Iterator[Cluster]:
-    """The cluster that the command line names. Raises OperatorError if there is no such one."""
+    """Connect to the cluster that the command line selects. Raises OperatorError if the kubeconfig has none."""
     with asyncio.Runner() as runner:
         client, namespace = runner.run(_client(arguments.kubeconfig, _context(arguments)))
         try:
@@ -195,7 +192,7 @@ def _context(arguments: argparse.Namespace) -> str | None:
 
 
 async def _client(kubeconfig: str | None, context: str | None) -> tuple[ApiClient, str]:
-    """A client, and the namespace of the context."""
+    """Return a client, and the namespace of the context."""
     settings = Configuration()
     try:
         if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -211,10 +208,10 @@ async def _client(kubeconfig: str | None, context: str | None) -> tuple[ApiClien
 
 
 def _require_file(kubeconfig: str | None) -> None:
-    """Say plainly that there is no file, of which the library says that it is not valid. Raises OperatorError."""
+    """Check that a kubeconfig exists, because the library reports a missing one as invalid. Raises OperatorError."""
     places = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
     if not any(one and pathlib.Path(one).expanduser().exists() for one in places.split(os.pathsep)):
-        raise OperatorError(f"no cluster: there is no {places}; {HOW_TO_NAME_ONE}")
+        raise OperatorError(f"no cluster: {places} does not exist; {HOW_TO_NAME_ONE}")
 
 
 def _event(one: Object) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from megatronapp_operator.errors import JobNotFoundError
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Delete a job; its pods end after it, and write a checkpoint if they may. Returns the exit code."""
+    """Delete a job; its pods stop after it, with time for a checkpoint. Return the exit code."""
     with opened(arguments) as cluster:
         try:
             job = cluster.view(arguments.job)

@@ -1,4 +1,4 @@
-"""The way to the door of a cluster."""
+"""Discovery of the gateway of a cluster, and a forwarded port to it."""
 
 import contextlib
 import dataclasses
@@ -30,32 +30,32 @@ LABEL_KEYS = ("app.kubernetes.io/component", "app.kubernetes.io/part-of")
 LABELS = "app.kubernetes.io/component=door,app.kubernetes.io/part-of=megatronapp"
 DEFINITIONS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions")
 RELEASE_NAMESPACE, RELEASE_NAME = "meta.helm.sh/release-namespace", "meta.helm.sh/release-name"
-"""Annotations that helm writes."""
+"""Annotations that Helm writes."""
 USUAL_NAME = "megatronapp"
-"""Of the door's Service, where the name of the release does not say it."""
+"""Name of the gateway's Service if the release does not determine it."""
 TIMEOUT_S = 15.0
 AGAIN_S = 1.0
 STOP_S = 5.0
-"""In which kubectl ends after SIGTERM."""
+"""Seconds for kubectl to end after SIGTERM."""
 TRIES = 4
-"""For a local port that is free at 127.0.0.1 and [::1]."""
+"""Attempts to get a local port that is free at both 127.0.0.1 and [::1]."""
 TAKEN = "unable to listen"
-"""In what kubectl says where a port is taken."""
+"""Part of kubectl's message about a port in use."""
 _FORWARDING = re.compile(r"Forwarding from \[?([0-9a-f.:]+?)\]?:(\d+) -> ")
-_HOW = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
+_HOW = "name it by --door NAMESPACE/SERVICE, or by --door URL if an Ingress leads to it"
 
 
 class PortForward:
-    """`kubectl port-forward` to a Service; on a local port that stays the same when it has to begin again.
+    """`kubectl port-forward` to a Service, on a local port that stays the same when it restarts.
 
-    It is asked for all addresses at which browsers look for a name below `localhost`; kubectl ends where it does not
-    get all that it is asked for by address.
+    It listens on all addresses to which browsers resolve a name below `localhost`; kubectl ends unless it gets each of
+    the addresses that it was given.
     """
 
     def __init__(self, cluster: Cluster, service: Object) -> None:
         program = shutil.which("kubectl")
         if program is None:
-            raise OperatorError(f"kubectl is not there, which forwards a port to the door; install it, or {_HOW}")
+            raise OperatorError(f"kubectl was not found; it forwards a port to the gateway; install it, or {_HOW}")
         self._command = [program, *_flags(cluster), f"--namespace={service['metadata']['namespace']}"]
         self._command += ["port-forward", f"svc/{service['metadata']['name']}"]
         self._remote = next((port["port"] for port in service["spec"].get("ports", ())), GATEWAY_PORT)
@@ -64,10 +64,13 @@ class PortForward:
         self._addresses = loopback.addresses()
         self.port = 0
         self.named = False
-        """Whether names below `localhost` lead to it alone, and to nobody else's [::1] at its port."""
+        """True if names below `localhost` lead only to this port, and no other process has its number on [::1]."""
 
     def start(self) -> None:
-        """Begin, at 127.0.0.1 only if no port is free at all addresses. Raises OperatorError with kubectl's words."""
+        """Start forwarding, on 127.0.0.1 only if no port is free on all addresses.
+
+        Raises OperatorError with the message of kubectl.
+        """
         wanted = self._addresses
         complaint = self._forward()
         for addresses in (*[wanted] * (TRIES - 1), wanted[:1]):
@@ -76,11 +79,11 @@ class PortForward:
             self._addresses = addresses
             complaint = self._forward()
         if complaint is not None:
-            raise OperatorError(f"the port to the door cannot be forwarded: {complaint}")
+            raise OperatorError(f"the port of the gateway cannot be forwarded: {complaint}")
         self.named = self._addresses == wanted
 
     def _forward(self) -> str | None:
-        """Try once; what kubectl says if it does not forward from all addresses."""
+        """Try once; return kubectl's message unless it forwards from all addresses."""
         words = (f"--address={','.join(self._addresses)}", f"{self.port or ''}:{self._remote}")
         process = self._process = subprocess.Popen(
             [*self._command, *words],
@@ -96,13 +99,13 @@ class PortForward:
         ports = {port for _, port in told}
         if {address for address, _ in told} != set(self._addresses) or len(ports) != 1:
             process.terminate()
-            return process.communicate()[1].strip() or "kubectl does not tell from where"
+            return process.communicate()[1].strip() or "kubectl did not report the local port"
         (self.port,) = ports
         self._readers = [_drain_output(stream) for stream in (process.stdout, process.stderr)]
         return None
 
     def hold(self) -> None:
-        """Keep it up until Ctrl-C: it ends with the pod that it leads to."""
+        """Keep forwarding until Ctrl-C: kubectl ends with the pod that it forwards to."""
         while True:
             assert self._process is not None
             self._process.wait()
@@ -110,7 +113,6 @@ class PortForward:
             self._forward()  # the next pod may not be there yet; never from fewer addresses than before
 
     def stop(self) -> None:
-        """End it."""
         if self._process is not None:
             terminate(self._process, STOP_S)
             for reader in self._readers:
@@ -118,7 +120,7 @@ class PortForward:
 
 
 def _drain_output(stream: IO[str]) -> threading.Thread:
-    """Reads to the end: kubectl writes a line for each connection, and stands still once a pipe is full."""
+    """Read a stream to its end: kubectl writes a line for each connection, and blocks once a pipe is full."""
 
     def read() -> None:
         with stream:
@@ -132,19 +134,19 @@ def _drain_output(stream: IO[str]) -> threading.Thread:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayEndpoint:
-    """A door that can be reached."""
+    """Address at which the gateway can be reached."""
 
     url: str
     forward: PortForward | None = None
     service: Object | None = None
-    """None where --door gave a URL."""
+    """Service of the gateway; None if --door is a URL."""
 
     @property
     def page(self) -> str:
-        """The address for a browser: at a port that we forward under a fresh name, with which alone its cookie goes.
+        """Address for a browser; for a forwarded port it has a fresh name, so that the cookie is sent to it alone.
 
-        What is called 127.0.0.1 shares its cookies with every other server of this machine, whatever the port. Of a
-        port that somebody else forwards it is not known whether such a name leads to it alone.
+        The name 127.0.0.1 shares its cookies with every other server of this machine, whichever port it has. For a port
+        that another program forwards it is not known whether such a name leads to it alone.
         """
         if self.forward is None or not self.forward.named:
             return self.url
@@ -160,7 +162,7 @@ def _is_local_host(host: str) -> bool:
 
 @contextlib.contextmanager
 def open_gateway(cluster: Cluster) -> Iterator[GatewayEndpoint]:
-    """The door while it can be reached; by a forwarded port, unless --door gave a URL. Raises OperatorError."""
+    """Yield the gateway while it can be reached; by a forwarded port, unless --door is a URL. Raises OperatorError."""
     wanted = cluster.arguments.door or ""
     if "://" in wanted:
         _warn_of_plain_text(wanted)
@@ -178,14 +180,14 @@ def open_gateway(cluster: Cluster) -> Iterator[GatewayEndpoint]:
 def _warn_of_plain_text(url: str) -> None:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "https" and not _is_local_host(parts.hostname or ""):
-        print(f"warning: --door {url}: whoever is on the way can read your token; use https://", file=sys.stderr)
+        print(f"warning: --door {url}: anyone on the network path can read your token; use https://", file=sys.stderr)
 
 
 def _service(cluster: Cluster, wanted: str) -> Object:
-    """The door's Service: the one that is named, else the only one of the release.
+    """Return the gateway's Service: the one of --door, or the only one of the release.
 
-    It will hear the caller's token, and labels can be written by whoever may write a Service anywhere. So the namespace
-    comes from the CRD, which only the cluster's administrators write.
+    It receives the caller's token, and anyone with the right to write Services can write their labels. So the namespace
+    is read from the CRD, which only administrators of the cluster write. Raises OperatorError.
     """
     if wanted:
         return _gateway_by_name(cluster, wanted)
@@ -198,13 +200,15 @@ def _service(cluster: Cluster, wanted: str) -> Object:
             raise OperatorError(_missing_rights_message(namespace)) from error
     if len(found) != 1:
         names = ", ".join(f"{one['metadata']['namespace']}/{one['metadata']['name']}" for one in found)
-        what = f"there are several doors ({names})" if found else f"{namespace!r}, the release's namespace, has no door"
+        what = (
+            f"several gateways exist ({names})" if found else f"{namespace!r}, the release's namespace, has no gateway"
+        )
         raise OperatorError(f"{what}; {_HOW}")
     return found[0]
 
 
 def _default_gateway(cluster: Cluster, namespace: str, names: Iterable[str]) -> list[Object]:
-    """The door by the names that the chart gives it, for people who may get one Service and not list all."""
+    """Return the gateway by the names that the chart gives it, for users who may get one Service but not list all."""
     for name in dict.fromkeys(names):
         with contextlib.suppress(ForbiddenError):
             service = cluster.run(cluster.api.get(SERVICES, namespace, name))
@@ -216,7 +220,7 @@ def _default_gateway(cluster: Cluster, namespace: str, names: Iterable[str]) -> 
 
 def _missing_rights_message(namespace: str) -> str:
     return (
-        f"you may not list the Services of {namespace!r}, where the door is; ask for the rights that `door.users` "
+        f"you may not list the Services of {namespace!r}, where the gateway is; request the rights that `door.users` "
         f"of the chart gives, or {_HOW}"
     )
 
@@ -224,25 +228,25 @@ def _missing_rights_message(namespace: str) -> str:
 def _gateway_by_name(cluster: Cluster, wanted: str) -> Object:
     namespace, _, name = wanted.partition("/")
     if not re.fullmatch(NAME_PATTERN, namespace) or not re.fullmatch(NAME_PATTERN, name):
-        raise OperatorError(f"--door {wanted}: this is no NAMESPACE/SERVICE; {_HOW}")
+        raise OperatorError(f"--door {wanted}: write NAMESPACE/SERVICE; {_HOW}")
     service = cluster.run(cluster.api.get(SERVICES, namespace, name))
     if service is None:
-        raise OperatorError(f"--door {wanted}: there is no such Service; {_HOW}")
+        raise OperatorError(f"--door {wanted}: this Service does not exist; {_HOW}")
     return service
 
 
 def _release(cluster: Cluster) -> tuple[str, str]:
-    """Where helm has installed the chart, and under which name. Raises OperatorError if that cannot be told."""
+    """Return namespace and name of the Helm release of the chart. Raises OperatorError if they are not known."""
     try:
         definition = cluster.run(cluster.api.get(DEFINITIONS, None, f"{PLURAL}.{GROUP}"))
     except ForbiddenError as error:
-        text = f"you may not read the CustomResourceDefinition {PLURAL}.{GROUP}, which tells where the door is"
-        raise OperatorError(f"{text}; ask for the rights that `door.users` of the chart gives, or {_HOW}") from error
+        text = f"you may not read the CustomResourceDefinition {PLURAL}.{GROUP}, which names the gateway's namespace"
+        raise OperatorError(f"{text}; request the rights that `door.users` of the chart gives, or {_HOW}") from error
     notes = (definition or {}).get("metadata", {}).get("annotations", {})
     namespace = notes.get(RELEASE_NAMESPACE)
     if not namespace:
         text = f"the CustomResourceDefinition {PLURAL}.{GROUP} has no annotation {RELEASE_NAMESPACE}"
-        raise OperatorError(f"{text}, so that the door's namespace is not known; {_HOW}")
+        raise OperatorError(f"{text}, so the gateway's namespace is not known; {_HOW}")
     return str(namespace), str(notes.get(RELEASE_NAME, USUAL_NAME))
 
 
@@ -261,10 +265,10 @@ def call_gateway(
     query: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> httpx.Response:
-    """One request to the door. Raises HubError if it does not answer."""
+    """Send one request to the gateway. Raises HubError if it does not answer."""
     headers = {"Authorization": f"Bearer {token}"}
     try:
         with httpx.Client(timeout=timeout_s, trust_env=False) as client:
             return client.request(method, f"{door.url}{path}", json=json, params=query, headers=headers)
     except httpx.HTTPError as error:
-        raise HubError(f"{door.url}: the door does not answer: {error or type(error).__name__}") from error
+        raise HubError(f"{door.url}: the gateway does not answer: {error or type(error).__name__}") from error

@@ -16,14 +16,14 @@ class _AllJobs:
     cluster: Cluster
 
     def view(self, name: str) -> ClusterJob:
-        raise OperatorError(f"a job is looked up in one namespace; write -n NAMESPACE in place of -A beside {name}")
+        raise OperatorError(f"a job name belongs to one namespace; write -n NAMESPACE instead of -A with {name}")
 
     def views(self) -> Sequence[ClusterJob]:
         return self.cluster.views_of(None)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print one job or all; returns the exit code."""
+    """Print one job or all; return the exit code."""
     with opened(arguments) as cluster:
         if arguments.all_namespaces:
             return get.show(_AllJobs(cluster), arguments, watch_s=WATCH_S, namespaces=True)

@@ -1,4 +1,4 @@
-"""`megatronapp inject` on a cluster: through the door to the job's hub, and from there to its agents and ranks."""
+"""`megatronapp inject` on a cluster: through the gateway to the job's hub, and from there to its agents and ranks."""
 
 import argparse
 
@@ -11,11 +11,11 @@ from megatronapp_operator.errors import HubError, OperatorError
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Hand a fault to the job's hub; returns the exit code."""
+    """Send a fault to the job's hub; return the exit code."""
     with opened(arguments) as cluster:
         job = cluster.view(arguments.job)
         if job.ended:
-            raise OperatorError(f"{job.name} has ended ({job.phase}); faults act in running jobs only")
+            raise OperatorError(f"{job.name} has ended ({job.phase}); faults need a running job")
         document = {key: value for key, value in job.document.items() if key != "status"}
         inject.check(load_stored_job(document)[0], arguments)
         with doors.open_gateway(cluster) as door:

@@ -1,7 +1,7 @@
 """`megatronapp logs` on a cluster: the log of a worker's trainer container, by rank.
 
-There the launcher writes the lines of its ranks to its own log, each with its rank in front. A pod takes its log with
-it, so that only the newest attempt has one; what is older lies where the cluster collects logs.
+The launcher writes the lines of its ranks to its own log, each with its rank in front. The log is deleted with the pod,
+so that only the newest attempt has one; older ones are in the log storage of the cluster, if it has any.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _OF_RANK = re.compile(r"\[rank (\d+)\] ?(.*)")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print a log; returns the exit code."""
+    """Print a log; return the exit code."""
     with opened(arguments) as cluster:
         job = cluster.view(arguments.job)
         loaded = load_stored_job({key: value for key, value in job.document.items() if key != "status"})[0]
@@ -40,17 +40,17 @@ def main(arguments: argparse.Namespace) -> int:
         lines = list(log.lines(log.pod(arguments.attempt)))
         _print(lines if arguments.tail is None else lines[max(0, len(lines) - arguments.tail) :])
         if not lines:
-            read = f"the launchers tell of starts and ends: megatronapp logs {job.name} --worker 0"
+            read = f"the launchers log starts and ends: megatronapp logs {job.name} --worker 0"
             print(f"note: {log.whose} has written nothing (yet); {read}", file=sys.stderr)
     return 0
 
 
 def _selected_log(job: MegatronJob, arguments: argparse.Namespace) -> tuple[int, int | None]:
-    """Worker, and rank (None: its launcher)."""
+    """Return worker and rank of the selected log (rank None: the launcher)."""
     if arguments.worker is not None:
         if not 0 <= arguments.worker < job.world.nodes:
             raise OperatorError(
-                f"{job.metadata.name}: there is no worker {arguments.worker}; take 0 to {job.world.nodes - 1}"
+                f"{job.metadata.name} has no worker {arguments.worker}; take 0 to {job.world.nodes - 1}"
             )
         return arguments.worker, None
     rank = reporting_rank(job) if arguments.rank is None else arguments.rank
@@ -58,7 +58,7 @@ def _selected_log(job: MegatronJob, arguments: argparse.Namespace) -> tuple[int,
 
 
 class WorkerLog:
-    """The log of one rank, or of a launcher, in the pod of its worker."""
+    """Log of one rank, or of a launcher, in the pod of its worker."""
 
     def __init__(self, cluster: Cluster, job: ClusterJob, worker: int, rank: int | None) -> None:
         self._cluster = cluster
@@ -68,20 +68,20 @@ class WorkerLog:
         self.whose = f"the launcher of worker {worker}" if rank is None else f"rank {rank}"
 
     def pod(self, attempt: int | None = None) -> Object:
-        """The worker's pod. Raises OperatorError if there is none, or not of this attempt."""
+        """Return the worker's pod. Raises OperatorError if it does not exist, or belongs to another attempt."""
         pod = self._cluster.run(self._cluster.api.get(PODS, self.job.namespace, self._pod))
         if pod is None:
-            raise OperatorError(f"there is no pod {self.job.namespace}/{self._pod} (any more), and so no log of it")
+            raise OperatorError(f"pod {self.job.namespace}/{self._pod} does not exist (any more), and so has no log")
         found = pod["metadata"].get("labels", {}).get(LABEL_ATTEMPT, "0")
         if attempt is not None and str(attempt) != found:
             raise OperatorError(
-                f"{self._pod} is of attempt {found}; the log of attempt {attempt} went with its pod, "
-                "and lies where the cluster collects logs"
+                f"{self._pod} is of attempt {found}; the log of attempt {attempt} was deleted with its pod; "
+                "look for it in the log storage of the cluster"
             )
         return pod
 
     def lines(self, pod: Object, *, follow: bool = False) -> Iterator[str]:
-        """Lines of the rank or launcher; with `follow` until the container has ended. Raises ApiError."""
+        """Yield lines of the rank or launcher; with `follow` until the container has ended. Raises ApiError."""
         path = PODS.path(self.job.namespace, pod["metadata"]["name"], "log")
         query = {"container": CONTAINER} | ({"follow": "true"} if follow else {})
         answer = self._cluster.open("GET", path, query=query)
@@ -93,7 +93,7 @@ class WorkerLog:
             answer.close()
 
     def is_complete(self) -> bool:
-        """Whether nothing more can come."""
+        """Return True if no more lines can follow."""
         try:
             return self._cluster.view(self.job.name).ended
         except JobNotFoundError:
@@ -101,7 +101,7 @@ class WorkerLog:
 
 
 def _lines(read: Callable[[], bytes]) -> Iterator[str]:
-    """Whole lines of what comes in pieces; the last one may have no end."""
+    """Split received chunks into lines; the last one may have no line end."""
     rest = b""
     while piece := read():
         *whole, rest = (rest + piece).split(b"\n")
@@ -111,7 +111,7 @@ def _lines(read: Callable[[], bytes]) -> Iterator[str]:
 
 
 def select(lines: Iterable[str], rank: int | None) -> Iterator[str]:
-    """The lines of one rank without their mark, or (None) those of the launcher itself."""
+    """Yield the lines of one rank without their prefix, or (None) those of the launcher."""
     for line in lines:
         found = _OF_RANK.fullmatch(line)
         if found is None:
@@ -122,7 +122,7 @@ def select(lines: Iterable[str], rank: int | None) -> Iterator[str]:
 
 
 def _follow(log: WorkerLog, arguments: argparse.Namespace) -> None:
-    """Print what comes until the job has ended; go over to the pod of the next attempt."""
+    """Print lines until the job has ended; continue with the pod of the next attempt."""
     told: Any = None
     tail = arguments.tail
     while True:
@@ -143,7 +143,7 @@ def _follow(log: WorkerLog, arguments: argparse.Namespace) -> None:
 
 
 def _tailed(log: WorkerLog, pod: Object, count: int) -> Iterator[str]:
-    """The last lines so far, then what follows."""
+    """Yield the last `count` lines so far, then those that follow."""
     known = list(log.lines(pod))
     for number, line in enumerate(log.lines(pod, follow=True)):
         if number >= len(known) - count:
@@ -151,7 +151,7 @@ def _tailed(log: WorkerLog, pod: Object, count: int) -> Iterator[str]:
 
 
 def _is_late(error: OperatorError) -> bool:
-    """Whether it only says that the pod is not there yet, or its container has not started."""
+    """Return True if the pod does not exist yet, or its container has not started."""
     return not isinstance(error, ApiError) or error.status in {0, 400, 404, 500, 502, 503, 504}
 
 

@@ -1,4 +1,4 @@
-"""`megatronapp run` on a cluster: store the job, then tell what becomes of it."""
+"""`megatronapp run` on a cluster: store the job, then report its events."""
 
 import argparse
 import time
@@ -17,7 +17,7 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run a job; returns the exit code."""
+    """Run a job; return the exit code."""
     try:
         job = read_manifest(arguments.file, name=arguments.name)
     except ManifestError as error:
@@ -31,26 +31,26 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             return _follow(cluster, stored, verbose=arguments.follow)
         except KeyboardInterrupt:
-            print(f"\n{stored.name} goes on in the cluster; `megatronapp delete {stored.name}` ends it")
+            print(f"\n{stored.name} continues in the cluster; `megatronapp delete {stored.name}` ends it")
             return INTERRUPTED_EXIT_CODE
 
 
 def _settle_namespace(cluster: Cluster, job: MegatronJob) -> None:
-    """The manifest may name its namespace; the command line may not name another."""
+    """Use the namespace of the manifest, or that of the command line; they may not differ. Raises OperatorError."""
     named = job.metadata.namespace if "namespace" in job.metadata.model_fields_set else None
     if named is not None and cluster.arguments.namespace not in {None, named}:
-        raise OperatorError(f"metadata.namespace is {named!r}, and -n says {cluster.namespace!r}; leave one out")
+        raise OperatorError(f"metadata.namespace is {named!r}, but -n is {cluster.namespace!r}; omit one of them")
     cluster.namespace = named or cluster.namespace
 
 
 def _store(cluster: Cluster, job: MegatronJob) -> ClusterJob:
-    """Store the job and say what has changed. Raises JobConflictError for one that is over."""
+    """Store the job and print what changed. Raises JobConflictError for a job that has ended."""
     name = job.metadata.name
     before = cluster.run(cluster.api.get(JOBS, cluster.namespace, name))
     if before is not None and ClusterJob(before).ended:
         raise JobConflictError(
-            f"{cluster.namespace}/{name} has ended ({ClusterJob(before).phase}); forget it by "
-            f"`megatronapp delete {name}` (checkpoints stay) and run it again, or take another --name"
+            f"{cluster.namespace}/{name} has ended ({ClusterJob(before).phase}); remove it with "
+            f"`megatronapp delete {name}` (checkpoints stay) and run it again, or use another --name"
         )
     document = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
     document["metadata"]["namespace"] = cluster.namespace
@@ -78,7 +78,7 @@ def _follow(cluster: Cluster, job: ClusterJob, *, verbose: bool) -> int:
 
 
 class JobReporter:
-    """What is new of a job, in lines."""
+    """Formatter of what is new about a job."""
 
     def __init__(self, *, verbose: bool) -> None:
         self._verbose = verbose
@@ -86,7 +86,7 @@ class JobReporter:
         self._phase = ""
 
     def new_lines(self, job: ClusterJob, events: list[dict[str, str]]) -> list[str]:
-        """Lines about what was not told yet: events, the phase, and (if `verbose`) progress and verdicts."""
+        """Return lines that were not printed yet: events, the phase, and (if `verbose`) progress and verdicts."""
         found = [line for event in events for line in self._once(event["uid"] + event["time"], _event_line(event))]
         if self._verbose:
             found += self._details(job)

@@ -1,8 +1,8 @@
-"""What opens the door to the caller: nobody has to paste a token.
+"""Selection of a token for the gateway, so that no user has to paste one.
 
-Tried in this order: the token of the kubeconfig; what --service-account names instead; the job's own token, where the
-caller may read its Secret; the service account that the chart makes for looking on. A token that is asked of the
-cluster for the door has the door's audience, so that nothing else takes it, and ends after a working day.
+Tried in this order: the token of the kubeconfig; the account of --service-account instead; the job's own token, if the
+caller may read its Secret; the viewer account that the chart creates. A token requested for the gateway has the
+gateway's audience, so that no other service accepts it, and expires after eight hours.
 """
 
 import base64
@@ -31,23 +31,26 @@ from megatronapp_operator.gateway.subject_access import AUDIENCE
 ACCOUNTS = Resource("v1", "serviceaccounts")
 LIFE_S = 8 * 3600
 VIEWER = "viewer"
-"""The chart calls its account as the door's Service, and this."""
+"""Suffix of the chart's viewer account, after the name of the gateway's Service."""
 NO_TOKEN = (
-    "your kubeconfig holds no token (a client certificate, most likely), and the door takes only tokens; name a "
+    "your kubeconfig has no token (most likely a client certificate), and the gateway accepts only tokens; name a "
     "service account that may see the jobs and whose tokens you may create by --service-account NAMESPACE/NAME"
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SelectedToken:
-    """A token, and whose rights it gives where they are not the caller's own."""
+    """Token, and the owner of its rights if that is not the caller."""
 
     token: str
     whose: str | None = None
 
 
 def token_for(cluster: Cluster, door: GatewayEndpoint, job: ClusterJob | None) -> str:
-    """A token that the door takes. Raises HubError with the door's words, OperatorError for a wrong account."""
+    """Return a token that the gateway accepts.
+
+    Raises HubError with the gateway's message, OperatorError for a wrong account.
+    """
     path = "/api/v1/jobs" if job is None else f"/api/v1/jobs/{job.namespace}/{job.name}"
     refusal = NO_TOKEN + ("" if job is not None else ", or name a job whose Secret you may read")
     for shown in _tokens(cluster, door, job):
@@ -59,7 +62,7 @@ def token_for(cluster: Cluster, door: GatewayEndpoint, job: ClusterJob | None) -
         refusal = replace_control_characters(problem_of(answer))
         if answer.status_code not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             break
-    raise HubError(f"the door does not let you in: {refusal}")
+    raise HubError(f"the gateway denies access: {refusal}")
 
 
 def _tokens(cluster: Cluster, door: GatewayEndpoint, job: ClusterJob | None) -> Iterator[SelectedToken]:
@@ -89,7 +92,7 @@ def _of_job(cluster: Cluster, job: ClusterJob) -> Iterator[SelectedToken]:
 
 
 def _secrets(cluster: Cluster, job: ClusterJob) -> list[Object]:
-    """The job's Secret, whose name has the key of the attempt; before the first attempt all Secrets of the job.
+    """Return the job's Secret, whose name has the key of the attempt; before the first attempt all Secrets of the job.
 
     Raises ApiError.
     """
@@ -103,7 +106,7 @@ def _secrets(cluster: Cluster, job: ClusterJob) -> list[Object]:
 
 
 def _of_account(cluster: Cluster, namespace: str, name: str) -> SelectedToken:
-    """A token of a service account, for the door alone. Raises ApiError."""
+    """Request a token of a service account for the gateway alone. Raises ApiError."""
     body = {
         "apiVersion": "authentication.k8s.io/v1",
         "kind": "TokenRequest",
@@ -114,9 +117,9 @@ def _of_account(cluster: Cluster, namespace: str, name: str) -> SelectedToken:
 
 
 def _account(cluster: Cluster, words: str) -> tuple[str, str]:
-    """Namespace and name of what the command line names. Raises OperatorError."""
+    """Parse [NAMESPACE/]NAME of a service account. Raises OperatorError."""
     namespace, slash, name = words.rpartition("/")
     place = (namespace if slash else cluster.namespace, name)
     if not all(re.fullmatch(NAME_PATTERN, part) for part in place):
-        raise OperatorError(f"--service-account {words}: this is no NAME or NAMESPACE/NAME of a service account")
+        raise OperatorError(f"--service-account {words}: write NAME or NAMESPACE/NAME of a service account")
     return place

@@ -1,4 +1,4 @@
-"""`megatronapp trace export` on a cluster: the trace that a job's hub holds, through the door."""
+"""`megatronapp trace export` on a cluster: the trace of a job's hub, through the gateway."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ ANSWER_S = 120.0
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Fetch the trace and write it; returns the exit code."""
+    """Fetch the trace and write it; return the exit code."""
     first, last, output = arguments.first, arguments.last, arguments.output
     if first is not None and last is not None and last < first:
         raise OperatorError(f"--to is before --from: {last} comes before {first}; swap them")
@@ -37,25 +37,27 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _why(job: ClusterJob, status: int) -> str:
-    """What people may not expect who know a laptop: there traces stay after the job."""
+    """Return a hint that traces end with a job on a cluster, while a laptop keeps them."""
     if status == HTTPStatus.SERVICE_UNAVAILABLE and job.ended:
-        return f"; {job.name} has ended, and its traces went with its hub, unless spec.analyzer.volume keeps them"
+        return (
+            f"; {job.name} has ended, and its traces were deleted with its hub unless spec.analyzer.volume keeps them"
+        )
     return ""
 
 
 def events_of(content: bytes) -> list[dict[str, Any]]:
-    """The events of a Chrome trace. Raises HubError for anything else: a hub is not trusted."""
+    """Parse the events of a Chrome trace. Raises HubError for any other content: a hub is not trusted."""
     try:
         events = json.loads(content)["traceEvents"]
         if isinstance(events, list) and all(isinstance(event, dict) for event in events):
             return events
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise HubError("the job's hub answered with something that is no trace; look at the log of its pod")
+    raise HubError("the job's hub did not answer with a trace; read the log of its pod")
 
 
 def write(path: pathlib.Path, content: bytes) -> None:
-    """Write as a whole or not at all. Raises OperatorError if the file cannot be written."""
+    """Write the whole file or nothing. Raises OperatorError if the file cannot be written."""
     beside = path.with_name(path.name + ".part")
     try:
         beside.write_bytes(content)

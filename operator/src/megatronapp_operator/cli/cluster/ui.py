@@ -1,4 +1,4 @@
-"""`megatronapp ui` on a cluster: a way to the door, and an address that logs the browser in once."""
+"""`megatronapp ui` on a cluster: a connection to the gateway, and an address that logs the browser in once."""
 
 import argparse
 import sys
@@ -12,17 +12,17 @@ from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError
 
 OTHER_NAME = (
-    "a browser that does not find this name (Safari) finds {url}, with the same ending; "
-    "its login is then seen by other servers of this machine"
+    "a browser that cannot resolve this name (Safari) can open {url}, with the same ending; "
+    "other servers of this machine then receive its login cookie"
 )
 NO_NAME = (
-    "note: somebody else has [::1] at every port that was tried, so that this address has no name of its own: "
-    "its login is seen by other servers of this machine"
+    "note: other programs listen on [::1] at every port that was tried, so this address has no separate name: "
+    "other servers of this machine receive its login cookie"
 )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the address of the pages, open it, and keep the way open until Ctrl-C; returns the exit code."""
+    """Print the address of the pages, open it, and keep the connection until Ctrl-C; return the exit code."""
     with opened(arguments) as cluster:
         job = None if arguments.job is None else cluster.view(arguments.job)
         with doors.open_gateway(cluster) as door:
@@ -37,9 +37,9 @@ def main(arguments: argparse.Namespace) -> int:
             elif door.forward is not None:
                 print(NO_NAME, file=sys.stderr)
             if not arguments.print_only and not webbrowser.open(address):
-                print("no browser was found; open the address above; it is good once, for five minutes")
+                print("no browser was found; open the address above; it works once, within five minutes")
             if door.forward is not None:
-                print("a port is forwarded to the door until Ctrl-C", file=sys.stderr)
+                print("a port is forwarded to the gateway until Ctrl-C", file=sys.stderr)
                 door.forward.hold()
     return 0
 

@@ -9,6 +9,6 @@ POLL_S = 1.0
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Wait; returns the exit code."""
+    """Wait for a condition of a job; return the exit code."""
     with opened(arguments) as cluster:
         return wait.wait(cluster, arguments, poll_s=POLL_S)

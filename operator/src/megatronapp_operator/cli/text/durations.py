@@ -1,4 +1,4 @@
-"""Lengths of time as kubectl writes and reads them."""
+"""Durations in the format of kubectl."""
 
 import argparse
 import re
@@ -9,7 +9,7 @@ _WHOLE = re.compile(r"(-)?((?:\d+(?:\.\d+)?(?:ms|h|m|s))+)")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in a text such as 90s, 1h30m, -1s, or a plain number of seconds. Raises ArgumentTypeError."""
+    """Parse seconds from a text such as 90s, 1h30m, -1s, or a plain number. Raises ArgumentTypeError."""
     if re.fullmatch(r"-?\d+(\.\d+)?", text):
         return float(text)
     found = _WHOLE.fullmatch(text)
@@ -21,7 +21,7 @@ def parse_duration(text: str) -> float:
 
 MINUTE_S, HOUR_S, DAY_S, YEAR_S = 60, 3600, 86400, 365 * 86400
 STEPS = (
-    # below this age in seconds: the large unit, and the small one beside it (0: none)
+    # below this age in seconds: the large unit, and the small one after it (0: none)
     (2 * MINUTE_S, 1, 0),
     (10 * MINUTE_S, MINUTE_S, 1),
     (3 * HOUR_S, MINUTE_S, 0),
@@ -35,7 +35,7 @@ SIGNS = {1: "s", MINUTE_S: "m", HOUR_S: "h", DAY_S: "d", YEAR_S: "y"}
 
 
 def human_duration(seconds: float) -> str:
-    """An age in at most two units, coarser the older it is (as kubectl's AGE column)."""
+    """Format an age in at most two units, coarser the older it is (as in kubectl's AGE column)."""
     whole = max(0, int(seconds))
     large, small = next((large, small) for below, large, small in STEPS if whole < below)
     text = f"{whole // large}{SIGNS[large]}"

@@ -1,4 +1,4 @@
-"""What is said about a stop that somebody asked for: while it is on its way, and what it has left."""
+"""Messages about a stop that a user requested: while it happens, and its result."""
 
 import pathlib
 
@@ -7,26 +7,26 @@ from megatronapp_operator.plan import ConditionType, Phase, Status
 
 INTERRUPTED = "Interrupted"
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's name for the file that holds the step of the newest checkpoint."""
+"""Megatron's name for the file with the step of the newest checkpoint."""
 
 
 def was_interrupted(status: Status) -> bool:
-    """Whether the job has ended because it was asked to stop: suspended, or failed if its workers did not save."""
+    """Return True if the job ended on request: suspended, or failed if its workers did not save."""
     ends = (status.condition(kind) for kind in (ConditionType.FAILED, ConditionType.SUSPENDED))
     return any(one is not None and one.status and one.reason == INTERRUPTED for one in ends)
 
 
 def stopping_line(job: MegatronJob) -> str:
-    """Said at once when the job is asked to stop."""
+    """Return the line that is printed at once when a stop is requested."""
     if job.spec.mode == "serve":
-        return "stopping: open requests are told; Ctrl-C again kills"
+        return "stopping: open requests end with an error; Ctrl-C again kills"
     if _saves(job):
         return "stopping: writing a checkpoint; Ctrl-C again kills"
     return "stopping: nothing is saved, as spec.checkpoint.save is not set; Ctrl-C again kills"
 
 
 def stopped_line(job: MegatronJob, status: Status) -> str:
-    """Said at the end: which step is safe, and how to go on. Why workers failed was said by an event."""
+    """Return the line for the end: the saved step, and how to continue. Events have reported why workers failed."""
     if job.spec.mode == "serve":
         return "stopped"
     if status.phase is not Phase.SUSPENDED:
@@ -52,18 +52,18 @@ def _folder(job: MegatronJob) -> pathlib.Path | None:
 
 
 def _newest(job: MegatronJob) -> str:
-    """What there is to go on from, of whatever attempt; nothing where the folder is not known."""
+    """Return which checkpoint of any attempt to continue from; empty if the folder is not known."""
     save = _folder(job)
     if save is None:
         return ""
     step = _saved_step(save)
     if step is None:
-        return f"; there is no checkpoint in {save}"
+        return f"; {save} has no checkpoint"
     return f"; the newest checkpoint in {save} is of step {step}{_again(job)}"
 
 
 def _again(job: MegatronJob) -> str:
-    return "; run the same command to go on" if job.spec.checkpoint.load in (None, job.spec.checkpoint.save) else ""
+    return "; run the same command to continue" if job.spec.checkpoint.load in (None, job.spec.checkpoint.save) else ""
 
 
 def _saved_step(folder: pathlib.Path) -> int | None:

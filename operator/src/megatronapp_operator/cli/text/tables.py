@@ -1,4 +1,4 @@
-"""Tables as kubectl prints them: upper-case headings, columns three blanks apart."""
+"""Tables in the format of kubectl: upper-case headings, columns three blanks apart."""
 
 import sys
 import time
@@ -18,18 +18,18 @@ WIDE_COLUMNS = (*COLUMNS, "ATTEMPT", "WORLD", "LOSS", "TOKENS/S", "HUB")
 
 
 class Table:
-    """A table that is printed piece by piece: columns keep their width, or grow, so that later rows stay in line."""
+    """Table that is printed in parts: columns keep their width, or grow, so that later rows stay aligned."""
 
     def __init__(self) -> None:
         self._widths: list[int] = []
 
     def print(self, rows: Iterable[Sequence[str]]) -> None:
-        """Print more rows."""
+        """Print more rows, aligned with the earlier ones."""
         sys.stdout.write(self.format(list(rows)))
         sys.stdout.flush()
 
     def format(self, written: Sequence[Sequence[str]]) -> str:
-        """More rows as text, no blanks at line ends; a cell is one line, and moves no terminal."""
+        """Return more rows as text, without blanks at line ends; each cell is one line without control characters."""
         rows = [[to_single_line(cell) for cell in row] for row in written]
         for row in rows:
             needed = [len(cell) + GAP for cell in row]
@@ -41,12 +41,12 @@ class Table:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """One whole table as text."""
+    """Return a whole table as text."""
     return Table().format(rows)
 
 
 def job_row(job: JobHandle, *, wide: bool) -> list[str]:
-    """One job as a line of the table."""
+    """Return one job as a row of the table."""
     status, replicas = job.status, job.status.get("replicaStatuses", {})
     progress = status.get("progress", {})
     row = [
@@ -71,7 +71,7 @@ def job_row(job: JobHandle, *, wide: bool) -> list[str]:
 
 
 def slow_subjects(status: Mapping[str, Any]) -> list[str]:
-    """What is slow now, such as rank-1 or link-0-2; suspects and what stands still are left out."""
+    """Return labels of slow subjects, such as rank-1 or link-0-2, without suspects and hung ranks."""
     return [
         "-".join((verdict["subject"]["type"], *map(str, verdict["subject"]["ranks"])))
         for verdict in status.get("slowRanks", ())
@@ -80,7 +80,7 @@ def slow_subjects(status: Mapping[str, Any]) -> list[str]:
 
 
 def iteration(progress: Mapping[str, Any]) -> str:
-    """Finished steps of all steps."""
+    """Return finished steps of all steps, such as 3/10."""
     if "iteration" not in progress:
         return NONE
     total = progress.get("totalIterations")
@@ -88,10 +88,10 @@ def iteration(progress: Mapping[str, Any]) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number, or <none>."""
+    """Format a number, or return <none>."""
     return NONE if value is None else format(value, form)
 
 
 def age(moment: str | None) -> str:
-    """Time since a moment (RFC 3339)."""
+    """Return the time since a moment (RFC 3339)."""
     return "<unknown>" if moment is None else human_duration(time.time() - seconds_of(moment))
