@@ -1,15 +1,15 @@
-"""Vector filters that people type: a text becomes a typed tree, or an error that points at the column.
+"""Vector filters that users type: a text becomes a typed tree, or an error with its column.
 
 The language is a small part of what torch users write, so that `data.mean(dim=-1)` works as it stands
-(docs/expressions.md). It is read by the parser of this package alone. What it costs is known before it runs,
-and bounded.
+(docs/expressions.md). Python's parser reads it and a whitelist decides what it may contain; nothing of it is compiled
+or evaluated by Python. Its cost is bounded before it runs.
 """
 
 import dataclasses
 
 from megatronapp_common.errors import FilterError
-from megatronapp_common.filters import lexer, syntax
-from megatronapp_common.filters.parser import Parser
+from megatronapp_common.filters import syntax
+from megatronapp_common.filters.parser import parse_tree
 from megatronapp_common.filters.syntax import Apply, Binary, DataVector, Function, IndexedElement, Node, Operator, Where
 
 MAX_CHARACTERS = 500
@@ -40,7 +40,7 @@ def parse(text: str) -> Expression:
         )
     if not text.strip():
         raise FilterError(1, "nothing is written here; write data.mean(dim=-1)")
-    root = Parser(lexer.tokenize(text)).parse()
+    root = parse_tree(text)
     _check_limits(root)
     _check_result(root)
     return Expression(root)

@@ -24,6 +24,8 @@ PREFIXES = {"torch"}
 AXES = {"dim", "axis"}
 KEEP = {"keepdim", "keepdims"}
 TRUTHS = {"True": True, "False": False}
+VALUES = "values"
+"""Attribute of torch's max and min along an axis."""
 
 _NO_NEED = "leave it out: data is a plain vector here"
 _NO_LENGTH = "mean divides by the length by itself; write mean instead of a sum over it"
@@ -87,3 +89,22 @@ INSTEAD = {
     "True": "write a comparison, such as data > 0",
     "False": "write a comparison, such as data > 0",
 }
+INSTEAD_OF_SIGNS = {
+    "//": "divide with /",
+    "%": "there is no remainder",
+    "@": "there is no matrix here; multiply elements with *",
+    "^": "write ** for a power",
+    "&": "put one where into another: where(a > 0, where(b > 0, x, y), y)",
+    "|": "put one where into another: where(a > 0, x, where(b > 0, x, y))",
+    "~": "turn the comparison round: <= for >",
+    "!": "write != for 'is not'",
+    ";": "write one formula",
+    "'": "there are no texts here; write numbers and data",
+    '"': "there are no texts here; write numbers and data",
+    "\u2212": "write - for minus",
+    "\u00d7": "write * for times",
+    "\u00b2": "write ** 2",
+    "\u2264": "write <=",
+    "\u2265": "write >=",
+}
+"""What to write for signs that have no meaning in a filter."""
