@@ -127,7 +127,7 @@ def test_limits_and_choices_come_from_the_types(schema: Schema) -> None:
         "format": "int64",
         "minimum": 1,
         "maximum": 4096,
-        "description": "Workers; left out: derived from the world size, else 1.",
+        "description": "Workers; derived from the world size by default, otherwise 1.",
     }
     assert spec["training"]["properties"]["lr"]["exclusiveMinimum"] is True
     assert spec["training"]["properties"]["precision"]["enum"] == ["fp32", "bf16"]

@@ -1,1 +1,1 @@
-"""Types of the MegatronJob resource."""
+"""Types of the MegatronJob resource, a module for each block of the manifest."""

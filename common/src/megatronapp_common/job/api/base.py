@@ -1,4 +1,4 @@
-"""What all types of the manifest have in common."""
+"""Base classes of the types of the manifest."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from pydantic.alias_generators import to_camel
 
 
 class ManifestModel(BaseModel):
-    """camelCase in YAML, snake_case in Python; unknown fields and values of a wrong type are refused."""
+    """A block of the manifest: camelCase in YAML, snake_case in Python. Refuses unknown fields and wrong types."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -21,11 +21,11 @@ class ManifestModel(BaseModel):
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """The value as in YAML: camelCase, absent fields left out."""
+        """Return the value as in YAML: camelCase, without absent fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 class StatusModel(ManifestModel):
-    """A part of the status. A field that a newer release wrote is kept out, not refused."""
+    """A part of the status. A field that a newer release wrote is ignored, not refused."""
 
     model_config = ConfigDict(extra="ignore")

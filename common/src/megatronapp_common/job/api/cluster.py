@@ -1,4 +1,4 @@
-"""What a job asks of a cluster: images, resources, where its pods may go, volumes and initializers.
+"""Types of what a job requests from a cluster: images, resources, placement, volumes and initializers.
 
 None of it has an effect without a cluster.
 """
@@ -33,47 +33,47 @@ Amounts = Annotated[dict[str, Quantity], Field(max_length=MAX_ENTRIES)]
 
 
 class ObjectReference(ManifestModel):
-    """Another object of the job's namespace, by its name."""
+    """Reference to another object of the job's namespace."""
 
     name: ObjectName
-    """Its name."""
+    """Name of the object."""
 
 
 class Resources(ManifestModel):
-    """What a container gets, as quantities by resource: {cpu: 8, memory: 64Gi}."""
+    """Resources of a container, as quantities by resource: {cpu: 8, memory: 64Gi}."""
 
     requests: Amounts = Field(default={})
-    """What the scheduler sets aside; a resource that is left out: its limit."""
+    """Amounts that the scheduler reserves; a resource without one defaults to its limit."""
     limits: Amounts = Field(default={})
-    """What the container may not pass."""
+    """Largest amounts that the container may use."""
 
 
 class Toleration(ManifestModel):
-    """A taint of nodes that the pods may stand."""
+    """Toleration of a taint of nodes."""
 
     key: LabelKey | None = None
-    """Key of the taint; left out, with operator Exists: every taint."""
+    """Key of the taint; without it, and with operator Exists, every taint."""
     operator: Literal["Exists", "Equal"] | None = None
-    """Any value, or this one; left out: Equal."""
+    """Match any value, or only this one; defaults to Equal."""
     value: Annotated[str, Field(max_length=63)] | None = None
     """Value of the taint, with operator Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; left out: all of them."""
+    """Effect of the taint; defaults to all effects."""
     toleration_seconds: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
-    """With effect NoExecute, seconds until the pod must go; left out: it stays."""
+    """Seconds until the pod must leave the node, with effect NoExecute; defaults to no limit."""
 
 
 class PodMetadata(ManifestModel):
     """Labels and annotations of worker pods."""
 
     labels: Labels = Field(default={})
-    """More labels; those that the operator sets itself cannot be given."""
+    """Additional labels; those that the operator sets itself cannot be set."""
     annotations: Annotations = Field(default={})
-    """More annotations."""
+    """Additional annotations."""
 
 
 class PodTemplate(ManifestModel):
-    """Changes to the worker pods that no field of this spec makes. They come last."""
+    """Changes to the worker pods that no field of this spec makes. They are applied last."""
 
     metadata: PodMetadata = PodMetadata()
     """Labels and annotations. Workers have no PodDisruptionBudget: where nodes are removed to save money, annotate them
@@ -89,7 +89,7 @@ class SharedMemory(ManifestModel):
     """The memory volume at /dev/shm of trainer and agent."""
 
     size_limit: Quantity | None = None
-    """Its size, charged to the trainer's memory limit; left out: 16Gi, or half of that limit where this is smaller."""
+    """Size of the volume, charged to the trainer's memory limit; defaults to 16Gi, or half of that limit if smaller."""
 
 
 class Volume(ManifestModel):
@@ -98,34 +98,34 @@ class Volume(ManifestModel):
     claim: ObjectName
     """Name of the PersistentVolumeClaim."""
     mount_path: Place
-    """Directory where it appears; an absolute path."""
+    """Directory to mount it at; an absolute path."""
     sub_path: Place | None = None
-    """Only this directory of the volume."""
+    """Directory of the volume to mount instead of all of it."""
     read_only: bool = False
-    """Mount it without the right to write."""
+    """Mount it read-only."""
 
 
 class Initializer(ManifestModel):
     """A container that brings data or weights before the ranks start."""
 
     name: DnsName
-    """Its name, unique in the job."""
+    """Name of the initializer, unique in the job."""
     image: Image
-    """Image with the program that brings them."""
+    """Image with the program that brings data or weights."""
     command: Annotated[tuple[LabelText, ...], Field(max_length=64)] = ()
-    """The program; left out: the image's own."""
+    """Program to run; defaults to the image's own."""
     args: Annotated[tuple[LabelText, ...], Field(max_length=64)] = ()
-    """Its arguments."""
+    """Arguments of the program."""
     storage_uri: Annotated[str, Field(max_length=2048, pattern=URI_PATTERN)] | None = None
-    """Where to bring them from; the container reads it as STORAGE_URI. Without user or password: these come by
+    """Source of the data; the container reads it as STORAGE_URI. User and password are not allowed in it: use
     secretRef."""
     target: Place | None = None
-    """Directory to bring them to; the container reads it as TARGET. With scope Job it lies on data.volume or
+    """Directory to write to; the container reads it as TARGET. With scope Job it is on data.volume or
     checkpoint.volume; with scope Node it may also be a new directory, which the ranks of this node then see."""
     secret_ref: ObjectReference | None = None
     """Secret whose keys become variables of the container."""
     resources: Resources | None = None
-    """What the container gets; a namespace with a quota for CPU or memory refuses pods without. Left out: nothing is
-    set aside for it with scope Job; with scope Node it gets what the trainer gets."""
+    """Resources of the container; a namespace with a quota for CPU or memory refuses pods without. By default nothing
+    is reserved for it with scope Job, and with scope Node it has those of the trainer."""
     scope: Literal["Job", "Node"] = "Job"
-    """Once before all workers of the job, or in every worker for disks of its own."""
+    """Run once before all workers of the job, or in every worker, for local disks."""

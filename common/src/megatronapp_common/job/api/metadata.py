@@ -16,31 +16,31 @@ JobName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH, pattern
 
 
 class Metadata(ManifestModel):
-    """Name and labels of a job; the rest is written by the API server or the backend."""
+    """Name and labels of a job; all other fields are written by the API server or the backend."""
 
     name: JobName
     """Lower-case letters, digits and '-', a letter first, at most 50 characters."""
     namespace: DnsLabel = "default"
-    """Namespace."""
+    """Namespace of the job."""
     labels: dict[str, str] = Field(default={})
-    """Labels."""
+    """Labels of the job."""
     annotations: dict[str, str] = Field(default={})
-    """Annotations."""
+    """Annotations of the job."""
     uid: str | None = None
     """Unique id; changes when a job of the same name is created again."""
     generation: int | None = None
-    """Counts changes of the spec."""
+    """Number of changes of the spec."""
     resource_version: str | None = None
     """Version of the object for optimistic locking."""
     creation_timestamp: str | None = None
-    """When the object was created, RFC 3339."""
+    """Time at which the object was created, RFC 3339."""
     deletion_timestamp: str | None = None
-    """When deletion was asked for, RFC 3339."""
+    """Time at which deletion was requested, RFC 3339."""
     deletion_grace_period_seconds: int | None = None
     """Seconds that deletion may take."""
     finalizers: tuple[str, ...] = ()
-    """Names that hold back deletion."""
+    """Names that block deletion."""
     owner_references: tuple[dict[str, Any], ...] = ()
     """Objects that own this one."""
     managed_fields: tuple[dict[str, Any], ...] = ()
-    """Which manager set which field."""
+    """Managers and the fields that each has set."""

@@ -1,4 +1,4 @@
-"""The model and its layout over ranks. A field that is left out keeps the trainer's default."""
+"""Types of the model and its layout over ranks. An omitted field keeps the trainer's default."""
 
 from typing import Annotated, Literal
 
@@ -28,43 +28,43 @@ class Model(ManifestModel):
     seq_length: Count
     """Tokens of a sample."""
     ffn_hidden_size: Count | None = None
-    """Width inside the MLP; 4 x hiddenSize if left out, with swiglu 8/3 x hiddenSize."""
+    """Width inside the MLP; defaults to 4 x hiddenSize, with swiglu to 8/3 x hiddenSize."""
     num_query_groups: Count | None = None
-    """Key and value heads of grouped-query attention; left out: as many as query heads."""
+    """Key and value heads of grouped-query attention; defaults to the number of query heads."""
     kv_channels: Count | None = None
-    """Width of one head; left out: hiddenSize / numAttentionHeads."""
+    """Width of one head; defaults to hiddenSize / numAttentionHeads."""
     max_position_embeddings: Count | None = None
-    """Rows of learned positions; left out: seqLength."""
+    """Rows of learned positions; defaults to seqLength."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = None
-    """How positions enter; left out: learned_absolute."""
+    """Encoding of positions; defaults to learned_absolute."""
     rotary_base: Count | None = None
-    """Base of the rotary frequencies; left out: 10000."""
+    """Base of the rotary frequencies; defaults to 10000."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of a head's channels that rotate; left out: 1."""
+    """Share of a head's channels that rotate; defaults to 1."""
     normalization: Literal["LayerNorm", "RMSNorm"] | None = None
-    """Kind of norm; left out: LayerNorm."""
+    """Kind of norm; defaults to LayerNorm."""
     norm_epsilon: Annotated[float, Field(gt=0)] | None = None
-    """Added to the variance by norms; left out: 1e-5."""
+    """Term added to the variance by norms; defaults to 1e-5."""
     swiglu: bool = False
-    """Gated SiLU in the MLP instead of GELU."""
+    """Use gated SiLU in the MLP instead of GELU."""
     untie_embeddings_and_output_weights: bool = False
-    """Separate weights of input embedding and output layer."""
+    """Use separate weights for input embedding and output layer."""
     disable_bias_linear: bool = False
-    """Linear layers without bias."""
+    """Use linear layers without bias."""
     add_qkv_bias: bool = False
-    """Bias of the QKV projection although disableBiasLinear is true."""
+    """Use a bias in the QKV projection although disableBiasLinear is true."""
     attention_dropout: Fraction | None = None
-    """Dropout of attention probabilities; left out: 0.1."""
+    """Dropout of attention probabilities; defaults to 0.1."""
     hidden_dropout: Fraction | None = None
-    """Dropout of the residual branches; left out: 0.1."""
+    """Dropout of the residual branches; defaults to 0.1."""
     init_method_std: Annotated[float, Field(gt=0)] | None = None
-    """Standard deviation of the initial weights; left out: 0.02."""
+    """Standard deviation of the initial weights; defaults to 0.02."""
     transformer_impl: Literal["torch", "local", "transformer_engine"] | None = None
-    """Layers; left out: transformer_engine where it is installed, else torch."""
+    """Implementation of the layers; defaults to transformer_engine where it is installed, otherwise torch."""
     vocab_size: Count | None = None
-    """Tokens before padding; left out: the tokenizer's."""
+    """Number of tokens before padding; defaults to the tokenizer's."""
     make_vocab_size_divisible_by: Count | None = None
-    """The vocabulary is padded to a multiple of this, whatever the layout; left out: 128."""
+    """Number of which the padded vocabulary is a multiple, for every layout; defaults to 128."""
 
 
 class Parallelism(ManifestModel):
@@ -77,14 +77,14 @@ class Parallelism(ManifestModel):
     virtual_pipeline: Count | None = None
     """Model chunks of each rank: the interleaved schedule, with 2 or more."""
     first_stage_layers: Count | None = None
-    """Layers of the first pipeline stage, the embedding beside them; left out: as many as the others."""
+    """Layers of the first pipeline stage, which also has the embedding; defaults to as many as the others."""
     last_stage_layers: Count | None = None
-    """Layers of the last pipeline stage, the loss beside them; left out: as many as the others."""
+    """Layers of the last pipeline stage, which also has the loss; defaults to as many as the others."""
     data: Count | None = None
-    """Model replicas; left out: derived from nodes x procPerNode."""
+    """Model replicas; derived from nodes x procPerNode by default."""
     context: Size = 1
     """Ranks that share one sequence."""
     expert: Size = 1
     """Ranks that share the experts; divides data x context."""
     sequence_parallel: bool = False
-    """Norms and dropout work on slices of the sequence within a tensor group."""
+    """Slice norms and dropout along the sequence within a tensor group."""

@@ -1,4 +1,4 @@
-"""How the ranks of different nodes reach each other on a cluster."""
+"""Types of the block `network`: connections between ranks of different nodes of a cluster."""
 
 from typing import Annotated, Literal
 
@@ -17,39 +17,39 @@ class Rdma(ManifestModel):
     """InfiniBand or RoCE devices of the workers."""
 
     enabled: bool = False
-    """Ask for devices and set NCCL and UCX up for them. NCCL_NET is IB then, so that NCCL fails where it would fall
+    """Request devices and set NCCL and UCX up for them. NCCL_NET is IB then, so that NCCL fails where it would fall
     back to TCP. For vpc.amazonaws.com/efa it is AWS Libfabric, the network of the plugin aws-ofi-nccl, which the image
     of the trainer does not have: build an image with it and with libfabric. Another value under nccl or env wins."""
     resource_name: QualifiedName | None = None
     """Resource that the device plugin offers, such as rdma/hca_shared_devices_a; needed unless devices is HostPath."""
     devices: Literal["Resource", "HostPath"] = "Resource"
-    """Where the devices are from: the device plugin's resource, or, with mode HostNetwork, all of the node's
+    """Source of the devices: the device plugin's resource, or, with mode HostNetwork, all of the node's
     /dev/infiniband, for which the trainer is privileged and sees all devices of the node, GPUs included."""
     count: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices of each worker."""
     ipc_lock: bool = True
-    """Give the capability IPC_LOCK, and with it root, so that memory may be pinned; false where the nodes' runtime
+    """Add the capability IPC_LOCK, and with it root, so that memory may be pinned; false where the nodes' runtime
     raises the limit of locked memory itself."""
     gid_index: Annotated[int, Field(ge=0, le=255)] | None = None
-    """Index of the GID that RoCE uses (NCCL_IB_GID_INDEX, UCX_IB_GID_INDEX); left out: found by the libraries."""
+    """Index of the GID that RoCE uses (NCCL_IB_GID_INDEX, UCX_IB_GID_INDEX); found by the libraries by default."""
     hca: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Adapters to use (NCCL_IB_HCA), such as mlx5_0,mlx5_1; left out: all."""
+    """Adapters to use (NCCL_IB_HCA), such as mlx5_0,mlx5_1; defaults to all."""
     interface: Interface | None = None
-    """Interface, or a regular expression for its whole name, whose address a worker gives to the others; left out: that
-    of the first attachment, else the pod's."""
+    """Interface, or a regular expression for its whole name, whose address a worker gives to the others; defaults to
+    that of the first attachment, otherwise the pod's."""
 
 
 class Preflight(ManifestModel):
-    """A look at every worker before its ranks start: GPUs, shared memory, locked memory, links, and each other."""
+    """Checks of every worker before its ranks start: GPUs, shared memory, locked memory, links, and its peers."""
 
     enabled: bool = False
-    """Look; what is wrong fails the worker and names its node."""
+    """Run the checks; a failed one fails the worker and names its node."""
     timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 120
-    """Longest time that it may take."""
+    """Longest time that the checks may take."""
 
 
 class Network(ManifestModel):
-    """How the ranks of different nodes reach each other on a cluster."""
+    """Connections between ranks of different nodes of a cluster."""
 
     mode: Literal["Default", "HostNetwork", "Sriov", "Macvlan", "SharedDevice"] = "Default"
     """The cluster's network alone, the node's own, or RDMA devices: virtual functions, Macvlan, or shared by pods."""
@@ -63,10 +63,10 @@ class Network(ManifestModel):
     nccl: Variables = Field(default={})
     """Variables NCCL_... and UCX_... of every rank; they win over what the operator sets."""
     policy: Literal["None", "JobOnly"] = "JobOnly"
-    """Let only this job, the door, the operator and Prometheus in by a NetworkPolicy, or make none."""
+    """Admit only this job, the gateway, the operator and Prometheus by a NetworkPolicy, or make none."""
     rank_order: Literal["Index", "IP", "Topology"] = "Index"
-    """By what workers are sorted before their ranks are numbered."""
+    """Key by which workers are sorted before their ranks are numbered."""
     topology_key: LabelKey | None = None
     """Label of nodes by which rankOrder Topology sorts, such as topology.kubernetes.io/zone."""
     preflight: Preflight = Preflight()
-    """A look at every worker before its ranks start."""
+    """Checks of every worker before its ranks start."""

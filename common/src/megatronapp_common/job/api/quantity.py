@@ -14,7 +14,7 @@ _PARTS = re.compile(r"([0-9.]+)(.*)")
 
 
 def _as_text(value: object) -> object:
-    """Whole numbers need no quotes, as everywhere in Kubernetes."""
+    """Return whole numbers as text, because Kubernetes needs no quotes for them."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -31,11 +31,11 @@ Quantity = Annotated[
         }
     ),
 ]
-"""Never negative. Kept as it is written; a whole number becomes text."""
+"""Text of a quantity, never negative; a whole number becomes text."""
 
 
 def quantity_value(text: str) -> fractions.Fraction:
-    """What a quantity is worth in its base unit (bytes, cores). ValueError for a text that is none."""
+    """Return the value of a quantity in its base unit (bytes, cores). Raises ValueError for any other text."""
     if not re.match(QUANTITY_PATTERN, text):
         raise ValueError(f"{text!r} is no quantity; write one such as 4, 500m or 16Gi")
     found = _PARTS.match(text)

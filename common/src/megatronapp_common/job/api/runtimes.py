@@ -1,4 +1,4 @@
-"""Other ways to run the pipeline: MegaDPP and MegaFBD."""
+"""Types of the other pipeline runtimes: MegaDPP and MegaFBD."""
 
 from typing import Annotated
 
@@ -10,36 +10,36 @@ from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
 
 
 class Dpp(ManifestModel):
-    """MegaDPP: a dynamic pipeline schedule with transfers of its own."""
+    """MegaDPP: a dynamic pipeline schedule with a separate transport."""
 
     enabled: bool = False
     """Schedule dynamically; needs pipeline above 1."""
     workload: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """File with measured times of this model, from which the plan is made; left out: measured in the first steps."""
+    """File with measured times of this model, from which the plan is made; measured in the first steps by default."""
 
 
 class ForwardWorkers(ManifestModel):
-    """Workers of their own for forward ranks. They come after the backward workers, and so do their ranks."""
+    """Separate workers for forward ranks. They and their ranks are numbered after the backward workers."""
 
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None
-    """Forward workers; left out: derived from the number of forward ranks."""
+    """Forward workers; derived from the number of forward ranks by default."""
     proc_per_node: Annotated[int, Field(ge=1, le=MAX_PROC_PER_NODE)] | None = None
-    """Forward ranks of each; left out: derived from their number, else gpusPerNode."""
+    """Forward ranks of each; derived from their number by default, otherwise gpusPerNode."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of each; 0: forward runs on the CPU."""
     node_selector: Labels | None = None
-    """Labels of the nodes that they go to; left out: spec.nodeSelector."""
+    """Labels of the nodes for these workers; defaults to spec.nodeSelector."""
     resources: Resources | None = None
-    """What the trainer's container gets there; left out: spec.resources."""
+    """Resources of the trainer's container there; defaults to spec.resources."""
 
 
 class Fbd(ManifestModel):
     """MegaFBD: forward and backward on separate ranks. World size = 2 x tensor x pipeline x data."""
 
     enabled: bool = False
-    """Give each rank a forward rank beside it; parallelism.data stays what is trained with, so the world doubles."""
+    """Add a forward rank to each rank; parallelism.data does not change, so the world doubles."""
     ignore_forward_tensor_parallel: bool = False
-    """One forward rank for each tensor group: world size = pipeline x data x (tensor + 1)."""
+    """Run one forward rank for each tensor group: world size = pipeline x data x (tensor + 1)."""
     forward: ForwardWorkers | None = None
-    """Put forward ranks on workers of their own; nodes, procPerNode and gpusPerNode of the spec are then of the
-    backward ranks alone. Left out: all workers are alike."""
+    """Run forward ranks on separate workers; nodes, procPerNode and gpusPerNode of the spec are then those of the
+    backward ranks alone. By default all workers are alike."""

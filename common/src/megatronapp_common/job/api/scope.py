@@ -1,4 +1,4 @@
-"""How MegaScope looks at a served model."""
+"""Types of the block `scope`: MegaScope of a served model."""
 
 from typing import Annotated
 
@@ -14,4 +14,4 @@ class Scope(ManifestModel):
     """MegaScope of a served model."""
 
     plugins: Annotated[tuple[Module, ...], Field(max_length=16)] = ()
-    """Python modules that each rank imports before it loads the model; they register places to look at."""
+    """Python modules that each rank imports before it loads the model; they register sites."""

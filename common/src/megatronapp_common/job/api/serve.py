@@ -1,4 +1,4 @@
-"""How a trained model is served."""
+"""Types of the block `serve`: serving of a trained model."""
 
 from typing import Annotated, Literal
 
@@ -10,23 +10,23 @@ from megatronapp_common.names import SERVE_PORT
 
 
 class Serve(ManifestModel):
-    """Where and how much a served model answers."""
+    """Address and limits of a served model."""
 
     host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
-    """Address of the API without a cluster; anything but loopback lets other machines in (with a token)."""
+    """Address of the API without a cluster; anything but loopback admits other machines (with a token)."""
     port: Annotated[int, Field(ge=0, le=65535)] = SERVE_PORT
     """Port of the API without a cluster; 0: a free one. On a cluster it is always 8000."""
     max_batch: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Prompts that are generated together."""
+    """Number of prompts that are generated together."""
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 1024
-    """Most new tokens of a prompt."""
+    """Largest number of new tokens of a prompt."""
     max_length: Count | None = None
-    """Most tokens of a prompt and what follows it, for which memory is kept maxBatch times; left out: the positions
-    that the model was trained with."""
+    """Largest number of tokens of a prompt and its answer, for which memory is allocated maxBatch times; defaults to
+    the positions that the model was trained with."""
     queue_length: Annotated[int, Field(ge=0, le=4096)] = 32
-    """Prompts that may wait; requests beyond are answered with 429. A request may ask for maxBatch + queueLength
+    """Number of prompts that may wait; requests beyond are answered with 429. A request may have maxBatch + queueLength
     texts."""
     prefill_chunk: Annotated[int, Field(ge=1, le=1_048_576)] = 512
     """Tokens of a prompt that are read in one forward pass; less needs less memory."""
     precision: Literal["fp32", "bf16"] | None = None
-    """Weights and activations; left out: as trained."""
+    """Precision of weights and activations; defaults to the one of the training."""

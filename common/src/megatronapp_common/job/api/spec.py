@@ -1,4 +1,4 @@
-"""What the user asks for."""
+"""Types of the spec of a job."""
 
 from typing import Annotated, Any, Literal
 
@@ -37,9 +37,9 @@ class Trace(ManifestModel):
     """Recording of spans on every rank."""
 
     enabled: bool = False
-    """Record spans; off means that nothing of it is loaded."""
+    """Record spans; without it no part of the recorder is loaded."""
     capacity: Annotated[int, Field(ge=1024, le=16_777_216)] | None = None
-    """Records of 32 bytes that each rank's ring holds; left out: 65536."""
+    """Records of 32 bytes that each rank's ring holds; defaults to 65536."""
 
 
 class Fault(ManifestModel):
@@ -48,7 +48,7 @@ class Fault(ManifestModel):
     rank: Index
     """Global rank that is made slow."""
     kind: Literal["compute", "host", "link"]
-    """Compute spans last longer; stalls between spans; or receives are withheld."""
+    """Lengthen compute spans, stall between spans, or withhold receives."""
     factor: Annotated[float, Field(gt=1, le=100)]
     """How many times as long compute spans take; for host and link, 1 + the stall over a usual forward time."""
     from_step: Index
@@ -56,51 +56,51 @@ class Fault(ManifestModel):
     steps: Count
     """Number of steps."""
     peer: Index | None = None
-    """With link: only receives from this rank; left out: from all."""
+    """Delay only receives from this rank, with kind link; defaults to all."""
 
 
 class EnvVar(ManifestModel):
     """A variable in the environment of every rank."""
 
     name: Annotated[str, Field(max_length=256, pattern=VARIABLE_PATTERN)]
-    """Its name."""
+    """Name of the variable."""
     value: Annotated[str, Field(max_length=32768)] = ""
-    """Its value."""
+    """Value of the variable."""
 
 
 class Spec(ManifestModel):
-    """What to train or serve, on what, and how to keep it alive."""
+    """Desired state of a job: a model to train or serve, its resources, and how it is restarted."""
 
     mode: Literal["train", "serve"] = "train"
     """Train a model, or answer requests with the one of checkpoint.load until the job is deleted."""
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None
-    """Workers; left out: derived from the world size, else 1."""
+    """Workers; derived from the world size by default, otherwise 1."""
     proc_per_node: Annotated[int, Field(ge=1, le=MAX_PROC_PER_NODE)] | None = None
-    """Ranks of each worker; left out: derived from the world size, else gpusPerNode."""
+    """Ranks of each worker; derived from the world size by default, otherwise gpusPerNode."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of each worker; 0: work on the CPU."""
     gpu_resource_name: QualifiedName = "nvidia.com/gpu"
-    """Resource that stands for a GPU on a cluster."""
+    """Resource that represents a GPU on a cluster."""
     parallelism: Parallelism = Parallelism()
     """Sizes of the parallel groups."""
     model: Model | None = None
-    """Shape of the model; may be left out in mode serve only, as the checkpoint knows it."""
+    """Shape of the model; optional in mode serve, as the checkpoint has it."""
     training: Training | None = None
-    """Batches, optimizer, schedules, intervals; needed in mode train, which it belongs to."""
+    """Batches, optimizer, schedules, intervals; required in mode train, and only allowed there."""
     serve: Serve | None = None
-    """Where and how much a served model answers; belongs to mode serve."""
+    """Address and limits of a served model; only allowed in mode serve."""
     scope: Scope | None = None
-    """MegaScope of a served model; belongs to mode serve with analyzer.enabled."""
+    """MegaScope of a served model; only allowed in mode serve with analyzer.enabled."""
     dpp: Dpp = Dpp()
     """MegaDPP: a dynamic pipeline schedule."""
     fbd: Fbd = Fbd()
     """MegaFBD: forward and backward on separate ranks."""
     data: Data = Data()
-    """What is trained on."""
+    """Training data."""
     checkpoint: Checkpoint = Checkpoint()
-    """Where and when the training is saved."""
+    """Saving and loading of the training."""
     args: Annotated[tuple[Argument, ...], Field(max_length=512)] = ()
-    """More flags in Megatron's spelling, each word an item: ["--lr", "3"]; they come last, so they win."""
+    """More flags in Megatron's spelling, an item for each argument: ["--lr", "3"]; they are appended, so they win."""
     env: Annotated[
         tuple[EnvVar, ...],
         Field(
@@ -120,26 +120,26 @@ class Spec(ManifestModel):
     suspend: bool = False
     """Stop the workers (with a checkpoint) and start them again when it becomes false."""
     success_policy: Literal["AllWorkers", "Rank0"] = "AllWorkers"
-    """The job has succeeded once all workers ended with code 0, or once the one with rank 0 did."""
+    """Workers that must end with code 0 for the job to succeed: all, or the one with rank 0."""
     image: Image | None = None
-    """Image of the workers on a cluster, with megatronapp_trainer in it; left out: the operator's choice."""
+    """Image of the workers on a cluster, with megatronapp_trainer in it; defaults to the operator's choice."""
     image_pull_policy: PullPolicy = "IfNotPresent"
-    """When images are pulled."""
+    """Condition for pulling images."""
     image_pull_secrets: Annotated[tuple[ObjectReference, ...], Field(max_length=16)] = ()
     """Secrets for pulling images."""
     resources: Resources = Resources()
-    """What the trainer's container gets; GPUs and RDMA devices are added."""
+    """Resources of the trainer's container; GPUs and RDMA devices are added."""
     node_selector: Labels = Field(default={})
-    """Labels of the nodes that workers, and initializers of scope Job, go to."""
+    """Labels of the nodes for workers, and for initializers of scope Job."""
     affinity: dict[str, Any] | None = None
     """Affinity of the pods of workers and of initializers of scope Job, as in a pod's spec."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=64)] = ()
-    """Taints of nodes that workers may stand; that of GPU nodes is added."""
+    """Taints of nodes that workers tolerate; that of GPU nodes is added."""
     priority_class_name: ObjectName | None = None
     """Priority of all pods of the job."""
     scheduler_name: ObjectName | None = None
-    """Scheduler of workers and of initializers of scope Job; left out: the one that scheduling.gang needs for workers,
-    else the cluster's."""
+    """Scheduler of workers and of initializers of scope Job; defaults to the one that scheduling.gang needs for
+    workers, otherwise the cluster's."""
     runtime_class_name: ObjectName | None = None
     """Container runtime of the workers."""
     service_account_name: ObjectName | None = None
@@ -149,7 +149,7 @@ class Spec(ManifestModel):
     shm: SharedMemory = SharedMemory()
     """The memory volume at /dev/shm."""
     network: Network = Network()
-    """How the ranks of different nodes reach each other."""
+    """Connections between ranks of different nodes."""
     initializers: Annotated[
         tuple[Initializer, ...],
         Field(
@@ -159,6 +159,6 @@ class Spec(ManifestModel):
     ] = ()
     """Containers that bring data or weights before the ranks start, in this order."""
     scheduling: Scheduling = Scheduling()
-    """Queue and gang."""
+    """Queue and gang scheduling."""
     managed_by: Annotated[str, Field(max_length=63, pattern=QUALIFIED_PATTERN)] | None = None
-    """Another controller that takes care of this job instead of ours, as domain/name; cannot change."""
+    """Another controller that manages this job instead of this operator, as domain/name; immutable."""

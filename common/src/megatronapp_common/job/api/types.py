@@ -1,4 +1,4 @@
-"""The object itself."""
+"""The type of the object, MegatronJob."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from megatronapp_common.job.world import World, derive_world
 
 
 class MegatronJob(ManifestModel):
-    """A job on Megatron-core that trains or serves: one gang of workers, its model, its data and its care."""
+    """A job on Megatron-core that trains or serves: one gang of workers, its model, its data and its life."""
 
     api_version: Literal["megatronapp.io/v1alpha1"]
     """Always megatronapp.io/v1alpha1."""
@@ -19,11 +19,11 @@ class MegatronJob(ManifestModel):
     metadata: Metadata
     """Name and labels."""
     spec: Spec
-    """What to train or serve, on what, and how to keep it alive."""
+    """Desired state: a model to train or serve, its resources, and how it is restarted."""
     status: Status = Status()
-    """What the backend has seen; whatever a manifest says here is overwritten."""
+    """Observed state; a status in a manifest is overwritten."""
 
     @property
     def world(self) -> World:
-        """Ranks and where they go. Raises JobError if nodes, procPerNode and parallelism do not agree."""
+        """Placement of all ranks. Raises JobError if nodes, procPerNode and parallelism do not agree."""
         return derive_world(self.spec)
