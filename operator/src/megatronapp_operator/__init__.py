@@ -1,1 +1,1 @@
-"""megatronapp_operator."""
+"""The kopf operator of MegatronJobs, their process backend, and the command line."""

@@ -2,16 +2,16 @@
 
 OperatorError
 ├── ManifestError     a file that is not a MegatronJob we can run
-├── JobConflictError  a job of this name is in the way
+├── JobConflictError  a job of this name is running
 ├── JobNotFoundError  no job of this name
-├── HubError          the job's hub refused, or cannot be reached
-├── SettingsError     a program was started with something that cannot be used
-└── BackendError      the backend cannot do what it was asked
+├── HubError          the job's hub rejected a request, or cannot be reached
+├── SettingsError     a flag, file or variable cannot be used
+└── BackendError      the backend cannot do what was requested
 """
 
 
 class OperatorError(Exception):
-    """Base of every error this package raises. Its text says what is wrong, where, and what to do instead."""
+    """Base of every error of this package. Its text says what is wrong, where, and what to do instead."""
 
 
 class ManifestError(OperatorError):
@@ -27,12 +27,12 @@ class JobNotFoundError(OperatorError):
 
 
 class HubError(OperatorError):
-    """The job has no hub, the hub refused, or it cannot be reached."""
+    """The job has no hub, the hub rejected a request, or it cannot be reached."""
 
 
 class BackendError(OperatorError):
-    """The backend cannot do what it was asked, such as finding a free port."""
+    """The backend cannot do what was requested, such as finding a free port."""
 
 
 class SettingsError(OperatorError):
-    """A flag, a file or a variable that a program was started with cannot be used."""
+    """A flag, a file or a variable of the command line cannot be used."""

@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 KEY_PATTERN = re.compile(r"[0-9a-f]{64}")
 ID_DIGITS = 8
 RELOAD_S = 10.0
-"""How often the file is read again. A kubelet updates a mounted Secret within about a minute."""
+"""Seconds between reads of the file. A kubelet updates a mounted Secret within about a minute."""
 HINT = "write one key of 64 hex digits per line, the newest first; make one with: openssl rand -hex 32"
 
 
 def key_id(key: str) -> str:
-    """A short public name of a key, which does not reveal it."""
+    """Return a short public id of a key, which does not reveal it."""
     return hashlib.sha256(b"megatronapp:key-id:" + bytes.fromhex(key)).hexdigest()[:ID_DIGITS]
 
 
@@ -38,7 +38,7 @@ class KeyRing:
 
     @classmethod
     def read(cls, path: pathlib.Path) -> "KeyRing":
-        """The keys in a file, which `follow` reads again. Raises SettingsError."""
+        """Read the keys in a file, which `follow` reads again. Raises SettingsError."""
         ring = cls(_read(path))
         ring._path = path
         return ring
@@ -50,26 +50,26 @@ class KeyRing:
 
     @property
     def current(self) -> str:
-        """The key of everything that is started now."""
+        """Key of everything that is started now."""
         return self._values[0]
 
     @property
     def current_id(self) -> str:
-        """Its id."""
         return key_id(self.current)
 
     def find(self, wanted: str) -> str | None:
-        """The key with an id; None if the file has it no more. An empty id is of a release that had one key only."""
+        """Return the key with an id, or None if the file has it no more. An empty id is of a release with one key
+        only."""
         return self._by_id.get(wanted) if wanted else self._values[-1]
 
     def reload(self) -> bool:
-        """Read the file again; returns whether the keys changed. A file of no use changes nothing."""
+        """Read the file again; return True if the keys changed. An invalid file changes nothing."""
         if self._path is None:
             return False
         try:
             values = _read(self._path)
         except SettingsError as error:
-            log.error("the keys that were read before stay in use: %s", error)
+            log.error("the previous keys stay in use: %s", error)
             return False
         if values == self._values:
             return False
@@ -78,7 +78,7 @@ class KeyRing:
         return True
 
     async def follow(self) -> NoReturn:
-        """Read the file again and again, first at once: it may have changed since it was read at the start."""
+        """Read the file at intervals, first at once: it may have changed since it was read at the start."""
         while True:
             self.reload()
             await asyncio.sleep(RELOAD_S)

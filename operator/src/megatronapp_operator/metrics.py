@@ -1,8 +1,7 @@
-"""Prometheus metrics of the operator: how its own loop does, and what the statuses of its jobs say.
+"""Prometheus metrics of the operator: its own loop, and the statuses of its jobs.
 
-Series of a job are made at scrape time from its newest status, so they go when the job is forgotten. No label holds a
-rank, a pod, a step or a time. A replica that does not lead tells nothing about jobs: else each of them would be there
-twice, once outdated.
+Series of a job are made at scrape time from its newest status, so they end when the job is deleted. No label has a
+rank, a pod, a step or a time. Only the leader has series of jobs, or each would exist twice, once outdated.
 """
 
 import dataclasses
@@ -20,28 +19,28 @@ from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Pha
 RECONCILE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 RUNNING_BUCKETS_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0)
 SLOW_NODES_SHOWN = 32
-"""Nodes of one job that are named, costliest first."""
+"""Most nodes of one job that are listed, costliest first."""
 EARLIER = "Earlier"
-"""Reason of restarts that were counted in the status before this process saw the job."""
+"""Reason of restarts that the status had counted before this process saw the job."""
 WATCHED = ("megatronjobs", "pods")
 _JOB = ("namespace", "name")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """What of a job's spec and place goes into metrics."""
+    """Properties of a job's spec and placement for metrics."""
 
     mode: str = "train"
     workers: int = 0
     world_size: int = 0
     queue: str = ""
     nodes: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Node of each rank, for verdicts that name no node; a rank that is not there is shown with an empty one."""
+    """Node of each rank, for verdicts without a node; an unknown rank has an empty one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlowNode:
-    """A node that confirmed verdicts name, with the costliest of them."""
+    """Node that confirmed verdicts name, with the costliest of them."""
 
     node: str
     cause: str
@@ -52,32 +51,34 @@ class SlowNode:
 
 @dataclasses.dataclass(slots=True)
 class _JobMetrics:
-    """What is known of one job."""
+    """State and history of one job."""
 
     status: Status
     facts: JobFacts
     restarts: dict[str, int] = dataclasses.field(default_factory=dict)
     """Restarts by reason."""
     verdict_times: dict[str, float] = dataclasses.field(default_factory=dict)
-    """When each verdict was first seen."""
+    """Times at which verdicts were first seen, by id."""
 
 
 class OperatorMetrics:
-    """All metrics of one operator process. Not for use by several threads at once."""
+    """All metrics of one operator process. Not thread-safe."""
 
     def __init__(self, registry: CollectorRegistry, *, version: str = "") -> None:
         self._reconcile = Histogram(
             "megatron_operator_reconcile_duration_seconds",
-            "Length of one look at a job, from what is seen to what is written.",
+            "Seconds of one reconcile, from observing the job to writing its status.",
             ["outcome"],
             buckets=RECONCILE_BUCKETS_S,
             registry=registry,
         )
         for outcome in ("ok", "error"):
             self._reconcile.labels(outcome)
-        self._depth = Gauge("megatron_operator_queue_depth", "Jobs that wait to be looked at.", registry=registry)
+        self._depth = Gauge("megatron_operator_queue_depth", "Jobs that wait to be reconciled.", registry=registry)
         self._oldest = Gauge(
-            "megatron_operator_queue_oldest_seconds", "How long the oldest of them has waited.", registry=registry
+            "megatron_operator_queue_oldest_seconds",
+            "Seconds that the oldest waiting job has waited.",
+            registry=registry,
         )
         self._requests = Counter(
             "megatron_operator_api_requests",
@@ -87,13 +88,13 @@ class OperatorMetrics:
         )
         self._watch = Gauge(
             "megatron_operator_watch_last_event_timestamp_seconds",
-            "When a watch last brought an event.",
+            "When a watch last received an event.",
             ["resource"],
             registry=registry,
         )
         self._missed = Counter(
             "megatron_operator_watch_missed",
-            "Changes that a listing found and that no watch had brought.",
+            "Changes that a list found and no watch had reported.",
             ["resource"],
             registry=registry,
         )
@@ -116,7 +117,7 @@ class OperatorMetrics:
     def observe_job(
         self, namespace: str, name: str, status: Status, *, now: float, facts: JobFacts | None = None
     ) -> None:
-        """Take over the newest status of a job; `now` is in seconds since the epoch."""
+        """Store the newest status of a job; `now` is in seconds since the epoch."""
         before = self._jobs.get((namespace, name))
         if before is not None and _became_running(before.status, status):
             assert status.running_time is not None and status.attempt_time is not None
@@ -130,46 +131,47 @@ class OperatorMetrics:
         )
 
     def forget_job(self, namespace: str, name: str) -> None:
-        """The job was deleted: its series go with the next scrape."""
+        """Drop the series of a deleted job from the next scrape on."""
         self._jobs.pop((namespace, name), None)
 
     def reconciled(self, seconds: float, outcome: str) -> None:
-        """One look at a job is over; `outcome` is "ok" or "error"."""
+        """Count a finished reconcile; `outcome` is "ok" or "error"."""
         self._reconcile.labels(outcome).observe(seconds)
 
     def request(self, verb: str, resource: str, code: int | str) -> None:
-        """The API server answered, or did not (code "error"). `resource` is the plural, never an object's name."""
+        """Count a request by the code of its answer ("error": none). `resource` is the plural, never an object's
+        name."""
         self._requests.labels(verb, resource, str(code)).inc()
 
     def queue(self, depth: int, oldest_s: float) -> None:
-        """How many jobs wait, and for how long the oldest of them."""
+        """Set the number of waiting jobs, and the seconds that the oldest has waited."""
         self._depth.set(depth)
         self._oldest.set(oldest_s)
 
     def leader(self, leads: bool) -> None:
-        """Whether this process holds the lease; without it, it knows nothing of jobs."""
+        """Set whether this process holds the lease; without it, all series of jobs are dropped."""
         self._leader.set(leads)
         if not leads:
             self._jobs.clear()
 
     def watch_event(self, resource: str, at: float) -> None:
-        """A watch of this resource brought something, in seconds since the epoch."""
+        """Record the time of an event of a watch, in seconds since the epoch."""
         self._watch.labels(resource).set(at)
 
     def missed(self, resource: str, count: int) -> None:
-        """A listing, other than the first, found so many objects that are not as the watch had told."""
+        """Count objects of a list, other than the first, that differ from what the watch reported."""
         self._missed.labels(resource).inc(count)
 
 
 def _became_running(before: Status, after: Status) -> bool:
-    """Whether all workers of an attempt were seen to run for the first time; not what an earlier process saw."""
+    """Return True if all workers of an attempt run for the first time since this process sees the job."""
     if after.running_time is None or after.attempt_time is None:
         return False
     return before.running_time is None or before.attempt < after.attempt
 
 
 def _restarts(before: _JobMetrics | None, status: Status) -> dict[str, int]:
-    """Restarts by reason, whose sum is what the status counts; only the newest failures are kept there."""
+    """Return restarts by reason, whose sum is the count of the status; that lists only the newest failures."""
     if before is None or status.restarts < before.status.restarts:
         return {EARLIER: status.restarts}  # also 0: without a first value the first restart is no increase
     missing = status.restarts - before.status.restarts
@@ -186,7 +188,7 @@ def _named(status: Status) -> list[SlowRank]:
 
 
 def _verdict_times(before: _JobMetrics | None, status: Status, now: float) -> dict[str, float]:
-    """When each verdict began, or else was first seen: for an earlier process, when the first of them was."""
+    """Return when each verdict began or was first seen; for those of an earlier process, when the first of them was."""
     known = {} if before is None else before.verdict_times
     condition = status.condition(ConditionType.SLOW_NODE_DETECTED)
     first = condition.since if before is None and condition is not None and condition.status else now
@@ -194,7 +196,7 @@ def _verdict_times(before: _JobMetrics | None, status: Status, now: float) -> di
 
 
 def slow_nodes(status: Status, facts: JobFacts, times: Mapping[str, float]) -> list[SlowNode]:
-    """One entry per node and cause, the costliest first; a link names the nodes of both ends."""
+    """Return one entry per node and cause, the costliest first; a link has the nodes of both ends."""
     found: dict[tuple[str, str], SlowNode] = {}
     for verdict in _named(status):
         cost = verdict.seconds_per_step or 0.0
@@ -212,17 +214,17 @@ def slow_nodes(status: Status, facts: JobFacts, times: Mapping[str, float]) -> l
 
 
 class _JobCollector(Collector):
-    """Reads what is known of the jobs."""
+    """Collector of the series of all jobs."""
 
     def __init__(self, jobs: Mapping[tuple[str, str], _JobMetrics]) -> None:
         self._jobs = jobs
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing up front, so that registering does not scrape."""
+        """Return no metrics up front, so that registering does not scrape."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families with the series of all jobs."""
         jobs = sorted(self._jobs.items())
         yield _info(jobs)
         yield _labelled("phase", "1 for the phase that the job is in.", "phase", jobs, lambda j: {j.status.phase: 1})
@@ -239,7 +241,11 @@ class _JobCollector(Collector):
                 restarts.add_metric([*key, reason], count)
         yield restarts
         yield _labelled(
-            "progress_unknown", "1 while nobody says how far the job is.", "reason", jobs, lambda j: _unknown(j.status)
+            "progress_unknown",
+            "1 while the progress of the job is not known.",
+            "reason",
+            jobs,
+            lambda j: _unknown(j.status),
         )
         yield from _slow(jobs)
 
@@ -249,7 +255,7 @@ _Jobs = list[tuple[tuple[str, str], _JobMetrics]]
 
 def _info(jobs: _Jobs) -> Metric:
     labels = [*_JOB, "mode", "workers", "world_size", "queue"]
-    family = GaugeMetricFamily("megatron_job_info", "1; what does not change while a job runs.", labels=labels)
+    family = GaugeMetricFamily("megatron_job_info", "1; properties that do not change while a job runs.", labels=labels)
     for key, job in jobs:
         family.add_metric([*key, job.facts.mode, str(job.facts.workers), str(job.facts.world_size), job.facts.queue], 1)
     return family
@@ -279,9 +285,11 @@ def _slow(jobs: _Jobs) -> Iterator[Metric]:
     ratio = GaugeMetricFamily(
         "megatron_job_slow_node", "Time of a confirmed slow node over the time expected.", labels=labels
     )
-    cost = GaugeMetricFamily("megatron_job_slow_node_seconds_per_step", "What the node costs each step.", labels=labels)
+    cost = GaugeMetricFamily(
+        "megatron_job_slow_node_seconds_per_step", "Seconds that the node costs each step.", labels=labels
+    )
     since = GaugeMetricFamily(
-        "megatron_job_slow_node_since_timestamp_seconds", "When the node was first named.", labels=labels
+        "megatron_job_slow_node_since_timestamp_seconds", "When the node was first reported as slow.", labels=labels
     )
     for key, job in jobs:
         for one in slow_nodes(job.status, job.facts, job.verdict_times):
@@ -297,7 +305,7 @@ def _progress(read: Callable[[Progress], float | None]) -> Callable[[Status], fl
 
 
 def _stalled(status: Status) -> bool:
-    """Whether ranks of a job that has not ended are known to make no progress: not whether progress is unknown."""
+    """Return True if ranks of a job that has not ended are known to make no progress (not if progress is unknown)."""
     condition = status.condition(ConditionType.STALLED)
     if condition is None or not condition.status or status.phase in TERMINAL_PHASES:
         return False
@@ -305,7 +313,7 @@ def _stalled(status: Status) -> bool:
 
 
 def _unknown(status: Status) -> dict[str, float]:
-    """Why the progress of a gang that runs is not known."""
+    """Return the reasons for which the progress of a running gang is not known."""
     if status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
         return {}
     stalled, token = status.condition(ConditionType.STALLED), status.condition(ConditionType.TOKEN_ACCEPTED)
@@ -318,8 +326,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
     ("attempt", "Life of the gang, counted from 0.", lambda s: s.attempt),
     ("stalled", "1 while ranks are known to make no progress.", lambda s: float(_stalled(s))),
     ("iteration", "Newest step.", _progress(lambda page: page.iteration)),
-    ("total_iterations", "Steps that were asked for.", _progress(lambda page: page.total_iterations)),
-    ("progress_timestamp_seconds", "When the newest step was heard of.", lambda s: s.progress_time),
+    ("total_iterations", "Steps of the whole training.", _progress(lambda page: page.total_iterations)),
+    ("progress_timestamp_seconds", "When the newest step was received.", lambda s: s.progress_time),
     ("loss", "Newest loss.", _progress(lambda page: page.loss)),
     ("tokens_per_second", "Speed of the whole job.", _progress(lambda page: page.tokens_per_second)),
     ("seconds_left", "Until the last step, at this speed.", _progress(lambda page: page.seconds_left)),

@@ -90,7 +90,7 @@ async def test_a_list_that_nobody_foresaw_is_tried_again(
             return len(await pods(api, namespace)) == 2
 
         async def failed_twice() -> bool:
-            return sum("could not be listed" in record.getMessage() for record in caplog.records) == 2
+            return sum("listing all objects failed" in record.getMessage() for record in caplog.records) == 2
 
         await until(made)  # by the first list that succeeds, of whichever kind
         await until(failed_twice)
@@ -166,4 +166,4 @@ async def test_a_launcher_that_says_the_same_again_has_been_heard_again(
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("is being terminated, its jobs wait" in one.getMessage() for one in caplog.records)
+    return sum("is being terminated; its jobs wait" in one.getMessage() for one in caplog.records)

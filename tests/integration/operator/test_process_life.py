@@ -240,7 +240,7 @@ def test_a_state_that_cannot_be_written_does_not_end_the_training(desk: Any) -> 
     assert "the state cannot be written" in said()
     backend.send_signal(signal.SIGINT)
     assert backend.wait(60) == 0, "sooner than it would give up by itself"
-    assert "the last state is not written" in said()
+    assert "the last state was not written" in said()
     assert desk.status()["phase"] == "Succeeded"
 
 

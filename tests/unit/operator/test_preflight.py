@@ -65,7 +65,7 @@ def test_a_missing_trainer_is_left_to_its_launcher(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("words", [("-c", "raise SystemExit('broken')"), ("-c", "print('[]')")])
 def test_a_check_that_does_not_work_is_warned_of(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     preflight(make_job(), (sys.executable, "-S", *words))
-    assert capsys.readouterr().err.startswith("warning: flags and data could not be looked at before the start: ")
+    assert capsys.readouterr().err.startswith("warning: flags and data could not be checked before the start: ")
 
 
 def test_a_check_sees_the_environment_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ def test_a_lock_is_seen_waited_out_and_refused(tmp_path: pathlib.Path) -> None:
     path.parent.mkdir()
     with lock.hold(path):
         assert is_locked(path)
-        with pytest.raises(JobConflictError, match="job: another process"), lock.hold(path):
+        with pytest.raises(JobConflictError, match="job: another megatronapp process"), lock.hold(path):
             pass
     assert not is_locked(path)
 
@@ -224,7 +224,7 @@ def test_a_backend_does_not_wait_for_ever_for_room(
     made.paths.status.mkdir()
     monkeypatch.setattr("megatronapp_operator.backends.process.backend.FINAL_STATUS_RETRY_S", 0.0)
     backend._write_to_the_end(frozenset())
-    assert "the last state is not written" in capsys.readouterr().err
+    assert "the last state was not written" in capsys.readouterr().err
 
 
 def test_a_warning_that_finds_no_room_harms_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

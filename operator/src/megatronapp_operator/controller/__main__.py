@@ -1,4 +1,4 @@
-"""`python -m megatronapp_operator.controller`."""
+"""Entry point of `python -m megatronapp_operator.controller`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a cluster can do that its version alone does not tell: providers switch features on and off."""
+"""Features of a cluster that do not follow from its version: providers switch them on and off."""
 
 import asyncio
 import logging
@@ -9,16 +9,15 @@ from megatronapp_operator.backends.kubernetes.client.errors import ApiError, Inv
 log = logging.getLogger(__name__)
 
 CONTAINER_RESTARTS = 35
-"""Minor version of the servers from which on a container may have a restart policy of its own by default."""
+"""Minor version of the servers from which containers may have their own restart policy by default."""
 ANSWER_S = 5.0
-"""Longest wait for an answer to the question; admission webhooks for pods may be slow."""
+"""Seconds to wait for an answer; admission webhooks for pods may be slow."""
 
 
 async def has_container_restarts(api: KubernetesApi, namespace: str) -> bool:
-    """Whether a container may have a restart policy of its own: asked by a pod that is never stored.
+    """Return True if a container may have its own restart policy, by a dry run of creating a pod.
 
-    Where the question itself is refused (a quota, a policy, no such namespace), or the answer is late, the server's
-    version decides.
+    If the dry run is rejected (a quota, a policy, a missing namespace) or late, the server's version decides.
     """
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -26,7 +25,9 @@ async def has_container_restarts(api: KubernetesApi, namespace: str) -> bool:
     except (ApiError, TimeoutError) as error:
         if isinstance(error, InvalidError) and "restartPolicy" in str(error):  # a policy's refusal is invalid, too
             return False
-        log.info("the server's version decides whether containers may restart: %s", error or "no answer in time")
+        log.info(
+            "using the server's version to decide whether containers may restart: %s", error or "no answer in time"
+        )
         return await _by_version(api)
     return any(one.get("restartPolicy") for one in made["spec"]["containers"])
 
@@ -35,12 +36,12 @@ async def _by_version(api: KubernetesApi) -> bool:
     try:
         async with asyncio.timeout(ANSWER_S):
             return await api.minor_version() >= CONTAINER_RESTARTS
-    except (ApiError, TimeoutError):  # everybody may ask, unless the cluster took that away
+    except (ApiError, TimeoutError):  # any client may read it, unless the cluster denies that
         return False
 
 
 def _pod(namespace: str) -> Object:
-    """A pod that every pod security standard allows."""
+    """Return a pod that every pod security standard allows."""
     security = {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},

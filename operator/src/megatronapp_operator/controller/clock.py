@@ -1,4 +1,4 @@
-"""The operator's clock: it goes on evenly, and follows the API server's, whose times pods and leases carry."""
+"""The operator's clock: it advances evenly, and follows that of the API server, which sets times of pods and leases."""
 
 import logging
 import time
@@ -7,20 +7,21 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 SLACK_S = 2.0
-"""API servers of one cluster may differ by so much without a correction."""
+"""Seconds by which API servers of one cluster may differ without a correction."""
 RESOLUTION_S = 1.0
-"""Of the Date in an answer."""
+"""Seconds of resolution of the Date header."""
 AGREED, AGREED_S = 4, 60.0
-"""A correction needs so many answers in a row that agree, over so many seconds: one server or proxy may be wrong."""
+"""Number of successive answers that must agree, and the seconds that they must span: one server or proxy may be
+wrong."""
 SLEW = 0.5
-"""A correction makes the clock run faster or slower by this share, so that it neither leaps nor stands still."""
+"""Fraction by which a correction makes the clock faster or slower, so that it neither leaps nor stops."""
 
 
 class ServerClock:
-    """Seconds since the epoch. It never goes back.
+    """Seconds since the epoch, never decreasing.
 
-    Until it is read for the first time it takes over each answer that differs. Later only what several answers agree
-    on is followed, and slowly: deadlines and back-offs that were computed before still hold.
+    Before its first use the clock adopts each answer that differs. Later it follows only what several answers agree on,
+    and slowly: deadlines and back-offs that were computed before stay valid.
     """
 
     def __init__(
@@ -32,15 +33,14 @@ class ServerClock:
         self._last = float("-inf")
         self._read = False
         self._doubt: tuple[float, float, int] | None = None
-        """Offset that answers name instead, when the first of them was received, and how many there were."""
+        """Offset that answers imply instead, when the first of them was received, and their number."""
 
     def __call__(self) -> float:
-        """The time."""
         self._read = True
         return self._move()
 
     def observe_date(self, date: float, sent: float, received: float) -> None:
-        """Take in the Date of an answer, and when (monotonic) its request was sent and it was received."""
+        """Process the Date of an answer, with the monotonic times of sending the request and receiving the answer."""
         least, most = date - received, date + RESOLUTION_S - sent
         if least - SLACK_S <= self._target <= most + SLACK_S:
             self._doubt = None
@@ -59,7 +59,7 @@ class ServerClock:
             self._follow(corrected)
 
     def _follow(self, offset: float) -> None:
-        log.warning("this clock is %.0f s off the API server's, which is followed from now on", self._target - offset)
+        log.warning("this clock is %.0f s off the API server's; following that from now on", self._target - offset)
         self._target, self._doubt = offset, None
 
     def _move(self) -> float:

@@ -1,7 +1,6 @@
 """From the command line to a leading operator, and its end.
 
-Whoever loses the lease ends at once, by its exit code: a process that has led holds memories that are somebody else's
-business now.
+A process that loses the lease ends at once by its exit code: its memory of jobs belongs to another leader now.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ WATCH_CHECK_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until a signal comes (0), the lease is lost (3) or something fails (1); 2 for settings of no use."""
+    """Run until a signal (0), the loss of the lease (3) or a failure (1); return 2 for invalid settings."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s operator %(levelname)s %(message)s")
     for name in ("httpx", "kopf", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"operator: {error}", file=sys.stderr)
         return USAGE
     gc.collect()
-    gc.freeze()  # what is imported lives for ever: watches of large gangs would have it searched again and again
+    gc.freeze()  # imported objects are never freed: watches of large gangs would have them searched again and again
     return asyncio.run(_until_signal(settings))
 
 
@@ -62,7 +61,7 @@ async def _until_signal(settings: ControllerSettings) -> int:
         log.error("%s", error)
         return LOST
     except Exception:
-        log.exception("the operator ends")
+        log.exception("the operator failed")
     return FAILED
 
 
@@ -141,20 +140,20 @@ async def _serve(
 def _guard(lease: LeaseHolder) -> Callable[[], None]:
     def guard() -> None:
         if not lease.is_held:
-            raise LeaseLostError("the lease is not surely ours any more: nothing is changed")
+            raise LeaseLostError("the lease may have been lost: nothing is changed")
 
     return guard
 
 
 async def _watched(watches: Watches) -> None:
-    """An operator without watches is blind: it ends, and is started again."""
+    """Raise BackendError once the watches have ended: an operator without them must be restarted."""
     while watches.alive:
         await asyncio.sleep(WATCH_CHECK_S)
     raise BackendError(f"the watches have ended: {watches.error or 'no reason given'}")
 
 
 def _loss(group: BaseExceptionGroup[BaseException]) -> LeaseLostError | None:
-    """The loss of the lease among what ended all tasks together."""
+    """Return the loss of the lease among the errors that ended all tasks together, or None."""
     for error in group.exceptions:
         found = _loss(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(found, LeaseLostError):
@@ -163,5 +162,6 @@ def _loss(group: BaseExceptionGroup[BaseException]) -> LeaseLostError | None:
 
 
 def _not_ready(health: ControllerHealth) -> str | None:
-    """A replica that waits for the lease is ready to take over; one that leads must know what is there."""
-    return "everything is being listed" if health.leads and not health.synced else None
+    """Return why the replica is not ready. One that waits for the lease is ready; the leader must have listed all
+    objects."""
+    return "listing all objects" if health.leads and not health.synced else None

@@ -1,4 +1,4 @@
-"""Probes and metrics over HTTP. They tell what is so, and need no rights."""
+"""Probes and metrics over HTTP. They need no rights."""
 
 import asyncio
 import contextlib
@@ -19,34 +19,32 @@ from megatronapp_operator.errors import SettingsError
 log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 3
-"""For answers that are under way. Then connections of scrapers that read nothing are left."""
+"""Seconds to finish answers. Then connections of scrapers that read nothing are closed."""
 
 Check = Callable[[], str | None]
-"""Why something is not well; None: it is."""
+"""Returns why something is not well; None: it is."""
 
 
 class ProbeServer(uvicorn.Server):
-    """One that leaves signals to us."""
+    """Server without signal handlers: the operator handles signals itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing is captured."""
         yield
 
 
 class _Metrics:
-    """An endpoint at just its path: what is mounted answers the path without a slash by a redirect."""
+    """Endpoint of exactly one path: a mounted application answers the path without a slash by a redirect."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._app = make_asgi_app(registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Metrics in the form that the scraper asks for."""
         await self._app(scope, receive, send)
 
 
 def create_app(registry: CollectorRegistry, *, alive: Check, ready: Check) -> Starlette:
-    """The application: /healthz, /readyz, /metrics."""
+    """Return the application with /healthz, /readyz and /metrics."""
     return Starlette(
         routes=[
             Route("/healthz", _probe(alive)),
@@ -66,7 +64,7 @@ def _probe(check: Check) -> Callable[[Request], PlainTextResponse]:
 
 
 def create_server(app: Starlette) -> ProbeServer:
-    """A server of it."""
+    """Return a server of the application."""
     config = uvicorn.Config(
         app,
         access_log=False,
@@ -80,7 +78,7 @@ def create_server(app: Starlette) -> ProbeServer:
 
 @contextlib.asynccontextmanager
 async def run_server(server: ProbeServer, port: int) -> AsyncIterator[int]:
-    """Serve at all addresses; gives the port. Raises SettingsError if it is taken."""
+    """Serve on all addresses; yield the port. Raises SettingsError if it is in use."""
     try:
         listening = _listen(port)
     except OSError as error:
@@ -97,7 +95,7 @@ async def run_server(server: ProbeServer, port: int) -> AsyncIterator[int]:
 
 
 def _listen(port: int) -> socket.socket:
-    """Listen at all addresses of both families: a kubelet asks a pod at its first address, which may be of IPv6."""
+    """Listen on all addresses of both families: a kubelet probes a pod at its first address, which may be of IPv6."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))

@@ -1,4 +1,4 @@
-"""The operator while it leads: news go into the store, jobs into a queue, workers look at them one by one."""
+"""The operator while it leads: watch events change the store and queue jobs, which workers reconcile one by one."""
 
 import asyncio
 import dataclasses
@@ -41,41 +41,41 @@ from megatronapp_operator.plan import TERMINAL_PHASES
 log = logging.getLogger(__name__)
 
 BACKOFF_S = (0.5, 300.0)
-"""First and longest pause after a look that failed."""
+"""First and longest pause in seconds after a reconcile that failed."""
 PAUSE_PER_LOOK, PAUSE_S = 2.0, 0.5
-"""A key rests for so many times the length of its last look, at most so long in seconds."""
+"""Pause of a key as a multiple of the length of its last reconcile, and its limit in seconds."""
 POLLERS = 32
 TELLING = (JobError, NameTakenError, ForbiddenError, InvalidError, NotFoundError)
-"""What does not pass by itself, so that people should know."""
+"""Errors that do not pass by themselves, and are reported at the job for its user."""
 ENDING_S = 60.0
-"""How often a job is looked at whose namespace is being terminated."""
+"""Seconds between reconciles of a job whose namespace is being terminated."""
 FIRST_RESYNC_S, RESYNC_RETRY_S = 30.0, 5.0
 POLL_PER_JOB_S = 0.015
-"""Of many jobs each is asked less often: five hundred every 7.5 s."""
+"""Seconds between polls of a hub for each known job: five hundred jobs are polled every 7.5 s."""
 STUCK_S = 600.0
-"""So long a job may wait while no look at any job comes to an end; each request ends within half a minute."""
+"""Seconds that a job may wait while no reconcile finishes; each request ends within half a minute."""
 LOOP_LATE_S = 120.0
-"""The watches' loop turns every second, if it is not stuck."""
+"""Seconds without a turn after which the loop of the watches is stuck; it turns every second."""
 
 
 @dataclasses.dataclass(slots=True)
 class ControllerHealth:
-    """What probes and metrics are told."""
+    """State of the operator for probes and metrics."""
 
     synced: bool = False
-    """Everything was listed once since we lead."""
+    """True once all objects were listed since this process leads."""
     leads: bool = False
     finished_at: float = 0.0
-    """When a look at a job last came to its end, on the monotonic clock."""
+    """When a reconcile last finished, on the monotonic clock."""
     oldest_s: Callable[[], float] = lambda: 0.0
-    """How long the first job in the queue has waited."""
+    """Returns the seconds that the first job in the queue has waited."""
     turned_at: Callable[[], float] = time.monotonic
-    """When the loop of the watches last turned."""
+    """Returns when the loop of the watches last turned, on the monotonic clock."""
 
     def stuck(self) -> str | None:
-        """Why a new process would do better than this one; None: it would not.
+        """Return why a restart would help this process; None: it would not.
 
-        Whoever asks is answered by the loop that also looks at jobs: if that is stuck, there is no answer.
+        The loop that answers probes also reconciles jobs: if it is stuck, there is no answer.
         """
         if not self.leads:
             return None
@@ -84,12 +84,12 @@ class ControllerHealth:
         if late_s > LOOP_LATE_S:
             return f"the watches have not turned for {late_s:.0f} s"
         if self.synced and waited_s > STUCK_S:
-            return f"jobs wait, and no look at a job has come to its end for {waited_s:.0f} s"
+            return f"jobs wait, and no reconcile has finished for {waited_s:.0f} s"
         return None
 
 
 class LeaderService:
-    """Lives as long as the lease is held; a new lease means a new process."""
+    """Service that lives as long as the lease is held; a new lease means a new process."""
 
     def __init__(
         self,
@@ -121,14 +121,14 @@ class LeaderService:
         self._queue: KeyedQueue[Key] = KeyedQueue(self._clock)
         self._polls: KeyedQueue[Key] = KeyedQueue(self._clock)
         self._polled: set[Key] = set()
-        """Jobs that are asked now and then."""
+        """Jobs whose hub and launcher are polled."""
         self._failures: dict[Key, int] = {}
         self._ending: set[str] = set()
         """Namespaces that are being terminated."""
         health.oldest_s = lambda: self._queue.oldest_s
 
     def on_watch_event(self, resource: str, kind: str | None, obj: Object) -> None:
-        """What a watch brings (`watches.News`)."""
+        """Store an object of a watch and queue its job (`watches.WatchCallback`)."""
         self._metrics.watch_event(resource, time.time())
         gone = kind == "DELETED"
         if resource == PLURAL:
@@ -140,12 +140,12 @@ class LeaderService:
             self._metrics.queue(self._queue.depth, self._queue.oldest_s)
 
     async def begin(self) -> None:
-        """List everything. Raises ApiError."""
+        """List all objects. Raises ApiError."""
         await self._sync()
         self._health.synced, self._health.finished_at = True, time.monotonic()
 
     async def run(self) -> NoReturn:
-        """Look after the jobs for ever, once everything is listed. Raises LeaseLostError from whatever notices it."""
+        """Reconcile jobs until an error, after all objects were listed. Raises LeaseLostError."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync())
             for _ in range(self._settings.workers):
@@ -155,12 +155,12 @@ class LeaderService:
         raise AssertionError("these tasks end by an error only")
 
     async def _sync(self) -> None:
-        """List everything, and look at what turned out to be different from what we knew."""
+        """List all objects, and queue jobs that differ from what was known."""
         jobs, version = await self._list_jobs()
         changed = self._store.replace_jobs(jobs, version)
         pods, version = await self._list_pods()
         changed_pods = self._store.replace_pods(pods, version)
-        if self._health.synced:  # what watches should have brought
+        if self._health.synced:  # what watches should have reported
             self._metrics.missed(PLURAL, len(changed))
             self._metrics.missed("pods", len(changed_pods))
         for key in changed | changed_pods:
@@ -176,7 +176,7 @@ class LeaderService:
         return found, min(versions)
 
     async def _list_pods(self) -> tuple[list[PodRecord | None], int]:
-        """Records only: the pods of a large cluster do not fit into memory at once."""
+        """Return records only: the pods of a large cluster do not fit into memory at once."""
         found: list[PodRecord | None] = []
         versions = []
         for namespace in self._settings.namespaces or (None,):
@@ -186,7 +186,8 @@ class LeaderService:
         return found, min(versions)
 
     async def _resync(self) -> None:
-        """List everything now and then. What went between the first list and the watches' own, only a list can tell."""
+        """List all objects at intervals: only a list shows deletions between the first list and those of the
+        watches."""
         pause = min(FIRST_RESYNC_S, self._settings.resync_s)
         while True:
             await asyncio.sleep(pause)
@@ -198,10 +199,10 @@ class LeaderService:
             except LeaseLostError:
                 raise
             except ApiError as error:
-                log.warning("everything could not be listed, it is tried again in %g s: %s", RESYNC_RETRY_S, error)
+                log.warning("listing all objects failed, retry in %g s: %s", RESYNC_RETRY_S, error)
                 pause = RESYNC_RETRY_S
-            except Exception:  # one object of a shape that nobody foresaw must not end the whole operator
-                log.exception("everything could not be listed, it is tried again in %g s", RESYNC_RETRY_S)
+            except Exception:  # one object of an unexpected shape must not end the whole operator
+                log.exception("listing all objects failed, retry in %g s", RESYNC_RETRY_S)
                 pause = RESYNC_RETRY_S
 
     async def _work(self, queue: KeyedQueue[Key], look: Callable[[Key], Awaitable[None]]) -> None:
@@ -209,12 +210,12 @@ class LeaderService:
             key, began = await queue.take(), time.monotonic()
             try:
                 await look(key)
-            finally:  # a look at a large gang takes time: news that come close together are worth one look
+            finally:  # a large gang takes time: events close together need one reconcile
                 pause = min(PAUSE_S, PAUSE_PER_LOOK * (time.monotonic() - began))
                 asyncio.get_running_loop().call_later(pause, queue.done, key)
 
     async def _reconcile(self, key: Key) -> None:
-        """One look at a job; what goes wrong there is tried again later and stops nobody else."""
+        """Reconcile a job; an error is retried later and does not affect other jobs."""
         began, outcome = time.monotonic(), "ok"
         try:
             wake_at = await self._reconciler.reconcile(key)
@@ -227,7 +228,7 @@ class LeaderService:
         except NamespaceTerminatingError as error:
             wake_at = self._clock() + ENDING_S
             if key[0] not in self._ending:
-                log.info("namespace %s is being terminated, its jobs wait for that: %s", key[0], error)
+                log.info("namespace %s is being terminated; its jobs wait: %s", key[0], error)
             self._ending.add(key[0])
         except Exception as error:
             outcome, wake_at = "error", self._retry_at(key, error)
@@ -243,9 +244,9 @@ class LeaderService:
         self._metrics.queue(self._queue.depth, self._queue.oldest_s)
 
     async def _report_error(self, key: Key, error: Exception) -> None:
-        """Name what went wrong, in the log, and at the job if it does not pass by itself."""
+        """Log an error, and report it at the job if it does not pass by itself."""
         if not isinstance(error, OperatorError | JobError):
-            log.error("%s/%s: a look at the job failed", *key, exc_info=error)
+            log.error("%s/%s: reconciling failed", *key, exc_info=error)
             return
         log.warning("%s/%s: %s", *key, error)
         if not isinstance(error, TELLING):
@@ -255,7 +256,7 @@ class LeaderService:
         except LeaseLostError:
             raise
         except Exception:
-            log.exception("%s/%s: that could not be told at the job", *key)
+            log.exception("%s/%s: the error could not be reported at the job", *key)
 
     def _retry_at(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
@@ -265,7 +266,7 @@ class LeaderService:
         return self._clock() + max(pause, least)
 
     def _after(self, key: Key) -> None:
-        """What others are told of a job that was looked at."""
+        """Update metrics and polls after a job was reconciled."""
         memory = self._reconciler.memory(key)
         if memory is None:
             self._failures.pop(key, None)
@@ -290,10 +291,10 @@ class LeaderService:
         try:
             told = await self._poller.poll(memory.uid, pods, memory.poll_result, key_id=key_id, **gang)
         except Exception:
-            log.exception("%s/%s: hub and launcher could not be asked", *key)
+            log.exception("%s/%s: polling hub and launcher failed", *key)
             told = memory.poll_result
         changed = told != memory.poll_result or told.refused != memory.poll_result.refused
-        memory.poll_result = told  # also the same words as before: that they were said now is kept beside them
+        memory.poll_result = told  # also an equal result: it has a newer time
         if changed:
             self._queue.add(key)
         if memory.status.phase not in TERMINAL_PHASES:
@@ -301,7 +302,7 @@ class LeaderService:
 
 
 def _facts(memory: JobMemory) -> JobFacts:
-    """What metrics show beside the status."""
+    """Return the labels of metrics that the status does not have."""
     world, table = memory.job.world, memory.poll_result.rank_table or {}
     nodes = {rank: str(one.get("node", "")) for one in table.get("workers") or () for rank in one.get("ranks") or ()}
     queue = memory.job.spec.scheduling.queue or ""
@@ -311,5 +312,5 @@ def _facts(memory: JobMemory) -> JobFacts:
 
 
 def describe_namespaces(namespaces: Sequence[str]) -> str:
-    """Which namespaces are watched, for people."""
+    """Describe the watched namespaces for the log."""
     return ", ".join(namespaces) if namespaces else "all namespaces"

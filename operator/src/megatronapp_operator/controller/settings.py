@@ -1,4 +1,4 @@
-"""What the operator is started with."""
+"""Command line of the operator."""
 
 import argparse
 import dataclasses
@@ -15,54 +15,54 @@ from megatronapp_operator.keys import KeyRing
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSettings:
-    """All of it."""
+    """Settings of one operator process."""
 
     render: RenderSettings
     keys: KeyRing
-    """The installation's, from which the secret of each job follows."""
+    """Keys of the installation, from which the secret of each job is derived."""
     identity: str
-    """Who leads, in the lease: no two processes share it."""
+    """Identity of this process in the lease; no two processes have the same."""
     lease_namespace: str
     lease_name: str
     namespaces: tuple[str, ...] = ()
-    """The watched ones; none: all."""
+    """Watched namespaces; empty: all."""
     port: int = OPERATOR_PORT
     concurrency: int = 50
-    """Requests to the API server that are under way at a time."""
+    """Requests to the API server in progress at a time."""
     workers: int = 16
-    """Jobs that are looked at at a time."""
+    """Jobs that are reconciled at a time."""
     resync_s: float = 300.0
-    """How often all is listed again, in case a watch has lost something."""
+    """Seconds between full lists, in case a watch has lost an event."""
     kubeconfig: str | None = None
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the parser of the operator's flags."""
     parser = argparse.ArgumentParser(
         prog="python -m megatronapp_operator.controller", description="Run the operator of MegatronJobs on a cluster."
     )
-    parser.add_argument("--watch-namespaces", default="", metavar="A,B", help="namespaces to watch; left out: all")
-    parser.add_argument("--operator-namespace", default="megatronapp", help="where operator and door run")
-    parser.add_argument("--lease-namespace", help="where the lease is; left out: the operator's namespace")
+    parser.add_argument("--watch-namespaces", default="", metavar="A,B", help="namespaces to watch (default: all)")
+    parser.add_argument("--operator-namespace", default="megatronapp", help="namespace of operator and gateway")
+    parser.add_argument("--lease-namespace", help="namespace of the lease (default: the operator's namespace)")
     parser.add_argument("--lease-name", default="megatronapp-operator")
     parser.add_argument("--trainer-image", required=True, help="image of workers that name none")
     parser.add_argument("--analyzer-image", required=True, help="image of agents and hubs that name none")
     parser.add_argument("--image-pull-policy", default="IfNotPresent", choices=["Always", "IfNotPresent", "Never"])
     parser.add_argument("--key-file", required=True, type=pathlib.Path, help="keys of 64 hex digits, the newest first")
-    parser.add_argument("--port", type=int, default=OPERATOR_PORT, help="of metrics and probes; 0: a free one")
-    parser.add_argument("--concurrency", type=int, default=50, help="requests under way at a time")
+    parser.add_argument("--port", type=int, default=OPERATOR_PORT, help="port of metrics and probes; 0: a free one")
+    parser.add_argument("--concurrency", type=int, default=50, help="requests in progress at a time")
     parser.add_argument("--cluster-domain", default="cluster.local")
     parser.add_argument("--node-access", action="store_true", help="the operator may read nodes")
-    parser.add_argument("--prometheus-namespace", default="", help="whose Prometheus may scrape hubs")
+    parser.add_argument("--prometheus-namespace", default="", help="namespace whose Prometheus may scrape hubs")
     for whom in ("prometheus", "operator", "door"):
         parser.add_argument(f"--{whom}-labels", default="", metavar="K=V,..", help=f"labels of the {whom}'s pods")
-    parser.add_argument("--resync-seconds", type=float, default=300.0, help="how often all is listed again")
-    parser.add_argument("--kubeconfig", help="outside a cluster: who the operator is")
+    parser.add_argument("--resync-seconds", type=float, default=300.0, help="seconds between full lists")
+    parser.add_argument("--kubeconfig", help="kubeconfig for running outside a cluster")
     return parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> ControllerSettings:
-    """Settings from the command line. Raises SettingsError."""
+    """Parse settings from the command line. Raises SettingsError."""
     given = build_parser().parse_args(arguments)
     render = RenderSettings(
         trainer_image=given.trainer_image,

@@ -1,4 +1,4 @@
-"""kopf's memory of objects, left out: it serves handlers of changes, and costs a copy of each object for each event."""
+"""Empty storages for kopf, whose memory of objects serves handlers of changes and copies each object for each event."""
 
 import kopf
 
@@ -6,36 +6,32 @@ NOTHING: kopf.BodyEssence = {}
 
 
 class NullDiffBaseStorage(kopf.DiffBaseStorage):
-    """Knows no earlier state, and keeps none."""
+    """Diff base that stores nothing."""
 
     def build(self, **_: object) -> kopf.BodyEssence:
-        """No part of an object is of interest."""
         return NOTHING
 
     def fetch(self, **_: object) -> kopf.BodyEssence | None:
-        """There is none."""
         return None
 
     def store(self, **_: object) -> None:
-        """It is not kept."""
+        """Store nothing; only handlers of changes need a state."""
 
 
 class NullProgressStorage(kopf.ProgressStorage):
-    """Handlers of events have no progress."""
+    """Progress storage that stores nothing: handlers of events have no progress."""
 
     def fetch(self, **_: object) -> None:
-        """There is none."""
         return None
 
     def store(self, **_: object) -> None:
-        """It is not kept."""
+        """Store nothing; there is no progress."""
 
     def purge(self, **_: object) -> None:
-        """Nothing is there."""
+        """Delete nothing; nothing is stored."""
 
     def touch(self, **_: object) -> None:
-        """Nothing is marked."""
+        """Mark nothing; the object stays unchanged."""
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
-        """Nothing of it is ours."""
         return essence

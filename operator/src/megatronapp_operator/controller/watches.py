@@ -1,4 +1,4 @@
-"""kopf's watches, in a thread and event loop of their own: they bring news, and decide nothing.
+"""kopf's watches, in a separate thread and event loop: they forward events, and decide nothing.
 
 Only `on.event` is used: it writes nothing to objects and adds no finalizers. kopf must not share our loop, because it
 ends all tasks of its loop when it ends.
@@ -22,20 +22,20 @@ from megatronapp_operator.controller.storages import NullDiffBaseStorage, NullPr
 log = logging.getLogger(__name__)
 
 WatchCallback = Callable[[str, str | None, Object], None]
-"""Resource, type of event (None: it was there when the watch began), object."""
+"""Receives resource, type of event (None: the object existed when the watch began), and object."""
 STOP_S = 10.0
 SERVER_TIMEOUT_S = 290
 CONNECT_TIMEOUT_S = 10
 PAGE = 500
 LOOP_CHECK_S = 1.0
-"""How often the watches' loop shows that it turns."""
+"""Seconds between signs of life of the watches' loop."""
 
 
 class Watches:
     """Watches of jobs and of their pods. `news` is called in the thread of `loop`."""
 
     def __init__(self, kubeconfig: str | None, namespaces: Sequence[str], news: WatchCallback) -> None:
-        """`kubeconfig` as for `api.connect`; no namespaces: all."""
+        """Prepare watches; `kubeconfig` as for `api.connect`, no namespaces: all."""
         self._kubeconfig = kubeconfig
         self._namespaces = namespaces
         self._news = news
@@ -43,23 +43,23 @@ class Watches:
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.turned_at = time.monotonic()
-        """When their loop last turned, on the monotonic clock."""
+        """When the loop of the watches last turned, on the monotonic clock."""
         self.error: BaseException | None = None
-        """Why the watches have ended by themselves."""
+        """Error that ended the watches."""
 
     @property
     def alive(self) -> bool:
-        """Whether they go on."""
+        """True while the watches run."""
         return self._thread.is_alive()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin; news come into this loop."""
+        """Start the thread; events are delivered to `loop`."""
         self._loop = loop
         self.turned_at = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
-        """End, within a few seconds."""
+        """End the watches, within ten seconds."""
         self._stop.set()
         if self._loop is not None:  # else they were never begun
             self._thread.join(STOP_S)
@@ -106,7 +106,8 @@ class Watches:
         return registry
 
     def _login(self, *, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401 - kopf's arguments
-        """kopf asks again when a token has expired; that of a service account is read anew then."""
+        """Return the credentials; kopf calls this again after a token has expired, and a service account's is then
+        read again."""
         if self._kubeconfig is not None:
             os.environ["KUBECONFIG"] = self._kubeconfig
             return kopf.login_with_kubeconfig(settings=settings)

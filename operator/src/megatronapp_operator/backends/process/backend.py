@@ -1,4 +1,4 @@
-"""The backend of one job: look, plan, store the status, act, wait; until nothing is left to do."""
+"""The backend of one job: observe, plan, store the status, act, wait; until nothing is left to do."""
 
 import contextlib
 import dataclasses
@@ -43,19 +43,19 @@ from megatronapp_operator.plan_io import hub_summary
 from megatronapp_operator.plan_io.status_document import rfc3339, status_document
 
 TICK_S = 0.5
-"""How often progress is read and deadlines of processes are looked at."""
+"""Seconds between reads of progress and checks of the deadlines of processes."""
 
 GUARDIAN_END_S = 5.0
 
 FINAL_STATUS_RETRY_S = 120.0
-"""How long the end of a job waits for room to be written down."""
+"""Seconds for which the end of a job retries to write its last state to a full disk."""
 
 Listener = Callable[[Status, tuple[Action, ...]], None]
-"""Told of every new status, and of what is done about it."""
+"""Callback for every new status and the actions for it."""
 
 
 class ProcessBackend:
-    """Runs one job in this process, in its main thread."""
+    """Backend that runs one job in this process, in its main thread."""
 
     def __init__(self, settings: ProcessSettings, spec: JobSpec, *, facts: dict[str, Any], listener: Listener) -> None:
         self._settings = settings
@@ -67,13 +67,13 @@ class ProcessBackend:
         self._hub: HubProcess | None = None
         self._coordinator: ReservedPort | None = None
         self._api: ReservedPort | None = None
-        """Of a served model; kept over the attempts."""
+        """Port of the API of a served model; kept over the attempts."""
         self._guardian: subprocess.Popen[bytes] | None = None
         self._last_now = 0.0
         self._unwritable: set[pathlib.Path] = set()
-        """Files of the state that could not be written the last time."""
+        """Files of the state whose last write failed."""
         self._unwritten_events: list[dict[str, Any]] = []
-        """Events that are not in their file yet."""
+        """Events that are not yet in their file."""
 
     def run(self) -> Status:
         """Run the job to its end. Signals stop it: the first with a checkpoint, the second at once."""
@@ -90,7 +90,7 @@ class ProcessBackend:
                     self._stop(number)
 
     def _hold_api(self) -> None:
-        """Take the port of a served model, and tell where it will answer. Raises BackendError if it is taken."""
+        """Reserve the port of a served model, and store its address. Raises BackendError if the port is in use."""
         if self._settings.serve is None:
             return
         self._api = ReservedPort(*self._settings.serve)
@@ -101,10 +101,12 @@ class ProcessBackend:
         return f"http://{'127.0.0.1' if held.address == '0.0.0.0' else held.address}:{held.number}"
 
     def _write_to_the_end(self, numbers: frozenset[signal.Signals]) -> None:
-        """Store how the job ended; on a full disk try again for a while, or until somebody sends another signal."""
+        """Store how the job ended; retry for a while on a full disk, or until the next signal."""
         self._store()
         if self._unwritable:
-            self._print_warning(f"trying for {FINAL_STATUS_RETRY_S:g} s to write the last state; Ctrl-C ends the wait")
+            self._print_warning(
+                f"retrying for {FINAL_STATUS_RETRY_S:g} s to write the last state; Ctrl-C ends the wait"
+            )
         until = time.monotonic() + FINAL_STATUS_RETRY_S
         while self._unwritable and time.monotonic() < until:
             number = signals.wait(numbers, TICK_S)
@@ -112,13 +114,11 @@ class ProcessBackend:
                 break
             self._store()
         if self._unwritable:
-            self._print_warning(
-                "the last state is not written: what is shown of this job from now on is older than its end"
-            )
+            self._print_warning("the last state was not written: the state shown of this job is older than its end")
 
     @contextlib.contextmanager
     def _cleaned_up(self) -> Iterator[None]:
-        """Whatever happens in between, no process and no shared memory stays."""
+        """Remove all processes and shared memory of the job on every exit."""
         self._guardian = spawn.start_guardian(self._settings.uid, self._settings.shm)
         try:
             yield
@@ -133,7 +133,7 @@ class ProcessBackend:
             self._release_guardian()
 
     def _sweep(self) -> None:
-        """Kill what is left, and name what cannot be killed (such as a process inside a broken driver)."""
+        """Kill what is left, and report processes that cannot be killed (such as one inside a broken driver)."""
         mine = job_processes.ProcessSelector(uid=self._settings.uid)
         if job_processes.sweep(mine):
             return
@@ -143,7 +143,7 @@ class ProcessBackend:
         self._record(RecordEvent(type=EventType.WARNING, reason="ProcessesLeft", message=message), self._now())
 
     def _step(self) -> float:
-        """One look and one plan; returns when to do it again at the latest."""
+        """Observe and plan once; return when to do it again at the latest."""
         now = self._now()
         self._tick(now)
         made = plan(self._job, self._observe(), now)
@@ -160,7 +160,7 @@ class ProcessBackend:
         return now + TICK_S if made.wake_at is None else made.wake_at
 
     def _now(self) -> float:
-        """The real time, never before the last call: the plan counts on it."""
+        """Return the real time in seconds, never before that of the last call: the plan requires it."""
         self._last_now = max(self._last_now, time.time())
         return self._last_now
 
@@ -181,7 +181,8 @@ class ProcessBackend:
         spawn.reap_orphans(own | {self._guardian.pid})
 
     def _forgotten(self, worker: WorkerProcess) -> bool:
-        """Only a stale one makes room for another; how the others ended says what became of the job."""
+        """Return True for a worker of an older attempt that has ended; the ends of current workers decide over the
+        job."""
         stale = worker.attempt != self._job.status.attempt
         return stale and worker.gone and worker.observe().deletion is not None
 
@@ -215,7 +216,7 @@ class ProcessBackend:
         )
 
     def _full_shared_memory(self) -> tuple[str, ...] | None:
-        """All workers of this machine share one folder, so it is measured here, also without a hub."""
+        """Measure shared memory here, also without a hub: all workers of this machine use the same folder."""
         room = SharedMemorySpace.measure(self._settings.shm)
         return None if room is None else (str(room),) * room.full
 
@@ -241,13 +242,13 @@ class ProcessBackend:
         self._write_events()
 
     def _write_events(self) -> None:
-        """Write events down, also those that a full disk held back."""
+        """Write Events to their file, also those that a full disk has delayed."""
         with self._kept_alive_on_a_full_disk(self._settings.paths.events):
             files.append_json(self._settings.paths.events, self._unwritten_events)
             self._unwritten_events.clear()
 
     def _warn(self, reason: str, message: str, now: float) -> None:
-        """An event of the backend's own: something beside the training failed and is tried again."""
+        """Record and print an Event of the backend itself, about a failure that is no part of the training."""
         event = RecordEvent(type=EventType.WARNING, reason=reason, message=message)
         self._record(event, now)
         self._listener(self._job.status, (event,))
@@ -261,7 +262,7 @@ class ProcessBackend:
             self._hub.start()
         except OSError as error:
             self._hub.give_up_start(now)
-            self._warn("HubNotStarted", f"the hub cannot be started, it is tried again later: {error}", now)
+            self._warn("HubNotStarted", f"the hub cannot be started and is retried later: {error}", now)
 
     def _create(self, action: CreateWorker, now: float) -> None:
         if not self._workers:
@@ -283,7 +284,7 @@ class ProcessBackend:
         )
 
     def _release_gang(self) -> None:
-        """Give back what belongs to one attempt."""
+        """Release what belongs to one attempt."""
         for page in self._pages.values():
             page.close()
         self._pages.clear()
@@ -292,7 +293,7 @@ class ProcessBackend:
             self._coordinator = None
 
     def _stop(self, number: signal.Signals) -> None:
-        """The first signal asks for a checkpoint, the second does not wait for it."""
+        """Request a stop: the first signal asks for a checkpoint, the second does not wait for it."""
         force = self._job.stop is not None or number is signals.FORCING
         stop = self._job.stop or StopRequest(reason="Interrupted", message=f"stopped by {number.name}")
         self._job = dataclasses.replace(self._job, stop=dataclasses.replace(stop, force=force))
@@ -320,9 +321,9 @@ class ProcessBackend:
 
     @contextlib.contextmanager
     def _kept_alive_on_a_full_disk(self, path: pathlib.Path) -> Iterator[None]:
-        """What people are shown gets old while it cannot be written; that is no reason to end their training.
+        """Survive a full disk: an outdated state is no reason to end the training.
 
-        It is written again with the next look, once there is room; after the end of the job, see _write_to_the_end.
+        The next reconcile writes it again, once there is space; after the end of the job, see _write_to_the_end.
         """
         try:
             yield
@@ -334,6 +335,6 @@ class ProcessBackend:
             self._unwritable.discard(path)
 
     def _print_warning(self, message: str) -> None:
-        """Say it on standard error, which may be a file on the disk that is full."""
+        """Print to standard error, which may be a file on the full disk."""
         with contextlib.suppress(OSError):
             print(f"warning: {self._settings.paths.root}: {message}", file=sys.stderr, flush=True)

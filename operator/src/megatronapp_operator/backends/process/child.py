@@ -1,7 +1,7 @@
 """Start a program that dies with its parent: `python -I -S child.py PARENT_PID PROGRAM ARGUMENT...`.
 
-Runs by path with the standard library alone, because it stands in front of every process of a job. A function between
-fork and exec (preexec_fn) could deadlock in a process with threads; a program in between cannot.
+Runs by path with the standard library alone, because it precedes every process of a job. A function between fork and
+exec (preexec_fn) could deadlock in a process with threads; a program in between cannot.
 
 The kernel sends the parent-death signal when the *thread* that forked ends (prctl(2)), so the backend forks in its main
 thread only. A parent that died before prctl took effect is noticed by the changed parent pid.
@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask for SIGKILL when `parent` ends; exit at once if it has ended already."""
+    """Request SIGKILL for the end of `parent`; exit at once if it has ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -25,7 +25,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Become the program."""
+    """Replace this process by the program."""
     die_with_parent(int(sys.argv[1]))
     signal.pthread_sigmask(signal.SIG_SETMASK, set())  # the backend waits for its signals with all of them blocked
     command = sys.argv[2:]

@@ -1,4 +1,4 @@
-"""Fields of a manifest that mean nothing without a cluster: they are taken, and it is said that they do nothing."""
+"""Fields of a manifest without a meaning on one machine: they are accepted, and a note says that they do nothing."""
 
 from megatronapp_common.job import MegatronJob
 
@@ -31,11 +31,11 @@ CLUSTER_ONLY = (
     "scheduling",
     "managedBy",
 )
-"""Paths below spec."""
+"""Paths of the fields, relative to spec."""
 
 
 def without_effect(job: MegatronJob) -> str | None:
-    """One line about what is given and does nothing on this machine; None where there is nothing of the kind."""
+    """Return a note about given fields without effect on this machine; None without such fields."""
     given = job.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     names = [f"spec.{path}" for path in CLUSTER_ONLY if _is_given(given, path)]
     return f"without a cluster these have no effect: {', '.join(names)}" if names else None

@@ -1,8 +1,9 @@
-"""The guardian: cleans up after a backend that was killed.
+"""Cleanup after a backend that was killed.
 
-`python -m megatronapp_operator.backends.process.guardian JOB_UID SHM_DIR`, in a session of its own, with standard input
-a pipe whose other end only the backend holds. End of file means that the backend has ended, however it did: every
-process of the job is killed and its shared memory removed. After an orderly end there is nothing left to find.
+`python -m megatronapp_operator.backends.process.guardian JOB_UID SHM_DIR` runs in a separate process session. Its
+standard input is a pipe whose other end only the backend holds. End of file means that the backend has ended in any
+way: then every process of the job is killed and its shared memory removed. After an orderly end there is nothing left
+to find.
 """
 
 import pathlib
@@ -16,7 +17,7 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main() -> int:
-    """Wait for the backend's end, then clean up."""
+    """Wait for the backend's end, then clean up; return the exit code."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())

@@ -1,4 +1,4 @@
-"""The job's hub: its process, and asking it."""
+"""Process of the job's hub, and requests to it."""
 
 import subprocess
 
@@ -19,10 +19,11 @@ STOP_S = 5.0
 
 
 class HubProcess:
-    """Starts the hub on one port for the whole life of the job, and polls its summary. `tick` does not block long."""
+    """Hub process on one port for the whole life of the job, whose summary is polled. `tick` blocks for one second
+    at most."""
 
     def __init__(self, settings: ProcessSettings, *, secret: str, serve_url: str | None = None) -> None:
-        """`serve_url` is where a served model answers."""
+        """Reserve the port; `serve_url` is the address of a served model."""
         self._settings = settings
         self._port = ReservedPort(settings.hub_host, settings.hub_port, pages=True)
         self._client = httpx.Client(
@@ -35,27 +36,27 @@ class HubProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
         self.ended_at: float | None = None
-        """When it ended, if it does not run."""
+        """When it ended, if it is not running."""
         self._deleted_at: float | None = None
         self._poll_due = 0.0
         self._ready = False
         self.summary: hub_summary.HubSummary | None = None
-        """The newest answer to GET /api/v1/summary; None while the hub does not answer."""
+        """Newest answer to GET /api/v1/summary; None while the hub does not answer."""
 
     @property
     def url(self) -> str:
-        """Where people and agents find it."""
+        """Address of the hub for users and agents."""
         host = self._settings.hub_host
         host = V4 if host == "0.0.0.0" or is_shared(host) else host  # `localhost` may lead to somebody else's [::1]
         return f"http://{host}:{self._port.number}"
 
     @property
     def pids(self) -> set[int]:
-        """Our own child, if it was started."""
+        """Process id of the hub, if it was started."""
         return set() if self._process is None else {self._process.pid}
 
     def start(self) -> None:
-        """Start it, or start it again on the same port, where its state waits. Raises OSError if that cannot be."""
+        """Start or restart the hub on the same port, with its stored state. Raises OSError."""
         paths, commands = self._settings.paths, self._settings.commands
         paths.hub_state.mkdir(parents=True, exist_ok=True)
         words = (
@@ -69,17 +70,17 @@ class HubProcess:
         self._starts, self.ended_at = self._starts + 1, None
 
     def give_up_start(self, now: float) -> None:
-        """Count a start that failed as one that ended at once, so that the next one waits."""
+        """Record a failed start as one that ended at once, so that the next one backs off."""
         self._starts, self.ended_at = self._starts + 1, now
 
     def delete(self, now: float) -> None:
-        """Ask it to end."""
+        """Ask the hub to end."""
         if self._deleted_at is None and self._process is not None:
             self._deleted_at = now
             self._process.terminate()
 
     def observe(self) -> HubState | None:
-        """What the plan is told of it."""
+        """Return the hub's state for the plan; None if it was never started."""
         if self._process is None and self.ended_at is None:
             return None
         phase = HubPhase.READY if self._ready else HubPhase.STARTING
@@ -88,7 +89,7 @@ class HubProcess:
         return HubState(phase=phase, starts=self._starts, ended_at=self.ended_at, deleting=self._deleted_at is not None)
 
     def tick(self, now: float) -> None:
-        """Notice its end; ask for the summary once a second."""
+        """Notice the end of the hub; request its summary once a second."""
         if self._process is None or self.ended_at is not None:
             return
         if self._process.poll() is not None:
@@ -102,12 +103,12 @@ class HubProcess:
             self._poll_due = now + POLL_S
 
     def close(self) -> None:
-        """Give the port and the connection back."""
+        """Release port and connection."""
         self._client.close()
         self._port.close()
 
     def _request(self) -> hub_summary.HubSummary | None:
-        """A hub that is starting, stopped or gone gives nothing, which is no error: training does not need it."""
+        """Return the summary, or None from a hub that is starting or stopped: training does not need it."""
         try:
             answer = self._client.get("/api/v1/summary")
             return hub_summary.read_summary(answer.json()) if answer.is_success else None

@@ -1,8 +1,8 @@
-"""Finding the processes of a job by what they inherit: their environment.
+"""Discovery of the processes of a job by what they inherit: their environment.
 
-Process groups and parents can be left (setsid, a parent that dies), the environment of a process cannot be taken from
-it from outside. Signals go through a pidfd that was opened before the environment was read, so a pid that is used
-again is never hit.
+A process can leave its group and its parent (setsid, a parent that dies), but no other process can change its
+environment. Signals are sent through a pidfd that was opened before the environment was read, so a reused pid is never
+hit.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ POLL_S = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSelector:
-    """Which processes: those of a job, of one attempt of it, or of one worker of that."""
+    """Selection of processes: those of a job, of one attempt of it, or of one worker of that."""
 
     uid: str
     attempt: int | None = None
     worker: int | None = None
 
     def matches(self, environment: bytes) -> bool:
-        """Whether a process with this environment (NUL separated) belongs here."""
+        """Return True if a process with this environment (NUL separated) is selected."""
         wanted = {Env.JOB_UID: self.uid, Env.ATTEMPT: self.attempt, Env.WORKER_INDEX: self.worker}
         entries = set(environment.split(b"\0"))
         return all(f"{name}={value}".encode() in entries for name, value in wanted.items() if value is not None)
@@ -39,7 +39,7 @@ def _pids() -> Iterator[int]:
 
 
 def _environment(pid: int) -> bytes:
-    """Environment of a process, empty where it has ended or is not ours."""
+    """Return the environment of a process, empty if it has ended or is not ours."""
     try:
         return (PROC / str(pid) / "environ").read_bytes()
     except OSError:
@@ -47,13 +47,13 @@ def _environment(pid: int) -> bytes:
 
 
 def find(kin: ProcessSelector) -> list[int]:
-    """Pids of the living processes, without this one."""
+    """Return the pids of the selected living processes, without this one."""
     me = os.getpid()
     return [pid for pid in _pids() if pid != me and kin.matches(_environment(pid))]
 
 
 def send(kin: ProcessSelector, number: signal.Signals) -> int:
-    """Signal every process of `kin`; returns how many there were."""
+    """Signal every selected process; return their number."""
     count = 0
     for pid in find(kin):
         try:
@@ -69,7 +69,7 @@ def send(kin: ProcessSelector, number: signal.Signals) -> int:
 
 
 def sweep(kin: ProcessSelector, deadline_s: float = 10.0) -> bool:
-    """Kill until none is left: a process may have forked while the list was read. False: some are left."""
+    """Kill until none is left: a process may have forked while the list was read. Return False if some are left."""
     end = time.monotonic() + deadline_s
     while send(kin, signal.SIGKILL):
         if time.monotonic() > end:
@@ -79,7 +79,7 @@ def sweep(kin: ProcessSelector, deadline_s: float = 10.0) -> bool:
 
 
 def remove_shared_memory(folder: pathlib.Path, prefix: str) -> list[str]:
-    """Remove the files of `folder` that begin with `prefix`; returns their names."""
+    """Remove the files of `folder` that begin with `prefix`; return their names."""
     found = [path for path in folder.iterdir() if path.name.startswith(prefix)]
     for path in found:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Free ports, kept for the process that will listen on them."""
+"""Free ports, reserved for the process that will listen on them."""
 
 import contextlib
 import random
@@ -9,22 +9,23 @@ from megatronapp_common.web.loopback import V6, family_of, has_ipv6, is_shared
 from megatronapp_operator.errors import BackendError
 
 PORTS = range(20000, 30000)
-"""Below the range from which the kernel takes ports for outgoing connections (32768 by default)."""
+"""Ports below the range that the kernel uses for outgoing connections (from 32768 by default)."""
 
 
 class ReservedPort:
-    """A port bound but not listened on, so that nobody else takes it in the meantime.
+    """Port that is bound but not listened on, so that no other process takes it in the meantime.
 
     Linux lets a second socket bind the same address while none listens, if both set SO_REUSEADDR, as servers do. The
-    port can stay held while its server lives, and comes back to it after a restart.
+    port can stay reserved while its server lives, and is still there for it after a restart.
     """
 
     def __init__(self, address: str, number: int = 0, *, pages: bool = False) -> None:
-        """`pages`: browsers have logins there, which another user who listens while the server is down would get.
+        """Bind `number`, or (0) a free port. Raises BackendError.
 
-        Then the server must set SO_REUSEPORT, which Linux lets sockets of one user share only; and the port is held at
-        [::1], too, if `address` is 127.0.0.1: browsers look there for names below `localhost`. A `number` that is
-        taken at [::1] is held without it.
+        With `pages` browsers have logins at this port, which another user who listens while the server is down would
+        get. Then the server must set SO_REUSEPORT, which Linux lets only sockets of one user share. If `address` is
+        127.0.0.1, the port is reserved at [::1], too, because browsers resolve names below `localhost` to it; a given
+        `number` that is in use at [::1] is reserved without it.
         """
         self.address = address
         self._option = socket.SO_REUSEPORT if pages else socket.SO_REUSEADDR
@@ -33,7 +34,7 @@ class ReservedPort:
         self.number = int(self._sockets[0].getsockname()[1])
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the port, so that other programs can use it."""
         for held in self._sockets:
             held.close()
 
@@ -45,7 +46,7 @@ class ReservedPort:
         return held
 
     def _bind_free(self) -> list[socket.socket]:
-        """At all addresses; where no port is free at all of them, one that is free at the first."""
+        """Bind a port that is free on all addresses; if no port is, one that is free on the first."""
         second = None
         for held in self._samples():
             if len(held) > len(self._beside):
@@ -54,7 +55,7 @@ class ReservedPort:
             _close(held if second is not None else None)
             second = second or held
         if second is None:
-            text = f"no free port between {PORTS.start} and {PORTS.stop - 1}; stop what listens there"
+            text = f"no free port between {PORTS.start} and {PORTS.stop - 1}; stop a program that listens there"
             raise BackendError(f"{self.address}: {text}")
         return second
 
@@ -82,6 +83,6 @@ def _bound(address: str, number: int, option: int) -> socket.socket:
 
 
 def _probe(address: str, number: int) -> None:
-    """Raise OSError if the port is taken: without SO_REUSEADDR a port that somebody merely holds is refused, too."""
+    """Raise OSError if the port is in use: without SO_REUSEADDR even a port that is only reserved is refused."""
     with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
         probe.bind((address, number))

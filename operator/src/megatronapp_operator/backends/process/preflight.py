@@ -1,4 +1,4 @@
-"""Asking the trainer, before anything is started, whether it could train what a manifest says."""
+"""Check of flags and data by the trainer before a job starts."""
 
 import json
 import re
@@ -12,15 +12,15 @@ from megatronapp_operator.backends.process.spawn import inherited_environment
 from megatronapp_operator.errors import ManifestError
 
 DEADLINE_S = 60.0
-"""The corpora may lie on a slow disk; the ranks look at them again."""
+"""Seconds for the check: corpora may be on a slow disk; the ranks read them again later."""
 _FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 def preflight(job: MegatronJob, command: Sequence[str]) -> None:
     """Run the trainer's check (`megatronapp_trainer.check`) in the job's environment, in this folder.
 
-    A check that cannot be made refuses nothing: where the trainer is missing, the launcher says so by itself; anything
-    else is warned of. An empty `command` means that there is no check.
+    A check that cannot run rejects nothing: the launcher reports a missing trainer by itself, and any other cause is
+    printed as a warning. An empty `command` means no check.
 
     Raises ManifestError, one problem a line, each with its place in the manifest.
     """
@@ -45,11 +45,11 @@ def preflight(job: MegatronJob, command: Sequence[str]) -> None:
 
 
 def _warn(reason: str) -> None:
-    print(f"warning: flags and data could not be looked at before the start: {reason}", file=sys.stderr)
+    print(f"warning: flags and data could not be checked before the start: {reason}", file=sys.stderr)
 
 
 def _report(text: str) -> list[Mapping[str, Any]] | None:
-    """The problems in the check's answer, or None if it is none."""
+    """Return the problems in the check's answer, or None if it has another shape."""
     try:
         problems = json.loads(text)["problems"]
     except (ValueError, KeyError, TypeError):
@@ -58,7 +58,7 @@ def _report(text: str) -> list[Mapping[str, Any]] | None:
 
 
 def _line(job: MegatronJob, problem: Mapping[str, Any]) -> str:
-    """A problem with its place; flags that the manifest says by a field are called by the field's name."""
+    """Return a problem with its place; flags that the manifest has as fields are replaced by the fields' names."""
     message, places = problem["message"], [place_of(job, flag, problem["value"]) for flag in problem["flags"]]
     in_args = next((place for place in places if place is not None and place.startswith("spec.args")), None)
     if in_args is not None:

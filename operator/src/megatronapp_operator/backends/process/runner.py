@@ -1,4 +1,4 @@
-"""Running a job in this process, or in one that outlives the terminal."""
+"""Runs of a job in this process, or in one that outlives the terminal."""
 
 import contextlib
 import io
@@ -25,7 +25,7 @@ ACCEPTED = b"accepted"
 
 
 def run_job(job: MegatronJob, *, commands: ProcessCommands, retain_hub: bool, listener: Listener) -> Status:
-    """Run a job to its end. Raises JobConflictError if one of its name runs, or one that saves there, too."""
+    """Run a job to its end. Raises JobConflictError if a job of its name runs, or one that saves to the same folder."""
     paths, uid = JobPaths.of(job.metadata.name), registry.new_uid()
     retire(paths.name)
     paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -43,7 +43,7 @@ def run_job(job: MegatronJob, *, commands: ProcessCommands, retain_hub: bool, li
 
 @contextlib.contextmanager
 def _record_failure(paths: JobPaths) -> Iterator[None]:
-    """A backend that cannot go on (a full disk, a port in use) says so where people look for the job's state."""
+    """Store the error of a backend that cannot continue (a full disk, a port in use) in the status of the job."""
     try:
         yield
     except (OperatorError, StateError, OSError) as error:
@@ -53,7 +53,7 @@ def _record_failure(paths: JobPaths) -> Iterator[None]:
 
 
 def retire(name: str) -> None:
-    """End a backend that only keeps the pages of a finished job open: a new job takes its place."""
+    """End a backend that only keeps the pages of a finished job open: a new job replaces it."""
     try:
         job = registry.view(name)
     except JobNotFoundError:
@@ -71,15 +71,15 @@ def _sole_backend(paths: JobPaths) -> Iterator[None]:
             name = paths.name
             raise JobConflictError(
                 f'megatronjobs.megatronapp.io "{name}" is running; stop it with "megatronapp delete {name}", '
-                "or start this one beside it with --name and a checkpoint.save of its own"
+                "or start this one in parallel with --name and a different checkpoint.save"
             ) from error
         yield
 
 
 def run_detached(job: MegatronJob, *, commands: ProcessCommands) -> None:
-    """Start a backend in a session of its own and come back when the job is accepted.
+    """Start a backend in a separate process session and return once the job is accepted.
 
-    Raises BackendError with the words of a backend that did not accept it.
+    Raises BackendError with the message of a backend that did not accept it.
     """
     _open_standard_streams()
     listening, telling = os.pipe()
@@ -96,7 +96,7 @@ def run_detached(job: MegatronJob, *, commands: ProcessCommands) -> None:
 
 
 def _become_backend(job: MegatronJob, commands: ProcessCommands, telling: int) -> None:
-    """The rest of the life of the forked process: leave session and parent, run the job, never return."""
+    """Leave session and parent in the forked process, run the job, and exit; never return."""
     code, pipe = 1, os.fdopen(telling, "wb", buffering=0)
     try:
         os.setsid()
@@ -120,7 +120,7 @@ def _become_backend(job: MegatronJob, commands: ProcessCommands, telling: int) -
 
 
 def _open_standard_streams() -> None:
-    """Open 0, 1 and 2 where the caller closed them, so that no pipe of ours takes one of these numbers."""
+    """Open 0, 1 and 2 if the caller closed them, so that no pipe of ours takes one of these numbers."""
     while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
         pass
     os.close(fd)
@@ -135,7 +135,7 @@ def _close_inherited(*, keep: int) -> None:
 
 
 def _leave_terminal(paths: JobPaths) -> None:
-    """Standard input from nowhere, output to the job's own log."""
+    """Redirect standard input from /dev/null, and output to the job's log."""
     paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     log = os.open(paths.backend_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -146,7 +146,7 @@ def _leave_terminal(paths: JobPaths) -> None:
 
 
 def _print_once(pipe: io.FileIO) -> Callable[[Status, tuple[Action, ...]], None]:
-    """A listener that reports the first plan carried out: by then all processes are started."""
+    """Return a listener that reports the first plan carried out: by then all processes are started."""
 
     def listen(_status: Status, _actions: tuple[Action, ...]) -> None:
         if not pipe.closed:

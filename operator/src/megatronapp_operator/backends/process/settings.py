@@ -1,4 +1,4 @@
-"""What the process backend needs to know of a job beyond the plan: programs, addresses, environment."""
+"""Settings of the process backend for a job, besides the plan's: programs, addresses, environment."""
 
 import dataclasses
 import os
@@ -18,41 +18,41 @@ class ProcessCommands:
     launcher: tuple[str, ...]
     agent: tuple[str, ...]
     hub: tuple[str, ...]
-    """Followed by --host, --port, --job-file and --state-dir."""
+    """Arguments before --host, --port, --job-file and --state-dir."""
     check: tuple[str, ...] = ()
-    """Run before anything is started; empty: there is none."""
+    """Check that runs before anything is started; empty: none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """Everything that stays the same over the attempts of a job."""
+    """Settings that stay the same over the attempts of a job."""
 
     name: str
     uid: str
     proc_per_node: tuple[int, ...]
-    """Ranks of each worker."""
+    """Number of ranks of each worker."""
     gpus_per_node: int
     env: Mapping[str, str]
     commands: ProcessCommands
     paths: JobPaths
     shm: pathlib.Path
     analyzer: bool
-    """Whether there are agents and a hub."""
+    """True if the job has agents and a hub."""
     hub_host: str = "127.0.0.1"
     hub_port: int = 0
-    """0: a free one."""
+    """Port of the hub; 0: a free one."""
     serve: tuple[str, int] | None = None
     """Address and port (0: a free one) of the API of a served model; None: the job trains."""
 
 
 def worker_address(index: int) -> str:
-    """Loopback address of worker `index`: 127.0.0.2, 127.0.0.3, ... (127.0.0.1 is the hub's)."""
+    """Return the loopback address of worker `index`: 127.0.0.2, 127.0.0.3, ... (127.0.0.1 is the hub's)."""
     last = 2 + index
     return f"127.{last >> 16}.{last >> 8 & 255}.{last & 255}"
 
 
 def base_environment(settings: ProcessSettings) -> dict[str, str]:
-    """What every process of the job is told."""
+    """Return the environment of every process of the job."""
     return {
         **inherited_environment(),
         **settings.env,
@@ -67,7 +67,7 @@ def base_environment(settings: ProcessSettings) -> dict[str, str]:
 def worker_environment(
     settings: ProcessSettings, *, index: int, attempt: int, coordinator: str, hub_url: str, serve: str = ""
 ) -> dict[str, str]:
-    """What the launcher of worker `index` and its agent are told. `serve` is host:port of the API."""
+    """Return the environment of the launcher of worker `index` and its agent; `serve` is host:port of the API."""
     run_dir = settings.paths.run_dir(attempt, index)
     environment = {
         **base_environment(settings),
@@ -92,7 +92,7 @@ def worker_environment(
 
 
 def worker_devices(settings: ProcessSettings, index: int) -> list[str]:
-    """This worker's share of the machine's GPUs: nodes that share a machine must not share a GPU."""
+    """Return the GPUs of this worker: workers on one machine must not use the same GPU."""
     share = slice(index * settings.gpus_per_node, (index + 1) * settings.gpus_per_node)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

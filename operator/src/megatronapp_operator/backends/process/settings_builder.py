@@ -1,4 +1,4 @@
-"""From a MegatronJob to what the process backend needs of it."""
+"""Conversion of a MegatronJob to the settings of the process backend."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ CHECKOUT = pathlib.Path(__file__).parents[5]
 
 
 def build_commands(job: MegatronJob) -> ProcessCommands:
-    """The programs of the other parts."""
+    """Return the commands of the other distributions for this job."""
     python = (sys.executable, "-m")
     rank = ("--program=-m megatronapp_trainer.serve",) if job.spec.mode == "serve" else ()
     check = "megatronapp_trainer.serve.check" if job.spec.mode == "serve" else "megatronapp_trainer.check"
@@ -31,18 +31,18 @@ def build_commands(job: MegatronJob) -> ProcessCommands:
 
 
 def hub_command() -> tuple[str, ...]:
-    """A hub, with the page where it is built."""
+    """Return the command of a hub, with the page if it is built."""
     return (sys.executable, "-m", "megatronapp_analyzer.hub", *frontend_arguments())
 
 
 def frontend_arguments() -> tuple[str, ...]:
-    """The hub's flag for the built page: named by the environment, else of the checkout that this package is in."""
+    """Return the hub's flag for the built page: that of the environment, or of the checkout of this package."""
     folder = pathlib.Path(os.environ.get(FRONTEND_ENV) or CHECKOUT / "frontend" / "dist")
     return ("--frontend", str(folder)) if (folder / "index.html").exists() else ()
 
 
 def build_settings(job: MegatronJob, *, uid: str, paths: JobPaths, commands: ProcessCommands) -> ProcessSettings:
-    """What the process backend needs to know of a job."""
+    """Return the settings of the process backend for a job."""
     return ProcessSettings(
         name=job.metadata.name,
         uid=uid,
@@ -60,7 +60,7 @@ def build_settings(job: MegatronJob, *, uid: str, paths: JobPaths, commands: Pro
 
 
 def serve_place(job: MegatronJob) -> tuple[str, int] | None:
-    """Address and port of the API of a job that serves."""
+    """Return address and port of the API of a job that serves; None if it trains."""
     if job.spec.mode != "serve":
         return None
     given = job.spec.serve or Serve()
@@ -68,5 +68,5 @@ def serve_place(job: MegatronJob) -> tuple[str, int] | None:
 
 
 def build_facts(job: MegatronJob) -> dict[str, Any]:
-    """The part of the status that follows from the spec alone."""
+    """Return the part of the status that follows from the spec alone."""
     return {"worldSize": job.world.world_size, "dataParallelSize": job.world.data_parallel_size}

@@ -1,4 +1,4 @@
-"""Waiting for signals instead of being interrupted by them."""
+"""Synchronous waiting for signals, in place of handlers."""
 
 import contextlib
 import signal
@@ -6,20 +6,19 @@ from collections.abc import Iterator
 
 WAKING = frozenset({signal.SIGCHLD})
 FORCING = signal.SIGQUIT
-"""Stops at once. A second SIGTERM does it, too, but two equal signals that are pending arrive as one."""
+"""Signal that stops at once. A second SIGTERM does, too, but two equal pending signals arrive as one."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, FORCING)
 ALARM = signal.SIGALRM
 SHORTEST_S = 0.001
-"""A timer of 0 would never end."""
+"""Seconds of the shortest timer: one of 0 would never expire."""
 
 
 @contextlib.contextmanager
 def blocked() -> Iterator[frozenset[signal.Signals]]:
-    """Hold back the signals that the backend answers; gives the set to wait for. Main thread only.
+    """Block the signals that the backend handles; yield the set to wait for. Main thread only.
 
-    To be called before any other thread is started (they inherit the mask): a signal goes to any thread that does not
-    hold it back, and would end the process there.
-    What was ignored stays ignored: `nohup` means it.
+    Must be called before any other thread is started (they inherit the mask): the kernel delivers a signal to any
+    thread that does not block it, which would end the process. Ignored signals stay ignored: `nohup` relies on that.
     """
     stopping = {number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
     numbers = frozenset(WAKING | stopping)
@@ -31,10 +30,10 @@ def blocked() -> Iterator[frozenset[signal.Signals]]:
 
 
 def wait(numbers: frozenset[signal.Signals], timeout_s: float) -> signal.Signals | None:
-    """The next of these signals, or None after `timeout_s` seconds. To be called where they are held back.
+    """Return the next of these signals, or None after `timeout_s` seconds. The signals must be blocked.
 
-    An alarm is the time limit: CPython's own (sigtimedwait) gives a signal number from uninitialised memory if this
-    process was stopped and the time had run out when it was continued.
+    An alarm is the time limit: CPython's sigtimedwait returns a signal number from uninitialised memory if this process
+    was stopped and the time had run out when it was continued.
     """
     signal.setitimer(signal.ITIMER_REAL, max(SHORTEST_S, timeout_s))
     found = signal.Signals(signal.sigwaitinfo(numbers | {ALARM}).si_signo)

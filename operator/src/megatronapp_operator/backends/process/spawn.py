@@ -1,4 +1,4 @@
-"""Starting the processes of a job, and what every one of them is told."""
+"""Start of the processes of a job, with the environment that all of them inherit."""
 
 import ctypes
 import os
@@ -15,14 +15,14 @@ OWN_ENVIRONMENT = frozenset(Env) - {Env.SHM_DIR}
 
 
 def become_subreaper() -> None:
-    """Adopt orphans of our workers, so that none escapes to init unseen (prctl(2))."""
+    """Adopt orphans of our workers, so that none escapes to init unseen (prctl(2)). Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: pathlib.Path) -> subprocess.Popen[bytes]:
-    """Start `command` in a session and process group of its own; it dies with this process. Main thread only."""
+    """Start `command` in a new session and process group; it dies with this process. Main thread only."""
     wrapped = [sys.executable, "-I", "-S", str(CHILD), str(os.getpid()), *command]
     with log.open("ab") as out:
         return subprocess.Popen(
@@ -36,12 +36,12 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: pathli
 
 
 def inherited_environment() -> dict[str, str]:
-    """Our environment without what belongs to a job that we might ourselves run in."""
+    """Return our environment without variables of a job that we might ourselves run in."""
     return {name: value for name, value in os.environ.items() if name not in OWN_ENVIRONMENT}
 
 
 def start_guardian(uid: str, shm: pathlib.Path) -> subprocess.Popen[bytes]:
-    """Start the guardian; its standard input is the pipe that tells it of our end."""
+    """Start the guardian; end of file on its standard input signals our end."""
     return subprocess.Popen(
         [sys.executable, "-m", "megatronapp_operator.backends.process.guardian", uid, str(shm)],
         stdin=subprocess.PIPE,
@@ -53,7 +53,7 @@ def start_guardian(uid: str, shm: pathlib.Path) -> subprocess.Popen[bytes]:
 
 
 def is_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process has ended, without reaping it: until it is reaped its pid and group cannot be used again."""
+    """Return True if the process has ended, without reaping it: until then its pid and group cannot be reused."""
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -1,4 +1,4 @@
-"""Ending another process's backend."""
+"""Ends the backend of another process."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from megatronapp_operator.errors import BackendError
 
 POLL_S = 0.05
 KILL_AFTER_S = 20.0
-"""How long a backend may take after it was told not to wait for a checkpoint."""
+"""Seconds for a backend to end after a stop without a checkpoint was requested."""
 
 
 def stop_backend(job: JobView, *, force: bool) -> None:
-    """End the backend: ask, say that there is no time for a checkpoint, and kill it if that does not help.
+    """End the backend: request a stop, then one without a checkpoint, then kill it.
 
     Raises BackendError if it cannot be killed.
     """
@@ -34,12 +34,12 @@ def stop_backend(job: JobView, *, force: bool) -> None:
 
 
 def grace_s(job: JobView) -> float:
-    """Time that the job gives its workers for a checkpoint."""
+    """Return the seconds that the job gives its workers for a checkpoint."""
     return float(job.document["spec"].get("runPolicy", {}).get("terminationGracePeriodSeconds", 600))
 
 
 def _signal(paths: JobPaths, number: signal.Signals) -> None:
-    """Signal the backend, if it is still the process that we read about."""
+    """Signal the backend, if it is still the process of which we read."""
     document = files.read_json(paths.backend)
     if document is None:
         return

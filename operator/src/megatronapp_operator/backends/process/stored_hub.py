@@ -1,4 +1,4 @@
-"""A hub that shows what is stored of a job that has ended."""
+"""Hub for the stored state of a job that has ended."""
 
 import contextlib
 import subprocess
@@ -17,7 +17,7 @@ STOP_S = 5.0
 
 @contextlib.contextmanager
 def stored_hub(job: JobView, command: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run one on a free port within; gives its address and its process."""
+    """Run a hub on a free port within the context; yield its address and its process."""
     paths = job.paths
     held = ReservedPort(V4, pages=True)
     words = (

@@ -1,4 +1,4 @@
-"""A worker: a launcher with its ranks, and the agent beside it."""
+"""Processes of a worker: a launcher with its ranks, and the agent next to it."""
 
 import errno
 import os
@@ -17,15 +17,15 @@ from megatronapp_operator.plan import Deletion, Worker, WorkerOutcome, WorkerPha
 from megatronapp_operator.plan.outcome import NOT_STARTED
 
 AGENT_FLUSH_S = 3.0
-"""Time of an agent to send what it has, after its worker has ended."""
+"""Seconds for an agent to send what it has, after its worker has ended."""
 AGENT_PAUSE_MAX_S = 60.0
 LAST_BYTES = 2000
 
 
 class WorkerProcess:
-    """One worker of one attempt. `tick` moves it on; nothing here blocks.
+    """One worker of one attempt. `tick` advances it; nothing here blocks.
 
-    One that cannot be started (a full disk, no more processes) counts as one that failed at once.
+    One that cannot be started (a full disk, no more processes) is treated as one that failed at once.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class WorkerProcess:
         self.index = index
         self.attempt = attempt
         self.gone = False
-        """Nothing of it is left: no process and no shared memory."""
+        """True once nothing of it is left: no process and no shared memory."""
         self.trouble: str | None = None
-        """What people should hear of; the backend takes it away."""
+        """Problem that users should know; the backend reports and clears it."""
         self._settings = settings
         self._environment = environment
         self._run_dir = pathlib.Path(environment[Env.RUN_DIR])
@@ -57,22 +57,21 @@ class WorkerProcess:
 
     @property
     def launcher_log(self) -> pathlib.Path:
-        """Output of the launcher."""
         return self._run_dir / "launcher.log"
 
     @property
     def pids(self) -> set[int]:
-        """Our own children among its processes."""
+        """Process ids of our own children among its processes."""
         return {process.pid for process in (self._launcher, self._agent) if process is not None}
 
     def delete(self, grace_s: float, now: float) -> None:
-        """Ask it to stop within `grace_s` seconds, or kill it now (0)."""
+        """Request a stop within `grace_s` seconds, or kill it now (0)."""
         self._deletion = Deletion(since=now, grace_s=grace_s)
         if self._finished_at is None:
             self._signal(signal.SIGTERM if grace_s else signal.SIGKILL)
 
     def observe(self) -> Worker:
-        """What the plan is told of it."""
+        """Return the worker's state for the plan."""
         return Worker(
             index=self.index,
             attempt=self.attempt,
@@ -84,7 +83,7 @@ class WorkerProcess:
         )
 
     def rank_table(self) -> dict[str, Any] | None:
-        """The table that the gang agreed on, once it has gathered."""
+        """Return the rank table of the gang; None until it has gathered."""
         return read_json(self._run_dir / "rank-table.json")
 
     def tick(self, now: float) -> None:
@@ -107,7 +106,7 @@ class WorkerProcess:
         return WorkerPhase.RUNNING if (self._run_dir / "rank-table.json").exists() else WorkerPhase.PENDING
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal the launcher, which passes it on; a kill goes to the whole group."""
+        """Signal the launcher, which forwards it to the ranks; kill the whole group."""
         assert self._launcher is not None
         if number is signal.SIGKILL:
             os.killpg(self._launcher.pid, number)
@@ -120,14 +119,14 @@ class WorkerProcess:
             self._signal(signal.SIGKILL)
 
     def _finish(self, now: float, launcher: subprocess.Popen[bytes]) -> None:
-        """The launcher has ended: nothing of its group may outlive it."""
+        """Record the end of the launcher, and kill the rest of its group."""
         os.killpg(launcher.pid, signal.SIGKILL)
         code = launcher.wait()
         self._finished_at = now
         self._outcome = read_outcome(pathlib.Path(self._environment[Env.TERMINATION_LOG]), code, self.launcher_log)
 
     def _keep_agent(self, now: float) -> None:
-        """An agent's death changes nothing in training; it is started again, less and less often."""
+        """Restart the agent with back-off; its death does not affect training."""
         if not self._settings.analyzer or now < self._agent_due:
             return
         if self._agent is not None and self._agent.poll() is None:
@@ -139,7 +138,9 @@ class WorkerProcess:
             self._agent = spawn(self._settings.commands.agent, environment=self._environment, log=log)
         except OSError as error:
             pause_s = self._agent_due - now
-            self.trouble = f"the agent of worker {self.index} cannot be started, next try in {pause_s:.0f} s: {error}"
+            self.trouble = (
+                f"the agent of worker {self.index} cannot be started, next attempt in {pause_s:.0f} s: {error}"
+            )
 
     def _retire_agent(self, now: float, finished_at: float) -> None:
         if self._agent is not None and self._agent.poll() is None:
@@ -158,14 +159,14 @@ class WorkerProcess:
 
 
 def worker_not_started(error: OSError) -> WorkerOutcome:
-    """The outcome of a worker whose folder, log or process could not be made."""
+    """Return the outcome of a worker whose folder, log or process could not be created."""
     code = ExitCode.STORAGE if error.errno in {errno.ENOSPC, errno.EDQUOT} else ExitCode.OWN_FAILURE
     where = f" ({error.filename})" if error.filename else ""
     return WorkerOutcome(code=code, reason=NOT_STARTED, message=f"{error.strerror or error}{where}")
 
 
 def read_outcome(path: pathlib.Path, code: int, log: pathlib.Path) -> WorkerOutcome:
-    """The launcher's own record, or one made of its exit status (negative: a signal) and last words."""
+    """Return the launcher's own record, or one made of its exit status (negative: a signal) and its last log line."""
     record = read_json(path)
     if record is not None and code >= 0:
         return WorkerOutcome(
@@ -183,7 +184,7 @@ def read_outcome(path: pathlib.Path, code: int, log: pathlib.Path) -> WorkerOutc
 
 
 def last_log_line(log: pathlib.Path) -> str:
-    """The last line of a log, for a message."""
+    """Return the last line of a log, for a message; empty without a log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LAST_BYTES))

@@ -1,1 +1,1 @@
-"""State folder of jobs on this machine."""
+"""State folder of the jobs on this machine."""

@@ -1,4 +1,4 @@
-"""The job's files: written whole or not at all."""
+"""Atomic reads and writes of the job's files."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def write_text(path: pathlib.Path, text: str, *, mode: int = 0o600) -> None:
-    """Replace a file in one step, so that a reader sees the old or the new text."""
+    """Replace a file in one step, so that a reader sees the old or the new text. Raises OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     with _errors_of(beside):
@@ -21,14 +21,14 @@ def write_text(path: pathlib.Path, text: str, *, mode: int = 0o600) -> None:
 
 
 def remove_tree(path: pathlib.Path) -> None:
-    """Remove a folder with all that is in it. Raises OSError that names a whole path."""
+    """Remove a folder with its contents. Raises OSError with an absolute path."""
     with _errors_of(path):
         shutil.rmtree(path)
 
 
 @contextlib.contextmanager
 def _errors_of(path: pathlib.Path) -> Iterator[None]:
-    """Name the path in an OSError that has none, or only a name below an open folder."""
+    """Add the path to an OSError that has none, or only a name below an open folder."""
     try:
         yield
     except OSError as error:
@@ -38,12 +38,12 @@ def _errors_of(path: pathlib.Path) -> Iterator[None]:
 
 
 def write_json(path: pathlib.Path, document: dict[str, Any]) -> None:
-    """Replace a file by a JSON object."""
+    """Replace a file by a JSON object. Raises OSError."""
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    """A JSON object in a file, or None where there is none or it is only half written."""
+    """Read a JSON object from a file; return None if it does not exist or is half written."""
     try:
         return _object(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
@@ -61,7 +61,7 @@ def append_json(path: pathlib.Path, documents: Sequence[dict[str, Any]]) -> None
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The whole lines of such a file; one that was cut short is left out."""
+    """Read the complete lines of a file of JSON objects; a truncated one is skipped."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:

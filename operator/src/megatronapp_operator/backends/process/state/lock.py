@@ -1,4 +1,4 @@
-"""The lock that says whether a job's backend lives. The kernel drops it with the process, whatever kills it."""
+"""Lock that shows whether a job's backend lives. The kernel releases it with the process, however that ends."""
 
 import contextlib
 import fcntl
@@ -11,9 +11,9 @@ from megatronapp_common.processes import is_locked
 from megatronapp_operator.errors import JobConflictError
 
 PATIENCE_S = 1.0
-"""How long `hold` waits for another holder: a process that cleans up, or a backend, which will not let go."""
+"""Seconds that `hold` waits for another holder: a process that cleans up, or a backend, which will not release it."""
 PROBE_PATIENCE_S = 30.0
-"""How long `hold` waits for callers of `is_locked`, which release at once but may have to wait for a processor."""
+"""Seconds that `hold` waits for callers of `is_locked`, which release at once but may have to wait for a processor."""
 POLL_S = 0.01
 
 
@@ -28,7 +28,8 @@ def hold(path: pathlib.Path) -> Iterator[None]:
 
 
 def _take(path: pathlib.Path) -> int:
-    """A locked descriptor of the file that has this name *now*: it may be deleted between opening and locking."""
+    """Return a locked descriptor of the file that has this name *now*: it may be deleted between opening and
+    locking."""
     began = time.monotonic()
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -40,7 +41,7 @@ def _take(path: pathlib.Path) -> int:
             if time.monotonic() - began > (PATIENCE_S if is_locked(path) else PROBE_PATIENCE_S):
                 os.close(fd)
                 name = path.parent.name
-                raise JobConflictError(f"{name}: another process of megatronapp works on this job") from error
+                raise JobConflictError(f"{name}: another megatronapp process uses this job") from error
             time.sleep(POLL_S)
         except FileNotFoundError:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

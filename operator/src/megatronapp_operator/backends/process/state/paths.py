@@ -1,4 +1,4 @@
-"""Where a job's state lies: $XDG_STATE_HOME/megatronapp/jobs/<name>/ (docs/contracts.md, section 8)."""
+"""Paths of a job's state: $XDG_STATE_HOME/megatronapp/jobs/<name>/ (docs/contracts.md, section 8)."""
 
 import dataclasses
 import os
@@ -9,7 +9,7 @@ from megatronapp_operator.backends.process.state import files
 
 
 def shm_dir() -> pathlib.Path:
-    """Folder of rings and pages."""
+    """Return the folder of rings and documents in shared memory."""
     return pathlib.Path(os.environ.get("MEGATRONAPP_SHM_DIR") or "/dev/shm")
 
 
@@ -21,37 +21,35 @@ class JobPaths:
 
     @classmethod
     def of(cls, name: str) -> "JobPaths":
-        """Files of the job of this name."""
+        """Return the files of the job of this name."""
         return cls(jobs_dir() / name)
 
     @property
     def name(self) -> str:
-        """Name of the job."""
         return self.root.name
 
     @property
     def manifest(self) -> pathlib.Path:
-        """The accepted MegatronJob."""
+        """MegatronJob as it was accepted."""
         return self.root / "job.yaml"
 
     @property
     def status(self) -> pathlib.Path:
-        """Its newest status."""
         return self.root / "status.json"
 
     @property
     def events(self) -> pathlib.Path:
-        """One JSON object a line."""
+        """Events of the job, one JSON object a line."""
         return self.root / "events.jsonl"
 
     @property
     def lock(self) -> pathlib.Path:
-        """Held (flock) while the backend lives."""
+        """Lock file, held (flock) while the backend lives."""
         return self.root / "backend.lock"
 
     @property
     def backend(self) -> pathlib.Path:
-        """Who the backend is; gone when it has ended in order."""
+        """Process id and start time of the backend; deleted after an orderly end."""
         return self.root / "backend.json"
 
     @property
@@ -61,7 +59,6 @@ class JobPaths:
 
     @property
     def secret(self) -> pathlib.Path:
-        """The job's secret."""
         return self.root / "secret"
 
     @property
@@ -76,33 +73,31 @@ class JobPaths:
 
     @property
     def hub_state(self) -> pathlib.Path:
-        """The hub's own folder."""
+        """State folder of the hub."""
         return self.root / "hub"
 
     @property
     def hub_log(self) -> pathlib.Path:
-        """The hub's output."""
         return self.root / "hub.log"
 
     def attempt(self, attempt: int) -> pathlib.Path:
-        """Folder of one attempt."""
         return self.root / f"attempt-{attempt}"
 
     def run_dir(self, attempt: int, worker: int) -> pathlib.Path:
-        """RUN_DIR of one worker."""
+        """Return RUN_DIR of one worker."""
         return self.attempt(attempt) / f"worker-{worker}"
 
     def attempts(self) -> list[int]:
-        """Numbers of the attempts that left a folder, oldest first."""
+        """Return the numbers of the attempts that left a folder, oldest first."""
         return sorted(int(path.name.removeprefix("attempt-")) for path in self.root.glob("attempt-*"))
 
     def remove(self) -> None:
-        """Forget the job, its logs included."""
+        """Delete the files of the job, its logs included. Raises OSError."""
         files.remove_tree(self.root)
 
 
 def shm_prefix(uid: str, attempt: int | None = None, worker: int | None = None) -> str:
-    """Prefix of the shared-memory files of a job, of one attempt, or of one worker.
+    """Return the prefix of the shared-memory files of a job, of one attempt, or of one worker.
 
     It ends where the next part begins ('-' or '.'), so that worker 1 is no prefix of worker 10.
     """

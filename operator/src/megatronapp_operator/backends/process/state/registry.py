@@ -1,4 +1,4 @@
-"""The jobs of this user: accepting, reading, and putting right what a killed backend left."""
+"""Registry of this user's jobs: accept, read, and repair what a killed backend left."""
 
 import contextlib
 import dataclasses
@@ -22,53 +22,50 @@ from megatronapp_operator.errors import JobConflictError, JobNotFoundError
 from megatronapp_operator.plan_io.status_document import rfc3339
 
 ENDED_PHASES = TERMINAL_PHASES | {"Suspended"}
-"""Phases without a backend. On this machine a job is suspended by stopping it; the same `run` takes it up again."""
+"""Phases without a backend. On this machine a job is suspended by stopping it; the same `run` resumes it."""
 LOST = "BackendLost"
 FAILED = "BackendFailed"
-LOST_MESSAGE = "the backend ended without a word (killed, or the machine went down); start the job again to resume it"
+LOST_MESSAGE = "the backend ended unexpectedly (killed, or the machine went down); start the job again to resume it"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """A job as the CLI shows it."""
+    """View of a job for the command line."""
 
     paths: JobPaths
     document: dict[str, Any]
-    """The MegatronJob, status included."""
+    """MegatronJob as JSON, status included."""
     alive: bool
-    """Whether its backend runs."""
+    """True while its backend runs."""
 
     @property
     def name(self) -> str:
-        """Its name."""
         return self.paths.name
 
     @property
     def status(self) -> dict[str, Any]:
-        """Its status."""
         status: dict[str, Any] = self.document["status"]
         return status
 
     @property
     def phase(self) -> str:
-        """Its phase."""
         return str(self.status.get("phase", "Pending"))
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended or was stopped; its pages may still be open."""
+        """True if the job has ended or was stopped; its pages may still be open."""
         return self.phase in ENDED_PHASES
 
 
 def new_uid() -> str:
-    """A fresh unique id, short enough for file names."""
+    """Return a fresh unique id, short enough for file names."""
     return uuid.uuid4().hex[:12]
 
 
 def require_own_checkpoints(job: MegatronJob) -> None:
     """Raise JobConflictError if another running job saves to the folder that this job saves to.
 
-    The newer job would take the folder over, and the older one lose all that it trains from then on.
+    The newer job would take the folder over, and the older one would lose everything that it trains from then on.
     """
     saves = _saves(job.to_dict()["spec"])
     if saves is None:
@@ -78,13 +75,13 @@ def require_own_checkpoints(job: MegatronJob) -> None:
             continue
         if pathlib.Path(saves).resolve() == _save_folder(other):
             raise JobConflictError(
-                f'{place_of(job, "--save")}: {saves} belongs to the running job "{other.name}", which could save no '
-                f'more; give another folder, or stop that job with "megatronapp delete {other.name}"'
+                f'{place_of(job, "--save")}: {saves} belongs to the running job "{other.name}", which could not '
+                f'save any more; use another folder, or stop that job with "megatronapp delete {other.name}"'
             )
 
 
 def _saves(spec: Mapping[str, Any]) -> str | None:
-    """Return where a job saves: the last `--save` of its args, which win, else `checkpoint.save`."""
+    """Return where a job saves: the last `--save` of its args, which wins, or `checkpoint.save`."""
     found: str | None = spec.get("checkpoint", {}).get("save")
     words = spec.get("args", [])
     for word, following in itertools.zip_longest(words, words[1:]):
@@ -108,7 +105,7 @@ def _save_folder(job: JobView) -> pathlib.Path | None:
 
 
 def accept(paths: JobPaths, job: MegatronJob, *, uid: str) -> None:
-    """Store a new job in place of a finished one of the same name. The caller holds the lock."""
+    """Store a new job, replacing a finished one of the same name. The caller holds the lock."""
     clean_up(paths)
     for entry in paths.root.iterdir():
         if entry not in {paths.lock, paths.backend_log}:
@@ -121,7 +118,7 @@ def accept(paths: JobPaths, job: MegatronJob, *, uid: str) -> None:
 
 
 def end(paths: JobPaths) -> None:
-    """The backend ends in order: nothing is left to clean up, and nobody listens. The caller holds the lock."""
+    """Remove the files of a backend that ends in order and no longer listens. The caller holds the lock."""
     paths.backend.unlink()
     _forget_addresses(paths)
 
@@ -143,7 +140,7 @@ def _forget_addresses(paths: JobPaths) -> None:
 
 
 def view(name: str) -> JobView:
-    """The job of this name, as it truly is. Raises JobNotFoundError."""
+    """Return the job of this name, with its state corrected if the backend died. Raises JobNotFoundError."""
     paths = JobPaths.of(name)
     try:
         paths.manifest.stat()
@@ -159,7 +156,7 @@ def view(name: str) -> JobView:
 
 
 def views() -> list[JobView]:
-    """All jobs, by name."""
+    """Return all jobs, by name."""
     found = []
     for root in sorted(_roots()):
         with contextlib.suppress(JobNotFoundError):  # deleted in the meantime
@@ -188,7 +185,7 @@ def _read(paths: JobPaths, *, alive: bool) -> JobView:
 
 
 def _settle(paths: JobPaths) -> None:
-    """Clean up after a dead backend, and say in the status what became of the job."""
+    """Clean up after a dead backend, and store the end of the job in its status."""
     clean_up(paths)
     status = files.read_json(paths.status) or {}
     if status.get("phase") not in ENDED_PHASES:
@@ -196,7 +193,7 @@ def _settle(paths: JobPaths) -> None:
 
 
 def fail(paths: JobPaths, message: str) -> None:
-    """The backend itself cannot go on: say so in the status. The caller holds the lock."""
+    """Store in the status that the backend itself cannot continue. The caller holds the lock."""
     status = files.read_json(paths.status) or {}
     if status.get("phase") not in ENDED_PHASES:
         files.write_json(paths.status, lost_status(status, now=time.time(), reason=FAILED, message=message))
@@ -206,7 +203,7 @@ def fail(paths: JobPaths, message: str) -> None:
 def lost_status(
     status: dict[str, Any], *, now: float, reason: str = LOST, message: str = LOST_MESSAGE
 ) -> dict[str, Any]:
-    """The status of a job whose backend was killed: failed, for a reason that is not the job's."""
+    """Return the status of a job whose backend was killed: failed, for a reason that is not the job's."""
     moment = rfc3339(now)
     kept = [dict(one) for one in status.get("conditions", ()) if one["type"] != "Failed"]
     for one in kept:
