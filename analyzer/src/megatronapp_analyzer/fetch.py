@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
-from megatronapp_analyzer import export
 from megatronapp_analyzer.errors import ExportError, HubError
+from megatronapp_analyzer.hub import export
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.restore import restore
 from megatronapp_analyzer.hub.ingest.spool import SpoolReader

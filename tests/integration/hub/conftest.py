@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scope_pages import recording
 
 from megatronapp_analyzer.hub.http.app import create_app
+from megatronapp_analyzer.hub.http.broadcast import LiveFeed
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
@@ -227,6 +228,7 @@ class RunningHub:
     """A hub behind a real uvicorn server on loopback."""
 
     hub: Hub
+    live: LiveFeed
     port: int
     secret: str
     state_dir: Path
@@ -294,7 +296,7 @@ def serve_hub(
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         try:
-            yield RunningHub(hub, port, secret, state_dir, script)
+            yield RunningHub(hub, app.state.live, port, secret, state_dir, script)
         finally:
             server.should_exit = True
             thread.join(DEADLINE_S)

@@ -302,7 +302,7 @@ async def test_a_hub_whose_analysis_ends_is_not_ready_and_says_so_to_its_process
     def broken(_now_s: float) -> None:
         raise RuntimeError("broken")
 
-    hub.hub.publish_updates = broken
+    hub.live.publish_updates = broken
 
     async def unready() -> bool:
         async with hub.client() as client:

@@ -44,7 +44,7 @@ def shown(hub: Any) -> Iterator[Any]:
     token = derive_token(hub.secret, TokenRole.SERVE)
     desk = hub.hub.scope.desk
     for rank, frame in scope_session.rank_frames(recording()):
-        desk.take(0, rank, frame)
+        desk.take_frame(0, rank, frame)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank_zero:
         hub.hub.scope.asker.client = Rank0Client(rank_zero.url, token)
         yield hub

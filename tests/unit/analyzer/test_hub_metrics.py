@@ -7,9 +7,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.http import views
-from megatronapp_analyzer.hub.ingest.agent_connection import AgentLink
+from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
+from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.room import LEAST_BYTES, SharedMemorySpace
 from megatronapp_common.trace import RecordKind
@@ -18,7 +19,7 @@ COST_NS = 1000.0
 
 
 def overhead(hub: Hub) -> list[float]:
-    families = text_string_to_metric_families(generate_latest(hub.registry).decode())
+    families = text_string_to_metric_families(generate_latest(build_registry(hub)).decode())
     return [
         sample.value
         for family in families
@@ -50,7 +51,7 @@ def test_steps_that_lost_records_say_nothing_of_the_tracers_cost(hub: Hub, step_
                 header["lost"] = header["first"]
             hub.ingest.add_records(0, header, left.tobytes())
             first[rank] += len(rows)
-        assert [digest.complete for digest in hub.store.recent(1)] == [step == 1]
+        assert [digest.complete for digest in hub.ingest.store.recent(1)] == [step == 1]
         assert overhead(hub) == ([] if step == 0 else pytest.approx([5 * COST_NS / 10_000_000]))
 
 
@@ -65,7 +66,7 @@ def test_shared_memory_is_a_metric_and_a_full_one_is_in_the_summary(hub: Hub) ->
         hub.take_frame(link, Frame(FrameType.STATUS, status), b"")
     (entry,) = views.summary(hub).full_shared_memory
     assert (entry.worker, entry.node, entry.free_bytes) == (0, "n0", LEAST_BYTES - 1)
-    text = generate_latest(hub.registry).decode()
+    text = generate_latest(build_registry(hub)).decode()
     assert 'megascan_shared_memory_bytes{job_id="demo",pod="demo-worker-0"} 6.7108864e+07' in text
     assert 'megascan_shared_memory_free_bytes{job_id="demo",pod="demo-worker-1"} 4.194304e+06' in text
     assert 'pod="demo-worker-2"' not in text

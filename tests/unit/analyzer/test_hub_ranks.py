@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from megatronapp_analyzer.errors import ProtocolError, SettingsError
-from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file
 from megatronapp_analyzer.hub.state import ranks
-from megatronapp_analyzer.hub.state.faults import FaultStore
+from megatronapp_analyzer.hub.state.faults import Fault, FaultRequest, FaultStore
+from megatronapp_analyzer.hub.state.progress import Progress
 from megatronapp_analyzer.hub.state.verdicts import MAX_VERDICTS, VerdictStore
 from megatronapp_analyzer.model import Cause, JobMoment, SubjectType, Verdict, VerdictState, VerdictSubject
 from megatronapp_common.trace import RecordKind
@@ -109,11 +109,11 @@ def test_kind_of_a_newer_release_has_a_name() -> None:
 
 
 def test_faults_survive_and_their_version_grows(tmp_path: Path) -> None:
-    manifest = schemas.Fault(id="manifest-0", rank=1, kind="host", factor=2, from_step=0, steps=1)
+    manifest = Fault(id="manifest-0", rank=1, kind="host", factor=2, from_step=0, steps=1)
     book = FaultStore(tmp_path / "faults.json", [manifest])
     seen: list[int] = []
     book.on_change = lambda: seen.append(book.version)
-    given = book.add(schemas.FaultRequest(rank=0, kind="link", factor=3, from_step=5, steps=2, peer=1))
+    given = book.add(FaultRequest(rank=0, kind="link", factor=3, from_step=5, steps=2, peer=1))
     assert given is not None
     assert book.current() == [manifest, given]
     assert book.control_page()["faults"] == [given.model_dump()]
@@ -121,7 +121,7 @@ def test_faults_survive_and_their_version_grows(tmp_path: Path) -> None:
     again = FaultStore(tmp_path / "faults.json", [manifest])
     assert again.current() == [manifest, given]
     assert again.version > book.version
-    other = again.add(schemas.FaultRequest(rank=0, kind="host", factor=3, from_step=5, steps=2))
+    other = again.add(FaultRequest(rank=0, kind="host", factor=3, from_step=5, steps=2))
     assert other is not None and other.id != given.id
     assert again.remove(given.id)
     assert not again.remove(given.id)
@@ -132,7 +132,7 @@ def test_faults_survive_and_their_version_grows(tmp_path: Path) -> None:
 
 def test_progress_that_is_no_number_is_null() -> None:
     page = json.loads('{"iteration": 3, "loss": NaN, "gradNorm": -Infinity, "updatedAt": "2026-11-21T10:33:16Z"}')
-    found = schemas.Progress.model_validate(page)
+    found = Progress.model_validate(page)
     assert (found.loss, found.grad_norm, found.iteration) == (None, None, 3)
     assert "NaN" not in json.dumps(found.model_dump())
 

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.ingest import agent_connection
+from megatronapp_analyzer.hub.http import agent_socket
 from megatronapp_common import frames
 
 HELLO = (pathlib.Path(__file__).resolve().parents[2] / "fixtures" / "wire" / "hello.bin").read_bytes()
@@ -13,9 +13,9 @@ HELLO = (pathlib.Path(__file__).resolve().parents[2] / "fixtures" / "wire" / "he
 
 def test_a_hub_takes_agents_of_the_minor_release_before(monkeypatch: pytest.MonkeyPatch) -> None:
     hello = frames.decode(HELLO)
-    assert agent_connection.parse_hello(hello, "demo", "a-1").worker == 1
-    monkeypatch.setattr(agent_connection, "PROTOCOL", 2)
-    assert agent_connection.parse_hello(hello, "demo", "a-1").worker == 1
-    monkeypatch.setattr(agent_connection, "PROTOCOL", 3)
+    assert agent_socket.parse_hello(hello, "demo", "a-1").worker == 1
+    monkeypatch.setattr(agent_socket, "PROTOCOL", 2)
+    assert agent_socket.parse_hello(hello, "demo", "a-1").worker == 1
+    monkeypatch.setattr(agent_socket, "PROTOCOL", 3)
     with pytest.raises(ProtocolError, match="protocol 1 is not 3"):
-        agent_connection.parse_hello(hello, "demo", "a-1")
+        agent_socket.parse_hello(hello, "demo", "a-1")

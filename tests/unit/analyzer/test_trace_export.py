@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatronapp_analyzer import cli, export, fetch
+from megatronapp_analyzer import cli, fetch
 from megatronapp_analyzer.errors import AnalyzerError, ExportError, HubError
+from megatronapp_analyzer.hub import export
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolWriter
 from megatronapp_analyzer.hub.ingest.store import StoreLimits

@@ -4,10 +4,7 @@ Labels never hold steps, microbatches or times. Per-rank series exist only for s
 go when they are cleared; the rest is per job or per worker.
 """
 
-import bisect
-import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 from prometheus_client.core import (
@@ -18,45 +15,27 @@ from prometheus_client.core import (
     Metric,
     SummaryMetricFamily,
 )
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from megatronapp_analyzer.hub.ingest import step_totals
-from megatronapp_analyzer.hub.ingest.digest import phase_seconds, stage_groups
+from megatronapp_analyzer.hub.ingest.digest import stage_groups
 from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.ranks import kind_name
+from megatronapp_analyzer.hub.state.totals import BUCKETS_S, HubTotals
 from megatronapp_analyzer.model import SubjectType, Verdict
 
-if TYPE_CHECKING:
-    from megatronapp_analyzer.hub.service import Hub
-
 TOP_RANKS = 32
-BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 RECENT_STEPS = 16
 SCRAPE_SPANS = 100_000
 """Spans that one scrape looks at, about 20 ms."""
 
 
-@dataclasses.dataclass(slots=True)
-class HubTotals:
-    """Counts since the hub began."""
-
-    protocol_errors: int = 0
-    records: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-    buckets: list[int] = dataclasses.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    phases: dict[tuple[int, int], tuple[float, int]] = dataclasses.field(default_factory=dict)
-    """(worker, kind) to seconds and spans."""
-
-    def add_step(self, step: StoredStep, workers: dict[int, int]) -> None:
-        """Count one finished step."""
-        seconds = step.digest.duration_ns * 1e-9
-        self.steps += 1
-        self.step_seconds += seconds
-        self.buckets[bisect.bisect_left(BUCKETS_S, seconds)] += 1
-        for key, (total, count) in phase_seconds(step.view.records, workers).items():
-            before = self.phases.get(key, (0.0, 0))
-            self.phases[key] = (before[0] + total, before[1] + count)
+def build_registry(hub: HubReader) -> CollectorRegistry:
+    """Return a registry whose only collector reads `hub`."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(HubCollector(hub))
+    return registry
 
 
 def histogram(totals: HubTotals) -> list[tuple[str, float]]:
@@ -69,7 +48,7 @@ def histogram(totals: HubTotals) -> list[tuple[str, float]]:
 class HubCollector(Collector):
     """Reads one hub."""
 
-    def __init__(self, hub: "Hub") -> None:
+    def __init__(self, hub: HubReader) -> None:
         self._hub = hub
         self._job = hub.identity.name
 
@@ -113,7 +92,7 @@ class HubCollector(Collector):
         yield wasted
 
     def _slowdown(self, slowing: list[Verdict]) -> float | None:
-        recent = self._hub.store.recent(RECENT_STEPS)
+        recent = self._hub.ingest.store.recent(RECENT_STEPS)
         if not recent:
             return None
         step_s = float(np.median([digest.duration_ns for digest in recent])) * 1e-9
@@ -122,7 +101,7 @@ class HubCollector(Collector):
 
     def _imbalance(self) -> float | None:
         state = self._hub.ingest.newest
-        recent = [d for d in self._hub.store.recent(RECENT_STEPS) if state and d.values.shape[1] == state.world]
+        recent = [d for d in self._hub.ingest.store.recent(RECENT_STEPS) if state and d.values.shape[1] == state.world]
         if state is None or state.layout is None or not recent:
             return None
         groups = stage_groups(state.layout)
@@ -213,7 +192,7 @@ class HubCollector(Collector):
 
     def _newest_whole(self) -> list[StoredStep]:
         """Those of the newest steps that are of the newest attempt and whole, few enough for one scrape."""
-        state, newest = self._hub.ingest.newest, self._hub.store.newest(RECENT_STEPS)
+        state, newest = self._hub.ingest.newest, self._hub.ingest.store.newest(RECENT_STEPS)
         attempt = None if state is None else state.attempt
         chosen = [step for step in newest if step.digest.complete and step.view.attempt == attempt]
         spans = np.cumsum([len(step.view.records) for step in reversed(chosen)])
@@ -270,7 +249,7 @@ class HubCollector(Collector):
             "Records overwritten in a ring or dropped by an agent.",
             labels=["job_id", "pod"],
         )
-        for worker, lost in sorted(self._hub.lost_by_worker().items()):
+        for worker, lost in sorted(self._hub.ingest.lost_by_worker().items()):
             dropped.add_metric([self._job, self._pod(worker)], lost)
         yield dropped
         yield self._gauge(

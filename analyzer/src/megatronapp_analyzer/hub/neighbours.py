@@ -1,11 +1,11 @@
 """Other jobs of this user, from the folder in which the process backend keeps them (docs/contracts.md, section 8)."""
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 from typing import Any
 
-from megatronapp_analyzer.hub.http import schemas
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import TERMINAL_PHASES, parse_manifest
 from megatronapp_common.processes import is_locked
@@ -13,6 +13,21 @@ from megatronapp_common.processes import is_locked
 ENDED = TERMINAL_PHASES | {"Suspended"}
 STANDING = frozenset({"confirmed", "recovering"})
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, JobError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NeighbourJob:
+    """Another job as its folder describes it."""
+
+    name: str
+    namespace: str
+    phase: str
+    uid: str
+    iteration: int | None
+    total_iterations: int | None
+    restarts: int
+    findings: list[str]
+    """Sentences of its verdicts that hold."""
 
 
 class UserJobs:
@@ -23,7 +38,7 @@ class UserJobs:
         self._metadata: dict[pathlib.Path, tuple[int, dict[str, Any]]] = {}
         """A manifest is read again when its time changes."""
 
-    def entries(self, own: str) -> list[schemas.JobEntry]:
+    def entries(self, own: str) -> list[NeighbourJob]:
         """All jobs but that with the uid `own`, by name."""
         found = []
         with contextlib.suppress(OSError):
@@ -32,21 +47,20 @@ class UserJobs:
                     found.append(self._entry(folder))
         return [entry for entry in found if entry.uid != own]
 
-    def _entry(self, folder: pathlib.Path) -> schemas.JobEntry:
+    def _entry(self, folder: pathlib.Path) -> NeighbourJob:
         metadata, status = self._read_metadata(folder / "job.yaml"), _read_status(folder / "status.json")
         phase, progress = str(status.get("phase", "Pending")), status.get("progress") or {}
         if phase not in ENDED and not is_locked(folder / "backend.lock"):
             phase = "Failed"
-        return schemas.JobEntry(
+        return NeighbourJob(
             name=folder.name,
             namespace=str(metadata.get("namespace") or "default"),
             phase=phase,
             uid=str(metadata["uid"]),
-            here=False,
             iteration=progress.get("iteration"),
             total_iterations=progress.get("totalIterations"),
             restarts=status.get("restarts", 0),
-            findings=[one["sentence"] for one in status.get("slowRanks", ()) if one["state"] in STANDING],
+            findings=[verdict["sentence"] for verdict in status.get("slowRanks", ()) if verdict["state"] in STANDING],
         )
 
     def _read_metadata(self, path: pathlib.Path) -> dict[str, Any]:

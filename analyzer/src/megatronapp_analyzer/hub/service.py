@@ -1,4 +1,4 @@
-"""The hub itself: takes what agents send, lets the detector judge finished steps, and tells whoever listens.
+"""The hub itself: takes what agents send and lets the detector judge finished steps. Knows nothing of HTTP.
 
 Everything here runs on one event loop; only the detector works in a thread, on values that nobody changes.
 """
@@ -7,37 +7,30 @@ import asyncio
 import contextlib
 import logging
 import pathlib
-import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from itertools import groupby
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from megatronapp_analyzer.hub.http import schemas, views
-from megatronapp_analyzer.hub.http.broadcast import Broadcaster, metrics_frame, steps_frame
 from megatronapp_analyzer.hub.ingest import restore
-from megatronapp_analyzer.hub.ingest.agent_connection import AgentLink
+from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.spool import SpoolReader, SpoolWriter
-from megatronapp_analyzer.hub.ingest.store import StepStore, StoredStep
-from megatronapp_analyzer.hub.metrics import HubCollector, HubTotals
+from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.settings import HubSettings
 from megatronapp_analyzer.hub.state import ranks
-from megatronapp_analyzer.hub.state.detector_task import DetectorFactory, DetectorTask, LivenessReport
+from megatronapp_analyzer.hub.state.agent_link import AgentLink
+from megatronapp_analyzer.hub.state.detector_task import DetectorFactory, DetectorTask
 from megatronapp_analyzer.hub.state.faults import FaultStore
+from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
+from megatronapp_analyzer.hub.state.totals import HubTotals
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_analyzer.scope.store.registry import ScopeSettings
-from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
 LOG = logging.getLogger(__name__)
-SNAPSHOT_MIN_S = 1.0
-SNAPSHOT_MAX_S = 5.0
-USUAL_STEPS = 16
 SCOPE_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
 
 
@@ -47,40 +40,37 @@ class Hub:
     def __init__(self, settings: HubSettings, detector: DetectorFactory) -> None:
         self.settings = settings
         self.identity = settings.job
+        self.ended = ended = settings.ended
         self.ingest = TraceIngest(settings.store)
-        live = settings.ended is None
+        live = ended is None
         self.verdicts = VerdictStore(self._path("verdicts.json"), writable=live)
         self.faults = FaultStore(self._path("faults.json"), settings.job.faults, writable=live)
         self.faults.on_change = self._send_faults
-        self.live = Broadcaster()
         self.scope = ScopeService(ScopeSettings(job=settings.job.name), settings.serve)
-        self.analysis = DetectorTask(detector, self.verdicts, liveness=self._liveness)
+        self.ranks = RankMonitor(
+            self.ingest, self.verdicts, ended=ended is not None, progress=None if ended is None else ended.progress
+        )
+        self.analysis = DetectorTask(detector, self.verdicts, liveness=self.ranks.liveness)
         self.totals = HubTotals()
         self.links: dict[tuple[int, int], AgentLink] = {}
-        self.statuses: dict[int, ranks.RankStatus] = {}
-        self.progress: schemas.Progress | None = None if settings.ended is None else settings.ended.progress
         self.ready = False
         self.failed = False
         """Whether a task of the hub ended by itself, which none should."""
         self.on_failure: Callable[[], None] = lambda: None
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(HubCollector(self))
         self._spool: SpoolWriter | None = None
         self._spooled_rings: dict[tuple[int, int, int | None], Any] = {}
         self._said_bye: set[tuple[int, int]] = set()
         self._fresh_steps: list[StoredStep] = []
-        self._fresh_points: list[Any] = []
-        self._sent_verdicts = 0
-        self._sent_snapshot: tuple[float, dict[str, Any]] = (0.0, {})
+        self._fresh_points: list[CurvePoint] = []
 
     # ---- life
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Restore, then analyse and serve pages until left."""
+    async def running(self, serve_pages: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+        """Restore, then analyse and serve pages until left; the hub fails if either ends before."""
         self._restore()
-        tasks = [asyncio.create_task(self._serve_pages())]
-        if self.settings.ended is None:
+        tasks = [asyncio.create_task(serve_pages())]
+        if self.ended is None:
             tasks.append(asyncio.create_task(self.analysis.run(self.settings.tick_s)))
         else:
             self.analysis.caught_up = True
@@ -116,7 +106,7 @@ class Hub:
         if (directory := self._path("traces")) is None:
             return
         found = restore.restore(SpoolReader(directory), self.ingest, newest_segments=self.settings.restore_segments)
-        if self.settings.ended is not None:
+        if self.ended is not None:
             return
         self._spool = SpoolWriter(directory, self.settings.spool)
         for step in found:
@@ -176,7 +166,7 @@ class Hub:
         self._finish(self.ingest.add_ring(link.attempt, header))
         newest = self.ingest.newest
         if newest is not before and newest is not None and newest.attempt == link.attempt:
-            self.statuses, self.progress = {}, None
+            self.ranks.reset()
         key = (link.attempt, link.worker, header.get("rank"))
         if self._spool and self._spooled_rings.get(key) != header.get("metadata"):
             self._spool.append_ring(link.attempt, raw)
@@ -200,15 +190,9 @@ class Hub:
         newest = self.ingest.newest
         if newest is not None and link.attempt != newest.attempt:
             return
-        self.statuses |= {entry.liveness.rank: entry for entry in status.ranks}
-        if status.progress is not None:
-            self._take_progress(status.progress)
-
-    def _take_progress(self, page: Mapping[str, Any]) -> None:
-        """A page that makes no sense is the reporting rank's mistake; its agent has more to say than that."""
         try:
-            self.progress = schemas.Progress.model_validate(page)
-        except ValidationError as error:
+            self.ranks.update(status)
+        except ValidationError as error:  # the reporting rank's mistake; the rest of what its agent sends is right
             self.totals.protocol_errors += 1
             LOG.warning("progress page is left out: %s", error)
 
@@ -230,95 +214,8 @@ class Hub:
         for link in self.links.values():
             link.command(self.faults.control_page())
 
-    # ---- what others ask
-
-    @property
-    def store(self) -> StepStore:
-        """Finished steps."""
-        return self.ingest.store
-
-    def newest_step(self) -> int | None:
-        """The newest finished step of the newest attempt; None before its first."""
-        attempt, recent = self.ingest.newest, self.store.recent(1)
-        return recent[0].step if attempt is not None and recent and recent[0].attempt == attempt.attempt else None
-
-    def usual_step_s(self) -> float | None:
-        """Median length of the newest steps."""
-        recent = self.store.recent(USUAL_STEPS)
-        return statistics.median(digest.duration_ns for digest in recent) * 1e-9 if recent else None
-
-    def rank_states(self) -> dict[int, ranks.RankState]:
-        """State of every rank of the newest attempt."""
-        newest = self.ingest.newest
-        if self.settings.ended is not None:
-            return dict.fromkeys(sorted(newest.rings if newest else ()), ranks.RankState.ENDED)
-        hung, now_ns = self.verdicts.hung_ranks(), time.monotonic_ns()
-        quiet = self._progress_state() in ranks.PAUSES or self.newest_step() is None
-        usual = None if quiet else self.usual_step_s()
-        return {
-            rank: ranks.rank_state(self.statuses.get(rank), now_ns=now_ns, usual_step_s=usual, hung=hung)
-            for rank in sorted(newest.rings if newest else ())
-        }
-
-    def live_ranks(self) -> set[int]:
-        """Ranks that have not ended."""
-        return {rank for rank, state in self.rank_states().items() if state != ranks.RankState.ENDED}
-
-    def lost_by_worker(self) -> dict[int, int]:
-        """Records that rings or agents lost, over all attempts."""
-        lost: dict[int, int] = {}
-        for state in self.ingest.attempts.values():
-            for (worker, _), count in state.lost.items():
-                lost[worker] = lost.get(worker, 0) + count
-        return lost
-
-    def _progress_state(self) -> str | None:
-        return self.progress.state if self.progress else None
-
-    def _liveness(self) -> LivenessReport | None:
-        newest = self.ingest.newest
-        if newest is None or newest.layout is None:
-            return None
-        heard = ranks.in_pause(ranks.fresh(self.statuses, time.monotonic_ns()), self._progress_state())
-        return LivenessReport(layout=newest.layout, now_ns=time.time_ns(), ranks=heard)
-
-    # ---- pages
-
-    def greeting(self) -> list[bytes]:
-        """Frames that a page gets first."""
-        return [self._snapshot_frame(views.snapshot(self)), self._verdicts_frame()]
-
-    def _snapshot_frame(self, snapshot: dict[str, Any]) -> bytes:
-        return frames.encode(Frame(FrameType.SNAPSHOT, snapshot | {"serverTime": time.time()}))
-
-    def _verdicts_frame(self) -> bytes:
-        return frames.encode(Frame(FrameType.VERDICTS, {"verdicts": self.verdicts.all()}))
-
-    async def _serve_pages(self) -> None:
-        while True:
-            await asyncio.sleep(self.settings.tick_s)
-            self.publish_updates(time.monotonic())
-
-    def publish_updates(self, now_s: float) -> None:
-        """Send pages what is new since the last call."""
-        steps, self._fresh_steps = self._fresh_steps, []
-        points, self._fresh_points = self._fresh_points, []
-        if not len(self.live):
-            return
-        for (attempt, _), group in groupby(steps, key=lambda step: (step.view.attempt, step.digest.values.shape)):
-            self.live.publish(steps_frame(attempt, (step.digest for step in group)))
-        if points:
-            self.live.publish(metrics_frame(points))
-        if self.verdicts.version != self._sent_verdicts:
-            self.live.publish(self._verdicts_frame())
-            self._sent_verdicts = self.verdicts.version
-        self._publish_snapshot(now_s)
-
-    def _publish_snapshot(self, now_s: float) -> None:
-        sent_s, sent = self._sent_snapshot
-        if now_s - sent_s < SNAPSHOT_MIN_S:
-            return
-        snapshot = views.snapshot(self)
-        if snapshot != sent or now_s - sent_s >= SNAPSHOT_MAX_S:
-            self.live.publish(self._snapshot_frame(snapshot))
-            self._sent_snapshot = (now_s, snapshot)
+    def take_updates(self) -> tuple[list[StoredStep], list[CurvePoint]]:
+        """Return the steps and points of curves that were added since the last call."""
+        updates = self._fresh_steps, self._fresh_points
+        self._fresh_steps, self._fresh_points = [], []
+        return updates

@@ -8,10 +8,11 @@ import pathlib
 from typing import Any
 
 from megatronapp_analyzer.errors import SettingsError
-from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.neighbours import UserJobs
+from megatronapp_analyzer.hub.state.faults import Fault
+from megatronapp_analyzer.hub.state.progress import Progress
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import parse_manifest
@@ -27,7 +28,7 @@ class JobIdentity:
     spec_digest: str = ""
     traced: bool = True
     """Whether the ranks record spans."""
-    faults: tuple[schemas.Fault, ...] = ()
+    faults: tuple[Fault, ...] = ()
     """Faults that the manifest asks for; the ranks have them from their arguments."""
 
 
@@ -36,7 +37,7 @@ class EndedJob:
     """How a job ended whose stored pages are opened again."""
 
     phase: str
-    progress: schemas.Progress | None
+    progress: Progress | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,7 @@ def load_ended(path: pathlib.Path) -> EndedJob:
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
         page = status.get("progress")
-        progress = None if page is None else schemas.Progress.model_validate(page)
+        progress = None if page is None else Progress.model_validate(page)
         return EndedJob(phase=str(status["phase"]), progress=progress)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise SettingsError(f"--status-file {path}: not the status of a job: {error!r}") from error
@@ -112,8 +113,8 @@ def spec_digest(spec: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _manifest_fault(path: pathlib.Path, index: int, entry: dict[str, Any]) -> schemas.Fault:
+def _manifest_fault(path: pathlib.Path, index: int, entry: dict[str, Any]) -> Fault:
     try:
-        return schemas.Fault.model_validate({"id": f"manifest-{index}"} | entry)
+        return Fault.model_validate({"id": f"manifest-{index}"} | entry)
     except (ValueError, TypeError) as error:
         raise SettingsError(f"{path}: spec.faults[{index}]: {error}") from error

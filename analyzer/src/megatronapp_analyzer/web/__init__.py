@@ -1,1 +1,1 @@
-"""What the HTTP interfaces of hub and MegaScope share: models, roles and error answers. Knows neither."""
+"""Models, roles and error answers of the HTTP interfaces of hub and MegaScope; knows neither."""

@@ -6,7 +6,7 @@ page, because browsers send cookies with whatever any page asks (see `megatronap
 holds nothing of the job and is open.
 """
 
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 from fastapi import Depends
 from starlette.datastructures import Headers
@@ -15,15 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatronapp_analyzer.hub.http.login import LoginService
+from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.web.problems import problem_response
 from megatronapp_analyzer.web.roles import ROLE, direct
 from megatronapp_common.web.origin import READING, bearer_token, is_same_origin, is_same_site_navigation
 from megatronapp_common.web.tokens import TokenRole, is_valid_token
-
-if TYPE_CHECKING:
-    from megatronapp_analyzer.hub.service import Hub
-else:
-    Hub = object  # FastAPI resolves the annotation below at run time and only needs the dependency
 
 API = "/api/"
 AGENT_PATH = "/api/v1/agent"
@@ -32,9 +28,9 @@ CLOSE_POLICY = 1008
 UNAUTHORISED = "Send 'Authorization: Bearer <viewer token>', or open the address that `megatronapp ui JOB` prints."
 
 
-def hub_of(connection: HTTPConnection) -> "Hub":
+def hub_of(connection: HTTPConnection) -> Hub:
     """The hub that serves this connection."""
-    return cast("Hub", connection.app.state.hub)
+    return cast(Hub, connection.app.state.hub)
 
 
 HubOf = Annotated[Hub, Depends(direct(hub_of))]

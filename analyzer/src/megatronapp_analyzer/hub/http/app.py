@@ -3,27 +3,27 @@
 import contextlib
 import pathlib
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 
 from megatronapp_analyzer.hub.http import (
     access,
+    agent_socket,
+    broadcast,
     pages,
     routes_faults,
     routes_health,
     routes_login,
     routes_read,
-    routes_sockets,
 )
 from megatronapp_analyzer.hub.http.body_limit import BodyLimit
 from megatronapp_analyzer.hub.http.login import LoginService
+from megatronapp_analyzer.hub.metrics import build_registry
+from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.scope import routes as routes_scope
 from megatronapp_analyzer.web import problems
 from megatronapp_common.web.security_headers import SecurityHeaders
-
-if TYPE_CHECKING:
-    from megatronapp_analyzer.hub.service import Hub
 
 TITLE = "MegatronApp hub"
 API_VERSION = "1"
@@ -40,24 +40,27 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     problems.install(app)
-    for module in (routes_health, routes_login, routes_read, routes_faults, routes_scope, routes_sockets):
+    for module in (routes_health, routes_login, routes_read, routes_faults, routes_scope, agent_socket, broadcast):
         app.include_router(module.router)
     return app
 
 
-def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None, named: bool = False) -> FastAPI:
+def create_app(hub: Hub, *, secret: str, frontend: pathlib.Path | None, named: bool = False) -> FastAPI:
     """The application that serves `hub`; it starts and stops the hub's own tasks.
 
     `named`: names below `localhost` lead to this hub alone, so that its page may have one.
     """
 
+    live = broadcast.LiveFeed(hub)
+
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with hub.running():
+        async with hub.running(live.run):
             yield
 
     app = build_api(lifespan)
-    app.state.hub, app.state.scope = hub, hub.scope
+    app.state.hub, app.state.scope, app.state.live = hub, hub.scope, live
+    app.state.registry = build_registry(hub)
     app.state.logins = logins = LoginService(secret, uid=hub.identity.uid)
     if frontend is not None:
         app.include_router(pages.build_router(frontend, named=named))

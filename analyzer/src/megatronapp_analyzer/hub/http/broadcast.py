@@ -2,24 +2,30 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import Any
 
 import numpy as np
+from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from megatronapp_analyzer.hub.http import views
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
+from megatronapp_analyzer.hub.service import Hub
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
-if TYPE_CHECKING:
-    from megatronapp_analyzer.hub.service import Hub
-
 LOG = logging.getLogger(__name__)
 QUEUE_FRAMES = 256
+SNAPSHOT_MIN_S = 1.0
+SNAPSHOT_MAX_S = 5.0
 TOO_SLOW = 4008
 """WebSocket close code (private range): the page did not keep up."""
+
+router = APIRouter()
 
 
 class Broadcaster:
@@ -82,11 +88,64 @@ def metrics_frame(points: Iterable[CurvePoint]) -> bytes:
     return frames.encode(Frame(FrameType.METRICS, {"series": series}))
 
 
-async def serve(socket: WebSocket, hub: "Hub") -> None:
-    """Send to one page until it goes or is too slow. What the page says is not listened to."""
-    queue = hub.live.subscribe()
+class LiveFeed:
+    """Sends pages a snapshot first, then what is new in the hub at each tick."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self.pages = Broadcaster()
+        self._sent_verdicts = 0
+        self._sent_snapshot: tuple[float, dict[str, Any]] = (0.0, {})
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        while True:
+            await asyncio.sleep(self._hub.settings.tick_s)
+            self.publish_updates(time.monotonic())
+
+    def greeting(self) -> list[bytes]:
+        """Frames that a page gets first."""
+        return [_snapshot_frame(views.snapshot(self._hub)), self._verdicts_frame()]
+
+    def publish_updates(self, now_s: float) -> None:
+        """Send pages what is new since the last call."""
+        steps, points = self._hub.take_updates()
+        if not len(self.pages):
+            return
+        for (attempt, _), group in groupby(steps, key=lambda step: (step.view.attempt, step.digest.values.shape)):
+            self.pages.publish(steps_frame(attempt, (step.digest for step in group)))
+        if points:
+            self.pages.publish(metrics_frame(points))
+        if self._hub.verdicts.version != self._sent_verdicts:
+            self.pages.publish(self._verdicts_frame())
+            self._sent_verdicts = self._hub.verdicts.version
+        self._publish_snapshot(now_s)
+
+    def _publish_snapshot(self, now_s: float) -> None:
+        sent_s, sent = self._sent_snapshot
+        if now_s - sent_s < SNAPSHOT_MIN_S:
+            return
+        snapshot = views.snapshot(self._hub)
+        if snapshot != sent or now_s - sent_s >= SNAPSHOT_MAX_S:
+            self.pages.publish(_snapshot_frame(snapshot))
+            self._sent_snapshot = (now_s, snapshot)
+
+    def _verdicts_frame(self) -> bytes:
+        return frames.encode(Frame(FrameType.VERDICTS, {"verdicts": self._hub.verdicts.all()}))
+
+
+def _snapshot_frame(snapshot: dict[str, Any]) -> bytes:
+    return frames.encode(Frame(FrameType.SNAPSHOT, snapshot | {"serverTime": time.time()}))
+
+
+@router.websocket("/api/v1/live")
+async def page(socket: WebSocket) -> None:
+    """Send to one page until it disconnects or is too slow. What the page sends is ignored."""
+    await socket.accept()
+    feed: LiveFeed = socket.app.state.live
+    queue = feed.pages.subscribe()
     try:
-        for frame in hub.greeting():
+        for frame in feed.greeting():
             await socket.send_bytes(frame)
         async with asyncio.TaskGroup() as group:
             listener = group.create_task(_until_disconnected(socket))
@@ -97,7 +156,7 @@ async def serve(socket: WebSocket, hub: "Hub") -> None:
     except* WebSocketDisconnect:
         LOG.debug("a page went away")
     finally:
-        hub.live.unsubscribe(queue)
+        feed.pages.unsubscribe(queue)
 
 
 async def _until_disconnected(socket: WebSocket) -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 from fastapi import APIRouter, status
 
-from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.hub.state.faults import Fault, FaultRequest
 from megatronapp_analyzer.web.models import Problem
 from megatronapp_analyzer.web.problems import ApiError
 
@@ -22,16 +22,16 @@ router = APIRouter(prefix="/api/v1/faults", responses=PROBLEMS)
 
 
 @router.get("", operation_id="listFaults")
-async def list_faults(hub: HubOf) -> list[schemas.Fault]:
+async def list_faults(hub: HubOf) -> list[Fault]:
     """Faults that were given and not ended."""
     return hub.faults.current()
 
 
 @router.post("", operation_id="addFault", status_code=status.HTTP_201_CREATED, responses=BODY)
-async def add_fault(hub: HubOf, request: schemas.FaultRequest) -> schemas.Fault:
+async def add_fault(hub: HubOf, request: FaultRequest) -> Fault:
     """Make one rank slow for some steps."""
     _check_acts(hub, request)
-    fault = hub.faults.add(request, newest_step=hub.newest_step())
+    fault = hub.faults.add(request, newest_step=hub.ingest.newest_step())
     if fault is None:
         raise ApiError(
             409,
@@ -42,7 +42,7 @@ async def add_fault(hub: HubOf, request: schemas.FaultRequest) -> schemas.Fault:
     return fault
 
 
-def _check_acts(hub: Hub, request: schemas.FaultRequest) -> None:
+def _check_acts(hub: Hub, request: FaultRequest) -> None:
     """Raises ApiError for a fault that would never do anything."""
     if not hub.identity.traced:
         raise ApiError(
@@ -52,9 +52,9 @@ def _check_acts(hub: Hub, request: schemas.FaultRequest) -> None:
             "Start the job with spec.trace.enabled: true.",
         )
     for rank in {request.rank, request.peer} - {None}:
-        if rank not in hub.live_ranks():
-            raise ApiError(409, "rank-gone", f"rank {rank} is not running", _ranks_hint(hub.live_ranks()))
-    newest = hub.newest_step()
+        if rank not in hub.ranks.live():
+            raise ApiError(409, "rank-gone", f"rank {rank} is not running", _ranks_hint(hub.ranks.live()))
+    newest = hub.ingest.newest_step()
     if newest is not None and request.last_step <= newest:
         raise ApiError(
             409,

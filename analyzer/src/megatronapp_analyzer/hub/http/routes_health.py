@@ -1,6 +1,6 @@
 """Open to everyone: probes and Prometheus."""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from megatronapp_analyzer.hub.http import schemas
@@ -25,6 +25,6 @@ async def readyz(hub: HubOf, response: Response) -> schemas.Health:
 
 
 @router.get("/metrics", operation_id="metrics", response_class=Response)
-async def metrics(hub: HubOf) -> Response:
+async def metrics(request: Request) -> Response:
     """Prometheus text format."""
-    return Response(generate_latest(hub.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 from starlette.responses import JSONResponse
 
-from megatronapp_analyzer import export
+from megatronapp_analyzer.hub import export
 from megatronapp_analyzer.hub.http import schemas, views
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.web.models import Problem
@@ -28,7 +28,9 @@ AttemptOf = Annotated[int | None, Query(ge=0, description="Attempt; the newest w
 async def jobs(hub: HubOf) -> list[schemas.JobEntry]:
     """Jobs that this address knows: the hub's own, and on a laptop the others of this user."""
     own, others = views.job_entry(hub), hub.settings.neighbours
-    return [own] if others is None else [own, *await asyncio.to_thread(others.entries, own.uid)]
+    return (
+        [own] if others is None else [own, *views.neighbour_entries(await asyncio.to_thread(others.entries, own.uid))]
+    )
 
 
 @router.get("/job", operation_id="getJob")
@@ -70,7 +72,7 @@ async def timeline(
     hub: HubOf, step: Annotated[int | None, Query(ge=0)] = None, attempt: AttemptOf = None
 ) -> schemas.Timeline:
     """All spans of one step over all ranks; of the newest finished step if none is given."""
-    found = hub.store.find(step, attempt)
+    found = hub.ingest.store.find(step, attempt)
     if found is None:
         raise ApiError(
             404,
@@ -90,7 +92,7 @@ async def verdicts(hub: HubOf) -> list[schemas.VerdictView]:
 @router.get("/trace", operation_id="getTrace", response_model=schemas.TraceDocument, responses=NOT_FOUND)
 async def trace(hub: HubOf, first: From = None, to: To = None) -> Response:
     """Chrome trace of the steps that are held in full, with arrows from sends to receives."""
-    chosen = hub.store.select(first, to, newest=TRACE_STEPS)
+    chosen = hub.ingest.store.select(first, to, newest=TRACE_STEPS)
     if not chosen:
         raise ApiError(404, "step-not-held", "no step of that range is held in full", "Leave out from and to.")
     document = await asyncio.to_thread(export.chrome_trace, export.source_of(hub.ingest, hub.identity.name, chosen))

@@ -1,14 +1,14 @@
 """What the hub's HTTP interface takes and gives. The OpenAPI document is made from these models."""
 
-import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
+from megatronapp_analyzer.hub.state.faults import Fault
+from megatronapp_analyzer.hub.state.progress import Progress
 from megatronapp_analyzer.web.models import ApiModel
 
 RankStateName = Literal["training", "silent", "hung", "ended"]
-FaultKind = Literal["compute", "host", "link"]
 HeatmapMetric = Literal["compute", "wait", "step", "slowdown"]
 SeriesName = Literal[
     "loss", "learningRate", "gradNorm", "tokensPerSecond", "tflopsPerGpu", "validationLoss", "consumedSamples"
@@ -73,38 +73,6 @@ class RankView(ApiModel):
     open_span: OpenSpan | None
 
 
-def _finite_or_none(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
-"""JSON has no NaN and no Inf, which a loss may well become: they are null."""
-
-
-class FaultRequest(ApiModel):
-    """A fault to inject; see the control page."""
-
-    model_config = ConfigDict(strict=True)
-
-    rank: Annotated[int, Field(ge=0)]
-    kind: FaultKind
-    factor: Annotated[float, Field(gt=1, le=100)]
-    from_step: Annotated[int, Field(ge=0)]
-    steps: Annotated[int, Field(ge=1)]
-    peer: Annotated[int | None, Field(ge=0)] = None
-
-    @property
-    def last_step(self) -> int:
-        """The last step in which it acts."""
-        return self.from_step + self.steps - 1
-
-
-class Fault(FaultRequest):
-    """A fault that was given to the ranks."""
-
-    id: str
-
-
 class TracerHealth(ApiModel):
     """Whether the trace is whole."""
 
@@ -116,29 +84,6 @@ class TracerHealth(ApiModel):
         list[int], Field(description="Ranks of which nothing was heard for long; the others are judged without them.")
     ]
     lag_seconds: Annotated[float | None, Field(description="End of the newest whole step to its analysis.")]
-
-
-class Progress(ApiModel):
-    """The progress page of the reporting rank."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    attempt: int | None = None
-    iteration: int | None = None
-    total_iterations: int | None = None
-    loss: FiniteOrNone = None
-    learning_rate: FiniteOrNone = None
-    grad_norm: FiniteOrNone = None
-    tokens_per_second: FiniteOrNone = None
-    tflops_per_gpu: FiniteOrNone = None
-    mfu: Annotated[
-        FiniteOrNone, Field(description="tflopsPerGpu as a share of the device's peak, where it is known.")
-    ] = None
-    seconds_left: FiniteOrNone = None
-    consumed_samples: int | None = None
-    validation_loss: FiniteOrNone = None
-    state: str | None = None
-    updated_at: Annotated[str | None, Field(description="Real time of the report, RFC 3339.")] = None
 
 
 class JobView(ApiModel):

@@ -1,25 +1,26 @@
 """Answers of the HTTP interface, made from what the hub holds."""
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.ingest.digest import METRICS, durations_ns
 from megatronapp_analyzer.hub.ingest.message_arrows import match_transfers, peers
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
 from megatronapp_analyzer.hub.ingest.store import StoredStep, in_range
+from megatronapp_analyzer.hub.neighbours import NeighbourJob
+from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.ranks import RankState, RankStatus, kind_name
 from megatronapp_analyzer.model import RankRecords
 from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, NO_MICROBATCH, Flag
-
-if TYPE_CHECKING:
-    from megatronapp_analyzer.hub.service import Hub
 
 HEATMAP_STEPS = 2000
 """Columns of a heat map at most: the newest of the range; a page has no more pixels."""
@@ -28,31 +29,40 @@ SERVED = {"ready": "Running", "restarting": "Restarting"}
 """Phase of a job whose ranks have no rings, because they serve, by the state of its model."""
 
 
-def phase(hub: "Hub") -> str:
+def phase(hub: HubReader) -> str:
     """Phase of the job as far as its hub can see; the operator knows better."""
-    if hub.settings.ended is not None:
-        return hub.settings.ended.phase
-    states = hub.rank_states()
+    if hub.ended is not None:
+        return hub.ended.phase
+    states = hub.ranks.states()
     if not states:
         return SERVED.get(hub.scope.desk.state, "Pending")
     if all(state == RankState.ENDED for state in states.values()):
-        done = hub.progress is not None and hub.progress.state == "done"
+        done = hub.ranks.progress is not None and hub.ranks.progress.state == "done"
         return "Succeeded" if done else "Ended"
-    return "Running" if hub.store.recent(1) else "Starting"
+    return "Running" if hub.ingest.store.recent(1) else "Starting"
 
 
-def job_entry(hub: "Hub") -> schemas.JobEntry:
+def job_entry(hub: HubReader) -> schemas.JobEntry:
     """The job in a list."""
     job = hub.identity
     return schemas.JobEntry(name=job.name, namespace=job.namespace, phase=phase(hub), uid=job.uid)
 
 
-def job_view(hub: "Hub") -> schemas.JobView:
+def neighbour_entries(jobs: Iterable[NeighbourJob]) -> list[schemas.JobEntry]:
+    """Other jobs in a list; a job whose status has values of other types is omitted."""
+    entries = []
+    for job in jobs:
+        with contextlib.suppress(ValidationError):
+            entries.append(schemas.JobEntry(here=False, **dataclasses.asdict(job)))
+    return entries
+
+
+def job_view(hub: HubReader) -> schemas.JobView:
     """State of the job and its ranks."""
     newest = hub.ingest.newest
     rings = newest.rings if newest else {}
     any_ring = next(iter(rings.values()), None)
-    states = hub.rank_states()
+    states = hub.ranks.states()
     done = newest.assembler.newest if newest and newest.assembler else {}
     return schemas.JobView(
         name=hub.identity.name,
@@ -64,17 +74,17 @@ def job_view(hub: "Hub") -> schemas.JobView:
         world_size=any_ring.world if any_ring else 0,
         layout=schemas.Layout(**dict(any_ring.layout) if any_ring else {}),
         ranks=[
-            rank_view(ring, states[rank], hub.statuses.get(rank), done.get(rank))
+            rank_view(ring, states[rank], hub.ranks.statuses.get(rank), done.get(rank))
             for rank, ring in sorted(rings.items())
         ],
         faults=hub.faults.current(),
         tracer=tracer_health(hub),
-        progress=hub.progress,
+        progress=hub.ranks.progress,
         server_time=time.time(),
     )
 
 
-def snapshot(hub: "Hub") -> dict[str, Any]:
+def snapshot(hub: HubReader) -> dict[str, Any]:
     """Header of a SNAPSHOT frame, without its time."""
     return job_view(hub).model_dump(exclude={"server_time"})
 
@@ -112,11 +122,11 @@ def open_span(status: RankStatus | None) -> schemas.OpenSpan | None:
     )
 
 
-def tracer_health(hub: "Hub") -> schemas.TracerHealth:
+def tracer_health(hub: HubReader) -> schemas.TracerHealth:
     """Whether the trace is whole."""
     newest = hub.ingest.newest
     rings = len(newest.rings) if newest else 0
-    lost = sum(hub.lost_by_worker().values())
+    lost = sum(hub.ingest.lost_by_worker().values())
     lag = hub.analysis.lag_s
     return schemas.TracerHealth(
         state="off" if not rings else "lossy" if lost else "ok",
@@ -128,17 +138,17 @@ def tracer_health(hub: "Hub") -> schemas.TracerHealth:
     )
 
 
-def verdicts(hub: "Hub") -> list[schemas.VerdictView]:
+def verdicts(hub: HubReader) -> list[schemas.VerdictView]:
     """All verdicts, newest first."""
     return [schemas.VerdictView.model_validate(verdict) for verdict in hub.verdicts.all()]
 
 
-def summary(hub: "Hub") -> schemas.Summary:
+def summary(hub: HubReader) -> schemas.Summary:
     """What the operator polls; only verdicts that stand. One that is cleared is gone from here."""
     newest = hub.ingest.newest
     return schemas.Summary(
         attempt=newest.attempt if newest else 0,
-        progress=hub.progress,
+        progress=hub.ranks.progress,
         slow_ranks=[schemas.VerdictView.model_validate(verdict.to_json()) for verdict in hub.verdicts.standing()],
         hung_ranks=hub.verdicts.hung_ranks(),
         ranks=newest.world if newest else 0,
@@ -152,7 +162,7 @@ def summary(hub: "Hub") -> schemas.Summary:
     )
 
 
-def series(hub: "Hub", name: str, first: int | None, last: int | None) -> schemas.Series:
+def series(hub: HubReader, name: str, first: int | None, last: int | None) -> schemas.Series:
     """One curve; NaN and Inf become null."""
     points = [point for point in hub.ingest.curves.curve(name) if in_range(point.step, first, last)]
     return schemas.Series(
@@ -163,7 +173,7 @@ def series(hub: "Hub", name: str, first: int | None, last: int | None) -> schema
     )
 
 
-def steps(hub: "Hub", first: int | None, last: int | None) -> list[schemas.StepView]:
+def steps(hub: HubReader, first: int | None, last: int | None) -> list[schemas.StepView]:
     """Finished steps."""
     return [
         schemas.StepView(
@@ -173,13 +183,13 @@ def steps(hub: "Hub", first: int | None, last: int | None) -> list[schemas.StepV
             duration_ns=digest.duration_ns,
             complete=digest.complete,
         )
-        for digest in hub.store.digests(first, last)
+        for digest in hub.ingest.store.digests(first, last)
     ]
 
 
-def heatmap(hub: "Hub", metric: schemas.HeatmapMetric, first: int | None, last: int | None) -> schemas.Heatmap:
+def heatmap(hub: HubReader, metric: schemas.HeatmapMetric, first: int | None, last: int | None) -> schemas.Heatmap:
     """One metric, ranks by steps; attempts may differ in their number of ranks."""
-    chosen = list(hub.store.digests(first, last))[-HEATMAP_STEPS:]
+    chosen = list(hub.ingest.store.digests(first, last))[-HEATMAP_STEPS:]
     world = max((digest.values.shape[1] for digest in chosen), default=0)
     table = np.full((world, len(chosen)), np.nan)
     for column, digest in enumerate(chosen):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatronapp_common.trace import RECORD, RECORD_BYTES, RecordKind
 
 LOG = logging.getLogger(__name__)
 COUNTER_SAMPLES = 20_000
+USUAL_STEPS = 16
 RingKey = tuple[int, int | None]
 """(worker, rank); rank None is the worker's own ring."""
 
@@ -181,6 +183,24 @@ class TraceIngest:
         """The newest attempt that has a ring."""
         begun = [attempt for attempt, state in self.attempts.items() if state.rings]
         return self.attempts[max(begun)] if begun else None
+
+    def newest_step(self) -> int | None:
+        """The newest finished step of the newest attempt; None before its first."""
+        attempt, recent = self.newest, self.store.recent(1)
+        return recent[0].step if attempt is not None and recent and recent[0].attempt == attempt.attempt else None
+
+    def usual_step_s(self) -> float | None:
+        """Median length of the newest steps."""
+        recent = self.store.recent(USUAL_STEPS)
+        return statistics.median(digest.duration_ns for digest in recent) * 1e-9 if recent else None
+
+    def lost_by_worker(self) -> dict[int, int]:
+        """Records that rings or agents lost, over all attempts."""
+        lost: dict[int, int] = {}
+        for state in self.attempts.values():
+            for (worker, _), count in state.lost.items():
+                lost[worker] = lost.get(worker, 0) + count
+        return lost
 
     def add_ring(self, attempt: int, header: Mapping[str, Any]) -> list[StoredStep]:
         """Take a RING frame. Returns the unfinished steps of older attempts, which end here."""

@@ -3,14 +3,43 @@
 import json
 import pathlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from megatronapp_analyzer.hub.http import schemas
+from pydantic import ConfigDict, Field
+
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
+from megatronapp_analyzer.web.models import ApiModel
 from megatronapp_common.pages import PAGE_ROOM
 
 MAX_ENDED = 100
 """Faults that are over and still shown."""
+
+
+FaultKind = Literal["compute", "host", "link"]
+
+
+class FaultRequest(ApiModel):
+    """A fault to inject; see the control page."""
+
+    model_config = ConfigDict(strict=True)
+
+    rank: Annotated[int, Field(ge=0)]
+    kind: FaultKind
+    factor: Annotated[float, Field(gt=1, le=100)]
+    from_step: Annotated[int, Field(ge=0)]
+    steps: Annotated[int, Field(ge=1)]
+    peer: Annotated[int | None, Field(ge=0)] = None
+
+    @property
+    def last_step(self) -> int:
+        """The last step in which it acts."""
+        return self.from_step + self.steps - 1
+
+
+class Fault(FaultRequest):
+    """A fault that was given to the ranks."""
+
+    id: str
 
 
 class FaultStore:
@@ -20,9 +49,7 @@ class FaultStore:
     steps are over, because the page is small.
     """
 
-    def __init__(
-        self, path: pathlib.Path | None, manifest: Iterable[schemas.Fault] = (), *, writable: bool = True
-    ) -> None:
+    def __init__(self, path: pathlib.Path | None, manifest: Iterable[Fault] = (), *, writable: bool = True) -> None:
         self._file = JsonFile(path, writable=writable)
         self._manifest = tuple(manifest)
         stored = self._file.read() or {}
@@ -32,7 +59,7 @@ class FaultStore:
         self._ended = _by_id(stored.get("ended", ()))
         self.on_change: Callable[[], None] = lambda: None
 
-    def current(self) -> list[schemas.Fault]:
+    def current(self) -> list[Fault]:
         """Faults of the manifest, and those that were given and not taken back."""
         return [*self._manifest, *self._ended.values(), *self._faults.values()]
 
@@ -44,13 +71,13 @@ class FaultStore:
         """What agents write to the control page; also the header of a COMMAND frame."""
         return {"version": self.version, "faults": [fault.model_dump() for fault in self._faults.values()]}
 
-    def add(self, request: schemas.FaultRequest, *, newest_step: int | None = None) -> schemas.Fault | None:
+    def add(self, request: FaultRequest, *, newest_step: int | None = None) -> Fault | None:
         """Take a fault and give it an id; None if the page is full.
 
         Faults that ended by `newest_step`, the newest finished one, make room.
         """
         self._retire(newest_step)
-        fault = schemas.Fault(id=f"fault-{self.version + 1}", **request.model_dump())
+        fault = Fault(id=f"fault-{self.version + 1}", **request.model_dump())
         self._faults[fault.id] = fault
         if len(json.dumps(self.control_page() | {"version": self.version + 1}).encode()) > PAGE_ROOM:
             del self._faults[fault.id]
@@ -80,5 +107,5 @@ class FaultStore:
         self.on_change()
 
 
-def _by_id(entries: Iterable[dict[str, Any]]) -> dict[str, schemas.Fault]:
-    return {entry["id"]: schemas.Fault.model_validate(entry) for entry in entries}
+def _by_id(entries: Iterable[dict[str, Any]]) -> dict[str, Fault]:
+    return {entry["id"]: Fault.model_validate(entry) for entry in entries}

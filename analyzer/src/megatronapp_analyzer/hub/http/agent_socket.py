@@ -1,21 +1,18 @@
 """One agent's connection: HELLO, then what it has to say, and commands the other way."""
 
 import asyncio
-import dataclasses
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
+from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from megatronapp_analyzer.errors import LayoutError, ProtocolError
+from megatronapp_analyzer.hub.http.access import AGENT_PATH, HubOf
+from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.room import SharedMemorySpace
-
-if TYPE_CHECKING:
-    from megatronapp_analyzer.hub.service import Hub
 
 LOG = logging.getLogger(__name__)
 PROTOCOL = 1
@@ -24,29 +21,7 @@ REFUSED = 1008
 REPLACED = 4009
 """WebSocket close code (private range): the same worker has connected again."""
 
-
-@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
-class AgentLink:
-    """A connected agent. Commands wait in `outbox`; only the newest one matters, so that it never grows."""
-
-    attempt: int
-    worker: int
-    node: str
-    outbox: "asyncio.Queue[Mapping[str, Any]]" = dataclasses.field(default_factory=lambda: asyncio.Queue(1))
-    replaced: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    shared_memory: SharedMemorySpace | None = None
-    """Shared memory of the worker, as its agent reported it last."""
-
-    def command(self, page: Mapping[str, Any]) -> None:
-        """Send this control page next, instead of one that still waits."""
-        while not self.outbox.empty():
-            self.outbox.get_nowait()
-        self.outbox.put_nowait(page)
-
-    def replace(self) -> None:
-        """End this connection, because the same worker has a newer one."""
-        self.replaced.set()
-        self.command({})
+router = APIRouter()
 
 
 def parse_hello(frame: Frame, job: str, uid: str) -> AgentLink:
@@ -64,8 +39,10 @@ def parse_hello(frame: Frame, job: str, uid: str) -> AgentLink:
         raise ProtocolError("bad-hello", f"HELLO: {type(error).__name__}: {error}") from error
 
 
-async def serve(socket: WebSocket, hub: "Hub") -> None:
-    """Talk to one agent until it goes. A protocol error is told and ends the connection."""
+@router.websocket(AGENT_PATH)
+async def agent(socket: WebSocket, hub: HubOf) -> None:
+    """Serve one agent until it disconnects. A protocol error is sent to it and ends the connection."""
+    await socket.accept()
     try:
         await _converse(socket, hub)
     except (ProtocolError, FrameError, LayoutError) as error:
@@ -99,7 +76,7 @@ async def _refuse(socket: WebSocket, code: str, message: str, hint: str) -> None
     await socket.close(REFUSED, reason=code)
 
 
-async def _converse(socket: WebSocket, hub: "Hub") -> None:
+async def _converse(socket: WebSocket, hub: Hub) -> None:
     link = parse_hello(await _receive_hello(socket), hub.identity.name, hub.identity.uid)
     await socket.send_bytes(frames.encode(Frame(FrameType.WELCOME, hub.connect(link))))
     commands = asyncio.create_task(_send_commands(socket, link))

@@ -1,0 +1,48 @@
+"""Protocol of a hub, as views and metrics read it."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
+from megatronapp_analyzer.hub.settings import EndedJob, JobIdentity
+from megatronapp_analyzer.hub.state.agent_link import AgentLink
+from megatronapp_analyzer.hub.state.detector_task import DetectorTask
+from megatronapp_analyzer.hub.state.faults import FaultStore
+from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
+from megatronapp_analyzer.hub.state.totals import HubTotals
+from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.scope.service import ScopeService
+
+
+class HubReader(Protocol):
+    """State of one job; readers change nothing."""
+
+    @property
+    def identity(self) -> JobIdentity: ...
+
+    @property
+    def ended(self) -> EndedJob | None: ...
+
+    @property
+    def ingest(self) -> TraceIngest: ...
+
+    @property
+    def ranks(self) -> RankMonitor: ...
+
+    @property
+    def links(self) -> Mapping[tuple[int, int], AgentLink]: ...
+
+    @property
+    def faults(self) -> FaultStore: ...
+
+    @property
+    def verdicts(self) -> VerdictStore: ...
+
+    @property
+    def analysis(self) -> DetectorTask: ...
+
+    @property
+    def totals(self) -> HubTotals: ...
+
+    @property
+    def scope(self) -> ScopeService: ...
