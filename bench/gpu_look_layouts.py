@@ -22,7 +22,7 @@ import torch
 from gpu_generate_layouts import LAYOUTS, MODEL, VOCABULARY, requests
 from gpu_ranks import give_up_after, run_ranks
 
-from megatronapp_analyzer.scope.ingest.merge import MergedTensor, ShardTensor, merge, shard_tensors_of
+from megatronapp_analyzer.scope.parts.merge import MergedTensor, ShardTensor, merge, shard_tensors_of
 from megatronapp_common.frames import FrameType, decode, encode
 from megatronapp_common.scope.protocol import Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import CaptureSettings

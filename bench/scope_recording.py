@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from scope_session import RUN, codes_of
 
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import CaptureSettings

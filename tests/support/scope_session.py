@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scope_model import Shape, TinyGpt
 
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.probes import pca
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, build_frame
 

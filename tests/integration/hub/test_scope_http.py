@@ -15,8 +15,8 @@ import scope_session
 from scope_pages import RUN, RUNS, agents, bearer, brought, pca_was_asked, receive, recording, shown, until_done, viewer
 
 from megatronapp_analyzer.scope.delivery import session_download, session_file
+from megatronapp_analyzer.scope.parts.probe_tracker import MAX_OF_CALLER
 from megatronapp_analyzer.scope.probes import probe_client, variance
-from megatronapp_analyzer.scope.probes.probe_tracker import MAX_OF_CALLER
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType

@@ -15,8 +15,8 @@ from megatronapp_analyzer.hub.http.sockets import open_sockets
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.session_player import SessionPlayer, settings_of
 from megatronapp_analyzer.scope.service import ScopeService
+from megatronapp_analyzer.scope.session_player import SessionPlayer, settings_of
 from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 
 HOST = "127.0.0.1"

@@ -26,8 +26,8 @@ from megatronapp_analyzer.hub.state.faults import FaultStore
 from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
 from megatronapp_analyzer.hub.state.totals import HubTotals
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
+from megatronapp_analyzer.scope.core import ScopeSettings
 from megatronapp_analyzer.scope.service import ScopeService
-from megatronapp_analyzer.scope.store.registry import ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 
 LOG = logging.getLogger(__name__)

@@ -3,14 +3,13 @@
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.delivery.limits import MAX_CALLERS, MAX_PAGES, REQUESTS, ConcurrencySlots, too_fast
 from megatronapp_analyzer.scope.delivery.session_download import MAX_SESSIONS
-from megatronapp_analyzer.scope.ingest.token_backfill import TokenBackfill
 from megatronapp_analyzer.scope.probes.pca_service import PcaService
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.probes.scores import ScoreService
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.store.run import TURNED, ScopeRun
 from megatronapp_analyzer.scope.views import export_values
 from megatronapp_analyzer.web.problems import ApiError

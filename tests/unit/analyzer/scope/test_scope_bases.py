@@ -12,10 +12,10 @@ import pytest
 import scope_rank_zero
 import scope_session
 
+from megatronapp_analyzer.scope.core import ScopeSettings
 from megatronapp_analyzer.scope.probes import pca_service
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.service import ScopeService
-from megatronapp_analyzer.scope.store.registry import ScopeSettings
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType

@@ -8,7 +8,7 @@ import scope_session
 from megatronapp_analyzer.errors import ProtocolError, SessionError
 from megatronapp_analyzer.scope.delivery import page_socket
 from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
-from megatronapp_analyzer.scope.delivery.session_player import settings_of
+from megatronapp_analyzer.scope.session_player import settings_of
 from megatronapp_common.frames import Frame, FrameType
 
 

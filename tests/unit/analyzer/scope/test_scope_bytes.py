@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import CaptureSettings

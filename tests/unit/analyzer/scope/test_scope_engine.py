@@ -9,12 +9,11 @@ import pytest
 import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest import token_backfill
 from megatronapp_analyzer.scope.ingest.engine_liveness import PATIENCE_S
-from megatronapp_analyzer.scope.ingest.wire_models import SampleHeader
+from megatronapp_analyzer.scope.parts.wire_models import SampleHeader
+from megatronapp_analyzer.scope.probes import token_backfill
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.service import ScopeService
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames

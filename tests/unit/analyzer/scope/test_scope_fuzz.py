@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
-from megatronapp_analyzer.scope.delivery.session_player import SessionPlayer, settings_of
-from megatronapp_analyzer.scope.ingest.merge import ShardTensor, shard_tensors_of
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.parts.merge import ShardTensor, shard_tensors_of
+from megatronapp_analyzer.scope.session_player import SessionPlayer, settings_of
 from megatronapp_analyzer.scope.views.encode import tables_of
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError

@@ -7,13 +7,13 @@ import pytest
 import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.delivery.page_socket import Viewer
 from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
-from megatronapp_analyzer.scope.delivery.session_player import SessionPlayer, settings_of
-from megatronapp_analyzer.scope.ingest.ranks import parse_publisher
 from megatronapp_analyzer.scope.schemas import Hello
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.session_player import SessionPlayer, settings_of
+from megatronapp_analyzer.scope.store.publishers import parse_publisher
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.delivery.page_queue import PageQueue
-from megatronapp_analyzer.scope.ingest.merge import ShardTensor
-from megatronapp_analyzer.scope.ingest.part_tracker import PartHeader, PartTracker, part_of
-from megatronapp_analyzer.scope.probes import probe_tracker
+from megatronapp_analyzer.scope.parts import probe_tracker
+from megatronapp_analyzer.scope.parts.merge import ShardTensor
+from megatronapp_analyzer.scope.parts.part_tracker import PartHeader, PartTracker, part_of
 from megatronapp_analyzer.scope.store.frame_log import FrameLog, LogEntry
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest import shard_merge as merging
-from megatronapp_analyzer.scope.ingest.merge import merge, merge_all, rows_of, shard_tensors_of
-from megatronapp_analyzer.scope.ingest.part_tracker import PartHeader
-from megatronapp_analyzer.scope.ingest.step_assembler import TOKENS_WAIT_S, WAIT_S, ScopeStepAssembler
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.parts import shard_merge as merging
+from megatronapp_analyzer.scope.parts.merge import merge, merge_all, rows_of, shard_tensors_of
+from megatronapp_analyzer.scope.parts.part_tracker import PartHeader
+from megatronapp_analyzer.scope.parts.step_assembler import TOKENS_WAIT_S, WAIT_S, ScopeStepAssembler
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common import frames
 from megatronapp_common.filters.shard_plan import ReductionPlan

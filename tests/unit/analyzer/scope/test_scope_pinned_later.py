@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import scope_session
 
+from megatronapp_analyzer.scope.core import ScopeRegistry
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.session_player import SessionPlayer, settings_of
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry
+from megatronapp_analyzer.scope.session_player import SessionPlayer, settings_of
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.store.run import ScopeRun
-from megatronapp_analyzer.scope.views.tile_pooling import MAX_CHUNKS, PIECE_SHARE, TilePool
+from megatronapp_analyzer.scope.store.tile_pooling import MAX_CHUNKS, PIECE_SHARE, TilePool
 from megatronapp_analyzer.scope.views.tiles import TILE, TileRef, tile
 from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.frames import Frame, FrameType

@@ -10,10 +10,10 @@ import pytest
 from capturing_ranks import BASIS_LAYERS, CAPTURE, LENGTHS, NEW, PROBED, RUN, basis_frame, capture, pooled, reference
 from generating_ranks import LAYOUTS, MORE_VARIANTS, VARIANTS
 
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.ingest.merge import ShardTensor, rows_of, shard_tensors_of
-from megatronapp_analyzer.scope.ingest.merge import merge as merged
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.parts.merge import ShardTensor, rows_of, shard_tensors_of
+from megatronapp_analyzer.scope.parts.merge import merge as merged
 from megatronapp_analyzer.scope.views.encode import attention_rows
 from megatronapp_common.frames import Frame, FrameType, decode, split
 from megatronapp_common.scope.protocol import TEMPERATURES, unpack

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.scope.ingest.merge import ShardTensor, merge, shard_tensors_of
+from megatronapp_analyzer.scope.parts.merge import ShardTensor, merge, shard_tensors_of
 from megatronapp_analyzer.scope.views.encode import attention_rows
 from megatronapp_common.frames import Frame, FrameType, decode, encode
 from megatronapp_common.scope.protocol import MAX_PART_BYTES, build_frame, unpack

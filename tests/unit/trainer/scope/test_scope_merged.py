@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.scope.ingest.merge import MergedTensor, ShardTensor, merge, shard_tensors_of
+from megatronapp_analyzer.scope.parts.merge import MergedTensor, ShardTensor, merge, shard_tensors_of
 from megatronapp_common.errors import FilterError, ReductionPlanError
 from megatronapp_common.filters.reducers import parse_reducer
 from megatronapp_common.filters.shard_plan import compile_reduction_plan, run

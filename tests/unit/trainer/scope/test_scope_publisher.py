@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.agent.scope import LIMIT_BYTES, ScopeSocket, bound
-from megatronapp_analyzer.scope.ingest.part_tracker import PartTracker, part_of
+from megatronapp_analyzer.scope.parts.part_tracker import PartTracker, part_of
 from megatronapp_common.frames import Frame, FrameType, encode, frame_length
 from megatronapp_common.frames import decode as decoded
 from megatronapp_common.scope.protocol import MAX_PART_BYTES

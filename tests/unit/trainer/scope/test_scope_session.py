@@ -12,7 +12,7 @@ from capturing_ranks import RUN, Sent, observed, pooled, requests
 from generating_ranks import VARIANTS, config_of, drain, groups_of, model_of, open_engine, plain_of, prompts
 from plain_sites import SeenGpt
 
-from megatronapp_analyzer.scope.ingest.merge import merge, shard_tensors_of
+from megatronapp_analyzer.scope.parts.merge import merge, shard_tensors_of
 from megatronapp_common.errors import FilterError
 from megatronapp_common.frames import Frame, FrameType, decode
 from megatronapp_common.scope.protocol import Tensor, build_frame

@@ -18,7 +18,7 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_COMMAND_BYTES
 
 if TYPE_CHECKING:
-    from megatronapp_analyzer.scope.store.registry import ScopeRegistry
+    from megatronapp_analyzer.scope.core import ScopeRegistry
 
 LOG = logging.getLogger(__name__)
 TOO_SLOW = 4008

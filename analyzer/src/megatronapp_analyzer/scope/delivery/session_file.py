@@ -13,14 +13,14 @@ import numpy as np
 
 from megatronapp_analyzer.errors import SessionError
 from megatronapp_analyzer.scope.store.run import ScopeRun, ValueKey, site_of
-from megatronapp_analyzer.scope.views.tile_pooling import HeadKey
+from megatronapp_analyzer.scope.store.tile_pooling import HeadKey
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import PREFIX, Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame
 
 if TYPE_CHECKING:
-    from megatronapp_analyzer.scope.store.registry import ScopeRegistry
+    from megatronapp_analyzer.scope.core import ScopeRegistry
 
 ATTENTION_ROWS = 256
 """In one frame."""

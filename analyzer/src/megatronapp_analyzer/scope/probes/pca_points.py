@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.scope.ingest.merge import PCA, Row
+from megatronapp_analyzer.scope.parts.merge import PCA, Row
 from megatronapp_analyzer.scope.probes.pca import PcaBasis
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType

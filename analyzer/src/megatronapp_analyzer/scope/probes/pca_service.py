@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.scope.ingest.merge import Row, ShardTensor
+from megatronapp_analyzer.scope.parts.merge import Row, ShardTensor
 from megatronapp_analyzer.scope.probes import pca
 from megatronapp_analyzer.scope.probes.pca_points import PcaPoints, coordinates_of, frame_of_points, stride_of
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient, check
-from megatronapp_analyzer.scope.probes.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.scope.views import encode
 from megatronapp_analyzer.web.problems import ApiError

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.merge import MergedTensor, ShardTensor
-from megatronapp_analyzer.scope.probes.probe_tracker import (
+from megatronapp_analyzer.scope.parts.merge import MergedTensor, ShardTensor
+from megatronapp_analyzer.scope.parts.probe_tracker import (
     MAX_OF_CALLER,
     MAX_PROBES,
     RETRY_S,
@@ -19,11 +19,10 @@ from megatronapp_analyzer.scope.probes.probe_tracker import (
 )
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.store.audit_log import AuditLog
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry
 from megatronapp_analyzer.scope.store.run import ScopeRun, value_site
+from megatronapp_analyzer.scope.store.tile_pooling import HeadKey
 from megatronapp_analyzer.scope.views import encode
 from megatronapp_analyzer.scope.views.export_values import HEADED
-from megatronapp_analyzer.scope.views.tile_pooling import HeadKey
 from megatronapp_analyzer.scope.views.tiles import TileRef, missing, tile
 from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeRequest, ProbeSite, RunRequest

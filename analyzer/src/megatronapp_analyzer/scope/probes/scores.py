@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.wire_models import StepHeader, read
+from megatronapp_analyzer.scope.parts.wire_models import StepHeader, read
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
-from megatronapp_analyzer.scope.probes.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.errors import FrameError

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.ingest.engine_liveness import CODE as ENGINE_LOST
-from megatronapp_analyzer.scope.ingest.wire_models import RunHeader, SampleHeader, StepHeader, read
+from megatronapp_analyzer.scope.parts.wire_models import RunHeader, SampleHeader, StepHeader, read
 from megatronapp_analyzer.scope.store.frame_log import FrameLog, LogEntry
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, RetentionClass
 from megatronapp_analyzer.scope.store.row_table import RowTable
-from megatronapp_analyzer.scope.views.tile_pooling import HeadKey, TilePool
+from megatronapp_analyzer.scope.store.tile_pooling import HeadKey, TilePool
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import build_frame, unpack
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megatronapp_analyzer.scope.ingest.merge import Row
+from megatronapp_analyzer.scope.parts.merge import Row
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame
 from megatronapp_common.scope.protocol import unpack

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.merge import APART, PCA, MergedTensor, Row, ShardTensor, merge_all
-from megatronapp_analyzer.scope.ingest.step_assembler import ClosedStep
-from megatronapp_analyzer.scope.ingest.wire_models import StepHeader, read
+from megatronapp_analyzer.scope.parts.merge import APART, PCA, MergedTensor, Row, ShardTensor, merge_all
+from megatronapp_analyzer.scope.parts.step_assembler import ClosedStep
+from megatronapp_analyzer.scope.parts.wire_models import StepHeader, read
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.codes import TensorCode, encode

@@ -11,8 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.merge import ShardTensor
-from megatronapp_analyzer.scope.ingest.part_tracker import PartHeader, PartTracker
+from megatronapp_analyzer.scope.parts.merge import ShardTensor
+from megatronapp_analyzer.scope.parts.part_tracker import PartHeader, PartTracker
 from megatronapp_analyzer.web.problems import ApiError
 
 LOG = logging.getLogger(__name__)

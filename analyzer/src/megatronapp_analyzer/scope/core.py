@@ -18,14 +18,14 @@ from typing import Any
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.delivery.page_socket import Viewer
 from megatronapp_analyzer.scope.ingest.engine_liveness import LEADER, EngineLiveness, lost_run
-from megatronapp_analyzer.scope.ingest.merge import PCA, MergedTensor, shard_tensors_of
-from megatronapp_analyzer.scope.ingest.part_tracker import part_of
-from megatronapp_analyzer.scope.ingest.ranks import UNKNOWN, PublisherRegistry
-from megatronapp_analyzer.scope.ingest.step_assembler import ClosedStep, ScopeStepAssembler, number
-from megatronapp_analyzer.scope.ingest.wire_models import RunHeader, StepHeader, read
-from megatronapp_analyzer.scope.probes.probe_tracker import ProbeTracker, ranks_disconnected
+from megatronapp_analyzer.scope.parts.merge import PCA, MergedTensor, shard_tensors_of
+from megatronapp_analyzer.scope.parts.part_tracker import part_of
+from megatronapp_analyzer.scope.parts.probe_tracker import ProbeTracker, ranks_disconnected
+from megatronapp_analyzer.scope.parts.step_assembler import ClosedStep, ScopeStepAssembler, number
+from megatronapp_analyzer.scope.parts.wire_models import RunHeader, StepHeader, read
 from megatronapp_analyzer.scope.store.frame_log import LogEntry
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
+from megatronapp_analyzer.scope.store.publishers import UNKNOWN, PublisherRegistry
 from megatronapp_analyzer.scope.store.run import ENDED, ScopeRun
 from megatronapp_analyzer.scope.views import encode
 from megatronapp_analyzer.scope.views.encode import AttentionRow

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.merge import ShardTensor
-from megatronapp_analyzer.scope.ingest.part_tracker import PartHeader, PartTracker
+from megatronapp_analyzer.scope.parts.merge import ShardTensor
+from megatronapp_analyzer.scope.parts.part_tracker import PartHeader, PartTracker
 from megatronapp_common.frames import Frame
 
 WAIT_S = 0.2

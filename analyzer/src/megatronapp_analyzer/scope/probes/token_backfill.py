@@ -12,7 +12,7 @@ import logging
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.ingest.engine_liveness import lost_run
-from megatronapp_analyzer.scope.ingest.wire_models import StoredRun, read
+from megatronapp_analyzer.scope.parts.wire_models import StoredRun, read
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.store.run import ENDED, ScopeRun
 from megatronapp_analyzer.web.problems import ApiError

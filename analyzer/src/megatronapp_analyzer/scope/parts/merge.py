@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.shard_merge import MAX_NUMBERS, ShardState, combined
+from megatronapp_analyzer.scope.parts.shard_merge import MAX_NUMBERS, ShardState, combined
 from megatronapp_common.errors import FrameError
 from megatronapp_common.filters.shard import MERGE, Shard
 from megatronapp_common.filters.shard import parse_shard as read_shard

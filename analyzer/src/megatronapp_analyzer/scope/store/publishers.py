@@ -6,7 +6,7 @@ from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.ingest.engine_liveness import LEADER
-from megatronapp_analyzer.scope.ingest.step_assembler import number
+from megatronapp_analyzer.scope.parts.step_assembler import number
 from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
 
 SIZES = ("layers", "hidden", "heads", "keyHeads", "headWidth", "mlpWidth", "vocabulary", "maxLength")

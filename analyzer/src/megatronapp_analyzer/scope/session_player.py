@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
 from megatronapp_analyzer.scope import schemas
+from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
-from megatronapp_analyzer.scope.store.registry import ScopeRegistry, ScopeSettings
 from megatronapp_analyzer.scope.store.run import ScopeRun, value_site
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType

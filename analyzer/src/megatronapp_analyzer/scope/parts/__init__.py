@@ -1,0 +1,1 @@
+"""What ranks send of a step or probe: headers, tensors of shards, and their merging. Pure."""
