@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from scope_session import RUN, codes_of
 
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import CaptureSettings
@@ -61,16 +62,16 @@ class Drawn:
 
 def session(drawn: Drawn) -> bytes:
     """The file."""
-    desk = ScopeRegistry(ScopeSettings(job="drawn"))
+    core = ScopeCore(ScopeSettings(job="drawn"))
     for frame in _sent(drawn):
-        desk.take_frame(0, 0, frame)
-    if desk.errors:
+        core.ingest.take_frame(0, 0, frame)
+    if core.ingest.rejected.count:
         raise RuntimeError("the hub does not take what is drawn here: it has other frames now")
     source = np.random.default_rng(7)
     for layer, head in drawn.held:
         for position, row in enumerate(_attention(drawn.prompt, source)):
-            desk.runs[RUN].attention.put((0, layer, head), [position], row[None, : position + 1].copy())
-    return session_file.dump(desk, RUN)
+            core.runs[RUN].attention.put((0, layer, head), [position], row[None, : position + 1].copy())
+    return session_file.dump(core.feed, RUN)
 
 
 def _attention(rows: int, source: np.random.Generator) -> Array:

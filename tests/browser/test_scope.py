@@ -56,7 +56,7 @@ def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replay]:
     folder = tmp_path_factory.mktemp("replay")
     recording = scope_session.record()
     file = folder / "tiny.scope"
-    file.write_bytes(session_file.dump(scope_session.desk_of(recording, tp=2, pp=2), RUN))
+    file.write_bytes(session_file.dump(scope_session.core_of(recording, tp=2, pp=2).feed, RUN))
     with scope_replay.replaying(file, folder / "replay.log") as running:
         yield Replay(url=running.url, token=running.token, recording=recording)
 

@@ -40,7 +40,7 @@ class ScopeHub:
 
     def take(self, rank: int, frame: Frame) -> None:
         """As an agent would."""
-        self.loop.call_soon_threadsafe(self.hub.scope.desk.take_frame, 0, rank, frame)
+        self.loop.call_soon_threadsafe(self.hub.scope.core.ingest.take_frame, 0, rank, frame)
 
 
 def identity_of(job: door.Job) -> JobIdentity:
@@ -53,7 +53,7 @@ def replaying(job: door.Job, file: pathlib.Path, *, port: int, key: str) -> Iter
     session = session_file.load(file)
     hub = Hub(HubSettings(job=identity_of(job), state_dir=None), Detector)
     hub.scope = ScopeService(settings_of(session))
-    for _ in SessionPlayer(session, hub.scope.desk).steps():
+    for _ in SessionPlayer(session, hub.scope.core).steps():
         pass
     with serving(hub, job, port=port, key=key) as running:
         yield running

@@ -64,7 +64,7 @@ async def play(hub: Any, workers: list[Any], *, until: Any, **layout: Any) -> No
         await workers[rank % len(workers)].connection.send(frames.encode(frame))
 
     async def arrived() -> bool:
-        run = hub.hub.scope.desk.runs.get(RUN)
+        run = hub.hub.scope.core.runs.get(RUN)
         return run is not None and run.ended and all(len(found) == recording().steps for found in run.tokens)
 
     await until(arrived)
@@ -86,7 +86,7 @@ async def pca_was_asked(hub: Any, rank: scope_rank_zero.RankZero, until: Any) ->
     """The hub's own probe, which comes first."""
 
     async def asked() -> bool:
-        return any(path == "probes" for _, path, _ in rank.asked) and len(hub.hub.scope.desk.probes) == 1
+        return any(path == "probes" for _, path, _ in rank.asked) and len(hub.hub.scope.core.probes) == 1
 
     await until(asked)
 

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scope_model import Shape, TinyGpt
 
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.probes import pca
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, build_frame
 
@@ -398,22 +399,22 @@ def pca_frame(recording: Recording) -> Frame:
     return build_frame(FrameType.SCOPE_PCA, header, [Tensor("pca", "f32", points.astype("<f4"))])
 
 
-def desk_of(recording: Recording, **layout: Any) -> ScopeRegistry:
-    """A hub's desk that has seen the whole run, and every exact number of it."""
-    desk = ScopeRegistry(ScopeSettings(job="tiny"))
+def core_of(recording: Recording, **layout: Any) -> ScopeCore:
+    """A hub's core that has seen the whole run, and every exact number of it."""
+    core = ScopeCore(ScopeSettings(job="tiny"))
     for rank, frame in rank_frames(recording, **layout):
-        desk.take_frame(0, rank, frame)
+        core.ingest.take_frame(0, rank, frame)
         if frame.type == FrameType.SCOPE_TOKENS and frame.header["step"] == 0:
-            desk.publish_frame(desk.runs[RUN], pca_frame(recording))
-            desk.pca_version = desk.runs[RUN].pca_version = VERSION
+            core.feed.publish_frame(core.runs[RUN], pca_frame(recording))
+            core.pca.newest = core.runs[RUN].pca_version = VERSION
     for sample, sites in enumerate(recording.sites):
-        put_values(desk, sample, sites)
-    return desk
+        put_values(core, sample, sites)
+    return core
 
 
-def put_values(desk: ScopeRegistry, sample: int, sites: dict[str, Array]) -> None:
+def put_values(core: ScopeCore, sample: int, sites: dict[str, Array]) -> None:
     """Every exact number of a sample."""
-    values = desk.runs[RUN].values
+    values = core.runs[RUN].values
     for site, found in sites.items():
         rows = found.transpose(2, 0, 1, 3) if site == "attention" else found
         positions = range(len(rows))
@@ -430,7 +431,7 @@ def put_values(desk: ScopeRegistry, sample: int, sites: dict[str, Array]) -> Non
 
 def session(recording: Recording | None = None) -> bytes:
     """The recorded session of a run, as a file of section 9 holds it."""
-    return session_file.dump(desk_of(recording or record()), RUN)
+    return session_file.dump(core_of(recording or record()).feed, RUN)
 
 
 if __name__ == "__main__":

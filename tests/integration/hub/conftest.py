@@ -325,7 +325,7 @@ def rank_zero(hub: RunningHub) -> Iterator[scope_rank_zero.RankZero]:
     """A hub whose model answers."""
     token = derive_token(hub.secret, TokenRole.SERVE)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
-        hub.hub.scope.asker.client = Rank0Client(rank.url, token)
+        hub.hub.scope.probe_client.client = Rank0Client(rank.url, token)
         yield rank
 
 

@@ -40,13 +40,13 @@ def takes_something(method: str, path: str) -> bool:
 
 @pytest.fixture
 def shown(hub: Any) -> Iterator[Any]:
-    """A hub whose desk has seen a run, with a model that answers."""
+    """A hub whose core has seen a run, with a model that answers."""
     token = derive_token(hub.secret, TokenRole.SERVE)
-    desk = hub.hub.scope.desk
+    core = hub.hub.scope.core
     for rank, frame in scope_session.rank_frames(recording()):
-        desk.take_frame(0, rank, frame)
+        core.ingest.take_frame(0, rank, frame)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank_zero:
-        hub.hub.scope.asker.client = Rank0Client(rank_zero.url, token)
+        hub.hub.scope.probe_client.client = Rank0Client(rank_zero.url, token)
         yield hub
 
 

@@ -76,7 +76,7 @@ async def test_without_credit_a_page_gets_tokens_and_is_told_what_is_missing(
     async with agents(hub, fake_job) as workers, viewer(hub) as page, viewer(hub) as other:
         await receive(page)
         await receive(other)
-        viewers = hub.hub.scope.desk._viewers
+        viewers = hub.hub.scope.core.feed._viewers
         for one in viewers:
             one.outbox.credit = 0
         await other.send(json.dumps({"type": "credit", "bytes": 1 << 20}))
@@ -111,7 +111,7 @@ async def test_a_page_that_does_not_read_holds_up_nobody(hub: Any, fake_job: Any
             assert (await receive(live)).header["position"] == count
 
         async def let_go() -> bool:
-            return len(hub.hub.scope.desk._viewers) == 1
+            return len(hub.hub.scope.core.feed._viewers) == 1
 
         await until(let_go)
         dead.transport.abort()
@@ -176,7 +176,7 @@ async def test_what_a_rank_says_wrongly_is_counted_and_harms_nobody(hub: Any, fa
         await play(hub, workers, until=until)
 
         async def counted() -> bool:
-            return bool(hub.hub.scope.desk.errors == len(wrong))
+            return bool(hub.hub.scope.core.ingest.rejected.count == len(wrong))
 
         await until(counted)
 

@@ -68,13 +68,13 @@ async def test_what_a_rank_says_reaches_the_page_also_through_a_hub_that_came_ba
             assert [frame.header["ids"] for frame in got if frame.type == FrameType.SCOPE_STEP] == [
                 [ids[0] for ids in recording().generated]
             ]
-        hub.hub.scope.desk.__init__(hub.hub.scope.desk.settings)
+        hub.hub.scope.core.__init__(hub.hub.scope.core.settings)
         for link in list(hub.hub.links.values()):
             link.replaced.set()
             link.command({})
 
         async def told_again() -> bool:
-            return bool(hub.hub.scope.desk.runs and hub.hub.scope.desk.publishers.ranks)
+            return bool(hub.hub.scope.core.runs and hub.hub.scope.core.publishers.ranks)
 
         await until(told_again)
         async with page(hub) as connection:

@@ -145,11 +145,12 @@ async def chain(
         async with one.agent() as process:
             ranks = asyncio.create_task(asyncio.to_thread(run_ranks, *arguments, environment=dict(one.environment)))
             await come_up(ranks, address.exists)
-            hub.hub.scope.asker.client = Rank0Client(
+            hub.hub.scope.probe_client.client = Rank0Client(
                 address.read_text().strip(), derive_token(hub.secret, TokenRole.SERVE)
             )
-            await come_up(ranks, lambda: len(hub.hub.scope.desk.publishers.ranks) == world)
-            hub.hub.scope.desk._steps.wait_s = DEADLINE_S  # what is late on a busy machine is tested elsewhere
+            await come_up(ranks, lambda: len(hub.hub.scope.core.publishers.ranks) == world)
+            # what is late on a busy machine is tested elsewhere
+            hub.hub.scope.core.ingest.assembler.wait_s = DEADLINE_S
             try:
                 async with opened(hub) as page:
                     yield page
@@ -334,7 +335,7 @@ async def check_tiles(case: Case) -> None:
 
 def projected(case: Case, rows: Iterable[Iterable[int]]) -> Array:
     """Coordinates in the hub's basis, [rows, layers, 8]."""
-    bases = case.page.hub.hub.scope.bases.bases
+    bases = case.page.hub.hub.scope.pca.bases
     residual = np.stack([case.sites[sample]["residual"][place] for sample, place in rows]).astype(np.float64)
     every = [(residual[:, layer] - bases[layer].mean) @ bases[layer].axes.T for layer in range(LAYERS)]
     return np.stack(every, axis=1)
@@ -342,7 +343,7 @@ def projected(case: Case, rows: Iterable[Iterable[int]]) -> Array:
 
 def check_basis(case: Case) -> None:
     """Axes at right angles, and the shares of the variance that plain torch's states of the first prompt have."""
-    for layer, basis in case.page.hub.hub.scope.bases.bases.items():
+    for layer, basis in case.page.hub.hub.scope.pca.bases.items():
         rows = case.sites[0]["residual"][: len(case.recording.prompts[0]), layer].astype(np.float64)
         close(basis.mean, rows.mean(axis=0), ("mean", layer))
         np.testing.assert_allclose(basis.axes @ basis.axes.T, np.eye(len(basis.axes)), atol=1e-6)

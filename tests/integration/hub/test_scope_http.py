@@ -65,7 +65,7 @@ async def test_tiles_are_the_models_attention(
         assert answer.headers["x-tile-shape"] == f"{len(expected)},{len(expected)}"
         assert answer.content == expected.tobytes()
         assert "immutable" in answer.headers["cache-control"]
-        known = hub.hub.scope.desk.runs[RUN]
+        known = hub.hub.scope.core.runs[RUN]
         known.header["state"], known.header["error"] = "failed", {"code": "engine-lost"}
         grows = await client.get(f"{RUNS}/{RUN}/attention/1/2/3/0/0/0")
         assert grows.headers["cache-control"] == "private, no-cache", "rank 0 may come back, and the text go on"
@@ -103,7 +103,7 @@ async def test_tiles_of_one_answer_are_those_of_many(
         assert answer.headers["cache-control"] == single.headers["cache-control"]
         again = await client.get(f"{base}?tile=0,0", headers={"If-None-Match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-        known = hub.hub.scope.desk.runs[RUN]
+        known = hub.hub.scope.core.runs[RUN]
         known.header["state"], known.header["error"] = "failed", {"code": "engine-lost"}
         grows = await client.get(f"{base}?tile=0,0")
         assert grows.headers["cache-control"] == "private, no-cache", "rank 0 may come back, and the text go on"
@@ -114,7 +114,7 @@ async def test_tiles_of_a_long_text_come_in_the_order_that_they_were_asked_in(
     hub: Any, fake_job: Any, until: Any, level: int, names: list[str]
 ) -> None:
     async with shown(hub, fake_job, until) as client:
-        known = hub.hub.scope.desk.runs[RUN]
+        known = hub.hub.scope.core.runs[RUN]
         codes = np.random.default_rng(4).integers(0, 256, (900, 900), np.uint8)
         known.tokens[0][900] = known.tokens[0][max(known.tokens[0])]
         known.tokens[0] |= {place: known.tokens[0][900] for place in range(len(known.prompt_ids(0)), 900)}
@@ -273,7 +273,7 @@ async def test_a_text_with_holes_is_not_probed_until_rank_zero_has_filled_it(
 
             async def whole() -> bool:
                 await client.get(path)
-                return bool(hub.hub.scope.desk.runs[RUN].whole)
+                return bool(hub.hub.scope.core.runs[RUN].whole)
 
             await until(whole)
             found = np.load(io.BytesIO((await brought(client, path)).content))
@@ -288,7 +288,7 @@ async def test_a_text_with_holes_is_not_probed_until_rank_zero_has_filled_it(
 
 async def test_without_a_model_a_text_with_holes_stays_refused(hub: Any, fake_job: Any, until: Any) -> None:
     async with shown(hub, fake_job, until) as client:
-        del hub.hub.scope.desk.runs[RUN].tokens[0][max(hub.hub.scope.desk.runs[RUN].tokens[0]) - 1]
+        del hub.hub.scope.core.runs[RUN].tokens[0][max(hub.hub.scope.core.runs[RUN].tokens[0]) - 1]
         for path in ("attention/0/1/2/0/0/0", "values/mlp2?layer=1"):
             refused = await client.get(f"{RUNS}/{RUN}/{path}")
             assert (refused.status_code, refused.json()["code"]) == (409, "run-incomplete")
@@ -378,20 +378,20 @@ async def test_a_run_is_known_once_it_was_asked_for(
         asked = asyncio.ensure_future(client.post(RUNS, json=request))
 
         async def waits() -> bool:
-            return RUN in hub.hub.scope.desk._wanted
+            return RUN in hub.hub.scope.core.runs._waiters
 
         await until(waits)
         for _, frame in itertools.islice(scope_session.rank_frames(recording()), 3):
             await workers[0].connection.send(frames.encode(frame))
         assert (await asked).json() == {"run": RUN, "position": 0}
         assert (await client.get(f"{RUNS}/{RUN}")).status_code == 200
-        hub.hub.scope.desk.runs.clear()
+        hub.hub.scope.core.runs._runs.clear()
         monkeypatch.setattr(probe_client, "KNOWN_S", 0.01)
         assert (await client.post(RUNS, json=request)).status_code == 201, "its agent may be away"
 
 
 async def test_a_model_that_is_away_is_told(hub: Any) -> None:
-    hub.hub.scope.asker.client = Rank0Client("http://127.0.0.1:9", "token")
+    hub.hub.scope.probe_client.client = Rank0Client("http://127.0.0.1:9", "token")
     async with hub.client() as client:
         answer = await client.post(RUNS, json={"prompts": ["a"]}, headers=bearer(hub, TokenRole.CONTROLLER))
         assert (answer.status_code, answer.json()["code"]) == (503, "restarting")
@@ -436,7 +436,7 @@ async def test_who_reads_no_session_holds_no_place_for_long(
 ) -> None:
     async with shown(hub, fake_job, until) as client:
         numbers = np.zeros((24, 1 << 18), "<f4")
-        hub.hub.scope.desk.runs[RUN].values.put(("mlp2", 0, 0, None), range(24), numbers)
+        hub.hub.scope.core.runs[RUN].values.put(("mlp2", 0, 0, None), range(24), numbers)
         held = [await unread(hub, "jane") for _ in range(session_download.MAX_OF_CALLER)]
         path, jane = f"{RUNS}/{RUN}/session", {CALLER_HEADER: "jane", **bearer(hub, TokenRole.VIEWER)}
         refused = await client.get(path, headers=jane)

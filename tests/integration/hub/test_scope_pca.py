@@ -39,7 +39,7 @@ async def shown(hub: Any, fake_job: Any, until: Any) -> AsyncIterator[tuple[scop
         return any(path == "probes" for _, path, _ in rank.asked)
 
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
-        hub.hub.scope.asker.client = Rank0Client(rank.url, token)
+        hub.hub.scope.probe_client.client = Rank0Client(rank.url, token)
         async with hub.agent(fake_job(), 0) as agent:
             await agent.hello()
             rank.publish = scope_rank_zero.sender(agent.connection)
@@ -66,7 +66,7 @@ def bases(rank: scope_rank_zero.RankZero) -> list[tuple[int, dict[str, Any]]]:
 
 
 def told(hub: Any, run: str = RUN) -> list[Frame]:
-    return [frames.decode(one.whole) for one in hub.hub.scope.desk.runs[run].journal.after(0) if one.whole]
+    return [frames.decode(one.whole) for one in hub.hub.scope.core.runs[run].journal.after(0) if one.whole]
 
 
 def newest(hub: Any, run: str = RUN) -> Frame:
@@ -138,7 +138,7 @@ async def test_new_ranks_get_the_basis_again_and_later_runs_are_shown_in_it(
                 await agent.connection.send(frames.encode(Frame(frame.type, header, frame.body)))
 
             async def ended() -> bool:
-                run = hub.hub.scope.desk.runs.get(LATER)
+                run = hub.hub.scope.core.runs.get(LATER)
                 return len(bases(rank)) == 2 and run is not None and run.ended
 
             await until(ended)

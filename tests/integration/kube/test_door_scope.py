@@ -240,5 +240,5 @@ def test_other_sites_control_nothing_with_the_cookie(
     with reviewing.client() as client:
         client.post("/login", data={"token": controller})
         assert statuses(client, elsewhere) == [403] * 4
-        assert replay.hub.scope.asker.actions.all() == []
+        assert replay.hub.scope.probe_client.actions.all() == []
         assert statuses(client, {"Origin": reviewing.url}) == [409, 409, 200, 409], "a replay can only be turned"

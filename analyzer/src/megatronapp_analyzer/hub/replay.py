@@ -41,7 +41,7 @@ def replay(file: pathlib.Path, *, speed: str, port: int) -> int:
     identity = JobIdentity(name=settings.job, uid=f"replay-{os.getpid()}", traced=False)
     hub = Hub(HubSettings(job=identity, state_dir=None), Detector)
     hub.scope = ScopeService(settings)
-    player = SessionPlayer(session, hub.scope.desk)
+    player = SessionPlayer(session, hub.scope.core)
     secret = new_secret()
     print(f"token for later: {derive_token(secret, TokenRole.CONTROLLER)}")
     asyncio.run(_serve(hub, player, secret, speed=speed, port=port))
@@ -69,7 +69,7 @@ async def _play(player: SessionPlayer, hub: Hub, speed: str) -> None:
         for _ in steps:
             pass
         return
-    await hub.scope.desk.watched.wait()
+    await hub.scope.core.feed.watched.wait()
     async for _ in _step_times(player, speed):
         if next(steps, None) is None:
             return

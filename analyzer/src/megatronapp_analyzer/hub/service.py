@@ -26,8 +26,8 @@ from megatronapp_analyzer.hub.state.faults import FaultStore
 from megatronapp_analyzer.hub.state.rank_monitor import RankMonitor
 from megatronapp_analyzer.hub.state.totals import HubTotals
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
-from megatronapp_analyzer.scope.core import ScopeSettings
 from megatronapp_analyzer.scope.service import ScopeService
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 
 LOG = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Hub:
         if (older := self.links.get(key)) is not None:
             older.replace()
         self.links[key] = link
-        self.scope.desk.on_attempt(link.attempt)
+        self.scope.core.ingest.on_attempt(link.attempt)
         link.command(self.faults.control_page())
         state = self.ingest.attempts.get(link.attempt)
         have = (
@@ -135,7 +135,7 @@ class Hub:
         key = (link.attempt, link.worker)
         if self.links.get(key) is link:
             del self.links[key]
-            self.scope.desk.on_agent_lost(link.attempt, link.worker)
+            self.scope.core.ingest.on_agent_lost(link.attempt, link.worker)
 
     def take_frame(self, link: AgentLink, frame: Frame, raw: bytes) -> None:
         """One frame of an agent. Raises ProtocolError; types of a newer release are skipped."""
@@ -148,13 +148,13 @@ class Hub:
         elif frame.type == FrameType.BYE:
             self._take_bye(link, str(frame.header.get("reason")))
         elif frame.type in SCOPE_TYPES:
-            self.scope.desk.take_frame(link.attempt, link.worker, frame)
+            self.scope.core.ingest.take_frame(link.attempt, link.worker, frame)
 
     def _take_bye(self, link: AgentLink, reason: str) -> None:
         """A worker ended; after the last one, unfinished steps of the attempt are finished as they are."""
         LOG.info("agent of worker %d, attempt %d, ended: %s", link.worker, link.attempt, reason)
         self._said_bye.add((link.attempt, link.worker))
-        self.scope.desk.on_agent_lost(link.attempt, link.worker, for_good=True)
+        self.scope.core.ingest.on_agent_lost(link.attempt, link.worker, for_good=True)
         state = self.ingest.attempts.get(link.attempt)
         if state is None or len(state.rings) < state.world:
             return

@@ -91,7 +91,7 @@ IndexQuery = Annotated[int | None, Query(ge=0, lt=1 << 20)]
 
 def run_of(scope: "ScopeService", run: str) -> ScopeRun:
     """A run that is known. Raises ApiError 404."""
-    known = scope.desk.runs.get(run)
+    known = scope.core.runs.get(run)
     if known is None:
         raise ApiError(404, "no-such-run", f"there is no run {run!r}", RETRY_HINT)
     return known
@@ -105,13 +105,13 @@ def _coming(probe: str) -> JSONResponse:
 @router.get("", operation_id="getScope")
 async def hello(scope: ScopeOf, role: Annotated[TokenRole, Depends(direct(role_of))]) -> schemas.Hello:
     """The model, its limits, and the runs that are known."""
-    return schemas.Hello.model_validate(scope.desk.hello(role.value))
+    return schemas.Hello.model_validate(scope.core.feed.hello(role.value))
 
 
 @router.get("/served", operation_id="getServed", responses={409: PROBLEM, 503: PROBLEM})
 async def served(scope: ScopeOf) -> schemas.ServerStatus:
     """Queue and latencies of the server, read from rank 0."""
-    serving = scope.asker.serving
+    serving = scope.probe_client.serving
     counts = read_counts(await serving.metrics())
     return schemas.ServerStatus.model_validate({**dataclasses.asdict(counts), "address": f"{serving.url}/v1"})
 
@@ -119,7 +119,7 @@ async def served(scope: ScopeOf) -> schemas.ServerStatus:
 @router.get("/runs", operation_id="listRuns")
 async def runs(scope: ScopeOf) -> list[schemas.RunSummary]:
     """Runs, newest first."""
-    return [schemas.RunSummary.model_validate(run.summary()) for run in reversed(scope.desk.runs.values())]
+    return [schemas.RunSummary.model_validate(summary) for summary in scope.core.runs.summaries()]
 
 
 @router.post(
@@ -131,7 +131,7 @@ async def runs(scope: ScopeOf) -> list[schemas.RunSummary]:
 )
 async def start(scope: ScopeOf, request: RunRequest, who: Who) -> schemas.RunAccepted:
     """Generate from some prompts; the answer tells the place in the queue."""
-    answer = await scope.asker.start(request, who)
+    answer = await scope.probe_client.start(request, who)
     return schemas.RunAccepted(run=str(answer.get("run")), position=answer.get("position"))
 
 
@@ -157,7 +157,7 @@ async def run_detail(scope: ScopeOf, run: RunId, *, candidates: bool = False) ->
 )
 async def cancel(scope: ScopeOf, run: RunId, who: Who) -> None:
     """End a run."""
-    await scope.asker.cancel(run_of(scope, run).id, who)
+    await scope.probe_client.cancel(run_of(scope, run).id, who)
 
 
 @router.patch(
@@ -169,7 +169,7 @@ async def cancel(scope: ScopeOf, run: RunId, who: Who) -> None:
 )
 async def change(scope: ScopeOf, run: RunId, request: CaptureChange, who: Who) -> None:
     """Capture something else from the next step on."""
-    await scope.asker.change(run_of(scope, run).id, request, who)
+    await scope.probe_client.change(run_of(scope, run).id, request, who)
 
 
 @router.get(
@@ -194,7 +194,7 @@ async def attention_tile(
     """A tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` tells its rows and columns."""
     known = scope.whole(run_of(scope, run))
     place = _tile_place(scope, known, (sample, layer, head), (level, q, k))
-    found = await scope.asker.tile(known, (sample, layer, head), place, caller)
+    found = await scope.probe_client.tile(known, (sample, layer, head), place, caller)
     if isinstance(found, str):
         return _coming(found)
     data = found.tobytes()
@@ -228,7 +228,7 @@ async def attention_tiles(
     where = sample, layer, head
     pairs = (map(int, name.split(",")) for name in names)
     places = [_tile_place(scope, known, where, (level, q, k)) for q, k in pairs]
-    found = await scope.asker.tiles(known, where, places, caller)
+    found = await scope.probe_client.tiles(known, where, places, caller)
     if isinstance(found, str):
         return _coming(found)
     said = {"run": known.id, "sample": sample, "layer": layer, "head": head, "level": level}
@@ -285,7 +285,7 @@ async def values(
     if absent:
         heads = None if head is None else (head,)
         asked = ProbeSite(site=site, layers=() if layer is None else (layer,), heads=heads, rotary=turn)
-        return _coming(await scope.asker.probe(known, sample, asked, range(absent[0], absent[-1] + 1), caller))
+        return _coming(await scope.probe_client.probe(known, sample, asked, range(absent[0], absent[-1] + 1), caller))
     block = export_values.block(site, (sample, layer, head), rows, wanted)
     if form != "npy" and block.values.size > export_values.MAX_TEXT_NUMBERS:
         raise ApiError(
@@ -320,9 +320,9 @@ async def refit(
 ) -> Any:  # noqa: ANN401
     """New axes, turned onto the old ones. They come as SCOPE_PCA."""
     known = scope.whole(run_of(scope, run))
-    probe = await scope.bases.refit(known, scope.check_layers(request.layers), caller)
-    scope.asker.actions.note(who, f"asked for new axes of PCA from run {known.id}")
-    return schemas.PcaFitted(version=scope.bases.version) if probe is None else _coming(probe)
+    probe = await scope.pca.refit(known, scope.check_layers(request.layers), caller)
+    scope.probe_client.actions.note(who, f"asked for new axes of PCA from run {known.id}")
+    return schemas.PcaFitted(version=scope.pca.version) if probe is None else _coming(probe)
 
 
 @router.get("/runs/{run}/pca/variance", operation_id="getVariance", response_model=schemas.Variance, responses=COMING)
@@ -332,7 +332,7 @@ async def total_variance(
     """Total variance of the hidden states after a layer, over all tokens of the run."""
     known = scope.whole(run_of(scope, run))
     scope.check_layers([layer])
-    found = await variance_of(scope.asker, known, layer, caller)
+    found = await variance_of(scope.probe_client, known, layer, caller)
     if isinstance(found, str):
         return _coming(found)
     return schemas.Variance(layer=layer, rows=found.rows, variance=found.variance)
@@ -361,7 +361,7 @@ async def session(scope: ScopeOf, run: RunId, caller: Caller) -> Response:
     known = run_of(scope, run)
     headers = {"Content-Disposition": f'attachment; filename="{known.id}.scope"', "Cache-Control": "no-store"}
     with session_download.download_slot(scope.sessions, caller) as place:
-        pieces = session_file.RunSnapshot(scope.desk, known).frames()
+        pieces = session_file.RunSnapshot(scope.core.feed, known).frames()
         return session_download.SessionResponse(pieces, place.pop_all(), headers)
 
 
@@ -387,6 +387,6 @@ async def page(socket: WebSocket, scope: ScopeOf) -> None:
     await socket.accept(subprotocol=SUBPROTOCOL)
     with scope.pages.acquired() as granted:
         if granted:
-            await page_socket.serve(socket, scope.desk, role_of(socket).value)
+            await page_socket.serve(socket, scope.core.feed, role_of(socket).value)
         else:
             await page_socket.refuse(socket, page_socket.BUSY, too_many_pages())

@@ -1,15 +1,17 @@
-"""MegaScope in the hub, put together: desk, model, PCA."""
+"""MegaScope in the hub: its core, and the services that ask rank 0."""
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery.limits import MAX_CALLERS, MAX_PAGES, REQUESTS, ConcurrencySlots, too_fast
 from megatronapp_analyzer.scope.delivery.session_download import MAX_SESSIONS
 from megatronapp_analyzer.scope.probes.pca_service import PcaService
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.probes.scores import ScoreService
+from megatronapp_analyzer.scope.probes.token_backfill import TokenBackfill
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.run import TURNED, ScopeRun
 from megatronapp_analyzer.scope.views import export_values
 from megatronapp_analyzer.web.problems import ApiError
@@ -17,25 +19,43 @@ from megatronapp_common.scope.protocol_requests import Rotary
 from megatronapp_common.web.token_bucket import TokenBuckets
 
 
+class _ModelRequests:
+    """Follows events with requests to rank 0. The services that send them need the core, which needs its events."""
+
+    def __init__(self, service: "ScopeService") -> None:
+        self._service = service
+
+    def engine_started(self) -> None:
+        self._service.pca.give()
+        self._service.backfill.refresh_runs()
+
+    def tokens_missing(self, run: ScopeRun) -> None:
+        self._service.backfill.want(run)
+
+    def prefill_shown(self, run: ScopeRun) -> None:
+        self._service.pca.after_prefill(run)
+
+    def basis_unknown(self, run: ScopeRun) -> None:
+        self._service.pca.introduce(run)
+
+    def coordinates_shown(self, run: ScopeRun) -> None:
+        self._service.pca.complete(run)
+
+
 class ScopeService:
-    """One for each hub. `client` None: nothing generates here."""
+    """MegaScope of one hub. `client` None: no model generates here."""
 
     def __init__(self, settings: ScopeSettings, client: Rank0Client | None = None) -> None:
-        self.desk = ScopeRegistry(settings)
-        self.asker = ProbeClient(self.desk, client)
-        self.bases = PcaService(self.asker)
-        self.scores = ScoreService(self.asker)
-        self.refiller = TokenBackfill(self.asker)
-        self.desk.on_engine = self._engine_is_there
+        self.core = ScopeCore(settings, events=_ModelRequests(self))
+        self.probe_client = ProbeClient(self.core, client)
+        self.pca = PcaService(self.probe_client)
+        self.scores = ScoreService(self.probe_client)
+        self.backfill = TokenBackfill(self.probe_client)
         self.pages = ConcurrencySlots(MAX_PAGES)
         self.sessions = ConcurrencySlots(MAX_SESSIONS)
         self.requests = REQUESTS
-        """That one caller has."""
+        """Requests of one caller."""
         self._buckets = TokenBuckets(MAX_CALLERS)
-
-    def _engine_is_there(self) -> None:
-        self.bases.give()
-        self.refiller.refresh_runs()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -43,29 +63,29 @@ class ScopeService:
         try:
             yield
         finally:
-            self.desk.close()
-            await self.bases.close()
+            self.core.ingest.close()
+            await self.pca.close()
             await self.scores.close()
-            await self.refiller.close()
-            if self.asker.client is not None:
-                await self.asker.client.close()
+            await self.backfill.close()
+            if self.probe_client.client is not None:
+                await self.probe_client.client.close()
 
     def count_request(self, caller: str, turns: int = 1) -> None:
         """Of a request that costs as much as so many. Raises ApiError 429 for a caller that asks too often."""
-        short = self._buckets.consume({caller: self.requests}, self.desk.clock(), turns)
+        short = self._buckets.consume({caller: self.requests}, self.core.clock(), turns)
         if short is not None:
             raise too_fast(short.wait_s)
 
     def whole(self, run: ScopeRun) -> ScopeRun:
         """The run, of which the hub has all tokens. Raises ApiError 409 or 503 for another."""
-        self.refiller.check(run)
+        self.backfill.check(run)
         return run
 
     def rotation_of(self, site: str, rotary: Rotary) -> Rotary:
         """Which of `q` and `k` is meant: without rotary positions both are the same. Raises ApiError 422."""
         if rotary == "before" and site not in TURNED:
             raise ApiError(422, "invalid-request", f"rotary: {site} is not turned", "Leave it out; it is of q and k.")
-        model = self.desk.publishers.model
+        model = self.core.publishers.model
         return "after" if model is not None and model["positions"] != "rotary" else rotary
 
     def check_sample(self, run: ScopeRun, sample: int) -> None:
@@ -79,7 +99,7 @@ class ScopeService:
     def _check(self, run: ScopeRun, sample: int, layer: int | None, head: int | None, *, heads: str = "heads") -> None:
         if not run.has_sample(sample):
             raise ApiError(404, "outside", f"there is no prompt {sample}", f"The run has {len(run.tokens)}, from 0.")
-        model = self.desk.publishers.model
+        model = self.core.publishers.model
         if model is None:
             return
         for name, value, count in (("layer", layer, model["layers"]), ("head", head, model[heads])):
@@ -89,8 +109,8 @@ class ScopeService:
     def check_site(self, run: ScopeRun, site: str, where: tuple[int, int | None, int | None]) -> None:
         """Raises ApiError for a site that there is not, or that needs another place."""
         sample, layer, head = where
-        if site not in export_values.SITES | self.desk.publishers.sites:
-            names = ", ".join(sorted(export_values.SITES | self.desk.publishers.sites))
+        if site not in export_values.SITES | self.core.publishers.sites:
+            names = ", ".join(sorted(export_values.SITES | self.core.publishers.sites))
             raise ApiError(404, "no-such-site", f"there is no site {site!r}", f"Take one of {names}.")
         self._check(run, sample, layer, head, heads="keyHeads" if site in {"k", "v"} else "heads")
         if site not in export_values.SITES:
@@ -107,7 +127,7 @@ class ScopeService:
 
     def check_layers(self, layers: Sequence[int]) -> list[int]:
         """The layers without repetition. Raises ApiError 404 for one that there is not."""
-        model = self.desk.publishers.model
+        model = self.core.publishers.model
         if model is not None and max(layers) >= model["layers"]:
             raise ApiError(404, "outside", f"there is no layer {max(layers)}", f"The model has {model['layers']}.")
         return sorted(set(layers))

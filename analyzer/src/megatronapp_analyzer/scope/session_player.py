@@ -1,4 +1,4 @@
-"""A recorded session as if it happened now: its frames go to the desk one step after another."""
+"""A recorded session as if it happened now: its frames are published step by step."""
 
 import logging
 from collections.abc import Iterator
@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
 from megatronapp_analyzer.scope import schemas
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.run import ScopeRun, value_site
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -27,7 +28,7 @@ GARBLED = (ProtocolError, FrameError, KeyError, TypeError, ValueError, IndexErro
 
 
 def settings_of(session: RecordedSession) -> ScopeSettings:
-    """Of the desk that plays this session. Raises SessionError."""
+    """Return the settings for playing this session. Raises SessionError."""
     try:
         hello = schemas.Hello.model_validate(dict(session.frames[0].header))
     except ValidationError as error:
@@ -49,10 +50,10 @@ def _check_sizes(hello: schemas.Hello) -> None:
 
 
 class SessionPlayer:
-    """Plays into `desk`, which must be of `settings_of` the same session."""
+    """Plays into `core`, which has the settings that `settings_of` gives for the same session."""
 
-    def __init__(self, session: RecordedSession, desk: ScopeRegistry) -> None:
-        self._desk = desk
+    def __init__(self, session: RecordedSession, core: ScopeCore) -> None:
+        self._core = core
         self._values: dict[str, list[Frame]] = {}
         self._frames: list[Frame] = []
         self.rate = USUAL_RATE
@@ -64,7 +65,10 @@ class SessionPlayer:
             else:
                 self._frames.append(frame)
         hello = session.frames[0].header
-        desk.present(hello.get("model"), dict(hello["layout"]))
+        model = hello.get("model")
+        core.publishers.model = None if model is None else dict(model)
+        core.publishers.layout = dict(hello["layout"])
+        core.feed.state = "ready"
 
     def steps(self) -> Iterator[int]:
         """Play up to the next step with every turn; gives its number. Runs that were saved unfinished end stopped."""
@@ -73,9 +77,9 @@ class SessionPlayer:
             follows = self._frames[place + 1].type if place + 1 < len(self._frames) else None
             if frame.type in {FrameType.SCOPE_STEP, FrameType.SCOPE_ROWS} and follows != FrameType.SCOPE_ROWS:
                 yield int(frame.header.get("step", 0))
-        for run in self._desk.runs.values():
+        for run in self._core.runs.values():
             if not run.ended:
-                self._desk.publish(run.set_state({**run.header, "state": "cancelled"}))
+                self._core.feed.publish(run.set_state({**run.header, "state": "cancelled"}))
 
     def _play(self, frame: Frame) -> None:
         try:
@@ -88,20 +92,21 @@ class SessionPlayer:
         name = str(frame.header["run"])
         if frame.type == FrameType.SCOPE_RUN:
             self.rate = _rate(frame.header.get("tokensPerSecond")) or self.rate
-            run = self._desk.take_state(Frame(FrameType.SCOPE_RUN_STATE, frame.header))
+            run, entry, _ = self._core.runs.set_state(frame.header)
+            self._core.feed.publish(entry)
             for values in self._values.pop(name, ()):
                 keep_values(run, values)
             return
-        run = self._desk.runs[name]
+        run = self._core.runs[name]
         if frame.type == FrameType.SCOPE_STEP:
-            self._desk.publish(run.add_step(frame))
+            self._core.feed.publish(run.add_step(frame))
         elif frame.type == FrameType.SCOPE_ROWS:
-            self._desk.publish(run.add_rows(frame))
+            self._core.feed.publish(run.add_rows(frame))
         elif frame.type == FrameType.SCOPE_PCA:
-            self._desk.pca_seen = max(self._desk.pca_seen, int(frame.header["version"]))
-            self._desk.publish_frame(run, frame)
+            self._core.pca.note(int(frame.header["version"]))
+            self._core.feed.publish_frame(run, frame)
         elif frame.type in {FrameType.SCOPE_OVERVIEW, FrameType.SCOPE_GAP}:
-            self._desk.publish_frame(run, frame)
+            self._core.feed.publish_frame(run, frame)
 
 
 def _rate(value: Any) -> float | None:  # noqa: ANN401

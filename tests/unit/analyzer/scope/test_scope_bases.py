@@ -12,10 +12,10 @@ import pytest
 import scope_rank_zero
 import scope_session
 
-from megatronapp_analyzer.scope.core import ScopeSettings
 from megatronapp_analyzer.scope.probes import pca_service
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.service import ScopeService
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -39,7 +39,7 @@ def told(run: ScopeRun) -> list[Frame]:
 def run_with_states(scope: ScopeService, name: str, sample: int) -> ScopeRun:
     """A run of which hidden states are held: those of a sample of the recording."""
     state = scope_session.run_state(recording(), "done")
-    run = scope.desk.take_state(Frame(state.type, {**state.header, "run": name}))
+    run = scope.core.runs.set_state({**state.header, "run": name}).run
     found = np.ascontiguousarray(recording().sites[sample]["residual"], "<f4")
     for layer in LAYERS:
         run.values.put(("residual", 0, layer, None), range(len(found)), found[:, layer])
@@ -58,7 +58,7 @@ async def test_fits_that_meet_are_told_with_their_own_versions(monkeypatch: pyte
     monkeypatch.setattr(asyncio, "to_thread", in_turns)
     scope = ScopeService(ScopeSettings(job="tiny"))
     runs = [run_with_states(scope, f"run{sample}", sample) for sample in range(2)]
-    await asyncio.gather(*(scope.bases.refit(run, LAYERS, "me") for run in runs))
+    await asyncio.gather(*(scope.pca.refit(run, LAYERS, "me") for run in runs))
     pictures = [told(run)[-1] for run in runs]
     assert [one.header["version"] for one in pictures] == [1, 2]
     for sample, picture in enumerate(pictures):
@@ -67,7 +67,7 @@ async def test_fits_that_meet_are_told_with_their_own_versions(monkeypatch: pyte
     (second,) = unpack(pictures[1])
     states = recording().sites[1]["residual"]
     for layer in LAYERS:
-        np.testing.assert_allclose(scope.bases.bases[layer].project(states[:, layer]), second.data[:, layer], atol=1e-3)
+        np.testing.assert_allclose(scope.pca.bases[layer].project(states[:, layer]), second.data[:, layer], atol=1e-3)
 
 
 class Model:
@@ -81,10 +81,10 @@ class Model:
         self._scope = scope
         if not silent:
             self.rank.publish = self._publish
-        scope.asker.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(self._answer))
+        scope.probe_client.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(self._answer))
 
     def _publish(self, frame: Frame) -> None:
-        asyncio.get_running_loop().call_soon(self._scope.desk.take_frame, 0, 0, frame)
+        asyncio.get_running_loop().call_soon(self._scope.core.ingest.take_frame, 0, 0, frame)
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path.removeprefix("/scope/v1/")
@@ -97,12 +97,12 @@ class Model:
 
 
 def seen(scope: ScopeService, until: str) -> ScopeRun:
-    """A run that the desk has heard of, without coordinates, up to a state."""
+    """A run that the core has heard of, without coordinates, up to a state."""
     for rank, frame in scope_session.rank_frames(recording(), with_pca=False):
-        scope.desk.take_frame(0, rank, frame)
+        scope.core.ingest.take_frame(0, rank, frame)
         if frame.header.get("state") == until:
             break
-    return scope.desk.runs[RUN]
+    return scope.core.runs[RUN]
 
 
 async def turns(condition: Callable[[], bool]) -> None:
@@ -118,9 +118,9 @@ async def test_a_refit_is_another_probe_than_the_first_fit_that_is_under_way() -
     async with scope.running():
         run = seen(scope, "done")
         await turns(lambda: len(model.probes) == 1)
-        again = await scope.bases.refit(run, LAYERS, "me")
+        again = await scope.pca.refit(run, LAYERS, "me")
         assert [len(one["ids"]) for one in model.probes] == [1, 2], "all samples, not those of the first fit"
-        assert await scope.bases.refit(run, LAYERS, "you") == again
+        assert await scope.pca.refit(run, LAYERS, "you") == again
 
 
 async def test_of_first_fits_that_meet_one_makes_the_basis_and_both_runs_are_shown_in_it() -> None:
@@ -128,9 +128,9 @@ async def test_of_first_fits_that_meet_one_makes_the_basis_and_both_runs_are_sho
     runs = [run_with_states(scope, f"run{sample}", sample) for sample in range(2)]
     rows = [(0, place) for place in range(8)]
     states = {layer: recording().sites[0]["residual"][:8, layer] for layer in LAYERS}
-    await asyncio.gather(*(scope.bases._fit(run, states, rows, FIRST) for run in runs))
+    await asyncio.gather(*(scope.pca._fit(run, states, rows, FIRST) for run in runs))
     assert [[one.header["version"] for one in told(run)] for run in runs] == [[1], [1]]
-    assert scope.bases.version == 1
+    assert scope.pca.version == 1
 
 
 def shown_rows(run: ScopeRun) -> list[list[int]]:
@@ -151,10 +151,10 @@ async def test_rows_that_the_model_refuses_at_first_come_later(monkeypatch: pyte
         model.refusals = [503, 429, 429]
         await turns(lambda: shown_rows(run) == EVERY)
         assert not model.refusals
-        await turns(lambda: (RUN, 1, True) in scope.bases._completed)
+        await turns(lambda: (RUN, 1, True) in scope.pca._completed)
         asked = len(model.probes)
-        scope.bases._complete(run)
-        await turns(lambda: not scope.bases._completing)
+        scope.pca.complete(run)
+        await turns(lambda: not scope.pca._completing)
         assert len(model.probes) == asked, "what is there is not asked for again"
 
 
@@ -170,15 +170,15 @@ async def test_a_sample_that_is_refused_keeps_no_other_from_coming(
     states = {layer: recording().sites[0]["residual"][:8, layer] for layer in LAYERS}
     async with scope.running():
         model.refused_text, model.refusals = recording().prompts[0], [status] * 3
-        await scope.bases._fit(run, states, shown, FIRST)
-        assert scope.bases._completing
-        await turns(lambda: not scope.bases._completing)
+        await scope.pca._fit(run, states, shown, FIRST)
+        assert scope.pca._completing
+        await turns(lambda: not scope.pca._completing)
         second = [row for row in EVERY if row[0] == 1]
         assert shown_rows(run) == [list(row) for row in shown] + second
-        assert ((RUN, 1, True) in scope.bases._completed) != again, "what may be granted later is asked for again"
+        assert ((RUN, 1, True) in scope.pca._completed) != again, "what may be granted later is asked for again"
         model.refusals = []
-        scope.bases._complete(run)
-        await turns(lambda: not scope.bases._completing)
+        scope.pca.complete(run)
+        await turns(lambda: not scope.pca._completing)
         prompt = len(recording().prompts[0])
         came = [row for row in EVERY if row[0] == 0 and row[1] >= prompt]
         assert shown_rows(run) == [list(row) for row in shown] + came * again + second

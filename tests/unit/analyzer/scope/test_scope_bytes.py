@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import CaptureSettings
@@ -85,11 +86,11 @@ def sent(preset: str) -> Iterator[Frame]:
 
 @pytest.mark.parametrize(("preset", "limit"), [("default", 32 << 10), ("lite", 12 << 10)])
 def test_a_token_stays_within_its_bytes(preset: str, limit: int) -> None:
-    desk = ScopeRegistry(ScopeSettings(job="large"))
+    core = ScopeCore(ScopeSettings(job="large"))
     for frame in sent(preset):
-        desk.take_frame(0, 0, frame)
-    assert desk.errors == 0
-    entries = list(desk.runs[RUN].journal.after(0))
+        core.ingest.take_frame(0, 0, frame)
+    assert core.ingest.rejected.count == 0
+    entries = list(core.runs[RUN].journal.after(0))
     per_step = [
         sum(len(entry.whole or b"") for entry in entries if entry.step == step and entry.type in {42, 44})
         for step in range(1, STEPS)

@@ -9,11 +9,14 @@ import pytest
 import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.ingest.engine_liveness import PATIENCE_S
+from megatronapp_analyzer.scope.ingest.events import IgnoredEvents, ScopeEvents
 from megatronapp_analyzer.scope.parts.wire_models import SampleHeader
 from megatronapp_analyzer.scope.probes import token_backfill
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.service import ScopeService
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames
@@ -33,47 +36,53 @@ def published() -> list[Frame]:
     return [frame for _, frame in scope_session.rank_frames(recording())]
 
 
-def decoding(clock: list[float]) -> ScopeRegistry:
-    """A desk that has seen the prefill of a run."""
-    desk = ScopeRegistry(ScopeSettings(job="tiny"), clock=lambda: clock[0])
+def decoding(clock: list[float], events: ScopeEvents | None = None) -> ScopeCore:
+    """A core that has seen the prefill of a run."""
+    core = ScopeCore(ScopeSettings(job="tiny"), clock=lambda: clock[0], events=events)
     for frame in published():
-        desk.take_frame(0, 0, frame)
+        core.ingest.take_frame(0, 0, frame)
         if frame.header.get("state") == "decoding":
-            return desk
+            return core
     raise AssertionError
 
 
-def outcome(desk: ScopeRegistry) -> tuple[str, str | None]:
-    header = desk.runs[RUN].header
+def outcome(core: ScopeCore) -> tuple[str, str | None]:
+    header = core.runs[RUN].header
     return header["state"], (header["error"] or {}).get("code")
 
 
 def test_an_agent_that_comes_back_in_time_brings_its_runs_back_and_their_ends() -> None:
     clock, asked = [0.0], list[tuple[str, str | None]]()
-    desk = decoding(clock)
-    desk.on_engine = lambda: asked.append(outcome(desk))
-    desk.on_agent_lost(0, 0)
-    assert desk.state == "restarting"
+
+    class EngineStarts(IgnoredEvents):
+        def engine_started(self) -> None:
+            if RUN in core.runs:
+                asked.append(outcome(core))
+
+    core = ScopeCore(ScopeSettings(job="tiny"))
+    core = decoding(clock, EngineStarts())
+    core.ingest.on_agent_lost(0, 0)
+    assert core.feed.state == "restarting"
     clock[0] = PATIENCE_S - 1
-    desk.close_due()
-    assert outcome(desk) == ("decoding", None)
-    desk.take_frame(0, 0, published()[0])
-    assert desk.state == "ready" and asked == [("decoding", None)], "rank 0 is asked how it stands"
+    core.ingest.close_due()
+    assert outcome(core) == ("decoding", None)
+    core.ingest.take_frame(0, 0, published()[0])
+    assert core.feed.state == "ready" and asked == [("decoding", None)], "rank 0 is asked how it stands"
     done = scope_session.run_state(recording(), "done")
     for _ in range(3):
-        desk.take_frame(0, 0, done)
-    assert outcome(desk) == ("done", None)
-    states = [one.header["state"] for one in told(desk.runs[RUN]) if one.type == FrameType.SCOPE_RUN]
-    assert desk.runs[RUN].journal.newest == len(told(desk.runs[RUN])) and states[-2:] == ["decoding", "done"]
+        core.ingest.take_frame(0, 0, done)
+    assert outcome(core) == ("done", None)
+    states = [one.header["state"] for one in told(core.runs[RUN]) if one.type == FrameType.SCOPE_RUN]
+    assert core.runs[RUN].journal.newest == len(told(core.runs[RUN])) and states[-2:] == ["decoding", "done"]
 
 
 def test_ends_that_are_told_again_push_no_run_out() -> None:
-    desk = ScopeRegistry(ScopeSettings(job="tiny", runs=3), clock=lambda: 0.0)
+    core = ScopeCore(ScopeSettings(job="tiny", runs=3), clock=lambda: 0.0)
     state = scope_session.run_state(recording(), "done")
     ends = [Frame(state.type, {**state.header, "run": f"run{number}"}) for number in range(5)]
     for frame in [published()[0], *ends, published()[0], *ends]:
-        desk.take_frame(0, 0, frame)
-    assert list(desk.runs) == ["run2", "run3", "run4"] and desk.runs["run4"].journal.newest == 1
+        core.ingest.take_frame(0, 0, frame)
+    assert list(core.runs) == ["run2", "run3", "run4"] and core.runs["run4"].journal.newest == 1
 
 
 Answer = tuple[int, dict[str, Any]]
@@ -104,66 +113,66 @@ async def test_a_rank_zero_that_comes_back_is_asked_for_runs_that_go_on(
         return httpx.Response(status, json=said)
 
     scope = ScopeService(ScopeSettings(job="tiny"))
-    scope.asker.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
+    scope.probe_client.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
     async with scope.running(), asyncio.timeout(20):
         for frame in published():
-            scope.desk.take_frame(0, 0, frame)
+            scope.core.ingest.take_frame(0, 0, frame)
             if frame.header.get("state") == "decoding":
                 break
-        scope.desk.on_agent_lost(0, 0)
-        scope.desk.take_frame(0, 0, published()[0])
-        assert len(scope.refiller._looks) == 1
-        await asyncio.gather(*scope.refiller._looks.values())
-        assert outcome(scope.desk) == comes_of_it and next(answers, None) is None
+        scope.core.ingest.on_agent_lost(0, 0)
+        scope.core.ingest.take_frame(0, 0, published()[0])
+        assert len(scope.backfill._looks) == 1
+        await asyncio.gather(*scope.backfill._looks.values())
+        assert outcome(scope.core) == comes_of_it and next(answers, None) is None
 
 
 def test_an_agent_that_stays_away_loses_them_and_what_rank_zero_says_later_is_true() -> None:
     clock = [0.0]
-    desk = decoding(clock)
-    desk.on_agent_lost(0, 0)
+    core = decoding(clock)
+    core.ingest.on_agent_lost(0, 0)
     clock[0] = PATIENCE_S
-    desk.close_due()
-    assert outcome(desk) == ("failed", "engine-lost")
+    core.ingest.close_due()
+    assert outcome(core) == ("failed", "engine-lost")
     sent = published()
     for frame in [sent[0], *sent[[one.header.get("state") for one in sent].index("decoding") :]]:
-        desk.take_frame(0, 0, frame)
-    assert outcome(desk) == ("done", None) and desk.runs[RUN].whole
+        core.ingest.take_frame(0, 0, frame)
+    assert outcome(core) == ("done", None) and core.runs[RUN].whole
 
 
 @pytest.mark.parametrize("ending", ["left", "bye", "newer agent", "newer ranks"])
 def test_a_rank_zero_that_is_gone_for_good_is_not_waited_for(ending: str) -> None:
-    desk = decoding([0.0])
+    core = decoding([0.0])
     if ending == "left":
-        desk.take_frame(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 0}))
+        core.ingest.take_frame(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 0}))
     elif ending == "bye":
-        desk.on_agent_lost(0, 0, for_good=True)
+        core.ingest.on_agent_lost(0, 0, for_good=True)
     elif ending == "newer agent":
-        desk.on_attempt(1)
+        core.ingest.on_attempt(1)
     else:
-        desk.take_frame(1, 0, Frame(FrameType.SCOPE_PUBLISHER, {**published()[0].header, "attempt": 1}))
-    assert outcome(desk) == ("failed", "engine-lost")
-    states = [one.header["state"] for one in told(desk.runs[RUN]) if one.type == FrameType.SCOPE_RUN]
+        core.ingest.take_frame(1, 0, Frame(FrameType.SCOPE_PUBLISHER, {**published()[0].header, "attempt": 1}))
+    assert outcome(core) == ("failed", "engine-lost")
+    states = [one.header["state"] for one in told(core.runs[RUN]) if one.type == FrameType.SCOPE_RUN]
     assert states[-1] == "failed"
 
 
 def test_another_rank_that_leaves_takes_no_run_with_it() -> None:
-    desk = decoding([0.0])
-    desk.take_frame(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 1}))
-    assert outcome(desk) == ("decoding", None) and desk.state == "ready"
+    core = decoding([0.0])
+    core.ingest.take_frame(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 1}))
+    assert outcome(core) == ("decoding", None) and core.feed.state == "ready"
 
 
 @pytest.mark.parametrize(("ending", "code"), [("broken", "probe-incomplete"), ("bye", "engine-lost")])
 def test_probes_do_not_wait_for_ranks_that_went_away(ending: str, code: str) -> None:
-    desk = decoding([0.0])
-    desk.probes.expect("waits", "key", lambda _: None, 0.0, caller="me")
-    desk.take_frame(0, 0, Frame(FrameType.SCOPE_PART, {"rank": 0, "probe": "early", "rows": [], "tensors": []}))
-    desk.on_agent_lost(0, 0, for_good=ending == "bye")
-    failure = desk.probes.take_failure("key")
-    assert desk.probes.count("me") == 0 and failure is not None
+    core = decoding([0.0])
+    core.probes.expect("waits", "key", lambda _: None, 0.0, caller="me")
+    core.ingest.take_frame(0, 0, Frame(FrameType.SCOPE_PART, {"rank": 0, "probe": "early", "rows": [], "tensors": []}))
+    core.ingest.on_agent_lost(0, 0, for_good=ending == "bye")
+    failure = core.probes.take_failure("key")
+    assert core.probes.count("me") == 0 and failure is not None
     assert (failure.status, failure.code) == (503, code)
-    desk.probes.expect("early", "other", lambda _: None, 0.0)
-    desk.probes.settle([], 0.0)
-    assert desk.probes.take_failure("other") is not None and len(desk.probes) == 0
+    core.probes.expect("early", "other", lambda _: None, 0.0)
+    core.probes.settle([], 0.0)
+    assert core.probes.take_failure("other") is not None and len(core.probes) == 0
 
 
 @pytest.mark.asyncio
@@ -172,15 +181,15 @@ async def test_a_probe_that_was_being_asked_for_when_ranks_went_away_is_refused(
     wanted = ProbeRequest(ids=((1,),), sites=(ProbeSite(site="logits", layers=()),))
 
     def of_rank_zero(request: httpx.Request) -> httpx.Response:
-        scope.desk.on_agent_lost(0, 0)
+        scope.core.ingest.on_agent_lost(0, 0)
         return httpx.Response(200, json={"probe": "told to nobody"})
 
-    scope.asker.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
+    scope.probe_client.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
     async with scope.running():
-        scope.desk.take_frame(0, 0, published()[0])
+        scope.core.ingest.take_frame(0, 0, published()[0])
         with pytest.raises(ApiError, match="went away") as refused:
-            await scope.asker.request("key", wanted, lambda _: None, "me")
-        assert refused.value.status == 503 and len(scope.desk.probes) == 0
+            await scope.probe_client.request("key", wanted, lambda _: None, "me")
+        assert refused.value.status == 503 and len(scope.core.probes) == 0
 
 
 def told(run: ScopeRun) -> list[Frame]:
@@ -189,13 +198,17 @@ def told(run: ScopeRun) -> list[Frame]:
 
 def test_tokens_that_rank_zero_counts_and_nobody_brought_are_a_hole() -> None:
     holes: list[str] = []
-    desk = decoding([0.0])
-    desk.on_hole = lambda run: holes.append(run.id)
+
+    class MissingTokens(IgnoredEvents):
+        def tokens_missing(self, run: ScopeRun) -> None:
+            holes.append(run.id)
+
+    core = decoding([0.0], MissingTokens())
     done = scope_session.run_state(recording(), "done")
-    desk.take_frame(0, 0, Frame(done.type, {**done.header, "steps": 1}))
-    assert not holes and desk.runs[RUN].whole
-    desk.take_frame(0, 0, Frame(done.type, {**done.header, "steps": 3}))
-    assert holes == [RUN] and not desk.runs[RUN].whole
+    core.ingest.take_frame(0, 0, Frame(done.type, {**done.header, "steps": 1}))
+    assert not holes and core.runs[RUN].whole
+    core.ingest.take_frame(0, 0, Frame(done.type, {**done.header, "steps": 3}))
+    assert holes == [RUN] and not core.runs[RUN].whole
 
 
 def test_what_is_filled_in_must_be_of_the_run() -> None:

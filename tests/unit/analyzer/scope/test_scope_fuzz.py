@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
 from megatronapp_analyzer.scope.parts.merge import ShardTensor, shard_tensors_of
 from megatronapp_analyzer.scope.session_player import SessionPlayer, settings_of
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.views.encode import tables_of
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
@@ -38,25 +39,25 @@ def published() -> list[Frame]:
 @functools.cache
 def recorded() -> bytes:
     run = scope_session.record(tokens=2)
-    desk = scope_session.desk_of(run)
-    desk.runs[scope_session.RUN].values.close()
-    return session_file.dump(desk, scope_session.RUN)
+    core = scope_session.core_of(run)
+    core.runs[scope_session.RUN].values.close()
+    return session_file.dump(core.feed, scope_session.RUN)
 
 
 @FUZZ
 @given(data=st.data())
 def test_a_desk_outlives_whatever_a_rank_says(data: st.DataObject) -> None:
-    desk = ScopeRegistry(ScopeSettings(job="fuzz"), clock=iter(range(1_000_000)).__next__)
+    core = ScopeCore(ScopeSettings(job="fuzz"), clock=iter(range(1_000_000)).__next__)
     for frame in published():
         header = dict(frame.header)
         if data.draw(st.integers(0, 3)) == 0:
             name = data.draw(st.sampled_from(sorted(header)))
             header[name] = data.draw(JUNK)
-        desk.take_frame(0, 0, Frame(frame.type, header, frame.body))
-    desk.take_frame(
+        core.ingest.take_frame(0, 0, Frame(frame.type, header, frame.body))
+    core.ingest.take_frame(
         0, 0, Frame(data.draw(st.sampled_from(RANKS)), data.draw(st.dictionaries(st.text(), JUNK, max_size=5)))
     )
-    assert len(desk.runs) <= desk.settings.runs
+    assert len(core.runs) <= core.settings.runs
 
 
 MERGES = st.fixed_dictionaries(
@@ -111,7 +112,7 @@ def test_a_session_plays_or_says_what_is_wrong(changes: list[tuple[float, int]],
     if not session.frames or session.frames[0].type != FrameType.SCOPE_HELLO:
         return
     try:
-        player = SessionPlayer(session, ScopeRegistry(settings_of(session)))
+        player = SessionPlayer(session, ScopeCore(settings_of(session)))
     except SessionError as error:
         assert "SCOPE_HELLO" in str(error)
     else:
@@ -122,13 +123,13 @@ def test_a_run_that_was_going_when_it_was_saved_ends_with_its_last_frame() -> No
     whole = session_file.parse(recorded())
     saved = [frame for frame in whole.frames if frame.header.get("state") != "done"]
     assert len(saved) == len(whole.frames) - 1
-    desk = ScopeRegistry(settings_of(whole))
+    core = ScopeCore(settings_of(whole))
     states = [
-        next(iter(desk.runs.values())).header["state"]
-        for _ in SessionPlayer(RecordedSession(saved, None), desk).steps()
+        next(iter(core.runs.values())).header["state"]
+        for _ in SessionPlayer(RecordedSession(saved, None), core).steps()
     ]
     assert not {"done", "cancelled"} & {*states}
-    (run,) = desk.runs.values()
+    (run,) = core.runs.values()
     assert (run.header["state"], run.ended, run.grows()) == ("cancelled", True, False)
 
 

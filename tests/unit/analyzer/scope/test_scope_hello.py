@@ -7,12 +7,13 @@ import pytest
 import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.page_socket import Viewer
 from megatronapp_analyzer.scope.delivery.session_file import RecordedSession
+from megatronapp_analyzer.scope.delivery.viewer_feed import Viewer
 from megatronapp_analyzer.scope.schemas import Hello
 from megatronapp_analyzer.scope.session_player import SessionPlayer, settings_of
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.publishers import parse_publisher
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -27,8 +28,8 @@ def publisher(rank: int) -> Frame:
     return dataclasses.replace(frame, header={**frame.header, "layers": UNEVEN[rank]})
 
 
-def new_desk() -> ScopeRegistry:
-    return ScopeRegistry(ScopeSettings(job="tiny"), clock=lambda: 0.0)
+def new_core() -> ScopeCore:
+    return ScopeCore(ScopeSettings(job="tiny"), clock=lambda: 0.0)
 
 
 def states(page: Viewer) -> list[dict[str, Any]]:
@@ -40,19 +41,19 @@ def states(page: Viewer) -> list[dict[str, Any]]:
 
 
 def test_every_life_of_a_hub_has_its_own_boot() -> None:
-    one, two = new_desk(), new_desk()
-    assert one.hello("viewer")["boot"] == one.hello("controller")["boot"] != two.hello("viewer")["boot"]
+    one, two = new_core(), new_core()
+    assert one.feed.hello("viewer")["boot"] == one.feed.hello("controller")["boot"] != two.feed.hello("viewer")["boot"]
 
 
 def test_layers_of_ranks_are_those_that_they_said_and_pages_that_came_before_hear_of_them() -> None:
-    desk = new_desk()
+    core = new_core()
     for rank in (0, 1, 3):
-        desk.take_frame(0, rank, publisher(rank))
-    assert Hello.model_validate(desk.hello("viewer")).layout.ranks is None, "rank 2 has not begun"
-    page = desk.subscribe()
-    desk.take_frame(0, 2, publisher(2))
-    desk.take_frame(0, 2, publisher(2))
-    layout = Hello.model_validate(desk.hello("viewer")).layout
+        core.ingest.take_frame(0, rank, publisher(rank))
+    assert Hello.model_validate(core.feed.hello("viewer")).layout.ranks is None, "rank 2 has not begun"
+    page = core.feed.subscribe()
+    core.ingest.take_frame(0, 2, publisher(2))
+    core.ingest.take_frame(0, 2, publisher(2))
+    layout = Hello.model_validate(core.feed.hello("viewer")).layout
     assert layout.ranks is not None
     assert [(one.rank, one.stage, one.tensor) for one in layout.ranks] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert [list(one.layers) for one in layout.ranks] == [UNEVEN[rank] for rank in range(4)]
@@ -62,14 +63,14 @@ def test_layers_of_ranks_are_those_that_they_said_and_pages_that_came_before_hea
 
 
 def test_pages_have_the_layers_of_ranks_again_once_all_that_went_away_are_back() -> None:
-    desk = new_desk()
+    core = new_core()
     for rank in range(4):
-        desk.take_frame(0, rank, publisher(rank))
-    page = desk.subscribe()
+        core.ingest.take_frame(0, rank, publisher(rank))
+    page = core.feed.subscribe()
     for rank in (2, 3):
-        desk.on_agent_lost(0, rank)
+        core.ingest.on_agent_lost(0, rank)
     for rank in (3, 2):
-        desk.take_frame(0, rank, publisher(rank))
+        core.ingest.take_frame(0, rank, publisher(rank))
     said = states(page)
     assert [(one["state"], "ranks" in one["layout"]) for one in said] == [
         ("restarting", False),
@@ -80,12 +81,12 @@ def test_pages_have_the_layers_of_ranks_again_once_all_that_went_away_are_back()
 
 
 def test_pages_hear_nothing_of_a_model_before_its_rank_0_is_there() -> None:
-    desk = new_desk()
-    page = desk.subscribe()
-    desk.take_frame(0, 1, publisher(1))
-    hello = Hello.model_validate(desk.hello("viewer"))
+    core = new_core()
+    page = core.feed.subscribe()
+    core.ingest.take_frame(0, 1, publisher(1))
+    hello = Hello.model_validate(core.feed.hello("viewer"))
     assert (states(page), hello.state, hello.layout.ranks) == ([], "gone", None)
-    desk.take_frame(0, 0, publisher(0))
+    core.ingest.take_frame(0, 0, publisher(0))
     (said,) = states(page)
     assert (said["state"], said["layout"]) == ("ready", {"tensor": 2, "pipeline": 2})
 
@@ -107,9 +108,9 @@ def test_recordings_of_older_hubs_play_and_newer_ones_keep_their_ranks() -> None
     older = {name: value for name, value in hello.items() if name != "boot"} | {"layout": {"tensor": 1, "pipeline": 1}}
     for header, ranks in ((hello, hello["layout"]["ranks"]), (older, None)):
         session = RecordedSession([Frame(FrameType.SCOPE_HELLO, header), *newer.frames[1:]], None)
-        desk = ScopeRegistry(settings_of(session))
-        player = SessionPlayer(session, desk)
+        core = ScopeCore(settings_of(session))
+        player = SessionPlayer(session, core)
         assert len(list(player.steps())) == 2 and player.left_out == 0
-        said = desk.hello("viewer")
+        said = core.feed.hello("viewer")
         assert Hello.model_validate(said).layout.tensor == 1 and said["layout"].get("ranks") == ranks
-        assert said["boot"] == desk.boot
+        assert said["boot"] == core.feed.boot

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.delivery.page_queue import PageQueue
 from megatronapp_analyzer.scope.parts import probe_tracker
 from megatronapp_analyzer.scope.parts.merge import ShardTensor
 from megatronapp_analyzer.scope.parts.part_tracker import PartHeader, PartTracker, part_of
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.frame_log import FrameLog, LogEntry
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
 from megatronapp_analyzer.web.problems import ApiError
@@ -117,17 +118,17 @@ def test_one_run_at_a_time_is_sent_again() -> None:
 def test_a_session_that_is_being_read_does_not_change() -> None:
     run = scope_session.record(tokens=3)
     sent = list(scope_session.rank_frames(run))
-    desk = ScopeRegistry(ScopeSettings(job="tiny"), clock=lambda: 0.0)
+    core = ScopeCore(ScopeSettings(job="tiny"), clock=lambda: 0.0)
     for rank, frame in sent[: len(sent) // 2]:
-        desk.take_frame(0, rank, frame)
-    scope_session.put_values(desk, 0, run.sites[0])
-    known = desk.runs[scope_session.RUN]
-    before = session_file.dump(desk, known.id)
-    reading = session_file.RunSnapshot(desk, known).frames()
+        core.ingest.take_frame(0, rank, frame)
+    scope_session.put_values(core, 0, run.sites[0])
+    known = core.runs[scope_session.RUN]
+    before = session_file.dump(core.feed, known.id)
+    reading = session_file.RunSnapshot(core.feed, known).frames()
     got = [next(reading)]
     for rank, frame in sent[len(sent) // 2 :]:
-        desk.take_frame(0, rank, frame)
-    scope_session.put_values(desk, 1, run.sites[1])
-    desk.ring.limit_bytes = 1
+        core.ingest.take_frame(0, rank, frame)
+    scope_session.put_values(core, 1, run.sites[1])
+    core.runs.budget.limit_bytes = 1
     known.values.put(("mlp2", 0, 0, None), [0], run.sites[0]["mlp2"][:1, 0])
     assert b"".join([*got, *reading]) == before

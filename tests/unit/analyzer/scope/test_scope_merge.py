@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
+from megatronapp_analyzer.scope.ingest.events import IgnoredEvents
 from megatronapp_analyzer.scope.parts import shard_merge as merging
 from megatronapp_analyzer.scope.parts.merge import merge, merge_all, rows_of, shard_tensors_of
 from megatronapp_analyzer.scope.parts.part_tracker import PartHeader
 from megatronapp_analyzer.scope.parts.step_assembler import TOKENS_WAIT_S, WAIT_S, ScopeStepAssembler
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_common import frames
 from megatronapp_common.filters.shard_plan import ReductionPlan
@@ -31,8 +33,8 @@ def recording() -> scope_session.Recording:
     return scope_session.record(tokens=3)
 
 
-def shown(desk: ScopeRegistry) -> list[bytes]:
-    run = desk.runs[scope_session.RUN]
+def shown(core: ScopeCore) -> list[bytes]:
+    run = core.runs[scope_session.RUN]
     return [entry.whole for entry in run.journal.after(0) if entry.whole and entry.type != FrameType.SCOPE_RUN]
 
 
@@ -46,17 +48,17 @@ def reference() -> list[tuple[int, dict[str, Any], bytes]]:
     return [unnumbered(one) for one in shown(fed(published()))]
 
 
-def introduce(run: ScopeRun) -> None:
-    run.pca_version = scope_session.VERSION
+class Introduced(IgnoredEvents):
+    def basis_unknown(self, run: ScopeRun) -> None:
+        run.pca_version = scope_session.VERSION
 
 
-def fed(frames_: list[tuple[int, Frame]], clock: Any = lambda: 0.0) -> ScopeRegistry:
-    desk = ScopeRegistry(ScopeSettings(job="tiny"), clock=clock)
-    desk.pca_version = scope_session.VERSION
-    desk.on_basis = introduce
+def fed(frames_: list[tuple[int, Frame]], clock: Any = lambda: 0.0) -> ScopeCore:
+    core = ScopeCore(ScopeSettings(job="tiny"), clock=clock, events=Introduced())
+    core.pca.newest = scope_session.VERSION
     for rank, frame in frames_:
-        desk.take_frame(0, rank, frame)
-    return desk
+        core.ingest.take_frame(0, rank, frame)
+    return core
 
 
 @settings(max_examples=12, deadline=None)
@@ -71,9 +73,9 @@ def test_any_layout_and_any_order_of_ranks_give_the_same_frames(
     rest = [one for one in sent if one[1].type not in first]
     order = data.draw(st.permutations([rank for rank, _ in rest]))
     queues = {rank: iter([one for one in rest if one[0] == rank]) for rank in set(order)}
-    desk = fed(ready + [next(queues[rank]) for rank in order])
-    assert desk.errors == 0
-    assert [unnumbered(one) for one in shown(desk)] == reference()
+    core = fed(ready + [next(queues[rank]) for rank in order])
+    assert core.ingest.rejected.count == 0
+    assert [unnumbered(one) for one in shown(core)] == reference()
 
 
 def unnumbered(data: bytes) -> tuple[int, dict[str, Any], bytes]:
@@ -109,11 +111,11 @@ def test_a_step_is_closed_without_late_ranks_and_says_who_they_are() -> None:
     sent = list(scope_session.rank_frames(recording(), pp=2))
     late = [one for one in sent if one[0] == 1 and one[1].type == FrameType.SCOPE_PART]
     kept = [one for one in sent if one[0] != 1 or one[1].type != FrameType.SCOPE_PART]
-    desk = fed(kept, clock=lambda: now[0])
-    run = desk.runs[scope_session.RUN]
+    core = fed(kept, clock=lambda: now[0])
+    run = core.runs[scope_session.RUN]
     assert not any(entry.type == FrameType.SCOPE_STEP for entry in run.journal.after(0))
     now[0] = WAIT_S
-    desk.close_due()
+    core.ingest.close_due()
     told = [frames.decode(entry.whole or b"") for entry in run.journal.after(0)]
     gaps = [frame.header for frame in told if frame.type == FrameType.SCOPE_GAP]
     assert [(gap["what"], gap["ranks"], gap["reason"], gap["from"]) for gap in gaps] == [
@@ -124,7 +126,7 @@ def test_a_step_is_closed_without_late_ranks_and_says_who_they_are() -> None:
     assert np.isfinite(norms[:, :2]).all() and np.isnan(norms[:, 2:]).all()
     before = len(run.journal)
     for rank, frame in late:
-        desk.take_frame(0, rank, frame)
+        core.ingest.take_frame(0, rank, frame)
     assert len(run.journal) == before
 
 
@@ -203,11 +205,11 @@ def test_a_run_that_is_cancelled_in_its_prefill_ends_with_a_gap() -> None:
     now = [0.0]
     parts = [one for one in published() if one[1].type != FrameType.SCOPE_TOKENS]
     until = next(place for place, (_, frame) in enumerate(parts) if frame.header.get("state") == "decoding")
-    desk = fed(parts[:until], clock=lambda: now[0])
-    desk.take_frame(0, 0, scope_session.run_state(recording(), "cancelled"))
-    run = desk.runs[scope_session.RUN]
+    core = fed(parts[:until], clock=lambda: now[0])
+    core.ingest.take_frame(0, 0, scope_session.run_state(recording(), "cancelled"))
+    run = core.runs[scope_session.RUN]
     now[0] = WAIT_S
-    desk.close_due()
+    core.ingest.close_due()
     assert [(gap["what"], gap["from"], gap["reason"]) for gap in gaps(run)] == [("step", 0, "late")]
     assert run.header["state"] == "cancelled" and run.whole
 
@@ -226,10 +228,10 @@ def test_what_a_rank_dropped_is_told_and_what_is_missing_between_is_noticed() ->
         elif at != (0, 1):
             sent.append((rank, frame))
     now = [0.0]
-    desk = fed(sent, clock=lambda: now[0])
+    core = fed(sent, clock=lambda: now[0])
     now[0] = WAIT_S
-    desk.close_due()
-    told = [(gap["from"], gap["ranks"], gap["reason"]) for gap in gaps(desk.runs[scope_session.RUN])]
+    core.ingest.close_due()
+    told = [(gap["from"], gap["ranks"], gap["reason"]) for gap in gaps(core.runs[scope_session.RUN])]
     assert told == [(0, [0], "late"), (1, [0], "slow")]
 
 

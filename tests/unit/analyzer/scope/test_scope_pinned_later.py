@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import scope_session
 
-from megatronapp_analyzer.scope.core import ScopeRegistry
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.session_player import SessionPlayer, settings_of
 from megatronapp_common import frames
@@ -15,13 +15,13 @@ RUN = scope_session.RUN
 Rows = dict[tuple[int, int, int], dict[int, bytes]]
 
 
-def played(data: bytes) -> ScopeRegistry:
+def played(data: bytes) -> ScopeCore:
     session = session_file.parse(data)
     assert session.broken is None
-    desk = ScopeRegistry(settings_of(session))
-    for _ in SessionPlayer(session, desk).steps():
+    core = ScopeCore(settings_of(session))
+    for _ in SessionPlayer(session, core).steps():
         pass
-    return desk
+    return core
 
 
 def without_values() -> bytes:
@@ -30,14 +30,14 @@ def without_values() -> bytes:
     return b"".join(frames.encode(frame) for frame in found if frame.type != FrameType.SCOPE_VALUES)
 
 
-def rows_of(desk: ScopeRegistry) -> Rows:
-    attention = desk.runs[RUN].attention
+def rows_of(core: ScopeCore) -> Rows:
+    attention = core.runs[RUN].attention
     return {key: {place: row.tobytes() for place, row in attention.get(key).items()} for key in attention.stored_keys()}
 
 
 def test_rows_from_before_a_head_was_pinned_are_in_the_session() -> None:
-    desk = played(without_values())
-    run, known = desk.runs[RUN], rows_of(desk)
+    core = played(without_values())
+    run, known = core.runs[RUN], rows_of(core)
     key = next(key for key in itertools.product((0,), range(2), range(4)) if key not in known)
     first, end = len(run.prompt_ids(0)), run.length(0)
     assert first + 1 < end
@@ -46,12 +46,12 @@ def test_rows_from_before_a_head_was_pinned_are_in_the_session() -> None:
     pinned = [{"layer": key[1], "head": key[2]}]
     run.set_state(run.header | {"capture": run.header["capture"] | {"pinned": pinned}})
     wanted = {place: bytes(range(place + 1)) for place in range(first, end)}
-    assert rows_of(desk)[key] == wanted
-    assert rows_of(played(session_file.dump(desk, RUN)))[key] == wanted
+    assert rows_of(core)[key] == wanted
+    assert rows_of(played(session_file.dump(core.feed, RUN)))[key] == wanted
 
 
 def test_rows_that_stand_in_a_frame_are_not_told_twice() -> None:
-    desk = played(without_values())
-    assert rows_of(desk)
-    again = session_file.parse(session_file.dump(desk, RUN))
+    core = played(without_values())
+    assert rows_of(core)
+    again = session_file.parse(session_file.dump(core.feed, RUN))
     assert FrameType.SCOPE_VALUES not in {frame.type for frame in again.frames}

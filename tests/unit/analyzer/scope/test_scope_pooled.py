@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.scope.store.tile_pooling import MAX_CHUNKS, PIECE_SHARE, TilePool
@@ -37,16 +39,16 @@ class LongRank:
     """Rank 0 of a model that has read a long text: each probe's rows come at once."""
 
     def __init__(self) -> None:
-        self.desk = ScopeRegistry(ScopeSettings(job="tiny", ring_bytes=RING_BYTES), clock=lambda: 0.0)
+        self.core = ScopeCore(ScopeSettings(job="tiny", ring_bytes=RING_BYTES), clock=lambda: 0.0)
         client = Rank0Client("http://rank", "token", transport=httpx.MockTransport(self.answer))
-        self.asker = ProbeClient(self.desk, client)
+        self.asker = ProbeClient(self.core, client)
         self.codes = codes()
         self.asked: list[range] = []
         header = {**scope_session.run_state(RECORDING, "done").header}
         header["prompts"] = [{"text": "", "ids": [1] * LENGTH, "offsets": []}]
-        self.desk.take_frame(0, 0, scope_session.publisher(RECORDING.shape, 0, 1, 1))
-        self.desk.take_frame(0, 0, Frame(FrameType.SCOPE_RUN_STATE, header))
-        self.run = self.desk.runs[scope_session.RUN]
+        self.core.ingest.take_frame(0, 0, scope_session.publisher(RECORDING.shape, 0, 1, 1))
+        self.core.ingest.take_frame(0, 0, Frame(FrameType.SCOPE_RUN_STATE, header))
+        self.run = self.core.runs[scope_session.RUN]
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         asked = ProbeRequest.model_validate(json.loads(request.content))
@@ -59,7 +61,7 @@ class LongRank:
         data = rows[:, None, None, :end] if site.code == "u8s" else np.zeros((end - first, 1, 1, 8), "<f4")
         tensor = Tensor(site.site, site.code, np.ascontiguousarray(data), None, said)
         header = {"rank": 0, "probe": name, "step": 0, "rows": [[0, first, end - first]], "timeUs": 0, "part": 0}
-        self.desk.take_frame(0, 0, build_frame(FrameType.SCOPE_PART, header, [tensor]))
+        self.core.ingest.take_frame(0, 0, build_frame(FrameType.SCOPE_PART, header, [tensor]))
         return httpx.Response(200, json={"probe": name})
 
     async def tile(self, level: int, q: int, k: int) -> NDArray[np.uint8]:
@@ -84,7 +86,7 @@ async def test_a_tile_of_more_rows_than_the_hub_keeps_comes_in_pieces() -> None:
         assert len(asked) <= MAX_CHUNKS and len({one.start for one in asked}) == len(asked), "no row comes twice"
         assert all(len(one) * LENGTH <= RING_BYTES // PIECE_SHARE for one in asked)
     assert not asked, "what was made is kept"
-    assert rank.desk.ring.used_bytes <= RING_BYTES
+    assert rank.core.runs.budget.used_bytes <= RING_BYTES
 
 
 @pytest.mark.asyncio
@@ -104,7 +106,7 @@ async def test_a_tile_that_would_be_read_for_too_long_is_refused_with_what_fits(
 @pytest.mark.asyncio
 async def test_exact_numbers_that_find_no_room_are_refused_and_not_asked_for_again() -> None:
     rank = LongRank()
-    rank.desk.ring.limit_bytes = 4 * 8 * LENGTH - 1
+    rank.core.runs.budget.limit_bytes = 4 * 8 * LENGTH - 1
     site = ProbeSite(site="q", layers=(1,), heads=(2,))
     await rank.asker.probe(rank.run, 0, site, range(LENGTH), "me")
     with pytest.raises(ApiError, match="for which the hub has no room") as told:
@@ -146,7 +148,7 @@ async def test_tiles_of_a_text_that_grows_with_every_question_come(
     rank, length, waited = LongRank(), LENGTH // 2, 0
     rank.run.header["state"] = "decoding"
     monkeypatch.setattr(ScopeRun, "length", lambda *_: length)
-    rank.run.pooled = TilePool(rank.desk.ring, grows=lambda _: length < LENGTH)
+    rank.run.pooled = TilePool(rank.core.runs.budget, grows=lambda _: length < LENGTH)
     whole = dict(enumerate(rank.codes))
     span = TILE << level
     for _ in range(6):
@@ -171,7 +173,7 @@ async def test_who_asks_for_the_same_while_a_text_grows_waits_for_one_probe(monk
     rank, length = LongRank(), 0
     rank.run.header["state"] = "decoding"
     monkeypatch.setattr(ScopeRun, "length", lambda *_: length)
-    monkeypatch.setattr(rank.desk, "take_frame", lambda *_: None)  # its rows are still on their way
+    monkeypatch.setattr(rank.core.ingest, "take_frame", lambda *_: None)  # its rows are still on their way
     for length in range(1030, 1100):
         for level, q in ((0, 4), (2, 1)):
             place = TileRef(level=level, q=q, k=0, length=length)

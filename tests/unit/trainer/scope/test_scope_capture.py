@@ -10,10 +10,11 @@ import pytest
 from capturing_ranks import BASIS_LAYERS, CAPTURE, LENGTHS, NEW, PROBED, RUN, basis_frame, capture, pooled, reference
 from generating_ranks import LAYOUTS, MORE_VARIANTS, VARIANTS
 
-from megatronapp_analyzer.scope.core import ScopeRegistry, ScopeSettings
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_analyzer.scope.parts.merge import ShardTensor, rows_of, shard_tensors_of
 from megatronapp_analyzer.scope.parts.merge import merge as merged
+from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.views.encode import attention_rows
 from megatronapp_common.frames import Frame, FrameType, decode, split
 from megatronapp_common.scope.protocol import TEMPERATURES, unpack
@@ -244,15 +245,15 @@ def test_tokens_tell_their_distributions(seen: Seen) -> None:
 
 @every
 def test_a_hub_makes_whole_steps_of_it(seen: Seen) -> None:
-    """The real desk, fed rank by rank: no gaps, no errors, an overview of each prompt."""
-    desk = ScopeRegistry(ScopeSettings(job="tiny"), clock=lambda: 0.0)
+    """The real core, fed rank by rank: no gaps, no errors, an overview of each prompt."""
+    core = ScopeCore(ScopeSettings(job="tiny"), clock=lambda: 0.0)
     for worker, hello in enumerate(seen.hellos):
-        desk.take_frame(0, worker, hello)
-    desk.take_frame(0, 0, run_state())
+        core.ingest.take_frame(0, worker, hello)
+    core.ingest.take_frame(0, 0, run_state())
     for _, frame in seen.frames:
-        desk.take_frame(0, 0, frame)
-    assert desk.errors == 0
-    frames = list(split(session_file.dump(desk, RUN)))
+        core.ingest.take_frame(0, 0, frame)
+    assert core.ingest.rejected.count == 0
+    frames = list(split(session_file.dump(core.feed, RUN)))
     kinds = [frame.type for frame in frames]
     assert FrameType.SCOPE_GAP not in kinds
     assert [one.header["step"] for one in frames if one.type == FrameType.SCOPE_STEP] == list(range(NEW))

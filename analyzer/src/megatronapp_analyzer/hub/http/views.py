@@ -35,7 +35,7 @@ def phase(hub: HubReader) -> str:
         return hub.ended.phase
     states = hub.ranks.states()
     if not states:
-        return SERVED.get(hub.scope.desk.state, "Pending")
+        return SERVED.get(hub.scope.core.feed.state, "Pending")
     if all(state == RankState.ENDED for state in states.values()):
         done = hub.ranks.progress is not None and hub.ranks.progress.state == "done"
         return "Succeeded" if done else "Ended"
@@ -158,7 +158,9 @@ def summary(hub: HubReader) -> schemas.Summary:
             for link in hub.links.values()
             if link.shared_memory is not None and link.shared_memory.full
         ],
-        actions=[schemas.Action.model_validate(dataclasses.asdict(one)) for one in hub.scope.asker.actions.all()],
+        actions=[
+            schemas.Action.model_validate(dataclasses.asdict(one)) for one in hub.scope.probe_client.actions.all()
+        ],
     )
 
 

@@ -6,19 +6,15 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.delivery.page_queue import PageQueue
-from megatronapp_analyzer.scope.store.frame_log import LogEntry
+from megatronapp_analyzer.scope.delivery.viewer_feed import Viewer, ViewerFeed
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_COMMAND_BYTES
-
-if TYPE_CHECKING:
-    from megatronapp_analyzer.scope.core import ScopeRegistry
 
 LOG = logging.getLogger(__name__)
 TOO_SLOW = 4008
@@ -31,22 +27,6 @@ MAX_RESUMES = 10
 MAX_RATE = 200
 """Messages of a page in a second; an honest one sends one for every frame it paints."""
 GOODBYE_S = 1.0
-
-
-class Viewer:
-    """One page: its outbox, and what wakes its sender."""
-
-    def __init__(self) -> None:
-        self.outbox = PageQueue()
-        self.wake = asyncio.Event()
-        self.overrun = asyncio.Event()
-
-    def push(self, entry: LogEntry) -> None:
-        """Queue a frame; never waits."""
-        self.outbox.push(entry)
-        self.wake.set()
-        if self.outbox.overrun:
-            self.overrun.set()
 
 
 class MessageRateLimit:
@@ -67,16 +47,16 @@ class MessageRateLimit:
         return self._count <= self._limit
 
 
-async def serve(socket: WebSocket, desk: "ScopeRegistry", role: str) -> None:
+async def serve(socket: WebSocket, feed: ViewerFeed, role: str) -> None:
     """Talk to one page until it goes, breaks the rules, or does not read at all."""
-    viewer = desk.subscribe()
-    works = [_send_all(socket, viewer, desk.hello_frame(role)), _listen(socket, viewer, desk), viewer.overrun.wait()]
+    viewer = feed.subscribe()
+    works = [_send_all(socket, viewer, feed.hello_frame(role)), _listen(socket, viewer, feed), viewer.overrun.wait()]
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         problem = next((task.exception() for task in tasks if task.done()), None)
     finally:
-        desk.unsubscribe(viewer)
+        feed.unsubscribe(viewer)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -107,7 +87,7 @@ async def _send_all(socket: WebSocket, viewer: Viewer, hello: bytes) -> None:
         await viewer.wake.wait()
 
 
-async def _listen(socket: WebSocket, viewer: Viewer, desk: "ScopeRegistry") -> None:
+async def _listen(socket: WebSocket, viewer: Viewer, feed: ViewerFeed) -> None:
     rate, resumes = MessageRateLimit(MAX_RATE), MessageRateLimit(MAX_RESUMES)
     while True:
         message = await socket.receive()
@@ -118,7 +98,7 @@ async def _listen(socket: WebSocket, viewer: Viewer, desk: "ScopeRegistry") -> N
         command = parse_command(message.get("text"))
         if command["type"] == "resume" and not resumes.allows():
             raise ProtocolError("too-many", f"more than {MAX_RESUMES} resumes in a second", "Follow one run at a time.")
-        _run_command(command, viewer, desk)
+        _run_command(command, viewer, feed)
 
 
 def parse_command(text: str | None) -> dict[str, Any]:
@@ -134,13 +114,13 @@ def parse_command(text: str | None) -> dict[str, Any]:
     return command
 
 
-def _run_command(command: dict[str, Any], viewer: Viewer, desk: "ScopeRegistry") -> None:
+def _run_command(command: dict[str, Any], viewer: Viewer, feed: ViewerFeed) -> None:
     """Raises ProtocolError, for another type, too."""
     if command["type"] == "credit":
         viewer.outbox.grant(_count(command, "bytes"))
         viewer.wake.set()
     elif command["type"] == "resume":
-        desk.resume(viewer, str(command.get("run")), _count(command, "seq"))
+        feed.resume(viewer, str(command.get("run")), _count(command, "seq"))
     else:
         what = f"there is no message of type {command['type'][:40]!r}"
         raise ProtocolError("bad-message", what, "Send credit or resume (docs/scope-protocol.md, 7).")

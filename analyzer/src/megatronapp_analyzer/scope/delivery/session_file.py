@@ -7,20 +7,18 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatronapp_analyzer.errors import SessionError
+from megatronapp_analyzer.scope.delivery.viewer_feed import ViewerFeed
 from megatronapp_analyzer.scope.store.run import ScopeRun, ValueKey, site_of
 from megatronapp_analyzer.scope.store.tile_pooling import HeadKey
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import PREFIX, Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame
-
-if TYPE_CHECKING:
-    from megatronapp_analyzer.scope.core import ScopeRegistry
 
 ATTENTION_ROWS = 256
 """In one frame."""
@@ -40,17 +38,17 @@ class RecordedSession:
     broken: str | None
 
 
-def dump(desk: "ScopeRegistry", run: str) -> bytes:
-    """The session of a run that the desk has."""
-    return b"".join(RunSnapshot(desk, desk.runs[run]).frames())
+def dump(feed: ViewerFeed, run: str) -> bytes:
+    """Return the session of a run."""
+    return b"".join(RunSnapshot(feed, feed.runs[run]).frames())
 
 
 class RunSnapshot:
     """What a run is at this moment. It is taken in the event loop; `pieces` may be made anywhere, while it goes on."""
 
-    def __init__(self, desk: "ScopeRegistry", run: ScopeRun) -> None:
+    def __init__(self, feed: ViewerFeed, run: ScopeRun) -> None:
         self._run = run.id
-        self._hello = desk.hello("viewer") | {"runs": [run.summary()]}
+        self._hello = feed.hello("viewer") | {"runs": [run.summary()]}
         self._frames = [kept for entry in run.journal.after(0) if (kept := entry.whole or entry.short) is not None]
         self._values = {key: dict(run.values.get(key)) for key in run.values.stored_keys()}
         self._attention = {key: _needed(run, key) for key in run.attention.stored_keys()}

@@ -5,16 +5,9 @@ agent, and a newer attempt are for good. Pure: the caller gives the time in seco
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
-from megatronapp_common.frames import Frame, FrameType
 
 PATIENCE_S = 30.0
 """For an agent to connect again."""
-LEADER = 0
-"""The rank that takes runs."""
-CODE = "engine-lost"
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,14 +34,3 @@ class EngineLiveness:
             return False
         self.lost_since_s = None
         return True
-
-
-def lost_run(header: Mapping[str, Any]) -> Frame:
-    """The state of a run whose model is gone."""
-    error = {
-        "code": CODE,
-        "message": "the model ended before this run did",
-        "hint": "Its tokens so far stay; start it again once the model is ready.",
-    }
-    said = {**header, "state": "failed", "position": None, "error": error}
-    return Frame(FrameType.SCOPE_RUN_STATE, said)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.scope.parts.merge import Row, ShardTensor
+from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.probes import pca
 from megatronapp_analyzer.scope.probes.pca_points import PcaPoints, coordinates_of, frame_of_points, stride_of
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient, check
@@ -55,12 +56,9 @@ class FitTarget:
 class PcaService:
     """The basis of each layer, and its version."""
 
-    def __init__(self, asker: ProbeClient) -> None:
-        self._asker = asker
-        self._desk = asker.desk
-        self._desk.on_prefill = self._after_prefill
-        self._desk.on_basis = self._introduce
-        self._desk.on_coordinates = self._complete
+    def __init__(self, probe_client: ProbeClient) -> None:
+        self._probe_client = probe_client
+        self._core = probe_client.core
         self._tasks: set[asyncio.Task[Any]] = set()
         self._giving: asyncio.Task[Any] | None = None
         self._fitting = asyncio.Lock()
@@ -73,7 +71,7 @@ class PcaService:
     @property
     def version(self) -> int:
         """Of the newest basis; 0 before the first."""
-        return self._desk.pca_version
+        return self._core.pca.newest
 
     async def close(self) -> None:
         """End what goes on."""
@@ -94,7 +92,7 @@ class PcaService:
 
     # ---- fits
 
-    def _after_prefill(self, run: ScopeRun) -> None:
+    def after_prefill(self, run: ScopeRun) -> None:
         """The first prompt that asks for PCA gives the axes."""
         if run.length(0) >= ENOUGH_ROWS:
             self._first_fit(run, range(1))
@@ -102,8 +100,8 @@ class PcaService:
             self._first_fit(run, range(len(run.tokens)))
 
     def _first_fit(self, run: ScopeRun, samples: range) -> None:
-        model = self._desk.publishers.model
-        if wants(run) and model is not None and self._asker.client is not None and not self.bases and run.whole:
+        model = self._core.publishers.model
+        if wants(run) and model is not None and self._probe_client.client is not None and not self.bases and run.whole:
             self._start(self._fit_first(run, range(model["layers"]), samples))
 
     async def _fit_first(self, run: ScopeRun, layers: range, samples: range) -> None:
@@ -113,11 +111,11 @@ class PcaService:
         async def ask() -> None:
             await self.request_fit(run, layers, refit=False, caller=OURS, samples=samples, over=over)
 
-        await _until(over, ask, lambda: not self.bases and not self._fitting.locked() and self._knows(run))
+        await _until(over, ask, lambda: not self.bases and not self._fitting.locked() and self._core.runs.holds(run))
 
     async def refit(self, run: ScopeRun, layers: Sequence[int], caller: str) -> str | None:
         """New axes of these layers. None: fitted; else the probe that brings the rows. Raises ApiError."""
-        if self._asker.client is not None:
+        if self._probe_client.client is not None:
             samples = range(len(run.tokens))
             return await self.request_fit(run, layers, refit=True, caller=caller, samples=samples)
         rows, states = _stored_states(run, layers)
@@ -141,7 +139,7 @@ class PcaService:
         Layers that are not fitted are read, too: all coordinates of a version come together.
         """
         texts = tuple(tuple(run.ids(sample)[: run.length(sample)]) for sample in samples)
-        wanted = self._probe(texts, sorted({*layers, *self.bases}))
+        wanted = _probe_of(self._core.publishers.model, texts, sorted({*layers, *self.bases}))
 
         def done(pieces: Sequence[ShardTensor]) -> None:
             rows, states = _states(check(pieces, wanted))
@@ -152,22 +150,17 @@ class PcaService:
                 self._start(self._fit(run, states, rows, fit))
 
         what = ("refit", samples) if refit else ("first fit",)
-        return await self._asker.request((run.id, *what, tuple(layers)), wanted, done, caller)
-
-    def _probe(self, texts: tuple[tuple[int, ...], ...], layers: Sequence[int]) -> ProbeRequest:
-        model = self._desk.publishers.model
-        stride = stride_of(sum(map(len, texts)), len(layers), model["hidden"] if model else 1)
-        return ProbeRequest(ids=texts, sites=(ProbeSite(site=SITE, layers=tuple(layers)),), stride=stride)
+        return await self._probe_client.request((run.id, *what, tuple(layers)), wanted, done, caller)
 
     async def _fit(self, run: ScopeRun, states: States, rows: Sequence[Row], fit: FitTarget) -> None:
         async with self._fitting:
             fits = fit.refit or not self.bases
             if fits:
                 await self._fit_next(run, states, rows, fit)
-            elif run.pca_version != self.version and self._knows(run):
-                self._introduce(run)
+            elif run.pca_version != self.version and self._core.runs.holds(run):
+                self.introduce(run)
         if run.ended or not fits:
-            self._complete(run)
+            self.complete(run)
 
     async def _fit_next(self, run: ScopeRun, states: States, rows: Sequence[Row], fit: FitTarget) -> None:
         """Nobody sees the new basis before its coordinates are there, too."""
@@ -176,13 +169,10 @@ class PcaService:
         bases = self.bases | found
         points = await asyncio.to_thread(coordinates_of, states, rows, bases)
         self.bases, self.fitted = bases, "refit" if fit.refit else "first prompt"
-        self._desk.pca_version = max(self.version, self._desk.pca_seen) + 1
-        if self._knows(run):
+        self._core.pca.advance()
+        if self._core.runs.holds(run):
             self._publish_points(run, points)
         self.give()
-
-    def _knows(self, run: ScopeRun) -> bool:
-        return self._desk.runs.get(run.id) is run
 
     def _publish_points(self, run: ScopeRun, points: PcaPoints) -> None:
         """SCOPE_PCA of a run, with the coordinates of all rows that are known."""
@@ -197,16 +187,16 @@ class PcaService:
         }
         if run.pca_version != self.version:
             run.pca_version, run.pca_rows = self.version, set()
-        self._desk.publish_frame(run, frame_of_points(said, points))
+        self._core.feed.publish_frame(run, frame_of_points(said, points))
 
     # ---- ranks
 
     def give(self) -> None:
         """Give the newest basis to the ranks: they may be others than those that had it."""
-        model = self._desk.publishers.model
+        model = self._core.publishers.model
         if self.bases and model is not None and not _fits(self.bases, model):
             self.bases = {}
-        if not self.bases or self._asker.client is None:
+        if not self.bases or self._probe_client.client is None:
             return
         if self._giving is not None:
             self._giving.cancel()
@@ -215,7 +205,7 @@ class PcaService:
     async def _give(self) -> None:
         for tries in range(TRIES):
             try:
-                await self._asker.serving.basis(basis_frame(self.version, self.bases))
+                await self._probe_client.serving.basis(basis_frame(self.version, self.bases))
             except ApiError as error:
                 if error.status != 503 or tries == TRIES - 1:
                     raise
@@ -225,25 +215,25 @@ class PcaService:
 
     # ---- runs
 
-    def _introduce(self, run: ScopeRun) -> None:
+    def introduce(self, run: ScopeRun) -> None:
         """A run whose rows the ranks project on a basis that it has not been told of."""
         if self.bases:
             self._publish_points(run, PcaPoints.empty(len(self.bases)))
 
-    def _complete(self, run: ScopeRun) -> None:
+    def complete(self, run: ScopeRun) -> None:
         """What was read while the basis was on its way has no coordinates yet: once it is there, and at the end."""
         if run.ended and not self.bases:
             self._first_fit(run, range(len(run.tokens)))
         at = (run.id, run.pca_version, run.ended)
         if not wants(run) or not self._shows(run, run.pca_version) or not run.whole:
             return
-        if at not in self._completed | self._completing and self._asker.client is not None:
+        if at not in self._completed | self._completing and self._probe_client.client is not None:
             self._completing.add(at)
             self._start(self._bring(run, at))
 
     def _shows(self, run: ScopeRun, version: int) -> bool:
         """Whether a run is shown in this version, and it is the newest."""
-        return bool(self.bases) and version == self.version == run.pca_version and self._knows(run)
+        return bool(self.bases) and version == self.version == run.pca_version and self._core.runs.holds(run)
 
     async def _bring(self, run: ScopeRun, at: Completion) -> None:
         """All rows that are missing. Done once each has come, or was refused for good: then nobody asks again."""
@@ -256,13 +246,13 @@ class PcaService:
         for error in (one for one in ends if isinstance(one, BaseException)):
             LOG.warning("PCA of run %s: %s", run.id, error)
         if False not in ends:
-            self._completed = {one for one in self._completed if one[0] in self._desk.runs} | {at}
+            self._completed = {one for one in self._completed if one[0] in self._core.runs} | {at}
 
     async def _bring_sample(self, run: ScopeRun, sample: int, places: range) -> bool:
         """Coordinates of a span of rows; whether they have come. Raises ApiError if they are refused for good."""
         version, over = self.version, asyncio.Event()
         text = tuple(run.ids(sample)[: run.length(sample)])
-        whole = self._probe((text,), sorted(self.bases))
+        whole = _probe_of(self._core.publishers.model, (text,), sorted(self.bases))
         wanted = whole.model_copy(update={"queries": (places.start, places.stop)})
 
         def done(pieces: Sequence[ShardTensor]) -> None:
@@ -273,7 +263,7 @@ class PcaService:
                 self._publish_points(run, PcaPoints.of_frame(run.journal.pca).with_more(fresh))
 
         async def ask() -> None:
-            await self._asker.request((run.id, "pca rows", sample, version, places), wanted, done, OURS)
+            await self._probe_client.request((run.id, "pca rows", sample, version, places), wanted, done, OURS)
 
         await _until(over, ask, lambda: self._shows(run, version))
         return over.is_set()
@@ -291,6 +281,13 @@ async def _until(over: asyncio.Event, ask: Callable[[], Awaitable[None]], still:
             refused += 1
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), RETRY_S)
+
+
+def _probe_of(
+    model: Mapping[str, Any] | None, texts: tuple[tuple[int, ...], ...], layers: Sequence[int]
+) -> ProbeRequest:
+    stride = stride_of(sum(map(len, texts)), len(layers), model["hidden"] if model else 1)
+    return ProbeRequest(ids=texts, sites=(ProbeSite(site=SITE, layers=tuple(layers)),), stride=stride)
 
 
 def wants(run: ScopeRun) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.parts.merge import MergedTensor, ShardTensor
 from megatronapp_analyzer.scope.parts.probe_tracker import (
     MAX_OF_CALLER,
@@ -37,8 +38,8 @@ Keep = Callable[[ScopeRun, int, ProbeSite, Sequence[ShardTensor]], None]
 class ProbeClient:
     """Between routes and rank 0. `client` None: no model serves here."""
 
-    def __init__(self, desk: ScopeRegistry, client: Rank0Client | None) -> None:
-        self.desk = desk
+    def __init__(self, core: ScopeCore, client: Rank0Client | None) -> None:
+        self.core = core
         self.client = client
         self.actions = AuditLog()
         self._asking: dict[object, tuple[str, asyncio.Task[str]]] = {}
@@ -61,7 +62,7 @@ class ProbeClient:
         self.actions.note(who, f"started run {str(answer.get('run'))[:64]} of {count} prompt{'s' * (count != 1)}")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):
-                await self.desk.known(str(answer.get("run")))
+                await self.core.runs.wait_for(str(answer.get("run")))
         return answer
 
     async def cancel(self, run: str, who: str) -> None:
@@ -76,7 +77,7 @@ class ProbeClient:
         self.actions.note(who, f"changed what is captured of run {run}")
 
     def _check_heads(self, heads: Sequence[Any]) -> None:
-        model = self.desk.publishers.model
+        model = self.core.publishers.model
         for place, one in enumerate(heads):
             if model is not None and (one.layer >= model["layers"] or one.head >= model["heads"]):
                 raise ApiError(
@@ -134,7 +135,7 @@ class ProbeClient:
         key = (run.id, sample, site, queries, put)
 
         def done(pieces: Sequence[ShardTensor]) -> None:
-            if self.desk.runs.get(run.id) is run:
+            if self.core.runs.holds(run):
                 put(run, sample, site, check(pieces, wanted))
 
         return await self.request(key, wanted, done, caller)
@@ -143,8 +144,8 @@ class ProbeClient:
         self, key: object, wanted: ProbeRequest, done: Callable[[Sequence[ShardTensor]], None], caller: str
     ) -> str:
         """The probe that brings this; who asks for what is asked for already waits with the others. Raises ApiError."""
-        book = self.desk.probes
-        book.settle(self.desk.publishers.expected(), self.desk.clock())
+        book = self.core.probes
+        book.settle(self.core.publishers.expected(), self.core.clock())
         if (asked := book.find_pending(key)) is not None:
             return asked
         if (failure := book.take_failure(key)) is not None:
@@ -165,8 +166,8 @@ class ProbeClient:
                 "Only a serving model can tell.",
             )
         asking = [one for one, _ in self._asking.values()]
-        of_caller = self.desk.probes.count(caller) + asking.count(caller)
-        if of_caller >= MAX_OF_CALLER or len(self.desk.probes) + len(asking) >= MAX_PROBES:
+        of_caller = self.core.probes.count(caller) + asking.count(caller)
+        if of_caller >= MAX_OF_CALLER or len(self.core.probes) + len(asking) >= MAX_PROBES:
             whose = "you wait" if of_caller >= MAX_OF_CALLER else "pages wait"
             text = f"{whose} for as many probes as the model takes at a time"
             raise ApiError(429, "too-many-probes", text, "Ask again once some have come.", retry_s=RETRY_S)
@@ -174,12 +175,12 @@ class ProbeClient:
     async def _send(
         self, key: object, wanted: ProbeRequest, done: Callable[[Sequence[ShardTensor]], None], caller: str
     ) -> str:
-        clears = self.desk.probes.clears
+        clears = self.core.probes.clears
         probe = await self.serving.probe(wanted)
-        if self.desk.probes.clears != clears:
+        if self.core.probes.clears != clears:
             raise ranks_disconnected()
-        self.desk.probes.expect(probe, key, done, self.desk.clock(), caller=caller)
-        self.desk.probes.settle(self.desk.publishers.expected(), self.desk.clock())
+        self.core.probes.expect(probe, key, done, self.core.clock(), caller=caller)
+        self.core.probes.settle(self.core.publishers.expected(), self.core.clock())
         return probe
 
 

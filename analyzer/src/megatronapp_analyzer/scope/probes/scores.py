@@ -7,13 +7,11 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.parts.wire_models import StepHeader, read
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
-from megatronapp_analyzer.scope.store.run import ScopeRun
+from megatronapp_analyzer.scope.store.run import PromptScores, ScopeRun
 from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -27,19 +25,11 @@ MAX_REQUESTS = 8
 """Prompts that are read at a time, of all pages."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Surprise and entropy at all tokens of a prompt but the first; copies, no views on the frame that brought them."""
-
-    surprise: NDArray[np.float32]
-    entropy: NDArray[np.float32]
-
-
 class ScoreService:
     """Asks rank 0 for each prompt once."""
 
-    def __init__(self, asker: ProbeClient) -> None:
-        self._asker = asker
+    def __init__(self, probe_client: ProbeClient) -> None:
+        self._probe_client = probe_client
         self._asking: dict[tuple[str, int], asyncio.Task[PromptScores]] = {}
 
     async def of(self, run: ScopeRun, sample: int, wait_s: float) -> PromptScores | None:
@@ -61,7 +51,7 @@ class ScoreService:
 
     def _request(self, run: ScopeRun, sample: int) -> ScoreRequest:
         ids, capture = run.prompt_ids(sample), run.header.get("capture") or {}
-        if self._asker.client is None:
+        if self._probe_client.client is None:
             words = "scores are asked of a model, and a replay has none"
             raise ApiError(404, "not-recorded", words, "OVERVIEW frames of the session hold those that were asked for.")
         if not 2 <= len(ids) <= MAX_SCORED:
@@ -74,15 +64,15 @@ class ScoreService:
         return ScoreRequest(ids=tuple(ids), candidates=min(100, capture.get("candidates") or 20))
 
     async def _request_scores(self, run: ScopeRun, sample: int, asked: ScoreRequest) -> PromptScores:
-        frame = await self._asker.serving.scores(asked)
+        frame = await self._probe_client.serving.scores(asked)
         try:
             said, tensors = read(StepHeader, "TOKENS", frame.header), checked(frame, len(asked.ids) - 1)
         except (ProtocolError, FrameError) as error:
             raise ApiError(503, "model-failed", f"the model sent no scores: {error}", "See rank 0's log.") from error
         found = scores_of(tensors)
-        if self._asker.desk.runs.get(run.id) is run:
+        if self._probe_client.core.runs.holds(run):
             for part in overviews(run.id, sample, tensors, said.top_texts):
-                self._asker.desk.publish_frame(run, part)
+                self._probe_client.core.feed.publish_frame(run, part)
             run.scores[sample] = found
         return found
 

@@ -11,10 +11,9 @@ import functools
 import logging
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.engine_liveness import lost_run
 from megatronapp_analyzer.scope.parts.wire_models import StoredRun, read
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
-from megatronapp_analyzer.scope.store.run import ENDED, ScopeRun
+from megatronapp_analyzer.scope.store.run import ENDED, ScopeRun, lost_run
 from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.frames import Frame, FrameType
 
@@ -27,9 +26,8 @@ TRIES = 60
 class TokenBackfill:
     """Asks rank 0 for tokens of runs that have holes; each run once at a time."""
 
-    def __init__(self, asker: ProbeClient) -> None:
-        self._asker = asker
-        self._asker.desk.on_hole = self.want
+    def __init__(self, probe_client: ProbeClient) -> None:
+        self._probe_client = probe_client
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
         """Runs that rank 0 does not know any more."""
@@ -56,32 +54,31 @@ class TokenBackfill:
 
     def want(self, run: ScopeRun) -> None:
         """Ask, if that may help."""
-        if run.whole or self._asker.client is None or run.id in self._tasks or run.id in self._lost:
+        if run.whole or self._probe_client.client is None or run.id in self._tasks or run.id in self._lost:
             return
         self._tasks[run.id] = task = asyncio.ensure_future(self._fill(run))
         task.add_done_callback(lambda _: self._ended(run, task))
 
     def _ended(self, run: ScopeRun, task: asyncio.Task[None]) -> None:
         self._tasks.pop(run.id, None)
-        self._lost &= set(self._asker.desk.runs)
+        self._lost &= set(self._probe_client.core.runs)
         if not task.cancelled() and (error := task.exception()) is not None:
             LOG.warning("run %s is not whole: %s", run.id, error)
             if isinstance(error, ProtocolError) or (isinstance(error, ApiError) and error.status == 404):
                 self._lost.add(run.id)
 
     async def _fill(self, run: ScopeRun) -> None:
-        said = read(StoredRun, "answer of rank 0: run", await self._asker.serving.run(run.id))
-        desk = self._asker.desk
-        if desk.runs.get(run.id) is run:
+        said = read(StoredRun, "answer of rank 0: run", await self._probe_client.serving.run(run.id))
+        if self._probe_client.core.runs.holds(run):
             for entry in run.fill(said.samples):
-                desk.publish(entry)
+                self._probe_client.core.feed.publish(entry)
 
     # ---- a rank 0 that came back
 
     def refresh_runs(self) -> None:
         """Ask rank 0 how it stands with all runs that go on here; each once at a time."""
-        for run in self._asker.desk.runs.values():
-            if not run.ended and self._asker.client is not None and run.id not in self._looks:
+        for run in self._probe_client.core.runs.values():
+            if not run.ended and self._probe_client.client is not None and run.id not in self._looks:
                 self._looks[run.id] = task = asyncio.ensure_future(self._refresh(run))
                 task.add_done_callback(functools.partial(self._refreshed, run))
 
@@ -93,15 +90,15 @@ class TokenBackfill:
     async def _refresh(self, run: ScopeRun) -> None:
         before = run.header
         frame = await self._fetch_state(run)
-        goes_on_here = self._asker.desk.runs.get(run.id) is run and not run.ended
-        if goes_on_here and (run.header is before or frame.header.get("state") in ENDED):
-            self._asker.desk.take_run_state(frame)
+        still_open = self._probe_client.core.runs.holds(run) and not run.ended
+        if still_open and (run.header is before or frame.header.get("state") in ENDED):
+            self._probe_client.core.ingest.take_run_state(frame)
 
     async def _fetch_state(self, run: ScopeRun) -> Frame:
         """Its state as rank 0 has it; failed, where rank 0 does not know it. Raises ApiError and ProtocolError."""
         for _ in range(TRIES):
             try:
-                said = read(StoredRun, "answer of rank 0: run", await self._asker.serving.run(run.id))
+                said = read(StoredRun, "answer of rank 0: run", await self._probe_client.serving.run(run.id))
                 return Frame(FrameType.SCOPE_RUN_STATE, {**said.header, "run": run.id})
             except ApiError as error:
                 if error.status == 404:

@@ -23,12 +23,12 @@ class VarianceSum:
     variance: float
 
 
-async def variance_of(asker: ProbeClient, run: ScopeRun, layer: int, caller: str) -> VarianceSum | str:
+async def variance_of(probe_client: ProbeClient, run: ScopeRun, layer: int, caller: str) -> VarianceSum | str:
     """The variance of all tokens that have been read, or the id of a probe that brings their states.
 
     Raises ApiError.
     """
-    model = asker.desk.publishers.model
+    model = probe_client.core.publishers.model
     tokens = sum(run.length(sample) for sample in range(len(run.tokens)))
     if tokens < 2:
         raise ApiError(404, "outside", f"{tokens} tokens have no variance", "Two tokens have one.")
@@ -38,6 +38,6 @@ async def variance_of(asker: ProbeClient, run: ScopeRun, layer: int, caller: str
         wanted = range(0, run.length(sample), every)
         rows = run.values.get((SITE, sample, layer, None))
         if any(place not in rows for place in wanted):
-            return await asker.probe(run, sample, ProbeSite(site=SITE, layers=(layer,)), wanted, caller)
+            return await probe_client.probe(run, sample, ProbeSite(site=SITE, layers=(layer,)), wanted, caller)
         states += [rows[place] for place in wanted]
     return VarianceSum(rows=len(states), variance=pca.total_variance(np.stack(states)))

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.engine_liveness import LEADER
 from megatronapp_analyzer.scope.parts.step_assembler import number
 from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
 
@@ -16,6 +15,8 @@ MAX_LAYERS = 4096
 MAX_SITES = 256
 MOST = {"prompts": MAX_PROMPTS, "tokens": MAX_TOKENS}
 """Of any run, whatever a model would take."""
+LEADER = 0
+"""The rank that takes runs."""
 UNKNOWN = -1
 """In place of the number of a rank that has not begun."""
 

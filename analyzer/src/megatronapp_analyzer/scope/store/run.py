@@ -1,13 +1,13 @@
 """One run as the hub knows it: its state, its tokens, its frames, and numbers that were asked for."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.scope.ingest.engine_liveness import CODE as ENGINE_LOST
 from megatronapp_analyzer.scope.parts.wire_models import RunHeader, SampleHeader, StepHeader, read
 from megatronapp_analyzer.scope.store.frame_log import FrameLog, LogEntry
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, RetentionClass
@@ -16,15 +16,22 @@ from megatronapp_analyzer.scope.store.tile_pooling import HeadKey, TilePool
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import build_frame, unpack
 
-if TYPE_CHECKING:
-    from megatronapp_analyzer.scope.probes.scores import PromptScores
-
 ValueKey = tuple[str, int, int | None, int | None]
 """Site, sample, layer and head."""
 ENDED = frozenset({"done", "cancelled", "failed"})
+ENGINE_LOST = "engine-lost"
+"""Error code of a run that the hub failed, because rank 0 was lost."""
 BEFORE = ".before"
 TURNED = frozenset({"q", "k"})
 """Sites that rotary positions turn."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Surprise and entropy at all tokens of a prompt but the first; copies, no views on the frame that had them."""
+
+    surprise: NDArray[np.float32]
+    entropy: NDArray[np.float32]
 
 
 class ScopeRun:
@@ -95,17 +102,18 @@ class ScopeRun:
     @property
     def whole(self) -> bool:
         """Whether all tokens are here that were generated, without a hole."""
-        return not self.late and all(self._follows(sample) for sample in range(len(self.tokens)))
+        if self.late:
+            return False
+        for sample, tokens in enumerate(self.tokens):
+            first = len(self.prompt_ids(sample))
+            if tokens and (min(tokens) != first or max(tokens) != first + len(tokens) - 1):
+                return False
+        return True
 
     @property
     def steps(self) -> int:
         """That are here with their tokens."""
         return max(map(len, self.tokens), default=0)
-
-    def _follows(self, sample: int) -> bool:
-        """One position behind the other, from the end of the prompt on."""
-        first, places = len(self.prompt_ids(sample)), self.tokens[sample]
-        return not places or (min(places) == first and max(places) == first + len(places) - 1)
 
     def fill(self, samples: Sequence[SampleHeader]) -> list[LogEntry]:
         """Tokens that were not seen here, as rank 0 tells them: frames of their steps, without numbers.
@@ -172,6 +180,17 @@ class ScopeRun:
         self.attention.close()
         self.pooled.close()
         self.values.close()
+
+
+def lost_run(header: Mapping[str, Any]) -> Frame:
+    """Return the state of a run whose model was lost."""
+    error = {
+        "code": ENGINE_LOST,
+        "message": "the model ended before this run did",
+        "hint": "Its tokens so far stay; start it again once the model is ready.",
+    }
+    failed = {**header, "state": "failed", "position": None, "error": error}
+    return Frame(FrameType.SCOPE_RUN_STATE, failed)
 
 
 def value_site(site: str, rotary: str) -> str:
