@@ -418,7 +418,7 @@ _CHANGES = [
             (
                 {**_SUSPENDED, "spec.scheduling.gang": "KAI"},
                 {"spec.scheduling.gang": "Volcano"},
-                "as pods may stand in its queue: make a new job",
+                "as pods may be in its queue: make a new job",
             ),
         ],
     ),
@@ -427,8 +427,8 @@ _CHANGES = [
         "spec.managedBy",
         good=[({"spec.managedBy": "kueue.x-k8s.io/multikueue"}, {"spec.managedBy": "kueue.x-k8s.io/multikueue"})],
         bad=[
-            ({}, {"spec.managedBy": "a.io/b"}, "was left out and is now a.io/b; it cannot change"),
-            ({"spec.managedBy": "a.io/b"}, {}, "was a.io/b and is now left out; it cannot change"),
+            ({}, {"spec.managedBy": "a.io/b"}, "was omitted and is now a.io/b; it cannot change"),
+            ({"spec.managedBy": "a.io/b"}, {}, "was a.io/b and is now omitted; it cannot change"),
             ({**_SUSPENDED, "spec.managedBy": "a.io/b"}, {"spec.managedBy": "a.io/c"}, "make a new job"),
         ],
     ),

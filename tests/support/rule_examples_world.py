@@ -254,8 +254,8 @@ _CHANGES = [
         bad=[
             ({}, {"spec.nodes": 4}, "was 2 and is now 4; it may change only while the job is suspended"),
             ({}, {"spec.nodes": 4, "spec.suspend": True}, "was 2 and is now 4"),
-            ({}, {"spec.nodes": None}, "was 2 and is now left out"),
-            ({"spec.nodes": None}, {"spec.nodes": 1}, "was left out and is now 1"),
+            ({}, {"spec.nodes": None}, "was 2 and is now omitted"),
+            ({"spec.nodes": None}, {"spec.nodes": 1}, "was omitted and is now 1"),
         ],
     ),
     *stays(
@@ -282,7 +282,7 @@ _CHANGES = [
         good=[(_SUSPENDED, {_BATCH: 16}), ({}, {"spec.training.trainIters": 200, "spec.training.lr": 0.1})],
         bad=[
             ({}, {_BATCH: 16}, "was 8 and is now 16; it may change only while the job is suspended"),
-            ({}, {_BATCH: None}, "was 8 and is now left out"),
+            ({}, {_BATCH: None}, "was 8 and is now omitted"),
         ],
     ),
 ]

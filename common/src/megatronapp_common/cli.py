@@ -156,11 +156,11 @@ def _add_completion(parser: RootParser) -> None:
 
 
 def _add_translate(parser: RootParser) -> None:
-    text = """Say what to run here instead of a command, script, flag or variable of MegatronApp or Megatron-LM; nothing
-is run. Give a command as one word in quotes, or without quotes behind --.
+    text = """Print what to run instead of a command, script, flag or variable of MegatronApp or Megatron-LM; nothing
+is run. Write a command as one argument in quotes, or without quotes after --.
 Exit code: 0 all was known, 1 something was not."""
     command: CommandParser = parser.commands.add_parser(
-        "translate", help="say what to run instead of an old command", description=text
+        "translate", help="print what to run instead of an old command", description=text
     )
     command.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="as it would be typed there")
 

@@ -1,14 +1,14 @@
-"""Errors of megatronapp_common.
+"""Exceptions of megatronapp_common and their hierarchy.
 
 CommonError
-├── JobError          a MegatronJob that cannot be accepted
-├── TopologyError     a layout that does not exist
-├── FrameError        bytes that are not a frame
-├── PageError         a shared page that cannot be read or written
-├── ExpressionError   a vector filter that cannot be understood or computed
-├── StateError       a state folder that cannot be read or written
-├── PlanError         a state that cannot be cut into the pixels asked for
-└── CodeError         numbers that a frame cannot carry, or bytes that are no such numbers
+├── JobError            a MegatronJob that cannot be accepted
+├── TopologyError       a layout that does not exist
+├── FrameError          bytes that are not a frame
+├── DocumentError       a document in shared memory that cannot be created, read or written
+├── StateError          a state folder that cannot be read or written
+├── FilterError         a vector filter that cannot be parsed or computed
+├── ReductionPlanError  a state that cannot be divided into the requested pixels
+└── TensorCodeError     numbers that a frame cannot carry, or bytes that are not numbers of their code
 """
 
 

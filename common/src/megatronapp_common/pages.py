@@ -23,7 +23,7 @@ PAGE_ROOM = PAGE_BYTES - _HEAD.size
 
 
 class DocumentWriter:
-    """Creates the file (mode 0640), or takes over a dead writer's. Raises PageError if there is no room.
+    """Creates the file (mode 0640), or takes over a dead writer's. Raises DocumentError if there is no room.
 
     A file that is there is never cut: a reader that has mapped it would die of SIGBUS. Its document stays until the
     first write, and its sequence number goes on, so that readers notice that write.
@@ -44,7 +44,7 @@ class DocumentWriter:
         self._sequence = left + left % 2  # odd: its writer died within a write
 
     def write(self, document: dict[str, Any]) -> None:
-        """Replace the document. Raises PageError if its JSON passes the page."""
+        """Replace the document. Raises DocumentError if its JSON passes the page."""
         data = json.dumps(document, separators=(",", ":")).encode()
         if len(data) > PAGE_ROOM:
             raise DocumentError(f"{self._path}: document of {len(data)} bytes does not fit into {PAGE_ROOM}")

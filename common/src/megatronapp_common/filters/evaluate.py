@@ -1,6 +1,6 @@
-"""Computing a tree: one walk for numpy here, and for torch in the trainer, which brings a backend of its own.
+"""Evaluation of a tree, by numpy here and by torch in the trainer, which has another backend.
 
-Vectors are the last axis; what is one number for each pixel keeps an axis of length one, so that all shapes broadcast.
+Vectors are the last axis; a single number for each pixel keeps an axis of length one, so that all shapes broadcast.
 """
 
 import dataclasses
@@ -33,30 +33,30 @@ A = TypeVar("A")
 
 
 class ArrayBackend(Protocol[A]):
-    """What a library of arrays has to do. Constants come as plain floats, never two of them."""
+    """Operations of an array library. Constants are plain floats, never both operands."""
 
     def apply(self, function: Function, values: A) -> A:
-        """A function of each element."""
+        """Apply a function to each element."""
         ...
 
     def binary(self, sign: Operator, left: A | float, right: A | float) -> A:
-        """An operator between elements."""
+        """Combine elements by an operator."""
         ...
 
     def where(self, condition: A, yes: A | float, no: A | float) -> A:
-        """One of two."""
+        """Select `yes` where the condition is true, otherwise `no`."""
         ...
 
     def reduce(self, reduction: Reduction, values: A) -> A:
-        """Over the last axis, which stays with length one."""
+        """Reduce the last axis, which keeps length one."""
         ...
 
     def part(self, values: A, bounds: slice) -> A:
-        """A part of the last axis."""
+        """Take a part of the last axis."""
         ...
 
     def count(self, histogram: Histogram, values: A) -> A:
-        """Numbers in each bin, as the last axis. The bin is floor((value - lo) * scale), the last one's for hi."""
+        """Count the numbers in each bin, the last axis. The bin is floor((value - lo) * scale); hi is in the last."""
         ...
 
 
@@ -73,11 +73,11 @@ OPERATORS: Mapping[Operator, Callable[[Any, Any], Any]] = {
     Operator.EQUAL: operator.eq,
     Operator.NOT_EQUAL: operator.ne,
 }
-"""Arrays of numpy and torch both follow Python's operators."""
+"""Operators of Python, which arrays of numpy and torch both support."""
 
 
 def evaluate(node: Node, data: A, backend: ArrayBackend[A], merged: Sequence[A] = ()) -> A:
-    """The value of a tree that looks at data or at merged results, for `data` [..., elements]."""
+    """Return the value of a tree over data [..., elements], or over merged results."""
     value = _TreeEvaluator(data, backend, merged).value(node)
     assert not isinstance(value, float)
     return value
@@ -116,7 +116,7 @@ class _TreeEvaluator(Generic[A]):
 
 
 class NumpyBackend:
-    """Numpy, in the type of numbers that the data have."""
+    """Operations by numpy, in the dtype of the data."""
 
     _FUNCTIONS: Mapping[Function, Callable[[Array], Array]] = {
         Function.NEGATIVE: np.negative,
@@ -136,24 +136,24 @@ class NumpyBackend:
         self._dtype = np.dtype(dtype)
 
     def apply(self, function: Function, values: Array) -> Array:
-        """A function of each element."""
+        """Apply a function to each element."""
         return values.astype(self._dtype) if function is Function.FLOAT else self._FUNCTIONS[function](values)
 
     def binary(self, sign: Operator, left: Array | float, right: Array | float) -> Array:
-        """An operator between elements."""
+        """Combine elements by an operator."""
         found: Array = OPERATORS[sign](left, right)
         return found
 
     def where(self, condition: Array, yes: Array | float, no: Array | float) -> Array:
-        """One of two."""
+        """Select `yes` where the condition is true, otherwise `no`."""
         return np.where(condition, yes, no).astype(self._dtype, copy=False)
 
     def reduce(self, reduction: Reduction, values: Array) -> Array:
-        """Over the last axis, which stays with length one."""
+        """Reduce the last axis, which keeps length one."""
         return self._REDUCTIONS[reduction](values, axis=-1, keepdims=True)
 
     def part(self, values: Array, bounds: slice) -> Array:
-        """A part of the last axis."""
+        """Take a part of the last axis."""
         return values[..., bounds]
 
     def count(self, histogram: Histogram, values: Array) -> Array:

@@ -1,6 +1,6 @@
 """Vector filters that users type: a text becomes a typed tree, or an error with its column.
 
-The language is a small part of what torch users write, so that `data.mean(dim=-1)` works as it stands
+The language is a small part of what torch users write, so that `data.mean(dim=-1)` works unchanged
 (docs/expressions.md). Python's parser reads it and a whitelist decides what it may contain; nothing of it is compiled
 or evaluated by Python. Its cost is bounded before it runs.
 """
@@ -15,7 +15,7 @@ from megatronapp_common.filters.syntax import Apply, Binary, DataVector, Functio
 MAX_CHARACTERS = 500
 MAX_NODES = 64
 MAX_DEPTH = 24
-"""Of the tree."""
+"""Largest depth of a tree, in nodes."""
 MAX_COST = 64
 """Operations for each element, a simple one counted as 1."""
 _COSTS = {Function.SQRT: 2, Operator.DIVIDE: 2, Operator.POWER: 8}
@@ -28,12 +28,12 @@ class Expression:
     root: Node
 
     def __str__(self) -> str:
-        """Its text in the long form, which is parsed to an equal expression."""
+        """Return its text in the long form, which is parsed to an equal expression."""
         return syntax.render(self.root)
 
 
 def parse(text: str) -> Expression:
-    """The filter that the text says. Raises ExpressionError, and nothing else, for any text."""
+    """Parse a filter. Raises FilterError, and no other error, for an invalid text."""
     if len(text) > MAX_CHARACTERS:
         raise FilterError(
             MAX_CHARACTERS + 1, f"a filter has at most {MAX_CHARACTERS} characters, this one {len(text)}; shorten it"
@@ -47,7 +47,7 @@ def parse(text: str) -> Expression:
 
 
 def cost(node: Node) -> int:
-    """Operations for each element of data."""
+    """Return the number of operations for each element of data."""
     return sum(_cost(part) for part in syntax.walk(node))
 
 
@@ -79,7 +79,7 @@ def _check_limits(root: Node) -> None:
 
 def _check_result(root: Node) -> None:
     if not any(isinstance(node, DataVector) for node in syntax.walk(root)):
-        raise FilterError(root.column, "this does not look at data; write data.mean(dim=-1)")
+        raise FilterError(root.column, "this does not read data; write data.mean(dim=-1)")
     if root.vector:
         raise FilterError(root.column, "this is one value for each element; end it with .mean(dim=-1)")
     if root.boolean:

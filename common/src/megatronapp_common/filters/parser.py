@@ -149,7 +149,7 @@ def _check_bracket(token: _Token, brackets: list[_Bracket]) -> None:
     if inner is not None and inner.begins:
         inner.begins = False
         if token.text not in AXES | KEEP | {")"}:
-            raise token.unexpected("what has a name comes last")
+            raise token.unexpected("arguments with a name are last")
     if token.text in _CLOSING:
         if inner is None:
             raise token.unexpected(_OPERATOR_HINT)
@@ -332,9 +332,9 @@ class _Converter:
         """Return the error for a kind of node that filters do not have, such as a tuple or a call of a number."""
         match node:
             case ast.Name(id=name) if name in PREFIXES:
-                return self._after(node).unexpected(f"write a function behind it, as in {name}.sqrt(data)")
+                return self._after(node).unexpected(f"write a function after it, as in {name}.sqrt(data)")
             case ast.Call(func=ast.Name(id=name)) if name in PREFIXES:
-                return self._after(node.func).unexpected(f"write a function behind it, as in {name}.sqrt(data)")
+                return self._after(node.func).unexpected(f"write a function after it, as in {name}.sqrt(data)")
             case ast.Call():
                 return self._after(node.func).unexpected(_OPERATOR_HINT)
             case ast.Tuple(elts=[first, *_]) | ast.NamedExpr(target=first):

@@ -1,28 +1,28 @@
-"""Cutting a vector into pixels, the same ones for every layout.
+"""Partition of a vector into pixels, the same ones for every layout.
 
-Where the edges are follows from width and number of pixels alone. A layout that shards the vector fits if none of its
-own edges falls inside a pixel, or if every pixel is made of whole shards; others are refused.
+The edges depend on width and number of pixels alone. A layout that shards the vector fits if none of its own edges is
+inside a pixel, or if every pixel consists of whole shards; others are refused.
 """
 
 from megatronapp_common.errors import ReductionPlanError
 
 
 def pixel_edges(width: int, pixels: int) -> tuple[int, ...]:
-    """The `pixels` + 1 edges, whose distances differ by one at most. Raises PlanError."""
+    """Return the `pixels` + 1 edges, whose distances differ by one at most. Raises ReductionPlanError."""
     if not 1 <= pixels <= width:
         raise ReductionPlanError(f"{pixels} pixels of a vector of {width} numbers are not possible; write 1 to {width}")
     return tuple(index * width // pixels for index in range(pixels + 1))
 
 
 def shard_edges(width: int, shards: int) -> tuple[int, ...]:
-    """The `shards` + 1 edges of equal shards. Raises PlanError."""
+    """Return the `shards` + 1 edges of equal shards. Raises ReductionPlanError."""
     if shards < 1 or width % shards:
         raise ReductionPlanError(f"a vector of {width} numbers has no {shards} equal shards; use a divisor of {width}")
     return tuple(range(0, width + 1, width // shards))
 
 
 def merges(width: int, pixels: int, shards: int) -> bool:
-    """Whether pixels are made of several shards each (else each lies within one). Raises PlanError."""
+    """Return true if each pixel consists of several shards, false if each is within one. Raises ReductionPlanError."""
     cuts, bounds = set(pixel_edges(width, pixels)), set(shard_edges(width, shards))
     if bounds <= cuts:
         return False
@@ -36,9 +36,9 @@ def merges(width: int, pixels: int, shards: int) -> bool:
 
 
 def fitting_pixels(width: int, wanted: int, shards: int) -> int:
-    """The number of pixels nearest to `wanted` that fits these shards, and any number of shards that divides theirs.
+    """Return the number of pixels nearest to `wanted` that fits these shards, and any divisor of their number.
 
-    Of two that are as near the larger one. Raises PlanError.
+    The larger one of two that are as near. Raises ReductionPlanError.
     """
     shard_edges(width, shards)
     multiple = wanted - wanted % shards

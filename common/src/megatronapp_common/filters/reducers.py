@@ -1,4 +1,4 @@
-"""What turns a pixel's vector into numbers: reducers by name, histograms, and people's own filters. All are texts."""
+"""Reducers of a pixel's vector to numbers: by name, histograms, and users' own filters. All are texts."""
 
 import dataclasses
 import re
@@ -26,9 +26,9 @@ _HISTOGRAM = re.compile(rf"\s*histogram\s*\(\s*([0-9]{{1,6}})\s*,{_NUMBER},{_NUM
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """How many numbers of a pixel fall into each of `bins` equal parts of [lo, hi], `hi` included.
+    """Counts of a pixel's numbers in each of `bins` equal parts of [lo, hi], `hi` included.
 
-    What is outside, and NaN, is counted nowhere: the sum of the bins tells how much that is.
+    Numbers outside, and NaN, are not counted: the sum of the bins shows how many they are.
     """
 
     bins: int
@@ -36,7 +36,7 @@ class Histogram:
     hi: float
 
     def __str__(self) -> str:
-        """Its text."""
+        """Return the text that `parse_reducer` reads."""
         return f"histogram({self.bins}, {np.float32(self.lo)!s}, {np.float32(self.hi)!s})"
 
     @property
@@ -49,7 +49,7 @@ Reducer = Expression | Histogram
 
 
 def parse_reducer(text: str) -> Reducer:
-    """A name of `NAMES` (histogram with its numbers), or a filter. Raises ExpressionError, and nothing else."""
+    """Parse a name of `NAMES` (histogram with its numbers), or a filter. Raises FilterError, and no other error."""
     named = NAMED.get(text.strip())
     if named is not None:
         return named
@@ -69,5 +69,5 @@ def _histogram(text: str) -> Histogram:
         lo, hi = np.float32(found[2]), np.float32(found[3])
         usable = lo < hi and np.isfinite(np.float32(bins) / (hi - lo)) and np.isfinite(hi - lo)
     if not usable:
-        raise FilterError(found.start(2) + 1, "the lowest number comes first; write histogram(32, -4, 4)")
+        raise FilterError(found.start(2) + 1, "the lowest number is first; write histogram(32, -4, 4)")
     return Histogram(bins=bins, lo=float(lo), hi=float(hi))

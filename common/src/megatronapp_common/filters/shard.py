@@ -1,7 +1,7 @@
-"""What a tensor of states says of itself (`merge` of docs/scope-protocol.md, section 5): whose they are, and how they
-become numbers of whole pixels.
+"""The header `merge` of a tensor of states (docs/scope-protocol.md, section 5): its shard, and its reducer.
 
-Where a pixel lies on several ranks, each sends the state of its shard; whoever has all of them compiles the same plan.
+Where a pixel is on several ranks, each sends the state of its shard; the receiver of all of them compiles the same
+plan.
 """
 
 import functools
@@ -17,22 +17,22 @@ from megatronapp_common.filters.shard_plan import ReductionPlan, compile_reducti
 MAX_WIDTH = 1 << 24
 MAX_SHARDS = 1024
 MERGE = "merge"
-"""The word of a tensor's header."""
+"""Key in a tensor's header."""
 
 
 class Shard(BaseModel):
-    """One shard of a vector whose pixels are made of several. Words of a newer peer are kept out."""
+    """One shard of a vector whose pixels consist of several. Fields of a newer peer are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     reducer: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
-    """Its text (docs/expressions.md)."""
+    """Text of the reducer (docs/expressions.md)."""
     width: Annotated[int, Field(ge=2, le=MAX_WIDTH)]
-    """Of the whole vector."""
+    """Number of elements of the whole vector."""
     pixels: Annotated[int, Field(ge=1, lt=MAX_SHARDS)]
     shards: Annotated[int, Field(ge=2, le=MAX_SHARDS)]
     shard: Annotated[int, Field(ge=0, lt=MAX_SHARDS)]
-    """Which one, in the order of the vector."""
+    """Index of the shard, in the order of the vector."""
 
     @model_validator(mode="after")
     def _is_known_shard(self) -> Self:
@@ -42,16 +42,16 @@ class Shard(BaseModel):
 
     @property
     def plan(self) -> ReductionPlan:
-        """How the shards merge. Raises PlanError, ExpressionError; not of what `parse_shard` gave."""
+        """Plan by which the shards merge. Raises ReductionPlanError and FilterError, but not after `parse_shard`."""
         return _plan(self.reducer, self.width, self.pixels, self.shards)
 
     def dump(self) -> dict[str, Any]:
-        """As it stands in a header."""
+        """Return the value for a header."""
         return {MERGE: self.model_dump()}
 
 
 def parse_shard(said: object) -> Shard:
-    """The shard that a header's `merge` says, with a plan that merges. Raises FrameError for anything else."""
+    """Read a header's `merge`, with a plan that merges. Raises FrameError for any other value."""
     try:
         found = Shard.model_validate(said)
         assert found.plan.merged

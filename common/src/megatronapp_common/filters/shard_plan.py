@@ -1,8 +1,8 @@
-"""From a reducer, a width, a number of pixels and shards to what each shard computes, and how that becomes one answer.
+"""Reduction plans: what each shard computes for a reducer, and how the shards' results become one answer.
 
-Where each pixel lies within one shard, shards compute final numbers, and merging puts them side by side. Where a pixel
-is made of several shards, they compute states (sums, largest, means with squared deviations) that merge; a reducer that
-has none is refused. Whoever merges needs no device: merge and finish are numpy.
+Where each pixel is within one shard, shards compute final numbers, and merging concatenates them. Where a pixel
+consists of several shards, they compute states (sums, largest values, means with squared deviations) that merge; a
+reducer without such a state is refused. Merging needs no device: merge and finish are numpy.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from megatronapp_common.filters.syntax import (
 
 
 class MergeOperation(enum.Enum):
-    """How the same column of several shards becomes one."""
+    """Operation that merges the same column of several shards."""
 
     SUM = "sum"
     MAX = "max"
@@ -54,15 +54,15 @@ _MERGES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardOutput:
-    """What a shard tells of each of its pixels."""
+    """Output of a shard for each of its pixels."""
 
     source: Node | Histogram
-    """One number for each pixel; of SPREAD the vector; or the histogram, which counts data."""
+    """A number for each pixel; for SPREAD the vector; or the histogram, which counts data."""
     merge: MergeOperation
 
     @property
     def columns(self) -> int:
-        """How many numbers."""
+        """Number of columns of the output."""
         if isinstance(self.source, Histogram):
             return self.source.bins
         return 2 if self.merge is MergeOperation.SPREAD else 1
@@ -70,22 +70,22 @@ class ShardOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PixelGroup:
-    """The pixels of a shard that have one width: they are computed together."""
+    """Pixels of a shard with equal width, which are computed together."""
 
     width: int
     starts: tuple[int, ...]
     """First column of each in the shard."""
     places: tuple[int, ...]
-    """Place of each among the shard's pixels."""
+    """Index of each among the shard's pixels."""
 
     def index(self) -> npt.NDArray[np.intp]:
-        """The columns of the shard that they are made of: [pixels, width]."""
+        """Return the shard's columns of each pixel: [pixels, width]."""
         return np.asarray(self.starts, dtype=np.intp)[:, None] + np.arange(self.width, dtype=np.intp)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardProgram:
-    """What one shard computes: from [..., width] to [..., pixels, columns]."""
+    """Computation of one shard: from [..., width] to [..., pixels, columns]."""
 
     width: int
     pixels: int
@@ -100,27 +100,27 @@ class ShardProgram:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionPlan:
-    """A reducer made fit for a state of `width` numbers, cut into `pixels` and held by `shards`."""
+    """A reducer prepared for a state of `width` numbers, divided into `pixels` and held by `shards`."""
 
     width: int
     pixels: int
     shards: int
     merged: bool
-    """Pixels are made of several shards each; else each lies within one."""
+    """True if each pixel consists of several shards, false if each is within one."""
     outputs: tuple[ShardOutput, ...]
     result: Node | None
-    """Of merged results, where there is more to compute with them."""
+    """Tree over merged results, if more is computed from them."""
     reductions: tuple[Reduction, ...]
-    """What the merged outputs stand for, where there is a `result`."""
+    """Reductions of the merged outputs, if `result` is present."""
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Of the pixels, in the unsharded vector: the same for every number of shards."""
+        """Edges of the pixels in the unsharded vector: the same for every number of shards."""
         return cutting.pixel_edges(self.width, self.pixels)
 
     @property
     def columns(self) -> int:
-        """What a shard tells of each of its pixels, in numbers."""
+        """Numbers that a shard outputs for each pixel."""
         return sum(output.columns for output in self.outputs)
 
     @property
@@ -130,11 +130,11 @@ class ReductionPlan:
 
     @property
     def shard_bounds(self) -> tuple[int, ...]:
-        """Of a plan that merges: the first shard of each pixel, and behind the last pixel the number of shards."""
+        """First shard of each pixel, and as last entry the number of shards; for a plan that merges."""
         return tuple(edge // (self.width // self.shards) for edge in self.edges)
 
     def shard_pixels(self, shard: int) -> range:
-        """The pixels that this shard holds, or holds a part of. Raises PlanError for one that there is not."""
+        """Return the pixels that this shard holds, in whole or part. Raises ReductionPlanError for an unknown shard."""
         if not 0 <= shard < self.shards:
             raise ReductionPlanError(f"there is no shard {shard} among {self.shards}; write 0 to {self.shards - 1}")
         size = self.width // self.shards
@@ -144,7 +144,7 @@ class ReductionPlan:
         return range(inside[0], inside[-1] + 1)
 
     def program(self, shard: int) -> ShardProgram:
-        """What this shard computes. Raises PlanError for one that there is not."""
+        """Return the computation of a shard. Raises ReductionPlanError for an unknown one."""
         held = self.shard_pixels(shard)
         size = self.width // self.shards
         first = shard * size
@@ -152,7 +152,7 @@ class ReductionPlan:
         return ShardProgram(width=size, pixels=len(held), groups=_groups(spans), outputs=self.outputs)
 
     def merge(self, parts: Sequence[Array]) -> Array:
-        """What all shards computed, in their order, as [..., pixels, columns]. Raises PlanError."""
+        """Merge the results of all shards, in their order, to [..., pixels, columns]. Raises ReductionPlanError."""
         if len(parts) != self.shards:
             raise ReductionPlanError(f"{len(parts)} parts of {self.shards} shards cannot be merged; wait for all")
         if not self.merged:
@@ -162,7 +162,7 @@ class ReductionPlan:
         return np.stack([self._merge_pixel(block) for block in blocks], axis=-2)
 
     def _merge_pixel(self, block: Array) -> Array:
-        """One pixel: [..., shards, columns] -> [..., columns]."""
+        """Merge one pixel: [..., shards, columns] -> [..., columns]."""
         ends = list(itertools.accumulate(output.columns for output in self.outputs))
         pieces = zip(self.outputs, [0, *ends], ends, strict=False)
         size = self.width // self.shards
@@ -170,7 +170,7 @@ class ReductionPlan:
             return np.concatenate([_merged(output.merge, block[..., a:b], size) for output, a, b in pieces], axis=-1)
 
     def finish(self, states: Array) -> Array:
-        """Final numbers [..., pixels, values] of merged states, as 32-bit floats."""
+        """Return final numbers [..., pixels, values] of merged states, as 32-bit floats."""
         if self.result is None:
             with np.errstate(over="ignore"):
                 return states.astype(np.float32, copy=False)
@@ -182,13 +182,13 @@ class ReductionPlan:
             return evaluate(self.result, states, NumpyBackend(np.float64), merged).astype(np.float32)
 
     def combine(self, parts: Sequence[Array]) -> Array:
-        """Final numbers of what all shards computed. Raises PlanError."""
+        """Return final numbers of the results of all shards. Raises ReductionPlanError."""
         return self.finish(self.merge(parts))
 
 
 @functools.lru_cache(maxsize=256)
 def compile_reduction_plan(reducer: Reducer, *, width: int, pixels: int, shards: int = 1) -> ReductionPlan:
-    """The plan of a reducer. Raises PlanError for a cut, and ExpressionError for a filter, that cannot be so."""
+    """Compile the plan of a reducer. Raises ReductionPlanError for an impossible partition, or FilterError."""
     merged = cutting.merges(width, pixels, shards)
     outputs, result, reductions = _compile(reducer, merged, shards)
     if isinstance(reducer, Expression):
@@ -207,12 +207,12 @@ def compile_reduction_plan(reducer: Reducer, *, width: int, pixels: int, shards:
 
 
 def compute(program: ShardProgram, data: A, backend: ArrayBackend[A]) -> list[A]:
-    """What a program tells of the pixels of one group, [..., pixels, width], as columns to put side by side."""
+    """Return the outputs of a program for the pixels of one group [..., pixels, width], as columns."""
     return [column for output in program.outputs for column in _columns(output, data, backend)]
 
 
 def run(program: ShardProgram, shard: Array, *, dtype: npt.DTypeLike = np.float32) -> Array:
-    """The reference: what a shard [..., width] tells, [..., pixels, columns], computed in `dtype`."""
+    """Run a program on a shard [..., width] in `dtype`; return [..., pixels, columns]. The reference for devices."""
     out = np.empty((*shard.shape[:-1], program.pixels, program.columns), dtype)
     with np.errstate(all="ignore"):
         for group in program.groups:
@@ -262,7 +262,7 @@ def _state(node: Reduce) -> ShardOutput:
 
 
 def _split(node: Node, found: list[Reduce], shards: int) -> Node:
-    """The tree with merged results in the place of its reductions, which are added to those found."""
+    """Replace the reductions of a tree with merged results, and append them to `found`."""
     if isinstance(node, Reduce):
         _check_mergeable(node, shards)
         if node not in found:
@@ -290,7 +290,7 @@ def _spread(node: Node, problem: str, shards: int) -> FilterError:
 
 
 def _merged(merge: MergeOperation, block: Array, size: int) -> Array:
-    """Over the shards, the last axis but one; each has `size` elements."""
+    """Merge over the shards, the last axis but one; each has `size` elements."""
     if merge is MergeOperation.SPREAD:
         return _merged_spread(block, size)
     found: Array = _OVER_SHARDS[merge].reduce(block, axis=-2)
@@ -298,7 +298,7 @@ def _merged(merge: MergeOperation, block: Array, size: int) -> Array:
 
 
 def _merged_spread(block: Array, size: int) -> Array:
-    """Chan, Golub and LeVeque 1979 for samples of equal size: no difference of large sums."""
+    """Merge mean and squared deviations as Chan, Golub and LeVeque 1979, for samples of equal size."""
     means, squares = block[..., 0], block[..., 1]
     mean = means.mean(axis=-1)
     between = size * np.square(means - mean[..., None]).sum(axis=-1)
@@ -306,7 +306,7 @@ def _merged_spread(block: Array, size: int) -> Array:
 
 
 def _finished(reduction: Reduction, last: Array, counts: Array) -> Array:
-    """A merged reduction, of its last column."""
+    """Finish a merged reduction from its last column."""
     match reduction:
         case Reduction.MEAN:
             return last / counts

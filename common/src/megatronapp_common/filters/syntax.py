@@ -1,7 +1,7 @@
-"""The tree of a vector filter: nine kinds of nodes that know their shape, and nothing that could run.
+"""The tree of a vector filter: nine kinds of nodes that know their shape, and nothing executable.
 
-A node is a vector (one number, or truth, per element of a pixel) or a single one per pixel. What may stand where is
-decided in `typed`; nodes are made there only.
+A node is a vector (one number, or truth value, per element of a pixel) or a single one per pixel. `types` decides which
+nodes fit together; it alone makes nodes.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Operator(enum.StrEnum):
 
     @property
     def compares(self) -> bool:
-        """The result is a truth."""
+        """True if the result is a truth value."""
         return self not in _ARITHMETIC
 
 
@@ -48,42 +48,41 @@ _ARITHMETIC = {Operator.ADD, Operator.SUBTRACT, Operator.MULTIPLY, Operator.DIVI
 
 
 class Reduction(enum.StrEnum):
-    """From a vector to one number."""
+    """Reductions of a vector to one number."""
 
     MEAN = "mean"
     SUM = "sum"
     MAX = "max"
     MIN = "min"
     STD = "std"
-    """Of the whole population: divided by n. Only the reducer of this name has it, no text can say it."""
+    """Standard deviation of the population (divided by n). Only the reducer of this name has it, no filter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A part of a filter."""
+    """A node of a filter's tree."""
 
     column: int = dataclasses.field(default=1, compare=False, repr=False)
-    """Where it stands in the text, in characters from 1."""
+    """Column of the node in the text, in characters from 1."""
 
     @property
     def parts(self) -> tuple["Node", ...]:
-        """The nodes right below."""
         return ()
 
     def with_parts(self, parts: Sequence["Node"]) -> "Node":
-        """The same node above others."""
+        """Return the same node with other parts."""
         names = (field.name for field in dataclasses.fields(self) if isinstance(getattr(self, field.name), Node))
         changes: dict[str, Any] = dict(zip(names, parts, strict=True))
         return dataclasses.replace(self, **changes)
 
     @property
     def vector(self) -> bool:
-        """There is a value for each element."""
+        """True if the node has a value for each element."""
         return any(part.vector for part in self.parts)
 
     @property
     def boolean(self) -> bool:
-        """The values are truths, not numbers."""
+        """True if the values are truth values, not numbers."""
         return False
 
 
@@ -100,7 +99,6 @@ class DataVector(Node):
 
     @property
     def vector(self) -> bool:
-        """Always."""
         return True
 
 
@@ -113,13 +111,12 @@ class Apply(Node):
 
     @property
     def parts(self) -> tuple[Node, ...]:
-        """The nodes right below."""
         return (self.operand,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Binary(Node):
-    """An operator between two."""
+    """An operator between two nodes."""
 
     operator: Operator
     left: Node
@@ -127,18 +124,16 @@ class Binary(Node):
 
     @property
     def parts(self) -> tuple[Node, ...]:
-        """The nodes right below."""
         return (self.left, self.right)
 
     @property
     def boolean(self) -> bool:
-        """Comparisons are."""
         return self.operator.compares
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Where(Node):
-    """One of two, as a condition says, for each element."""
+    """A selection between two nodes by a condition, for each element."""
 
     condition: Node
     yes: Node
@@ -146,25 +141,22 @@ class Where(Node):
 
     @property
     def parts(self) -> tuple[Node, ...]:
-        """The nodes right below."""
         return (self.condition, self.yes, self.no)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduce(Node):
-    """A vector made one number."""
+    """A vector reduced to one number."""
 
     reduction: Reduction
     operand: Node
 
     @property
     def parts(self) -> tuple[Node, ...]:
-        """The nodes right below."""
         return (self.operand,)
 
     @property
     def vector(self) -> bool:
-        """Never."""
         return False
 
 
@@ -179,17 +171,15 @@ class Slice(Node):
 
     @property
     def parts(self) -> tuple[Node, ...]:
-        """The nodes right below."""
         return (self.operand,)
 
     @property
     def slice(self) -> slice:
-        """The same for arrays."""
+        """Bounds as a slice of arrays."""
         return slice(self.start, self.stop, self.step)
 
     @property
     def boolean(self) -> bool:
-        """As its vector is."""
         return self.operand.boolean
 
 
@@ -202,41 +192,39 @@ class IndexedElement(Node):
 
     @property
     def parts(self) -> tuple[Node, ...]:
-        """The nodes right below."""
         return (self.operand,)
 
     @property
     def slice(self) -> slice:
-        """The same for arrays, as a part of length one."""
+        """Bounds of the element as a slice of length one."""
         return slice(self.index, self.index + 1 or None)
 
     @property
     def vector(self) -> bool:
-        """Never."""
         return False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MergedReduction(Node):
-    """The result of a reduction over several shards, by its place in a plan. No text can say it."""
+    """The result of a reduction over several shards, by its index in a plan; not available in filters."""
 
     index: int
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The node and all below it."""
+    """Yield the node and all nodes below it."""
     yield node
     for part in node.parts:
         yield from walk(part)
 
 
 def depth(node: Node) -> int:
-    """How many nodes stand one below the other, this one included."""
+    """Return the depth of the tree in nodes, the root included."""
     return 1 + max(map(depth, node.parts), default=0)
 
 
 def render(node: Node) -> str:
-    """The text that is parsed to an equal node."""
+    """Return the text that is parsed to an equal node."""
     inner = [render(part) for part in node.parts]
     match node:
         case Number():

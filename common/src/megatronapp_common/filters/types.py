@@ -1,4 +1,4 @@
-"""Nodes of vector filters, made only where their types fit. Constants are worked out here, in 32-bit floats."""
+"""Constructors of the nodes of vector filters, which check types and compute constants in 32-bit floats."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ COUNTS_TRUTHS = {Reduction.SUM, Reduction.MEAN}
 
 
 def number(value: float, column: int) -> Number:
-    """A constant. Raises ExpressionError where a 32-bit float holds none such."""
+    """Make a constant. Raises FilterError if a 32-bit float cannot hold it."""
     with np.errstate(all="ignore"):
         rounded = np.float32(value)
     if not np.isfinite(rounded):
@@ -48,7 +48,7 @@ def number(value: float, column: int) -> Number:
 
 
 def apply(function: Function, operand: Node, column: int) -> Node:
-    """A function of each element. Raises ExpressionError."""
+    """Apply a function to each element. Raises FilterError."""
     if operand.boolean:
         if function is not Function.FLOAT:
             raise _no_number(operand, column)
@@ -60,7 +60,7 @@ def apply(function: Function, operand: Node, column: int) -> Node:
 
 
 def binary(operator: Operator, left: Node, right: Node, column: int) -> Node:
-    """An operator between two. Raises ExpressionError."""
+    """Combine two nodes by an operator. Raises FilterError."""
     for side in (left, right):
         if side.boolean:
             raise _no_number(side, side.column, chained=operator.compares)
@@ -73,7 +73,7 @@ def binary(operator: Operator, left: Node, right: Node, column: int) -> Node:
 
 
 def where(condition: Node, yes: Node, no: Node, column: int) -> Node:
-    """One of two for each element. Raises ExpressionError."""
+    """Select one of two nodes for each element. Raises FilterError."""
     if not condition.boolean:
         raise FilterError(condition.column, "where begins with a comparison; write where(data > 0, data, 0)")
     for side in (yes, no):
@@ -83,7 +83,7 @@ def where(condition: Node, yes: Node, no: Node, column: int) -> Node:
 
 
 def reduce(reduction: Reduction, operand: Node, column: int) -> Node:
-    """A vector made one number. Raises ExpressionError."""
+    """Reduce a vector to one number. Raises FilterError."""
     if not operand.vector:
         raise FilterError(column, f"{reduction} needs a vector, and this is one number already; leave it out")
     if operand.boolean:
@@ -94,7 +94,7 @@ def reduce(reduction: Reduction, operand: Node, column: int) -> Node:
 
 
 def part(operand: Node, bounds: slice, column: int) -> Node:
-    """A slice of a vector. Raises ExpressionError."""
+    """Take a slice of a vector. Raises FilterError."""
     if not operand.vector:
         raise FilterError(column, "this is one number and has no parts; take the part of data, as in data[:8]")
     step = 1 if bounds.step is None else bounds.step
@@ -106,12 +106,12 @@ def part(operand: Node, bounds: slice, column: int) -> Node:
 
 
 def element(operand: Node, index: int, column: int) -> Node:
-    """One element of a vector. Raises ExpressionError."""
+    """Take one element of a vector. Raises FilterError."""
     largest = isinstance(operand, Reduce) and operand.reduction in {Reduction.MAX, Reduction.MIN}
     if largest and index == 0:
-        return operand  # torch's max and min along an axis give the values first, and then where they stand
+        return operand  # torch's max and min along an axis return the values first, and then their indices
     if largest:
-        raise FilterError(column, "where the largest stands is not told; leave the index out")
+        raise FilterError(column, "the index of the largest is not available; omit the index")
     if not operand.vector:
         raise FilterError(column, "this is one number and has no elements; take one of data, as in data[0]")
     if operand.boolean:
@@ -120,7 +120,7 @@ def element(operand: Node, index: int, column: int) -> Node:
 
 
 def length(node: Node, width: int) -> int | None:
-    """How many elements the node has where data has `width`; None for a single one. Raises ExpressionError."""
+    """Return the node's number of elements where data has `width`; None for a single one. Raises FilterError."""
     found = [size for size in [length(below, width) for below in node.parts] if size is not None]
     if isinstance(node, DataVector):
         return width
@@ -147,7 +147,7 @@ def _sliced(node: Slice, size: int, width: int) -> int:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A question for a name that is nearly one of those known, or nothing."""
+    """Return a question that suggests a known name similar to `name`, or an empty text."""
     found = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 

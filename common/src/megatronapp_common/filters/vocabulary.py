@@ -1,4 +1,4 @@
-"""Names that a vector filter may use, and what to write for those that people know from elsewhere."""
+"""Names that a vector filter may use, and what to write for names from other libraries."""
 
 from megatronapp_common.filters.syntax import Function, Reduction
 
@@ -38,20 +38,20 @@ INSTEAD = {
     "std": "choose the reducer std, or write (data - data.mean()).square().mean().sqrt()",
     "var": "write (data - data.mean()).square().mean()",
     "histogram": "choose the reducer, as in histogram(32, -4, 4), alone",
-    "median": "there is none; mean, max and min are",
-    "quantile": "there is none; mean, max and min are",
-    "argmax": "where the largest stands is not told; max tells how large it is",
-    "argmin": "where the smallest stands is not told; min tells how small it is",
-    "indices": "where the largest stands is not told; leave it out",
+    "median": "not available; mean, max and min are",
+    "quantile": "not available; mean, max and min are",
+    "argmax": "the index of the largest is not available; max is its value",
+    "argmin": "the index of the smallest is not available; min is its value",
+    "indices": "the index of the largest is not available; omit it",
     "relu": "write where(data > 0, data, 0)",
     "clamp": "write where(data < 0, 0, data) for min=0, where(data > 1, 1, data) for max=1",
     "clip": "write where(data < 0, 0, data) for min=0, where(data > 1, 1, data) for max=1",
     "sign": "write where(data > 0, 1, where(data < 0, -1, 0))",
     "maximum": "write where(a > b, a, b)",
     "minimum": "write where(a < b, a, b)",
-    "exp": "there is none; ** with a constant is, as in 2.71828 ** data",
-    "log": "there is none; what comes out is shown as it is",
-    "softmax": "there is none; probabilities have a panel of their own",
+    "exp": "not available; ** with a constant is, as in 2.71828 ** data",
+    "log": "not available; results are shown unchanged",
+    "softmax": "not available; probabilities have a separate panel",
     "and": "put one where into another: where(a > 0, where(b > 0, x, y), y)",
     "or": "put one where into another: where(a > 0, x, where(b > 0, x, y))",
     "not": "turn the comparison round: <= for >",
@@ -85,7 +85,7 @@ INSTEAD = {
     "x": "the vector is called data",
     "X": "the vector is called data",
     "tensor": "the vector is called data",
-    "values": "it stands behind max and min only; leave it out",
+    "values": "it follows max and min only; omit it",
     "True": "write a comparison, such as data > 0",
     "False": "write a comparison, such as data > 0",
 }
@@ -107,4 +107,4 @@ INSTEAD_OF_SIGNS = {
     "\u2264": "write <=",
     "\u2265": "write >=",
 }
-"""What to write for signs that have no meaning in a filter."""
+"""Hints for signs that have no meaning in a filter."""

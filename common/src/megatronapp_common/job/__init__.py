@@ -1,4 +1,4 @@
-"""MegatronJob: its types, its rules, and its flags."""
+"""The MegatronJob resource: its types, its rules, and its fields as flags of the trainer."""
 
 from megatronapp_common.job.api.analyzer import Analyzer, AnalyzerVolume, SlowNode
 from megatronapp_common.job.api.cluster import (

@@ -1,8 +1,8 @@
-"""What a podTemplate may not change, and other rules that the schema of the CRD cannot hold, as an admission policy.
+"""Limits on podTemplate, and other rules that the schema of the CRD cannot hold, as an admission policy.
 
-The API server keeps what stands below `podTemplate.spec` as it is, and rules of the schema cannot look into it. A
-ValidatingAdmissionPolicy can. It carries the texts of `ADMISSION_RULES`, over `object`; `judge` evaluates the same
-ones on this side. Where a text cannot be evaluated (a list that is none, a broken expression), both sides refuse.
+The API server stores `podTemplate.spec` unchanged, and rules of the schema cannot read it. A ValidatingAdmissionPolicy
+can. It carries the texts of `ADMISSION_RULES`, over `object`; `judge` evaluates the same ones locally. Where a text
+cannot be evaluated (a list that is no list, a broken expression), both sides refuse.
 """
 
 import re
@@ -16,7 +16,7 @@ from megatronapp_common.names import GROUP, VERSION
 POLICY = f"pod-templates.{GROUP}"
 """Name of the policy and of its binding."""
 SPEC_IS_NEW = "request.operation == 'CREATE' || object.spec != oldObject.spec"
-"""A rule that came later leaves alone who changes labels or finalizers of an older job, the garbage collector too."""
+"""CEL condition that exempts updates of labels or finalizers of an older job, the garbage collector's included."""
 OUR_CONTAINERS = ("trainer", "agent")
 _SPEC = "object.spec.podTemplate.spec"
 _HINTS = {
@@ -31,9 +31,9 @@ _HINTS = {
     "terminationGracePeriodSeconds": "has a field of its own: write runPolicy.terminationGracePeriodSeconds",
     "activeDeadlineSeconds": "would end single workers; write runPolicy.activeDeadlineSeconds",
 }
-"""Fields of a pod that are the operator's, with what to write instead."""
+"""Fields of a pod that only the operator sets, with what to write instead."""
 _OWN_FIELDS = ("image", "command", "args", "restartPolicy", "terminationMessagePath", "terminationMessagePolicy")
-"""Fields of our containers that are the operator's."""
+"""Fields of the operator's containers that only the operator sets."""
 
 
 def _of_pod(name: str, hint: str) -> Rule:
@@ -54,7 +54,7 @@ def _are_named(name: str) -> Rule:
 
 
 def _list(name: str) -> str:
-    """CEL text of a list of containers, empty where it is left out or no list."""
+    """Return CEL text of a list of containers, empty where it is omitted or no list."""
     return f"(has({_SPEC}.{name}) && type({_SPEC}.{name}) == list ? {_SPEC}.{name} : [])"
 
 
@@ -114,11 +114,11 @@ ADMISSION_RULES = (
         message="holds a messageRegex that is no regular expression of RE2",
     ),
 )
-"""Over `object`, the whole job with its defaults."""
+"""Rules over `object`, the whole job with its defaults."""
 
 
 def admission_policy() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The policy and its binding, as `kubectl apply` takes them. A policy that cannot be judged refuses."""
+    """Return the policy and its binding, as `kubectl apply` takes them. A policy that cannot be judged refuses."""
     return _policy(), _binding()
 
 
@@ -143,9 +143,9 @@ def _policy() -> dict[str, Any]:
 
 
 def _validation(rule: Rule) -> dict[str, Any]:
-    """A rule that judges an update by what changed: a stored job that breaks it already may be edited.
+    """Return a rule that judges only changes in an update, so that a stored job that breaks it may be edited.
 
-    The field stands in the words: a refusal of a policy names none.
+    Its message names the field, because a refusal by a policy does not.
     """
     place = f"spec{rule.field}: "
     before = re.sub(r"\bobject\.", "oldObject.", rule.rule)

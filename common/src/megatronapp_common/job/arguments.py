@@ -1,4 +1,4 @@
-"""A job's fields as flags of the trainer, in Megatron's spelling."""
+"""Conversion of a job's fields to flags of the trainer, in Megatron's spelling."""
 
 import dataclasses
 import json
@@ -14,10 +14,10 @@ Value = bool | int | float | str | tuple[object, ...] | None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlagMapping:
-    """Which flag says a field. A true switch is the flag alone; a field that is left out gives no flag."""
+    """A field and its flag. A true switch is the flag alone; an absent field has no flag."""
 
     field: str
-    """Path below spec, in Python's spelling."""
+    """Path of the field below spec, in Python's spelling."""
     flag: str
 
 
@@ -127,7 +127,7 @@ SERVE_FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("serve.precision", "--precision"),
     FlagMapping("scope.plugins", "--scope-plugins"),
 )
-"""Flags of `megatronapp_trainer.serve` beside those of FLAGS."""
+"""Flags of `megatronapp_trainer.serve` in addition to FLAGS."""
 
 OTHER_FLAGS = {
     "--group-query-attention": "model.num_query_groups",
@@ -138,18 +138,18 @@ OTHER_FLAGS = {
 
 
 REPLACED = {"training.train_iters": "--train-samples"}
-"""Fields that a manifest must have, and the flag of `spec.args` that excludes theirs and takes their place."""
+"""Required fields, and the flag of `spec.args` that excludes the field's flag and replaces it."""
 
 
 def gives(job: MegatronJob, flag: str) -> bool:
-    """True if `spec.args` hold this flag."""
+    """Return true if `spec.args` contains this flag."""
     return any(word.partition("=")[0] == flag for word in job.spec.args)
 
 
 def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | None:
-    """Where a manifest says this flag: in spec.args, which win, else the field that stands for it, even if left out.
+    """Return the place of this flag in a manifest: spec.args, which win, otherwise the flag's field, even if absent.
 
-    `value` is the one meant where the field is a list. None for a flag that no field stands for.
+    `value` selects an item where the field is a list. None for a flag without a field.
     """
     given = [index for index, word in enumerate(job.spec.args) if word.partition("=")[0] == flag]
     if given:
@@ -163,7 +163,7 @@ def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | Non
 
 
 def megatron_arguments(job: MegatronJob) -> list[str]:
-    """The trainer's command line for a job; ``spec.args`` come last, so they win."""
+    """Return the trainer's command line for a job; ``spec.args`` are last, so they win."""
     table = FLAGS if job.spec.mode == "train" else (*FLAGS, *SERVE_FLAGS)
     replaced = {field for field, flag in REPLACED.items() if gives(job, flag)}
     table = tuple(entry for entry in table if entry.field not in replaced)
@@ -178,7 +178,7 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
 
 
 def _value(spec: Spec, path: str) -> Value:
-    """The field at a path; None where a block above it is left out."""
+    """Return the field at a path; None where a block above it is absent."""
     value: object = spec
     for name in path.split("."):
         value = getattr(value, name, None)

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition of MegatronJob, made from its types.
+"""The CustomResourceDefinition of MegatronJob, generated from its types.
 
 The API server takes structural schemas only (OpenAPI v3.0): no references, no `null` alternatives, no
 `additionalProperties: false` (it prunes, and refuses unknown fields under strict field validation).
@@ -30,12 +30,12 @@ _COLUMNS = (
 )
 _NAME = Metadata.model_fields["name"].description
 COSTLY = frozenset({"blend-alternates"})
-"""Rules too expensive for the API server to evaluate on the old spec as well; each is about one block."""
+"""Rules too expensive for the API server to evaluate on the old spec as well; each reads one block."""
 _DROPPED = frozenset({"title", "additionalProperties", "prefixItems"})
 
 
 def custom_resource_definition() -> Schema:
-    """The whole object, as `kubectl apply` takes it."""
+    """Return the whole definition, in the form that `kubectl apply` takes."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -71,7 +71,7 @@ def _version() -> Schema:
 
 
 def _root() -> Schema:
-    """The schema of the object. `metadata` is the API server's own; only its name may be spoken of here."""
+    """Return the schema of the object. `metadata` is the API server's own; a rule here may only read its name."""
     return {
         "type": "object",
         "description": (MegatronJob.__doc__ or "").strip(),
@@ -88,7 +88,7 @@ def _root() -> Schema:
 
 
 def _spec_validations() -> Schema:
-    """Rules of the spec. Those about changes are about an update anyway."""
+    """Return the rules of the spec. Those about changes apply to updates only."""
     return {
         "x-kubernetes-validations": [
             *map(_lenient, _of_server(SPEC_RULES)),
@@ -102,9 +102,9 @@ def _name_validations() -> Schema:
 
 
 def _lenient(rule: Rule) -> Schema:
-    """A rule that judges an update by what changed: a stored job that breaks it already may be edited.
+    """Return a rule that judges only changes in an update: a stored job that breaks it already may be edited.
 
-    A rule may be newer than the job. Refusing every edit would leave such a job without suspend and resize.
+    A rule may be newer than the job. Refusing every edit would make such a job impossible to suspend or resize.
     """
     if rule.id in COSTLY or "__" in rule.rule:  # an optional has no fields whose names CEL reserves, such as `__in__`
         block = rule.field.split(".")[1]
@@ -116,12 +116,12 @@ def _lenient(rule: Rule) -> Schema:
 
 
 def _of_server(rules: Iterable[Rule]) -> list[Rule]:
-    """Rules that the schema itself does not hold."""
+    """Return the rules that the schema itself does not enforce."""
     return [rule for rule in rules if not rule.in_schema]
 
 
 def _validation(rule: Rule) -> Schema:
-    """A rule as the API server takes it."""
+    """Return a rule in the form that the API server takes."""
     return {
         "rule": rule.rule,
         "fieldPath": rule.field,
@@ -132,7 +132,7 @@ def _validation(rule: Rule) -> Schema:
 
 
 def structural(schema: Schema, *, with_defaults: bool = True) -> Schema:
-    """A JSON Schema of pydantic as a structural schema. A status has no defaults: the backend writes it whole."""
+    """Convert a JSON Schema of pydantic to a structural one. A status has no defaults: the backend writes it whole."""
     return _convert(schema, schema.get("$defs", {}), with_defaults)
 
 
@@ -154,7 +154,7 @@ def _convert(node: Schema, definitions: dict[str, Schema], with_defaults: bool) 
 
 
 def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The node without references and without the alternative `null`; what stands beside them wins."""
+    """Resolve references and remove the alternative `null`; keywords next to them win."""
     if "anyOf" in node:
         choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
         assert len(choices) == 1, f"no structural schema says {choices}"
@@ -167,7 +167,7 @@ def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def _finished(out: Schema, node: Schema, definitions: dict[str, Schema], with_defaults: bool) -> Schema:
-    """What depends on the whole node: formats, free maps, defaults of blocks (their fields' defaults fill them)."""
+    """Add what depends on the whole node: formats, free maps, defaults of blocks (filled by their fields' defaults)."""
     if not with_defaults:
         out.pop("default", None)
     if out.get("type") == "integer":

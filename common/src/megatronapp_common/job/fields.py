@@ -1,4 +1,4 @@
-"""Walks over the types: which fields a model has, and which type stands at a path."""
+"""Traversal of the types: the fields of a model, and the type at a path."""
 
 import types
 import typing
@@ -12,12 +12,12 @@ Location = Sequence[str | int]
 
 
 def fields_by_alias(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The model's fields under their names in YAML."""
+    """Return the model's fields under their names in YAML."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def without_none(annotation: Any) -> Any:  # noqa: ANN401
-    """The type behind Annotated and `| None`."""
+    """Return the type without Annotated and `| None`."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         return without_none(typing.get_args(annotation)[0])
@@ -28,19 +28,19 @@ def without_none(annotation: Any) -> Any:  # noqa: ANN401
 
 
 def item_type(annotation: Any) -> Any:  # noqa: ANN401
-    """The type of the items of a list, or the type itself."""
+    """Return the type of a list's items, or the type itself."""
     plain = without_none(annotation)
     return without_none(typing.get_args(plain)[0]) if typing.get_origin(plain) is tuple else plain
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:  # noqa: ANN401
-    """The model that a field (or each item of it) holds, if it holds one."""
+    """Return the model that a field, or each item of it, holds; None for other types."""
     plain = item_type(annotation)
     return plain if isinstance(plain, type) and issubclass(plain, BaseModel) else None
 
 
 def type_at(root: type[BaseModel], location: Location) -> Any:  # noqa: ANN401
-    """The type at a path such as ("spec", "faults", 0, "rank"); None where the types end."""
+    """Return the type at a path such as ("spec", "faults", 0, "rank"); None beyond the types."""
     current: Any = root
     for part in location:
         if isinstance(part, int):
@@ -59,7 +59,7 @@ def type_at(root: type[BaseModel], location: Location) -> Any:  # noqa: ANN401
 
 
 def walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field below a model with its dotted path in YAML; items of lists have `[]` in theirs."""
+    """Yield every field below a model with its dotted path in YAML; items of lists have `[]` in theirs."""
     for alias, field in fields_by_alias(model).items():
         path = f"{prefix}.{alias}" if prefix else alias
         yield path, field
@@ -70,7 +70,7 @@ def walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldI
 
 
 def describe_type(annotation: Any) -> str:  # noqa: ANN401
-    """What a person writes there, in a few words."""
+    """Describe the values of a type to users, in a few words."""
     plain = without_none(annotation)
     origin = typing.get_origin(plain)
     if origin is Literal:

@@ -1,4 +1,4 @@
-"""The rules of a MegatronJob, judged on this side as the API server judges them."""
+"""Evaluation of the rules of a MegatronJob, with the same results as the API server."""
 
 import functools
 import math
@@ -19,16 +19,16 @@ from megatronapp_common.job.rules.rule import OPTIONAL_BLOCKS
 Path = tuple[str, ...]
 _LARGEST_FLOAT = int(sys.float_info.max)
 _RESERVED = re.compile(r"\b__(in)__\b")
-"""How the API server writes a field whose name is a word of CEL."""
+"""Spelling in CEL of a field whose name is reserved there."""
 _GUARD = re.compile(r"!has\(self\.(?:" + "|".join(OPTIONAL_BLOCKS) + r")\) \|\| ")
-"""What `where_given` puts before a rule: that looks at whether there is a block, not at what is in it."""
+"""Prefix that `where_given` adds to a rule: it reads only whether a block is present."""
 _MENTION = re.compile(r"\b(?:self|object\.spec)((?:\.\w+)+)")
 
 
 def find_problems(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> list[str]:
-    """Everything that is wrong between the fields of a spec (`Spec.to_dict`), one line each: path, what, what instead.
+    """Return all problems between the fields of a spec (`Spec.to_dict`), a line each: path, problem, correction.
 
-    Rules that look at an unknown field, at anything below one or at a block that holds one are not judged.
+    Rules that read an unknown field, a field below one or a block that contains one are not judged.
     """
     return [text for _, text in broken_rules(spec, unknown)]
 
@@ -41,19 +41,19 @@ def broken_rules(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> lis
 
 
 def check_update(old: Spec, new: Spec) -> list[str]:
-    """What may not change from a job's old spec to its new one, one line each. Both are right by themselves."""
+    """Return forbidden changes from a job's old spec to its new one, a line each. Both must be valid by themselves."""
     return evaluate_rules(CHANGE_RULES, {"self": new.to_dict(), "oldSelf": old.to_dict()})
 
 
 def evaluate_rules(rules: Sequence[Rule], data: Mapping[str, Any]) -> list[str]:
-    """Problems that these rules find in data, which holds `self` and, for rules about changes, `oldSelf`."""
+    """Return the problems of these rules in data, which holds `self` and, for rules about changes, `oldSelf`."""
     return [text for _, text in _broken(rules, data)]
 
 
 def _broken(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bool = False) -> list[tuple[Rule, str]]:
     """Return the rules that data breaks, each with its message.
 
-    `refuse_errors`: the data has no types (`object`); a rule that cannot be evaluated on it is broken.
+    `refuse_errors` is for data without types (`object`): a rule that cannot be evaluated on it is broken.
     """
     activation = _environment().Activation(data=_in_64_bits(data))
     found = []
@@ -71,7 +71,7 @@ def _broken(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bo
 
 
 def _in_64_bits(value: Any) -> Any:  # noqa: ANN401 - plain data
-    """Whole numbers that CEL has no room for as the API server reads them: as floating point."""
+    """Convert whole numbers beyond CEL's 64 bits to floating point, as the API server does."""
     if isinstance(value, Mapping):
         return {key: _in_64_bits(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -82,7 +82,7 @@ def _in_64_bits(value: Any) -> Any:  # noqa: ANN401 - plain data
 
 
 def _evaluate(text: str, activation: Any) -> Any:  # noqa: ANN401 - an Activation; bool or text
-    """The value of a text; None where it cannot be evaluated."""
+    """Return the value of a text; None where it cannot be evaluated."""
     value = _compiled(text).eval(activation)
     return None if value.type() == cel.Type.ERROR else value.plain_value()
 
@@ -94,7 +94,7 @@ def _environment() -> Any:  # noqa: ANN401 - the library has no types
 
 
 def _quantities() -> list[Any]:
-    """The API server's functions of quantities; here a quantity is its text."""
+    """Return the API server's functions of quantities; here a quantity is its text."""
     text, verdict = cel.Type.STRING, cel.Type.BOOL
     compare = {
         "isLessThan": lambda one, other: quantity_value(one) < quantity_value(other),
@@ -120,7 +120,7 @@ def _depends_on(rule: Rule, unknown: Collection[Path]) -> bool:
 
 @functools.cache
 def fields_mentioned(rule: Rule) -> frozenset[Path]:
-    """Paths below the spec that a rule or its message looks at; a method that is called there ends one of them."""
+    """Return the paths below the spec that a rule or its message reads; a method called on one ends it."""
     return frozenset(
         tuple(path.removeprefix(".").split("."))
         for path in _MENTION.findall(_GUARD.sub("", rule.rule) + rule.message_expression)

@@ -1,4 +1,4 @@
-"""A manifest in, a MegatronJob out, or every problem at once."""
+"""Loading of manifests: returns a MegatronJob, or reports every problem at once."""
 
 import copy
 import json
@@ -19,10 +19,10 @@ MAX_MANIFEST_BYTES = 1 << 20
 
 
 def load_job(source: str | Mapping[str, Any]) -> MegatronJob:
-    """The job in a YAML or JSON text, or in an already parsed object.
+    """Load the job from a YAML or JSON text, or from a parsed object.
 
-    Raises JobError whose ``problems`` are all that is wrong, one line each: path, what is wrong, what to write.
-    Rules between fields are judged as far as the fields that they look at are right by themselves.
+    Raises JobError whose ``problems`` are all that is wrong, one line each: path, what is wrong, what to write. Rules
+    between fields are judged if the fields that they read are right by themselves.
     """
     document = parse_manifest(source) if isinstance(source, str) else source
     job = _read(document)
@@ -33,10 +33,10 @@ def load_job(source: str | Mapping[str, Any]) -> MegatronJob:
 
 
 def load_stored_job(document: Mapping[str, Any], *, accepted: bool = True) -> tuple[MegatronJob, tuple[str, ...]]:
-    """The job in an object that an API server has stored, and the fields of it that this release does not know.
+    """Load a job that an API server has stored; return it and its fields that this release does not know.
 
-    The server has judged it by its own definition, which may be of a newer release and fills in defaults of that: such
-    fields are ignored, because an operator that refuses them would manage no job at all. A spec that was `accepted`
+    The server has judged it by its own definition, which may be of a newer release and adds that release's defaults:
+    such fields are ignored, because an operator that refuses them would manage no job. A spec that was `accepted`
     before is read by its types only: the rules of this release may be stricter than those it was accepted by. Raises
     JobError as `load_job`.
     """
@@ -51,12 +51,12 @@ def load_stored_job(document: Mapping[str, Any], *, accepted: bool = True) -> tu
 
 
 def skipped_rules(job: MegatronJob) -> tuple[str, ...]:
-    """Problems by the rules of this release of a job that was loaded without them, each with the name of its rule."""
+    """Return the problems of a job that was loaded without this release's rules, each with the name of its rule."""
     return tuple(f"{text} (rule {rule.id})" for rule, text in broken_rules(job.spec.to_dict()))
 
 
 def _read(document: Mapping[str, Any]) -> MegatronJob:
-    """The job by the types of its fields. Raises JobError; if a field is wrong, rules between the others are judged."""
+    """Read the job by the types of its fields. Raises JobError, with the rules between fields that are correct."""
     try:
         return MegatronJob.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
@@ -87,7 +87,7 @@ def _without(document: Mapping[str, Any], paths: list[tuple[int | str, ...]]) ->
 
 
 def parse_manifest(text: str) -> Any:  # noqa: ANN401
-    """The one document of a YAML text, read as the API server reads it. Raises JobError."""
+    """Return the one document of a YAML text, read as the API server reads it. Raises JobError."""
     if len(text.encode()) > MAX_MANIFEST_BYTES:
         raise JobError(f"the document: passes {MAX_MANIFEST_BYTES} bytes; this is not a manifest")
     try:
@@ -108,7 +108,7 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
 
 
 class _ManifestLoader(yaml.SafeLoader):
-    """Plain values only; a key that stands twice is refused; no aliases, which grow without bound."""
+    """Loader of plain values only; refuses duplicate keys, and aliases, which grow without bound."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

@@ -1,7 +1,7 @@
-"""A spec of which some fields are wrong, made whole enough to judge the rules between the others.
+"""Partial specs: some fields are wrong, but the rules between the others can be judged.
 
-Wrong and missing fields get stand-ins, so that the rest can be read as a real Spec. Nobody looks at a stand-in: its
-path is among the unknown ones, for which no rule is judged.
+Wrong and missing fields are replaced with placeholders, so that the rest can be read as a real Spec. No rule reads a
+placeholder: its path is among the unknown ones, for which no rule is judged.
 """
 
 import copy
@@ -21,13 +21,10 @@ Path = tuple[str, ...]
 
 
 def partial_spec(
-    document: Any,  # noqa: ANN401 - what somebody wrote
+    document: Any,  # noqa: ANN401 - plain data
     errors: Sequence[ErrorDetails],
 ) -> tuple[dict[str, Any], set[Path]] | None:
-    """The spec of a document without the fields that these errors are about, and the paths of those.
-
-    None where nothing of it can be read.
-    """
+    """Return a document's spec with its wrong fields replaced, and the paths of those; None if it cannot be read."""
     if not isinstance(document, Mapping) or not isinstance(document.get("spec"), dict):
         return None
     block, unknown = copy.deepcopy(document["spec"]), set[Path]()
@@ -42,7 +39,7 @@ def partial_spec(
 
 
 def _remove_invalid_fields(block: dict[str, Any], error: ErrorDetails, written: dict[str, Any]) -> set[Path]:
-    """Remove what an error is about; returns the fields that are unknown for it. A list goes as a whole."""
+    """Remove the fields of an error and return them; a list is removed as a whole."""
     path = tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), error["loc"][1:]))
     *parents, name = path
     for parent in parents:
@@ -56,7 +53,7 @@ def _remove_invalid_fields(block: dict[str, Any], error: ErrorDetails, written: 
 
 
 def _fill(block: dict[str, Any], model: type[BaseModel]) -> None:
-    """Give required fields that are missing a value that the types accept."""
+    """Set required fields that are missing to a value that the types accept."""
     for alias, field in fields_by_alias(model).items():
         nested = model_of(field.annotation)
         if nested is not None and isinstance(block.get(alias), dict):

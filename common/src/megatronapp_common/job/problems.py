@@ -1,4 +1,4 @@
-"""From the validator's errors to sentences: where, what is wrong, what to write."""
+"""Sentences from the validator's errors: where, what is wrong, what to write."""
 
 import difflib
 import typing
@@ -33,16 +33,16 @@ from megatronapp_common.job.fields import (
 
 SHOWN_CHARACTERS = 60
 LISTED_CHOICES = 3
-"""So few are read at a glance; only among more is the nearest one named."""
+"""Longest list of choices that a message shows; among more only the nearest one is named."""
 
 
 def describe_errors(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """One line for each error of a validation of ``root``."""
+    """Return one line for each error of a validation of ``root``."""
     return [f"{path_text(detail['loc'])}: {_sentence(detail, root)}" for detail in error.errors(include_url=False)]
 
 
 def path_text(location: Location) -> str:
-    """The path as people write it: spec.faults[0].rank."""
+    """Return the path as users write it: spec.faults[0].rank."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     return text.removeprefix(".") or "the document"
 
@@ -92,7 +92,7 @@ def _not_a_choice(value: object, wanted: Any) -> str:  # noqa: ANN401
 
 
 def _instead(value: object, wanted: Any) -> str:  # noqa: ANN401
-    """What to write for a value of the wrong type."""
+    """Say which value to write instead of one of the wrong type."""
     plain = without_none(wanted)
     if plain is str and isinstance(value, int | float):
         return f'write it in quotes: "{value}"'
@@ -113,7 +113,7 @@ def _as_number(text: str) -> float | None:
 
 
 def _shown(value: object) -> str:
-    """The value as in YAML, shortened."""
+    """Return the value as in YAML, shortened."""
     if isinstance(value, dict | list):
         return "a block of fields" if isinstance(value, dict) else "a list"
     text = "an empty value" if value is None else repr(value) if isinstance(value, str) else str(value)

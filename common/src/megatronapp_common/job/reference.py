@@ -1,4 +1,4 @@
-"""The reference of the manifest, made from its types: one table per block."""
+"""The reference of the manifest, generated from its types: one table per block."""
 
 import types
 import typing
@@ -21,7 +21,7 @@ _HEAD = """\
 Made from the types by `make generate`; do not edit.
 
 A value of the wrong type or outside of its limits is refused with a sentence that says what to write, an unknown field
-with the nearest known name. All problems of a manifest are said at once.
+with the nearest known name. All problems of a manifest are listed at once.
 """
 _RULES = """\
 ## Rules between fields
@@ -34,7 +34,7 @@ Judged by the API server and by `megatronapp`; the messages hold the values and 
 
 ## Pod templates
 
-Judged by an admission policy of the Helm chart, as the schema cannot look into them, and by `megatronapp`.
+Judged by an admission policy of the Helm chart, as the schema cannot read them, and by `megatronapp`.
 
 | field | refused with |
 |---|---|
@@ -53,7 +53,7 @@ _TABLE_HEAD = "| field | type | default | meaning |\n|---|---|---|---|"
 
 
 def render_reference() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     return "\n".join([_HEAD, *_sections(MegatronJob, ""), _rules()]) + "\n"
 
 
@@ -66,7 +66,7 @@ def _rule_rows(rules: Iterable[Rule]) -> str:
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
-    """A model's table, then those of the blocks below it."""
+    """Yield a model's table, then those of the blocks below it."""
     fields = fields_by_alias(model)
     yield f"## {path or 'The object'}\n\n{(model.__doc__ or '').strip()}\n\n{_TABLE_HEAD}"
     yield "\n".join(_row(name, field) for name, field in fields.items()) + "\n"
@@ -91,7 +91,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _constraints(field: FieldInfo) -> Iterator[object]:
-    """Limits on the field itself, also those inside of `X | None`."""
+    """Yield limits on the field itself, also those inside of `X | None`."""
     yield from field.metadata
     if typing.get_origin(field.annotation) in {types.UnionType, typing.Union}:
         for part in typing.get_args(field.annotation):

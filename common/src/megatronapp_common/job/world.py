@@ -1,4 +1,4 @@
-"""How many ranks, on which workers: nodes, procPerNode, gpusPerNode, parallelism and fbd brought together."""
+"""The world of a job, derived from nodes, procPerNode, gpusPerNode, parallelism and fbd."""
 
 import dataclasses
 import enum
@@ -13,53 +13,53 @@ from megatronapp_common.topology import FbdWorld, Placement, Topology
 
 
 class WorkerRole(enum.StrEnum):
-    """What the ranks of a worker do."""
+    """Work of the ranks of a worker."""
 
     ALL = "all"
-    """Forward and backward; with MegaFBD beside each other, the trainer deals the roles out."""
+    """Forward and backward; with MegaFBD on shared workers the trainer assigns the roles."""
     BACKWARD = "backward"
-    """Backward only: MegaFBD with forward workers of their own."""
+    """Backward only: MegaFBD with separate forward workers."""
     FORWARD = "forward"
-    """Forward only."""
+    """Forward only, on separate workers of MegaFBD."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerGroup:
-    """Workers that are alike."""
+    """Workers of one role with equal resources."""
 
     role: WorkerRole
-    """What their ranks do."""
+    """Work of their ranks."""
     first: int
-    """Index of the first one; the others follow."""
+    """Index of the first worker; the others follow."""
     nodes: int
-    """How many."""
+    """Number of workers in it."""
     proc_per_node: int
-    """Ranks of each."""
+    """Ranks of each worker."""
     gpus_per_node: int
-    """GPUs of each; 0: the CPU."""
+    """GPUs of each worker; 0: the CPU."""
     node_selector: Mapping[str, str]
-    """Labels of the nodes that they go to."""
+    """Labels of the nodes that they are scheduled to."""
     resources: Resources
-    """What the trainer's container gets, without GPUs and RDMA devices."""
+    """Resources of the trainer's container, without GPUs and RDMA devices."""
 
     @property
     def workers(self) -> range:
-        """Their indices."""
+        """Indices of the workers."""
         return range(self.first, self.first + self.nodes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """The size of a gang.
+    """Size of a gang.
 
-    With MegaFBD and workers of their own for forward ranks, these come last: backward workers have the indices and
-    ranks from 0 on, in Megatron's order of ranks, then forward workers theirs, in the same order.
+    With MegaFBD on separate workers, backward workers have the indices and ranks from 0 on, in Megatron's order of
+    ranks, and forward workers follow, in the same order.
     """
 
     worker_groups: tuple[WorkerGroup, ...]
     """One group, or backward workers and forward workers, in worker order."""
     topology: Topology
-    """Sizes of the parallel groups that are trained with, ``data`` filled in."""
+    """Sizes of the parallel groups of the training, with ``data`` filled in."""
     fbd: FbdWorld | None = None
     """Counts of forward and backward ranks with MegaFBD."""
 
@@ -70,26 +70,25 @@ class World:
 
     @property
     def data_parallel_size(self) -> int:
-        """Model replicas that are trained with."""
+        """Number of model replicas that are trained."""
         return self.topology.data
 
     @property
     def placement(self) -> Placement:
-        """Which worker runs which ranks."""
+        """Placement of ranks on workers."""
         return Placement(self.proc_per_node)
 
     @property
     def nodes(self) -> int:
-        """Workers."""
+        """Number of workers in it."""
         return sum(group.nodes for group in self.worker_groups)
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return sum(group.nodes * group.proc_per_node for group in self.worker_groups)
 
     def group_of(self, worker: int) -> WorkerGroup:
-        """The group of a worker. Raises TopologyError for a worker that does not exist."""
+        """Return the group of a worker. Raises TopologyError for a worker that does not exist."""
         for group in self.worker_groups:
             if worker in group.workers:
                 return group
@@ -97,12 +96,12 @@ class World:
 
 
 def derive_world(spec: Spec) -> World:
-    """The world of a job.
+    """Derive the world of a job.
 
-    With ``parallelism.data`` the world is derived from it; without, ``data`` is derived from nodes x procPerNode;
-    with both they must agree. What is missing of nodes and procPerNode is derived, from gpusPerNode where it is given.
-    With ``fbd`` the ranks of a replica are its backward and its forward ones; with ``fbd.forward`` the latter go to
-    workers of their own, and nodes x procPerNode are backward ranks alone.
+    With ``parallelism.data`` the world is derived from it; without, ``data`` is derived from nodes x procPerNode; with
+    both they must agree. A missing one of nodes and procPerNode is derived, from gpusPerNode where it is set. With
+    ``fbd`` the ranks of a replica are its backward and its forward ones; with ``fbd.forward`` the latter run on
+    separate workers, and nodes x procPerNode are backward ranks alone.
 
     Raises JobError where the numbers do not agree. `load_job` refuses such a spec before, and says which of them to
     change (`rules.world`, `rules.runtimes`).
@@ -129,7 +128,7 @@ def derive_world(spec: Spec) -> World:
 
 
 def _replica(spec: Spec) -> int:
-    """Ranks of one replica on the workers that nodes and procPerNode are about."""
+    """Return the ranks of one replica on the workers that nodes and procPerNode count."""
     layout, fbd = spec.parallelism, spec.fbd
     replica = Topology(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline)
     if not fbd.enabled or fbd.forward is not None:
@@ -158,7 +157,7 @@ def _topology(spec: Spec, replicas: int) -> Topology:
 
 
 def _workers(spec: Spec, replica: int) -> tuple[int, int]:
-    """Nodes and ranks of each as written or derived, whether or not they agree with the rest."""
+    """Return nodes and ranks of each as written or derived, even if they disagree with the rest."""
     if spec.parallelism.data is None:
         nodes = spec.nodes or 1
         return nodes, spec.proc_per_node or spec.gpus_per_node or replica // nodes
@@ -166,14 +165,14 @@ def _workers(spec: Spec, replica: int) -> tuple[int, int]:
 
 
 def _spread(ranks: int, nodes: int | None, per_node: int | None, gpus: int) -> tuple[int, int]:
-    """Nodes and ranks of each for a number of ranks."""
+    """Distribute a number of ranks; return nodes and ranks of each."""
     free = min(gpus or ranks, ranks)
     count = nodes or max(1, ranks // (per_node or free))
     return count, per_node or (max(1, ranks // count) if nodes else free)
 
 
 def _forward_group(spec: Spec, forward: ForwardWorkers, ranks: int, first: int) -> WorkerGroup:
-    """The forward workers, behind the backward ones."""
+    """Return the forward workers, numbered after the backward ones."""
     nodes, per_node = _spread(ranks, forward.nodes, forward.proc_per_node, forward.gpus_per_node)
     fits = per_node <= min(forward.gpus_per_node or MAX_PROC_PER_NODE, MAX_PROC_PER_NODE)
     if nodes * per_node != ranks or not fits or first + nodes > MAX_NODES:

@@ -37,7 +37,7 @@ _ALL_NODES = (
 _DPP, _FBD, _BERT = "MegaDPP (--use-dpp)", "MegaFBD", "BERT and T5"
 _NO_BUILD = "nothing is built for it: the transfer libraries of MegaDPP are not there yet"
 _IMAGES = "images of trainer, analyzer and operator, with all that they need; no shell and no SSH in a pod"
-_INSPECT = "the page of a job is served beside it, and opens with an address that is good once"
+_INSPECT = "the page of a job is served while it runs, and opens with an address that is valid once"
 
 COMMANDS: Final = (
     LegacyCommand(
@@ -90,7 +90,7 @@ COMMANDS: Final = (
         "--micro-batch-size 1 --lr 1e-3 --train-iters 10 --mock-data --vocab-size 512",
         r"pretrain_gpt\.py",
         ("torchrun {launch} -m megatronapp_trainer.pretrain {train}",),
-        "the same flags; tracing, restarts and pages come with a manifest: megatronapp run FILE",
+        "the same flags; for tracing, restarts and pages use a manifest: megatronapp run FILE",
     ),
     LegacyCommand(
         "python pretrain_bert.py\npython pretrain_t5.py\nbash pretrain_bert_distributed.sh\n"
@@ -196,7 +196,7 @@ COMMANDS: Final = (
         "bash examples/inference/llama_mistral/run_text_generation_llama3.sh /ckpts/llama3-core /ckpts/llama3",
         r"a_text_generation_server_bash_script\.sh|run_text_generation_(server_|wsserver_)?\w+\.sh",
         ("megatronapp serve --load {1=CHECKPOINT} --tokenizer-file {2=FOLDER}/tokenizer.json",),
-        "the checkpoint says what its model is; one that was converted here has its tokenizer beside it",
+        "the checkpoint says what its model is; one that was converted here has its tokenizer in its folder",
     ),
     LegacyCommand(
         "torchrun --nproc_per_node 1 tools/run_text_generation_server.py --load gpt2-core "
@@ -237,13 +237,13 @@ COMMANDS: Final = (
         ("megatronapp trace export JOB -o {--output=benchmark.json}", "megatronapp describe JOB"),
         "a job's hub collects and aligns the spans of all ranks; the first command writes them, the "
         "second names slow ranks, "
-        "which are looked for while the job runs",
+        "which are detected while the job runs",
     ),
     LegacyCommand(
         "open chrome://tracing\nopen https://ui.perfetto.dev",
         r".*(chrome://tracing|ui\.perfetto\.dev).*",
         ("megatronapp trace export JOB -o trace.json",),
-        "both open the file; the page of a job has a timeline of its own",
+        "both open the file; the page of a job also has a timeline",
     ),
     LegacyCommand(
         "bash scripts/gpu_control.sh limit 0 900",
@@ -255,7 +255,7 @@ COMMANDS: Final = (
         "bash scripts/gpu_control.sh reset 0\nbash scripts/gpu_control.sh monitor",
         r"gpu_control\.sh.*",
         ("megatronapp describe JOB",),
-        "a fault ends after its steps; state and verdicts of the ranks are told",
+        "a fault ends after its steps; this prints state and verdicts of the ranks",
     ),
     LegacyCommand(
         "kubectl apply -f job.yaml",

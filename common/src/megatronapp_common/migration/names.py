@@ -3,8 +3,8 @@
 from typing import Final
 
 _NOT_YET = "not yet"
-_DPP = f"{_NOT_YET}: comes with MegaDPP"
-_FBD = f"{_NOT_YET}: comes with MegaFBD"
+_DPP = f"{_NOT_YET}: planned with MegaDPP"
+_FBD = f"{_NOT_YET}: planned with MegaFBD"
 _SPANS = "every step of a traced job is recorded and kept by its hub"
 _LAUNCHER = "the launcher sets it; leave it out"
 SAME = "the same"
@@ -25,7 +25,7 @@ FLAGS: Final[dict[str, str]] = {
     "--forward-backward-disaggregating": _FBD,
     "--ignore-forward-tensor-parallel": _FBD,
     "--training-ws-port": f"{_NOT_YET}: MegaScope while a model trains; the page of a job: megatronapp ui JOB",
-    "--enable-ws-server": "the pages are served beside megatronapp serve anyway; taken there",
+    "--enable-ws-server": "megatronapp serve always serves the pages, and accepts the flag",
     "--tensor-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.tensor",
     "--sequence-parallel": f"{SAME}; in a manifest spec.parallelism.sequenceParallel",
     "--pipeline-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.pipeline",
@@ -122,9 +122,9 @@ CONTROLS: Final[dict[str, str]] = {
     "weight perturbation": f"{_NOT_YET}: answered with 501",
     "calculation perturbation": f"{_NOT_YET}: answered with 501",
     "system perturbation": f"{_NOT_YET}: answered with 501",
-    "noise1": f"{_NOT_YET}: comes with perturbations",
-    "noise2": f"{_NOT_YET}: comes with perturbations",
-    "coefficient": f"{_NOT_YET}: comes with perturbations",
+    "noise1": f"{_NOT_YET}: planned with perturbations",
+    "noise2": f"{_NOT_YET}: planned with perturbations",
+    "coefficient": f"{_NOT_YET}: planned with perturbations",
     "training mode": f"{_NOT_YET}: answered with 501",
     "mode switch": "spec.mode of a job",
 }

@@ -78,16 +78,14 @@ def encode(code: TensorCode, values: NDArray[Any]) -> EncodedArray:
 
 
 def decode(code: TensorCode, data: NDArray[Any], scales: NDArray[Any] | None = None) -> Floats:
-    """The numbers that stand there, as 32-bit floats. Raises CodeError for arrays that are not of this code."""
+    """The numbers that stand there, as 32-bit floats. Raises TensorCodeError for arrays that are not of this code."""
     if data.dtype != DTYPES[code]:
         raise TensorCodeError(f"{data.dtype} is not what code {code} holds, which is {DTYPES[code]}")
     if code is not TensorCode.I8:
         return _DECODE[code](data.astype(np.float32))
     if scales is None or scales.shape != data.shape[:-1]:
         found = "none" if scales is None else f"those of shape {scales.shape}"
-        raise TensorCodeError(
-            f"code i8 of shape {data.shape} comes with scales of shape {data.shape[:-1]}, not {found}"
-        )
+        raise TensorCodeError(f"code i8 of shape {data.shape} needs scales of shape {data.shape[:-1]}, not {found}")
     steps = np.take(_STEPS, data.view(np.uint8))
     return steps * scales.astype(np.float32)[..., None]
 

@@ -1,7 +1,7 @@
 """The rules between the fields of a MegatronJob, each written once, in CEL.
 
 The CRD carries them as `x-kubernetes-validations`, so that the API server judges them, and `judge` evaluates the same
-texts on this side. Their order is the order in which people read what is wrong.
+texts locally. Problems are reported in the order of the rules.
 """
 
 from megatronapp_common.job.rules.changes import CHANGE_RULES
@@ -32,6 +32,6 @@ _OF_BOTH_MODES = (
     *POLICY_RULES,
 )
 SPEC_RULES = (*MODE_RULES, *map(where_given, _OF_BOTH_MODES), *SERVE_RULES)
-"""Over `self`, the spec with its defaults."""
+"""Rules over `self`, the spec with its defaults."""
 
 __all__ = ["CHANGE_RULES", "NAME_RULES", "SPEC_RULES", "Rule"]

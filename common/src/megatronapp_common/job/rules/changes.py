@@ -1,6 +1,6 @@
-"""What may not change while a job exists, over `oldSelf` and `self`.
+"""Rules about changes while a job exists, over `oldSelf` and `self`.
 
-They stand at the spec, not at the fields: there a rule would be skipped when its field appears or goes away.
+They belong to the spec, not to the fields: there a rule would be skipped when its field appears or is removed.
 """
 
 from megatronapp_common.job.rules.rule import Rule, cel_message
@@ -11,13 +11,13 @@ def _same(field: str) -> str:
 
 
 def _shown(root: str, field: str) -> str:
-    return f"has({root}{field}) ? string({root}{field}) : 'left out'"
+    return f"has({root}{field}) ? string({root}{field}) : 'omitted'"
 
 
 def _while_suspended(rule_id: str, field: str, *, block: str = "") -> Rule:
-    """A number that may be given, changed or taken out only in a job that was suspended before.
+    """Return the rule that a number may only be added, changed or removed in a job that was suspended before.
 
-    `block` holds it and may be left out.
+    `block` contains it and is optional.
     """
     absent = f"!has(self{block}) || !has(oldSelf{block}) || " if block else ""
     return Rule(
@@ -33,7 +33,7 @@ def _while_suspended(rule_id: str, field: str, *, block: str = "") -> Rule:
 
 
 def _never(rule_id: str, field: str, why: str) -> Rule:
-    """A field that keeps what it was made with, also where that is nothing."""
+    """Return the rule that a field is immutable, also where it is absent."""
     return Rule(
         id=rule_id,
         field=field,
@@ -74,7 +74,7 @@ CHANGE_RULES = (
         rule="oldSelf.suspend || self.fbd == oldSelf.fbd",
         message="may change only while the job is suspended; set suspend: true first",
     ),
-    _never("gang-stays", ".scheduling.gang", ", as pods may stand in its queue"),
+    _never("gang-stays", ".scheduling.gang", ", as pods may be in its queue"),
     _never("manager-stays", ".managedBy", ", as two controllers would fight for the job"),
     _while_suspended("batch-stays", ".training.globalBatchSize", block=".training"),
 )

@@ -1,4 +1,4 @@
-"""Rules about what a job asks of a cluster: resources, memory, volumes, initializers, pods."""
+"""Rules about what a job requests from a cluster: resources, memory, volumes, initializers, pods."""
 
 from megatronapp_common.job.rules.rule import Rule, cel_message, first_item, no_item
 from megatronapp_common.names import GROUP
@@ -8,22 +8,22 @@ _PATH = "^(/[^/:]+)+/?$"
 _UP = "matches('(^|/)[.][.](/|$)')"
 _SHM, _LIMITS = "self.shm.sizeLimit", "self.resources.limits"
 _TAKEN = ("/dev", "/proc", "/sys", "/run/megatronapp")
-"""Directories of the kernel, of the container runtime and of our own mounts."""
+"""Directories of the kernel, of the container runtime and of the operator's mounts."""
 OUR_LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of", "managed-by"))
 
 
 def given(*fields: str) -> str:
-    """CEL text: the field is there, and so are the blocks above it."""
+    """Return CEL text: the field is present, and so are the blocks above it."""
     return " && ".join(f"has({field})" for field in fields)
 
 
 def is_path(place: str) -> str:
-    """CEL text: an absolute path without `..`, which a mount may have."""
+    """Return CEL text: an absolute path without `..`, which a mount may have."""
     return f"({place}.matches('{_PATH}') && !{place}.{_UP})"
 
 
 def is_taken(place: str) -> str:
-    """CEL text: a mount there would hide what the system or the operator puts there."""
+    """Return CEL text: a mount there would hide a directory of the system or the operator."""
     listed = ", ".join(f"'{path}'" for path in _TAKEN)
     below = f"[{listed}].exists(taken, {place} == taken || {place}.startsWith(taken + '/'))"
     return f"({below} || {place} == '/run' || {place} == '/run/')"
@@ -39,7 +39,7 @@ def _above_zero(field: str, quantity: str) -> Rule:
 
 
 def named_once(rule_id: str, field: str, *, when: str, resource: str, count: str, source: str) -> Rule:
-    """A resource that the operator adds may stand among the resources with the same count only."""
+    """Return the rule that a resource that the operator adds has the same count if the resources list it, too."""
 
     def other(block: str) -> str:
         amounts = f"self{field}.{block}"
@@ -57,7 +57,7 @@ def named_once(rule_id: str, field: str, *, when: str, resource: str, count: str
 
 
 def _within_limits(field: str, when: str = "true") -> Rule:
-    """The API server would refuse the pods.
+    """Return the rule that requests are within limits; the API server would refuse the pods.
 
     A rule of the admission policy: before Kubernetes 1.34 the schema's estimate of its cost, for quantities of any
     length, is beyond what a definition may have.
@@ -166,7 +166,7 @@ _MOUNTS = (
 
 
 def _on(volume: str) -> str:
-    """CEL text: the target of an initializer lies on a volume."""
+    """Return CEL text: the target of an initializer is on a volume."""
     place = f"{volume}.mountPath"
     return (
         f"(has({volume}) && (one.target == {place} || one.target.startsWith({place} + '/') || "

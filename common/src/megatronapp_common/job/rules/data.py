@@ -18,7 +18,7 @@ _BLENDED = let(  # each word is matched once only: twice would pass the API serv
 
 
 def _belongs_to(option: str, place: str, *, given: str | None = None) -> Rule:
-    """An option of checkpoint that means nothing without a directory."""
+    """Return the rule that an option of checkpoint needs its directory."""
     return Rule(
         id=f"{option}-needs-{place}",
         field=f".checkpoint.{option}",
@@ -70,7 +70,7 @@ _SOURCE = (
         id="weight-needs-prefix",
         field=".data.path",
         rule=f"{_PATH}.size() != 1 || !{_PATH}[0].{_WEIGHT}",
-        message="a weight stands there without a prefix; write the prefix of the .bin/.idx files",
+        message="a weight has no prefix; write the prefix of the .bin/.idx files",
         message_expression=cel_message(
             f"{{{_PATH}[0]}} is a weight without a prefix; write the prefix of the .bin/.idx files"
         ),

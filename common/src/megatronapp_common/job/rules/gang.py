@@ -1,4 +1,4 @@
-"""Rules that need the number of ranks or replicas. They are silent while the world does not add up (`world`)."""
+"""Rules that need the number of ranks or replicas. They pass while the world is inconsistent (`world`)."""
 
 from megatronapp_common.job.rules.rule import (
     Rule,
@@ -22,7 +22,7 @@ _NODES_FOR_GPUS = f"({_HERE} + self.gpusPerNode - 1) / self.gpusPerNode"
 
 
 def _with_stride(rule: str) -> str:
-    """CEL text of a rule over `stride`: the global batch must be a multiple of it."""
+    """Return CEL text of a rule over `stride`: the global batch must be a multiple of it."""
     return with_gang(let("stride", _STRIDE, rule))
 
 
@@ -106,7 +106,7 @@ _BATCHES = (
 
 
 def _of_faults(rule_id: str, wrong: str, *, says: str, message: str, ranks: bool = False) -> Rule:
-    """No fault may be wrong; the message is about the first that is. `ranks`: it looks at the number of ranks."""
+    """Return the rule that no fault is wrong; its message is about the first that is. `ranks`: it reads the world."""
     rule = no_item("self.faults", "fault", wrong)
     found = first_item("self.faults", "fault", wrong, message)
     return Rule(

@@ -1,4 +1,4 @@
-"""Rules about the model and how it is cut."""
+"""Rules about the model and how it is partitioned."""
 
 from megatronapp_common.job.rules.rule import Rule, cel_message, multiple, nearest_multiple
 

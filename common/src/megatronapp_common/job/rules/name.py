@@ -1,4 +1,4 @@
-"""Rules over the whole object: the API server's own limits for names are wider than those of our types (`metadata`)."""
+"""Rules over the whole object: the API server's own limits for names are wider than those of the types (`metadata`)."""
 
 from megatronapp_common.job.api.metadata import JOB_NAME_PATTERN, MAX_NAME_LENGTH
 from megatronapp_common.job.rules.rule import Rule, cel_message

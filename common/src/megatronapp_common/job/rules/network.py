@@ -36,7 +36,7 @@ NETWORK_RULES = (
         id="shared-device-needs-rdma",
         field=".network.rdma.enabled",
         rule=f"{_MODE} != 'SharedDevice' || {_RDMA}.enabled",
-        message="must be true for network.mode SharedDevice, which is about nothing else",
+        message="must be true for network.mode SharedDevice, which has no other purpose",
     ),
     Rule(
         id="mode-needs-attachments",
@@ -58,8 +58,8 @@ NETWORK_RULES = (
         id="host-network-has-no-policy",
         field=".network.policy",
         rule=f"{_MODE} != 'HostNetwork' || self.network.policy == 'None'",
-        message="must be None for network.mode HostNetwork: a NetworkPolicy does not hold for pods in the node's own "
-        "network, so JobOnly would promise what nobody keeps",
+        message="must be None for network.mode HostNetwork: a NetworkPolicy does not apply to pods in the node's own "
+        "network, so JobOnly would have no effect",
     ),
     Rule(
         id="topology-order-needs-a-key",

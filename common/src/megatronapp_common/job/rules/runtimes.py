@@ -1,7 +1,7 @@
 """Rules about MegaDPP and MegaFBD, and about the forward workers of the latter.
 
-The rules of forward workers see, beside the names of `world`, `wanted_forward` (forward ranks), `forward_nodes` and
-`forward_per_node` (written or derived).
+The rules of forward workers see, in addition to the names of `world`, `wanted_forward` (forward ranks), `forward_nodes`
+and `forward_per_node` (written or derived).
 """
 
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
@@ -48,7 +48,7 @@ _SWITCHES = (
 
 
 def _of_forward(rule_id: str, field: str, rule: str, *, says: str, message: str) -> Rule:
-    """A rule about the forward workers; silent where there are none or the backward ones do not add up."""
+    """Return a rule about the forward workers; it passes without them, or if the backward ones are inconsistent."""
     return Rule(
         id=rule_id,
         field=field,
@@ -94,7 +94,7 @@ FORWARD_RULES = (
         f"at most {MAX_NODES} are possible",
     ),
 )
-"""How many forward workers and ranks: the arithmetic of `job.world`."""
+"""Rules about the number of forward workers and ranks: the arithmetic of `job.world`."""
 _RESOURCES = named_once(
     "forward-gpus-named-once",
     ".fbd.forward.resources",

@@ -1,4 +1,4 @@
-"""Rules about the mode of a job: what training needs, and what means nothing to a model that is served."""
+"""Rules about the mode of a job: fields that training requires, and fields without meaning for a served model."""
 
 from megatronapp_common.job.rules.rule import Rule, cel_message
 from megatronapp_common.job.rules.world import REPLICAS, cel_message_with_sizes, with_gang
@@ -19,7 +19,7 @@ MODE_RULES = (_needed("model"), _needed("training"))
 
 
 def _of_training(field: str, given: str, why: str, rule_id: str = "") -> Rule:
-    """A field that belongs to training. `given` is CEL text of when it is there or switched on."""
+    """Return the rule that a field belongs to training. `given` is CEL text of when it is present or switched on."""
     return Rule(
         id=rule_id or f"serve-without-{field}",
         field=f".{field}",
@@ -56,7 +56,7 @@ _OF_TRAINING = (
     _switch("dpp.enabled", _ONE_BATCH),
     _switch("fbd.enabled", "there is no backward pass"),
     _switch("trace.enabled", "spans are those of training steps"),
-    _option("runPolicy.progressDeadlineSeconds", "a served model makes no steps while nobody asks"),
+    _option("runPolicy.progressDeadlineSeconds", "a served model makes no steps without requests"),
     _of_training("successPolicy", "self.successPolicy != 'AllWorkers'", "a served model never completes"),
 )
 SERVE_RULES = (

@@ -63,7 +63,7 @@ _RATE = (
         id="warmup-below-decay",
         field=".training.lrWarmupIters",
         rule=f"!has({_WARMUP}) || {_WARMUP} < {_STEPS}",
-        message="must be below the steps of the decay (lrDecayIters, else trainIters)",
+        message="must be below the steps of the decay (lrDecayIters, or trainIters)",
         message_expression=cel_message(
             f"{{{_WARMUP}}} must be below the {{{_STEPS}}} steps of the decay; write {{{_STEPS} / 10}}"
         ),

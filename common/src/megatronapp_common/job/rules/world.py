@@ -1,9 +1,9 @@
-"""How many ranks, on which workers: the arithmetic of `job.world` as rules, one message for each way to disagree.
+"""The arithmetic of `job.world` as rules: ranks and workers, with one message for each inconsistency.
 
 Rules see `replica` (ranks of one replica on the workers of `nodes`: with MegaFBD forward ranks too, unless they have
-workers of their own), `wanted` (ranks that parallelism.data asks for there, else 0), `nodes` and `per_node` (written or
-derived), and the same of forward workers, 0 where there are none (`wanted_forward`, `forward_nodes`,
-`forward_per_node`). The sizes have limits in the schema that keep every product within 64 bits.
+separate workers), `wanted` (ranks that parallelism.data needs there, or 0), `nodes` and `per_node` (written or
+derived), and the same of forward workers, 0 without them (`wanted_forward`, `forward_nodes`, `forward_per_node`). The
+sizes have limits in the schema that keep every product within 64 bits.
 """
 
 import re
@@ -17,7 +17,7 @@ _GPUS = "self.gpusPerNode"
 _TENSOR, _CONTEXT, _STAGES = "self.parallelism.tensor", "self.parallelism.context", "self.parallelism.pipeline"
 _FORWARD = "self.fbd.forward"
 APART = f"(self.fbd.enabled && has({_FORWARD}))"
-"""CEL text: forward ranks have workers of their own."""
+"""CEL text: forward ranks have separate workers."""
 _MERGED = "self.fbd.ignoreForwardTensorParallel"
 _BESIDE = f"(self.fbd.enabled && !has({_FORWARD}))"
 _FORWARD_TENSOR = f"({_MERGED} ? 1 : {_TENSOR})"
@@ -28,7 +28,7 @@ _GROUPS = f"tensor {{{_TENSOR}}} x {{{_OF_CONTEXT}}}pipeline {{{_STAGES}}}{{{_OF
 
 
 def _spread(count: str, gpus: str, nodes: str, per_node: str, block: str) -> tuple[str, str]:
-    """CEL texts of nodes and ranks of each for so many ranks, as they are written in a block or follow from it."""
+    """Return CEL texts of nodes and ranks of each for a number of ranks, as written in a block or derived."""
     free = f"({gpus} > 0 && {gpus} < {count} ? {gpus} : {count})"  # where neither is written
     return (
         f"{nodes} ? {block}.nodes : {per_node} ? "
@@ -66,21 +66,21 @@ _DERIVED = f"{_DATA} || {_PER_NODE} || {_GPUS} > 0"
 
 
 def with_sizes(rule: str) -> str:
-    """CEL text of a rule over the names above. Silent where one replica is too large."""
+    """Return CEL text of a rule over the names above. It passes where one replica is too large."""
     for name, value in _used(rule):
         rule = let(name, value, rule)
     return f"{_REPLICA} > {MAX_RANKS} || {rule}"
 
 
 def cel_message_with_sizes(message: str) -> str:
-    """CEL text of a message over the names above."""
+    """Return CEL text of a message over the names above."""
     for name, value in _used(message):
         message = cel_message_with(name, value, message)
     return message
 
 
 def _used(text: str) -> Iterator[tuple[str, str]]:
-    """The names that a text needs, innermost first: the local parser takes no deeper nesting than 32."""
+    """Yield the names that a text needs, innermost first: the local parser takes no deeper nesting than 32."""
     for name, value in reversed(_NAMES):
         if re.search(rf"(?<![.\w]){name}\b", text):
             yield name, value
@@ -88,7 +88,7 @@ def _used(text: str) -> Iterator[tuple[str, str]]:
 
 
 def with_gang(rule: str) -> str:
-    """CEL text of a rule over a gang whose numbers agree; silent where they do not."""
+    """Return CEL text of a rule over a gang whose numbers agree; it passes where they do not."""
     return with_sizes(f"!{_AGREED} || per_node > {MAX_PROC_PER_NODE} || nodes > {MAX_NODES} || {rule}")
 
 
