@@ -393,7 +393,7 @@ def test_the_port_for_torch_is_free_at_all_addresses(monkeypatch: pytest.MonkeyP
 
 def test_addresses_of_others_are_refused() -> None:
     with (
-        pytest.raises(RendezvousError, match=r"192.0.2.1 is not an address of this machine"),
+        pytest.raises(RendezvousError, match=r"192.0.2.1 is not an address of this node"),
         address.reserved_port("192.0.2.1"),
     ):
         pytest.fail("held a port of another machine")

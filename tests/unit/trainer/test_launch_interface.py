@@ -41,14 +41,14 @@ def test_an_interface_is_picked_by_name_or_by_an_expression_for_the_whole_name(
 
 def test_who_finds_no_interface_is_told_what_there_is() -> None:
     with pytest.raises(
-        RendezvousError, match=r"no interface is called net1 .* ib1 192.168.1.5, lo 127.0.0.1, v6 without"
+        RendezvousError, match=r"no interface matches net1 .* ib1 192.168.1.5, lo 127.0.0.1, v6 without"
     ):
         pick_interface("net1", FOUND)
     with pytest.raises(
         RendezvousError, match=r"v6 \(MEGATRONAPP_INTERFACE\) has no IPv4 address; IPv6 is not supported"
     ):
         pick_interface("v6", FOUND)
-    with pytest.raises(UsageError, match="no regular expression"):
+    with pytest.raises(UsageError, match="not a regular expression"):
         pick_interface("ib(", FOUND)
 
 
@@ -98,7 +98,7 @@ def test_the_first_attachment_that_is_not_the_default_gives_the_address(
         ("{", "is not a list of attachments"),
         ("[1]", "is not a list of attachments"),
         (json.dumps([{"name": "rail", "ips": ["fd00::9"]}]), "rail has the address fd00::9: IPv6 is not supported"),
-        (json.dumps([{"name": "rail", "ips": ["ten"]}]), "no IPv4 address"),
+        (json.dumps([{"name": "rail", "ips": ["ten"]}]), "not an IPv4 address"),
     ],
 )
 def test_attachments_that_cannot_be_used_are_refused(text: str, words: str) -> None:

@@ -120,7 +120,7 @@ def test_a_machine_that_lacks_something_is_named_by_all(gang: Gang) -> None:
     assert [worker.end() for worker in gang.workers] == [ExitCode.PEER_LOST, ExitCode.OWN_FAILURE]
     record = gang.workers[1].record()
     assert record["reason"] == "PreflightFailed"
-    assert record["message"].startswith(f"worker 1 on node node-1: {gang.shm} has room for ")
+    assert record["message"].startswith(f"worker 1 on node node-1: {gang.shm} holds ")
     assert record["message"] in gang.workers[0].record()["message"]
 
 

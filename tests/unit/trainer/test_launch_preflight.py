@@ -34,10 +34,10 @@ def test_gpus_that_are_missing_are_counted() -> None:
 
 def test_shared_memory_has_room_or_not(tmp_path: pathlib.Path) -> None:
     assert text(machine.shm_faults(1, tmp_path)) == ""
-    assert "MiB, not 1152921504606 MiB; raise spec.shm.sizeLimit" in text(
+    assert "MiB, but 1152921504606 MiB are needed; raise spec.shm.sizeLimit" in text(
         machine.shm_faults(1152921504606 * machine.MIB, tmp_path)
     )
-    assert "cannot be looked at: No such file" in text(machine.shm_faults(1, tmp_path / "none"))
+    assert "cannot be inspected: No such file" in text(machine.shm_faults(1, tmp_path / "none"))
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ UP, DOWN = "4: ACTIVE", "1: DOWN"
         ({"mlx5_0:1": UP, "mlx5_0:2": DOWN}, "mlx5_0:1", ""),
         ({"mlx5_0:1": UP, "mlx5_1:1": DOWN}, "^mlx5_1", ""),
         ({"mlx5_0:1": UP, "mlx5_1:1": DOWN}, "^=mlx5_0", "not active: mlx5_1:1"),
-        ({"mlx5_0:1": UP}, "irdma", "no port of InfiniBand or RoCE for irdma; there are: mlx5_0:1"),
-        ({}, "", "no port of InfiniBand or RoCE is there; there are: none at all"),
+        ({"mlx5_0:1": UP}, "irdma", "no port of InfiniBand or RoCE matches irdma; ports here: mlx5_0:1"),
+        ({}, "", "no port of InfiniBand or RoCE was found; ports here: none"),
     ],
 )
 def test_links_are_up_where_they_are_needed(
@@ -135,7 +135,7 @@ async def test_who_answers_as_the_right_worker_is_reached(tmp_path: pathlib.Path
     assert (stale.code, stale.reason) == (ExitCode.RENDEZVOUS, "PreflightFailed")
     assert stale.message == (
         "worker 0 on node node-0 does not reach worker 2 on node node-2 "
-        f"at 127.0.0.4:{older}: somebody else answers there: 'worker 2 of attempt 1 of u'"
+        f"at 127.0.0.4:{older}: another program answers there: 'worker 2 of attempt 1 of u'"
     )
 
 

@@ -133,7 +133,9 @@ def test_wrong_settings_name_the_variable(changes: dict[str, str | None], words:
         LauncherSettings.from_environment(environment(**changes), host_name="box")
 
 
-@pytest.mark.parametrize(("text", "words"), [("::1", "IPv6"), ("worker-0", "no IPv4 address"), ("1.2.3", "no IPv4")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("::1", "IPv6"), ("worker-0", "not an IPv4 address"), ("1.2.3", "not an IPv4")]
+)
 def test_an_own_address_must_be_ipv4(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         address.own_address(text, "unused")
@@ -450,7 +452,7 @@ def test_lost_peers_name_the_culprit_where_it_is_known() -> None:
     )
     unnamed = outcome.failed(LOST, lines)
     assert unnamed.code is ExitCode.PEER_LOST
-    assert unnamed.message == "rank 1 lost a peer that no launcher has named:\nlast line of rank 1"
+    assert unnamed.message == "rank 1 lost a peer that no launcher has identified:\nlast line of rank 1"
 
 
 def test_notice_says_rank_worker_and_last_line() -> None:

@@ -68,7 +68,7 @@ def test_an_image_without_the_library_is_named(devices: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("count", [-1, 0])
 def test_a_library_without_a_provider_is_named(count: int, library: dict[int, str], devices: pathlib.Path) -> None:
-    assert "finds no adapter: there is none here, or the image lacks its provider" in found(library[count], devices)
+    assert "finds no adapter: the node has none, or the image lacks its provider" in found(library[count], devices)
 
 
 def test_a_pod_without_devices_says_what_to_write(library: dict[int, str], tmp_path: pathlib.Path) -> None:
@@ -85,4 +85,6 @@ def test_each_adapter_that_is_named_must_open(library: dict[int, str], devices: 
     assert said == f"devices that cannot be opened: {devices}/dev/uverbs1 (mlx5_1): No such file or directory"
     close(devices, 0)
     assert "uverbs0 (mlx5_0)" in found(library[2], devices)
-    assert "is of an adapter that irdma names; there are those of mlx5_0, mlx5_1" in found(library[2], devices, "irdma")
+    assert "is of an adapter that irdma names; there are devices of mlx5_0, mlx5_1" in found(
+        library[2], devices, "irdma"
+    )

@@ -1,1 +1,3 @@
-"""The launcher of a worker: gathers the gang, starts and supervises the ranks, tells how it ended. No torch here."""
+"""The launcher of a worker: gathers the gang, starts and supervises the ranks, reports how they ended; imports no
+torch.
+"""

@@ -1,4 +1,4 @@
-"""``python -m megatronapp_trainer.launch -- <Megatron arguments>``."""
+"""Entry point of ``python -m megatronapp_trainer.launch -- <Megatron arguments>``."""
 
 import signal
 import sys

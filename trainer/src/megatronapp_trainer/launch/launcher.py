@@ -1,4 +1,4 @@
-"""One worker from gathering to clean-up."""
+"""The life of one worker, from gathering the gang to clean-up."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DRAIN_S = 2.0
-"""Time of the agent to read the rings after the ranks have ended."""
+"""Seconds that the agent has to read the rings after the ranks have ended."""
 TABLE_FILE = "rank-table.json"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STDOUT = 1
@@ -54,22 +54,22 @@ CODE_REASONS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherOptions:
-    """The launcher's own flags."""
+    """Flags of the launcher itself."""
 
     gather_timeout_s: float
     grace_s: float
     program: tuple[str, ...]
-    """What each rank runs: arguments of the Python interpreter."""
+    """Program of each rank: arguments of the Python interpreter."""
 
 
 def outcome_of_error(error: TrainerError) -> LauncherOutcome:
-    """What an error of ours amounts to."""
+    """Convert an error of the launcher to the outcome of its worker."""
     reason = CODE_REASONS.get(error.exit_code, "LauncherFailed")
     return LauncherOutcome(code=error.exit_code, reason=reason, message=str(error))
 
 
 class Launcher:
-    """Runs once."""
+    """Gathers the gang, checks the node, supervises the ranks and cleans up; can run only once."""
 
     def __init__(self, settings: LauncherSettings, options: LauncherOptions, arguments: Sequence[str]) -> None:
         self._settings = settings
@@ -81,7 +81,7 @@ class Launcher:
         self._asked_to_stop = False
 
     async def run(self) -> LauncherOutcome:
-        """Everything; errors become outcomes."""
+        """Run the worker to its end; errors become outcomes."""
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._stop)
@@ -93,13 +93,13 @@ class Launcher:
             log.error("%s", error)
             return outcome_of_error(error)
         except OSError as error:
-            log.exception("the launcher itself failed")
+            log.exception("internal error of the launcher")
             return LauncherOutcome(code=ExitCode.OWN_FAILURE, reason="LauncherFailed", message=str(error))
         finally:
             shared_memory.remove_all(self._settings.shm_dir, self._settings.shm_prefix)
 
     def _stop(self) -> None:
-        log.info("asked to stop")
+        log.info("stop requested by signal")
         self._asked_to_stop = True
         self._note_stop()
         if self._supervisor is not None:
@@ -143,7 +143,10 @@ class Launcher:
             await gang.close()
 
     async def _unless_stopped(self, preparing: Coroutine[Any, Any, T]) -> T:
-        """Its result. Raises StoppedError if this worker is asked to stop before it is there."""
+        """Return the result of `preparing`.
+
+        Raises StoppedError if this worker is asked to stop before it is available.
+        """
         task = asyncio.ensure_future(preparing)
         if self._asked_to_stop:
             task.cancel()
@@ -193,7 +196,7 @@ class Launcher:
         return coordinator
 
     async def _check(self, gang: GangConnection, place: WorkerAddress) -> LauncherOutcome | None:
-        """Why the ranks must not start, or None."""
+        """Return why the ranks must not start, or None if they may."""
         settings = self._settings
         if settings.preflight is None:
             return None
@@ -252,7 +255,7 @@ def _token(secret_file: pathlib.Path | None, role: TokenRole) -> str:
 
 
 def _write_table(run_dir: pathlib.Path, table: RankTable) -> None:
-    """Beside and renamed: who sees the file sees all of it."""
+    """Write the table to a temporary file and rename it: a reader that finds the file finds all of it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     draft = run_dir / f"{TABLE_FILE}.new"
     draft.write_text(json.dumps(table.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -262,7 +265,7 @@ def _write_table(run_dir: pathlib.Path, table: RankTable) -> None:
 def _counters(
     settings: LauncherSettings, own: str, supervisor: Supervisor
 ) -> contextlib.AbstractContextManager[object]:
-    """Counters are sampled only where an agent may read them."""
+    """Sample counters, if an agent may read them."""
     if not settings.hub_url:
         return contextlib.nullcontext()
     from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader

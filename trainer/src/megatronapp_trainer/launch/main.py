@@ -1,4 +1,4 @@
-"""The launcher's command line, and the record that it leaves."""
+"""Command line of the launcher, and the termination record that it writes."""
 
 import argparse
 import asyncio
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Flags before `--`; everything behind it belongs to the ranks."""
+    """Parse flags before `--`; all arguments after it are passed to the ranks."""
     parser = argparse.ArgumentParser(
         prog="python -m megatronapp_trainer.launch",
-        description="Start and supervise the ranks of one worker. Its place in the gang comes from the MEGATRONAPP_* "
-        "variables that a backend sets.",
+        description="Start and supervise the ranks of one worker. Its index and its gang are read "
+        "from the MEGATRONAPP_* variables that a backend sets.",
     )
-    parser.add_argument("--gather-timeout-s", type=float, default=600.0, help="how long to wait for the whole gang")
+    parser.add_argument("--gather-timeout-s", type=float, default=600.0, help="seconds to wait for the whole gang")
     parser.add_argument(
-        "--grace-s", type=float, default=3.0, help="after a failure, how long the other ranks may take to end"
+        "--grace-s", type=float, default=3.0, help="seconds that the other ranks have to end after a failure"
     )
     parser.add_argument("--program", default="-m megatronapp_trainer.pretrain", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs="*", metavar="MEGATRON_ARGUMENT", help="passed to every rank, after `--`")
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch; returns the exit code (`names.ExitCode`)."""
+    """Launch a worker and return the exit code (`names.ExitCode`)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--") if "--" in given else len(given)
     parsed = build_parser().parse_args(given[:split])
@@ -60,7 +60,7 @@ def _launch(options: LauncherOptions, arguments: Sequence[str]) -> int:
         process.stop_with_parent()
     process.adopt_orphans()
     result = asyncio.run(Launcher(settings, options, arguments).run())
-    if settings.termination_log is not None:  # first, as a stdout that is stuck would hold us up
+    if settings.termination_log is not None:  # before logging, because a blocked stdout would block us
         _record(settings.termination_log, result, attempt=settings.attempt, worker=settings.index)
     log.info("worker %d ends with code %d (%s)", settings.index, result.code, result.reason)
     return result.code

@@ -1,6 +1,6 @@
 """Check that InfiniBand can be used from here: the library that NCCL opens, the adapters it lists, and their devices.
 
-Links of /sys say nothing about it: they show the node's adapters in every container.
+The links of /sys do not show it: they list the node's adapters in every container.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ LIBRARY = "libibverbs.so.1"
 DEVICES = pathlib.Path("/dev/infiniband")
 CLASS = pathlib.Path("/sys/class/infiniband_verbs")
 Chosen = Callable[[str, str], bool]
-"""Whether `adapter:port` is one of NCCL_IB_HCA."""
+"""Predicate: `adapter:port` is chosen by NCCL_IB_HCA."""
 
 
 def verbs_faults(
@@ -24,7 +24,7 @@ def verbs_faults(
     devices: pathlib.Path = DEVICES,
     classes: pathlib.Path = CLASS,
 ) -> Iterator[str]:
-    """Why NCCL could not use the adapters that `hca` names, one sentence each."""
+    """Yield why NCCL could not use the adapters that `hca` names, one sentence for each fault."""
     try:
         names = adapter_names(ctypes.CDLL(library))
     except (OSError, AttributeError) as error:
@@ -34,12 +34,15 @@ def verbs_faults(
         )
         return
     if not names:
-        yield f"{library} finds no adapter: there is none here, or the image lacks its provider (ibverbs-providers)"
+        yield f"{library} finds no adapter: the node has none, or the image lacks its provider (ibverbs-providers)"
     yield from _device_faults(hca, chosen, devices, classes)
 
 
 def adapter_names(verbs: ctypes.CDLL) -> list[str]:
-    """Adapters as the library lists them (ibv_get_device_list(3)). Raises AttributeError if it is another library."""
+    """Return the adapters that the library lists (ibv_get_device_list(3)).
+
+    Raises AttributeError if it is another library.
+    """
     verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
     verbs.ibv_get_device_list.argtypes = [ctypes.POINTER(ctypes.c_int)]
     verbs.ibv_get_device_name.restype = ctypes.c_char_p
@@ -57,7 +60,7 @@ def adapter_names(verbs: ctypes.CDLL) -> list[str]:
 
 
 def _device_faults(hca: str, chosen: Chosen, devices: pathlib.Path, classes: pathlib.Path) -> Iterator[str]:
-    """With `hca` each of its adapters must open; without, one must: a container may have some of those that it sees."""
+    """With `hca` each of its adapters must open; without, any: a container may have some of those that it sees."""
     found = sorted(devices.glob("uverbs*"))
     if not found:
         yield (
@@ -70,7 +73,7 @@ def _device_faults(hca: str, chosen: Chosen, devices: pathlib.Path, classes: pat
     wanted = [path for path in found if not hca or chosen(f"{adapters[path]}:1", any_port)]
     if not wanted:
         there = ", ".join(sorted(adapters.values()))
-        yield f"no device in {devices} is of an adapter that {hca} names; there are those of {there}"
+        yield f"no device in {devices} is of an adapter that {hca} names; there are devices of {there}"
     closed = {path: error for path in wanted if (error := _opening_error(path)) is not None}
     if closed and (hca or len(closed) == len(wanted)):
         named = ", ".join(f"{path} ({adapters[path]}): {error}" for path, error in closed.items())
@@ -78,7 +81,7 @@ def _device_faults(hca: str, chosen: Chosen, devices: pathlib.Path, classes: pat
 
 
 def _adapter(device: pathlib.Path, classes: pathlib.Path) -> str:
-    """The adapter of a device, by the name that NCCL knows; that of the device where /sys does not say."""
+    """Return the adapter of a device by the name that NCCL knows, or the device's name if /sys does not list it."""
     try:
         return (classes / device.name / "ibdev").read_text(encoding="ascii").strip()
     except OSError:

@@ -11,28 +11,37 @@ from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.launch.config.settings import Endpoint
 
 PORTS = range(20000, 30000)
-"""Below the range from which the kernel takes ports for outgoing connections (32768 by default)."""
+"""Range below the one from which the kernel assigns ports to outgoing connections (32768 and up by default)."""
 TRIES = 200
 
 
 def require_ipv4(text: str) -> str:
-    """The address unchanged. Raises UsageError if it is none of IPv4."""
+    """Return the address unchanged.
+
+    Raises UsageError if it is not an IPv4 address.
+    """
     try:
         ipaddress.IPv4Address(text)
     except ValueError:
-        kind = "an IPv6 address" if ":" in text else "no IPv4 address"
+        kind = "an IPv6 address" if ":" in text else "not an IPv4 address"
         raise UsageError(f"{text!r} is {kind}; set {Env.ADDRESS} to the worker's IPv4 address") from None
     return text
 
 
 def resolve_ipv4(host: str) -> str:
-    """First IPv4 address of a name, asked for anew. Raises OSError if the name has none now."""
+    """Resolve a name to its first IPv4 address, without a cache.
+
+    Raises OSError if the name has no address now.
+    """
     found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     return str(found[0][4][0])
 
 
 def own_address(given: str | None, host_name: str) -> str:
-    """The address that the backend gave, else that of the host name. Raises RendezvousError if there is none."""
+    """Return the address that the backend gave, or the one of the host name.
+
+    Raises RendezvousError if the host name has no IPv4 address.
+    """
     if given is not None:
         return require_ipv4(given)
     try:
@@ -45,13 +54,13 @@ def own_address(given: str | None, host_name: str) -> str:
 
 @contextlib.contextmanager
 def reserved_port(address: str) -> Iterator[int]:
-    """A TCP port that is free at all addresses of this machine, kept free for torch's store, which listens at all.
+    """Reserve a TCP port that is free at every address of this node, for torch's store, which listens at each of them.
 
-    It is bound here and not listened on. Linux lets a second socket bind it and listen if both set SO_REUSEADDR, as
-    torch's store does; whoever looks for a free port, finds it taken.
+    The port is bound here, but nothing listens on it. Linux lets a second socket bind it and listen if both set
+    SO_REUSEADDR, as torch's store does; a process that searches for a free port finds it in use.
 
     Raises:
-        RendezvousError: `address` is not one of this machine's, or no port is free.
+        RendezvousError: `address` is not one of this node's, or no port is free.
     """
     _require_own(address)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
@@ -63,7 +72,7 @@ def reserved_port(address: str) -> Iterator[int]:
                 break
         else:
             raise RendezvousError(
-                f"{TRIES} ports tried from {PORTS.start} to {PORTS.stop - 1} are all in use; stop what listens there"
+                f"{TRIES} ports tried from {PORTS.start} to {PORTS.stop - 1} are all in use; stop what uses them"
             )
         yield port
 
@@ -73,17 +82,20 @@ def _require_own(address: str) -> None:
         try:
             probe.bind((address, 0))
         except OSError as error:
-            raise RendezvousError(f"{address} is not an address of this machine: {error.strerror}") from error
+            raise RendezvousError(f"{address} is not an address of this node: {error.strerror}") from error
 
 
 def _require_unused(port: int) -> None:
-    """Raise OSError if anyone uses the port at any address: without SO_REUSEADDR one merely held is refused, too."""
+    """Raise OSError if the port is in use at any address; without SO_REUSEADDR a bound port is refused, too."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", port))
 
 
 def listening_socket(endpoint: Endpoint, address: str) -> socket.socket:
-    """Listen at this worker's own address. Raises RendezvousError if the port is taken."""
+    """Listen at this worker's own address.
+
+    Raises RendezvousError if the port is taken.
+    """
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -99,7 +111,7 @@ def listening_socket(endpoint: Endpoint, address: str) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice within half a minute that the machine at the other end has vanished without a word."""
+    """Detect within half a minute that the node at the other end has vanished without closing the connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

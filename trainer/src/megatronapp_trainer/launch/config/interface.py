@@ -1,4 +1,4 @@
-"""Which address of this machine a worker gives to the gang: by interface, by attachment, as told, or by host name."""
+"""Address that a worker gives to the gang: by interface, by attachment, as configured, or by host name."""
 
 import dataclasses
 import json
@@ -14,28 +14,29 @@ from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.launch.config import address
 
 Interfaces = Mapping[str, tuple[str, ...]]
-"""IPv4 addresses of each interface; none where it has only others."""
+"""IPv4 addresses of each interface; empty for an interface that has only others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    """Where a worker is found."""
+    """Address of a worker, and the interface that has it."""
 
     address: str
     """IPv4 address of its ranks."""
     interface: str | None = None
-    """The interface that has it; None: no interface lists it, as with most addresses of the loopback."""
+    """Interface that has the address; None if no interface lists it, as with most addresses of the loopback."""
     door: str
-    """Where it listens for other launchers, if it is worker 0: they look for it by name, which is that of the pod's
-    first address. Empty: at all addresses."""
+    """Address where worker 0 listens for other launchers, which resolve the name of its pod: the pod's first address.
+    Empty: all addresses.
+    """
 
 
 def find_worker_address(environment: Mapping[str, str], host_name: str) -> WorkerAddress:
-    """The first way of INTERFACE, NETWORK_STATUS, ADDRESS, host name that is given.
+    """Find the address by the first of INTERFACE, NETWORK_STATUS, ADDRESS and host name that is given.
 
     Raises:
-        UsageError: a variable cannot be understood, or gives an address of IPv6.
-        RendezvousError: nothing has that address or name.
+        UsageError: a variable cannot be parsed, or gives an IPv6 address.
+        RendezvousError: this node does not have that address or interface.
     """
     given = environment.get(Env.ADDRESS) or None
     door = "" if given is None else address.require_ipv4(given)
@@ -50,12 +51,12 @@ def find_worker_address(environment: Mapping[str, str], host_name: str) -> Worke
 
 
 def interface_of(wanted: str, interfaces: Interfaces) -> str | None:
-    """The first interface, by name, that has this address."""
+    """Return the first interface, by name, that has this address."""
     return next((name for name, found in sorted(interfaces.items()) if wanted in found), None)
 
 
 def own_interfaces() -> Interfaces:
-    """What this machine has now."""
+    """Return the IPv4 addresses that each interface of this node has now."""
     return {
         name: tuple(one.address for one in addresses if one.family == socket.AF_INET)
         for name, addresses in psutil.net_if_addrs().items()
@@ -63,14 +64,15 @@ def own_interfaces() -> Interfaces:
 
 
 def pick_interface(wanted: str, interfaces: Interfaces) -> tuple[str, str]:
-    """Name and address of the interface with this name, else of the first one, by name, that the expression matches.
+    """Return name and address of the interface with this name, or of the first one, by name, that the expression
+    matches.
 
-    Raises UsageError for a wrong expression, RendezvousError if no such interface has an IPv4 address.
+    Raises UsageError for an invalid expression, RendezvousError if no such interface has an IPv4 address.
     """
     try:
         pattern = re.compile(wanted)
     except re.error as error:
-        raise UsageError(f"{Env.INTERFACE} is {wanted!r}, which is no regular expression: {error}") from None
+        raise UsageError(f"{Env.INTERFACE} is {wanted!r}, which is not a regular expression: {error}") from None
     names = [wanted] if wanted in interfaces else sorted(name for name in interfaces if pattern.fullmatch(name))
     for name in names:
         if interfaces[name]:
@@ -78,14 +80,15 @@ def pick_interface(wanted: str, interfaces: Interfaces) -> tuple[str, str]:
     if names:
         raise RendezvousError(f"{', '.join(names)} ({Env.INTERFACE}) has no IPv4 address; IPv6 is not supported")
     there = ", ".join(f"{name} {' '.join(found) or 'without IPv4'}" for name, found in sorted(interfaces.items()))
-    raise RendezvousError(f"no interface is called {wanted} ({Env.INTERFACE}); there are: {there}")
+    raise RendezvousError(f"no interface matches {wanted} ({Env.INTERFACE}); interfaces here: {there}")
 
 
 def attachment(network_status: str) -> tuple[str, str | None] | None:
-    """Address and interface of the first attachment that is not the default one; None if there is none.
+    """Return address and interface of the first attachment that is not the default one, or None without such an
+    attachment.
 
     `network_status` is a list as the Network Plumbing Working Group has specified it for
-    k8s.v1.cni.cncf.io/network-status. Raises UsageError if it is another text, or has only addresses of IPv6.
+    k8s.v1.cni.cncf.io/network-status. Raises UsageError if it is another text, or has only IPv6 addresses.
     """
     if not network_status.strip():
         return None

@@ -1,4 +1,4 @@
-"""What the preflight of a worker is to look at (Env.PREFLIGHT)."""
+"""Requirements that the preflight of a worker checks (Env.PREFLIGHT)."""
 
 import dataclasses
 import json
@@ -13,19 +13,22 @@ DEFAULT_TIMEOUT_S = 120.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightRequirements:
-    """None, false or empty: it is not looked at."""
+    """Minimum of each resource; None, false or empty: not checked."""
 
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """For all of it."""
+    """Limit of all checks together, in seconds."""
     gpus: int | None = None
     shm_bytes: int | None = None
     rdma: bool = False
     hca: str = ""
-    """Which adapters must be up, as NCCL_IB_HCA has it; empty: any one."""
+    """Adapters that must be up, in the syntax of NCCL_IB_HCA; empty: any one."""
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """None where nothing is wanted. Raises UsageError for what is no such JSON."""
+        """Parse the JSON of Env.PREFLIGHT; None if no check is requested.
+
+        Raises UsageError for any other text.
+        """
         if not text.strip():
             return None
         try:

@@ -1,4 +1,4 @@
-"""What the backend tells a launcher through its environment (docs/contracts.md, sections 1 to 3)."""
+"""Settings that a launcher reads from its environment (docs/contracts.md, sections 1 to 3)."""
 
 import dataclasses
 import pathlib
@@ -15,7 +15,7 @@ DEFAULT_SHM_DIR = "/dev/shm"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """A host and a port; the host is resolved where it is used."""
+    """Host and port; the host is resolved where it is used."""
 
     host: str
     port: int
@@ -23,9 +23,10 @@ class Endpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherSettings:
-    """Place of one worker in its gang. `coordinator` and `secret_file` are there whenever the gang has two workers.
+    """Identity and settings of one worker; `coordinator` and `secret_file` are set in every gang of two or more
+    workers.
 
-    Its address is found later, see `interface`: that may take a look at the machine.
+    The address of the worker is found later (see `interface`), because that may read the node's interfaces.
     """
 
     job: str
@@ -49,22 +50,25 @@ class LauncherSettings:
 
     @property
     def num_workers(self) -> int:
-        """Workers in the gang."""
+        """Return the number of workers in the gang."""
         return len(self.proc_per_node)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of this worker."""
+        """Return the number of ranks of this worker."""
         return self.proc_per_node[self.index]
 
     @property
     def progress_page(self) -> pathlib.Path:
-        """The page of progress, if a rank of this worker writes it."""
+        """Return the path of the progress document, which exists only if a rank of this worker writes it."""
         return self.shm_dir / f"{self.shm_prefix}.{ShmFile.PROGRESS}"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], *, host_name: str) -> Self:
-        """Read the variables. Raises UsageError that names the variable that is missing or wrong."""
+        """Read the variables.
+
+        Raises UsageError that names the variable that is missing or wrong.
+        """
         proc_per_node = _proc_per_node(environment)
         index = _integer(environment, Env.WORKER_INDEX)
         if index >= len(proc_per_node):
@@ -98,7 +102,10 @@ class LauncherSettings:
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """`host:port`. Raises UsageError for anything else, an IPv6 address included."""
+    """Parse `host:port`.
+
+    Raises UsageError for any other text, including IPv6 addresses.
+    """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(f"{Env.COORDINATOR} is {text!r}; write it as host:port")

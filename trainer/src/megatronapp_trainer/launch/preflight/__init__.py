@@ -1,1 +1,1 @@
-"""Checks before ranks start."""
+"""Checks of a worker's node and links before its ranks start."""

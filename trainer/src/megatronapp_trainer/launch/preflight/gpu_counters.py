@@ -1,4 +1,4 @@
-"""GPU counters through NVML, where there is one."""
+"""GPU counters through NVML, if its driver is installed."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ BYTES_PER_MIB = 1024.0 * 1024.0
 
 
 def visible_devices(variable: str | None, count: int) -> list[int | str]:
-    """Indices or UUIDs of the devices that CUDA shows, in its order; like CUDA, up to the first that is not there."""
+    """Return indices or UUIDs of the devices that CUDA shows, in order; like CUDA, up to the first missing one."""
     if variable is None:
         return list(range(count))
     found: list[int | str] = []
@@ -30,7 +30,7 @@ def visible_devices(variable: str | None, count: int) -> list[int | str]:
 
 
 class DeviceReader:
-    """Reads the devices that the ranks of this worker see. Without a driver there are none."""
+    """Reads the devices that are visible to the ranks of this worker; without a driver there are no devices."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._nvml: Any = None
@@ -51,11 +51,11 @@ class DeviceReader:
 
     @property
     def count(self) -> int:
-        """Devices that are read."""
+        """Return the number of devices that are read."""
         return len(self._handles)
 
     def sample(self) -> Iterator[tuple[Counter, int, float]]:
-        """What the devices tell now; a counter that a device does not have is named once and left out."""
+        """Yield counter, device and value of each device; a counter that a device lacks is logged once and skipped."""
         for index, handle in enumerate(self._handles):
             for counter, read in READERS.items():
                 value = self._try(counter, read, handle)
@@ -86,4 +86,4 @@ READERS: dict[Counter, Callable[[Any, Any], float]] = {
     Counter.GPU_UTILISATION: lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
     Counter.GPU_MEMORY_USED_MIB: lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle).used / BYTES_PER_MIB,
 }
-"""How each counter is asked for."""
+"""NVML call and unit conversion of each counter."""

@@ -1,4 +1,4 @@
-"""Looks at the machine before the ranks start: GPUs, shared memory, locked memory, links. What it finds is text."""
+"""Checks of the node before the ranks start: GPUs, shared memory, locked memory, links. Each fault is a sentence."""
 
 import os
 import pathlib
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def find_faults(wanted: PreflightRequirements, *, shm: pathlib.Path, interface: str | None) -> Iterator[str]:
-    """What this machine lacks, one sentence each."""
+    """Yield what this node lacks, one sentence for each fault."""
     if wanted.gpus is not None:
         yield from gpu_faults(wanted.gpus, DeviceReader().count)
     if wanted.shm_bytes is not None:
@@ -33,25 +33,25 @@ def find_faults(wanted: PreflightRequirements, *, shm: pathlib.Path, interface: 
 
 
 def gpu_faults(wanted: int, seen: int) -> Iterator[str]:
-    """More GPUs than wanted are no fault: the ranks take the first ones."""
+    """Yield a fault if fewer GPUs answer than requested; if more do, the ranks take the first ones."""
     if seen < wanted:
-        yield f"{seen} of {wanted} GPUs answer; look at nvidia-smi and dmesg of that node"
+        yield f"{seen} of {wanted} GPUs answer; check nvidia-smi and dmesg of that node"
 
 
 def shm_faults(wanted_bytes: int, shm: pathlib.Path) -> Iterator[str]:
-    """Room of the whole file system, not what is left of it."""
+    """Yield a fault if the file system is too small; its total size is compared, not its free space."""
     try:
         found = os.statvfs(shm)
     except OSError as error:
-        yield f"{shm} cannot be looked at: {error.strerror}"
+        yield f"{shm} cannot be inspected: {error.strerror}"
         return
     size = found.f_frsize * found.f_blocks
     if size < wanted_bytes:
-        yield f"{shm} has room for {size // MIB} MiB, not {wanted_bytes // MIB} MiB; raise spec.shm.sizeLimit"
+        yield f"{shm} holds {size // MIB} MiB, but {wanted_bytes // MIB} MiB are needed; raise spec.shm.sizeLimit"
 
 
 def memlock_faults(limit: int, proc_status: str) -> Iterator[str]:
-    """RDMA pins its buffers: all memory may have to be locked, or the capability to be effective."""
+    """Yield a fault if memory cannot be locked: RDMA pins its buffers, which needs no limit, or the capability."""
     if limit == resource.RLIM_INFINITY or limit >= psutil.virtual_memory().total or may_lock(proc_status):
         return
     yield (
@@ -61,7 +61,7 @@ def memlock_faults(limit: int, proc_status: str) -> Iterator[str]:
 
 
 def may_lock(proc_status: str) -> bool:
-    """Whether CAP_IPC_LOCK is among the effective capabilities of a process, from its /proc/PID/status."""
+    """Return True if CAP_IPC_LOCK is among the effective capabilities in the text of a /proc/PID/status."""
     for line in proc_status.splitlines():
         name, _, value = line.partition(":")
         if name == "CapEff":
@@ -70,7 +70,7 @@ def may_lock(proc_status: str) -> bool:
 
 
 def link_faults(hca: str, infiniband: pathlib.Path) -> Iterator[str]:
-    """Every adapter that `hca` names must be up; where it names none, any one port."""
+    """Yield a fault for each adapter named by `hca` that is not up; without names, only if no port is up."""
     ports = {
         f"{state.parts[-4]}:{state.parts[-2]}": state.read_text().strip()
         for state in sorted(infiniband.glob("*/ports/*/state"))
@@ -78,14 +78,14 @@ def link_faults(hca: str, infiniband: pathlib.Path) -> Iterator[str]:
     chosen = {name: state for name, state in ports.items() if is_chosen(name, hca)}
     down = [f"{name} is {state}" for name, state in chosen.items() if not state.endswith("ACTIVE")]
     if not chosen:
-        there = ", ".join(ports) or "none at all"
-        yield f"no port of InfiniBand or RoCE {f'for {hca}' if hca else 'is there'}; there are: {there}"
+        there = ", ".join(ports) or "none"
+        yield f"no port of InfiniBand or RoCE {f'matches {hca}' if hca else 'was found'}; ports here: {there}"
     elif down and (hca or len(down) == len(chosen)):
         yield f"links that are not active: {', '.join(down)}"
 
 
 def is_chosen(port: str, hca: str) -> bool:
-    """Whether NCCL_IB_HCA chooses `adapter:port`: prefixes, or names after `=`; `^` turns it around."""
+    """Return True if NCCL_IB_HCA chooses `adapter:port`: by prefixes, or by names after `=`; `^` inverts the choice."""
     words = [word.strip() for word in hca.lstrip("^=").split(",") if word.strip()]
     if not words:
         return True

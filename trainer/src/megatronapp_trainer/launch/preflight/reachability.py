@@ -1,4 +1,4 @@
-"""Does every worker reach every other at the address that it gave? Each listens at a port and says who it is."""
+"""Check that every worker reaches every other at its address: each listens at a port and answers with its identity."""
 
 import asyncio
 import contextlib
@@ -16,13 +16,13 @@ LONGEST_ANSWER = 256
 
 
 def answer(uid: str, attempt: int, index: int) -> bytes:
-    """What a worker says to everybody who connects; it is no secret."""
+    """Return the line that a worker answers to every connection; it is not secret."""
     return f"worker {index} of attempt {attempt} of {uid}\n".encode()
 
 
 @contextlib.asynccontextmanager
 async def answer_probes(address: str, line: bytes) -> AsyncIterator[int]:
-    """Within: say `line` to whoever connects; gives the port."""
+    """Answer every connection with `line` inside the context; yields the port."""
 
     async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -39,7 +39,7 @@ async def answer_probes(address: str, line: bytes) -> AsyncIterator[int]:
 
 
 async def find_unreached(briefing: Briefing, *, uid: str, own: int, timeout_s: float) -> list[str]:
-    """Workers that cannot be reached within the time, one phrase each, with their nodes."""
+    """Return the workers that cannot be reached within `timeout_s` seconds, one phrase each, with their nodes."""
     deadline = time.monotonic() + timeout_s
     room = asyncio.Semaphore(AT_ONCE)
 
@@ -58,7 +58,7 @@ async def find_unreached(briefing: Briefing, *, uid: str, own: int, timeout_s: f
 async def _try_until(
     address: str, port: int, expected: bytes, *, room: asyncio.Semaphore, deadline: float
 ) -> str | None:
-    """Why it cannot be reached, or None."""
+    """Return why the worker cannot be reached, or None if it was."""
     while True:
         async with room:
             reason = await _try_once(address, port, expected)
@@ -78,9 +78,9 @@ async def _try_once(address: str, port: int, expected: bytes) -> str | None:
     except TimeoutError:
         return f"no answer within {CONNECT_S:g} s"
     except OSError as error:
-        return str(error) if error.errno is None else os.strerror(error.errno)  # asyncio puts other words there
+        return str(error) if error.errno is None else os.strerror(error.errno)  # asyncio rewords strerror
     except ValueError:
-        return f"somebody else answers there, with more than {LONGEST_ANSWER} bytes"
+        return f"another program answers there, with more than {LONGEST_ANSWER} bytes"
     if said != expected:
-        return f"somebody else answers there: {said[:100].decode(errors='replace').strip()!r}"
+        return f"another program answers there: {said[:100].decode(errors='replace').strip()!r}"
     return None

@@ -1,4 +1,4 @@
-"""What is looked at after the gang has gathered and before its ranks start."""
+"""The preflight: all checks between the gathering of the gang and the start of its ranks."""
 
 import asyncio
 import pathlib
@@ -20,7 +20,7 @@ REASON = "PreflightFailed"
 async def run_preflight(
     wanted: PreflightRequirements, briefing: Briefing, *, uid: str, index: int, place: WorkerAddress, shm: pathlib.Path
 ) -> LauncherOutcome | None:
-    """Why the ranks of this worker must not start; it names this worker's node, and that of whom it cannot reach."""
+    """Return why the ranks of this worker must not start, naming its node and unreachable ones, or None."""
     own = f"worker {index} on node {briefing.table.worker(index).node}"
     faults = await asyncio.to_thread(lambda: list(find_faults(wanted, shm=shm, interface=place.interface)))
     if faults:
@@ -33,9 +33,9 @@ async def run_preflight(
 
 
 async def until_notice(gang: GangConnection, check: "asyncio.Task[LauncherOutcome | None]") -> LauncherOutcome | None:
-    """The outcome of `check`, or what others tell meanwhile, if the ranks must not start for that.
+    """Return the outcome of `check`, or of a notice by another worker that arrives first and forbids the start.
 
-    Who failed would not answer any more, and its silence would be taken for a fault of the network.
+    A worker that failed would not answer any more, and its silence would be taken for a fault of the network.
     """
     heard: list[EndNotice] = []
     try:

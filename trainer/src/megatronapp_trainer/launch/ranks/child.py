@@ -1,8 +1,8 @@
 """Start a program that dies with its launcher: `python -I -S child.py LAUNCHER_PID PROGRAM ARGUMENT...`.
 
-Runs by path with the standard library alone. It stands between fork and exec, because a function there (preexec_fn)
-could deadlock in a launcher with threads. The kernel sends the signal when the launcher's forking thread ends
-(prctl(2)), so the launcher forks in its main thread only.
+Runs by path with the standard library alone. It is executed between fork and exec, because a function there
+(preexec_fn) could deadlock in a launcher with threads. The kernel sends the signal when the launcher's forking thread
+ends (prctl(2)), so the launcher forks in its main thread only.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ NOT_STARTED = 127
 
 
 def main() -> None:
-    """Become the program."""
+    """Replace this process by the program."""
     launcher, command = int(sys.argv[1]), sys.argv[2:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -1,4 +1,4 @@
-"""The environment of a rank. Pure."""
+"""The environment of a rank, as a pure function."""
 
 from collections.abc import Mapping
 
@@ -7,20 +7,20 @@ from megatronapp_trainer.launch.config.interface import WorkerAddress
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
 
 DEFAULTS = {
-    "OMP_NUM_THREADS": "1",  # ranks share the processors of their machine
+    "OMP_NUM_THREADS": "1",  # ranks share the processors of their node
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron needs kernels to start in the order in which they are launched
     "PYTHONUNBUFFERED": "1",  # the last lines before a crash are the evidence
 }
-"""What a rank gets unless its job sets it."""
+"""Variables that a rank gets unless its job sets them."""
 NODE_IPS = "MEGATRON_NODE_IPS"
 NODE_IPS_BYTES = 64 << 10
-"""Linux starts no program with a variable of more than 128 KiB (MAX_ARG_STRLEN, execve(2))."""
+"""Limit of the list of addresses; Linux starts no program with a variable above 128 KiB (MAX_ARG_STRLEN, execve(2))."""
 
 
 def rank_environment(
     base: Mapping[str, str], table: RankTable, *, worker: int, local_rank: int, place: WorkerAddress
 ) -> dict[str, str]:
-    """`base` with what torch and Megatron expect of rank `local_rank` of `worker`."""
+    """Return `base` with the variables that torch and Megatron expect of rank `local_rank` of `worker`."""
     entry = table.worker(worker)
     node_rank = str(table.node_rank(worker))
     return {
@@ -45,13 +45,13 @@ def rank_environment(
 
 
 def _node_ips(table: RankTable) -> dict[str, str]:
-    """The address of each rank, where they fit; the table in RUN_DIR has them in any case."""
+    """Return the address of each rank if they fit; the table in RUN_DIR has them in any case."""
     addresses = ",".join(one.address for one in table.workers for _ in one.ranks)
     return {NODE_IPS: addresses} if len(addresses) <= NODE_IPS_BYTES else {}
 
 
 def _interface(place: WorkerAddress) -> dict[str, str]:
-    """gloo and NCCL look for an interface by themselves, and would not find the one that the gang meets at."""
+    """Name the gang's interface: gloo and NCCL pick one by themselves, which may be another."""
     if place.interface is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": f"={place.interface}"}

@@ -1,4 +1,4 @@
-"""Which end of a rank, or which notice of another worker, is the reason why this worker ends. Pure."""
+"""The cause of a worker's end: the end of a rank, or the notice of another worker. Pure functions."""
 
 import dataclasses
 import enum
@@ -11,22 +11,22 @@ from megatronapp_trainer.launch.rendezvous.messages import EndNotice
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How a rank of this worker ended: with an exit code, or by a signal."""
+    """End of a rank of this worker: with an exit code, or by a signal."""
 
     rank: int
     local_rank: int
     code: int = 0
     signal: int | None = None
     killed_by_us: bool = False
-    """The launcher killed it because of something that had happened before."""
+    """True if the launcher killed it because of an earlier event."""
 
     @property
     def early(self) -> bool:
-        """Whether it was stopped, and not by us, before it could answer."""
+        """Return True if it was stopped, by others, before it could answer."""
         return self.signal is not None and not self.killed_by_us
 
     def orderly(self, *, asked_to_stop: bool) -> bool:
-        """Whether this end needs no explanation. A rank that was asked to stop may not have had a handler yet."""
+        """Return True if this end needs no explanation. A rank that was asked to stop may have had no handler yet."""
         if self.signal is not None:
             return asked_to_stop and self.signal == signal.SIGTERM
         return self.code in (ExitCode.OK, ExitCode.PREEMPTED)
@@ -36,27 +36,27 @@ Event = RankEnd | EndNotice
 
 
 class FailureState(enum.Enum):
-    """What the events so far mean for this worker."""
+    """Conclusion of a worker from the events so far."""
 
     FINE = enum.auto()
     ENDING = enum.auto()
-    """Ranks, here or elsewhere, were stopped, as asked, before they could answer: the others wait for them in vain."""
+    """Ranks, here or elsewhere, were stopped on request before they could answer: the others wait for them in vain."""
     SUSPICIOUS = enum.auto()
-    """Somebody lost a peer; who that was is not known yet."""
+    """A rank lost a peer that has not been identified yet."""
     CERTAIN = enum.auto()
-    """The first own failure, or the notice of one, is known."""
+    """The first failure of this worker, or the notice of one, is known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCause:
-    """`reason` is the failure that this worker ends for."""
+    """State of a worker, with the failure that this worker ends for in `reason`."""
 
     standing: FailureState
     reason: Event | None = None
 
 
 def judge(events: Sequence[Event], *, asked_to_stop: bool) -> FailureCause:
-    """The first event that is a failure in itself counts; a lost peer only says that there is one elsewhere.
+    """Return the first event that is a failure in itself; a lost peer only indicates a failure elsewhere.
 
     Where ranks were stopped before they could answer, they are the peers that were lost.
     """
@@ -78,10 +78,10 @@ def _is_failure(event: Event, *, asked_to_stop: bool) -> bool:
 
 
 def preempted(ends: Sequence[RankEnd]) -> bool:
-    """Whether orderly ends mean that the job was asked to stop and not that it is complete."""
+    """Return True if orderly ends mean that the job was asked to stop, and not that it is complete."""
     return any(end.code == ExitCode.PREEMPTED for end in ends) or stopped_before_boundary(ends)
 
 
 def stopped_before_boundary(ends: Sequence[RankEnd]) -> bool:
-    """Whether a rank of those did not get to a step border."""
+    """Return True if one of these ranks did not reach a step boundary."""
     return any(end.code == ExitCode.PEER_LOST or end.signal is not None for end in ends)

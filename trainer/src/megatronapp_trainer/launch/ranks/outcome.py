@@ -1,4 +1,4 @@
-"""The record that a launcher leaves: how its worker ended and why, in at most 2 KiB."""
+"""Termination record of a launcher: how its worker ended and why, in at most 2 KiB."""
 
 import dataclasses
 import datetime
@@ -18,7 +18,7 @@ TAIL_LINES = 12
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherOutcome:
-    """How a worker ended. `code` is the launcher's exit code."""
+    """End of a worker. `code` is the launcher's exit code."""
 
     code: ExitCode
     reason: str
@@ -27,7 +27,7 @@ class LauncherOutcome:
     local_rank: int | None = None
     signal: int | None = None
     early: bool = False
-    """Asked to stop, before its ranks came to a step border."""
+    """True if the worker was asked to stop before its ranks reached a step boundary."""
 
 
 STOPPED = LauncherOutcome(
@@ -36,7 +36,7 @@ STOPPED = LauncherOutcome(
 
 
 def complete(ends: Sequence[RankEnd]) -> LauncherOutcome:
-    """All ranks have ended in order."""
+    """Return the outcome of a worker whose ranks have all ended in order."""
     if preempted(ends):
         early = stopped_before_boundary(ends)
         message = "stopped by SIGTERM before a rank could answer it" if early else "checkpointed and stopped, as asked"
@@ -45,11 +45,11 @@ def complete(ends: Sequence[RankEnd]) -> LauncherOutcome:
 
 
 def failed(reason: Event, last_lines: Callable[[int], str]) -> LauncherOutcome:
-    """A rank has failed, here or elsewhere. `last_lines` gives the end of a local rank's log."""
+    """Return the outcome of a failure, here or elsewhere. `last_lines` gives the end of a local rank's log."""
     if isinstance(reason, EndNotice):
         return LauncherOutcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=_of_peer(reason))
     if reason.code == ExitCode.PEER_LOST:
-        message = f"rank {reason.rank} lost a peer that no launcher has named:\n{last_lines(reason.rank)}"
+        message = f"rank {reason.rank} lost a peer that no launcher has identified:\n{last_lines(reason.rank)}"
         return LauncherOutcome(
             code=ExitCode.PEER_LOST, reason="PeerLost", message=message, rank=reason.rank, local_rank=reason.local_rank
         )
@@ -71,7 +71,7 @@ def _reason(end: RankEnd) -> str:
 
 
 def notice_of(outcome: LauncherOutcome, worker: int) -> EndNotice:
-    """What the other workers are told: the reason itself, and the last line of a rank that had time to say why."""
+    """Return the notice for the other workers: the reason, and the last log line of a rank that had time to log."""
     last = "" if outcome.signal is not None else outcome.message.rstrip().rpartition("\n")[2]
     how = f"signal {outcome.signal}" if outcome.signal is not None else f"exit code {int(outcome.code)}"
     where = f"worker {worker}" if outcome.rank is None else f"rank {outcome.rank} on worker {worker}"
@@ -84,7 +84,7 @@ def _of_peer(notice: EndNotice) -> str:
 
 
 def tail(log: pathlib.Path) -> str:
-    """The last lines of a log, without control characters; empty if there is none."""
+    """Return the last lines of a log without control characters; empty if the log does not exist."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -96,7 +96,9 @@ def tail(log: pathlib.Path) -> str:
 
 
 def to_json(outcome: LauncherOutcome, *, attempt: int | None, worker: int | None, now: datetime.datetime) -> str:
-    """The record. Of a message that is too long the end is kept, because the cause of an error stands last."""
+    """Serialise the record. A message that is too long loses its beginning, because the cause of an error is at its
+    end.
+    """
     document: dict[str, Any] = {
         "attempt": attempt,
         "worker": worker,
@@ -115,5 +117,5 @@ def to_json(outcome: LauncherOutcome, *, attempt: int | None, worker: int | None
 
 
 def write(path: pathlib.Path, text: str) -> None:
-    """Put the record in place. Not by renaming: a pod's termination log is a mounted file. Raises OSError."""
+    """Write the record in place; it cannot be renamed: a pod's termination log is a mounted file. Raises OSError."""
     path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Processes: spawning ranks, reaping whatever ends, and what Linux is asked for on our own behalf."""
+"""Spawning, reaping and killing processes, and the process attributes that Linux sets for them."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReapedProcess:
-    """A child that was reaped."""
+    """A child process that was reaped."""
 
     pid: int
     code: int
@@ -36,7 +36,7 @@ class ReapedProcess:
 def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: pathlib.Path) -> int:
     """Start a program that is killed when this process ends, its output in `log`; returns its pid.
 
-    To be called in the main thread (see `child`).
+    Must be called in the main thread (see `child`).
     """
     trampoline = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command]
     output_flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -55,7 +55,7 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: pathli
 
 
 def reap() -> Iterator[ReapedProcess]:
-    """Every child that has ended by now, adopted orphans included."""
+    """Yield every child that has ended by now, adopted orphans included."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -68,21 +68,21 @@ def reap() -> Iterator[ReapedProcess]:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Signal a child that we have not reaped; one that has just ended is left alone."""
+    """Signal a child that is not reaped yet; one that has just ended is ignored."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def kill_descendants(limit_s: float = KILL_S) -> None:
-    """Kill what the ranks have left behind. As subreaper this process is the parent of their orphans.
+    """Kill what the ranks have left running. As subreaper this process is the parent of their orphans.
 
-    Gives up after `limit_s`, with a warning: a process inside of a driver or a dead file server cannot be killed, and
-    the launcher must tell how its ranks ended all the same.
+    Gives up after `limit_s` seconds, with a warning: a process inside of a driver or a dead file server cannot be
+    killed, and the launcher must report how its ranks ended in any case.
     """
     deadline = time.monotonic() + limit_s
     while orphans := psutil.Process().children(recursive=True):
         if time.monotonic() >= deadline:
-            log.warning("left behind, as it cannot be killed: %s", ", ".join(f"process {one.pid}" for one in orphans))
+            log.warning("left running, as it cannot be killed: %s", ", ".join(f"process {one.pid}" for one in orphans))
             return
         for orphan in orphans:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -93,7 +93,7 @@ def kill_descendants(limit_s: float = KILL_S) -> None:
 
 
 def let_through(numbers: Iterable[signal.Signals]) -> None:
-    """Receive these signals, those included that came while `__main__` held them back."""
+    """Unblock these signals, including pending ones that `__main__` has blocked."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
@@ -103,7 +103,7 @@ def adopt_orphans() -> None:
 
 
 def stop_with_parent() -> None:
-    """Be asked to stop (SIGTERM) when the process that started us ends, unless it has arranged for more already."""
+    """Request SIGTERM for the end of the process that started us, unless it has set a signal of its choice."""
     parent = os.getppid()
     if parent <= 1 or _parent_death_signal() != 0:
         return

@@ -9,12 +9,12 @@ RINGS = (ShmFile.RANK_RING.format(rank="*"), str(ShmFile.WORKER_RING), str(ShmFi
 
 
 def worker_ring(directory: pathlib.Path, prefix: str) -> pathlib.Path:
-    """Path of the launcher's own ring."""
+    """Return the path of the launcher's own ring."""
     return directory / f"{prefix}.{ShmFile.WORKER_RING}"
 
 
 def remove_leftovers(directory: pathlib.Path, prefix: str) -> None:
-    """Remove what an earlier life of this worker wrote; the agent's control page may be new and stays."""
+    """Remove what an earlier life of this worker wrote; the agent's control document may be new and stays."""
     for suffix in RINGS:
         for path in directory.glob(f"{glob.escape(prefix)}.{suffix}"):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Runs the ranks of a worker to their end: starts, signals and reaps them, and stops them when somebody has failed."""
+"""Supervision of the ranks of a worker: starts, signals and reaps them, and stops them after a failure of the gang."""
 
 import asyncio
 import dataclasses
@@ -30,10 +30,10 @@ class RankProcess:
 
 
 class Supervisor:
-    """Watches ranks and gang. To be made and used inside a running event loop of the main thread.
+    """Watches ranks and gang; must be created and used inside a running event loop of the main thread.
 
-    After the first sign of a failure the other ranks are told of it (`lost.PEER_LOST`) and have `grace_s` to end by
-    themselves and say what they saw; what still runs then is killed. The reason may be learned within that time, too.
+    After the first sign of a failure the other ranks receive `PEER_LOST` and have `grace_s` seconds to end by
+    themselves and log what they saw; then they are killed. The cause may be learned within that time, too.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class Supervisor:
         return list(self._running.values())
 
     def stop(self) -> None:
-        """Ask all ranks of the gang to stop; they answer together, at a step border."""
+        """Request a stop of all ranks of the gang, which they do together, at a step boundary."""
         if not self._asked_to_stop:
             self._gang.broadcast(StopNotice(worker=self._worker))
             self._stop_ranks()
 
     def _stop_ranks(self) -> None:
-        """Once only: a rank that is about to leave would die of a second signal."""
+        """Send SIGTERM once only: a rank that is about to end would die of a second signal."""
         self._asked_to_stop = True
         self._on_stop()
         self._signal_ranks(signal.SIGTERM)
 
     def reap(self) -> None:
-        """Take in what has ended."""
+        """Reap and note the children that have ended."""
         for ended in process.reap():
             rank = self._running.pop(ended.pid, None)
             if rank is not None:
@@ -83,11 +83,11 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Pid of each rank that still runs, by local rank; may be asked for in any thread."""
+        """Return the pid of each rank that still runs, by local rank. Thread-safe."""
         return {rank.local_rank: rank.pid for rank in list(self._running.values())}
 
     async def run(self) -> LauncherOutcome:
-        """Wait for the end of all ranks; tells the gang how it went, of a failure as soon as it is certain."""
+        """Wait for the end of all ranks; reports the end to the gang, a failure as soon as it is certain."""
         listener = asyncio.create_task(self._listen())
         try:
             while self._running:
@@ -100,7 +100,7 @@ class Supervisor:
         return self.outcome()
 
     def outcome(self) -> LauncherOutcome:
-        """What the events so far amount to."""
+        """Return the outcome of the events so far."""
         judgement = judge(self._events, asked_to_stop=self._asked_to_stop)
         if judgement.reason is None:
             return outcomes.complete([event for event in self._events if isinstance(event, RankEnd)])
@@ -163,7 +163,7 @@ class Supervisor:
             process.send(rank.pid, number)
 
     async def _wait(self) -> None:
-        """Until something happens, or the grace is over."""
+        """Wait for an event or for the end of the grace period."""
         wait_s = None if self._kill_at is None or self._killed else max(0.0, self._kill_at - time.monotonic())
         try:
             async with asyncio.timeout(wait_s):

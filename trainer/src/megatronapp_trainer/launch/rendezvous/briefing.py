@@ -1,4 +1,4 @@
-"""What worker 0 tells every other once all are there. Pure."""
+"""Briefing that worker 0 sends to all others once the gang is complete. Pure functions."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,17 @@ from megatronapp_trainer.launch.rendezvous.rank_table import RankTable, build_ta
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Briefing:
-    """The rank table and what goes with it."""
+    """The rank table, with ports and options of the gang."""
 
     table: RankTable
     probe_ports: Mapping[int, int]
-    """Where each worker answers those who try whether they reach it; 0: nowhere."""
+    """Port at which each worker answers probes of the others; 0: no port."""
     report: bool
-    """Whether worker 0 wants the progress pages of the others."""
+    """True if worker 0 wants the progress documents of the others."""
 
     @classmethod
     def of(cls, joins: Sequence[JoinRequest], order: RankOrder, *, report: bool) -> Self:
-        """Number the ranks of a gang that is complete."""
+        """Number the ranks of a complete gang."""
         return cls(
             table=build_table(joins, order),
             probe_ports={join.index: join.probe_port for join in joins},
@@ -30,7 +30,7 @@ class Briefing:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Body of the line that answers a join."""
+        """Return the body of the line that answers a join."""
         return {
             "type": "table",
             "table": self.table.to_json(),
@@ -44,7 +44,7 @@ class Briefing:
 
         Raises:
             StoppedError: the gang was asked to stop before it was complete.
-            MessageError: it is no table, or not one of our attempt with us in it.
+            MessageError: it is not a table, or not one of our attempt with us in it.
         """
         if document.get("type") == "stop":
             raise StoppedError(f"worker {document.get('worker')} was asked to stop before the gang was complete")

@@ -1,4 +1,4 @@
-"""Gathering at worker 0: its side."""
+"""Gathering of the gang: the side of worker 0."""
 
 import asyncio
 import logging
@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Lets the workers in, hands out the table, and passes notices on. Fulfils `Gang` once `gather` has returned."""
+    """Admits the workers, sends the table, and forwards notices. Implements `GangConnection` once `gather` has
+    returned.
+    """
 
     briefing: Briefing
 
@@ -43,16 +45,16 @@ class Coordinator:
         self._wires: dict[int, SecureChannel] = {}
         self._ended: set[int] = set()
         self._complete = asyncio.Event()
-        """All are there, or nobody waits for the rest any more."""
+        """Set once all have joined, or once the wait for them was given up."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._note_missing()
 
     async def gather(self, listener: socket.socket, timeout_s: float) -> None:
-        """Wait for all; cancelled before that, tells those who are here that the gang is to stop.
+        """Wait for all workers; if cancelled before, ask those that have joined to stop.
 
         Raises:
-            RendezvousError: who is missing after `timeout_s`.
+            RendezvousError: workers are missing after `timeout_s` seconds; names them.
             StoppedError: another worker was asked to stop.
         """
         self._server = await asyncio.start_server(self._accept, sock=listener, limit=messages.MAX_LINE_BYTES)
@@ -71,20 +73,21 @@ class Coordinator:
 
     @property
     def missing(self) -> list[int]:
-        """Workers that have not come yet."""
+        """Return the workers that have not joined yet."""
         return [index for index in range(len(self._expected.proc_per_node)) if index not in self._joins]
 
     def broadcast(self, news: Notices) -> None:
-        """Tell all others."""
         self._pass_on(news)
 
     def report(self, page: Mapping[str, Any]) -> None:
-        """This is worker 0."""
+        """Publish the document here: this is worker 0."""
         if self._board is not None:
             self._board.progress = page
 
     async def close(self) -> None:
-        """Close every connection and the port. Listening ends first, or our parting would be passed on as a loss."""
+        """Close every connection and the port. The listener is closed first, or our leaving would be forwarded as a
+        loss.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *(wire.close() for wire in self._wires.values()), return_exceptions=True)
@@ -140,7 +143,7 @@ class Coordinator:
         self._complete.set()
 
     async def _listen(self, index: int, wire: SecureChannel) -> None:
-        """Take what an admitted worker tells until its connection ends."""
+        """Receive messages of an admitted worker until its connection ends."""
         try:
             while True:
                 document = await wire.receive()
@@ -164,7 +167,7 @@ class Coordinator:
         self._pass_on(news)
 
     def _part(self, index: int) -> None:
-        """A worker that leaves before the table may come again; afterwards its parting is a loss."""
+        """Handle the loss of a worker: before the table is sent it may join again, afterwards it is a failure."""
         del self._wires[index]
         if not self._complete.is_set():
             log.warning("worker %d left before the gang was complete", index)

@@ -1,4 +1,4 @@
-"""What worker 0 knows of the gang, for those who ask over HTTP."""
+"""Status of the gang that worker 0 serves over HTTP."""
 
 import enum
 import math
@@ -9,7 +9,7 @@ from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
 
 
 class GangPhase(enum.StrEnum):
-    """How far the gang is."""
+    """Progress of the gang's gathering."""
 
     GATHERING = "Gathering"
     PREFLIGHT = "Preflight"
@@ -18,19 +18,19 @@ class GangPhase(enum.StrEnum):
 
 
 class GangStatus:
-    """Written by the launcher, read by the threads of the server; every value is replaced, never changed."""
+    """State that the launcher writes and the server's threads read; values are replaced, never changed."""
 
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt
         self.phase = GangPhase.GATHERING
         self.missing: Sequence[int] = ()
-        """Workers that have not come yet."""
+        """Workers that have not joined yet."""
         self.table: RankTable | None = None
         self.progress: Mapping[str, Any] | None = None
-        """The newest progress page of any worker."""
+        """Newest progress document of any worker."""
 
     def document(self) -> dict[str, Any]:
-        """The answer of docs/contracts.md, section 3."""
+        """Return the answer of docs/contracts.md, section 3."""
         table, progress = self.table, self.progress
         return {
             "attempt": self.attempt,
@@ -42,5 +42,5 @@ class GangStatus:
 
 
 def _json_value(value: object) -> object:
-    """JSON has no word for NaN and Inf."""
+    """Replace NaN and infinite numbers, which JSON cannot write."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Gathering at worker 0: the side of every other worker."""
+"""Gathering of the gang: the side of every worker but worker 0."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ LONGEST_PAUSE_S = 2.0
 
 
 class GangMember:
-    """A worker that has its table. Fulfils `Gang`."""
+    """Connection of a worker that has its table. Implements `GangConnection`."""
 
     def __init__(self, wire: SecureChannel, briefing: Briefing) -> None:
         self.briefing = briefing
@@ -33,16 +33,16 @@ class GangMember:
         self._task = asyncio.create_task(self._listen())
 
     def broadcast(self, news: Notices) -> None:
-        """Tell worker 0, which passes it on."""
+        """Send the notice to worker 0, which forwards it."""
         self._wire.send(messages.notice_to_json(news))
 
     def report(self, page: Mapping[str, Any]) -> None:
-        """Send the page, if worker 0 wants it."""
+        """Send the document, if worker 0 wants it."""
         if self.briefing.report:
             self._wire.send(messages.progress_to_json(page))
 
     async def close(self) -> None:
-        """Send what was told, and part."""
+        """Send what is queued, and close the connection."""
         await self._wire.close()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -59,10 +59,10 @@ class GangMember:
 
 
 async def join_gang(endpoint: Endpoint, *, token: str, own: JoinRequest, timeout_s: float) -> GangMember:
-    """Try until worker 0 has sent the table; cancelled before that, tells worker 0 that the gang is to stop.
+    """Connect until worker 0 has sent the table; if cancelled before, report to worker 0 that the gang is to stop.
 
     Raises:
-        RendezvousError: worker 0 refused this worker for good, or `timeout_s` are over; with the last reason.
+        RendezvousError: worker 0 refused this worker for good, or `timeout_s` seconds are over; with the last reason.
         StoppedError: another worker was asked to stop.
     """
     deadline = time.monotonic() + timeout_s

@@ -1,10 +1,10 @@
-"""What launchers say to each other, apart from sockets.
+"""Messages between launchers, independent of sockets.
 
 A connection begins with a greeting of both sides, `{"protocol", "nonce"}`. From then on every line is a JSON object
 `{"body": text, "mac": hex}`: the body is JSON, the code is HMAC-SHA256 over direction, running number and body, keyed
-by HMAC-SHA256(gather token, both nonces). So the secret never travels, a wrong one is noticed by the first message,
-and lines cannot be replayed, reordered or turned around. A refusal may come bare, because whoever is refused may not
-be able to check it; a bare one costs no more than the connection, and only a sealed one can be final.
+by HMAC-SHA256(gather token, both nonces). So the secret is never sent, a wrong one is detected by the first message,
+and lines cannot be replayed, reordered or reflected. A refusal may be sent without a code, because a refused peer may
+not be able to check it; such a refusal costs no more than the connection, and only a sealed one can be final.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from megatronapp_trainer.errors import MessageError, RefusedError
 
 PROTOCOL = 1
 COORDINATOR = 0
-"""The worker that gathers the others."""
+"""Index of the worker that gathers the others."""
 NONCE_BYTES = 16
 JOIN_S = 10.0
-"""A connection that has not joined by then is closed."""
+"""Seconds after which a connection that has not joined is closed."""
 MAX_LINE_BYTES = 8 * 1024 * 1024
-"""A table of 16,384 ranks has about 1 MiB."""
+"""Limit of a line; a table of 16,384 ranks has about 1 MiB."""
 
 MAX_GREETING_BYTES = 1024
-"""Before a greeting nobody has said who they are."""
+"""Limit of a greeting, whose sender is not authenticated yet."""
 
 Side = Literal["coordinator", "worker"]
 T = TypeVar("T", int, str)
@@ -37,7 +37,7 @@ T = TypeVar("T", int, str)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """What a worker tells of itself."""
+    """Identity, address and ports of a worker that joins."""
 
     uid: str
     attempt: int
@@ -46,39 +46,39 @@ class JoinRequest:
     node: str
     num_ranks: int
     port: int
-    """A port kept free, for torch's store if rank 0 runs here."""
+    """Reserved port, for torch's store if rank 0 runs here."""
     topology: str = ""
-    """Values of its topology labels, comma separated."""
+    """Values of the node's topology labels, separated by commas."""
     probe_port: int = 0
-    """Where the others try whether they reach it; 0: nowhere."""
+    """Port at which the worker answers probes of the others; 0: no port."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndNotice:
-    """How a worker ended, or what went wrong there."""
+    """End of a worker, or the problem that will end it."""
 
     worker: int
     code: int
     rank: int | None = None
     message: str = ""
     early: bool = False
-    """It was asked to stop, and its ranks did not get to a step border: the others would wait for them in vain."""
+    """True if it was asked to stop before its ranks reached a step boundary: the others would wait for them in vain."""
 
     @property
     def orderly(self) -> bool:
-        """Whether the others may go on."""
+        """Return True if the others may continue."""
         return self.code in (ExitCode.OK, ExitCode.PREEMPTED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StopNotice:
-    """A worker was asked to stop; the ranks of all workers stop together, at a step border."""
+    """Request to stop, which a worker got; the ranks of all workers stop together, at a step boundary."""
 
     worker: int
 
 
 Notices = EndNotice | StopNotice
-"""What launchers tell each other once they are a gang."""
+"""Notices that launchers exchange once they are a gang."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +91,10 @@ class ExpectedGang:
 
 
 def check_join(join: JoinRequest, expected: ExpectedGang, joined: Collection[int]) -> None:
-    """Raises RefusedError with the reason why `join` may not enter.
+    """Raise RefusedError with the reason why `join` may not enter.
 
-    Who is here already may try again: its earlier connection may be dead, and its end not seen yet. A true duplicate
-    is refused for as long as the first one is here.
+    A worker that has joined already may try again: its earlier connection may be dead, and its end not detected yet. A
+    true duplicate is refused for as long as the first one is connected.
     """
     if join.uid != expected.uid:
         raise RefusedError(f"this is job {expected.uid}, not {join.uid}", final=False)
@@ -120,17 +120,20 @@ def _check_address(address: str) -> None:
 
 
 def new_nonce() -> str:
-    """A fresh number in hex."""
+    """Return a random number in hex, for one connection."""
     return secrets.token_hex(NONCE_BYTES)
 
 
 def encode(document: Mapping[str, Any]) -> bytes:
-    """One line."""
+    """Encode a document as one line."""
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes, *, sealed: bool = False) -> dict[str, Any]:
-    """The object of one line. Raises RefusedError if it is a refusal, MessageError if it is no object."""
+    """Return the object of one line.
+
+    Raises RefusedError if it is a refusal, MessageError if it is not an object.
+    """
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -143,12 +146,15 @@ def decode(line: bytes, *, sealed: bool = False) -> dict[str, Any]:
 
 
 def greeting(nonce: str) -> bytes:
-    """The first line of either side."""
+    """Return the first line of either side."""
     return encode({"protocol": PROTOCOL, "nonce": nonce})
 
 
 def parse_greeting(line: bytes) -> str:
-    """The other side's nonce. Raises MessageError for another protocol."""
+    """Return the nonce of the other side.
+
+    Raises MessageError for another protocol.
+    """
     document = decode(line)
     nonce = document.get("nonce")
     if document.get("protocol") != PROTOCOL or not isinstance(nonce, str) or len(nonce) != 2 * NONCE_BYTES:
@@ -157,7 +163,7 @@ def parse_greeting(line: bytes) -> str:
 
 
 def refusal_to_json(error: RefusedError) -> dict[str, Any]:
-    """What a refused worker gets."""
+    """Return the document that a refused worker gets."""
     return {"refused": error.reason, "final": error.final}
 
 
@@ -174,18 +180,21 @@ class ChannelCipher:
 
     @property
     def trusted(self) -> bool:
-        """Whether the other side has proved that it knows the token."""
+        """Return True if the other side has proved that it knows the token."""
         return self._received > 0
 
     def seal(self, document: Mapping[str, Any]) -> bytes:
-        """The next line to send."""
+        """Return the next line to send."""
         body = json.dumps(document, separators=(",", ":"))
         mac = self._code(self._side, self._sent, body)
         self._sent += 1
         return encode({"body": body, "mac": mac})
 
     def open(self, line: bytes) -> dict[str, Any]:
-        """The body of the next line. Raises RefusedError for a refusal, MessageError for a line of another key."""
+        """Return the body of the next line.
+
+        Raises RefusedError for a refusal, MessageError for a line of another key.
+        """
         document = decode(line)
         body, mac = document.get("body"), document.get("mac")
         if not isinstance(body, str) or not isinstance(mac, str):
@@ -200,12 +209,15 @@ class ChannelCipher:
 
 
 def join_to_json(join: JoinRequest) -> dict[str, Any]:
-    """Body of the first sealed line of a worker."""
+    """Return the body of the first sealed line of a worker."""
     return {"type": "join", **dataclasses.asdict(join)}
 
 
 def join_from_json(document: Mapping[str, Any]) -> JoinRequest:
-    """Raises MessageError if a field is missing or of another type."""
+    """Parse a join.
+
+    Raises MessageError if a field is missing or of another type.
+    """
     if document.get("type") != "join":
         raise MessageError("the first message must be a join")
     return JoinRequest(
@@ -222,12 +234,15 @@ def join_from_json(document: Mapping[str, Any]) -> JoinRequest:
 
 
 def notice_to_json(news: Notices) -> dict[str, Any]:
-    """Body of a line that tells how a worker ended, or that it was asked to stop."""
+    """Return the body of a line with a notice."""
     return {"type": "stop" if isinstance(news, StopNotice) else "notice", **dataclasses.asdict(news)}
 
 
 def notice_from_json(document: Mapping[str, Any]) -> Notices:
-    """Raises MessageError if a field is missing or of another type."""
+    """Parse a notice.
+
+    Raises MessageError if a field is missing or of another type.
+    """
     kind = document.get("type")
     if kind == "stop":
         return StopNotice(worker=_field(document, "worker", int))
@@ -243,12 +258,12 @@ def notice_from_json(document: Mapping[str, Any]) -> Notices:
 
 
 def progress_to_json(page: Mapping[str, Any]) -> dict[str, Any]:
-    """Body of a line with a worker's progress page, for worker 0."""
+    """Return the body of a line with a worker's progress document, for worker 0."""
     return {"type": "progress", "page": dict(page)}
 
 
 def progress_of(document: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The page, if the line has one."""
+    """Return the progress document, or None if the line has none."""
     page = document.get("page")
     return dict(page) if document.get("type") == "progress" and isinstance(page, dict) else None
 

@@ -1,4 +1,4 @@
-"""The rank table: which ranks run where. Pure."""
+"""The rank table: which ranks run at which address. Pure functions."""
 
 import dataclasses
 import hashlib
@@ -14,7 +14,7 @@ from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEntry:
-    """One worker's line."""
+    """Entry of one worker in the table."""
 
     index: int
     address: str
@@ -32,24 +32,27 @@ class RankTable:
     workers: tuple[WorkerEntry, ...]
 
     def worker(self, index: int) -> WorkerEntry:
-        """The line of a worker. Raises KeyError if it is not there."""
+        """Return the entry of a worker.
+
+        Raises KeyError if the table lacks it.
+        """
         for one in self.workers:
             if one.index == index:
                 return one
         raise KeyError(index)
 
     def node_rank(self, index: int) -> int:
-        """Place of a worker in the order of ranks."""
+        """Return the position of a worker in the order of ranks."""
         return self.workers.index(self.worker(index))
 
     @property
     def world_size(self) -> int:
-        """Ranks of all workers."""
+        """Return the number of ranks of all workers."""
         return sum(len(worker.ranks) for worker in self.workers)
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the content; two launchers with the same digest hold the same table."""
+        """Return the SHA-256 of the content; two launchers with the same digest have the same table."""
         content = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -65,12 +68,15 @@ class RankTable:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The document of docs/contracts.md, section 3."""
+        """Return the document of docs/contracts.md, section 3."""
         return {"digest": self.digest, **self._content()}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """The table in a document that worker 0 has signed. Raises ValueError if its digest is not its own."""
+        """Read the table from a document that worker 0 has signed.
+
+        Raises ValueError if the digest does not match its content.
+        """
         workers = tuple(
             WorkerEntry(index=one["index"], address=one["address"], node=one["node"], ranks=tuple(one["ranks"]))
             for one in document["workers"]
@@ -91,11 +97,11 @@ _KEYS: Mapping[RankOrder, Callable[[JoinRequest], tuple[Any, ...]]] = {
     RankOrder.IP: lambda join: (ipaddress.IPv4Address(join.address), join.index),
     RankOrder.TOPOLOGY: lambda join: (join.topology.split(","), join.index),
 }
-"""By what workers are sorted; the index makes every order a total one."""
+"""Sort key of workers for each order; the index makes every order a total one."""
 
 
 def build_table(joins: Sequence[JoinRequest], order: RankOrder = RankOrder.INDEX) -> RankTable:
-    """Number the ranks worker by worker, in this order. `joins` holds every worker once, in any order."""
+    """Number the ranks worker by worker, in this order. `joins` has every worker once, in any order."""
     ordered = sorted(joins, key=_KEYS[order])
     ends = list(itertools.accumulate(join.num_ranks for join in ordered))
     workers = tuple(

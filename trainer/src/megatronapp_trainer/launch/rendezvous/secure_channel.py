@@ -13,7 +13,7 @@ CLOSE_S = 1.0
 
 
 class SecureChannel:
-    """A greeted connection; errors of the network come as OSError or EOFError (the other side has closed)."""
+    """A greeted connection; network errors are raised as OSError or EOFError (the other side has closed)."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: messages.ChannelCipher | None = None
@@ -26,7 +26,10 @@ class SecureChannel:
     async def greet(
         cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, token: str, side: messages.Side
     ) -> Self:
-        """Exchange greetings. Raises MessageError if the other side is no launcher, TimeoutError if it is silent."""
+        """Exchange greetings.
+
+        Raises MessageError if the other side is not a launcher, TimeoutError if it is silent.
+        """
         address.keep_alive(writer.get_extra_info("socket"))
         nonce = messages.new_nonce()
         writer.write(messages.greeting(nonce))
@@ -38,21 +41,24 @@ class SecureChannel:
 
     @property
     def greeted(self) -> bool:
-        """Whether lines can be sealed."""
+        """Return True if lines can be sealed."""
         return self._session is not None
 
     async def receive(self) -> dict[str, Any]:
-        """The next message. Raises EOFError at the end, MessageError or RefusedError instead of one."""
+        """Receive the next message.
+
+        Raises EOFError at the end, MessageError or RefusedError instead of a message.
+        """
         assert self._session is not None
         return self._session.open(await _line(self._reader))
 
     def send(self, document: dict[str, Any]) -> None:
-        """Queue a message; a connection that has ended swallows it, and its reader tells so."""
+        """Queue a message; if the connection has ended, the message is dropped, and `receive` raises the error."""
         assert self._session is not None
         self._writer.write(self._session.seal(document))
 
     def refuse(self, error: RefusedError) -> None:
-        """Queue a refusal, sealed if the other side has proved itself."""
+        """Queue a refusal, sealed if the other side has proved that it knows the token."""
         document = messages.refusal_to_json(error)
         if self._session is not None and self._session.trusted:
             self.send(document)

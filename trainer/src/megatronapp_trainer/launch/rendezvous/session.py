@@ -1,4 +1,4 @@
-"""The gang after it has gathered: what the others tell, and how to tell them."""
+"""The gang after it has gathered: notices from and to the other workers."""
 
 import asyncio
 from collections.abc import Mapping
@@ -11,24 +11,24 @@ from megatronapp_trainer.launch.rendezvous.messages import EndNotice, Notices
 
 
 class GangConnection(Protocol):
-    """A worker's ties to the others."""
+    """Connection of a worker to the others."""
 
     briefing: Briefing
     notices: "asyncio.Queue[Notices]"
-    """What happened to other workers, in order of arrival."""
+    """Events of other workers, in the order in which they were received."""
 
     def broadcast(self, news: Notices) -> None:
-        """Tell all others."""
+        """Send a notice to all others."""
 
     def report(self, page: Mapping[str, Any]) -> None:
-        """Give worker 0 this worker's progress page."""
+        """Send this worker's progress document to worker 0."""
 
     async def close(self) -> None:
-        """Send what was told, and part. The others take a parting without an orderly notice for a loss."""
+        """Send what is queued, and close. The others take a close without an orderly notice for a loss."""
 
 
 class SingleWorkerGang:
-    """A gang of one worker."""
+    """Connection of a gang of one worker."""
 
     def __init__(self, briefing: Briefing, board: GangStatus | None = None) -> None:
         self.briefing = briefing
@@ -36,18 +36,18 @@ class SingleWorkerGang:
         self._board = board
 
     def broadcast(self, news: Notices) -> None:
-        """Nobody listens."""
+        """Drop the notice: there is no other worker."""
 
     def report(self, page: Mapping[str, Any]) -> None:
-        """This is worker 0."""
+        """Publish the document here: this is worker 0."""
         if self._board is not None:
             self._board.progress = page
 
     async def close(self) -> None:
-        """Nothing to part from."""
+        """Do nothing: there is no connection."""
 
 
 def connection_lost_notice(worker: int) -> EndNotice:
-    """What stands for the notice of a launcher that vanished."""
+    """Return the notice that replaces the one of a launcher that vanished."""
     message = f"the connection to the launcher of worker {worker} has ended"
     return EndNotice(worker=worker, code=ExitCode.OWN_FAILURE, message=message)

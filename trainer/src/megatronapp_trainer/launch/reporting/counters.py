@@ -1,4 +1,4 @@
-"""Counters of host and devices, once a second, into the worker's ring."""
+"""Counters of host and devices, written once a second to the worker's ring."""
 
 import json
 import logging
@@ -24,11 +24,14 @@ JOIN_S = 1.0
 PROC = pathlib.Path("/proc")
 
 Sample = tuple[Counter, int, float]
-"""Counter, local rank or device, value."""
+"""Counter, local rank or device, and value."""
 
 
 def pressure_total_us(text: str) -> int:
-    """Time in which some task waited, from a PSI file. Raises ValueError if the line is not there."""
+    """Return the microseconds in which some task waited, from the text of a PSI file.
+
+    Raises ValueError without the line `some`.
+    """
     for line in text.splitlines():
         if line.startswith("some "):
             return int(line.rpartition("total=")[2])
@@ -36,20 +39,20 @@ def pressure_total_us(text: str) -> int:
 
 
 def float_bits(value: float) -> int:
-    """The bits of a 32-bit float, as `aux` holds them."""
+    """Return the bits of a 32-bit float, as `aux` stores them."""
     bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
     return bits
 
 
 class PressureReader:
-    """Share of the last interval in which some task of the machine waited for a processor."""
+    """Fraction of the last interval in which some task of the node waited for a processor."""
 
     def __init__(self, proc: pathlib.Path = PROC) -> None:
         self._path = proc / "pressure" / "cpu"
         self._last: tuple[int, int] | None = None
 
     def read(self, now_ns: int) -> float | None:
-        """None at the first call and where the kernel has no PSI."""
+        """Read the fraction; None at the first call and if the kernel has no PSI."""
         try:
             total_us = pressure_total_us(self._path.read_text())
         except (OSError, ValueError):
@@ -69,7 +72,7 @@ class RunQueueReader:
         self._last_ns: int | None = None
 
     def read(self, now_ns: int) -> float | None:
-        """None at the first call, and where the process has ended or the kernel has no schedstat."""
+        """Read the rate; None at the first call, and if the process has ended or the kernel has no schedstat."""
         waits_ns = self._read_waits()
         if not waits_ns:
             return None
@@ -101,7 +104,7 @@ class CounterSampler:
         self._run_queues: dict[int, RunQueueReader] = {}
 
     def sample(self, now_ns: int) -> Iterator[Sample]:
-        """What can be read now."""
+        """Yield the counters that can be read now."""
         pressure = self._pressure.read(now_ns)
         if pressure is not None:
             yield Counter.CPU_PRESSURE, 0, pressure
@@ -113,7 +116,7 @@ class CounterSampler:
 
 
 class CounterThread:
-    """Samples in a thread of its own, because a driver may take its time to answer. Does nothing without a ring."""
+    """Samples in a separate thread, because a driver may be slow to answer. Does nothing without a ring."""
 
     def __init__(
         self, path: pathlib.Path, *, attempt: int, metadata: Mapping[str, Any], sampler: CounterSampler
@@ -128,13 +131,13 @@ class CounterThread:
             log.warning("no counters of host and devices: %s", error)
 
     def __enter__(self) -> "CounterThread":
-        """Start sampling."""
+        """Start the sampling thread."""
         if self._writer is not None:
             self._thread.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Stop, and mark the ring closed."""
+        """Stop the thread, and mark the ring as closed."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_S)

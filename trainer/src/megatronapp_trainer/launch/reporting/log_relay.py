@@ -1,7 +1,6 @@
-"""Repeats the lines of rank logs at this process's stdout, each behind `[rank N] `.
+"""Relay of the rank logs to this process's stdout, each line with the prefix `[rank N] `.
 
-Ranks write to files, so that a slow stdout holds none of them up, and the last lines of one that was killed are still
-there to be read.
+Ranks write to files, so that a slow stdout blocks none of them, and the last lines of a killed rank can still be read.
 """
 
 import os
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 POLL_S = 0.1
 LONGEST_LINE = 16384
-"""Bytes after which a line is broken; container runtimes do it here, too."""
+"""Bytes after which a line is split, as container runtimes do."""
 READ_BYTES = 1 << 20
 FINISH_S = 10.0
 
@@ -26,7 +25,7 @@ class LogFollower:
         self._rest = b""
 
     def lines(self, *, last: bool = False) -> Iterator[bytes]:
-        """What came since the last call, in whole lines with their prefix; `last`: also an unfinished one."""
+        """Yield whole new lines with their prefix; with `last` also an unfinished one."""
         data = self._rest + self._read()
         *whole, self._rest = data.split(b"\n")
         if self._rest and (last or len(self._rest) >= LONGEST_LINE):
@@ -41,17 +40,17 @@ class LogFollower:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read(READ_BYTES)
-        except OSError:  # the disk is gone; the rank will say so by itself
+        except OSError:  # the disk failed; the rank will log it
             return b""
         self._offset += len(data)
         return data
 
 
 class LogRelay:
-    """Follows logs in a thread of its own; context manager. At its end it has repeated all that is in them.
+    """Follows logs in a separate thread; context manager. On exit it has relayed all of their content.
 
-    Writes to the file descriptor itself: at the end of an interpreter a buffered stdout that a stuck thread holds
-    locked would abort the process.
+    Writes to the file descriptor itself: at the end of an interpreter a buffered stdout locked by a stuck thread would
+    abort the process.
     """
 
     def __init__(self, descriptor: int, logs: Mapping[int, pathlib.Path]) -> None:
@@ -61,12 +60,12 @@ class LogRelay:
         self._thread = threading.Thread(target=self._run, name="echo", daemon=True)
 
     def __enter__(self) -> "LogRelay":
-        """Start."""
+        """Start the relay thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Wait until all is repeated, but not for ever for a stdout that takes nothing."""
+        """Wait until all lines are relayed, for a limited time if stdout is blocked."""
         self._stop.set()
         self._thread.join(FINISH_S)
 
@@ -78,11 +77,11 @@ class LogRelay:
                 pass
             for follower in self._followers:
                 self._write(follower.lines(last=True))
-        except OSError:  # nobody reads stdout any more
+        except OSError:  # the reader of stdout has closed it
             return
 
     def _repeat(self) -> bool:
-        """Whether there was anything."""
+        """Relay new lines; returns True if there were any."""
         return any([self._write(follower.lines()) for follower in self._followers])
 
     def _write(self, lines: Iterator[bytes]) -> bool:

@@ -1,4 +1,4 @@
-"""Reads this worker's progress page, which one rank of the gang writes, and passes it on to worker 0."""
+"""Forwarding of this worker's progress document, which one rank of the gang writes, to worker 0."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,9 @@ INTERVAL_S = 1.0
 
 @contextlib.contextmanager
 def report_progress(path: pathlib.Path, report: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Within: report the page whenever it has changed, and once more at the end. Needs a running event loop."""
+    """Report the document inside the context whenever it has changed, and once more on exit. Needs a running event
+    loop.
+    """
     reader = DocumentReader(path)
     task = asyncio.create_task(_watch(reader, report))
     try:
@@ -34,7 +36,7 @@ async def _watch(reader: DocumentReader, report: Callable[[Mapping[str, Any]], N
 
 
 def _read_document(reader: DocumentReader, report: Callable[[Mapping[str, Any]], None]) -> bool:
-    """False if the page cannot be read at all."""
+    """Report a changed document; returns False if it can never be read."""
     try:
         page = reader.read_new()
     except DocumentError as error:

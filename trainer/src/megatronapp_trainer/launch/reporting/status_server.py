@@ -18,14 +18,17 @@ log = logging.getLogger(__name__)
 
 PATH = "/api/v1/launcher"
 SILENCE_S = 5.0
-"""A connection that says nothing for so long is closed."""
+"""Seconds after which a silent connection is closed."""
 MOST_CONNECTIONS = 16
-"""At once; more are closed unanswered, so that nobody can fill this process with threads."""
+"""Limit of concurrent connections; more are closed unanswered, so that no client can fill this process with threads."""
 
 
 @contextlib.contextmanager
 def serve_status(board: GangStatus, *, token: str, address: str, port: int) -> Iterator[int]:
-    """Serve in threads of their own, until the end; gives the port. Raises RendezvousError if it is taken."""
+    """Serve in background threads inside the context; yields the port.
+
+    Raises RendezvousError if the port is taken.
+    """
     try:
         server = _StatusServer((address, port), _StatusHandler)
     except OSError as error:
@@ -54,27 +57,27 @@ class _StatusServer(http.server.ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """Without the base class's question for a host name, which may take seconds."""
+        """Bind without the base class's lookup of a host name, which may take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
-        """One thread each, as long as there is room."""
+        """Start a thread for the request, below the limit of connections."""
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
-        """In its thread."""
+        """Handle the request, and release its slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
-        """A client that went away is no event."""
+        """Log at debug level only: a client that disconnects is no event."""
         log.debug("a connection from %s ended", client_address, exc_info=True)
 
 
@@ -85,9 +88,9 @@ class _StatusHandler(http.server.BaseHTTPRequestHandler):
     server: _StatusServer
 
     def do_GET(self) -> None:
-        """Answer, to those who have the token."""
+        """Answer the status, to holders of the token."""
         if self.path.partition("?")[0] != PATH:
-            self._answer(http.HTTPStatus.NOT_FOUND, {"detail": f"only {PATH} is here"})
+            self._answer(http.HTTPStatus.NOT_FOUND, {"detail": f"unknown path; this server has only {PATH}"})
         elif not self._known():
             self._answer(http.HTTPStatus.UNAUTHORIZED, {"detail": "needs Authorization: Bearer <viewer token>"})
         else:
@@ -109,5 +112,5 @@ class _StatusHandler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Not into the log of the job: somebody asks every few seconds."""
+        """Log nothing: the operator polls every few seconds, and this is the log of the job."""
         log.debug(format, *arguments)
