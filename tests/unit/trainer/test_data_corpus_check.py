@@ -61,7 +61,7 @@ def test_an_index_cut_anywhere_is_refused(tmp_path_factory: pytest.TempPathFacto
 def test_data_that_does_not_fit_its_index(prefix: str) -> None:
     with open(prefix + ".bin", "ab") as stream:
         stream.write(b"xx")
-    with pytest.raises(DataError, match=r"22 bytes where corpus\.idx tells of 20"):
+    with pytest.raises(DataError, match=r"22 bytes where corpus\.idx requires 20"):
         inspect_corpus(prefix)
 
 

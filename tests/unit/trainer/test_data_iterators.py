@@ -244,7 +244,7 @@ def refusal(flags: str) -> tuple[str, str]:
     ("more", "message"),
     [
         ("--data-path {folder}/none_text_document", "does not exist"),
-        ("--data-path {folder}/cut_text_document", "tells of"),
+        ("--data-path {folder}/cut_text_document", "requires"),
         ("--seq-length 4096 --max-position-embeddings 4096", "fewer than one sample"),
         ("--split 999,1,0", "the valid part of"),
         ("--split 0,100,0", "training has no data"),

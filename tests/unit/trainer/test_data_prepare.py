@@ -237,13 +237,13 @@ def test_bad_lines(run: Run, corpus: pathlib.Path, tmp_path: pathlib.Path, capsy
     assert "--skip-bad-lines" in message
     assert not (tmp_path / "out" / "corpus_text_document.bin").exists()
     assert run("--skip-bad-lines") == 0
-    assert "left out: 1 unreadable lines" in capsys.readouterr().out
+    assert "skipped: 1 unreadable lines" in capsys.readouterr().out
     assert len(documents(tmp_path / "out" / "corpus_text_document")) == 99
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "is empty"), ('{"text": ""}\n', "holds no text"), ("\n\n", "holds no text"), ('{"txt": "x"}', "--json-keys")],
+    [("", "is empty"), ('{"text": ""}\n', "has no text"), ("\n\n", "has no text"), ('{"txt": "x"}', "--json-keys")],
 )
 def test_input_without_text(run: Run, corpus: pathlib.Path, content: str, message: str, capsys: Any) -> None:
     corpus.write_text(content)
@@ -286,7 +286,7 @@ def test_a_full_disk(run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.Monke
     message = capsys.readouterr().err
     assert "No space left on device" in message
     assert "run the same command again" in message
-    assert "is kept in" not in message
+    assert "is stored in" not in message
     assert not (tmp_path / "out" / "corpus.preparing").exists()
     assert run() == 0
     assert len(documents(tmp_path / "out" / "corpus_text_document")) == 100
@@ -302,7 +302,7 @@ def test_a_disk_that_fills_later(
 
     monkeypatch.setattr(CorpusFiles, "finish", full)
     assert run() == 67
-    assert f"is kept in {tmp_path}/out/corpus.preparing" in capsys.readouterr().err
+    assert f"is stored in {tmp_path}/out/corpus.preparing" in capsys.readouterr().err
     assert (tmp_path / "out" / "corpus.preparing" / "journal.json").exists()
 
 

@@ -92,7 +92,7 @@ def test_the_suffix_tells_the_format(tmp_path: pathlib.Path) -> None:
     ("name", "message"),
     [
         ("missing.txt", "does not exist"),
-        ("empty.txt", "is empty; take it out"),
+        ("empty.txt", "is empty; remove it"),
         ("*.nothing", "matches no file"),
         ("folder", "--pattern"),
     ],

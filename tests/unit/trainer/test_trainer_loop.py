@@ -318,7 +318,7 @@ def feed_of_a_step(microbatches: int, flags: str = "") -> tuple[list[int], list[
     feed = StepFeed(source, noted(), microbatches, needed_by=frozenset({0, 1}), observer=observer)
     chunks = [ChunkFeed(feed, chunk) for chunk in (0, 1)]
     batches = [chunk.next() for _ in range(microbatches) for chunk in chunks]
-    with pytest.raises(ValueError, match=f"microbatch {microbatches} was asked for in a step of {microbatches}"):
+    with pytest.raises(ValueError, match=f"microbatch {microbatches} was requested in a step of {microbatches}"):
         chunks[0].next()
     return read, [int(batch.tokens[0, 0]) for batch in batches if batch is not None], observer.events
 

@@ -1,4 +1,4 @@
-"""How many samples a step takes, constant or growing over the first samples of the training."""
+"""Number of samples of a step, constant or growing over the first samples of the training."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ class BatchSchedule:
     micro_batch_size: int
     data_size: int
     final: int
-    """Samples of a step once the ramp-up has ended."""
+    """Samples of a step after the ramp-up."""
     ramp: tuple[int, int, int] | None = None
-    """First size, increment, and samples over which it grows."""
+    """First size, increment, and number of samples over which the size grows."""
 
     def global_batch_size(self, consumed_samples: int) -> int:
-        """Samples of the step that begins after this many samples; the staircase of Megatron's ramp-up."""
+        """Return the samples of the step that begins after this many samples; the staircase of Megatron's ramp-up."""
         if self.ramp is None:
             return self.final
         start, increment, samples = self.ramp
@@ -27,15 +27,17 @@ class BatchSchedule:
         return min(self.final, start + int(consumed_samples / samples_per_size) * increment)
 
     def samples_of(self, steps: int) -> int:
-        """Samples of the first `steps` steps."""
+        """Return the number of samples of the first `steps` steps."""
         return self._walk(steps=steps, samples=None)[1]
 
     def steps_left(self, samples: int, consumed_samples: int) -> int:
-        """Whole steps that fit between `consumed_samples` and `samples`."""
+        """Return the number of whole steps that fit between `consumed_samples` and `samples`."""
         return self._walk(steps=None, samples=samples, consumed=consumed_samples)[0]
 
     def _walk(self, *, steps: int | None, samples: int | None, consumed: int = 0) -> tuple[int, int]:
-        """Steps done and samples consumed when either limit is reached; by step in the ramp-up, at once after it."""
+        """Return steps done and samples consumed when either limit is reached: by step in the ramp-up, directly after
+        it.
+        """
         done = 0
         while self.ramp is not None and consumed <= self.ramp[2]:
             size = self.global_batch_size(consumed)
@@ -46,12 +48,12 @@ class BatchSchedule:
         return done + rest, consumed + rest * self.final
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Microbatches of each rank in that step."""
+        """Return the number of microbatches of each rank in that step."""
         return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_size)
 
 
 def with_steps(config: TrainerConfig, *, iteration: int = 0, consumed_samples: int = 0) -> TrainerConfig:
-    """The configuration with ``--train-iters`` as ``--train-samples`` gives it, counted on from the steps done."""
+    """Return the configuration with ``--train-iters`` as ``--train-samples`` gives it, counted from the steps done."""
     total = config.training.train_samples
     if total is None:
         return config
@@ -60,7 +62,7 @@ def with_steps(config: TrainerConfig, *, iteration: int = 0, consumed_samples: i
 
 
 def batch_schedule(config: TrainerConfig, data_size: int) -> BatchSchedule:
-    """The schedule of a run with this many replicas."""
+    """Return the schedule of a run with this many replicas."""
     ramp = config.training.rampup_batch_size
     return BatchSchedule(
         micro_batch_size=config.training.micro_batch_size,

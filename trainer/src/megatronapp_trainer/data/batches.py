@@ -1,7 +1,7 @@
-"""From samples to batches, read ahead by threads.
+"""Batches made of samples, read ahead by threads.
 
-Threads rather than processes: samples come from mapped files in C code that releases the interpreter lock, and forking
-a process that runs CUDA or OpenMP is unsafe. Nothing here draws from torch's random numbers.
+Threads rather than processes: samples are read from mapped files in C code that releases the interpreter lock, and
+forking a process that runs CUDA or OpenMP is unsafe. Nothing here draws from torch's random numbers.
 """
 
 from collections import deque
@@ -18,16 +18,17 @@ from megatronapp_trainer.errors import DataError
 
 _AHEAD_PER_WORKER = 2
 _AHEAD_AT_LEAST = 2 * TOGETHER
-"""While one group is copied to the device the next is read."""
+"""Microbatches to read ahead: while one group is copied to the device the next is read."""
 
 
 def collate(samples: Sequence[dict[str, Any]], vocab_size: int) -> HostMicrobatch:
-    """One batch: tokens, labels, position_ids int64 [b, s], loss_mask float32 [b, s], attention_mask bool [b, 1, s, s].
+    """Stack samples: tokens, labels, position_ids int64 [b, s], loss_mask float32 [b, s], attention_mask bool [b, 1, s,
+    s].
 
     True in the attention mask means "not seen"; the mask is None where it is the plain causal one.
 
     Raises:
-        DataError: a token that the model has no embedding for.
+        DataError: a token for which the model has no embedding.
     """
 
     def stacked(key: str) -> torch.Tensor:
@@ -49,13 +50,13 @@ def _refuse_foreign(ids: torch.Tensor, vocab_size: int) -> None:
     largest, least = int(ids.max()), int(ids.min())
     if largest >= vocab_size or least < 0:
         raise DataError(
-            f"the corpus holds token id {largest if largest >= vocab_size else least} outside the vocabulary of "
+            f"the corpus has token id {largest if largest >= vocab_size else least} outside the vocabulary of "
             f"{vocab_size}; was it made with another tokenizer, or damaged?"
         )
 
 
 class BatchStream:
-    """Endless iterator over the microbatches of one replica, `workers` threads ahead (0: none)."""
+    """Endless iterator over the microbatches of one replica, read ahead by `workers` threads (0: not ahead)."""
 
     def __init__(self, dataset: SampleDataset, sampler: SampleOrder, vocab_size: int, workers: int) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""What `--data-path` and its kin mean: prefixes, with weights or without."""
+"""Values of `--data-path`, `--train-data-path`, ...: prefixes, with weights or without."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ class Blend:
     weights: tuple[float, ...] | None
 
     def for_megatron(self) -> tuple[list[str], list[float] | None]:
-        """As megatron-core's dataset configuration takes it."""
+        """Return prefixes and weights for megatron-core's dataset configuration."""
         return list(self.prefixes), None if self.weights is None else list(self.weights)
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """`PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
+    """Parse `PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
 
     Raises:
         UsageError: weights and prefixes do not alternate, or a weight is not positive.
@@ -44,7 +44,7 @@ def _number(word: str) -> float | None:
 
 
 def split_fractions(split: str) -> tuple[float, float, float]:
-    """Shares of training, validation and test, which sum to 1.
+    """Parse the fractions of training, validation and test, and scale them to a sum of 1.
 
     Raises:
         UsageError: not one to three numbers of 0 or more, or all of them 0.
@@ -52,7 +52,7 @@ def split_fractions(split: str) -> tuple[float, float, float]:
     words = split.split(",")
     shares = [number for word in words if (number := _number(word)) is not None and number >= 0]
     if len(shares) != len(words) or len(shares) > 3 or sum(shares) <= 0:
-        raise UsageError(f"--split {split}: give up to three shares of 0 or more, such as 969,30,1")
+        raise UsageError(f"--split {split}: give up to three fractions of 0 or more, such as 969,30,1")
     total = sum(shares)
     train, valid, test = (share / total for share in [*shares, 0.0, 0.0][:3])
     return train, valid, test

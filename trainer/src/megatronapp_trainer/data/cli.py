@@ -1,4 +1,4 @@
-"""`megatronapp data ...`: the parser is light; the work is imported when it runs."""
+"""The command `megatronapp data ...`: its parser imports little, the work is imported when it runs."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ _DESCRIPTION = """\
 Turn text into the token files that training reads: PREFIX_text_document.bin and .idx (Megatron's format).
 
 Input is JSONL (.jsonl, .ndjson, .json: one object per line) or plain text (anything else: one document per file; a file
-above 4 MiB is cut at line ends into several). A stopped run goes on where it was when the same command is given again.
+above 4 MiB is split at line ends into several). To resume a stopped run, give the same command again.
 """
 _EPILOG = """\
 examples:
@@ -58,7 +58,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="keys that hold text (default: text)",
     )
-    add("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them")
+    add("--skip-bad-lines", action="store_true", help="skip lines that cannot be read, and count them")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add(
         "--workers",
@@ -72,15 +72,15 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tokenizer (one of)").add_argument
-    text = "a tokenizer.json, or the folder that holds it"
+    text = "a tokenizer.json, or its folder"
     add("--tokenizer-file", "--tokenizer-model", type=_tokenizer_file, metavar="FILE", help=text)
     add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json, with --merge-file")
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt, with --vocab-file")
-    add("--train-tokenizer", action="store_true", help="learn a byte-level BPE; saved as tokenizer.json beside PREFIX")
+    add("--train-tokenizer", action="store_true", help="learn a byte-level BPE; saved as tokenizer.json next to PREFIX")
     add("--vocab-size", type=_positive, metavar="N", help="size of the learned vocabulary")
 
 
-_BERT = "BERT cannot be trained here yet; a corpus for GPT is prepared with the tokenizer that its model has"
+_BERT = "BERT cannot be trained here yet; prepare a corpus for GPT with the tokenizer of its model"
 _NO_TYPE = "only tokenizers of tokenizer.json, and GPT-2's of vocab.json and merges.txt, are read"
 _TYPES: Mapping[str, str | None] = {
     "GPT2BPETokenizer": None,
@@ -88,16 +88,16 @@ _TYPES: Mapping[str, str | None] = {
     "BertWordPieceLowerCase": _BERT,
     "BertWordPieceCase": _BERT,
 }
-"""Of --tokenizer-type; None: the files say the same."""
+"""Values of --tokenizer-type, with the reason of a refusal; None: accepted, because the files say the same."""
 
 
 def _add_spellings(parser: argparse.ArgumentParser) -> None:
-    """Options of Megatron-LM's tools/preprocess_data.py beyond those that have the same name here."""
+    """Add options of Megatron-LM's tools/preprocess_data.py beyond those that have the same name here."""
     add = parser.add_argument
     add("--tokenizer-type", action=_TokenizerType, help=argparse.SUPPRESS)
     notes = {
         "--partitions": "workers share all files, and one run writes one corpus: --workers alone says how many",
-        "--log-interval": "progress is shown all the time",
+        "--log-interval": "progress is always shown",
     }
     for flag, text in notes.items():
         add(flag, action=_IgnoredOption, text=text, help=argparse.SUPPRESS)
@@ -113,14 +113,14 @@ def _add_spellings(parser: argparse.ArgumentParser) -> None:
 
 
 class _IgnoredOption(argparse.Action):
-    """Takes an option that is not needed here, and says why."""
+    """Accepts an option that is not needed here, and prints why."""
 
     def __init__(self, *words: Any, text: str, **keywords: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(*words, **keywords)
         self.text = text
 
     def __call__(self, _parser: Any, _namespace: Any, _values: Any, option: str | None = None) -> None:  # noqa: ANN401
-        """Say so."""
+        """Print why the option is not needed."""
         print(f"note: {option}: {self.text}", file=sys.stderr)
 
 
@@ -128,22 +128,22 @@ class _RejectedOption(_IgnoredOption):
     """Refuses an option with the reason."""
 
     def __call__(self, parser: Any, _namespace: Any, _values: Any, option: str | None = None) -> None:  # noqa: ANN401
-        """End the command."""
+        """End the command with the reason."""
         parser.error(f"{option}: {self.text}")
 
 
 class _TokenizerType(argparse.Action):
-    """Takes the types whose files say what they are."""
+    """Accepts the types that can be recognised by their files."""
 
     def __call__(self, parser: Any, _namespace: Any, values: Any, option: str | None = None) -> None:  # noqa: ANN401
-        """End the command for another type."""
+        """End the command if the type is another one."""
         reason = _TYPES.get(values, f"{_NO_TYPE}; give --tokenizer-file, or --vocab-file and --merge-file")
         if reason is not None:
             parser.error(f"{option} {values}: {reason}")
 
 
 def _tokenizer_file(given: str) -> str:
-    """The file of a tokenizer that is named by its folder, too."""
+    """Return the file of a tokenizer, which may be given by its folder, too."""
     return str(pathlib.Path(given) / "tokenizer.json") if os.path.isdir(given) else given
 
 
@@ -155,7 +155,7 @@ def _positive(text: str) -> int:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """Prepare, say what was made, and return the exit code: 0, 2 (flags), 65 (data), 67 (storage) or 130 (Ctrl-C)."""
+    """Prepare, print a report, and return the exit code: 0, 2 (flags), 65 (data), 67 (storage) or 130 (Ctrl-C)."""
     from megatronapp_trainer.data.prepare.prepare import prepare
     from megatronapp_trainer.errors import TrainerError, UsageError
 
@@ -169,14 +169,14 @@ def run_prepare(args: argparse.Namespace) -> int:
         return int(error.exit_code)
     except KeyboardInterrupt:
         kept = os.path.exists(f"{args.output}.preparing")
-        print(f"stopped; the same command {'goes on from here' if kept else 'starts again'}", file=sys.stderr)
+        print(f"stopped; the same command {'resumes here' if kept else 'starts again'}", file=sys.stderr)
         return _INTERRUPTED
     print(report(summary, args))
     return 0
 
 
 def options_from(args: argparse.Namespace) -> "PrepareOptions":
-    """Checked options.
+    """Return checked options.
 
     Raises:
         UsageError: the flags do not go together.
@@ -212,19 +212,19 @@ def _check_tokenizer_flags(args: argparse.Namespace) -> None:
             "or --train-tokenizer --vocab-size N"
         )
     if gpt2 and (args.vocab_file is None or args.merge_file is None):
-        raise UsageError("GPT-2's tokenizer is two files: give --vocab-file and --merge-file")
+        raise UsageError("GPT-2's tokenizer has two files: give --vocab-file and --merge-file")
     if args.train_tokenizer != (args.vocab_size is not None):
         raise UsageError("--train-tokenizer and --vocab-size N go together")
 
 
 def report(summary: "PrepareSummary", args: argparse.Namespace) -> str:
-    """What was made, and the flags and manifest fields that use it."""
+    """Describe the result, and the flags and manifest fields that use it."""
     lines: list[str] = []
     for prefix, documents, tokens in zip(summary.prefixes, summary.documents, summary.tokens, strict=True):
-        state = "already there, nothing to do" if summary.reused else "written"
+        state = "exist already, nothing to do" if summary.reused else "written"
         lines.append(f"{prefix}.bin and .idx {state}: {documents:,} documents, {tokens:,} tokens")
     left_out = [(summary.bad_lines, "unreadable lines"), (summary.empty_documents, "empty documents")]
-    lines += [f"left out: {count:,} {what}" for count, what in left_out if count]
+    lines += [f"skipped: {count:,} {what}" for count, what in left_out if count]
     lines.append(f"train with: --data-path {summary.prefixes[0]} {_tokenizer_flags(summary, args)}")
     lines.append(f"in a manifest: spec.data.path: [{summary.prefixes[0]}], {_tokenizer_fields(summary, args)}")
     return "\n".join(lines)

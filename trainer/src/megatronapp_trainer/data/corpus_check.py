@@ -1,7 +1,7 @@
-"""Looks at a .bin/.idx pair before megatron-core does, so that damage is named instead of hit.
+"""Check of a .bin/.idx pair before megatron-core reads it, so that damage is reported instead of hit.
 
-Layout of an .idx file: 9 bytes "MMIDIDX\\0\\0", u64 version 1, u8 code of the token type, u64 sequences n, u64 borders
-m, then n int32 lengths, n int64 byte offsets and m int64 document borders.
+Layout of an .idx file: 9 bytes "MMIDIDX\\0\\0", u64 version 1, u8 code of the token type, u64 sequences n, u64
+boundaries m, then n int32 lengths, n int64 byte offsets and m int64 document boundaries.
 """
 
 import json
@@ -23,7 +23,7 @@ _PREPARE_AGAIN = "prepare it again with `megatronapp data prepare ... --overwrit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusFacts:
-    """A corpus that is whole. `lengths` has one entry of tokens per sequence."""
+    """Facts of a whole corpus. `lengths` has one entry of tokens per sequence."""
 
     prefix: str
     lengths: npt.NDArray[np.int32]
@@ -31,20 +31,22 @@ class CorpusFacts:
 
     @property
     def documents(self) -> int:
-        """Sequences, each of which `data prepare` writes as one document."""
+        """Return the number of sequences, each of which `data prepare` writes as one document."""
         return len(self.lengths)
 
     def tokens_between(self, first_share: float, last_share: float) -> tuple[int, int]:
-        """Documents and tokens of the part of the corpus between two shares, cut as megatron-core cuts it."""
+        """Return documents and tokens of the part of the corpus between two fractions, split as megatron-core splits
+        it.
+        """
         first, last = (round(share * float(self.documents)) for share in (first_share, last_share))
         return last - first, int(self.lengths[first:last].sum(dtype=np.int64))
 
 
 def inspect_corpus(prefix: str) -> CorpusFacts:
-    """Facts of a corpus.
+    """Read the facts of a corpus.
 
     Raises:
-        DataError: a file is missing, cut short, or not Megatron's format; the message says what to do.
+        DataError: a file is missing, truncated, or not in Megatron's format; the message says what to do.
     """
     index, data = pathlib.Path(prefix + ".idx"), pathlib.Path(prefix + ".bin")
     for path in (index, data):
@@ -55,7 +57,7 @@ def inspect_corpus(prefix: str) -> CorpusFacts:
     expected = int(lengths.sum(dtype=np.int64)) * token_type.itemsize
     if stored != expected:
         raise DataError(
-            f"{data} holds {stored} bytes where {index.name} tells of {expected}: one of them is cut short "
+            f"{data} has {stored} bytes where {index.name} requires {expected}: one of them is truncated "
             f"or from another run; {_PREPARE_AGAIN}"
         )
     if expected == 0:
@@ -84,20 +86,20 @@ def _read_index(path: pathlib.Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32
             raise DataError(f"{path} is not an index of token files (its first bytes are wrong); {_PREPARE_AGAIN}")
         expected = _HEADER.size + sequences * (4 + 8) + documents * 8
         if size != expected:
-            raise DataError(f"{path} is {size} bytes long where its header tells of {expected}; {_PREPARE_AGAIN}")
+            raise DataError(f"{path} is {size} bytes long where its header requires {expected}; {_PREPARE_AGAIN}")
         lengths = np.fromfile(stream, dtype=np.int32, count=sequences)
     if sequences and int(lengths.min()) < 0:
-        raise DataError(f"{path} tells of a sequence of negative length; {_PREPARE_AGAIN}")
+        raise DataError(f"{path} has a sequence of negative length; {_PREPARE_AGAIN}")
     return np.dtype(_TOKEN_TYPES[code]), lengths
 
 
 def check_vocabulary(prefix: str, *, vocab_size: int, digest: str | None, token_type: np.dtype[Any]) -> None:
     """Compare a corpus with the tokenizer of the run.
 
-    What `data prepare` noted beside the corpus is exact; without it the ends of the corpus are looked at.
+    The digest that `data prepare` stored next to the corpus is exact; without it the ends of the corpus are read.
 
     Raises:
-        DataError: the corpus was made with another tokenizer, or holds ids the model has no embedding for.
+        DataError: the corpus was made with another tokenizer, or has ids for which the model has no embedding.
     """
     note = _note(prefix)
     if note is not None:

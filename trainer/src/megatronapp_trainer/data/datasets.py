@@ -1,4 +1,4 @@
-"""Datasets of training, validation and test, through megatron-core's own classes."""
+"""Datasets of training, validation and test, through megatron-core's classes."""
 
 import pathlib
 from collections.abc import Sequence
@@ -23,15 +23,17 @@ class SampleDataset(Protocol):
     """Numbered samples of `sequence` tokens, each a dictionary of tensors."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """tokens and labels [sequence] int64, loss_mask float32, position_ids int64, maybe attention_mask bool."""
+        """Return tokens and labels [sequence] int64, loss_mask float32, position_ids int64, perhaps attention_mask
+        bool.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetRequest:
-    """What to build. `samples` of training, validation and test; 0: that one is not wanted."""
+    """Description of the datasets to build. `samples` of training, validation and test; 0: not requested."""
 
     blend: Blend | None
     blend_per_split: tuple[Blend | None, Blend | None, Blend | None] | None
@@ -47,17 +49,17 @@ class DatasetRequest:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """All corpora, each once."""
+        """Return all corpora, each once."""
         blends = (self.blend, *(self.blend_per_split or ()))
         return tuple(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
 
     def wants(self, split: int) -> bool:
-        """Whether this split (0 training, 1 validation, 2 test) will hold data."""
+        """Return True if this split (0 training, 1 validation, 2 test) will have data."""
         _, blend, (first, last) = self.parts()[split]
         return self.samples[split] > 0 and blend is not None and last > first
 
     def parts(self) -> list[tuple[str, Blend | None, tuple[float, float]]]:
-        """Name, corpora and range of shares of each split."""
+        """Return name, corpora and range of fractions of each split."""
         if self.blend_per_split is not None:
             return [(name, blend, (0.0, 1.0)) for name, blend in zip(SPLITS, self.blend_per_split, strict=True)]
         train, valid, _ = split_fractions(self.split)
@@ -68,7 +70,7 @@ class DatasetRequest:
 def blends_from_flags(
     data_path: Sequence[str] | None, per_split: Sequence[Sequence[str] | None]
 ) -> tuple[Blend | None, tuple[Blend | None, Blend | None, Blend | None] | None]:
-    """The one blend of `--data-path`, or those of `--train-data-path` and its kin."""
+    """Parse the blend of `--data-path`, or those of `--train-data-path` and the flags of the other splits."""
     if data_path is not None:
         return parse_blend(data_path, "--data-path"), None
     train, valid, test = (
@@ -79,10 +81,10 @@ def blends_from_flags(
 
 
 def check_request(request: DatasetRequest, vocabulary: Vocabulary) -> None:
-    """Look at every corpus before megatron-core does.
+    """Check every corpus before megatron-core reads it.
 
     Raises:
-        DataError: a corpus is missing, damaged, of another tokenizer, or too short for a split that is wanted.
+        DataError: a corpus is missing, damaged, of another tokenizer, or too short for a requested split.
     """
     facts = {prefix: inspect_corpus(prefix) for prefix in request.prefixes}
     for corpus in facts.values():
@@ -91,20 +93,20 @@ def check_request(request: DatasetRequest, vocabulary: Vocabulary) -> None:
 
 
 def check_training_has_data(request: DatasetRequest) -> None:
-    """Raise DataError if nothing is left for training."""
+    """Raise DataError if training has no data."""
     if not request.wants(0):
-        raise DataError("training has no data; give it a share with --split, or a --train-data-path")
+        raise DataError("training has no data; give it a fraction with --split, or a --train-data-path")
 
 
 def check_tokens(corpus: CorpusFacts, vocabulary: Vocabulary) -> None:
-    """Raise DataError if the corpus was made with another tokenizer, or holds ids beyond the vocabulary."""
+    """Raise DataError if the corpus was made with another tokenizer, or has ids beyond the vocabulary."""
     check_vocabulary(
         corpus.prefix, vocab_size=vocabulary.vocab_size, digest=vocabulary.digest, token_type=corpus.token_type
     )
 
 
 def check_length(request: DatasetRequest, corpus: CorpusFacts) -> None:
-    """Raise DataError if the corpus is too short for a split that is wanted of it."""
+    """Raise DataError if the corpus is too short for a split that is requested of it."""
     for (name, blend, (first, last)), samples in zip(request.parts(), request.samples, strict=True):
         if blend is None or corpus.prefix not in blend.prefixes or samples == 0 or last <= first:
             continue
@@ -113,12 +115,12 @@ def check_length(request: DatasetRequest, corpus: CorpusFacts) -> None:
             raise DataError(
                 f"the {name} part of {corpus.prefix} has {documents} of {corpus.documents} documents and "
                 f"{tokens} tokens, fewer than one sample of {request.sequence_length} + 1; take more text, "
-                "another --split, a shorter --seq-length, or --eval-iters 0 to do without evaluation"
+                "another --split, a shorter --seq-length, or --eval-iters 0 for no evaluation"
             )
 
 
 def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> list[SampleDataset | None]:
-    """Datasets of training, validation and test, None where not wanted or without a share. Needs no process group.
+    """Build the datasets of training, validation and test; None without a request or data. Needs no process group.
 
     Raises:
         DataError: megatron-core cannot build them, or the index cache cannot be written.

@@ -1,8 +1,8 @@
-"""Where megatron-core keeps its orders of samples, built by whoever needs them, on shared and on separate file systems.
+"""Cache of megatron-core's orders of samples, built by any rank, on shared and on separate file systems.
 
-megatron-core lets rank 0 alone write and everybody else read, which fails where nodes do not share a file system, and a
-writer that dies leaves files that look whole. Here a builder works in a directory of its own, in which what exists
-already is linked, and renames what it made into the cache. Any rank may build at any time: two builders make the same.
+megatron-core lets rank 0 alone write and all others read, which fails where nodes do not share a file system, and a
+writer that dies leaves files that seem whole. Here a builder works in a separate directory, in which existing files are
+linked, and renames new ones into the cache. Any rank may build at any time: two builders make the same.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _DATASET_MODULES = (
 
 
 def cache_directory(chosen: str | None, prefixes: Sequence[str]) -> pathlib.Path:
-    """The cache of these corpora as they are now: a corpus that is prepared again gets another one."""
+    """Return the cache of these corpora in their present state: a corpus that is prepared again gets another one."""
     root = pathlib.Path(chosen) if chosen is not None else pathlib.Path(prefixes[0]).parent / "index-cache"
     return root / _identity(prefixes)
 
@@ -42,7 +42,7 @@ def _identity(prefixes: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def staged(cache: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A directory to build in that shows what `cache` holds; what is new in it at the end goes into `cache`.
+    """Create a directory to build in, with links to the files of `cache`; new files are moved to `cache` at the end.
 
     Raises:
         DataError: the cache cannot be written.
@@ -59,8 +59,8 @@ def staged(cache: pathlib.Path) -> Iterator[pathlib.Path]:
                 made.replace(cache / made.name)
     except OSError as error:
         raise DataError(
-            f"cannot keep the order of samples in {error.filename or cache}: {error.strerror or error}; "
-            "name a directory with room that can be written to with --data-cache-path"
+            f"cannot store the order of samples in {error.filename or cache}: {error.strerror or error}; "
+            "give a writable directory with free space with --data-cache-path"
         ) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -68,9 +68,9 @@ def staged(cache: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def without_process_group() -> Iterator[None]:
-    """megatron-core's dataset modules see no process group: they build at once, without barriers.
+    """Hide the process group from megatron-core's dataset modules: they build directly, without barriers.
 
-    Only the name `torch` inside these modules is replaced, and only while this lasts.
+    Only the name `torch` inside these modules is replaced, and only inside the context.
     """
     modules = [sys.modules[name] for name in _DATASET_MODULES]
     kept = [module.torch for module in modules]
@@ -84,9 +84,9 @@ def without_process_group() -> Iterator[None]:
 
 
 class _SingleProcessTorch(types.ModuleType):
-    """torch, with a `distributed` that has no process group."""
+    """Proxy of torch, with a `distributed` that has no process group."""
 
-    def __init__(self, torch: Any) -> None:  # noqa: ANN401  # a module, or somebody's stand-in for it
+    def __init__(self, torch: Any) -> None:  # noqa: ANN401  # a module, or a substitute for it
         super().__init__("torch")
         self._torch = torch
         self.distributed = types.SimpleNamespace(is_initialized=lambda: False, get_rank=lambda: 0)

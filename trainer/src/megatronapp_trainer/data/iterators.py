@@ -20,14 +20,18 @@ from megatronapp_trainer.parallel.layout import Layout
 
 
 def vocabulary_size(config: TrainerConfig) -> int:
-    """Tokens before padding. Raises UsageError where no flag tells, DataError where the tokenizer cannot be read."""
+    """Return the number of tokens before padding.
+
+    Raises UsageError if no flag gives it, DataError if the tokenizer cannot be read.
+    """
     return load_vocabulary(config.data).vocab_size
 
 
 def build_train_valid_test_iterators(
     config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
 ) -> DataIterators:
-    """Microbatches of this rank's replica; training goes on after `consumed_samples`. Collective over all ranks.
+    """Return the microbatches of this rank's replica; training continues after `consumed_samples`. Collective over all
+    ranks.
 
     `order_samples` as in `TrainState`.
 
@@ -83,7 +87,9 @@ def _stream(
     *,
     consumed_samples: int | None,
 ) -> Iterator[HostMicrobatch]:
-    """Batches of a dataset: of training after `consumed_samples`, or of an evaluation, which begins anew each time."""
+    """Return batches of a dataset: of training after `consumed_samples`, or of an evaluation, which starts again each
+    time.
+    """
     if dataset is None:
         return iter(())
     _, evaluation, _ = sample_counts(config, layout.data_size)

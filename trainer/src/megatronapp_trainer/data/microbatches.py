@@ -1,6 +1,6 @@
-"""Microbatches: read once, shared within the tensor group, handed to each model chunk in order.
+"""Microbatches: read once, shared within the tensor group, passed to each model chunk in order.
 
-G microbatches that travel together, P planes, B samples of a microbatch, S sequence.
+G microbatches that are sent together, P planes, B samples of a microbatch, S sequence.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from megatronapp_trainer.parallel.layout import Layout
 
 TOGETHER = 8
 """Microbatches that are copied to the device, and sent to the tensor group, at once: each copy and each broadcast costs
-the host as much as several kernels of a layer, however small it is."""
+the host as much as several kernels of a layer, however small it is.
+"""
 
 
 class HostMicrobatch(TypedDict):
@@ -30,16 +31,16 @@ class HostMicrobatch(TypedDict):
     labels: torch.Tensor
     """int64 [B, S]"""
     loss_mask: torch.Tensor
-    """float32 [B, S], 1 where the loss counts"""
+    """float32 [B, S], 1 where the loss is counted"""
     position_ids: torch.Tensor
     """int64 [B, S]"""
     attention_mask: torch.Tensor | None
-    """bool [B, 1, S, S], true where not to look; None: plain causal"""
+    """bool [B, 1, S, S], true where attention is masked; None: plain causal"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataIterators:
-    """Endless iterators of microbatches on the CPU; None where a split holds nothing."""
+    """Endless iterators of microbatches on the CPU; None where a split has no data."""
 
     train: Iterator[HostMicrobatch]
     valid: Iterator[HostMicrobatch] | None
@@ -55,17 +56,17 @@ class Microbatch:
     labels: torch.Tensor
     """int64 [B, S]"""
     loss_mask: torch.Tensor
-    """float32 [B, S], 1 where the loss counts"""
+    """float32 [B, S], 1 where the loss is counted"""
     loss_tokens: torch.Tensor
     """float32 [], the sum of the loss mask"""
     position_ids: torch.Tensor
     """int64 [B, S]"""
     attention_mask: torch.Tensor | None
-    """bool [B, 1, S, S], true where not to look; None: plain causal"""
+    """bool [B, 1, S, S], true where attention is masked; None: plain causal"""
 
 
 class BatchSource:
-    """Gives this rank's microbatches on its device; ranks of a tensor group receive them from the first of them."""
+    """Source of this rank's microbatches on its device; the first rank of a tensor group sends them to the others."""
 
     def __init__(self, config: TrainerConfig, layout: Layout, device: Device) -> None:
         self._device = device
@@ -77,10 +78,11 @@ class BatchSource:
         self._shares = layout.tensor_size > 1
         self.together = 1 if self._masked or config.data.num_workers == 0 else TOGETHER
         """Microbatches to read at once. A mask is as large as hundreds of other planes; and where no thread reads
-        ahead, the whole pipeline would wait for the first stage to read them all."""
+        ahead, the whole pipeline would wait for the first stage to read them all.
+        """
 
     def read(self, iterator: Iterator[HostMicrobatch], count: int) -> list[Microbatch]:
-        """The next `count` microbatches of this iterator; collective over the tensor group."""
+        """Return the next `count` microbatches of this iterator; collective over the tensor group."""
         batches = list(itertools.islice(iterator, count)) if self._reads else []
         planes_GPBS = self._broadcast(self._packed(batches), (count, self._planes, *self._size), torch.int64)
         loss_mask_GBS = planes_GPBS[:, 2].float()
@@ -95,7 +97,7 @@ class BatchSource:
         return [Microbatch(*fields) for fields in zip(*columns, strict=True)]
 
     def _packed(self, batches: list[HostMicrobatch]) -> torch.Tensor | None:
-        """The planes that travel, int64 [G, P, B, S]; a loss mask holds only 0 and 1."""
+        """Pack the planes to send, int64 [G, P, B, S]; a loss mask has only 0 and 1."""
         if not batches:
             return None
         names = ("tokens", "labels", "loss_mask", "position_ids")[: self._planes]
@@ -124,7 +126,7 @@ class BatchSource:
 
 
 class StepFeed:
-    """Hands every chunk the microbatches of a step in order, and reads each microbatch once, several at a time.
+    """Passes the microbatches of a step to every chunk in order, and reads each microbatch once, several at a time.
 
     Under the interleaved schedule several chunks may need the same microbatch at different times.
     """
@@ -147,7 +149,7 @@ class StepFeed:
         self._read = 0
 
     def take(self, chunk: int, microbatch: int) -> Microbatch | None:
-        """This chunk's microbatch, or None if the chunk needs no data."""
+        """Return this chunk's microbatch, or None if the chunk needs no data."""
         if chunk not in self._needed_by:
             return None
         if self._read <= microbatch:
@@ -157,7 +159,7 @@ class StepFeed:
     def _fetch(self, chunk: int, microbatch: int) -> None:
         """Read the next microbatches of the step, up to this one at least, and never one of the next step."""
         if microbatch >= self._num_microbatches:
-            raise ValueError(f"microbatch {microbatch} was asked for in a step of {self._num_microbatches}")
+            raise ValueError(f"microbatch {microbatch} was requested in a step of {self._num_microbatches}")
         if self._observer is not None:
             self._observer.begin(RecordKind.DATA, chunk, microbatch)
         while self._read <= microbatch:
@@ -176,7 +178,7 @@ class StepFeed:
 
 
 class ChunkFeed:
-    """What the schedules pass around as a chunk's data iterator."""
+    """Data iterator of one chunk, as the schedules pass it around."""
 
     def __init__(self, feed: StepFeed, chunk: int) -> None:
         self.chunk = chunk
@@ -184,13 +186,13 @@ class ChunkFeed:
         self._feed = feed
 
     def next(self) -> Microbatch | None:
-        """The chunk's next microbatch."""
+        """Return the chunk's next microbatch."""
         self.microbatch += 1
         return self._feed.take(self.chunk, self.microbatch)
 
 
 def chunks_that_need_data(config: TrainerConfig, layout: Layout) -> frozenset[int]:
-    """Chunks of this rank that read tokens (first), labels (last) or an attention mask (all)."""
+    """Return the chunks of this rank that read tokens (first), labels (last) or an attention mask (all)."""
     if config.data.reset_attention_mask:
         return frozenset(range(layout.virtual_size))
     first = {0} if layout.is_first_stage else set()

@@ -1,4 +1,4 @@
-"""Training data without files: random tokens in which a model can find something.
+"""Training data without files: random tokens with a structure that a model can learn.
 
 A sample is a function of (seed, split, global sample index) alone, so that every layout and every resume reads the
 same. With probability 0.75 a token follows from the one before it; the loss can fall to about a third of its start.
@@ -18,7 +18,7 @@ _FOLLOWS = 0.75
 
 
 def build_mock_iterators(config: TrainerConfig, layout: Layout, consumed_samples: int) -> DataIterators:
-    """Training, validation and test microbatches of this rank."""
+    """Build training, validation and test microbatches of this rank."""
     return DataIterators(
         train=mock_batches(config, layout, split=0, first_sample=consumed_samples),
         valid=_endless_evaluations(config, layout, split=1),
@@ -27,7 +27,7 @@ def build_mock_iterators(config: TrainerConfig, layout: Layout, consumed_samples
 
 
 def _endless_evaluations(config: TrainerConfig, layout: Layout, *, split: int) -> Iterator[HostMicrobatch]:
-    """The microbatches of one evaluation, over and over, so that every evaluation sees the same samples."""
+    """Repeat the microbatches of one evaluation, so that every evaluation sees the same samples."""
     stride = config.training.micro_batch_size * layout.data_size
     microbatches = config.logging.eval_iters * config.global_batch_size(layout.data_size) // stride
     while True:
@@ -35,7 +35,7 @@ def _endless_evaluations(config: TrainerConfig, layout: Layout, *, split: int) -
 
 
 def mock_batches(config: TrainerConfig, layout: Layout, *, split: int, first_sample: int) -> Iterator[HostMicrobatch]:
-    """Microbatches in the order of Megatron's sampler: replicas take turns."""
+    """Yield microbatches in the order of Megatron's sampler: replicas alternate."""
     size, seed = config.training.micro_batch_size, config.training.seed
     vocab, length = config.data.vocab_size or 1, config.model.seq_length
     sample = first_sample + layout.data_rank * size
@@ -53,7 +53,7 @@ def mock_batches(config: TrainerConfig, layout: Layout, *, split: int, first_sam
 
 
 def mock_sample(key: str, vocab_size: int, length: int) -> torch.Tensor:
-    """One row of tokens, int64 [length]."""
+    """Return one row of tokens, int64 [length]."""
     generator = generator_of(key)
     free = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
     follows = (torch.rand(length, generator=generator) < _FOLLOWS).tolist()

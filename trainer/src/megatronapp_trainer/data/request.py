@@ -1,4 +1,4 @@
-"""What the flags ask megatron-core to build. Needs neither torch nor megatron-core."""
+"""Datasets that the flags request of megatron-core. Needs neither torch nor megatron-core."""
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.config.batch_size import batch_schedule
@@ -6,7 +6,7 @@ from megatronapp_trainer.data.datasets import DEFAULT_SPLIT, DatasetRequest, ble
 
 
 def sample_counts(config: TrainerConfig, data_size: int) -> tuple[int, int, int]:
-    """Samples of training, of one evaluation and of the test."""
+    """Return the samples of training, of one evaluation and of the test."""
     training, evaluation = config.training, config.logging.eval_iters * config.global_batch_size(data_size)
     if training.train_samples is not None:
         return training.train_samples, evaluation, evaluation
@@ -14,9 +14,9 @@ def sample_counts(config: TrainerConfig, data_size: int) -> tuple[int, int, int]
 
 
 def dataset_request(config: TrainerConfig, data_size: int, *, order_samples: int | None = None) -> DatasetRequest:
-    """The datasets of a run of `data_size` replicas; `order_samples` as in `TrainState`.
+    """Describe the datasets of a run of `data_size` replicas; `order_samples` as in `TrainState`.
 
-    Raises UsageError for a blend that is none.
+    Raises UsageError for an invalid blend.
     """
     data = config.data
     training, *others = sample_counts(config, data_size)

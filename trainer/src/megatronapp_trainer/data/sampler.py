@@ -1,8 +1,8 @@
-"""Which samples a microbatch holds. Pure, and without memory: a resume at another number of replicas goes on exactly.
+"""Order of samples over replicas. Pure and without state: a resume at another number of replicas is exact.
 
-Microbatch `i` since `consumed_samples` of replica `d` holds the global samples
-`consumed + i * replicas * mbs + d * mbs + k` for `k` below `mbs`, so that a step of any batch size takes the next
-`global batch` samples of one fixed order, however many replicas share them.
+Microbatch `i` since `consumed_samples` of replica `d` has the global samples `consumed + i * replicas * mbs + d * mbs +
+k` for `k` below `mbs`, so that a step of any batch size takes the next `global batch` samples of one fixed order,
+however many replicas read them.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """Samples of one replica. `size`: samples of the dataset, after which its order begins anew.
+    """Samples of one replica. `size`: samples of the dataset, after which its order starts again.
 
-    `restart_after`: samples after which reading begins anew even if the dataset is longer.
+    `restart_after`: samples after which reading starts again even if the dataset is longer.
     """
 
     consumed_samples: int
@@ -23,7 +23,7 @@ class SampleOrder:
     restart_after: int | None = None
 
     def indices(self, microbatch: int) -> list[int]:
-        """Dataset indices of the `microbatch`-th microbatch since `consumed_samples`."""
+        """Return the dataset indices of the `microbatch`-th microbatch since `consumed_samples`."""
         first = self.consumed_samples + (microbatch * self.data_size + self.data_rank) * self.micro_batch_size
         period = self.restart_after or self.size
         return [(first + offset) % period % self.size for offset in range(self.micro_batch_size)]

@@ -1,8 +1,8 @@
-"""Tokens that a converted model expects around a text, and those that end one; kept beside its weights.
+"""Tokens that a converted model expects around a text, and those that end one; stored next to its weights.
 
-They are ids, worked out once, when a Hugging Face folder is converted: there they follow from several files together
-(tokenizer.json, tokenizer_config.json, generation_config.json, config.json). A model that was trained here has none of
-it: its documents are joined as they are, and the tokenizer's end-of-document token ends a text.
+They are ids, derived once, when a Hugging Face folder is converted: there they follow from several files together
+(tokenizer.json, tokenizer_config.json, generation_config.json, config.json). A model that was trained here has no such
+tokens: its documents are joined without any, and the tokenizer's end-of-document token ends a text.
 """
 
 import json
@@ -16,22 +16,22 @@ FILE = "text_tokens.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextTokens:
-    """Ids of tokens."""
+    """Ids of tokens around a text and at its end."""
 
     before: tuple[int, ...] = ()
-    """In front of every prompt that comes as a text, as Llama's <|begin_of_text|>."""
+    """Tokens in front of every prompt that is given as a text, as Llama's <|begin_of_text|>."""
     after: tuple[int, ...] = ()
-    """Behind it; models that generate have none as a rule."""
+    """Tokens at the end of every such prompt; models that generate have none as a rule."""
     ends: tuple[int, ...] = ()
-    """Each of them ends what is generated; none: the tokenizer's end-of-document token does."""
+    """Tokens each of which ends the generated text; empty: the tokenizer's end-of-document token does."""
 
     def write(self, folder: pathlib.Path) -> None:
-        """Beside the weights."""
+        """Write the file to the folder of the weights."""
         (folder / FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
 def read_text_tokens(folder: pathlib.Path) -> TextTokens:
-    """Those of a checkpoint; none for one that was trained here. Raises CheckpointError for a damaged file."""
+    """Read the tokens of a checkpoint; empty for one that was trained here. Raises CheckpointError if damaged."""
     path = folder / FILE
     if not path.is_file():
         return TextTokens()
@@ -44,5 +44,5 @@ def read_text_tokens(folder: pathlib.Path) -> TextTokens:
 
 def _id(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{json.dumps(value)} is no id of a token")
+        raise ValueError(f"{json.dumps(value)} is not the id of a token")
     return value

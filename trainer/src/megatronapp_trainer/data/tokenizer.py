@@ -1,6 +1,6 @@
-"""Text tokenizers through the Hugging Face `tokenizers` library, in the shape megatron-core's datasets ask for.
+"""Text tokenizers of the Hugging Face `tokenizers` library, with the interface of megatron-core's datasets.
 
-Nothing here reaches a network: a tokenizer is a pair of GPT-2 files, a tokenizer.json, or trained from text at hand.
+Nothing here uses a network: a tokenizer is a pair of GPT-2 files, a tokenizer.json, or trained from local text.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _BYTE_VALUES = 256
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` as megatron-core's GPTDataset needs it: sizes, end-of-document id, a stable identity."""
+    """A `tokenizers.Tokenizer` for megatron-core's GPTDataset: sizes, end-of-document id, a stable identity."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
@@ -34,52 +34,54 @@ class Tokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The wrapped `tokenizers.Tokenizer`."""
         return self._backend
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the whole tokenizer in hex: equal digests give equal ids."""
+        """Return the SHA-256 of the whole tokenizer in hex: equal digests give equal ids."""
         return self.unique_identifiers["digest"]
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Token to id."""
+        """Return the id of each token."""
         return self._vocab
 
     @property
     def inv_vocab(self) -> dict[int, str]:
-        """Id to token."""
+        """Return the token of each id."""
         return {index: token for token, index in self._vocab.items()}
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, so that every id indexes an embedding of this many rows."""
+        """Return one more than the largest id, so that every id indexes an embedding of this many rows."""
         return max(self._vocab.values()) + 1
 
     @property
     def eod(self) -> int:
-        """Id of the end-of-document token."""
+        """Return the id of the end-of-document token.
+
+        Raises DataError if the tokenizer has none.
+        """
         for name in _END_OF_DOCUMENT_NAMES:
             if name in self._vocab:
                 return self._vocab[name]
         raise DataError(
-            f"the tokenizer has no end-of-document token (looked for {', '.join(_END_OF_DOCUMENT_NAMES)}); "
-            "use one that has, or leave out --append-eod, --eod-mask-loss and the --reset-* flags"
+            f"the tokenizer has no end-of-document token (known are {', '.join(_END_OF_DOCUMENT_NAMES)}); "
+            "use one that has, or omit --append-eod, --eod-mask-loss and the --reset-* flags"
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of `text`, without any special token added."""
+        """Return the ids of `text`, without any special token added."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def detokenize(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of `ids`, special tokens included unless `skip_special`."""
+        """Return the text of `ids`, special tokens included unless `skip_special`."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """Start of each token of `text` in characters; `ids` must be the tokens of `text`."""
+        """Return the start of each token of `text` in characters; `ids` must be the tokens of `text`."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         if encoding.ids != list(ids):
             raise DataError("these ids are not the tokens of this text")
@@ -87,7 +89,7 @@ class Tokenizer:
 
 
 def load_gpt2(vocab_file: pathlib.Path, merge_file: pathlib.Path) -> Tokenizer:
-    """Byte-level BPE from GPT-2's `vocab.json` and `merges.txt`."""
+    """Load a byte-level BPE from GPT-2's `vocab.json` and `merges.txt`."""
 
     def read() -> tokenizers.Tokenizer:
         backend: tokenizers.Tokenizer = tokenizers.ByteLevelBPETokenizer(str(vocab_file), str(merge_file))._tokenizer
@@ -97,7 +99,7 @@ def load_gpt2(vocab_file: pathlib.Path, merge_file: pathlib.Path) -> Tokenizer:
 
 
 def load_file(tokenizer_file: pathlib.Path) -> Tokenizer:
-    """A tokenizer.json as the `tokenizers` library writes it; a directory that holds one is taken too."""
+    """Load a tokenizer.json of the `tokenizers` library, given by its path or that of its directory."""
     path = tokenizer_file / "tokenizer.json" if tokenizer_file.is_dir() else tokenizer_file
     return _load(lambda: tokenizers.Tokenizer.from_file(str(path)), path)
 
@@ -111,13 +113,13 @@ def _load(read: Callable[[], tokenizers.Tokenizer], *files: pathlib.Path) -> Tok
         backend = read()
     except Exception as error:  # the Rust library raises bare Exception
         raise DataError(
-            f"{names} cannot be read as a tokenizer ({error}); was it cut short or is it another format?"
+            f"{names} cannot be read as a tokenizer ({error}); is it truncated, or in another format?"
         ) from error
     return Tokenizer(backend)
 
 
 def load(*, vocab_file: str | None, merge_file: str | None, tokenizer_file: str | None) -> Tokenizer:
-    """The tokenizer that the flags name: a pair of GPT-2 files, or one tokenizer.json."""
+    """Load the tokenizer of the flags: a pair of GPT-2 files, or one tokenizer.json."""
     if tokenizer_file is not None and vocab_file is None and merge_file is None:
         return load_file(pathlib.Path(tokenizer_file))
     if vocab_file is not None and merge_file is not None and tokenizer_file is None:
@@ -126,10 +128,10 @@ def load(*, vocab_file: str | None, merge_file: str | None, tokenizer_file: str 
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE (as GPT-2's) learned from `texts`; id 0 is `<|endoftext|>`.
+    """Learn a byte-level BPE (as GPT-2's) from `texts`; id 0 is `<|endoftext|>`.
 
-    The same texts in the same order give the same tokenizer. `vocab_size` counts the 256 byte values and the
-    special token.
+    The same texts in the same order give the same tokenizer. `vocab_size` includes the 256 byte values and the special
+    token.
     """
     least = _BYTE_VALUES + 1
     if vocab_size < least:

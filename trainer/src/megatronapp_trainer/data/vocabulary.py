@@ -1,4 +1,4 @@
-"""What a run knows of its tokens: how many there are, and which one ends a document."""
+"""Vocabulary of a run: its size, and the token that ends a document."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -7,11 +7,13 @@ from typing import Protocol
 from megatronapp_trainer.errors import DataError, UsageError
 
 _NO_TOKEN = -2
-"""Not -1: that is megatron-core's own "no padding token", and its datasets warn, on every rank, where the two meet."""
+"""Id of an absent token; not -1, megatron-core's "no padding token": its datasets would warn, on every rank, if both
+were equal.
+"""
 
 
 class VocabularyConfig(Protocol):
-    """The flags that tell of tokens; `config.DataConfig` has them."""
+    """Flags of the tokenizer; `config.DataConfig` has them."""
 
     @property
     def tokenizer_file(self) -> str | None: ...
@@ -31,7 +33,7 @@ class VocabularyConfig(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The tokenizer as megatron-core's datasets see it. `eod` is below 0, no token, where nothing needs it."""
+    """The tokenizer for megatron-core's datasets. `eod` is below 0, no token, if no flag needs it."""
 
     vocab_size: int
     eod: int
@@ -39,15 +41,15 @@ class Vocabulary:
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, object]":
-        """What the cached order of samples depends on."""
+        """Return the properties that the cached order of samples depends on."""
         return OrderedDict(vocab_size=self.vocab_size, digest=self.digest)
 
 
 def load_vocabulary(config: VocabularyConfig) -> Vocabulary:
-    """From the tokenizer's files, or from `--vocab-size` alone.
+    """Load the tokenizer's files, or take `--vocab-size` alone.
 
     Raises:
-        UsageError: neither is given, or a flag needs the end of documents and no tokenizer tells its id.
+        UsageError: neither is given, or a flag needs the end of documents and no tokenizer gives its id.
         DataError: a file is missing or corrupt, or has more tokens than `--vocab-size`.
     """
     needs_eod = config.eod_mask_loss or config.reset_position_ids or config.reset_attention_mask
@@ -65,7 +67,7 @@ def load_vocabulary(config: VocabularyConfig) -> Vocabulary:
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise DataError(
             f"--vocab-size {config.vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; write "
-            f"--vocab-size {tokenizer.vocab_size}, or leave it out: it is the tokenizer's then"
+            f"--vocab-size {tokenizer.vocab_size}, or omit it to take the tokenizer's"
         )
     return Vocabulary(
         vocab_size=config.vocab_size or tokenizer.vocab_size,

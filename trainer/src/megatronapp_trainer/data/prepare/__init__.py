@@ -1,1 +1,1 @@
-"""`megatronapp data prepare`: from text to Megatron's .bin/.idx pairs."""
+"""The command `megatronapp data prepare`: from text to Megatron's .bin/.idx pairs."""

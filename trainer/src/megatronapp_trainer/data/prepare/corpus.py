@@ -1,9 +1,9 @@
-"""Writes Megatron's .bin/.idx pair in one pass, so that a stopped run goes on where it was.
+"""Writing of Megatron's .bin/.idx pair in one pass that can be stopped and resumed.
 
-While it grows, a corpus lives in `PREFIX.preparing/`: tokens go straight into what becomes the .bin file, document
-lengths into a file beside it, and a journal says, after both have reached the disk, up to where they are true and which
-input position that is. A restart cuts both files back to the journal. At the end `finished.json` says that the files
-are complete, and they are renamed into place, the .idx last, so that a reader never sees half a corpus.
+While it grows, a corpus is stored in `PREFIX.preparing/`: tokens are written to the future .bin file, document lengths
+to a file next to it, and a journal records, after both have reached the disk, their valid sizes and the position in the
+input. A restart truncates both files to the journal. At the end `finished.json` marks the files as complete, and they
+are renamed into place, the .idx last, so that a reader never sees half a corpus.
 """
 
 import json
@@ -27,7 +27,7 @@ JOURNAL = "journal.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusJournal:
-    """State that is safely on disk. `documents` and `tokens` are per key; `fingerprint` names inputs and options."""
+    """State safely on disk. `documents` and `tokens` are per key; `fingerprint` identifies inputs and options."""
 
     fingerprint: str
     position: InputPosition = START
@@ -38,7 +38,7 @@ class CorpusJournal:
 
 
 def read_journal(directory: pathlib.Path, fingerprint: str) -> CorpusJournal | None:
-    """The journal in `directory` if it belongs to the same inputs and options."""
+    """Read the journal in `directory`; None if it belongs to other inputs or options."""
     try:
         stored: dict[str, Any] = json.loads((directory / JOURNAL).read_text(encoding="utf-8"))
         journal = CorpusJournal(**{**stored, "position": InputPosition(**stored["position"])})
@@ -53,7 +53,7 @@ def write_journal(directory: pathlib.Path, journal: CorpusJournal) -> None:
 
 
 class _GrowingBuilder(IndexedDatasetBuilder):  # type: ignore[misc]  # megatron-core is untyped
-    """megatron-core's builder on a file that may hold documents already, fed with many documents at once."""
+    """megatron-core's builder on a file that may have documents already, fed with many documents at once."""
 
     def __init__(self, data_file: IO[bytes], dtype: type[np.generic], lengths: list[int]) -> None:
         # The parent's __init__ truncates its file; it does nothing but set these.
@@ -73,7 +73,7 @@ class _GrowingBuilder(IndexedDatasetBuilder):  # type: ignore[misc]  # megatron-
 
 
 class CorpusWriter:
-    """One growing .bin/.idx pair. `documents` and `tokens` say how much of what lies there is true."""
+    """A growing .bin/.idx pair. `documents` and `tokens` give the valid size of the files."""
 
     def __init__(self, directory: pathlib.Path, key: str, dtype: str, *, documents: int, tokens: int) -> None:
         self._index = directory / f"{key}.idx"
@@ -94,7 +94,7 @@ class CorpusWriter:
         self.tokens += int(encoded.lengths.sum())
 
     def sync(self) -> None:
-        """Bring everything added so far to the disk."""
+        """Flush everything added so far to the disk."""
         for stream in (self._builder.data_file, self._lengths_file):
             stream.flush()
             os.fsync(stream.fileno())
@@ -108,7 +108,7 @@ class CorpusWriter:
             os.fsync(stream.fileno())
 
     def close(self) -> None:
-        """Let go of the files without finishing."""
+        """Close the files without finishing."""
         self._builder.data_file.close()
         self._lengths_file.close()
 
@@ -118,7 +118,7 @@ def _open_truncated(path: pathlib.Path, size_bytes: int) -> IO[bytes]:
     stream = path.open("ab")
     if stream.tell() < size_bytes:
         stream.close()
-        raise OSError(f"{path} holds less than its journal says; remove {path.parent} and start again")
+        raise OSError(f"{path} is shorter than its journal requires; remove {path.parent} and start again")
     stream.truncate(size_bytes)
     return stream
 
@@ -143,11 +143,11 @@ class CorpusFiles:
 
     @property
     def position(self) -> InputPosition:
-        """Where in the input to go on."""
+        """Return the position of the input at which reading continues."""
         return self._journal.position
 
     def add(self, batch: DocumentBatch, result: BatchResult, *, commit_bytes: int) -> None:
-        """Append the documents of a batch; commits once `commit_bytes` of input have been added since the last time."""
+        """Append the documents of a batch; commits once `commit_bytes` of input are added since the last commit."""
         for key, encoded in result.encoded.items():
             self._writers[key].add(encoded)
         self._journal = replace(

@@ -1,6 +1,6 @@
-"""From raw bytes to documents, and from documents to token ids: the work of one worker process.
+"""Parsing of raw bytes to documents, and their encoding to token ids: the work of one worker process.
 
-Light on purpose: a worker imports `tokenizers` and numpy, neither torch nor megatron-core.
+A worker imports `tokenizers` and numpy only, neither torch nor megatron-core, so that it starts fast.
 """
 
 import json
@@ -17,7 +17,7 @@ from megatronapp_trainer.data.prepare.sources import DocumentBatch, DocumentForm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeOptions:
-    """What every worker must know. `dtype` names the numpy type of a stored token; `eod` is appended if given."""
+    """Settings of every worker. `dtype` names the numpy type of a stored token; `eod` is appended if given."""
 
     keys: tuple[str, ...]
     dtype: str
@@ -26,7 +26,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadLine:
-    """A line that holds no document, and why."""
+    """A line that has no document, and the reason."""
 
     path: str
     line: int
@@ -43,7 +43,7 @@ class EncodedTexts:
 
 @dataclass(kw_only=True, slots=True)
 class ParsedTexts:
-    """Texts of a batch per key, in order, and what was left out. `closing` marks texts that end their document."""
+    """Texts of a batch per key, in order, and the skipped lines. `closing` marks texts that end their document."""
 
     texts: dict[str, list[str]]
     closing: dict[str, list[bool]]
@@ -53,7 +53,7 @@ class ParsedTexts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchResult:
-    """What a worker made of a batch."""
+    """Result of a worker for one batch."""
 
     encoded: dict[str, EncodedTexts]
     bad: tuple[BadLine, ...]
@@ -61,7 +61,7 @@ class BatchResult:
 
 
 def parse(chunks: Sequence[InputChunk], keys: Sequence[str]) -> ParsedTexts:
-    """Documents of `chunks`. Empty documents are counted, blank lines passed over, unreadable lines listed."""
+    """Parse the documents of `chunks`. Empty documents are counted, blank lines skipped, unreadable lines listed."""
     parsed = ParsedTexts(texts={key: [] for key in keys}, closing={key: [] for key in keys})
     for chunk in chunks:
         if chunk.format is DocumentFormat.TEXT:
@@ -102,7 +102,7 @@ def _parse_lines(chunk: InputChunk, keys: Sequence[str], parsed: ParsedTexts) ->
 
 
 def _document(raw: bytes, keys: Sequence[str]) -> list[str] | str:
-    """The texts of one JSON line, or the reason why there are none."""
+    """Return the texts of one JSON line, or the reason why it has none."""
     try:
         record: Any = json.loads(raw)
     except UnicodeDecodeError as error:
@@ -121,7 +121,7 @@ def _values(record: dict[str, Any], keys: Sequence[str]) -> list[str] | str:
         if not isinstance(record[key], str):
             return f"has a {type(record[key]).__name__} under {key!r}, not text"
         if not _encodable(record[key]):
-            return f"has half a surrogate pair under {key!r}, which is no text"
+            return f"has half a surrogate pair under {key!r}, which is not text"
     return [record[key] for key in keys]
 
 
@@ -139,9 +139,9 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 
 class Encoder:
-    """Turns batches into token ids.
+    """Converts batches to token ids.
 
-    Text that spells a special token is kept as text, so that a corpus cannot forge an end of document.
+    Text that spells a special token is encoded as text, so that a corpus cannot forge an end of document.
     """
 
     def __init__(self, tokenizer_json: str, options: EncodeOptions) -> None:
@@ -150,7 +150,7 @@ class Encoder:
         self._options = options
 
     def __call__(self, batch: DocumentBatch) -> BatchResult:
-        """Ids of all documents of `batch`."""
+        """Encode all documents of `batch`."""
         parsed = parse(batch.chunks, self._options.keys)
         encoded = {key: self._encode(parsed.texts[key], parsed.closing[key]) for key in self._options.keys}
         return BatchResult(encoded=encoded, bad=tuple(parsed.bad), empty=parsed.empty)

@@ -1,7 +1,7 @@
-"""Batches through worker processes, results in the order of the input.
+"""Encoding of batches in worker processes, with results in the order of the input.
 
-Processes rather than the tokenizer library's own threads: JSON parsing and the hand-over of ids hold the interpreter
-lock and would bound the speed of a large machine. With one worker the library's threads are used in this process.
+Processes rather than the tokenizer library's threads: JSON parsing and the transfer of ids hold the interpreter lock
+and would limit the speed on a large node. With one worker the library's threads are used in this process.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _encoder: Encoder | None = None
 def encode_in_order(
     work: Iterable[DocumentBatch], tokenizer_json: str, options: EncodeOptions, workers: int
 ) -> Iterator[tuple[DocumentBatch, BatchResult]]:
-    """Every batch with its result. At most three batches per worker are held in memory.
+    """Yield every batch with its result. At most three batches per worker are in memory.
 
     Raises:
         DataError: a worker process died, which is nearly always a lack of memory.

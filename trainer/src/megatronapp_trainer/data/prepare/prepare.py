@@ -1,7 +1,7 @@
-"""`megatronapp data prepare`: text in, Megatron's .bin/.idx out, in one pass over the input.
+"""The command `megatronapp data prepare`: text in, Megatron's .bin/.idx out, in one pass over the input.
 
 Worker processes parse and tokenise; this process reads ahead and writes in input order, so that the result does not
-depend on the number of workers. `corpus` says how a stopped run goes on.
+depend on the number of workers. `corpus` describes how a stopped run resumes.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from megatronapp_trainer.utils.atomic_files import sync_directory, write_atomica
 TRAINING_BYTES = 256 << 20
 _COMMIT_BYTES = 64 << 20
 _FINISHED = "finished.json"
-"""In the working directory: all files are complete and may be on their way to their names."""
+"""Name in the working directory; exists once all files are complete, while they are renamed."""
 _SMALL_VOCABULARY = 65500  # below this megatron-core stores 16-bit tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
-    """What to read, how to tokenise it and where to put it."""
+    """Inputs, tokenizer and output of a preparation."""
 
     inputs: tuple[str, ...]
     output: str
@@ -61,7 +61,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareSummary:
-    """What a run produced, per JSON key in the order given. `reused`: it was there already."""
+    """Result of a run, per JSON key in the order given. `reused`: it existed already."""
 
     prefixes: tuple[str, ...]
     documents: tuple[int, ...]
@@ -79,7 +79,7 @@ def prepare(options: PrepareOptions) -> PrepareSummary:
 
     Raises:
         DataError: input or tokenizer is missing, empty or corrupt.
-        StorageError: the output cannot be written; what is there is kept and the same command goes on from it.
+        StorageError: the output cannot be written; finished work is preserved, and the same command resumes it.
     """
     sources = find_sources(options.inputs, options.patterns, options.format)
     output = pathlib.Path(options.output)
@@ -102,7 +102,7 @@ class _Preparation:
         self._tokenizer_target = pathlib.Path(options.output).parent / "tokenizer.json"
 
     def summary(self) -> PrepareSummary:
-        """Do what is left to do."""
+        """Run the steps that are not done yet."""
         fingerprint = self._fingerprint()
         if (done := self._already_done(fingerprint)) is not None:
             return done
@@ -115,7 +115,7 @@ class _Preparation:
         return self._write(tokenizer, fingerprint)
 
     def _fingerprint(self) -> str:
-        """Digest of everything the result depends on."""
+        """Return the digest of everything the result depends on."""
         options = self._options
         named = [path for path in (options.vocab_file, options.merge_file, options.tokenizer_file) if path is not None]
         content = {
@@ -141,7 +141,7 @@ class _Preparation:
         return summary
 
     def _finished(self, fingerprint: str) -> PrepareSummary | None:
-        """The summary of a run that was stopped between its first and its last rename."""
+        """Return the summary of a run that was stopped between its first and its last rename."""
         found = _stored_summary(self._directory / _FINISHED, fingerprint)
         return None if found is None else replace(found, reused=False)
 
@@ -172,7 +172,7 @@ class _Preparation:
         return tokenizers.load_file(kept)
 
     def _training_texts(self) -> Iterator[str]:
-        """Every n-th batch of the input, so that about TRAINING_BYTES of it are learned from."""
+        """Yield every n-th batch of the input, so that the tokenizer learns from about TRAINING_BYTES of it."""
         stride = math.ceil(sum(source.size_bytes for source in self._sources) / TRAINING_BYTES)
         for number, batch in enumerate(self._with_progress(START, "learning the tokenizer")):
             if number % stride == 0:
@@ -185,8 +185,7 @@ class _Preparation:
         if bad and not self._options.skip_bad_lines:
             first = bad[0]
             raise DataError(
-                f"{first.path} line {first.line} {first.reason}. "
-                "Repair it, or pass --skip-bad-lines to leave such lines out"
+                f"{first.path} line {first.line} {first.reason}. Repair it, or pass --skip-bad-lines to skip such lines"
             )
 
     def _with_progress(self, start: InputPosition, title: str) -> Iterator[DocumentBatch]:
@@ -231,10 +230,10 @@ class _Preparation:
     def _check_not_empty(self, documents: dict[str, int]) -> None:
         for key, count in documents.items():
             if count == 0:
-                raise DataError(f"the input holds no text under {key!r}; nothing was written")
+                raise DataError(f"the input has no text under {key!r}; nothing was written")
 
     def _publish(self, summary: PrepareSummary, fingerprint: str) -> None:
-        """Rename the finished files into place; goes on with what is left where an earlier run was stopped."""
+        """Rename the finished files into place; continues an earlier run that was stopped here."""
         tokenizer = self._directory / f"tokenizer-{fingerprint[:16]}.json"
         if summary.trained_tokenizer is not None and tokenizer.exists():
             tokenizer.replace(summary.trained_tokenizer)
@@ -275,7 +274,7 @@ def _file_digest(path: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _working_directory(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """`PREFIX.preparing`, held against a second run for the same output; gone afterwards if nothing in it is of use."""
+    """Lock `PREFIX.preparing` against a second run for the same output; removes it at the end if it has no use."""
     directory = working_path(output)
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -298,12 +297,12 @@ def _lock(descriptor: int, output: pathlib.Path) -> None:
 
 
 def working_path(output: pathlib.Path) -> pathlib.Path:
-    """Where a preparation keeps what is done so far; there only while it runs or if it can go on from there."""
+    """Return the working directory of a preparation; it exists only while that runs or can be resumed."""
     return output.with_name(output.name + ".preparing")
 
 
 def _can_resume(directory: pathlib.Path) -> bool:
-    """Whether a second run would find something: a learned tokenizer, finished files, or documents of a journal."""
+    """Return True if a second run can use it: a learned tokenizer, finished files, or documents of a journal."""
     if (directory / _FINISHED).exists() or any(directory.glob("tokenizer-*.json")):
         return True
     try:
@@ -319,7 +318,7 @@ def _storage_errors(output: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         place, kept = error.filename or output, working_path(output)
-        advice = "Make room or fix the permissions, then run the same command again"
+        advice = "Free space or fix the permissions, then run the same command again"
         if os.path.exists(kept):
-            advice += f"; what is done so far is kept in {kept}, and it goes on from there"
+            advice += f"; finished work is stored in {kept}, and that command resumes it"
         raise StorageError(f"cannot read or write {place}: {error.strerror or error}. {advice}") from error

@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, else (in a pod, in a log file) now and then a line on stderr."""
+"""Progress of a preparation: a bar on a terminal, otherwise (in a pod, in a log file) a line on stderr at intervals."""
 
 import contextlib
 import sys
@@ -15,7 +15,7 @@ Clock = Callable[[], float]
 def progress(
     title: str, *, total_bytes: int, done_bytes: int, clock: Clock = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
-    """Gives a function to tell of bytes of input that are read; lines come with its calls, so they must come often."""
+    """Yield a function that counts bytes of input read; lines are printed in its calls, so it must be called often."""
     if sys.stderr.isatty():
         with tqdm(total=total_bytes, initial=done_bytes, desc=title, unit="B", unit_scale=True) as bar:
 
@@ -33,7 +33,7 @@ class _LineProgress:
         self._clock, self._told_s = clock, clock()
 
     def advance(self, size_bytes: int) -> None:
-        """A line where the last is long ago."""
+        """Print a line if the last one is old enough."""
         self._done_bytes += size_bytes
         if (now := self._clock()) - self._told_s >= LINE_INTERVAL_S:
             self._told_s = now

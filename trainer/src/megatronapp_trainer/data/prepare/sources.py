@@ -1,4 +1,4 @@
-"""Where text comes from: files named by hand, directories and patterns, cut into batches that can be resumed at."""
+"""Input text: files given by name, directories and patterns, split into batches at which a run can resume."""
 
 import enum
 import glob
@@ -18,17 +18,17 @@ _FILES_PER_BATCH = 64
 
 
 class DocumentFormat(enum.StrEnum):
-    """How a file holds documents."""
+    """Layout of documents in a file."""
 
     JSONL = "jsonl"
     """One JSON object per line."""
     TEXT = "text"
-    """The file is one document; one above PIECE_BYTES is cut at line ends into several."""
+    """The file is one document; one above PIECE_BYTES is split at line ends into several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """One input file as it was when the run began."""
+    """One input file with its state when the run began."""
 
     path: str
     format: DocumentFormat
@@ -38,7 +38,7 @@ class InputFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputPosition:
-    """A place between two documents: file number, byte in it, lines read of it."""
+    """Place between two documents: file number, byte in it, lines read of it."""
 
     file: int = 0
     offset_bytes: int = 0
@@ -50,7 +50,7 @@ START = InputPosition()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputChunk:
-    """Bytes of one file that hold whole documents. Lines count from `first_line`, itself counted from 1."""
+    """Bytes of one file with whole documents. Lines are counted from `first_line`, which is counted from 1."""
 
     path: str
     format: DocumentFormat
@@ -61,37 +61,36 @@ class InputChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentBatch:
-    """Work for one call of a tokenizer, and the place where reading goes on after it."""
+    """Work for one call of a tokenizer, and the position at which reading continues after it."""
 
     chunks: tuple[InputChunk, ...]
     end: InputPosition
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of text in it."""
+        """Return the number of bytes of text."""
         return sum(len(chunk.payload) for chunk in self.chunks)
 
 
 def find_sources(inputs: Sequence[str], patterns: Sequence[str], forced: DocumentFormat | None) -> list[InputFile]:
-    """Input files in a fixed order, each once.
+    """Return input files in a fixed order, each once.
 
-    A directory is searched recursively for `patterns`; a name with `*`, `?` or `[` is a glob, in which `**`
-    crosses directories.
-    Empty files are left out where they were found by search and refused where they were named.
+    A directory is searched recursively for `patterns`; a name with `*`, `?` or `[` is a glob, in which `**` crosses
+    directories. Empty files are skipped if they were found by search and refused if they were named.
 
     Raises:
-        DataError: a named file does not exist or is empty, or nothing at all was found.
+        DataError: a named file does not exist or is empty, or no file was found.
     """
     found: dict[str, InputFile] = {}
     for name in inputs:
         for path in _expand(name, patterns):
             source = _describe(path, forced)
             if source.size_bytes == 0 and str(path) == name:
-                raise DataError(f"{path} is empty; take it out of --input")
+                raise DataError(f"{path} is empty; remove it from --input")
             if source.size_bytes > 0:
                 found.setdefault(source.path, source)
     if not found:
-        raise DataError(f"no text in {', '.join(inputs)}: every file found is empty; give files that hold text")
+        raise DataError(f"no text in {', '.join(inputs)}: every file found is empty; give files with text")
     return list(found.values())
 
 
@@ -123,22 +122,22 @@ def _describe(path: pathlib.Path, forced: DocumentFormat | None) -> InputFile:
             pass
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}; fix its permissions or take it out of --input"
+            f"{path} cannot be read: {error.strerror}; fix its permissions or remove it from --input"
         ) from error
     guessed = DocumentFormat.JSONL if path.suffix.lower() in _JSON_SUFFIXES else DocumentFormat.TEXT
     return InputFile(path=str(path), format=forced or guessed, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
 def _untold(_size_bytes: int) -> None:
-    """Nobody wants to know what was read."""
+    """Ignore the number of bytes read."""
 
 
 def batches(
     sources: Sequence[InputFile], start: InputPosition, on_read: Callable[[int], None] = _untold
 ) -> Iterator[DocumentBatch]:
-    """Batches of about BATCH_BYTES from `start` on; small files share one.
+    """Yield batches of about BATCH_BYTES from `start` on; small files share one.
 
-    `on_read` hears of every READ_BYTES, since one line, and with it one batch, may be as long as the file.
+    `on_read` is called for every READ_BYTES, since one line, and with it one batch, may be as long as the file.
     """
     chunks: list[InputChunk] = []
     size_bytes = 0
@@ -188,7 +187,7 @@ def _chunks_of(
 def _whole_lines(
     stream: IO[bytes], limit_bytes: int, rest_bytes: int, on_read: Callable[[int], None]
 ) -> Iterator[bytes]:
-    """About `limit_bytes`, on to the next line end, but not beyond the size the file had when the run began."""
+    """Yield about `limit_bytes`, on to the next line end, but not beyond the size the file had when the run began."""
     read_bytes, ended = 0, False
     while read_bytes < rest_bytes and not ended:
         if read_bytes < limit_bytes:
