@@ -145,7 +145,7 @@ def test_files_that_cannot_be_read(hf: pathlib.Path, tmp_path: pathlib.Path) -> 
 
 
 def test_a_source_that_is_nothing(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         convert(tmp_path / "absent", tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"neither config\.json"):
         convert(tmp_path, tmp_path / "out")
@@ -196,7 +196,7 @@ def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathl
         ({"source": "megatronapp"}, "holds a Hugging Face model, not checkpoints"),
         ({"to": "hf"}, "is a Hugging Face folder already"),
         ({"tokenizer": hf}, "holds neither tokenizer.json nor vocab.json with merges.txt"),
-        ({"tokenizer": hf / "config.json"}, "is no tokenizer.json"),
+        ({"tokenizer": hf / "config.json"}, "is neither a tokenizer.json"),
     ]
     for wish, words in wishes:
         with pytest.raises(UsageError, match=words):
@@ -217,7 +217,7 @@ def test_numbers_that_a_type_cannot_hold_are_told_in_both_directions(hf: pathlib
     tensors = tiny_folder.read(hf)
     tensors[name][3, 4] = -131072.0
     tiny_folder.rewrite(hf, tensors, LLAMA)
-    words = f"{name} holds 1.311e\\+05, and fp16 ends at 6.55e\\+04: .* write --dtype bf16 or fp32"
+    words = f"{name} has 1.311e\\+05, and fp16 ends at 6.55e\\+04: .* write --dtype bf16 or fp32"
     with pytest.raises(CheckpointError, match=words):
         convert(hf, tmp_path / "half", dtype="fp16")
     convert(hf, tmp_path / "ours", dtype="bf16")
@@ -267,14 +267,14 @@ def test_a_target_is_replaced_only_if_asked_for_and_only_conversions(hf: pathlib
     convert(hf, ours, overwrite=True, dtype="bf16")
     assert read_manifest(ours / "iter_0000000").arguments["--bf16"] is True
     CheckpointDirectory(ours).claim(OwnershipClaim(uid="job", attempt=1))
-    with pytest.raises(UsageError, match="holds something else than a conversion has written"):
+    with pytest.raises(UsageError, match="has files that no conversion has written"):
         convert(hf, ours, overwrite=True)
-    with pytest.raises(UsageError, match="holds something else"):
+    with pytest.raises(UsageError, match="has files that no conversion"):
         convert(ours, ours / "iter_0000000", overwrite=True)
     convert(ours, tmp_path / "back")
     convert(ours / "iter_0000000", tmp_path / "back", overwrite=True)
     (tmp_path / "back" / "notes.txt").touch()
-    with pytest.raises(UsageError, match="holds something else"):
+    with pytest.raises(UsageError, match="has files that no conversion"):
         convert(ours, tmp_path / "back", overwrite=True)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["back", "hf", "ours"]
 

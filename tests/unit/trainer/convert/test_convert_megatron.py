@@ -139,7 +139,7 @@ def test_one_iteration_may_be_named_in_two_ways(split: pathlib.Path, tmp_path: p
         convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "hf", to="hf"))
     with pytest.raises(UsageError, match="--true-vocab-size 129 is more than the 128 rows"):
         convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "more", true_vocab_size=129))
-    with pytest.raises(UsageError, match="--family belongs to models of Hugging Face"):
+    with pytest.raises(UsageError, match="--family is for models of Hugging Face"):
         convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "family", family="gpt2"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "number"]
 

@@ -1,6 +1,6 @@
 """Readers of other programs' pickles that run none of their code.
 
-Tensors and plain values are read; everything else becomes an `OpaqueObject`.
+Tensors and plain values are read; all other objects become an `OpaqueObject`.
 """
 
 import enum
@@ -48,13 +48,13 @@ _PLAIN = {
 
 
 class OpaqueObject:
-    """Stands for an object of a class that is not known here; it takes whatever a pickle gives it."""
+    """Placeholder for an object of an unknown class; accepts any state of a pickle."""
 
     def __init__(self, *_words: object, **_keywords: object) -> None:
         pass
 
     def __call__(self, *_words: object, **_keywords: object) -> "OpaqueObject":
-        """As of a function that makes an object."""
+        """Behave as a constructor, which returns an object."""
         return self
 
     def __setstate__(self, _state: object) -> None:
@@ -64,24 +64,24 @@ class OpaqueObject:
         pass
 
     def append(self, _value: object) -> None:
-        """As of a list."""
+        """Accept an item, as a list does."""
 
     def extend(self, _values: object) -> None:
-        """As of a list."""
+        """Accept items, as a list does."""
 
 
 def _member(owner: object, name: str) -> object:
-    """The member of an enumeration; `getattr` for nothing else."""
+    """Return the member of an enumeration, the only permitted use of `getattr`."""
     if isinstance(owner, type) and issubclass(owner, enum.Enum):
         return owner.__members__[name]
     return OpaqueObject()
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Imports nothing but what is listed here, and torch's types of numbers."""
+    """Imports only what is listed here, and torch's types of numbers."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - a class or function
-        """The listed class or function of this name, else `OpaqueObject`."""
+        """Return the listed class or function of this name, or `OpaqueObject`."""
         if (module, name) in _PLAIN:
             return getattr(importlib.import_module(module), name)
         if (module, name) == ("builtins", "getattr"):  # as Python 3.11.0 to 3.11.3 pickles members of enumerations
@@ -98,35 +98,35 @@ def _load(stream: IO[bytes], **keywords: Any) -> Any:  # noqa: ANN401 - whatever
 
 
 PLAIN = types.SimpleNamespace(__name__="plain", Unpickler=PlainUnpickler, load=_load)
-"""A pickle module as `torch.load` takes one."""
+"""Pickle module in the form that `torch.load` accepts."""
 
 
 def read_torch(path: pathlib.Path) -> Any:  # noqa: ANN401 - whatever it holds
-    """What torch.save wrote; tensors are mapped, so that they take memory only while they are used.
+    """Read a file of torch.save; tensors are mapped, so that they take memory only while they are used.
 
     Raises:
         OSError: the file cannot be read.
-        DataError: it is a TorchScript program, which torch would run whatever unpickler it is given.
-        Exception: what a damaged file makes torch raise.
+        DataError: it is a TorchScript program, which torch would run in spite of the unpickler.
+        Exception: any error that a damaged file makes torch raise.
     """
     mapped = _is_archive(path)
     if mapped and _is_program(path):
-        raise DataError(f"{path} is a TorchScript program and no checkpoint; it is not read, as reading would run it")
+        raise DataError(f"{path} is a TorchScript program, not a checkpoint; it is not read, as reading would run it")
     return torch.load(path, map_location="cpu", mmap=mapped, weights_only=False, pickle_module=PLAIN)
 
 
 def read_plain(content: bytes) -> Any:  # noqa: ANN401 - whatever it holds
-    """What pickle.dump wrote."""
+    """Read the content of a pickle."""
     return _load(io.BytesIO(content))
 
 
 def _is_program(path: pathlib.Path) -> bool:
-    """Whether an archive is one of torch.jit.save; torch.load tells them apart by the same record."""
+    """Return True for an archive of torch.jit.save, recognised by the same record as in torch.load."""
     with zipfile.ZipFile(path) as archive:
         return any(name.rpartition("/")[2] == "constants.pkl" for name in archive.namelist())
 
 
 def _is_archive(path: pathlib.Path) -> bool:
-    """Whether it is of torch 1.6 or newer, which writes archives."""
+    """Return True if torch 1.6 or newer has written it, which writes archives."""
     with path.open("rb") as stream:
         return stream.read(4) == b"PK\x03\x04"

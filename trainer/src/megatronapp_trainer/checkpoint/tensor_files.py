@@ -1,8 +1,8 @@
-"""Reads and writes the tensors of our checkpoints without a process group, one at a time.
+"""Reader and writer of the tensors of our checkpoints without a process group, one at a time.
 
 The format is the one that `checkpoint.storage` writes through megatron-core: torch's distributed checkpoint, in which
-all layers of one kind are one tensor with an axis of layers in front, saved in pieces of one layer. It says nothing of
-ranks, so every layout reads its own part of it.
+all layers of one kind are one tensor with an axis of layers in front, saved in chunks of one layer. It is independent
+of ranks, so every layout reads its own part of it.
 """
 
 import io
@@ -48,7 +48,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""megatron-core's metadata.json."""
+"""Content of megatron-core's metadata.json."""
 _OPTIMIZER = "optimizer."
 """Prefix of the names of an optimizer's tensors."""
 _STATEFUL = (
@@ -58,8 +58,9 @@ _STATEFUL = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-"""Modules of a layer for which megatron-core asks for an extra state, the third with Transformer Engine alone. They
-have none, and None is what megatron-core's own layers write."""
+"""Modules of a layer for which megatron-core requires an extra state, the third with Transformer Engine alone. They
+have none, and None is what megatron-core's own layers write.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +69,13 @@ class TensorPiece:
 
     key: str
     size: tuple[int, ...]
-    """Without the axis of layers."""
+    """Size without the axis of layers."""
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
     layer: int | None = None
 
     def item(self, layers: int) -> WriteItem:
-        """Where it belongs."""
+        """Return the position in the checkpoint."""
         front, whole, offset = ((), (), ()) if self.layer is None else ((1,), (layers,), (self.layer,))
         offsets = torch.Size((*offset, *(0 for _ in self.size)))
         return WriteItem(
@@ -89,7 +90,7 @@ class TensorPiece:
 
 
 class _LazyPlanner(SavePlanner):
-    """Reads every piece at the moment when it is written."""
+    """Reads every tensor at the moment when it is written."""
 
     def __init__(self, pieces: Sequence[TensorPiece], layers: int) -> None:
         self._layers = layers
@@ -131,11 +132,12 @@ def _saved(value: object) -> io.BytesIO:
 
 
 def write(pieces: Sequence[TensorPiece], layers: int, folder: pathlib.Path) -> dict[str, WrittenFile]:
-    """Write all pieces of a model into an empty folder, without its manifest; sizes and checksums of the data files.
+    """Write all tensors of a model into an empty folder, without its manifest; returns sizes and checksums of the
+    files.
 
     Raises:
         OSError: the folder could not be written.
-        Exception: what reading a piece raises.
+        Exception: any error of reading a tensor.
     """
     writer = ChecksummingWriter(folder, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
@@ -150,13 +152,15 @@ def write(pieces: Sequence[TensorPiece], layers: int, folder: pathlib.Path) -> d
 
 
 def first_cause(error: CheckpointException) -> BaseException:
-    """What went wrong; a plain RuntimeError of torch's archive writer hides the system's reason, as of a full disk."""
+    """Return the first cause; a plain RuntimeError of torch's archive writer hides the system's reason, as of a full
+    disk.
+    """
     _, (cause, _) = min(error.failures.items())
     return OSError(f"a file could not be written to its end ({cause})") if type(cause) is RuntimeError else cause
 
 
 class StoredTensors:
-    """The tensors of a checkpoint's folder."""
+    """Tensors in the folder of a checkpoint."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._reader = FileSystemReader(folder)
@@ -165,16 +169,16 @@ class StoredTensors:
         except Exception as error:  # a damaged pickle raises anything
             raise BrokenCheckpointError(f"its .metadata cannot be read ({error})") from error
         if not isinstance(found, Metadata):
-            raise BrokenCheckpointError("its .metadata is none of torch's distributed checkpoints")
+            raise BrokenCheckpointError("its .metadata is not of torch's distributed checkpoints")
         self._metadata = found
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def names(self) -> list[str]:
-        """Names of all tensors and objects."""
+        """Return the names of all tensors and objects."""
         return list(self._metadata.state_dict_metadata)
 
     def find(self, key: str) -> TensorStorageMetadata | None:
-        """Size, type and pieces of a tensor; None where there is none."""
+        """Return size, type and chunks of a tensor, or None if it does not exist."""
         found = self._metadata.state_dict_metadata.get(key)
         return found if isinstance(found, TensorStorageMetadata) else None
 
@@ -191,7 +195,10 @@ class StoredTensors:
         return found
 
     def read(self, key: str, layer: int | None = None) -> torch.Tensor:
-        """A tensor, or one layer of it without the axis of layers. Raises BrokenCheckpointError."""
+        """Read a tensor, or one layer of it without the axis of layers.
+
+        Raises BrokenCheckpointError.
+        """
         stored = self.find(key)
         assert stored is not None, "find() says what there is"
         offsets = [0] * len(stored.size)
@@ -227,7 +234,7 @@ class _TensorTarget(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("only tensors are asked for")
+        raise AssertionError("only tensors are requested")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         part = self._target

@@ -1,1 +1,1 @@
-"""Weights between Hugging Face folders and checkpoints of this trainer, bit for bit in both directions: `job`."""
+"""Conversion of weights between Hugging Face folders and checkpoints of this trainer, bit for bit: `job`."""

@@ -1,4 +1,4 @@
-"""`megatronapp checkpoint ...`: the parser is light; the work is imported when it runs."""
+"""The command `megatronapp checkpoint ...`: its parser imports little, the work is imported when it runs."""
 
 import argparse
 import pathlib
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Convert weights between a Hugging Face folder (GPT-2, Llama, Mistral, Qwen2 and Qwen2.5; config.json and *.safetensors)
 and checkpoints of this trainer, in the direction that --load-dir says; or from checkpoints of Megatron-LM (torch_dist,
-or mp_rank_XX) to those of this trainer. Nothing is downloaded, bits stay as they are, and the tokenizer's files go
-along. The options of Megatron's tools/checkpoint/convert.py are understood.
+or mp_rank_XX) to those of this trainer. Nothing is downloaded, bits do not change, and the tokenizer's files are copied
+along. The options of Megatron's tools/checkpoint/convert.py are accepted.
 """
 _EPILOG = """\
 examples:
@@ -57,7 +57,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 class _LegacyOptionAction(argparse.Action):
-    """Collects what is spelled as in Megatron's tools, in order."""
+    """Collects options of Megatron's tools in their order."""
 
     def __init__(self, *args: Any, spelling: LegacyOption, **keywords: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(*args, **keywords)
@@ -76,15 +76,27 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="source",
         choices=("hf", "megatronapp", "megatron"),
-        help="refuse a --load-dir that holds something else",
+        help="refuse a --load-dir with other content",
     )
     add("--to", choices=("hf", "megatronapp"), help="default: the other one")
     add("--family", choices=("gpt2", "llama", "mistral", "qwen2"), help="default: by config.json or the checkpoint")
-    add("--dtype", choices=("fp32", "fp16", "bf16"), help="type of the numbers; default: as they are")
-    add("--tokenizer-model", metavar="PATH", help="tokenizer to go along instead of the source's")
+    add("--dtype", choices=("fp32", "fp16", "bf16"), help="type of the numbers; default: unchanged")
+    add("--tokenizer-model", metavar="PATH", help="tokenizer to copy instead of the source's")
     add("--iteration", type=_whole, metavar="N", help="which checkpoint; default: the newest whole one")
-    add("--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of a Hugging Face file (5GB)")
-    add("--make-vocab-size-divisible-by", type=_positive, default=128, metavar="N", help="padding of ours (128)")
+    add(
+        "--max-shard-size",
+        type=_bytes,
+        default=_bytes("5GB"),
+        metavar="SIZE",
+        help="limit of a Hugging Face file (default: 5GB)",
+    )
+    add(
+        "--make-vocab-size-divisible-by",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="padding of ours (default: 128)",
+    )
     add("--true-vocab-size", type=_positive, metavar="N", help="tokens without padding, of a Megatron-LM checkpoint")
     add("--target-tensor-parallel-size", type=_positive, default=1, metavar="N", help="TP to check for; any TP loads")
     add("--target-pipeline-parallel-size", type=_positive, default=1, metavar="N", help="PP to check for; any PP loads")
@@ -108,12 +120,12 @@ def _positive(text: str) -> int:
 def _bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or a number of bytes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 5GB, 500MB or a number of bytes")
     return int(match[1]) * _UNITS[match[2]]
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    """Convert, say what was made, and return the exit code: 0, 2 (options), 65 (source), 67 (storage), 130 (Ctrl-C)."""
+    """Convert, print a report, and return the exit code: 0, 2 (options), 65 (source), 67 (storage), 130 (Ctrl-C)."""
     try:
         options = options_from(args)
         from megatronapp_trainer.convert.job import convert
@@ -123,7 +135,7 @@ def run_convert(args: argparse.Namespace) -> int:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return _WRONG_COMMAND_LINE if isinstance(error, UsageError) else int(error.exit_code)
     except KeyboardInterrupt:
-        print("stopped; --save-dir is as it was", file=sys.stderr)
+        print("stopped; --save-dir is unchanged", file=sys.stderr)
         return _INTERRUPTED
     return 0
 
@@ -133,7 +145,10 @@ def _note(text: str) -> None:
 
 
 def options_from(args: argparse.Namespace) -> "ConversionOptions":
-    """Checked options. Raises UsageError, with the command to use where a spelling has no meaning here."""
+    """Return checked options.
+
+    Raises UsageError, with the command to use where a spelling has no meaning here.
+    """
     from megatronapp_trainer.convert.options import ConversionOptions
 
     args = _own(args)
@@ -162,14 +177,14 @@ def options_from(args: argparse.Namespace) -> "ConversionOptions":
 
 
 class _RejectLegacyValue(argparse.ArgumentParser):
-    """Raises what is wrong with a value that came in another spelling."""
+    """Raises UsageError for a value of another spelling."""
 
     def error(self, message: str) -> Any:  # noqa: ANN401 - never returns
         raise UsageError(message)
 
 
 def _own(args: argparse.Namespace) -> argparse.Namespace:
-    """The options with what was spelled otherwise in their place."""
+    """Return the options with those of other spellings translated."""
     parser = _RejectLegacyValue(prog=COMMAND, allow_abbrev=False)
     _add_options(parser)
     try:
@@ -180,7 +195,7 @@ def _own(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """The command line without what has no meaning."""
+    """Return the command line without options that have no meaning."""
     words: list[str] = []
     for spelling, value in args.spelled:
         try:
@@ -193,7 +208,7 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _given(args: argparse.Namespace) -> Sequence[str]:
-    """The other options of ours that are not at their default."""
+    """Return the remaining options that are not at their default."""
     parser = argparse.ArgumentParser(add_help=False)
     _add_options(parser)
     words: list[str] = []
@@ -206,7 +221,7 @@ def _given(args: argparse.Namespace) -> Sequence[str]:
 
 
 def report(summary: "ConversionSummary", options: "ConversionOptions") -> str:
-    """What was made, and the flags that use it."""
+    """Describe the result, and the flags that use it."""
     from megatronapp_trainer.convert.options import HF
 
     size = f"{summary.parameters / 1e9:.2f} billion" if summary.parameters >= 10**7 else f"{summary.parameters:,}"

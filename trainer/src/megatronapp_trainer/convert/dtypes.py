@@ -10,18 +10,21 @@ _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The type of this name."""
+    """Return the type with this name."""
     return _TYPES[name]
 
 
 def name_of(dtypes: Iterable[torch.dtype]) -> str:
-    """Names of the types, for people."""
+    """Join the names of the types, for messages."""
     found = set(dtypes)
     return ", ".join(name for name, dtype in _TYPES.items() if dtype in found)
 
 
 def converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """The tensor in another type. Raises CheckpointError where a number of it is beyond that type's largest."""
+    """Convert the tensor to another type.
+
+    Raises CheckpointError if one of its numbers is beyond that type's largest.
+    """
     made = tensor.to(dtype)
     if made.dtype == tensor.dtype or bool(made.isfinite().all()):
         return made
@@ -31,6 +34,6 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
         return made
     instead = "bf16 or fp32" if dtype is torch.float16 else "fp32"
     raise CheckpointError(
-        f"{name} holds {float(tensor[beyond].abs().max()):.4g}, and {name_of([dtype])} ends at {largest:.4g}: it would "
-        f"become infinite; write --dtype {instead}, or leave --dtype out to keep the numbers as they are"
+        f"{name} has {float(tensor[beyond].abs().max()):.4g}, and {name_of([dtype])} ends at {largest:.4g}: it would "
+        f"become infinite; write --dtype {instead}, or omit --dtype to keep the numbers"
     )

@@ -1,4 +1,4 @@
-"""From a checkpoint of Megatron-LM, or from one of ours, to a checkpoint of ours that holds the weights alone."""
+"""Conversion of a checkpoint of Megatron-LM, or of ours, to a checkpoint of ours that has the weights alone."""
 
 import dataclasses
 import pathlib
@@ -38,7 +38,7 @@ from megatronapp_trainer.errors import CheckpointError, UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronSource:
-    """A checkpoint whose weights are all there, with the right sizes."""
+    """A checkpoint that has all weights, with the right sizes."""
 
     folder: pathlib.Path
     weights: CheckpointWeights
@@ -46,18 +46,18 @@ class MegatronSource:
     expected: tuple[ExpectedTensor, ...]
     iteration: int
     trained_with: str | None
-    """The options of its tokenizer, where the checkpoint tells them."""
+    """Options of its tokenizer, if the checkpoint has them."""
 
     def with_padding(self, multiple: int) -> ModelShape:
-        """The model as it is written: with the vocabulary padded to a multiple."""
+        """Return the model with its vocabulary padded to a multiple, as it is written."""
         return dataclasses.replace(self.shape, model=with_rows(self.shape.model, multiple))
 
 
 def open_megatron(path: pathlib.Path, iteration: int | None, true_vocab_size: int | None) -> MegatronSource:
-    """Look at the arguments and the list of tensors of Megatron-LM's checkpoint; no tensor is read.
+    """Read the arguments and the list of tensors of Megatron-LM's checkpoint; no tensor is read.
 
     Raises:
-        CheckpointError: it is none, its model cannot be trained here, or a tensor is missing, unknown or misshapen.
+        CheckpointError: it is not one, its model cannot be trained here, or a tensor is missing, unknown or misshapen.
     """
     found = megatron_checkpoint(path, iteration)
     if found is None:
@@ -81,7 +81,10 @@ def open_megatron(path: pathlib.Path, iteration: int | None, true_vocab_size: in
 
 
 def open_ours(path: pathlib.Path, iteration: int | None) -> MegatronSource:
-    """The newest whole checkpoint of ours, or that of this iteration. Raises CheckpointError."""
+    """Open the newest whole checkpoint of ours, or that of this iteration.
+
+    Raises CheckpointError.
+    """
     folder, manifest = find_checkpoint(path, iteration)
     try:
         weights = CoreWeights(folder, manifest.arguments, manifest.iteration)
@@ -130,18 +133,21 @@ def _some(names: list[str]) -> str:
 
 
 def notes(source: MegatronSource, options: ConversionOptions) -> list[str]:
-    """What is not taken over, told before anything is written."""
+    """List what is not converted, for a message before anything is written."""
     found = [
         f"the weights of iteration {source.iteration} are converted, not the optimizer's state: train with --finetune"
     ]
     if options.tokenizer is None and not tokenizer_arguments(source.folder):
         words = f" (it was trained with {source.trained_with})" if source.trained_with else ""
-        found.append(f"no tokenizer goes along{words}; give its files with --tokenizer-model PATH")
+        found.append(f"no tokenizer is copied{words}; give its files with --tokenizer-model PATH")
     return found
 
 
 def write_weights(source: MegatronSource, options: ConversionOptions, target: pathlib.Path) -> ConversionSummary:
-    """Write our directory into the empty folder `target`. Raises CheckpointError, OSError."""
+    """Write our directory into the empty folder `target`.
+
+    Raises CheckpointError, OSError.
+    """
     folder = target / checkpoint_name(0)
     folder.mkdir()
     copy_companions(source.folder, folder, tokenizer=options.tokenizer, config=(source.folder / MANIFEST).exists())

@@ -1,4 +1,4 @@
-"""A conversion from beginning to end: look, refuse what cannot be done, write beside, give it its name."""
+"""A conversion from beginning to end: inspect, refuse what cannot be converted, write a temporary folder, rename it."""
 
 import pathlib
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from megatronapp_trainer.errors import CheckpointError, UsageError
 
 
 def convert(options: ConversionOptions, say: Callable[[str], None] = lambda _: None) -> ConversionSummary:
-    """Convert in the direction that options and folder say; `say` takes what is worth knowing before.
+    """Convert in the direction that options and folder give; `say` receives notices before anything is written.
 
     Raises:
-        UsageError: the options do not fit each other, the model, or what lies at `save_dir`.
+        UsageError: the options do not fit each other, the model, or the content of `save_dir`.
         CheckpointError: the source cannot be converted; the text names the key or tensor.
-        StorageError: the target could not be written; what was there before stays.
+        StorageError: the target could not be written; its old content stays.
     """
     source = _source_kind(options)
     _check_direction(source, options)
@@ -53,9 +53,9 @@ def _from_hf(options: ConversionOptions, say: Callable[[str], None]) -> Conversi
 
 
 def _to_weights(kind: str, options: ConversionOptions, say: Callable[[str], None]) -> ConversionSummary:
-    """Weights of Megatron-LM or of ours, without the rest of a training."""
+    """Convert weights of Megatron-LM or of ours, without the rest of a training."""
     if options.family is not None:
-        raise UsageError("--family belongs to models of Hugging Face; leave it out")
+        raise UsageError("--family is for models of Hugging Face; omit it")
     if kind == MEGATRON:
         source = open_megatron(options.load_dir, options.iteration, options.true_vocab_size)
     else:
@@ -76,10 +76,13 @@ def _to_hf(options: ConversionOptions) -> ConversionSummary:
 
 
 def _source_kind(options: ConversionOptions) -> str:
-    """What `load_dir` holds. Raises UsageError if it is not what was said, CheckpointError if it is nothing."""
+    """Return the kind of content of `load_dir`.
+
+    Raises UsageError if it is not the requested kind, CheckpointError if it is unknown.
+    """
     path = options.load_dir
     if not path.is_dir():
-        raise CheckpointError(f"--load-dir {path} is no folder; check the path")
+        raise CheckpointError(f"--load-dir {path} is not a folder; check the path")
     if is_hf_folder(path):
         found = HF
     elif _holds_ours(path):
@@ -117,15 +120,15 @@ def _check_direction(source: str, options: ConversionOptions) -> None:
             f"then {CONVERT} --load-dir {between} --save-dir {options.save_dir}"
         )
     if options.to == source == HF:
-        raise UsageError(f"{options.load_dir} is a Hugging Face folder already; leave --to {HF} out to come from there")
+        raise UsageError(f"{options.load_dir} is a Hugging Face folder already; omit --to {HF} to convert from it")
 
 
 def _check_requested_options(shape: ModelShape, options: ConversionOptions) -> None:
-    """Raise UsageError if the model has other positions, or cannot be split as it was asked for."""
+    """Raise UsageError if the model has other positions, or cannot be split as requested."""
     model = shape.model
     if options.positions not in (None, model.position_embedding_type):
         raise UsageError(
-            f"--position-embedding-type {options.positions}: this one has {model.position_embedding_type}; leave it out"
+            f"--position-embedding-type {options.positions}: this one has {model.position_embedding_type}; omit it"
         )
     tensor, pipeline = options.tensor_size, options.pipeline_size
     sizes = {
@@ -146,7 +149,7 @@ def _check_requested_options(shape: ModelShape, options: ConversionOptions) -> N
 
 
 def _was_converted(folder: pathlib.Path) -> bool:
-    """Whether a folder holds nothing but a checkpoint that was converted: no training has written here."""
+    """Return True if a folder has only a converted checkpoint: no training has written here."""
     checkpoints = CheckpointDirectory(folder).checkpoints()
     if not checkpoints or (folder / OWNER).exists():
         return False

@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and what it tells."""
+"""Options of a conversion, and the summary of its result."""
 
 import dataclasses
 import pathlib
@@ -12,47 +12,47 @@ DTYPES: Final = ("fp32", "fp16", "bf16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionOptions:
-    """A conversion."""
+    """Options of one conversion."""
 
     load_dir: pathlib.Path
     save_dir: pathlib.Path
     source: str | None = None
-    """`HF`, `OURS`, or `MEGATRON` for what either this trainer or Megatron-LM wrote; None: what the folder holds."""
+    """Expected source: `HF`, `OURS`, or `MEGATRON` for a checkpoint of this trainer or of Megatron-LM; None: any."""
     to: str | None = None
-    """`HF` or `OURS`; None: the other one."""
+    """Target: `HF` or `OURS`; None: the other one."""
     family: str | None = None
-    """None: what config.json or the checkpoint says."""
+    """Family of the model; None: that of config.json or the checkpoint."""
     dtype: str | None = None
-    """One of `DTYPES`; None: as it is."""
+    """Type of the numbers, one of `DTYPES`; None: unchanged."""
     tokenizer: pathlib.Path | None = None
-    """A file or folder of a tokenizer that goes along, instead of the source's."""
+    """File or folder of a tokenizer to copy instead of the source's."""
     shard_bytes: int = 5 * 10**9
-    """Of one file of a Hugging Face folder."""
+    """Limit of one file of a Hugging Face folder."""
     divisible_by: int = 128
     """Our vocabulary is padded to a multiple of this."""
     iteration: int | None = None
-    """Which of our checkpoints; None: the newest whole one."""
+    """Iteration of our checkpoint; None: the newest whole one."""
     tensor_size: int = 1
     pipeline_size: int = 1
-    """The layout that the model is wanted for: it is checked, and told in the report; the files do not depend on it."""
+    """Layout in which the model will run: it is checked, and reported; the files do not depend on it."""
     positions: str | None = None
     """`--position-embedding-type` that the model must have; None: any."""
     true_vocab_size: int | None = None
-    """Tokens without padding of a checkpoint of Megatron-LM; None: what its arguments or its tokenizer say."""
+    """Tokens without padding of a checkpoint of Megatron-LM; None: by its arguments or its tokenizer."""
     overwrite: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionSummary:
-    """What a conversion made."""
+    """Summary of a finished conversion."""
 
     family: str
     written: str
-    """`HF` or `OURS`."""
+    """Kind of the target: `HF` or `OURS`."""
     path: pathlib.Path
     parameters: int
     dtype: str
     flags: tuple[str, ...]
-    """That build the model; empty for a Hugging Face folder."""
+    """Flags that build the model; empty for a Hugging Face folder."""
     tokenizer: tuple[str, ...]
-    """Flags of the tokenizer that went along, with paths; empty without one."""
+    """Flags of the copied tokenizer, with paths; empty without one."""

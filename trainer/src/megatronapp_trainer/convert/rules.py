@@ -1,4 +1,4 @@
-"""A rule says which tensors of a Hugging Face model make one of ours, and how. Tables of rules are in `families`."""
+"""Rules that map tensors of a Hugging Face model to one of ours. Tables of rules are in `families`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     import torch
 
 LAYER = "{layer}"
-"""Stands in a name of theirs for the number of the layer; ours then has an axis of layers in front."""
+"""Placeholder for the number of the layer in a name of theirs; ours then has an axis of layers in front."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of theirs."""
+    """A tensor of the Hugging Face model."""
 
     name: str
     size: Callable[[ModelShape], tuple[int, ...]]
@@ -38,7 +38,7 @@ class TensorRule:
 
     @property
     def layered(self) -> bool:
-        """Whether every layer has one."""
+        """Return True if every layer has one."""
         return LAYER in self.theirs[0].name
 
 
@@ -49,29 +49,29 @@ class RuleApplication:
     rule: TensorRule
     layer: int | None
     names: tuple[str, ...]
-    """Of theirs, in full."""
+    """Their names in full."""
 
     def pack(self, parts: "Sequence[torch.Tensor]", shape: ModelShape) -> "torch.Tensor":
-        """Our tensor."""
+        """Build our tensor from theirs."""
         return self.rule.pack(parts, shape)
 
     def unpack(self, tensor: "torch.Tensor", shape: ModelShape) -> "Sequence[torch.Tensor]":
-        """Their tensors, in the order of `names`."""
+        """Return their tensors, in the order of `names`."""
         return self.rule.unpack(tensor, shape)
 
     def sizes(self, shape: ModelShape) -> list[tuple[int, ...]]:
-        """Sizes of theirs, in the order of `names`."""
+        """Return the sizes of theirs, in the order of `names`."""
         return [part.size(shape) for part in self.rule.theirs]
 
     def our_size(self, shape: ModelShape) -> tuple[int, ...]:
-        """Size of ours, without the axis of layers; no memory is touched."""
+        """Return the size of ours, without the axis of layers; allocates no memory."""
         import torch
 
         return tuple(self.pack([torch.empty(size, device="meta") for size in self.sizes(shape)], shape).shape)
 
 
 def steps(rules: Sequence[TensorRule], shape: ModelShape, prefix: str) -> Iterator[RuleApplication]:
-    """Every step of a model, layer after layer, so that what belongs to one layer is read and written together."""
+    """Yield the rules of a model applied layer after layer, so that one layer is read and written together."""
     needed = [rule for rule in rules if rule.needed(shape)]
     for rule in needed:
         if not rule.layered:

@@ -1,4 +1,4 @@
-"""The sizes of a model, as the tables of names and the pure functions on tensors ask for them."""
+"""Sizes of a model for the tables of names and the pure functions on tensors."""
 
 import dataclasses
 
@@ -15,37 +15,37 @@ class ModelShape:
 
     @property
     def hidden(self) -> int:
-        """Width of the residual stream."""
+        """Return the width of the residual stream."""
         return self.model.hidden_size
 
     @property
     def mlp(self) -> int:
-        """Channels inside the MLP."""
+        """Return the number of channels inside the MLP."""
         return self.model.mlp_width
 
     @property
     def queries(self) -> int:
-        """Rows of the query projection."""
+        """Return the number of rows of the query projection."""
         return self.model.num_attention_heads * self.model.head_width
 
     @property
     def keys(self) -> int:
-        """Rows of the key projection, and of the value projection."""
+        """Return the number of rows of the key projection, and of the value projection."""
         return self.model.heads_of_keys * self.model.head_width
 
     @property
     def groups(self) -> int:
-        """Key and value heads, each with its group of query heads."""
+        """Return the number of key and value heads, each with its group of query heads."""
         return self.model.heads_of_keys
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of our embedding."""
+        """Return the number of rows of our embedding."""
         multiple = self.model.make_vocab_size_divisible_by
         return -(-self.vocab_size // multiple) * multiple
 
     def trainer_config(self, *, bf16: bool = False) -> TrainerConfig:
-        """This model as the trainer's configuration, with nothing said of training."""
+        """Return this model as the trainer's configuration, without settings of training."""
         return TrainerConfig(
             model=self.model, data=DataConfig(vocab_size=self.vocab_size), precision=PrecisionConfig(bf16=bf16)
         )

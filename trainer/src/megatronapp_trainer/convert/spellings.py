@@ -1,7 +1,7 @@
-"""Options of Megatron's converters that stand in people's scripts, and what they mean here.
+"""Options of Megatron's converters, as existing scripts use them, and their meaning here.
 
-Taken are those of ``tools/checkpoint/convert.py`` and of the older two-step conversion of GPT-2, with words where each
-has a meaning. Those that have none are answered with the reason and the command to use.
+Accepted are those of ``tools/checkpoint/convert.py`` and of the older two-step conversion of GPT-2, with the values
+that have a meaning. The others are refused with the reason and the command to use.
 """
 
 import dataclasses
@@ -13,29 +13,29 @@ from megatronapp_trainer.errors import UsageError
 
 COMMAND: Final = "megatronapp checkpoint convert"
 ANY: Final = "*"
-"""Stands among the values of a spelling for all that are not named."""
+"""Key of all values of a spelling that are not named."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LegacyOption:
-    """One option of theirs. Exactly one of the last four says what it means."""
+    """One option of theirs. Exactly one of the last four fields defines its meaning."""
 
     flag: str
     takes: str | None = None
-    """What its value is called; None for a switch."""
+    """Name of its value; None for a switch."""
     means: str | tuple[str, ...] | None = None
-    """Our option that takes the value; for a switch our words."""
+    """Our option that takes the value; for a switch our arguments."""
     values: Mapping[str, tuple[str, ...] | str] | None = None
-    """What each value means: words of ours, or why it cannot be had."""
+    """Meaning of each value: our arguments, or why it is not supported."""
     answer: str | None = None
-    """Why it cannot be had here: the command ends."""
+    """Why it is not supported here: the command ends."""
     notice: str | None = None
-    """Why it is not needed here: the command runs and says so."""
+    """Why it is not needed here: the command runs and prints this."""
 
 
 _LEGACY = (
     "Megatron's legacy layout (mp_rank_XX) is read but not written, and no step needs it: what one conversion writes "
-    "is trained and served with as it is"
+    "is trained and served with unchanged"
 )
 _FROM_HF, _FROM_MEGATRON, _TO_OURS = ("--from", HF), ("--from", MEGATRON), ("--to", OURS)
 _ONE_LAYOUT = "the files do not depend on the layout; it is chosen when the model is trained or served"
@@ -112,12 +112,14 @@ SPELLINGS: Final = (
     LegacyOption("--no-checking", notice="names and sizes of all tensors are always checked, which costs no time"),
     LegacyOption("--loader-transformer-impl", "NAME", notice=_IMPLEMENTATION),
     LegacyOption("--saver-transformer-impl", "NAME", notice=_IMPLEMENTATION),
-    LegacyOption("--use_distributed_optimizer", notice="weights alone are converted; the optimizer starts anew"),
-    LegacyOption("--print-checkpoint-structure", notice="the manifest megatronapp.json tells what a checkpoint holds"),
+    LegacyOption("--use_distributed_optimizer", notice="weights alone are converted; the optimizer starts afresh"),
+    LegacyOption(
+        "--print-checkpoint-structure", notice="the manifest megatronapp.json lists what a checkpoint contains"
+    ),
     LegacyOption(
         "--tokenizer_name",
         "NAME",
-        answer="nothing is downloaded; a tokenizer beside the weights goes along, another by --tokenizer-model PATH",
+        answer="nothing is downloaded; a tokenizer next to the weights is copied, another by --tokenizer-model PATH",
     ),
     LegacyOption("--vocab-file", "FILE", means="--tokenizer-model"),
     LegacyOption("--merge-file", "FILE", means="--tokenizer-model"),
@@ -125,11 +127,14 @@ SPELLINGS: Final = (
 
 
 def translate_option(spelling: LegacyOption, value: str | None) -> list[str]:
-    """What an option means in our words. Raises UsageError with the reason where it means nothing."""
+    """Translate an option to our arguments.
+
+    Raises UsageError with the reason if it has no meaning.
+    """
     if spelling.notice is not None:
         return []
     if spelling.answer is not None:
-        raise UsageError(f"{spelling.flag}: {spelling.answer}; leave it out")
+        raise UsageError(f"{spelling.flag}: {spelling.answer}; omit it")
     if isinstance(spelling.means, tuple):
         return list(spelling.means)
     if spelling.means is not None:
@@ -137,16 +142,19 @@ def translate_option(spelling: LegacyOption, value: str | None) -> list[str]:
     values = spelling.values or {}
     meant = values.get(str(value), values.get(ANY))
     if meant is None:
-        raise UsageError(f"{spelling.flag} {value}: known are {', '.join(values)}; leave it out where none fits")
+        raise UsageError(f"{spelling.flag} {value}: known are {', '.join(values)}; omit it where none fits")
     if isinstance(meant, str):
-        raise UsageError(f"{spelling.flag} {value}: {meant}; leave it out")
+        raise UsageError(f"{spelling.flag} {value}: {meant}; omit it")
     return list(meant)
 
 
 def translate(
     given: Sequence[tuple[LegacyOption, str | None]], say: Callable[[str], None] = lambda _: None
 ) -> list[str]:
-    """Our words for all options that were given; `say` takes why others are not needed. Raises UsageError."""
+    """Translate all given options to our arguments; `say` receives why others are not needed.
+
+    Raises UsageError.
+    """
     words: list[str] = []
     reasons: list[str] = []
     for spelling, value in given:

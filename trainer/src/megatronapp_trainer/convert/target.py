@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and what may be replaced by one."""
+"""Atomic creation of a folder, and the rules for replacing an existing one."""
 
 import contextlib
 import fcntl
@@ -15,10 +15,11 @@ from megatronapp_trainer.utils.atomic_files import sync_directory, sync_file
 def whole_folder(
     target: pathlib.Path, *, overwrite: bool, replaceable: Callable[[pathlib.Path], bool]
 ) -> Iterator[pathlib.Path]:
-    """An empty folder beside `target` that gets its name when the block has ended; after an error it is removed.
+    """Create an empty folder that is renamed to `target` when the block has ended; after an error it is removed.
 
-    With `overwrite`, what `replaceable` says may go is replaced; it keeps its name until the new folder is whole. Only
-    between two renames nothing has the name; whoever is killed there has the next conversion put the old folder back.
+    With `overwrite`, a target is replaced if `replaceable` permits it; it keeps its name until the new folder is whole.
+    Only between two renames the name does not exist; if a conversion is killed there, the next one restores the old
+    folder.
 
     Raises:
         UsageError: the target exists and may not be replaced, is a mount point, or another conversion writes it now.
@@ -55,7 +56,7 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # it has got its name, or holds what a killed conversion left
+            with contextlib.suppress(OSError):  # it was renamed, or has files of a killed conversion
                 folder.rmdir()
     finally:
         os.close(descriptor)
@@ -74,11 +75,11 @@ def _refuse_taken(target: pathlib.Path, *, overwrite: bool, replaceable: Callabl
     if not overwrite:
         raise UsageError(f"--save-dir {target} exists and is not empty; take another, or give --overwrite")
     if not target.is_dir() or not replaceable(target):
-        raise UsageError(f"--save-dir {target} holds something else than a conversion has written; take another")
+        raise UsageError(f"--save-dir {target} has files that no conversion has written; take another")
 
 
 def _clear(folder: pathlib.Path) -> None:
-    """Remove what a conversion left that was killed."""
+    """Remove what a killed conversion has left."""
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)

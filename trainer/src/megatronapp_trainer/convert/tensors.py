@@ -1,4 +1,4 @@
-"""Pure functions between the tensors of Hugging Face models and ours. No arithmetic: bits stay as they are.
+"""Pure functions between the tensors of Hugging Face models and ours. No arithmetic: bits do not change.
 
 G key heads, each with R query heads; D channels of a head; F channels of the MLP; H hidden. A weight [rows, H] and its
 bias [rows] are treated alike.
@@ -14,57 +14,59 @@ Tensors = Sequence[torch.Tensor]
 
 
 def same(parts: Tensors, _shape: ModelShape) -> torch.Tensor:
-    """One tensor as it is."""
+    """Return one tensor unchanged."""
     (tensor,) = parts
     return tensor
 
 
 def split_same(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
-    """The way back of `same`."""
+    """Invert `same`: return one tensor unchanged."""
     return [tensor]
 
 
 def transposed(parts: Tensors, _shape: ModelShape) -> torch.Tensor:
-    """GPT-2's Conv1D keeps its weight as [in, out]; ours is [out, in]."""
+    """Transpose a weight of GPT-2's Conv1D, [in, out], to ours, [out, in]."""
     (tensor,) = parts
     return tensor.t()
 
 
 def split_transposed(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
-    """The way back of `transposed`."""
+    """Invert `transposed` for GPT-2's Conv1D."""
     return [tensor.t()]
 
 
 def padded(parts: Tensors, shape: ModelShape) -> torch.Tensor:
-    """Rows of zeros for the ids that no token has."""
+    """Append rows of zeros for the ids that no token has."""
     (tensor,) = parts
     missing = shape.padded_vocab_size - tensor.size(0)
     return torch.cat([tensor, tensor.new_zeros(missing, tensor.size(1))]) if missing else tensor
 
 
 def unpad(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
-    """The way back of `padded`."""
+    """Invert `padded` by dropping its rows."""
     return [tensor[: shape.vocab_size]]
 
 
 def stacked(parts: Tensors, _shape: ModelShape) -> torch.Tensor:
-    """Gate [F, H] above up [F, H], as megatron-core's gated MLP has them."""
+    """Stack gate [F, H] above up [F, H], as megatron-core's gated MLP has them."""
     return torch.cat(list(parts))
 
 
 def split_stacked(tensor: torch.Tensor, _shape: ModelShape) -> Tensors:
-    """The way back of `stacked`."""
+    """Invert `stacked`: return gate and up."""
     return tensor.chunk(2)
 
 
 def interleaved(parts: Tensors, shape: ModelShape) -> torch.Tensor:
-    """Query [GRD, ...], key and value [GD, ...] -> [G(R + 2)D, ...]: query heads, key and value of each group."""
+    """Interleave query [GRD, ...], key and value [GD, ...] to [G(R + 2)D, ...]: query heads, key and value of each
+    group.
+    """
     by_group = [part.reshape(shape.groups, -1, *part.shape[1:]) for part in parts]
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
 def split_interleaved(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
-    """The way back of `interleaved`."""
+    """Invert `interleaved`: return query, key and value."""
     width = shape.model.head_width
     rows = [shape.queries // shape.groups, width, width]
     by_group = tensor.reshape(shape.groups, -1, *tensor.shape[1:])
@@ -72,21 +74,21 @@ def split_interleaved(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
 
 
 def interleaved_from_one(parts: Tensors, shape: ModelShape) -> torch.Tensor:
-    """GPT-2's bias [3H]: query, key and value one after the other."""
+    """Interleave GPT-2's bias [3H] of query, key and value in sequence."""
     (tensor,) = parts
     return interleaved(tensor.chunk(3), shape)
 
 
 def split_interleaved_to_one(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
-    """The way back of `interleaved_from_one`."""
+    """Invert `interleaved_from_one` to a bias [3H]."""
     return [torch.cat(list(split_interleaved(tensor, shape)))]
 
 
 def interleaved_from_columns(parts: Tensors, shape: ModelShape) -> torch.Tensor:
-    """GPT-2's weight [H, 3H] of a Conv1D."""
+    """Interleave GPT-2's weight [H, 3H] of a Conv1D."""
     return interleaved_from_one([transposed(parts, shape)], shape)
 
 
 def split_interleaved_to_columns(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
-    """The way back of `interleaved_from_columns`."""
+    """Invert `interleaved_from_columns` to a weight [H, 3H]."""
     return split_transposed(split_interleaved_to_one(tensor, shape)[0], shape)

@@ -1,4 +1,4 @@
-"""The families of models that can be converted, by the name that config.json gives them."""
+"""Families of models that can be converted, by their names in config.json."""
 
 from megatronapp_trainer.convert.families.config_keys import ConfigKeys
 from megatronapp_trainer.convert.families.family import HEAD, HuggingFaceFamily
@@ -11,7 +11,10 @@ FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2
 
 
 def family_of(keys: ConfigKeys) -> HuggingFaceFamily:
-    """The family of a config.json. Raises CheckpointError for one that cannot be converted."""
+    """Return the family of a config.json.
+
+    Raises CheckpointError for one that cannot be converted.
+    """
     family = FAMILIES[keys.require("model_type", None, *FAMILIES)]
     for architecture in keys.get("architectures", []):
         if architecture != family.architecture:

@@ -1,4 +1,4 @@
-"""What a family of Hugging Face models is: names, tensors, and the two ways of its config.json."""
+"""Description of a family of Hugging Face models: names, tensors, and both directions of its config.json."""
 
 import dataclasses
 import re
@@ -10,24 +10,25 @@ from megatronapp_trainer.convert.rules import TensorRule
 from megatronapp_trainer.convert.shape import ModelShape
 
 HEAD = "lm_head.weight"
-"""The output embedding, in every family. Folders of tied models leave it out, or repeat the input embedding there."""
+"""Name of the output embedding, in every family. Folders of tied models omit it, or repeat the input embedding there.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceFamily:
-    """A family of models."""
+    """One family of Hugging Face models."""
 
     model_type: str
-    """As config.json names it."""
+    """Name of the family in config.json."""
     architecture: str
-    """The class of transformers that holds the head."""
+    """Class of transformers that has the head."""
     prefixes: tuple[str, ...]
-    """What may stand before the names of all tensors but the head's, the usual one first."""
+    """Prefixes that the names of all tensors but the head's may have, the usual one first."""
     embedding: str
-    """The name, behind the prefix, by which the prefix is found."""
+    """Name, without prefix, of the tensor by which the prefix is found."""
     buffers: re.Pattern[str]
-    """Names of tensors that hold no weights, in folders of older versions; they are left out."""
+    """Names of tensors in folders of older versions that are no weights; they are skipped."""
     rules: tuple[TensorRule, ...]
     read: Callable[[ConfigKeys], ModelShape]
     write: Callable[[ModelShape], dict[str, Any]]
-    """Keys of a new config.json, in the spelling that old and new versions of transformers take."""
+    """Builder of the keys of a new config.json, in the spelling that old and new versions of transformers accept."""

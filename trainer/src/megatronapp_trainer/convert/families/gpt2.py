@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, biases, GELU by tanh, weights of Conv1D the other way round."""
+"""GPT-2: learned positions, LayerNorm, biases, GELU by tanh, transposed weights of Conv1D."""
 
 import re
 from typing import Any
@@ -52,7 +52,7 @@ def _write(shape: ModelShape) -> dict[str, Any]:
 
 
 def _columns(ours: str, theirs: str, rows: Any, columns: Any) -> tuple[TensorRule, TensorRule]:  # noqa: ANN401 - functions of Shape
-    """Weight and bias of a Conv1D."""
+    """Return the rules of weight and bias of a Conv1D."""
     return (
         TensorRule(
             f"decoder.layers.{ours}.weight",

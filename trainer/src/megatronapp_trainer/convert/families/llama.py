@@ -18,11 +18,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"kv": 8, "mlp": 14336, "positions": 131072, "vocab": 32000},
     "qwen2": {"kv": 32, "mlp": 22016, "positions": 32768, "vocab": 151936},
 }
-"""What transformers takes for a key that is absent, where the families differ."""
+"""Default of transformers for an absent key, where the families differ."""
 
 
 def _read(model_type: str, keys: ConfigKeys, **own: Any) -> ModelShape:  # noqa: ANN401 - fields of ModelConfig
-    """`own`: what this family has beyond what all three share."""
+    """Read the keys that all three share; `own` has the fields of this family."""
     defaults = _DEFAULTS[model_type]
     keys.require("hidden_act", "silu", "silu", "swish")
     hidden, heads = keys.whole("hidden_size", 4096), keys.whole("num_attention_heads", 32)
@@ -83,13 +83,13 @@ def _read_qwen2(keys: ConfigKeys) -> ModelShape:
 
 
 def _qwen2_kinds(keys: ConfigKeys) -> list[str]:
-    """The first layers see everything, the others a window."""
+    """Return the kind of each layer: the first ones attend to all tokens, the others to a window."""
     layers, first = keys.whole("num_hidden_layers", 32), keys.get("max_window_layers", 28)
     return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
 
 
 def _window(tokens: int | None) -> str | None:
-    """Theirs counts the token itself, ours does not."""
+    """Convert the window: theirs includes the token itself, ours does not."""
     return None if tokens is None else f"{tokens - 1},0"
 
 
@@ -125,7 +125,7 @@ def _write_qwen2(shape: ModelShape) -> dict[str, Any]:
 
 
 def _tokens(shape: ModelShape) -> int | None:
-    """The window as they count it."""
+    """Return the window by their definition."""
     return None if shape.model.attention_window is None else shape.model.attention_window + 1
 
 

@@ -1,6 +1,6 @@
 """Rotary positions in config.json: plain ones, and those of Llama 3.1 for long contexts.
 
-transformers 5 keeps all of it in ``rope_parameters``; earlier versions have ``rope_theta`` beside ``rope_scaling``.
+transformers 5 stores all of it in ``rope_parameters``; earlier versions have ``rope_theta`` and ``rope_scaling``.
 """
 
 from typing import Any
@@ -10,11 +10,14 @@ from megatronapp_trainer.convert.families.config_keys import ConfigKeys
 
 _THETA = 10000
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-"""megatron-core knows these values only; all of Llama 3.1, 3.2 and 3.3 have them."""
+"""Values of Llama 3.1, 3.2 and 3.3, the only ones that megatron-core supports."""
 
 
 def read_rope(keys: ConfigKeys) -> dict[str, Any]:
-    """Fields of ModelConfig. Raises CheckpointError for another kind of rotary positions."""
+    """Return the fields of ModelConfig.
+
+    Raises CheckpointError for another kind of rotary positions.
+    """
     scaling = keys.part("rope_parameters" if keys.get("rope_parameters") else "rope_scaling")
     base = scaling.number("rope_theta", keys.number("rope_theta", _THETA))
     for where in (keys, scaling):
@@ -28,7 +31,7 @@ def read_rope(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """Keys in the older spelling, which newer versions read too."""
+    """Return the keys in the older spelling, which newer versions accept, too."""
     scaling = {"rope_type": "llama3", "factor": float(model.rope_scaling_factor), **_LLAMA3}
     return {
         "rope_theta": float(model.rotary_base),

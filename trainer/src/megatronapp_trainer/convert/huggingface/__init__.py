@@ -1,1 +1,1 @@
-"""Hugging Face folders: reading and writing."""
+"""Reading and writing of Hugging Face folders."""

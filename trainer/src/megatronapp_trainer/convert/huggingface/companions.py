@@ -1,4 +1,4 @@
-"""Files beside the weights: tokenizer and settings, which travel along in both directions."""
+"""Files next to the weights: tokenizer and settings, which are copied in both directions."""
 
 import json
 import pathlib
@@ -26,20 +26,20 @@ _SETTINGS = ("generation_config.json",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderOrigin:
-    """What config.json does not say of a Hugging Face folder, so that the way back gives the same names."""
+    """Facts of a Hugging Face folder that config.json lacks, so that the conversion back gives the same names."""
 
     model_type: str
     prefix: str
     repeats_head: bool
-    """The folder of a tied model repeats its embedding under the head's name."""
+    """True if the folder of a tied model repeats its embedding under the head's name."""
 
     def write(self, folder: pathlib.Path) -> None:
-        """Beside our weights."""
+        """Write the file to the folder of our weights."""
         (folder / ORIGIN).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
 
 def read_origin(folder: pathlib.Path) -> FolderOrigin | None:
-    """Where a checkpoint of ours was converted from; None for one that was trained here."""
+    """Read the origin of a converted checkpoint; None for one that was trained here."""
     path = folder / ORIGIN
     if not path.is_file():
         return None
@@ -52,9 +52,9 @@ def read_origin(folder: pathlib.Path) -> FolderOrigin | None:
 def copy_companions(
     source: pathlib.Path, folder: pathlib.Path, *, tokenizer: pathlib.Path | None, config: bool
 ) -> None:
-    """Copy what lies beside the weights in `source`; the tokenizer from `tokenizer`, a file or folder, where given.
+    """Copy the files next to the weights in `source`; the tokenizer from `tokenizer`, a file or folder, where given.
 
-    `config`: config.json too. Raises UsageError if `tokenizer` holds none.
+    `config`: config.json too. Raises UsageError if `tokenizer` has none.
     """
     names = _SETTINGS + ((CONFIG,) if config else ())
     files = [source / name for name in names]
@@ -65,16 +65,16 @@ def copy_companions(
 
 
 def check_tokenizer(given: pathlib.Path | None) -> None:
-    """Raise UsageError if this file or folder, where one is given, is no tokenizer that can be trained and served with.
+    """Raise UsageError if this file or folder, where given, is not a tokenizer that can be trained and served with.
 
-    Old commands name tokenizer.model, or vocab.json: the files beside it count.
+    Old commands name tokenizer.model, or vocab.json: the other files of its folder are used.
     """
     if given is not None:
         _tokenizer_files(given)
 
 
 def tokenizer_note(source: pathlib.Path) -> str | None:
-    """What a folder of Hugging Face lacks to be trained and served with texts, or None."""
+    """Describe what a Hugging Face folder lacks for training and serving with texts; None if nothing."""
     if tokenizer_arguments(source):
         return None
     return (
@@ -101,23 +101,23 @@ def _tokenizer_files(given: pathlib.Path) -> list[pathlib.Path]:
         return [given]
     folder = given.parent if given.name in _TOKENIZER or given.suffix == ".model" else given
     if not given.exists() or not folder.is_dir():
-        raise UsageError(f"--tokenizer-model {given} is no tokenizer.json and no folder that holds one; check the path")
+        raise UsageError(f"--tokenizer-model {given} is neither a tokenizer.json nor a folder with one; check the path")
     if not tokenizer_arguments(folder):
         raise UsageError(
-            f"--tokenizer-model {given}: {folder} {_lack(folder)}; give one of these, or the folder that holds it"
+            f"--tokenizer-model {given}: {folder} {_lack(folder)}; give one of these, or its folder"
             f"{_REMEDY if (folder / _SENTENCEPIECE).is_file() else ''}"
         )
     return [folder / name for name in _TOKENIZER if (folder / name).is_file()]
 
 
 def is_written_by_us(folder: pathlib.Path) -> bool:
-    """Whether a Hugging Face folder holds nothing but what a conversion writes there."""
+    """Return True if a Hugging Face folder has only files that a conversion writes."""
     known = {CONFIG, INDEX, *_SETTINGS, *_TOKENIZER}
     return all(entry.name in known or entry.suffix == ".safetensors" for entry in folder.iterdir())
 
 
 def tokenizer_arguments(folder: pathlib.Path) -> dict[str, str]:
-    """The trainer's flags for the tokenizer that lies in a folder, with file names in it."""
+    """Return the trainer's flags for the tokenizer of a folder, with file names in it."""
     if (folder / "tokenizer.json").is_file():
         return {TOKENIZER_FILE: "tokenizer.json"}
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():

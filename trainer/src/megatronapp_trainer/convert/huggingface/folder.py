@@ -23,12 +23,12 @@ _PICKLES = re.compile(r"pytorch_model.*\.bin|model.*\.pt|consolidated.*\.pth")
 
 
 def is_hf_folder(path: pathlib.Path) -> bool:
-    """Whether this is a folder as `save_pretrained` of transformers makes it."""
+    """Return True for a folder as `save_pretrained` of transformers writes it."""
     return (path / CONFIG).is_file() and not (path / MANIFEST).exists() and not any(path.glob("iter_*"))
 
 
 class TensorFolder:
-    """The tensors of a folder. Files are mapped, so that a tensor takes memory only while it is used."""
+    """Tensors of a folder. Files are mapped, so that a tensor takes memory only while it is used."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -37,19 +37,22 @@ class TensorFolder:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return frozenset(self._owner)
 
     def size(self, name: str) -> tuple[int, ...]:
-        """Size of a tensor, from the file's header."""
+        """Return the size of a tensor, from the file's header."""
         return tuple(self._owner[name].get_slice(name).get_shape())
 
     def count(self, name: str) -> int:
-        """Numbers in a tensor."""
+        """Return the number of elements of a tensor."""
         return math.prod(self.size(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor's numbers, from the file's header. Raises CheckpointError for quantised weights."""
+        """Return the type of a tensor's numbers, from the file's header.
+
+        Raises CheckpointError for quantised weights.
+        """
         kind = self._owner[name].get_slice(name).get_dtype()
         if kind not in _FLOATS:
             raise CheckpointError(
@@ -58,7 +61,6 @@ class TensorFolder:
         return _FLOATS[kind]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor."""
         tensor: torch.Tensor = self._owner[name].get_tensor(name)
         return tensor
 
@@ -91,7 +93,7 @@ def _indexed(index: pathlib.Path) -> set[str]:
 
 
 class TensorWriter:
-    """Writes a folder's tensors in shards of at most so many bytes; one shard is held in memory."""
+    """Writes a folder's tensors in shards of at most `shard_bytes`; one shard is in memory."""
 
     def __init__(self, path: pathlib.Path, shard_bytes: int) -> None:
         self._path = path
@@ -102,11 +104,11 @@ class TensorWriter:
         self._total_bytes = 0
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write them all."""
+        """Write all tensors to the folder."""
         for name, tensor in tensors:
             if self._pending and self._pending_bytes + tensor.nbytes > self._limit:
                 self._flush()
-            # a copy of its own: safetensors refuses views, which would keep the whole of what they look at, too
+            # a copy: safetensors refuses views, which would also keep all of their base tensor in memory
             self._pending[name] = tensor.clone(memory_format=torch.contiguous_format)
             self._pending_bytes += tensor.nbytes
             self._total_bytes += tensor.nbytes
@@ -119,7 +121,9 @@ class TensorWriter:
             save_file(self._pending, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{path} could not be written to its end ({error})") from error
-        path.chmod(self._path.stat().st_mode & 0o666)  # safetensors lets nobody else read, the folder may
+        path.chmod(
+            self._path.stat().st_mode & 0o666
+        )  # safetensors permits only the owner to read, the folder may permit more
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
         self._shards.append(list(self._pending))

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a checkpoint of ours."""
+"""Conversion of a Hugging Face folder to a checkpoint of ours."""
 
 import dataclasses
 import pathlib
@@ -25,7 +25,7 @@ _ITERATION = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceSource:
-    """A Hugging Face folder whose tensors are all there, with the right sizes."""
+    """A Hugging Face folder that has all tensors, with the right sizes."""
 
     family: HuggingFaceFamily
     shape: ModelShape
@@ -34,19 +34,22 @@ class HuggingFaceSource:
     steps: tuple[RuleApplication, ...]
 
     def dtype(self, step: RuleApplication) -> torch.dtype:
-        """Type of our tensor: that of theirs. Raises CheckpointError where they differ."""
+        """Return the type of our tensor: that of theirs.
+
+        Raises CheckpointError if they differ.
+        """
         kinds = {self.folder.dtype(name) for name in step.names}
         if len(kinds) > 1:
             raise CheckpointError(f"{self.folder.path}: {', '.join(step.names)} hold different types of numbers")
         return kinds.pop()
 
     def read(self, step: RuleApplication) -> torch.Tensor:
-        """Our tensor."""
+        """Read and convert one of our tensors."""
         return step.pack([self.folder.read(name) for name in step.names], self.shape)
 
 
 def open_source(path: pathlib.Path, divisible_by: int) -> HuggingFaceSource:
-    """Look at config.json and the headers of all files; no tensor is read.
+    """Read config.json and the headers of all files; no tensor is read.
 
     Raises:
         CheckpointError: another kind of model, a missing, unknown or misshapen tensor, or files that cannot be read.
@@ -106,7 +109,7 @@ def _check_head(source: HuggingFaceSource) -> None:
     embedding = source.origin.prefix + source.family.embedding
     if not torch.equal(source.folder.read(HEAD), source.folder.read(embedding)):
         raise CheckpointError(
-            f"{source.folder.path}: {HEAD} differs from {embedding}, but tie_word_embeddings says that they are one; "
+            f"{source.folder.path}: {HEAD} differs from {embedding}, but tie_word_embeddings says that they are equal; "
             "set it to false in config.json"
         )
 
@@ -121,7 +124,10 @@ def _size(size: tuple[int, ...]) -> str:
 
 
 def write_ours(source: HuggingFaceSource, options: ConversionOptions, target: pathlib.Path) -> ConversionSummary:
-    """Write our directory into the empty folder `target`. Raises CheckpointError, UsageError, OSError."""
+    """Write our directory into the empty folder `target`.
+
+    Raises CheckpointError, UsageError, OSError.
+    """
     folder = target / checkpoint_name(_ITERATION)
     folder.mkdir()
     copy_companions(options.load_dir, folder, tokenizer=options.tokenizer, config=True)
@@ -147,7 +153,10 @@ def write_ours(source: HuggingFaceSource, options: ConversionOptions, target: pa
 
 
 def text_tokens_in(folder: pathlib.Path, options: ConversionOptions) -> TextTokens:
-    """What the tokenizer's files in a folder say. Raises CheckpointError where they cannot be read."""
+    """Read the text tokens from the tokenizer's files in a folder.
+
+    Raises CheckpointError if they cannot be read.
+    """
     try:
         return text_tokens_of(folder)
     except DataError as error:
@@ -171,7 +180,7 @@ def _pieces(source: HuggingFaceSource, options: ConversionOptions) -> Iterator[t
 
 
 def manifest_of(stored: dict[str, object]) -> Manifest:
-    """The manifest of a checkpoint that holds weights alone."""
+    """Return the manifest of a checkpoint that has weights alone."""
     return Manifest(
         iteration=_ITERATION,
         consumed_samples=0,

@@ -1,4 +1,4 @@
-"""From a checkpoint of ours to a Hugging Face folder."""
+"""Conversion of a checkpoint of ours to a Hugging Face folder."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StoredModel:
-    """A checkpoint of ours that holds all tensors of a family's model."""
+    """A checkpoint of ours that has all tensors of a family's model."""
 
     path: pathlib.Path
     family: HuggingFaceFamily
@@ -45,7 +45,7 @@ class StoredModel:
     repeats_head: bool
 
     def read(self, options: ConversionOptions) -> Iterator[tuple[str, torch.Tensor]]:
-        """Their tensors with their names, one of ours after the other."""
+        """Yield their tensors with their names, in the order of ours."""
         wanted = None if options.dtype is None else torch_dtype(options.dtype)
         for step in self.steps:
             tensor = self.tensors.read(step.rule.ours, step.layer)
@@ -59,9 +59,9 @@ class StoredModel:
 
 
 def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.Path, Manifest]:
-    """The folder of the newest whole checkpoint, or of this iteration, and its manifest.
+    """Return the folder of the newest whole checkpoint, or of this iteration, and its manifest.
 
-    `path` may be that folder itself. Raises CheckpointError where there is none.
+    `path` may be that folder itself. Raises CheckpointError if it does not exist.
     """
     found = [path] if (path / MANIFEST).is_file() else CheckpointDirectory(path).checkpoints()
     flaws = []
@@ -82,11 +82,11 @@ def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.
 
 
 def open_stored(path: pathlib.Path, manifest: Manifest, family: str | None) -> StoredModel:
-    """Look at the manifest and the list of tensors; none is read.
+    """Read the manifest and the list of tensors; no tensor is read.
 
     Raises:
-        CheckpointError: no family holds such a model, or a tensor is missing or misshapen.
-        UsageError: the model is not of the family that was asked for.
+        CheckpointError: no family has such a model, or a tensor is missing or misshapen.
+        UsageError: the model is not of the family that was requested.
     """
     tensors = _tensors(path)
     shape = _shape(manifest, tensors, path)
@@ -114,7 +114,7 @@ def _tensors(path: pathlib.Path) -> StoredTensors:
 
 
 def _shape(manifest: Manifest, tensors: StoredTensors, path: pathlib.Path) -> ModelShape:
-    """The model of a manifest, with the padding that its embedding really has."""
+    """Return the model of a manifest, with the padding of its embedding."""
     embedding = tensors.find(_EMBEDDING)
     if embedding is None:
         raise CheckpointError(f"{path} holds no {_EMBEDDING}: it is not the checkpoint of a GPT model")
@@ -126,7 +126,7 @@ def _shape(manifest: Manifest, tensors: StoredTensors, path: pathlib.Path) -> Mo
 
 
 def _choose(shape: ModelShape, name: str | None) -> HuggingFaceFamily:
-    """The family of this name, else the first one that can hold the model."""
+    """Return the family of this name, or the first one that can hold the model."""
     candidates = [FAMILIES[name]] if name is not None else list(FAMILIES.values())
     reasons = {family.model_type: _misfit(family, shape) for family in candidates}
     for family in candidates:
@@ -139,7 +139,7 @@ def _choose(shape: ModelShape, name: str | None) -> HuggingFaceFamily:
 
 
 def _misfit(family: HuggingFaceFamily, shape: ModelShape) -> str | None:
-    """Why config.json of a family cannot say what this model is, or None."""
+    """Return why config.json of a family cannot describe this model, or None."""
     try:
         again = family.read(ConfigKeys({"vocab_size": shape.vocab_size, **family.write(shape)}, "config.json"))
     except CheckpointError as error:
@@ -161,7 +161,10 @@ def _check(stored: StoredModel) -> None:
 
 
 def write_hf(stored: StoredModel, options: ConversionOptions, target: pathlib.Path) -> ConversionSummary:
-    """Write a Hugging Face folder into the empty folder `target`. Raises CheckpointError, UsageError, OSError."""
+    """Write a Hugging Face folder into the empty folder `target`.
+
+    Raises CheckpointError, UsageError, OSError.
+    """
     copy_companions(stored.path, target, tokenizer=options.tokenizer, config=False)
     kinds: set[torch.dtype] = set()
     total = 0
@@ -194,7 +197,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def _write_config(stored: StoredModel, target: pathlib.Path, kinds: set[torch.dtype]) -> None:
-    """The config.json that the model came with, if it still says what the model is, else a new one."""
+    """Write the model's original config.json if it still describes the model, and a new one if not."""
     name = str(next(iter(kinds))).removeprefix("torch.") if len(kinds) == 1 else "float32"
     values = _kept_config(stored)
     if values is None:
@@ -232,7 +235,7 @@ def _new_config(stored: StoredModel, target: pathlib.Path) -> dict[str, Any]:
 
 
 def _of_tokenizer(folder: pathlib.Path) -> tuple[tuple[int, ...], TextTokens]:
-    """The token that ends a document, and those around a text, where a tokenizer goes along that can be read."""
+    """Return the end-of-document token and the text tokens, if a readable tokenizer is copied along."""
     from megatronapp_trainer.data import tokenizer
 
     given = TextTokens()

@@ -1,8 +1,8 @@
-"""Which tokens transformers puts around a text, and which end one, by the files of a Hugging Face folder.
+"""Tokens that transformers puts around a text, and those that end one, by the files of a Hugging Face folder.
 
-As transformers 5 does: the post-processor of tokenizer.json says what is added; where there are only vocab.json and
-merges.txt, add_bos_token and add_eos_token of tokenizer_config.json do. The tokens that end a text are those of
-generation_config.json, else of config.json.
+As transformers 5 does: the post-processor of tokenizer.json defines which are added; where there are only vocab.json
+and merges.txt, add_bos_token and add_eos_token of tokenizer_config.json do. The tokens that end a text are those of
+generation_config.json, or without that file those of config.json.
 """
 
 import json
@@ -22,10 +22,10 @@ _SPECIAL_MAP = "special_tokens_map.json"
 
 
 def text_tokens_of(folder: pathlib.Path) -> TextTokens:
-    """What the files that lie in a folder say; files that are not there say nothing.
+    """Derive the text tokens from the files in a folder; absent files are skipped.
 
     Raises:
-        CheckpointError: a file cannot be read, or a key is no id of a token.
+        CheckpointError: a file cannot be read, or a key is not the id of a token.
         DataError: the tokenizer cannot be read.
     """
     before, after = _around(folder)
@@ -46,7 +46,7 @@ def _around(folder: pathlib.Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _of_post_processor(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What encoding adds to some text that holds no special token."""
+    """Return the tokens that encoding adds around a text without special tokens."""
     text = "a"
     plain = tokenizer.tokenize(text)
     full = tokenizer.backend.encode(text, add_special_tokens=True).ids
@@ -57,7 +57,7 @@ def _of_post_processor(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int
 
 
 def _named(tokenizer: Tokenizer, folder: pathlib.Path, kind: str) -> tuple[int, ...]:
-    """The token that the tokenizer's settings call `bos` or `eos`; else its id in config.json; else none."""
+    """Return the token that the settings call `bos` or `eos`, or its id in config.json; empty without both."""
     for name in (_TOKENIZER_CONFIG, _SPECIAL_MAP):
         given = _keys(folder / name).get(f"{kind}_token")
         text = given.get("content") if isinstance(given, dict) else given
@@ -81,7 +81,7 @@ def _ids(keys: ConfigKeys, key: str) -> tuple[int, ...]:
 
 
 def _keys(path: pathlib.Path) -> ConfigKeys:
-    """A file of settings; nothing where there is none."""
+    """Read a file of settings; empty if it does not exist."""
     if not path.is_file():
         return ConfigKeys({}, str(path))
     try:
@@ -89,5 +89,5 @@ def _keys(path: pathlib.Path) -> ConfigKeys:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); is the download complete?") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is no JSON object; is the download complete?")
+        raise CheckpointError(f"{path} is not a JSON object; is the download complete?")
     return ConfigKeys(values, str(path))

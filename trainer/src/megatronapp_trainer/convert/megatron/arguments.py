@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, as they stand in a checkpoint, as the model of this trainer."""
+"""Translation of Megatron-LM's arguments, as stored in a checkpoint, to the model of this trainer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _UNSUPPORTED = {
     "apply_layernorm_1p": "norms whose weights are stored around zero",
     "squared_relu": "the squared ReLU",
     "quick_geglu": "the gated quick GELU",
-    "apply_residual_connection_post_layernorm": "residuals behind the norm",
+    "apply_residual_connection_post_layernorm": "residuals after the norm",
     "rotary_interleaved": "interleaved rotary positions",
     "rotary_seq_len_interpolation_factor": "interpolated rotary positions",
     "no_rope_freq": "layers without rotary positions",
@@ -28,17 +28,17 @@ _UNSUPPORTED = {
     "linear_attention_freq": "linear attention",
     "experimental_attention_variant": "other kinds of attention",
 }
-"""What no model of this trainer has, where the argument is set."""
+"""Arguments for features that no model of this trainer has, with their descriptions."""
 _WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
-"""Tokenizers whose end of documents is one token more than `vocab_size` counts."""
+"""Tokenizers whose end of documents is one token more than `vocab_size` includes."""
 _NO_INTERPOLATION = ("rotary_seq_len_interpolation_factor", 1)
 
 
 def model_from(arguments: Mapping[str, Any]) -> ModelConfig:
-    """The model that these arguments describe.
+    """Build the model that these arguments describe.
 
     Raises:
-        CheckpointError: an argument is missing, or says something that no model of this trainer has.
+        CheckpointError: an argument is missing, or requests a feature that no model of this trainer has.
     """
     for name, what in _UNSUPPORTED.items():
         if arguments.get(name) and (name, arguments[name]) != _NO_INTERPOLATION:
@@ -75,7 +75,9 @@ def model_from(arguments: Mapping[str, Any]) -> ModelConfig:
 
 
 def vocabulary_from(arguments: Mapping[str, Any], rows: int) -> int:
-    """Tokens without padding: those that the arguments name, else all rows of the embedding."""
+    """Return the number of tokens without padding by the arguments, or all rows of the embedding without such
+    arguments.
+    """
     value = arguments.get("vocab_size")
     if not isinstance(value, int) or value < 1:
         return rows
@@ -83,7 +85,7 @@ def vocabulary_from(arguments: Mapping[str, Any], rows: int) -> int:
 
 
 def megatron_tokenizer_arguments(arguments: Mapping[str, Any]) -> str | None:
-    """The options of the tokenizer that it was trained with, or None."""
+    """Return the options of the tokenizer that it was trained with, or None."""
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
     words = [f"--{name.replace('_', '-')} {arguments[name]}" for name in names if isinstance(arguments.get(name), str)]
     return " ".join(words) or None
@@ -123,7 +125,7 @@ def _window(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _is_tanh(arguments: Mapping[str, Any]) -> bool:
-    """Megatron-LM's fused bias and GELU, which is its default, computes the approximation by tanh."""
+    """Return True for GELU by tanh, which Megatron-LM's default, the fused bias and GELU, computes."""
     if arguments.get("swiglu"):
         return False
     fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
@@ -131,5 +133,5 @@ def _is_tanh(arguments: Mapping[str, Any]) -> bool:
 
 
 def with_rows(model: ModelConfig, rows: int) -> ModelConfig:
-    """The model with an embedding of so many rows."""
+    """Return the model with an embedding of this many rows."""
     return dataclasses.replace(model, make_vocab_size_divisible_by=rows)

@@ -1,4 +1,4 @@
-"""Weights in Megatron-LM's legacy layout: a file for each tensor and pipeline rank, put together to whole tensors.
+"""Weights in Megatron-LM's legacy layout: a file for each tensor and pipeline rank, joined to whole tensors.
 
 The names are those of a GPTModel of megatron-core, with or without Transformer Engine, or of the model that Megatron-LM
 had before megatron-core (`language_model.encoder.layers.0.self_attention.query_key_value.weight`).
@@ -39,11 +39,11 @@ _NO_WEIGHTS = re.compile(r".*_extra_state|.*inv_freq|.*masked_bias|.*attention\.
 _ROWS = (EMBEDDING, HEAD, "self_attention.linear_qkv.", "mlp.linear_fc1.")
 _COLUMNS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 _GROUPED = 2.0
-"""checkpoint_version from which on query, key and value of each head lie together."""
+"""First checkpoint_version in which query, key and value of each head are stored together."""
 
 
 class LegacyWeights:
-    """The weights of one checkpoint. Files are mapped; a tensor is put together when it is read."""
+    """Weights of one checkpoint. Files are mapped; a tensor is joined when it is read."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         files = rank_files(folder)
@@ -62,12 +62,12 @@ class LegacyWeights:
         self._parts = _parts(folder, loaded)
 
     def places(self) -> set[Place]:
-        """All weights."""
+        """Return the places of all weights."""
         tied = not self.arguments.get("untie_embeddings_and_output_weights")
         return {place for place in self._parts if not (tied and place[0] == HEAD)}
 
     def size(self, place: Place) -> tuple[int, ...]:
-        """Of one layer's tensor."""
+        """Return the size of one layer's tensor."""
         parts, axis = self._parts[place], _axis(place[0])
         size = list(parts[0].shape)
         if axis is not None:
@@ -75,11 +75,11 @@ class LegacyWeights:
         return tuple(size)
 
     def dtype(self, place: Place) -> torch.dtype:
-        """Of its numbers."""
+        """Return the type of a tensor's numbers."""
         return self._parts[place][0].dtype
 
     def read(self, place: Place) -> torch.Tensor:
-        """The whole tensor."""
+        """Read a whole tensor from its parts."""
         name, parts = place[0], self._parts[place]
         axis = _axis(name)
         if axis is None:
@@ -92,7 +92,9 @@ class LegacyWeights:
         return torch.cat(parts, axis)
 
     def _grouped(self, part: torch.Tensor) -> torch.Tensor:
-        """[3, heads, width, ...] of version 0, or [heads, width, 3, ...] of version 1, as [heads, 3, width, ...]."""
+        """Reorder [3, heads, width, ...] of version 0, or [heads, width, 3, ...] of version 1, to [heads, 3, width,
+        ...].
+        """
         width = self.arguments.get("kv_channels") or (
             self.arguments["hidden_size"] // self.arguments["num_attention_heads"]
         )
@@ -108,12 +110,12 @@ def _load(path: pathlib.Path) -> dict[str, Any]:
     except Exception as error:  # a damaged archive raises anything
         raise BrokenCheckpointError(f"its {path.parent.name}/{path.name} cannot be read ({error})") from error
     if not isinstance(loaded, dict):
-        raise BrokenCheckpointError(f"its {path.parent.name}/{path.name} is no checkpoint of Megatron-LM")
+        raise BrokenCheckpointError(f"its {path.parent.name}/{path.name} is not a checkpoint of Megatron-LM")
     return loaded
 
 
 def _parts(folder: pathlib.Path, loaded: Mapping[tuple[int, int], dict[str, Any]]) -> dict[Place, list[torch.Tensor]]:
-    """Every tensor's pieces in the order of tensor ranks."""
+    """Return the parts of every tensor in the order of tensor ranks."""
     stages = sorted({stage for stage, _ in loaded})
     tensors = sorted({tensor for _, tensor in loaded})
     if stages != list(range(len(stages))) or set(loaded) != {(p, t) for p in stages for t in range(len(tensors))}:
@@ -133,14 +135,14 @@ def _parts(folder: pathlib.Path, loaded: Mapping[tuple[int, int], dict[str, Any]
 
 
 def _chunks(rank: Mapping[str, Any]) -> list[str]:
-    """The model, or the chunks of an interleaved schedule."""
+    """Return the keys of the model, or of the chunks of an interleaved schedule."""
     if "model" in rank:
         return ["model"]
     return sorted((key for key in rank if re.fullmatch(r"model\d+", key)), key=lambda key: int(key[5:]))
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested dictionaries by their names in full."""
+    """Yield the tensors of nested dictionaries with their full names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -149,7 +151,7 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, torch.T
 
 
 def _place(name: str, first: int) -> Place | None:
-    """Where a tensor of a rank belongs, whose first layer is `first`; None for one that is no weight."""
+    """Return the place of a tensor of a rank whose first layer is `first`; None if it is not a weight."""
     if _NO_WEIGHTS.fullmatch(name):
         return None
     layer = _LAYER.fullmatch(name)
@@ -163,7 +165,7 @@ def _place(name: str, first: int) -> Place | None:
 
 
 def _axis(name: str) -> int | None:
-    """The axis along which tensor ranks hold parts; None where each holds the whole."""
+    """Return the axis along which tensor ranks have parts; None if each has the whole tensor."""
     behind = name.removeprefix(LAYERS)
     if behind in _COLUMNS:
         return 1

@@ -1,6 +1,6 @@
-"""Weights in megatron-core's torch_dist, by Megatron-LM or by this trainer; the layout that wrote them does not matter.
+"""Weights in megatron-core's torch_dist, by Megatron-LM or by this trainer, independent of the layout that wrote them.
 
-Layers are one tensor with an axis of layers in front, or tensors of their own (`decoder.layers.3.`); a gated MLP is one
+Layers are one tensor with an axis of layers in front, or separate tensors (`decoder.layers.3.`); a gated MLP is one
 tensor, or two that end in `_w` and `_v` (megatron-core 0.14 and newer write either).
 """
 
@@ -19,12 +19,12 @@ from megatronapp_trainer.convert.megatron.weights import LAYERS, Place
 
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OTHER = re.compile(r"(chained_\d+\.)?optimizer\..*|.*_extra_state.*|rng_state.*|rerun_state.*|dataloader.*")
-"""What is stored beside the weights."""
+"""Names of stored objects that are no weights."""
 _HALVES = ("_w", "_v")
 
 
 class CoreWeights:
-    """The weights of one checkpoint."""
+    """Weights of one torch_dist checkpoint."""
 
     def __init__(self, folder: pathlib.Path, arguments: Mapping[str, Any], iteration: int) -> None:
         self.arguments = arguments
@@ -53,23 +53,26 @@ class CoreWeights:
             keys.sort(key=lambda one: one.endswith(_HALVES[1]))
 
     def places(self) -> set[Place]:
-        """All weights."""
+        """Return the places of all weights."""
         return set(self._keys)
 
     def size(self, place: Place) -> tuple[int, ...]:
-        """Of one layer's tensor."""
+        """Return the size of one layer's tensor."""
         keys, row = self._keys[place]
         sizes = [self._found(key).size[0 if row is None else 1 :] for key in keys]
         return (sum(size[0] for size in sizes), *sizes[0][1:])
 
     def dtype(self, place: Place) -> torch.dtype:
-        """Of its numbers."""
+        """Return the type of a tensor's numbers."""
         keys, _ = self._keys[place]
         dtype: torch.dtype = self._found(keys[0]).properties.dtype
         return dtype
 
     def read(self, place: Place) -> torch.Tensor:
-        """The whole tensor. Raises BrokenCheckpointError."""
+        """Read a whole tensor.
+
+        Raises BrokenCheckpointError.
+        """
         keys, row = self._keys[place]
         parts = [self._stored.read(key, row) for key in keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -77,12 +80,15 @@ class CoreWeights:
     def _found(self, key: str) -> Any:  # noqa: ANN401 - TensorStorageMetadata
         found = self._stored.find(key)
         if found is None:
-            raise BrokenCheckpointError(f"{key} is no tensor")
+            raise BrokenCheckpointError(f"{key} is not a tensor")
         return found
 
 
 def open_torch_dist(folder: pathlib.Path) -> CoreWeights:
-    """A checkpoint of Megatron-LM. Raises BrokenCheckpointError."""
+    """Open a checkpoint of Megatron-LM.
+
+    Raises BrokenCheckpointError.
+    """
     try:
         common = read_torch(folder / COMMON)
         arguments = vars(common["args"])

@@ -1,4 +1,4 @@
-"""The tensors of a GPT model as this trainer stores them, and what gives them."""
+"""The tensors of a GPT model as this trainer stores them, and their sources."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -16,32 +16,35 @@ Place = tuple[str, int | None]
 
 
 class CheckpointWeights(Protocol):
-    """An opened checkpoint. Names are those of megatron-core's torch_dist, with the layer apart."""
+    """An opened checkpoint. Names are those of megatron-core's torch_dist, with the layer separate."""
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Of the training that wrote it."""
+        """Return the arguments of the training that wrote it."""
         ...
 
     @property
     def iteration(self) -> int:
-        """Of that training."""
+        """Return the iteration of that training."""
         ...
 
     def places(self) -> set[Place]:
-        """All weights."""
+        """Return the places of all weights."""
         ...
 
     def size(self, place: Place) -> tuple[int, ...]:
-        """Of one layer's tensor."""
+        """Return the size of one layer's tensor."""
         ...
 
     def dtype(self, place: Place) -> torch.dtype:
-        """Of its numbers."""
+        """Return the type of a tensor's numbers."""
         ...
 
     def read(self, place: Place) -> torch.Tensor:
-        """The whole tensor. Raises BrokenCheckpointError."""
+        """Read a whole tensor.
+
+        Raises BrokenCheckpointError.
+        """
         ...
 
 
@@ -54,7 +57,7 @@ class ExpectedTensor:
 
 
 def expected(model: ModelConfig, rows: int) -> Iterator[ExpectedTensor]:
-    """All tensors of a model whose embedding has `rows`."""
+    """Yield all tensors of a model whose embedding has `rows`."""
     hidden = model.hidden_size
     yield ExpectedTensor((EMBEDDING, None), (rows, hidden))
     if model.position_embedding_type == "learned_absolute":
@@ -93,6 +96,6 @@ def _norm(prefix: str, model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def name_of(place: Place) -> str:
-    """For messages."""
+    """Return the full name, for messages."""
     name, layer = place
     return name if layer is None else name.replace(LAYERS, f"{LAYERS}{layer}.", 1)
