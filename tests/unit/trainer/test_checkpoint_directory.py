@@ -334,7 +334,7 @@ def test_two_claims_of_one_attempt_write_into_different_folders(directory: Check
 def test_a_vanished_owner_is_no_owner(directory: CheckpointDirectory) -> None:
     claim = claimed(directory)
     (directory.path / "owner.json").unlink()
-    with pytest.raises(StorageError, match=r"owner\.json, .* is gone"):
+    with pytest.raises(StorageError, match=r"owner\.json, .* is missing"):
         directory.check_owner(claim)
 
 

@@ -145,19 +145,19 @@ def test_damaged_checkpoints_are_left_out(save: pathlib.Path, call: RunRanks) ->
     (next((save / "iter_0000006").glob("*.distcp"))).unlink()
     ((found, iteration, said),) = call(1, resume, f"--save {save}")
     assert (found, iteration) == (True, 4)
-    assert "iter_0000006 is left out" in said[0]
+    assert "iter_0000006 is skipped" in said[0]
     assert "is missing" in said[0]
     flip_a_byte(save / "iter_0000004")
     first, second = call(2, resume, f"--save {save}")
     assert tuple(first[:2]) == tuple(second[:2]) == (True, 2)
-    assert "iter_0000004 is left out: its file __0_0.distcp is damaged" in first[2][1]
+    assert "iter_0000004 is skipped: its file __0_0.distcp is damaged" in first[2][1]
     assert second[2] == []
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_out(save: pathlib.Path, call: RunRanks) -> None:
     first, second = call(2, resume_beside_a_deletion, f"--save {save}")
     assert tuple(first[:2]) == tuple(second[:2]) == (True, 4)
-    assert "iter_0000006 is left out: its common.pt cannot be read" in first[2][0]
+    assert "iter_0000006 is skipped: its common.pt cannot be read" in first[2][0]
     assert second[2] == []
 
 
@@ -171,7 +171,7 @@ def test_a_damaged_common_part_of_the_first_release_is_left_out(save: pathlib.Pa
     common.write_bytes(bytes(common.stat().st_size))
     first, second = call(2, resume, f"--save {save}")
     assert tuple(first[:2]) == tuple(second[:2]) == (True, 4)
-    assert "iter_0000006 is left out: its common.pt cannot be read" in first[2][0]
+    assert "iter_0000006 is skipped: its common.pt cannot be read" in first[2][0]
     assert second[2] == []
 
 

@@ -66,7 +66,7 @@ def test_the_answer_names_it_and_the_command(tmp_path: pathlib.Path, kind: str) 
     else:
         path.mkdir()
         (path / "megatronapp.json").touch()
-        words = f"name the directory that holds it: {tmp_path}"
+        words = f"give its directory: {tmp_path}"
     assert words in str(answer(path))
     with pytest.raises(CheckpointError) as caught:
         newest_arguments(path)

@@ -1,1 +1,1 @@
-"""Checkpoints in torch's distributed format through megatron-core, whole or not there at all: `manager`."""
+"""Checkpoints in torch's distributed format through megatron-core, published atomically: `manager`."""

@@ -1,4 +1,4 @@
-"""Which arguments must be the same for a checkpoint to be read, which are worth a word, and which make its model."""
+"""Comparison of a checkpoint's arguments with those of a run: required, noted, and those that build its model."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,12 +15,12 @@ Getter = Callable[[TrainerConfig], Any]
 
 @functools.lru_cache(maxsize=4)
 def _vocab_size(data: DataConfig) -> int:
-    """Tokens before padding. megatron-core would read embeddings of any other size without a word."""
+    """Return the number of tokens before padding; megatron-core reads embeddings of another size without an error."""
     return load_vocabulary(data).vocab_size
 
 
 DECOUPLED = "--decoupled-lr"
-"""Recorded in a manifest as a boolean; manifests of the first releases lack it."""
+"""Flag that a manifest records as a boolean; manifests of the first releases lack it."""
 
 _MODEL: dict[str, Getter] = {
     "--num-layers": lambda c: c.model.num_layers,
@@ -45,13 +45,13 @@ _MODEL: dict[str, Getter] = {
     "--untie-embeddings-and-output-weights": lambda c: c.model.untie_embeddings_and_output_weights,
     "--vocab-size": lambda c: _vocab_size(c.data),
 }
-"""The model itself."""
+"""Arguments that define the model."""
 
 _SIZES: dict[str, Getter] = {
     "--seq-length": lambda c: c.model.seq_length,
     "--make-vocab-size-divisible-by": lambda c: c.model.make_vocab_size_divisible_by,
 }
-"""What else is needed to build the model, but may be another in the next run."""
+"""Further arguments that are needed to build the model, but may differ in the next run."""
 
 _OPTIMIZER: dict[str, Getter] = {
     "--use-distributed-optimizer": lambda c: c.parallel.use_distributed_optimizer,
@@ -59,7 +59,7 @@ _OPTIMIZER: dict[str, Getter] = {
     "--optimizer": lambda c: c.optimizer.optimizer,
     DECOUPLED: lambda c: c.optimizer.decoupled_lr is not None,
 }
-"""How optimizer state is stored."""
+"""Arguments that define how optimizer state is stored."""
 
 _DATA: dict[str, Getter] = {
     "--seed": lambda c: c.training.seed,
@@ -72,32 +72,32 @@ _DATA: dict[str, Getter] = {
     "--train-data-path": lambda c: list(c.data.train_data_path or ()),
     "--split": lambda c: c.data.split,
 }
-"""What the order of samples depends on."""
+"""Arguments that the order of samples depends on."""
 
 
 TOKENIZER_FILE = "--tokenizer-file"
-"""In a manifest: the name of a tokenizer.json that lies beside it. Only checkpoints that were converted have one."""
+"""Key in a manifest of the name of a tokenizer.json next to it, which only converted checkpoints have."""
 
 
 def record(config: TrainerConfig) -> dict[str, Any]:
-    """Arguments as the manifest keeps them."""
+    """Return the arguments for the manifest."""
     return {flag: get(config) for flag, get in (_MODEL | _SIZES | _OPTIMIZER | _DATA).items()}
 
 
 def record_weights(config: TrainerConfig) -> dict[str, Any]:
-    """Arguments of a checkpoint that holds weights alone, from no training."""
+    """Return the arguments of a checkpoint that has weights alone, from no training."""
     return {flag: get(config) for flag, get in (_MODEL | _SIZES).items()} | {"--bf16": config.precision.bf16}
 
 
 def holds_weights_alone(stored: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint with these arguments was converted, so that no training can be gone on with."""
+    """Return True if a checkpoint with these arguments was converted, so that no training can be resumed from it."""
     return "--train-iters" not in stored
 
 
 def model_flags(stored: Mapping[str, Any]) -> list[str]:
-    """The part of a command line that builds the model which a manifest's arguments describe, `--vocab-size` with it.
+    """Return the flags that build the model of a manifest's arguments, including `--vocab-size`.
 
-    Sizes are those of the manifest; a command line may say another `--seq-length` after them.
+    Sizes are those of the manifest; a command line may override `--seq-length` after them.
     """
     words: list[str] = []
     for flag in (*_MODEL, *_SIZES):
@@ -114,12 +114,12 @@ def model_flags(stored: Mapping[str, Any]) -> list[str]:
 
 
 def model_of(stored: Mapping[str, Any]) -> ModelConfig:
-    """The model that a manifest's arguments describe. Dropout is the default's: it is no part of a model."""
+    """Return the model of a manifest's arguments. Dropout has its default: it is no part of a model."""
     return read_section(ModelConfig, build_parser().parse_args(model_flags(stored)))
 
 
 def conflict(stored: dict[str, Any], config: TrainerConfig, *, optimizer: bool) -> str | None:
-    """Why a checkpoint cannot be read into this run, or None. `optimizer`: its state is wanted too."""
+    """Return why a checkpoint cannot be read into this run, or None. `optimizer`: its state is read, too."""
     needed = _compared(config) | (_OPTIMIZER if optimizer else {})
     differences = _differences(stored, config, needed)
     if not differences:
@@ -131,14 +131,14 @@ def conflict(stored: dict[str, Any], config: TrainerConfig, *, optimizer: bool) 
 
 
 def model_difference(there: TrainerConfig, here: TrainerConfig) -> str | None:
-    """In what two models differ, or None."""
+    """Describe in what two models differ; None if they are equal."""
     compared = _compared(here)
     differences = _differences({flag: get(there) for flag, get in compared.items()}, here, compared)
     return f"it differs in {_words(differences)}" if differences else None
 
 
 def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
-    """What changes about the order of samples, or None."""
+    """Describe what changes about the order of samples; None if it is unchanged."""
     differences = _differences(stored, config, _DATA)
     if not differences:
         return None
@@ -146,9 +146,9 @@ def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
 
 
 def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> int | None:
-    """Number of samples for which a resumed run shuffles its data, if not the one that its flags give.
+    """Return the number of samples for which a resumed run shuffles its data, or None for that of its flags.
 
-    Releases before --train-samples took the steps of a ramp-up for full ones when they counted.
+    Releases before --train-samples counted the steps of a ramp-up as full ones.
     """
     training = config.training
     if notes(stored.arguments, config) is not None:
@@ -159,18 +159,20 @@ def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> in
 
 
 def _compared(config: TrainerConfig) -> dict[str, Getter]:
-    """What makes another model. Only learned positions have rows; of others the number is a habit of the model."""
+    """Return the arguments that define the model. Only learned positions have rows; otherwise their number does not
+    matter.
+    """
     learned = config.model.position_embedding_type == "learned_absolute"
     return {flag: get for flag, get in _MODEL.items() if learned or flag != "--max-position-embeddings"}
 
 
 def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:
-    """As JSON gives them back."""
+    """Convert to a list, as JSON returns it."""
     return None if numbers is None else list(numbers)
 
 
 def _plain(number: float) -> float:
-    """A whole number without its fraction of zeros."""
+    """Format a whole number without its fraction of zeros."""
     return int(number) if number == int(number) else number
 
 

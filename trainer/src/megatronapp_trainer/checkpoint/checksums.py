@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's files: computed while a file is written, and compared by all ranks before it is read.
 
-A checksum is a text in the manifest. `crc32/67108864:1c291ca3 ffffffff` holds the CRC-32 of each block of 64 MiB in
-turn, the last one shorter, so that ranks and threads can share one large file and damage has a place in it. Releases
-before wrote `crc32:1c291ca3`, of a whole file, which is read too. The files themselves have no other format.
+A checksum is a text in the manifest. `crc32/67108864:1c291ca3 ffffffff` lists the CRC-32 of each block of 64 MiB in
+order, the last one shorter, so that ranks and threads can verify parts of one large file and damage has a place in it.
+Earlier releases wrote `crc32:1c291ca3`, of a whole file, which is read, too. The files themselves have no other format.
 """
 
 import functools
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 64 << 20
 THREADS = 4
-"""Reading threads of one rank. zlib and the system calls run without Python's lock."""
+"""Number of reading threads of one rank. zlib and the system calls run without Python's lock."""
 _READ_BYTES = 8 << 20
 _CHECKSUM = re.compile(r"crc32(?:/([1-9]\d*))?:([0-9a-f]{8}(?: [0-9a-f]{8})*)")
 
@@ -57,7 +57,7 @@ class BlockChecksums:
             self._room -= len(part)
 
     def text(self) -> str:
-        """The checksum of all bytes so far; no bytes are one empty block."""
+        """Return the checksum of all bytes so far; no bytes are one empty block."""
         return f"crc32/{self._block_bytes}:" + " ".join(f"{value:08x}" for value in [*self._done, self._current])
 
 
@@ -70,14 +70,13 @@ class ChecksummedFile(io.BufferedWriter):
         self._size = 0
 
     def write(self, data: "ReadableBuffer") -> int:
-        """Write all of `data`."""
         written = super().write(data)
         self._sums.update(data)
         self._size += written
         return written
 
     def seek(self, target: int, whence: int = io.SEEK_SET) -> int:
-        """Refuse: the checksum is that of bytes in turn."""
+        """Refuse: the checksum requires bytes in order."""
         raise io.UnsupportedOperation("seek")
 
     def close(self) -> None:
@@ -90,12 +89,12 @@ class ChecksummedFile(io.BufferedWriter):
             super().close()
 
     def written(self) -> WrittenFile:
-        """Size and checksum of what was written."""
+        """Return size and checksum of the written content."""
         return WrittenFile(size=self._size, checksum=self._sums.text())
 
 
 def checksum_of(path: pathlib.Path) -> str:
-    """The checksum of an existing file."""
+    """Compute the checksum of an existing file."""
     sums = BlockChecksums(BLOCK_BYTES)
     with path.open("rb", buffering=0) as stream:
         while chunk := stream.read(_READ_BYTES):
@@ -105,12 +104,12 @@ def checksum_of(path: pathlib.Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FileBlock:
-    """A piece of a file and the checksum that it must have."""
+    """A block of a file and the checksum that it must have."""
 
     file: str
     offset: int
     end: int | None
-    """None: the last block, which ends with the file."""
+    """First byte after the block; None: the last block, which ends with the file."""
     expected: int
 
 
@@ -127,10 +126,10 @@ def first_damage(
     parts: int = 1,
     threads: int = THREADS,
 ) -> str | None:
-    """Describe the first damaged block of this share of all blocks; None where all are whole.
+    """Describe the first damaged block of one part of all blocks; None if all are whole.
 
-    The blocks of all files are one sequence, of which each of the `parts` shares is one piece, for each rank to read
-    another one. With `within` only those count that have bytes of it.
+    The blocks of all files are one sequence, which is divided into `parts` parts, for each rank to read another one.
+    With `within` only blocks that overlap these ranges are read.
     """
     try:
         blocks = [block for name in sorted(checksums) for block in _blocks(name, checksums[name])]
@@ -147,7 +146,7 @@ def first_damage(
 
 
 def has_blocks(checksum: str) -> bool:
-    """True if a file with this checksum can be verified in part."""
+    """Return True if a file with this checksum can be verified in part."""
     return checksum.startswith("crc32/")
 
 

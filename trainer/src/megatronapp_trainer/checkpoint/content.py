@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, as megatron-core's sharded state, and how it comes back."""
+"""Content of a checkpoint as megatron-core's sharded state: saved from, and restored to, the state of training."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ _OPTIMIZER_FORMAT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateParts:
-    """Which parts of the state are saved or read, besides the weights."""
+    """Parts of the state that are saved or read, besides the weights."""
 
     optimizer: bool
     random_states: bool
@@ -27,7 +27,7 @@ class StateParts:
 
 
 def sharded_state(state: TrainState, layout: Layout, parts: StateParts, *, loading: bool) -> dict[str, Any]:
-    """The state as megatron-core's dist_checkpointing takes it.
+    """Return the state in the form of megatron-core's dist_checkpointing.
 
     Saving gathers the distributed optimizer over the replicas, so it is collective; loading is not.
     """
@@ -49,7 +49,7 @@ def sharded_state(state: TrainState, layout: Layout, parts: StateParts, *, loadi
 
 
 def restore(state: TrainState, loaded: dict[str, Any], parts: StateParts) -> None:
-    """Put what was read into the run."""
+    """Copy loaded content to the state of training."""
     for name, model in _models(state).items():
         model.load_state_dict(loaded[name])
     if parts.optimizer:
@@ -72,7 +72,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _models(state: TrainState) -> dict[str, Any]:
-    """The chunks by the names they have in a checkpoint, without their wrappers."""
+    """Return the chunks by their names in a checkpoint, without their wrappers."""
     bare = [_unwrapped(chunk) for chunk in state.chunks]
     return {"model": bare[0]} if len(bare) == 1 else {f"model{index}": model for index, model in enumerate(bare)}
 

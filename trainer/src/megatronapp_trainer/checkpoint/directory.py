@@ -1,16 +1,17 @@
-"""The directory that holds a job's checkpoints. Files only, no torch, one process at a time (rank 0).
+"""Directory of a job's checkpoints. Files only, no torch, one process at a time (rank 0).
 
     SAVE/
         latest_checkpointed_iteration.txt   the newest one, as Megatron's tools read it
         owner.json                          which life of the job may write here
         iter_0000100/                       whole, because it got this name last
-            megatronapp.json                what is in it, with size and checksum of every file
+            megatronapp.json                its manifest, with size and checksum of every file
         iter_0000150.tmp-a2-5f0c.../        being written by attempt 2
         iter_0000050.old-a2/                being deleted or replaced by attempt 2
 
-A checkpoint is written under a temporary name and renamed. A rank that was cut off with its node and lives on in an
-old attempt must not delete or replace what a new attempt writes: the newest claim in owner.json alone may rename and
-delete. Between this check and a rename lies a moment that no file system closes; every deletion is checked anew.
+A checkpoint is written under a temporary name and renamed. A rank that was disconnected with its node and lives
+on in an old attempt must not delete or replace what a new attempt writes: the newest claim in owner.json alone may
+rename and delete. Between this check and a rename is a moment that no file system closes; every deletion is
+checked again.
 """
 
 import contextlib
@@ -36,17 +37,17 @@ FORMAT = 3
 _FORMATS = (1, 2, FORMAT)
 """Formats that can be read; the first has no checksums, the second has one of each whole file."""
 MIN_CHECKPOINTS = 2
-"""Whole checkpoints that pruning leaves: after a power cut the newest may be unreadable."""
+"""Whole checkpoints that pruning keeps: after a power cut the newest may be unreadable."""
 DATA_SUFFIX = ".distcp"
 _FINAL = re.compile(r"iter_(\d+)")
 _TEMPORARY = re.compile(r"iter_\d+\.(?:tmp|old)-a\d+(?:-[0-9a-f]+)?")
-"""Claims of the same attempt write under different names; earlier releases wrote none but the attempt's number."""
+"""Names with a token per claim of an attempt; earlier releases wrote only the attempt's number."""
 _OLD = re.compile(r"(iter_\d+)\.old-a(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnershipClaim:
-    """A life of a job as owner of the directory. `token` tells two claims of the same attempt apart."""
+    """A life of a job as owner of the directory. `token` distinguishes two claims of the same attempt."""
 
     uid: str
     attempt: int
@@ -55,7 +56,7 @@ class OwnershipClaim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint holds. Its presence, with every file at its size, makes a checkpoint whole."""
+    """Content of a checkpoint. Its presence, with every file at its size, makes a checkpoint whole."""
 
     iteration: int
     consumed_samples: int
@@ -67,35 +68,35 @@ class Manifest:
     arguments: dict[str, Any]
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
-    """Of every file; empty in checkpoints of format 1."""
+    """Checksum of every file; empty in checkpoints of format 1."""
     order_samples: int | None = None
     """Same as `TrainState.order_samples`."""
     format: int = FORMAT
 
 
 class BrokenCheckpointError(Exception):
-    """A directory that is no whole checkpoint; the text says why. Never leaves this package."""
+    """A directory that is not a whole checkpoint; the text says why. Never leaves this package."""
 
 
 class CheckpointDirectory:
-    """A directory of checkpoints."""
+    """A directory with the checkpoints of one job."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
 
     def checkpoints(self) -> list[pathlib.Path]:
-        """Everything that has the name of a checkpoint, newest first."""
+        """Return all folders that have the name of a checkpoint, newest first."""
         if not self.path.is_dir():
             return []
         found = [(int(match[1]), entry) for entry in self.path.iterdir() if (match := _FINAL.fullmatch(entry.name))]
         return [entry for _, entry in sorted(found, reverse=True)]
 
     def has_whole(self) -> bool:
-        """True if any of them has its manifest, and every file at its size."""
+        """Return True if any of them has its manifest, and every file at its size."""
         return any(_is_whole(path) for path in self.checkpoints())
 
     def claim(self, claim: OwnershipClaim) -> None:
-        """Become the owner, and clear away what earlier claims left unfinished.
+        """Become the owner, and remove what earlier claims left unfinished.
 
         Raises:
             SupersededError: a newer attempt of the same job owns the directory.
@@ -115,25 +116,25 @@ class CheckpointDirectory:
             raise StorageError(f"--save {self.path} cannot be written: {error.strerror or error}") from error
 
     def check_owner(self, claim: OwnershipClaim) -> None:
-        """Raise SupersededError if another claim is the newest one, StorageError if none can be read.
+        """Raise SupersededError if another claim is the newest one, StorageError if the claim cannot be read.
 
-        A restart would take a directory back from its new owner, but claims one without an owner anew.
+        A restart would take a directory back from its new owner, but it claims one without an owner afresh.
         """
         owner = self._owner()
         if owner is None:
             raise StorageError(
-                f"{self.path / OWNER}, which says who may write checkpoints there, is gone or cannot be read; nothing "
-                "more is written by this attempt, the next one claims the directory anew"
+                f"{self.path / OWNER}, which names the owner of the checkpoints there, is missing or cannot be read; "
+                "nothing more is written by this attempt, the next one claims the directory again"
             )
         if owner != claim:
             raise SupersededError(self._superseded(owner, claim))
 
     def temporary(self, iteration: int, claim: OwnershipClaim) -> pathlib.Path:
-        """Where a checkpoint is written before it gets its name."""
+        """Return the path at which a checkpoint is written before it gets its name."""
         return self.path / f"{checkpoint_name(iteration)}.tmp-a{claim.attempt}-{claim.token}"
 
     def begin(self, iteration: int, claim: OwnershipClaim) -> pathlib.Path:
-        """An empty directory to write a checkpoint into."""
+        """Create an empty directory for writing a checkpoint."""
         self.check_owner(claim)
         temporary = self.temporary(iteration, claim)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -159,11 +160,11 @@ class CheckpointDirectory:
         return final
 
     def prune(self, keep: int, claim: OwnershipClaim, *, published: int) -> None:
-        """Delete older checkpoints than the `keep` newest up to iteration `published`, the one just written.
+        """Delete checkpoints older than the `keep` newest up to iteration `published`, the one just written.
 
-        The one before it always stays. Only whole ones count and are deleted: others may be another program's, and
-        cannot be resumed from. Those of later iterations stay, because this run could not go on from them, and does not
-        know why they are there.
+        The one before it always stays. Only whole ones are counted and deleted: others may be another program's, and
+        cannot be resumed from. Those of later iterations stay, because this run could not resume from them, and does
+        not know why they exist.
         """
         self.check_owner(claim)
         whole = [path for path in self.checkpoints() if _whole_up_to(path, published)]
@@ -172,11 +173,11 @@ class CheckpointDirectory:
             shutil.rmtree(self._rename_for_deletion(old, claim), ignore_errors=True)
 
     def discard(self, temporary: pathlib.Path) -> None:
-        """Delete what a failed save wrote."""
+        """Delete the files of a failed save."""
         shutil.rmtree(temporary, ignore_errors=True)
 
     def _rename_for_deletion(self, final: pathlib.Path, claim: OwnershipClaim) -> pathlib.Path:
-        """Take a checkpoint's name away, if it exists, so that no moment shows half of it; where to delete it then."""
+        """Rename a checkpoint, if it exists, so that no reader ever finds half of it; returns the path to delete."""
         doomed = final.with_name(f"{final.name}.old-a{claim.attempt}")
         if final.exists():
             shutil.rmtree(doomed, ignore_errors=True)
@@ -184,7 +185,7 @@ class CheckpointDirectory:
         return doomed
 
     def _restore_replaced(self) -> None:
-        """Give a checkpoint its name back whose writer was killed before the new one of this iteration had it."""
+        """Restore the name of a checkpoint whose writer was killed before the new one of this iteration had it."""
         replaced = [(int(match[2]), entry) for entry in self.path.iterdir() if (match := _OLD.fullmatch(entry.name))]
         for _, entry in sorted(replaced, reverse=True):
             final = entry.with_name(entry.name.partition(".")[0])
@@ -205,14 +206,14 @@ class CheckpointDirectory:
 
 
 def checkpoint_name(iteration: int) -> str:
-    """What the folder of this iteration's checkpoint is called."""
+    """Return the folder name of this iteration's checkpoint."""
     return f"iter_{iteration:07d}"
 
 
 def seal(folder: pathlib.Path, manifest: Manifest, written: Mapping[str, WrittenFile] | None = None) -> None:
-    """Write the manifest of a folder in which everything else lies already: from now on it is whole.
+    """Write the manifest of a folder that has all other files already: from now on it is whole.
 
-    `written`: files that their writers have synced. They are not looked up here: a network file system may not yet show
+    `written`: files that their writers have synced. They are not checked here: a network file system may not yet show
     what another node has written. All other files are synced now.
     """
     files = dict(written or {})
@@ -241,7 +242,7 @@ def _whole_up_to(checkpoint: pathlib.Path, iteration: int) -> bool:
 
 
 def read_manifest(checkpoint: pathlib.Path) -> Manifest:
-    """The manifest of a whole checkpoint.
+    """Read the manifest of a whole checkpoint.
 
     Raises:
         BrokenCheckpointError: it is not whole; the text says why.

@@ -1,4 +1,4 @@
-"""What a folder holds that is no directory of this trainer's checkpoints, and what to do with it. Files only, no torch.
+"""Recognition of folders that are not of this trainer, and advice on what to do with them. Files only, no torch.
 
 DIR/latest_checkpointed_iteration.txt            a number, or the word release
 DIR/iter_0000020/mp_rank_00[_000]/model_optim_rng.pt     Megatron-LM's legacy layout: tensor and pipeline rank
@@ -21,11 +21,11 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 """Tensor, pipeline and expert rank."""
 _ITERATION = re.compile(r"iter_(\d+)")
 _OF_ARGUMENTS = b"argparse"
-"""Stands in the pickle of Megatron-LM's arguments; common.pt of this trainer has none."""
+"""Bytes in the pickle of Megatron-LM's arguments; common.pt of this trainer lacks them."""
 
 
 class MegatronLayout(enum.StrEnum):
-    """How Megatron-LM has written a checkpoint."""
+    """Layout in which Megatron-LM has written a checkpoint."""
 
     TORCH_DIST = "torch_dist"
     LEGACY = "legacy"
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 def layout_of(folder: pathlib.Path) -> MegatronLayout | None:
-    """How the checkpoint of one iteration is written; None where it is none of Megatron-LM's."""
+    """Return the layout of one iteration's checkpoint; None if it is not of Megatron-LM."""
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return None
     if rank_files(folder):
@@ -54,7 +54,7 @@ def layout_of(folder: pathlib.Path) -> MegatronLayout | None:
 
 
 def rank_files(folder: pathlib.Path) -> dict[tuple[int, int, int], pathlib.Path]:
-    """The files of the legacy layout by pipeline, tensor and expert rank."""
+    """Return the files of the legacy layout by pipeline, tensor and expert rank."""
     found: dict[tuple[int, int, int], pathlib.Path] = {}
     for entry in folder.iterdir():
         match = RANK_FOLDER.fullmatch(entry.name)
@@ -65,7 +65,7 @@ def rank_files(folder: pathlib.Path) -> dict[tuple[int, int, int], pathlib.Path]
 
 
 def megatron_checkpoint(path: pathlib.Path, iteration: int | None = None) -> tuple[pathlib.Path, MegatronLayout] | None:
-    """The checkpoint of this iteration, or `path` itself, else the tracker's, else the newest; None without any."""
+    """Find the checkpoint of this iteration, or `path` itself, then the tracker's, then the newest, or None."""
     for folder in _candidates(path, iteration):
         if (layout := layout_of(folder)) is not None:
             return folder, layout
@@ -73,9 +73,9 @@ def megatron_checkpoint(path: pathlib.Path, iteration: int | None = None) -> tup
 
 
 def answer(path: pathlib.Path) -> str | None:
-    """What `path` is and what to write instead, where it is something else than a directory of our checkpoints."""
+    """Describe what `path` is and what to write instead; None if it is a directory of our checkpoints."""
     if (path / MANIFEST).is_file():
-        return f"{path} is one checkpoint; name the directory that holds it: {path.parent}"
+        return f"{path} is one checkpoint; give its directory: {path.parent}"
     found = megatron_checkpoint(path)
     if found is not None and found[1] is MegatronLayout.ZARR:
         return (
@@ -108,7 +108,7 @@ def _candidates(path: pathlib.Path, iteration: int | None) -> list[pathlib.Path]
 
 
 def _tracked(path: pathlib.Path) -> list[pathlib.Path]:
-    """The folder that the tracker names, if it does."""
+    """Return the folder that the tracker names, if any."""
     try:
         word = (path / TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

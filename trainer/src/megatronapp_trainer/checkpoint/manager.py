@@ -1,4 +1,4 @@
-"""Saves and resumes a run. All ranks call it together."""
+"""Saving and resuming of a run. All ranks call it together."""
 
 import contextlib
 import logging
@@ -49,8 +49,8 @@ class _CheckpointCandidate:
 class CheckpointManager:
     """Checkpoints of one run.
 
-    Without `--save` nothing is written. The newest whole checkpoint of `--save` is resumed from, so that a restarted
-    job goes on; only where there is none, that of `--load`.
+    Without `--save` nothing is written. A run resumes from the newest whole checkpoint of `--save`, so that a restarted
+    job continues; only without one, from that of `--load`.
     """
 
     def __init__(self, config: TrainerConfig, layout: Layout) -> None:
@@ -62,16 +62,16 @@ class CheckpointManager:
         self._directory = CheckpointDirectory(pathlib.Path(flags.save)) if flags.save is not None else None
         self._claim: OwnershipClaim | None = None
         self._text_tokens: bytes | None = None
-        """Of the checkpoint that was loaded: what a converted model expects around a text it keeps when it learns."""
+        """Text tokens of the loaded checkpoint: those that a converted model expects stay the same when it learns."""
 
     def finds_checkpoint(self) -> bool:
-        """Whether `load` will fill the weights or fail: there is a checkpoint, whole or not. Collective."""
+        """Return True if `load` will fill the weights or fail: there is a checkpoint, whole or not. Collective."""
         flags = self._config.checkpoint
         folders = [pathlib.Path(folder) for folder in (flags.save, flags.load) if folder is not None]
         return broadcast_from_zero(lambda: any(CheckpointDirectory(folder).checkpoints() for folder in folders))
 
     def load(self, state: TrainState) -> bool:
-        """Resume `state` in place; whether there was something to resume from. Collective.
+        """Resume `state` in place; returns False if there was no checkpoint. Collective.
 
         Raises:
             CheckpointError: the checkpoint is of another model, or all of them are damaged, or `--load` has none and
@@ -88,8 +88,8 @@ class CheckpointManager:
         """Write a checkpoint of `state`. Collective; does nothing without `--save`.
 
         Raises:
-            StorageError: it could not be written; nothing half done is left, and all ranks raise.
-            RuntimeError: a peer was lost; what is half done, and never counts as a checkpoint, is cleared away by the
+            StorageError: it could not be written; no partial files remain, and all ranks raise.
+            RuntimeError: a peer was lost; partial files, which are never taken for a checkpoint, are removed by the
                 next attempt.
             SupersededError: a newer attempt owns the directory.
         """
@@ -124,9 +124,9 @@ class CheckpointManager:
             directory.prune(keep, claim, published=state.iteration)
 
     def _give_up(self, error: Exception, temporary: pathlib.Path) -> None:
-        """Say why. But for a lost peer all ranks are here, for one cause."""
+        """Report the reason. Unless a peer was lost, all ranks are here, for one cause."""
         if isinstance(error, SupersededError) or is_peer_lost_error(error):
-            raise error  # somebody may still be writing under the same name; the next owner clears what is left here
+            raise error  # a rank may still be writing under the same name; the next owner removes what remains
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, StorageError):
@@ -190,7 +190,7 @@ class CheckpointManager:
             try:
                 self._load(candidate, state, finetune=finetune)
             except BrokenCheckpointError as error:
-                _note(f"checkpoint {candidate.path} is left out: {error}")
+                _note(f"checkpoint {candidate.path} is skipped: {error}")
             else:
                 return True
         if candidates:
@@ -233,7 +233,7 @@ class CheckpointManager:
         self._log_loaded(candidate.path, manifest, parts)
 
     def _check_decoupled(self, path: pathlib.Path) -> None:
-        """Compare what manifests of earlier releases do not contain. Collective."""
+        """Compare a setting that manifests of earlier releases lack. Collective."""
         there = any(schedules.decoupled_groups(read_common(path)["optimizer"]))
         reason = arguments.conflict({arguments.DECOUPLED: there}, self._config, optimizer=True)
         if reason is not None:
@@ -264,7 +264,7 @@ class CheckpointManager:
         same_states = all(here[name] == there.get(name) for name in ("tensor", "pipeline", "virtual"))
         wanted = flags.load_rng and manifest.random_states
         if wanted and not same_states:
-            _note(f"random states in {path} belong to another layout; they start anew from --seed")
+            _note(f"random states in {path} belong to another layout; they start afresh from --seed")
         return StateParts(optimizer=flags.load_optim, random_states=wanted and same_states, progress=True)
 
     def _log_loaded(self, path: pathlib.Path, manifest: Manifest, parts: StateParts) -> None:
@@ -299,12 +299,15 @@ def _sizes(layout: Layout) -> dict[str, int]:
 
 
 SHARED_WITHIN_S = 60.0
-"""How long a directory that rank 0 has made may be hidden by the cache of a network file system."""
+"""Seconds for which a directory that rank 0 has made may be hidden by the cache of a network file system."""
 _POLL_INTERVAL_S = 0.5
 
 
 def _require_shared(path: pathlib.Path) -> None:
-    """Wait until `path` can be seen. Raises StorageError if it cannot in time."""
+    """Wait until `path` is visible.
+
+    Raises StorageError if it is not in time.
+    """
     deadline = time.monotonic() + SHARED_WITHIN_S
     while not path.is_dir():
         if time.monotonic() >= deadline:
@@ -314,7 +317,7 @@ def _require_shared(path: pathlib.Path) -> None:
             )
         time.sleep(_POLL_INTERVAL_S)
         with contextlib.suppress(OSError):
-            os.listdir(path.parent)  # NFS asks its server anew
+            os.listdir(path.parent)  # NFS then asks its server again
 
 
 def _describe_free_space(path: pathlib.Path) -> str:
@@ -326,7 +329,7 @@ def _describe_free_space(path: pathlib.Path) -> str:
 
 
 def _print_notice(text: str) -> None:
-    """News for whoever reads rank 0's output, beside the log lines of the loop."""
+    """Print a notice between rank 0's log lines."""
     if rank() == 0:
         print(text, flush=True)
 

@@ -1,13 +1,13 @@
-"""megatron-core's optimizers, made ready to be saved and loaded without Transformer Engine or Apex.
+"""Preparation of megatron-core's optimizers for saving and loading without Transformer Engine or Apex.
 
-megatron-core 0.16 with torch's own Adam cannot load what it saved. These are put right here, on the one optimizer of a
-run and not on its class:
+megatron-core 0.16 with torch's own Adam cannot load what it saved. These defects are repaired here, on the one
+optimizer of a run and not on its class:
 
 1. The distributed optimizer asks for the step of a state that does not exist before the first update.
 2. It copies loaded tensors over a state that has a `step` among its keys, which none of them is.
 3. It gives every parameter the same `step` tensor; Adam then counts it up once per parameter, so that the bias
    correction is silently wrong from the first step after a resume.
-4. It gathers the replicas' shards without the padding between buckets, and then looks for parameters at their places
+4. It gathers the replicas' shards without the padding between buckets, and then searches for parameters at their places
    with the padding: with more than one bucket (always so for a tied embedding on the first of several stages) it saves
    other numbers than it holds, with a warning about "data corruption".
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:  # noqa: ANN401  # MegatronOptimizer, plain or chained
-    """The optimizers that hold state, one per kind of parameter."""
+    """Return the optimizers that have state, one per kind of parameter."""
     return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
 
 
@@ -42,7 +42,7 @@ def prepare_to_load(optimizer: Any) -> None:  # noqa: ANN401
 
 
 def finish_loading(optimizer: Any) -> None:  # noqa: ANN401
-    """Give every parameter a `step` of its own, and drop state of parameters that this rank does not have."""
+    """Give every parameter a separate `step`, and drop state of parameters that this rank does not have."""
     for part in inner_optimizers(optimizer):
         if not _is_torch_adam(part):
             continue
@@ -75,7 +75,7 @@ def _create_states(adam: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _copy_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:  # noqa: ANN401
-    """Replaces DistributedOptimizer._set_main_param_and_optimizer_states on one object."""
+    """Replace DistributedOptimizer._set_main_param_and_optimizer_states on one object."""
     group, order = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][order]
     for name, target in {"param": main, **self.optimizer.state[main]}.items():
@@ -93,7 +93,7 @@ def _gather_states(
     empty_data: bool = False,
     return_on_all_ranks: bool = False,
 ) -> dict[int, Any] | None:
-    """Replaces DistributedOptimizer.get_parameter_state_dp_zero on one object.
+    """Replace DistributedOptimizer.get_parameter_state_dp_zero on one object.
 
     Per buffer and type of numbers, each state as one fp32 tensor [padded elements of the buffer] on the CPU: with
     values on the first replica and None on the others, or without values (`empty_data`) everywhere.
@@ -113,7 +113,7 @@ def _gather_states(
 
 
 def _gather_bucket(optimizer: Any, bucket: Any, ranges: dict[Any, Any], world: dict[str, torch.Tensor]) -> None:  # noqa: ANN401
-    """Bring one bucket's shards from all replicas to the first one."""
+    """Gather one bucket's shards of all replicas on the first one."""
     group = optimizer.data_parallel_group_gloo
     size = bucket.grad_data.numel()
     shards = {name: torch.zeros(size // group.size()) for name in _STATES}

@@ -8,7 +8,7 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """The states as they are now."""
+    """Return the present states."""
     from megatron.core import tensor_parallel
 
     return {
@@ -21,7 +21,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Set the states that `capture` gave."""
+    """Set the states that `capture` returned."""
     from megatron.core import tensor_parallel
 
     random.setstate(states["python"])

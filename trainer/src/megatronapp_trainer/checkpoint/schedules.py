@@ -1,6 +1,6 @@
-"""Whether the schedules and rates of a checkpoint are those of this run, and which of the two a resumed run takes.
+"""Comparison of a checkpoint's schedules and rates with those of this run, and the choice of a resumed run.
 
-The scheduler counts samples; people write iterations, so both sides are shown in iterations of their own global batch
+The scheduler counts samples; users write iterations, so both sides are shown in iterations of their own global batch
 where that is constant.
 """
 
@@ -12,23 +12,23 @@ from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import OptimizerConfig, TrainerConfig
 
 State = Mapping[str, float | str | None]
-"""What `state_of` gives."""
+"""Values that `state_of` returns."""
 
 _ADVICE = (
-    "give the checkpoint's values; or --override-opt_param-scheduler to go on with this run's (extended or shortened "
-    "training, other rates); or --use-checkpoint-opt_param-scheduler to keep the checkpoint's, whatever the flags say "
+    "give the checkpoint's values; or --override-opt_param-scheduler to continue with this run's (extended or "
+    "shortened training, other rates); or --use-checkpoint-opt_param-scheduler to keep the checkpoint's "
     "(in a manifest: spec.args: [--override-opt_param-scheduler])"
 )
 
 _COUNTED_IN_FULL = (
     "the release that wrote it took the steps of --rampup-batch-size for full ones when it counted samples, which "
-    "--use-checkpoint-opt_param-scheduler goes on with; "
+    "--use-checkpoint-opt_param-scheduler continues with; "
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _ComparedSetting:
-    """A value that is compared, and who sets it. `samples`: counted in samples."""
+    """A value that is compared, and the flag that sets it. `samples`: counted in samples."""
 
     key: str
     flag: str
@@ -38,18 +38,18 @@ class _ComparedSetting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroupSettings:
-    """Settings of the optimizer's parameter groups as the flags make them, remembered before a checkpoint is loaded."""
+    """Settings of the optimizer's parameter groups by the flags, remembered before a checkpoint is loaded."""
 
     settings: tuple[dict[str, Any], ...]
 
 
 _OF_ADAM = ("betas", "eps")
 _NOT_SETTINGS = ("params", "lr", "weight_decay", "step")
-"""Of a parameter group: what the schedules or the steps set."""
+"""Keys of a parameter group that the schedules or the steps set."""
 
 
 def state_of(state: TrainState) -> dict[str, float | str | None]:
-    """All rates and schedules of a run: megatron-core's scheduler, and what its state leaves out."""
+    """Return all rates and schedules of a run: megatron-core's scheduler, and what its state lacks."""
     scheduler, groups = state.scheduler, state.optimizer.param_groups
     values: dict[str, float | str | None] = {
         **scheduler.state_dict(),
@@ -69,7 +69,7 @@ def state_of(state: TrainState) -> dict[str, float | str | None]:
 
 
 def remember_groups(state: TrainState) -> ParameterGroupSettings:
-    """The settings of all parameter groups as they are now."""
+    """Return the present settings of all parameter groups."""
     groups = state.optimizer.param_groups
     return ParameterGroupSettings(
         settings=tuple({name: group[name] for name in group if name not in _NOT_SETTINGS} for group in groups)
@@ -77,7 +77,7 @@ def remember_groups(state: TrainState) -> ParameterGroupSettings:
 
 
 def decoupled_groups(optimizer: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - state, nested by kind of parameters
-    """The parameter groups of --decoupled-lr in an optimizer's stored state."""
+    """Yield the parameter groups of --decoupled-lr in an optimizer's stored state."""
     if not isinstance(optimizer, dict):
         return
     yield from (group for group in optimizer.get("param_groups", ()) if not group.get("default_config", True))
@@ -88,7 +88,7 @@ def decoupled_groups(optimizer: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN40
 def mark_decoupled_groups(optimizer: Any) -> None:  # noqa: ANN401
     """Mark the groups of --decoupled-lr in loaded state, as earlier releases did not.
 
-    megatron-core finds groups by such marks, and would take one for another that differs in its rates alone.
+    megatron-core finds groups by such marks, and would confuse groups that differ in their rates alone.
     """
     for group in decoupled_groups(optimizer):
         group["is_decoupled_lr"] = True
@@ -97,8 +97,8 @@ def mark_decoupled_groups(optimizer: Any) -> None:  # noqa: ANN401
 def settle(state: TrainState, groups: ParameterGroupSettings, there: State, ours: OptimizerConfig) -> None:
     """Give scheduler and parameter groups the values of the flags, or with the flag for it those of the checkpoint.
 
-    To be called when megatron-core has loaded both: it leaves the groups with the rates of the checkpoint in any case,
-    and those of `--decoupled-lr` with the rates of any group.
+    Must be called after megatron-core has loaded both: it leaves the groups with the rates of the checkpoint in any
+    case, and those of `--decoupled-lr` with the rates of any group.
     """
     keep, scheduler = ours.use_checkpoint_opt_param_scheduler, state.scheduler
     if keep:
@@ -114,14 +114,16 @@ def settle(state: TrainState, groups: ParameterGroupSettings, there: State, ours
 
 
 def _keep_schedule(scheduler: Any, there: State) -> None:  # noqa: ANN401 - OptimizerParamScheduler
-    """What megatron-core's scheduler does not take from a checkpoint. Older checkpoints do not hold it."""
+    """Restore what megatron-core's scheduler does not take from a checkpoint. Older checkpoints lack it."""
     scheduler.init_lr = there.get("init_lr", scheduler.init_lr)
     scheduler.wsd_decay_steps = there.get("wsd_decay_steps", scheduler.wsd_decay_steps)
     scheduler.lr_wsd_decay_style = there.get("lr_wsd_decay_style", scheduler.lr_wsd_decay_style)
 
 
 def _checkpoint_rates(scheduler: Any, there: State, own: Mapping[str, Any], loaded: tuple[Any, Any]) -> tuple[Any, Any]:  # noqa: ANN401
-    """Largest and smallest rate of a group under the checkpoint's schedules; `loaded` are those of its group there."""
+    """Return largest and smallest rate of a group under the checkpoint's schedules; `loaded` are those of its group
+    there.
+    """
     if own["default_config"]:
         return scheduler.max_lr, scheduler.min_lr
     if "decoupled_lr" not in there:  # an earlier release wrote it
@@ -136,7 +138,7 @@ def _checkpoint_rates(scheduler: Any, there: State, own: Mapping[str, Any], load
 def conflict(
     there: State, here: State, *, arguments_there: Mapping[str, Any], config: TrainerConfig, optimizer: bool
 ) -> str | None:
-    """Why the checkpoint's schedules and rates cannot be gone on with, or None.
+    """Return why the checkpoint's schedules and rates cannot be resumed with, or None.
 
     `there` and `here` are the values of `state_of` in the checkpoint and in this run; `arguments_there` are those of
     the checkpoint's manifest; `optimizer`: its state is read too.
@@ -155,9 +157,9 @@ def conflict(
 
 
 def counted_in_full(arguments_there: Mapping[str, Any], config: TrainerConfig) -> bool:
-    """True if the checkpoint is of a release that counted the samples of a ramp-up's steps with the final batch size.
+    """Return True if the checkpoint's release counted the samples of a ramp-up's steps with the final batch size.
 
-    It did not keep --rampup-batch-size, which must be given again.
+    It did not store --rampup-batch-size, which must be given again.
     """
     ours = config.training
     ramp_up = ours.rampup_batch_size is not None and ours.train_samples is None
@@ -224,7 +226,7 @@ def _lengths(config: TrainerConfig) -> dict[str, Any]:
 
 
 def _batch(state: State, arguments: Mapping[str, Any]) -> float | None:
-    """Samples of one iteration, None where they change or lengths are given in samples.
+    """Return the samples of one iteration, None where they change or lengths are given in samples.
 
     The weight decay's schedule is always as long as the training.
     """
@@ -236,7 +238,7 @@ def _batch(state: State, arguments: Mapping[str, Any]) -> float | None:
 def _describe_flags(
     different: list[_ComparedSetting], there: State, here: State, batches: tuple[float | None, float | None]
 ) -> Iterator[str]:
-    """One piece per flag; start and end of a constant weight decay are one."""
+    """Yield one phrase per flag; start and end of a constant weight decay are one flag."""
     comparable = None not in batches
     if comparable and batches[0] != batches[1] and any(entry.samples for entry in different):
         yield _piece("--global-batch-size", "globalBatchSize", f"{batches[0]:g}", f"{batches[1]:g}")

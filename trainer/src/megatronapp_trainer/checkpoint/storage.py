@@ -1,8 +1,8 @@
-"""Writes and reads the files of one checkpoint: megatron-core's `torch_dist` format with torch's plain file writer.
+"""Writing and reading of one checkpoint's files: megatron-core's `torch_dist` format with torch's plain file writer.
 
-megatron-core's own writer hands the data to processes that it spawns, which costs seconds, needs a guarded main module
-and hangs where one cannot start. Here the calling thread writes. What one rank alone does is agreed upon afterwards, so
-that a failure reaches all ranks instead of leaving them in a collective.
+megatron-core's own writer passes the data to processes that it spawns, which costs seconds, needs a guarded main module
+and hangs where one cannot start. Here the calling thread writes. The ranks then agree on the outcome of work that one
+rank does alone, so that a failure reaches all ranks instead of leaving them in a collective.
 """
 
 import pathlib
@@ -37,7 +37,7 @@ class WriteFailedError(Exception):
 
 
 def write(content: dict[str, Any], directory: pathlib.Path) -> dict[str, WrittenFile]:
-    """Write this rank's part of `content`; sizes and checksums of the data files of all ranks; collective.
+    """Write this rank's part of `content`; returns sizes and checksums of the data files of all ranks; collective.
 
     Raises:
         WriteFailedError: on every rank, with the first cause.
@@ -68,9 +68,9 @@ def write(content: dict[str, Any], directory: pathlib.Path) -> dict[str, Written
 
 
 def verify(directory: pathlib.Path, manifest: Manifest, *, weights_alone: bool) -> None:
-    """Read what will be used once, each rank its share of it, and compare the checksums; collective.
+    """Read the needed blocks once, each rank a part of them, and compare the checksums; collective.
 
-    A reader of weights alone skips the blocks that hold nothing but the optimizer's state, which is several times as
+    A reader of weights alone skips the blocks that have nothing but the optimizer's state, which is several times as
     large. Where an earlier release wrote one checksum of each whole file, such a reader skips the data files.
 
     Raises:
@@ -97,7 +97,7 @@ def damaged_weights(directory: pathlib.Path, manifest: Manifest) -> str | None:
 
 
 def _to_verify(manifest: Manifest, *, weights_alone: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Checksums of the files to read in full, and of those to read where the weights are."""
+    """Return checksums of the files to read in full, and of those to read where the weights are."""
     checksums = manifest.checksums
     if not weights_alone or manifest.optimizer is None:
         return checksums, {}
@@ -129,11 +129,11 @@ def _refuse_first(flaws: Iterable[str | None]) -> None:
 
 
 def read(template: dict[str, Any], directory: pathlib.Path) -> dict[str, Any]:
-    """Read this rank's part; `template` says which; collective. `verify` comes first.
+    """Read this rank's part; `template` selects it; collective. Call `verify` first.
 
     Raises:
         BrokenCheckpointError: files are damaged.
-        CheckpointError: the files are sound but hold another model.
+        CheckpointError: the files are sound but of another model.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -152,10 +152,10 @@ def read(template: dict[str, Any], directory: pathlib.Path) -> dict[str, Any]:
 
 
 def read_common(directory: pathlib.Path) -> dict[str, Any]:
-    """Read the part of a checkpoint that all ranks share; collective. `verify` comes first.
+    """Read the part of a checkpoint that all ranks share; collective. Call `verify` first.
 
     Raises:
-        BrokenCheckpointError: on every rank, where one cannot read it, as after a deletion or without checksums.
+        BrokenCheckpointError: on every rank, if one cannot read it, as after a deletion or without checksums.
     """
     from megatron.core import dist_checkpointing
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: everything that a run needs to go on as if it had never stopped."""
+"""The state of training that a checkpoint stores: all that a run needs to resume exactly."""
 
 import dataclasses
 from typing import Any
@@ -9,15 +9,15 @@ class TrainState:
     """Mutable state of training. ``checkpoint`` saves and restores it in place."""
 
     iteration: int = 0
-    """Steps done."""
+    """Number of steps done."""
     consumed_samples: int = 0
     """Training samples used so far, over all replicas; where the next step begins to read."""
     order_samples: int | None = None
-    """Number of samples for which the training data is shuffled, if not the one that the flags give."""
+    """Number of samples for which the training data is shuffled; None: that of the flags."""
     skipped_iterations: int = 0
-    """Steps whose update the optimizer refused."""
+    """Number of steps whose update the optimizer refused."""
     validation_due: bool = False
-    """An evaluation is due after this step and has not ended: a stop came first."""
+    """True if an evaluation is due after this step and has not ended, because of a stop."""
     chunks: list[Any]
     """Model chunks of this rank, each wrapped in megatron-core's DistributedDataParallel."""
     optimizer: Any

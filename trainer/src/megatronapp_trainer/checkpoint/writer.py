@@ -13,7 +13,7 @@ from megatronapp_trainer.checkpoint.directory import DATA_SUFFIX
 
 
 class ChecksummingWriter(FileSystemWriter):
-    """Writes one data file in the calling thread, and brings it to the disk."""
+    """Writes one data file in the calling thread, and syncs it to the disk."""
 
     def __init__(self, folder: pathlib.Path, *, per_thread_copy_ahead: int = 10_000_000) -> None:
         # SummedFile syncs on close, after it has flushed its own buffer; torch would sync before that.
@@ -22,7 +22,7 @@ class ChecksummingWriter(FileSystemWriter):
         self.fs = self._files
 
     def written(self) -> dict[str, WrittenFile]:
-        """The data files of this process, by name."""
+        """Return the data files of this process, by name."""
         return self._files.written
 
 
