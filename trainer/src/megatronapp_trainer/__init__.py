@@ -1,1 +1,1 @@
-"""megatronapp_trainer."""
+"""The trainer of MegatronApp: launcher, training, serving, tracing and conversion."""

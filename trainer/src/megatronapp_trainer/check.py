@@ -1,10 +1,10 @@
 """``python -m megatronapp_trainer.check --world-size N -- <Megatron arguments>``: can these arguments be trained?
 
-Looks at the flags, the tokenizer's files and the corpora without torch, so that a wrong command line is refused in a
+Checks the flags, the tokenizer's files and the corpora without torch, so that a wrong command line is refused in a
 fraction of a second before anything is started. Prints one JSON object, ``{"problems": [...]}``; a problem is
 ``{"code", "flags", "value", "message"}``: the exit code that a rank would end with, the flags that it is about (the
-likeliest first), the word behind the flag where there are several, and a sentence for people. The exit code is that of
-the first problem, else 0. What depends on the machine (GPUs, ports, memory) is left to the ranks.
+likeliest first), the value of the flag where there are several, and a sentence. The exit code is that of the first
+problem, or 0. Resources of the node (GPUs, ports, memory) are checked by the ranks.
 """
 
 import argparse
@@ -54,9 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentProblem]:
-    """Why `world_size` ranks with these arguments could not train: the first problem of the flags, or all of the data.
+    """Return why `world_size` ranks with these arguments could not train: the first problem of the flags, or all of the
+    data.
 
-    Raises nothing: what cannot be read is a problem, too.
+    Raises nothing: unreadable files are problems, too.
     """
     if {"-h", "--help"} & set(arguments):
         return [
@@ -83,7 +84,7 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentPro
 
 
 def _foreign_load(config: TrainerConfig) -> ArgumentProblem | None:
-    """Refuse another program's checkpoint where a rank looks for one: first in --save, then in --load."""
+    """Refuse another program's checkpoint where a rank would read one: first in --save, then in --load."""
     folders = {"--save": config.checkpoint.save, "--load": config.checkpoint.load}
     for flag, folder in folders.items():
         if folder is None:
@@ -120,7 +121,7 @@ def _check_corpus(corpus: CorpusFacts, request: DatasetRequest, vocabulary: Voca
 
 
 def _flag_of(prefix: str, config: TrainerConfig) -> str:
-    """The flag that names this corpus."""
+    """Return the flag that names this corpus."""
     data = config.data
     flags = {"--train-data-path": data.train_data_path, "--valid-data-path": data.valid_data_path}
     named = (flag for flag, words in flags.items() if prefix in (words or ()))
@@ -128,7 +129,7 @@ def _flag_of(prefix: str, config: TrainerConfig) -> str:
 
 
 def problem_of(error: TrainerError | OSError, *, flags: tuple[str, ...], value: str | None = None) -> ArgumentProblem:
-    """An error as a problem about `flags`, unless its text begins with one; empty: about those in its text."""
+    """Convert an error to a problem about `flags`, unless its text begins with one; empty: about those in its text."""
     if isinstance(error, OSError):
         return ArgumentProblem(
             code=ExitCode.DATA, flags=flags, value=value, message=f"{error.filename}: {error.strerror}"

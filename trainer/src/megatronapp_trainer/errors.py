@@ -1,6 +1,6 @@
-"""Errors of megatronapp_trainer. Each class knows the exit code its process ends with.
+"""Errors of megatronapp_trainer. Each class has the exit code its process ends with.
 
-TrainerError               1  anything of ours that went wrong
+TrainerError               1  any error of the trainer
 ├── UsageError            64  flags or configuration that cannot work
 ├── DataError             65  training data that is corrupt, empty, missing or does not fit the model
 ├── UnsavedStopError       1  asked to stop without --save: a restart begins from the start
@@ -34,7 +34,7 @@ class UsageError(TrainerError):
 
 
 class UsageErrors(UsageError):
-    """All that is wrong with a command line; its text has one line for each."""
+    """All problems of a command line; its text has one line for each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -101,6 +101,6 @@ class StoppedError(TrainerError):
 
 
 class PeerLostError(TrainerError):
-    """This process stopped because a peer was lost; the evidence lies elsewhere."""
+    """This process stopped because a peer was lost; the evidence is with that peer."""
 
     exit_code = ExitCode.PEER_LOST

@@ -1,4 +1,6 @@
-"""``python -m megatronapp_trainer.pretrain``: one rank of a training run. Exit codes: ``names.ExitCode``."""
+"""Entry point of ``python -m megatronapp_trainer.pretrain``: one rank of a training run. Exit codes:
+``names.ExitCode``.
+"""
 
 import contextlib
 import dataclasses
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train; returns the exit code. Errors of ours become one message on stderr."""
+    """Train; returns the exit code. Errors of the trainer become one message on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         build_parser().print_help()
@@ -87,7 +89,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
 
 
 def _checkpoint_manager(config: TrainerConfig, layout: "Layout") -> Any | None:  # noqa: ANN401 - not imported in vain
-    """The checkpoint manager; None where nothing is saved or loaded."""
+    """Create the checkpoint manager, or return None if nothing is saved or loaded."""
     if config.checkpoint.save is None and config.checkpoint.load is None:
         return None
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
@@ -96,7 +98,7 @@ def _checkpoint_manager(config: TrainerConfig, layout: "Layout") -> Any | None: 
 
 
 def open_observer(run: "TrainingRun") -> Any | None:  # noqa: ANN401 - StepObserver, not imported where there is none
-    """The tracer with ``--trace``, else None and nothing imported; collective."""
+    """Create the tracer with ``--trace``; None, and nothing imported, without; collective."""
     if not run.config.logging.trace:
         return None
     from megatronapp_trainer import scan
@@ -115,7 +117,7 @@ def open_observer(run: "TrainingRun") -> Any | None:  # noqa: ANN401 - StepObser
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Turn what torch says of peers and ports into errors of ours."""
+    """Convert torch's errors about peers and ports to errors of the trainer."""
     from megatronapp_trainer.parallel.agreement import is_peer_lost_error, is_port_in_use_error
 
     try:

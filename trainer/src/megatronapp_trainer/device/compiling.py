@@ -1,4 +1,4 @@
-"""Whether kernels can be compiled here."""
+"""Check whether kernels can be compiled here."""
 
 import functools
 import logging
@@ -12,9 +12,9 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def can_compile() -> bool:
-    """Triton, and with it torch.compile on a GPU, builds a launcher in C for each kernel: what that needs is here.
+    """Return True if Triton can build a launcher in C for each kernel, which torch.compile on a GPU needs, too.
 
-    Slim images of Python have no C compiler. Says once what is missing.
+    Slim images of Python have no C compiler. Logs once what is missing.
     """
     wanted = os.environ.get("CC")
     compiler = wanted or shutil.which("gcc") or shutil.which("clang")

@@ -1,9 +1,9 @@
-"""megatron-core on a CPU, without changing the torch that everybody else sees.
+"""Execution of megatron-core on a CPU, without changing torch for other modules.
 
-megatron-core 0.16 names CUDA in about fifty places. Three measures, all confined to megatron-core, meet them:
+megatron-core 0.16 names CUDA in about fifty places. Three measures, all confined to megatron-core, replace them:
 
-1. In its modules the *name* ``torch`` refers to a facade that reads as torch, except that ``torch.cuda`` speaks of the
-   CPU and factories asked for a CUDA device make CPU tensors.
+1. In its modules the *name* ``torch`` refers to a facade that reads as torch, except that ``torch.cuda`` describes the
+   CPU and factories with a CUDA device make CPU tensors.
 2. Where it compares ``tensor.type()`` with CUDA type names or calls ``tensor.cuda()``, those two methods are replaced
    for the duration of that one function.
 3. Its random-number tracker keeps states of the CPU's generator.
@@ -30,7 +30,7 @@ _ROOTS = (
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.tensor_parallel",
 )
-"""Importing these loads every module that training needs."""
+"""Modules whose import loads every module that training needs."""
 _ASK_FOR_CUDA = (
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.__init__"),
     ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
@@ -40,7 +40,7 @@ _ASK_FOR_CUDA = (
     ),
     ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
 )
-"""Functions that compare ``type()`` with CUDA names or call ``cuda()``; found by leaving them out one by one."""
+"""Functions that compare ``type()`` with CUDA names or call ``cuda()``; found by omitting them one by one."""
 
 
 def install() -> None:
@@ -64,7 +64,7 @@ def _installed() -> bool:
 
 @contextlib.contextmanager
 def _without_compile() -> Iterator[None]:
-    """Within, torch.compile leaves functions as they are.
+    """Let torch.compile return functions unchanged inside the context.
 
     megatron-core compiles its fused functions where it defines them. On a CPU the first call would take 20 s, the
     definitions alone seconds of import, and the fusions are off.
@@ -82,7 +82,7 @@ def _without_compile() -> Iterator[None]:
 
 
 class _ModuleProxy(types.ModuleType):
-    """A module that forwards every name it was not given itself."""
+    """A module that forwards every name that was not set on it."""
 
     def __init__(self, target: types.ModuleType, own: dict[str, Any]) -> None:
         super().__init__(target.__name__)
@@ -117,7 +117,7 @@ def _torch_facade() -> types.ModuleType:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor factory that gives a CPU tensor where a CUDA device is asked for."""
+    """Wrap a tensor factory so that it makes a CPU tensor if a CUDA device is requested."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - the factory's own
@@ -147,7 +147,7 @@ def _treat_cpu_as_cuda_in(module: types.ModuleType, path: str) -> None:
 
 @contextlib.contextmanager
 def _cpu_tensors_as_cuda() -> Iterator[None]:
-    """Within, CPU tensors give CUDA's type name and ``cuda()`` returns them as they are."""
+    """Let CPU tensors return CUDA's type name, and themselves from ``cuda()``, inside the context."""
     plain_type, plain_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - Tensor.type's own
@@ -166,7 +166,7 @@ def _cpu_tensors_as_cuda() -> Iterator[None]:
 
 
 def _rebind_clip() -> None:
-    """optimizer.py imported the clipping function by name before it was wrapped."""
+    """Replace the clipping function that optimizer.py imported by name before it was wrapped."""
     clip = importlib.import_module("megatron.core.optimizer.clip_grads")
     optimizer: Any = importlib.import_module("megatron.core.optimizer.optimizer")
     optimizer.clip_grad_by_total_norm_fp32 = clip.clip_grad_by_total_norm_fp32

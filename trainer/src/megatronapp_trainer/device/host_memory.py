@@ -1,7 +1,7 @@
-"""How much of the host's memory a rank may still take: what the machine has, what its container may, shared by ranks.
+"""Host memory that a rank may still allocate: what the node has free, what its container may use, divided by ranks.
 
-Inside a container the machine's free memory says little: the kernel kills what goes over the limit of the control
-group, and each group above has a limit of its own.
+Inside a container the node's free memory says little: the kernel kills what exceeds the limit of the control group, and
+each parent group has a separate limit.
 """
 
 import os
@@ -14,16 +14,16 @@ _GROUPS = pathlib.Path("/sys/fs/cgroup")
 
 
 def free_host_bytes() -> int:
-    """An equal share for each rank of this machine or pod (LOCAL_WORLD_SIZE) of what is free there."""
+    """Return an equal part of the free memory for each rank of this node or pod (LOCAL_WORLD_SIZE), in bytes."""
     free = min(psutil.virtual_memory().available, *group_bytes(_OWN_GROUP, _GROUPS))
     return int(free) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
 def group_bytes(own: pathlib.Path, groups: pathlib.Path) -> list[int]:
-    """What each control group (version 2, else 1) around a process may still take; none where none has a limit.
+    """Return the bytes that each control group (version 2, or 1) around a process may still use; empty without a limit.
 
-    `own`: /proc/PID/cgroup; `groups`: where the file system of control groups lies. Page cache that nobody uses does
-    not count as taken: the kernel gives it back before it kills.
+    `own`: /proc/PID/cgroup; `groups`: root of the file system of control groups. Unused page cache is counted as free:
+    the kernel reclaims it before it kills.
     """
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
@@ -40,7 +40,7 @@ def group_bytes(own: pathlib.Path, groups: pathlib.Path) -> list[int]:
 
 
 def _left(root: pathlib.Path, path: str, names: tuple[str, str, str]) -> list[int]:
-    """Limit minus use, of a group and those above; a container may see its own group as the root."""
+    """Return limit minus use, of a group and its parents; a container may see its own group as the root."""
     limit_name, usage_name, cache_name = names
     below = root / path.lstrip("/")
     found = []
@@ -54,7 +54,7 @@ def _left(root: pathlib.Path, path: str, names: tuple[str, str, str]) -> list[in
 
 
 def _number(path: pathlib.Path) -> int | None:
-    """What a file says; None for `max`, and where there is no such file."""
+    """Read the number in a file; None for `max`, and if the file does not exist."""
     try:
         return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

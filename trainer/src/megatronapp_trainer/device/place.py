@@ -1,4 +1,4 @@
-"""Choosing the device, and the few operations that differ between GPU and CPU."""
+"""Choice of the device, and the few operations that differ between GPU and CPU."""
 
 import dataclasses
 import warnings
@@ -13,24 +13,23 @@ _NOISE = (
     "full scope is deprecated",  # of a default value of TransformerConfig
     "The .grad attribute of a Tensor that is not a leaf",  # asked of every shard by the distributed optimizer
 )
-"""Warnings of megatron-core 0.16 about itself, which nobody here can act on."""
+"""Warnings of megatron-core 0.16 about itself, which no user can act on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Where this rank computes."""
+    """Device on which this rank computes."""
 
     torch_device: torch.device
     name: str
-    """For people: ``cpu`` or ``cuda:0 NVIDIA ...``."""
+    """Name for messages: ``cpu`` or ``cuda:0 NVIDIA ...``."""
 
     @property
     def is_cuda(self) -> bool:
-        """It is a GPU."""
         return self.torch_device.type == "cuda"
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on this device; to a GPU the copy runs beside the host, out of pinned memory."""
+        """Copy the tensor to this device; to a GPU the copy runs in parallel with the host, out of pinned memory."""
         return sent_to(self.torch_device, tensor)
 
     def to_host(self, tensor: torch.Tensor) -> "HostCopy":
@@ -39,12 +38,12 @@ class Device:
 
 
 def sent_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host on this device; to a GPU the copy runs beside the host, out of pinned memory."""
+    """Copy a host tensor to this device; to a GPU the copy runs in parallel with the host, out of pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class HostCopy:
-    """A tensor on its way to the host. Reading it waits for the copy alone, not for work queued after it."""
+    """A tensor that is being copied to the host. Reading it waits for the copy alone, not for work queued after it."""
 
     def __init__(self, tensor: torch.Tensor, *, is_cuda: bool) -> None:
         self._event: torch.cuda.Event | None = None
@@ -56,11 +55,11 @@ class HostCopy:
             self._event.record()
 
     def ready(self) -> bool:
-        """It can be read without waiting."""
+        """Return True if it can be read without waiting."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> torch.Tensor:
-        """The tensor on the host."""
+        """Return the tensor on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensor
@@ -69,7 +68,7 @@ class HostCopy:
 def prepare_device(local_rank: int) -> Device:
     """Choose the device of this process and make megatron-core ready for it.
 
-    Must run before a model is built. Raises UsageError where there are GPUs, but too few of them.
+    Must run before a model is built. Raises UsageError if there are GPUs, but too few of them.
     """
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
@@ -82,7 +81,7 @@ def prepare_device(local_rank: int) -> Device:
         torch.cuda.set_device(local_rank)
         with silence_megatron_imports():
             import megatron.core.models.gpt.gpt_layer_specs
-            import megatron.core.optimizer  # noqa: F401 - imported here for its warnings to be left out
+            import megatron.core.optimizer  # noqa: F401 - imported here to suppress its warnings
         device = torch.device("cuda", local_rank)
         return Device(torch_device=device, name=f"{device} {torch.cuda.get_device_name(device)}")
     from megatronapp_trainer.device import cpu

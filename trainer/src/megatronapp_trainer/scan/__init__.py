@@ -1,4 +1,4 @@
-"""MegaScan in the trainer: spans of each step into the rank's ring, and faults for demonstrations.
+"""MegaScan in the trainer: writes the spans of each step to the rank's ring, and injects faults for demonstrations.
 
 Imported only when tracing is on. Once training runs, nothing here blocks, synchronises a device, or runs a collective.
 """
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 def start(context: "RunContext") -> "ScanObserver":
-    """Create the ring of this rank and the observer that fills it. Raises UsageError for faults that cannot be."""
+    """Create the ring of this rank and the observer that fills it.
+
+    Raises UsageError for invalid faults.
+    """
     from megatronapp_trainer.scan.assemble import assemble
 
     return assemble(context)

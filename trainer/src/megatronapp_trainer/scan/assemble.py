@@ -1,4 +1,4 @@
-"""Putting the tracer of a rank together: ring, recorder, communicators, faults."""
+"""Assembly of a rank's tracer: ring, recorder, communicators, faults."""
 
 import json
 import logging
@@ -29,29 +29,32 @@ log = logging.getLogger(__name__)
 
 
 class NullRing:
-    """Takes the place of a ring that could not be made: training goes on without a trace."""
+    """Replaces a ring that could not be created: training continues without a trace."""
 
     def record(self, *_fields: int) -> None:
-        """Nothing."""
+        """Drop the record: there is no ring."""
 
     def open_span(self, *_fields: int) -> None:
-        """Nothing."""
+        """Ignore the span: there is no ring."""
 
     def close_span(self) -> None:
-        """Nothing."""
+        """Ignore the span: there is no ring."""
 
     def heartbeat(self) -> None:
-        """Nothing."""
+        """Do nothing, as there is no ring."""
 
     def clock_pair(self) -> None:
-        """Nothing."""
+        """Do nothing, as there is no ring."""
 
     def close(self, unlink: bool, /) -> None:
-        """Nothing."""
+        """Do nothing, as there is no ring."""
 
 
 def assemble(context: RunContext) -> ScanObserver:
-    """The observer of this rank, its ring created. Raises UsageError for faults that cannot be."""
+    """Return the observer of this rank, its ring created.
+
+    Raises UsageError for invalid faults.
+    """
     rank = context.layout.rank
     table = communicators(context.layout, _groups())
     plan = FaultPlan(rank, _faults(context.config.logging.faults, context.layout.world_size))
@@ -73,7 +76,7 @@ def assemble(context: RunContext) -> ScanObserver:
 
 
 def _groups() -> dict[str, list[int]]:
-    """Global ranks of the groups that this rank meets in collectives."""
+    """Return the global ranks of the groups in which this rank runs collectives."""
     groups = {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -117,7 +120,7 @@ def _ring(context: RunContext, table: list[Communicator]) -> TraceRing:
 
 
 def _record_cost_ns(path: pathlib.Path) -> float | None:
-    """Measured with a ring of its own beside the real one, which no agent looks for."""
+    """Measure the cost of a record in ns, with a temporary ring next to the real one, which no agent reads."""
     on_device = torch.cuda.is_available()
     try:
         scratch: TraceRing = native.RingWriter(str(path.with_suffix(".cost")), COST_RECORDS, 0, b"{}")

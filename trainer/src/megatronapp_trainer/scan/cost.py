@@ -1,4 +1,4 @@
-"""What a span costs the host, measured when a rank begins."""
+"""Cost of a span for the host, measured when a rank begins."""
 
 import statistics
 from collections.abc import Callable
@@ -11,10 +11,10 @@ SPANS = 32
 
 
 def span_cost_ns(recorder: Recorder, now_ns: Callable[[], int], settle: Callable[[], None]) -> float:
-    """Host time from entering a span to its record, median of BLOCKS of SPANS empty spans.
+    """Return the host time from entering a span to its record in ns, median of BLOCKS of SPANS empty spans.
 
-    `settle` waits for what the recorder left to the device; that wait is not counted, reading the device's times is.
-    The records go into `recorder`, which should write into a ring that nobody reads.
+    `settle` waits for work that the recorder deferred to the device; that wait is not counted, reading the device's
+    times is. The records go to `recorder`, which should write to a ring without readers.
     """
     fields = RecordKey(RecordKind.FORWARD, microbatch=0)
     costs = []

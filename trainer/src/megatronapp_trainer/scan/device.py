@@ -1,8 +1,8 @@
 """Spans of the CUDA compute stream: pooled events, read by polling, never synchronised.
 
-Events go on the compute stream only: timing events on communication streams break the overlap that Megatron relies
-on when CUDA_DEVICE_MAX_CONNECTIONS is 1. A finished step is read at the border of a later one, when its events are
-done anyway.
+Events are recorded on the compute stream only: timing events on communication streams break the overlap that Megatron
+relies on when CUDA_DEVICE_MAX_CONNECTIONS is 1. A finished step is read at the boundary of a later one, when its events
+are done anyway.
 """
 
 import collections
@@ -17,33 +17,33 @@ from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark, Tra
 CALIBRATIONS = 5
 NS_PER_MS = 1e6
 IDLE_POLLS = 20
-"""On an idle stream an event is done some 10 us after it was recorded; a look takes 1 to 2 us."""
+"""Polls of an idle stream: an event is done some 10 us after it was recorded; a poll takes 1 to 2 us."""
 FINISH_NS = 1_000_000_000
 FINISH_POLL_S = 0.005
 
 
 class CudaEvent(Protocol):
-    """What is used of `torch.cuda.Event(enable_timing=True)`."""
+    """Methods used of `torch.cuda.Event(enable_timing=True)`."""
 
     def record(self) -> None:
-        """Put the event into the current stream."""
+        """Record the event in the current stream."""
 
     def query(self) -> bool:
-        """Whether the stream has passed it."""
+        """Return True if the stream has passed it."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait until the stream has passed it."""
 
     def elapsed_time(self, end: Any) -> float:  # noqa: ANN401 - an event of the same kind
-        """Milliseconds from this event to `end`, as a 32-bit float."""
+        """Return the milliseconds from this event to `end`, as a 32-bit float."""
 
 
 class DeviceClock:
     """Host time of events, by chaining elapsed times from anchor to anchor.
 
-    A 32-bit float of milliseconds resolves 0.5 us at 4 to 8 s, so every step gets an anchor of its own. The drift
-    between the clocks is held by two facts: an event cannot be done before the host recorded it, nor after the host
-    saw it done.
+    A 32-bit float of milliseconds resolves 0.5 us at 4 to 8 s, so every step gets a separate anchor. The drift between
+    the clocks is bounded by two facts: an event cannot be done before the host recorded it, nor after the host saw it
+    done.
     """
 
     def __init__(self, new_event: Callable[[], CudaEvent], now_ns: Callable[[], int]) -> None:
@@ -52,12 +52,12 @@ class DeviceClock:
         self.uncertainty_ns = width_ns // 2
 
     def advance(self, anchor: CudaEvent, recorded_ns: int, seen_ns: int) -> None:
-        """Move on to a newer anchor that is done."""
+        """Continue from a newer anchor that is done."""
         predicted_ns = self.host_ns(anchor)
         self._anchor, self._anchor_ns = anchor, min(max(predicted_ns, recorded_ns), seen_ns)
 
     def host_ns(self, event: CudaEvent) -> int:
-        """Monotonic host time at which a finished event was passed."""
+        """Return the monotonic host time, in ns, at which a finished event was passed."""
         return self._anchor_ns + round(self._anchor.elapsed_time(event) * NS_PER_MS)
 
 
@@ -76,7 +76,7 @@ class _PendingSpan:
     start: CudaEvent
     end: CudaEvent
     launched_ns: int = 0
-    """When the host had launched all of the span; 0 for a post."""
+    """Time at which the host had launched all of the span; 0 for a post."""
     aux: int = 0
     flags: int = Flag.DEVICE_CLOCK | Flag.AUX_LEAD
 
@@ -86,7 +86,7 @@ class _ClockAnchor:
     event: CudaEvent
     recorded_ns: int
     seen_ns: int | None = None
-    """When it was first seen to be done."""
+    """Time at which it was first seen to be done."""
 
 
 class DeviceRecorder(Recorder):
@@ -106,11 +106,11 @@ class DeviceRecorder(Recorder):
         self._free: list[CudaEvent] = []
         self._pending: collections.deque[_PendingSpan | _ClockAnchor] = collections.deque()
         self._anchor: _ClockAnchor | None = None
-        """The step's anchor, while it was not seen to be done."""
+        """Anchor of the step, until it was seen to be done."""
         self.clock = DeviceClock(new_event, monotonic_ns)
 
     def begin_step(self, step: int) -> None:
-        """From now on spans belong to `step`; what is done of earlier steps is written."""
+        """Assign later spans to `step`; writes finished spans of earlier steps."""
         super().begin_step(step)
         self._harvest()
         idle = not self._pending
@@ -134,20 +134,20 @@ class DeviceRecorder(Recorder):
         self.ring.close_span()
 
     def transfer(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
-        """Record when the compute stream reached the post: only then is a tensor ready to leave or to be filled.
+        """Record when the compute stream reached the post: only then is a tensor ready to be sent or filled.
 
-        The host posts long before, so its clock would make every delivery look late.
+        The host posts long before, so its clock would make every delivery seem late.
         """
         reached = self._recorded_event()
         flags = Flag.DEVICE_CLOCK | Flag.AUX_BYTES
         self._pending.append(_PendingSpan(self.step, fields, reached, reached, 0, size_bytes // BYTES_UNIT, flags))
 
     def own_ns(self, mark: TimeMark) -> int:
-        """0: the device will know later."""
+        """Return 0: only the device will know the length, later."""
         return 0
 
     def finish(self) -> None:
-        """Write what the device has done, giving the last events a moment; a stream that is stuck keeps nobody."""
+        """Write finished spans, waiting a moment for the last events; a stream that is stuck blocks no caller."""
         deadline_ns = self._now_ns() + FINISH_NS
         self._harvest()
         while self._pending and self._now_ns() < deadline_ns:
@@ -160,13 +160,13 @@ class DeviceRecorder(Recorder):
         return event
 
     def _poll_anchor(self) -> None:
-        """The sooner it is seen to be done, the closer the clocks stay together: leads are read off both."""
+        """Poll the anchor: the sooner it is seen to be done, the closer the clocks stay, from which leads follow."""
         if self._anchor is not None and self._anchor.event.query():
             self._anchor.seen_ns = self._now_ns()
             self._anchor = None
 
     def _harvest(self) -> None:
-        """Write the spans that are done. The stream passes events in order, so the first one not done ends it."""
+        """Write the finished spans. The stream passes events in order, so the first one not done ends the search."""
         while self._pending:
             head = self._pending[0]
             if not (head.event if isinstance(head, _ClockAnchor) else head.end).query():

@@ -1,7 +1,7 @@
 """Faults for demonstrations: a rank that computes slowly, a host that stalls, a link that delivers late.
 
-No root, no real damage, and each ends by itself. Which fault is active is decided at step borders, from the manifest
-and from the control page; how much time it adds comes from this rank's own usual spans.
+They need no root, do no real damage, and end by themselves. The active fault is chosen at step boundaries, from the
+manifest and from the control document; the time it adds is relative to this rank's usual spans.
 """
 
 import collections
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 KINDS = ("compute", "host", "link")
 MAX_FACTOR = 100
 MAX_NUMBER = 2_147_483_647
-"""Bounds of the manifest: a fault that is started by hand cannot stall a job for ever either."""
+"""Bounds of the manifest: a fault that is started by hand cannot stall a job forever either."""
 HISTORY = 16
-"""Spans that make up what is usual."""
+"""Number of last spans of which the usual length is the median."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,10 @@ class InjectedFault:
 
     @classmethod
     def from_json(cls, document: object) -> "InjectedFault":
-        """A fault in the spelling of the manifest. Raises UsageError."""
+        """Parse a fault in the spelling of the manifest.
+
+        Raises UsageError.
+        """
         if not isinstance(document, Mapping):
             raise UsageError(f"fault {document!r}: give an object with rank, kind, factor, fromStep, steps")
         try:
@@ -60,19 +63,25 @@ class InjectedFault:
         return fault
 
     def active(self, step: int) -> bool:
-        """Whether it acts in `step`."""
+        """Return True if it acts in `step`."""
         return self.from_step <= step < self.from_step + self.steps
 
 
 class ControlDocument(Protocol):
-    """What is used of `PageReader`."""
+    """Methods used of `DocumentReader`."""
 
     def read_new(self) -> dict[str, Any] | None:
-        """The page if it changed. Raises PageError."""
+        """Return the document if it changed.
+
+        Raises DocumentError.
+        """
 
 
 def commanded_faults(document: Mapping[str, Any]) -> list[InjectedFault]:
-    """The faults of a control page. Raises UsageError."""
+    """Parse the faults of a control document.
+
+    Raises UsageError.
+    """
     faults = document.get("faults", ())
     if not isinstance(faults, list | tuple):
         raise UsageError(f"faults is {type(faults).__name__}; give a list")
@@ -80,7 +89,7 @@ def commanded_faults(document: Mapping[str, Any]) -> list[InjectedFault]:
 
 
 class FaultPlan:
-    """The faults of one rank, and the time each adds. Pure: stalling is the caller's business."""
+    """Faults of one rank, and the time each adds. Pure: the caller stalls."""
 
     def __init__(self, rank: int, faults: Iterable[InjectedFault]) -> None:
         self._rank = rank
@@ -88,19 +97,19 @@ class FaultPlan:
         self._commanded: tuple[InjectedFault, ...] = ()
         self._active: tuple[InjectedFault, ...] = ()
         self._page_error = ""
-        """Why the page was last ignored; a page that stays unreadable is reported once."""
+        """Reason why the document was last ignored; one that stays unreadable is reported once."""
         self._usual: dict[RecordKind, collections.deque[int]] = {
             kind: collections.deque(maxlen=HISTORY) for kind in (RecordKind.FORWARD, RecordKind.BACKWARD)
         }
 
     def command(self, faults: Iterable[InjectedFault]) -> None:
-        """Replace the faults that came through the control page."""
+        """Replace the faults of the control document."""
         self._commanded = self._mine(faults)
 
     def read_commands(self, control: ControlDocument) -> None:
-        """Take the commands of the control page if it changed.
+        """Apply the commands of the control document if it changed.
 
-        A page that cannot be understood changes nothing, and never ends the training that reads it.
+        An invalid document changes nothing, and never ends the training that reads it.
         """
         try:
             document = control.read_new()
@@ -116,25 +125,25 @@ class FaultPlan:
         self._active = tuple(fault for fault in self._manifest + self._commanded if fault.active(step))
 
     def observe(self, kind: RecordKind, own_ns: int) -> None:
-        """Learn what is usual from a span that no fault has stretched."""
+        """Update the usual length with a span that no fault has stretched."""
         if kind in self._usual:
             self._usual[kind].append(own_ns)
 
     def usual_ns(self, kind: RecordKind) -> int:
-        """Median of the last spans of this kind; 0 where there is none yet."""
+        """Return the median of the last spans of this kind in ns; 0 without any yet."""
         history = self._usual[kind]
         return round(statistics.median(history)) if history else 0
 
     def compute_stall_ns(self, own_ns: int) -> int:
-        """What to add to a compute span that took `own_ns` by itself."""
+        """Return the ns to add to a compute span that took `own_ns` by itself."""
         return round(sum(factor - 1 for factor in self._factors("compute")) * own_ns)
 
     def host_stall_ns(self) -> int:
-        """How long to stall before a forward pass."""
+        """Return the ns to stall before a forward pass."""
         return round(sum(factor - 1 for factor in self._factors("host")) * self.usual_ns(RecordKind.FORWARD))
 
     def withhold_ns(self, source: int) -> int:
-        """How long to withhold a message of rank `source` that has arrived."""
+        """Return the ns to withhold a received message of rank `source`."""
         factors = self._factors("link", source)
         return round(sum(factor - 1 for factor in factors) * self.usual_ns(RecordKind.FORWARD))
 

@@ -1,4 +1,4 @@
-"""What a ring says about its rank: place in the layout, and the table of its communicators."""
+"""Metadata of a ring: the rank's place in the layout, and the table of its communicators."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ GROUP_OF_KIND = {
     RecordKind.EMBED_REDUCE: "embed",
     RecordKind.GRAD_NORM: "mp",
 }
-"""The group whose members meet in a span of this kind."""
+"""Group whose members meet in a span of this kind."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Communicator:
 
 
 def directed_pairs(layout: Layout) -> list[tuple[int, int]]:
-    """Pairs (source, destination) between this rank and its neighbours in the pipeline's ring, each once."""
+    """Return the pairs (source, destination) between this rank and its neighbours in the pipeline's ring, each once."""
     if layout.pipeline_size == 1:
         return []
     stride = layout.tensor_size * layout.data_size
@@ -44,7 +44,7 @@ def directed_pairs(layout: Layout) -> list[tuple[int, int]]:
 
 
 def communicators(layout: Layout, groups: Mapping[str, Iterable[int]]) -> list[Communicator]:
-    """The table: directed pairs first, then the groups that have more than one member."""
+    """Return the table: directed pairs first, then the groups that have more than one member."""
     members: list[tuple[str, tuple[int, ...]]] = [("p2p", pair) for pair in directed_pairs(layout)]
     members += [(kind, tuple(ranks)) for kind, ranks in groups.items()]
     wanted = [(kind, ranks) for kind, ranks in members if len(ranks) > 1]
@@ -52,9 +52,9 @@ def communicators(layout: Layout, groups: Mapping[str, Iterable[int]]) -> list[C
 
 
 def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cost_ns: float | None) -> bytes:
-    """The JSON that a rank's ring carries; see docs/contracts.md section 4.
+    """Return the JSON of a rank's ring; see docs/contracts.md section 4.
 
-    `record_cost_ns` is the measured cost of a record, None where it could not be measured.
+    `record_cost_ns` is the measured cost of a record, None if it could not be measured.
     """
     layout, config = context.layout, context.config
     document: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The observer of a rank's loop: spans into the ring, faults out of the manifest and the control page."""
+"""Observer of a rank's loop: writes spans to the ring, applies faults of the manifest and the control document."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from megatronapp_trainer.scan.peers import PeerCounters
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
 
 HOST_KINDS = frozenset({RecordKind.DATA, RecordKind.EVALUATE, RecordKind.CHECKPOINT, RecordKind.GC})
-"""Work of the host also where there is a device."""
+"""Kinds of work that run on the host also where there is a device."""
 STRETCHED_KINDS = frozenset({RecordKind.FORWARD, RecordKind.BACKWARD})
 
 
@@ -29,12 +29,12 @@ class SpanWriter:
         self._open: dict[RecordKind, tuple[RecordKey, TimeMark]] = {}
 
     def begin_step(self, step: int) -> None:
-        """Ordinals count anew in every step."""
+        """Restart the ordinals, which count from 0 in every step."""
         self.recorder.begin_step(step)
         self._ordinals.clear()
 
     def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
-        """A span begins."""
+        """Begin a span of this kind."""
         ordinal = self._ordinals[kind]
         self._ordinals[kind] = ordinal + 1
         fields = RecordKey(kind, microbatch, chunk, self._slots.get(kind, NO_COMM), ordinal)
@@ -42,11 +42,11 @@ class SpanWriter:
         self._open[kind] = fields, enter(fields)
 
     def mark_of(self, kind: RecordKind) -> TimeMark:
-        """When the open span of this kind began."""
+        """Return when the open span of this kind began."""
         return self._open[kind][1]
 
     def end(self, kind: RecordKind, flags: int = 0) -> None:
-        """It ends."""
+        """End the span of this kind."""
         fields, mark = self._open.pop(kind)
         if flags:
             fields = fields._replace(flags=flags)
@@ -81,7 +81,7 @@ class ScanObserver:
         self._is_reporter = is_reporter
 
     def p2p_communicator(self, model_config: Any, pipeline_group: Any) -> Any | None:  # noqa: ANN401 - untyped library
-        """The traced communicator, where there is a pipeline."""
+        """Return the traced communicator, or None without a pipeline."""
         if pipeline_group.size() == 1:
             return None
         return TracedP2PCommunicator(
@@ -89,7 +89,7 @@ class ScanObserver:
         )
 
     def step_begin(self, step: int) -> None:
-        """A loop iteration begins."""
+        """Begin a loop iteration: apply commands and faults."""
         self._plan.read_commands(self._control)
         self._plan.begin_step(step)
         self._peers.begin_step()
@@ -97,35 +97,35 @@ class ScanObserver:
         self._spans.begin(RecordKind.STEP, 0, NO_MICROBATCH)
 
     def step_end(self, *, skipped: bool) -> None:
-        """It has ended."""
+        """End the loop iteration."""
         self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if skipped else 0)
         self._recorder.ring.clock_pair()
 
     def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
-        """A span begins; a host fault stalls before a forward pass."""
+        """Begin a span; a host fault stalls before a forward pass."""
         if kind is RecordKind.FORWARD and (stall_ns := self._plan.host_stall_ns()):
             self._inject(self._host_stall, stall_ns)
         self._spans.begin(kind, chunk, microbatch)
 
     def end(self, kind: RecordKind) -> None:
-        """A span ends; a compute fault stretches it first."""
+        """End a span; a compute fault stretches it first."""
         flags = self._stretch(kind) if kind in STRETCHED_KINDS else 0
         self._spans.end(kind, flags)
 
     def metrics(self, metrics: StepMetrics) -> None:
-        """Samples of the step, written by the reporting rank alone."""
+        """Write metrics of the step, on the reporting rank alone."""
         if not self._is_reporter:
             return
         for metric, value in _samples(metrics):
             self._recorder.metric(metric, value)
 
     def validation(self, loss: float) -> None:
-        """A sample of the validation loss."""
+        """Write a sample of the validation loss."""
         if self._is_reporter:
             self._recorder.metric(Metric.VALIDATION_LOSS, loss)
 
     def close(self) -> None:
-        """Write what is pending and mark the ring as closed."""
+        """Write pending spans and mark the ring as closed."""
         self._recorder.finish()
         self._recorder.ring.close(False)
         self._control.close()

@@ -16,7 +16,7 @@ from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
 
 
 class TransferRequest(Protocol):
-    """What a schedule does with a transfer that was posted."""
+    """Handle of a posted transfer, as the schedules use it."""
 
     def wait(self) -> Any:  # noqa: ANN401 - the type of the library underneath
         """Wait until the tensor may be used or reused."""

@@ -1,4 +1,4 @@
-"""The key of a message: its directed pair, and which message of the step it is there.
+"""Key of a message: its directed pair, and its ordinal within the step.
 
 gloo and NCCL deliver in order per pair, so counting on both sides gives the same number to both ends.
 """
@@ -15,11 +15,11 @@ class PeerCounters:
         self._sent = dict.fromkeys(slots, 0)
 
     def begin_step(self) -> None:
-        """Messages are counted anew in every step."""
+        """Restart the ordinals, which count from 0 in every step."""
         self._sent = dict.fromkeys(self._slots, 0)
 
     def next_message(self, name: str, peer: int) -> tuple[int, int]:
-        """Slot and ordinal of the next message; `name` is send_next, send_prev, recv_next or recv_prev."""
+        """Return slot and ordinal of the next message; `name` is send_next, send_prev, recv_next or recv_prev."""
         pair = (self._rank, peer) if name in SENDS else (peer, self._rank)
         ordinal = self._sent[pair]
         self._sent[pair] = ordinal + 1

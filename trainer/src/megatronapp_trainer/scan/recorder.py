@@ -1,4 +1,4 @@
-"""From marks to records: the host recorder for the CPU, and what both recorders share."""
+"""Conversion of time marks to records: the host recorder for the CPU, and what both recorders share."""
 
 import struct
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _WORD = struct.Struct("<I")
 
 
 class TraceRing(Protocol):
-    """What a recorder needs of `megatronapp_native.RingWriter`."""
+    """Methods used of `megatronapp_native.RingWriter`."""
 
     def record(  # noqa: PLR0917 - the hot path takes positions only
         self,
@@ -40,13 +40,13 @@ class TraceRing(Protocol):
         """Append one record; never blocks."""
 
     def open_span(self, kind: int, step: int, microbatch: int, start_ns: int, /) -> None:
-        """Say what this rank is inside of."""
+        """Publish the span that this rank has entered."""
 
     def close_span(self) -> None:
-        """Say that it left."""
+        """Publish that this rank has left the span."""
 
     def heartbeat(self) -> None:
-        """Say that it lives."""
+        """Store the present time as a sign of life."""
 
     def clock_pair(self) -> None:
         """Add a pair of monotonic and real time."""
@@ -75,7 +75,7 @@ class RecordKey(NamedTuple):
 
 
 def float_bits(value: float) -> int:
-    """The bits of `value` as a 32-bit float; a magnitude beyond its range becomes infinite."""
+    """Return the bits of `value` as a 32-bit float; a magnitude beyond its range becomes infinite."""
     try:
         packed = _FLOAT.pack(value)
     except OverflowError:
@@ -84,15 +84,15 @@ def float_bits(value: float) -> int:
 
 
 def duration_units(duration_ns: int) -> int:
-    """Nanoseconds as units of the record, cut at what 32 bits hold."""
+    """Convert nanoseconds to units of the record, limited to 32 bits."""
     return min(max(duration_ns, 0) // DURATION_UNIT_NS, MAX_DURATION_UNITS)
 
 
 class Recorder:
-    """Writes spans at their end into the ring, measured by the host's monotonic clock.
+    """Writes spans at their end to the ring, measured by the host's monotonic clock.
 
-    `on_length(fields, own_ns)` hears of every span that `enter` and `leave` enclose; own_ns is its length without
-    run-queue delay. The CUDA recorder overrides what a span of the compute stream is; host spans stay as here.
+    `on_length(fields, own_ns)` is called for every span that `enter` and `leave` enclose; own_ns is its length without
+    run-queue delay. The CUDA recorder overrides the spans of the compute stream; host spans are the same there.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Recorder:
         self._on_length = on_length
 
     def begin_step(self, step: int) -> None:
-        """From now on spans belong to `step`."""
+        """Assign later spans to `step`."""
         self.step = step
         self.ring.heartbeat()
 
     def host_mark(self) -> TimeMark:
-        """This moment on the host."""
+        """Return a mark of the present moment on the host."""
         return TimeMark(self._now_ns(), self._run_queue_ns())
 
     def host_span(self, fields: RecordKey, mark: TimeMark) -> int:
@@ -148,7 +148,7 @@ class Recorder:
         self._on_length(fields, self.host_leave(fields, mark))
 
     def own_ns(self, mark: TimeMark) -> int:
-        """Time since `mark` without run-queue delay; 0 where only the device will know."""
+        """Return the ns since `mark` without run-queue delay; 0 where only the device will know."""
         return max(self._now_ns() - mark.time_ns - (self._run_queue_ns() - mark.run_queue_ns), 0)
 
     def transfer(self, fields: RecordKey, mark: TimeMark, size_bytes: int) -> None:
@@ -167,7 +167,7 @@ class Recorder:
         )
 
     def finish(self) -> None:
-        """Write what is still pending, at the end of the run."""
+        """Write pending spans, at the end of the run."""
 
     def _write(  # noqa: PLR0917 - the hot path takes positions only
         self, step: int, fields: RecordKey, start_ns: int, length_ns: int, aux: int, flag: int

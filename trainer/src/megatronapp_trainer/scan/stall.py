@@ -1,4 +1,4 @@
-"""Adding time for a fault: a sleep on the CPU, a busy kernel in the rank's own stream on CUDA.
+"""Addition of time for a fault: a sleep on the CPU, a busy kernel in the rank's own stream on CUDA.
 
 A busy loop on the CPU would take the cores of its peers, which a slow processor does not do.
 """

@@ -1,1 +1,1 @@
-"""Helpers without a place of their own."""
+"""Helpers that several folders of the trainer share."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and reads that outlast a short fault of a network file system."""
+"""Atomic writing of files, and reads that outlast a short fault of a network file system."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 _TRANSIENT = frozenset({errno.ESTALE, errno.EIO})
 PAUSES_S = (0.1, 0.4, 1.5, 4.0)
-"""Between the tries of `retry_transient_errors`."""
+"""Seconds between the tries of `retry_transient_errors`."""
 
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
@@ -33,7 +33,7 @@ def write_atomically(path: pathlib.Path, content: bytes) -> None:
 
 
 def sync_directory(path: pathlib.Path) -> None:
-    """Bring the names in a directory to the disk, so that a rename survives a power cut."""
+    """Sync the names in a directory to the disk, so that a rename survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -42,7 +42,7 @@ def sync_directory(path: pathlib.Path) -> None:
 
 
 def sync_file(path: pathlib.Path) -> None:
-    """Bring the content of a file to the disk."""
+    """Sync the content of a file to the disk."""
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
 

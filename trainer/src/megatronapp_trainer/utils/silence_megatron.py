@@ -1,4 +1,4 @@
-"""What megatron-core says without need: of missing libraries while it is imported, of itself while it saves."""
+"""Suppression of megatron-core's needless output: missing libraries at its import, its own warnings while it saves."""
 
 import contextlib
 import logging
@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def silence_megatron_imports() -> Iterator[None]:
-    """Around the first import of megatron-core: its own and torch's warnings are left out, everybody else's are not."""
+    """Suppress warnings of megatron-core and torch during megatron-core's first import; those of other packages are
+    shown.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
         yield
@@ -24,10 +26,10 @@ _BY_DESIGN = re.compile(
 
 @contextlib.contextmanager
 def silence_saving() -> Iterator[None]:
-    """Around megatron-core's comparison of ranks before it saves, with one of its warnings left out.
+    """Suppress one warning of megatron-core's comparison of ranks before it saves.
 
-    The distributed optimizer's state is gathered on the first replica alone. The others say None in its place, and
-    that, which is as it must be, is a difference to megatron-core. A difference in anything else is still told.
+    The distributed optimizer's state is gathered on the first replica alone. The others have None in its place, and
+    that, which is correct, is a difference to megatron-core. A difference in other state is still reported.
     """
     logger = logging.getLogger("megatron.core.dist_checkpointing.validation")
     logger.addFilter(_is_relevant)
