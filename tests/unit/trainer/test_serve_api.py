@@ -123,7 +123,7 @@ def test_the_model_is_listed(client: httpx.Client) -> None:
         ({"prompt": ["a", 1]}, 422, "prompt", "prompt.1: must be a string"),
         ({"prompt": [[1], ["a"]]}, 422, "prompt", "prompt.1.0: must be a whole number"),
         ({"stop": 5}, 422, "stop", "stop: must be a string or a list of strings"),
-        ({"prompt": ["a"] * (BATCH + QUEUE + 1)}, 413, "prompt", "4 texts are asked for; a request may ask for 3"),
+        ({"prompt": ["a"] * (BATCH + QUEUE + 1)}, 413, "prompt", "4 texts are requested; the limit is 3"),
         ({"n": 4}, 413, "n", "4 texts"),
         ({"max_tokens": MOST + 1}, 413, "max_tokens", f"is over {MOST}"),
         ({"prompt": [1] * 200, "max_tokens": MOST}, 413, "max_tokens", "ask for at most 1848"),

@@ -106,9 +106,7 @@ def test_all_answers_together_are_bounded_until_they_are_sent() -> None:
             return desk.submit([GenerationRequest(id=f"r{next(names)}", prompt=(1,))], logprobs=logprobs)
 
         first, _ = submit(MOST_ANSWER_LOGPROBS), submit(MOST_OPEN_LOGPROBS - MOST_ANSWER_LOGPROBS)
-        with pytest.raises(
-            QueueFullError, match=f"this one would hold 1, and at most {MOST_OPEN_LOGPROBS} may be held"
-        ):
+        with pytest.raises(QueueFullError, match=f"this one would add 1, and the limit is {MOST_OPEN_LOGPROBS}"):
             submit(1)
         assert desk.tally.refused == 1
         submit(0)

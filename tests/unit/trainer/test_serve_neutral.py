@@ -96,7 +96,7 @@ def problem(kind: type[CompletionRequest | ChatRequest], body: dict[str, Any]) -
         ("presence_penalty", 0.5, "there are no penalties; send 0, or leave it out"),
         ("logit_bias", {"1": 2}, "logits are not biased; send {}, or leave it out"),
         ("best_of", 2, "there is no choice among several; n gives several texts; send 1, or leave it out"),
-        ("include_stop_str_in_output", True, "a stop text is left out of the answer; send false, or leave it out"),
+        ("include_stop_str_in_output", True, "a stop text is omitted from the answer; send false, or leave it out"),
         ("prompt_logprobs", 1, "/v1/completions scores prompts by echo: true with logprobs; leave it out"),
         ("guided_json", {"type": "object"}, "texts are not bound to a grammar; leave it out"),
     ],

@@ -145,7 +145,7 @@ def test_a_folder_without_a_checkpoint_is_told_by_its_flag(tmp_path: pathlib.Pat
 def test_without_a_secret_only_this_machine_is_let_in() -> None:
     check_address("127.0.0.1", None)
     check_address("0.0.0.0", SECRET)
-    with pytest.raises(UsageError, match="lets other machines in"):
+    with pytest.raises(UsageError, match="lets other nodes connect"):
         check_address("0.0.0.0", None)
 
 

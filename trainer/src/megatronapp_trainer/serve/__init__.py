@@ -1,5 +1,5 @@
-"""`python -m megatronapp_trainer.serve`: a trained model behind an HTTP interface.
+"""Serving of a trained model over HTTP, started with `python -m megatronapp_trainer.serve`.
 
-All ranks generate together (`megatronapp_trainer.inference`). Rank 0 also answers HTTP in a thread of its own; the two
-threads meet at the `Desk`.
+All ranks generate together (`megatronapp_trainer.inference`). Rank 0 also answers HTTP in a separate thread; the two
+threads meet at the `RequestBroker`.
 """

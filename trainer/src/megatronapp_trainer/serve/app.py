@@ -26,17 +26,18 @@ API_VERSION = "1"
 LOOPBACK = "127."
 SHUTDOWN_S = 2
 SPARE_REQUESTS = 64
-"""Requests beyond the prompts that may be open: lists, states, what is refused."""
+"""Open requests beyond the prompts: lists, states, refused ones."""
 SPARE_CONNECTIONS = 192
-"""Connections beyond those whose requests are worked on; the oldest that asks nothing gives its place to a new one."""
+"""Connections beyond those with requests in work; a new one replaces the oldest without a request."""
 SPARE_FILES = 256
 KERNEL_BYTES = 128 << 10
-"""What the kernel may hold of an answer that nobody reads (it doubles it); by itself it takes megabytes, and so long
-nobody would notice."""
+"""Limit of the kernel's buffer of an answer that the client does not read (Linux doubles it); its default is megabytes,
+so that a stalled client would be noticed late.
+"""
 
 
 def build_api() -> FastAPI:
-    """All routes, without a model behind them."""
+    """Create the application with all routes and without a model."""
     app = FastAPI(title="MegatronApp serve", version=API_VERSION, docs_url=None, redoc_url=None)
     problems.install(app)
     for module in (routes_health, routes_openai, routes_tokens, routes_scope):
@@ -46,7 +47,9 @@ def build_api() -> FastAPI:
 
 
 def create_app(desk: RequestBroker, *, secret: str | None) -> FastAPI:
-    """The application in front of a desk; `app.state.model` is set once there is a model, under `app.state.opening`."""
+    """Create the application in front of a broker; `app.state.model` is set once there is a model, under
+    `app.state.opening`.
+    """
     app = build_api()
     app.state.desk, app.state.model, app.state.runs = desk, None, RunStore(desk)
     app.state.opening = threading.Lock()
@@ -59,16 +62,19 @@ def create_app(desk: RequestBroker, *, secret: str | None) -> FastAPI:
 
 
 def check_address(host: str, secret: str | None) -> None:
-    """Raise UsageError for an address that other machines reach where nobody has to prove anything."""
+    """Raise UsageError for an address that other nodes reach if no access token is needed."""
     if secret is None and not host.startswith(LOOPBACK):
         raise UsageError(
-            f"--host {host} lets other machines in, and without MEGATRONAPP_SECRET_FILE nobody needs a key; "
-            "take 127.0.0.1, or `megatronapp serve`, which makes a key"
+            f"--host {host} lets other nodes connect, and without MEGATRONAPP_SECRET_FILE no token is needed; "
+            "take 127.0.0.1, or `megatronapp serve`, which creates a secret"
         )
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises RendezvousError if the port is taken or the address not ours."""
+    """Return a listening socket.
+
+    Raises RendezvousError if the port is taken or the address not ours.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -85,7 +91,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def served(app: FastAPI, sock: socket.socket) -> Iterator[None]:
-    """Serve in a thread; at the end answers that are on their way get 2 s."""
+    """Serve in a background thread inside the context; at the end unfinished answers get 2 s."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     connections = app.state.most_requests + SPARE_CONNECTIONS
     _allow_files(connections + SPARE_FILES)
@@ -111,7 +117,7 @@ def served(app: FastAPI, sock: socket.socket) -> Iterator[None]:
 
 
 def _allow_files(wanted: int) -> None:
-    """Let this process open so many files, as far as the system does; each connection is one."""
+    """Raise the limit of open files to `wanted`, as far as the system permits; each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < wanted:
@@ -119,7 +125,7 @@ def _allow_files(wanted: int) -> None:
 
 
 def write_address(path: pathlib.Path, url: str) -> None:
-    """Tell where the API answers, beside and renamed."""
+    """Write the URL of the API to a temporary file and rename it."""
     draft = path.with_name(path.name + ".new")
     draft.write_text(url + "\n", encoding="utf-8")
     draft.rename(path)

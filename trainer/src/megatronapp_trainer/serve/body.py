@@ -22,7 +22,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """As above: optional fields may be null."""
+        """Describe that optional fields may be null."""
         found = handler(schema)
         fields = handler.resolve_ref_schema(found)
         for name, field in fields.get("properties", {}).items():
@@ -32,7 +32,7 @@ class RequestBody(BaseModel):
 
 
 def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
-    """The same with null; what describes the field stays outside."""
+    """Permit null; the description of the field stays outside."""
     if field.get("type") == "null":
         return field
     about: dict[str, Any] = {key: field[key] for key in _ABOUT if key in field}

@@ -1,9 +1,9 @@
-"""How the server speaks HTTP: as uvicorn does, but nobody holds a connection for nothing.
+"""HTTP protocol of the server: uvicorn's, with limits on the time and number of connections.
 
 uvicorn waits without end for the head of a request and for a client that reads nothing of its answer, and counts such
-connections among those that make it refuse others. Here a head has a time, an answer must be read, and the connection
-of a stranger (`guard.KNOWN`), else one on which nothing is asked, gives its place to a new one: whoever probes /readyz
-is heard.
+connections among those that make it refuse others. Here a head has a time limit, an answer must be read, and a new
+connection replaces one of an unauthenticated client (`middleware.KNOWN`), or one without a request, so that probes of
+/readyz are answered.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatronapp_trainer.serve.middleware import KNOWN
 
 HEAD_S = 10.0
-"""So long may the head of a request take."""
+"""Seconds until the head of a request must be complete."""
 STALL_S = 60.0
-"""So long may a client take nothing of what waits for it, beside what the kernel holds."""
+"""Seconds for which a client may read nothing of its answer, besides what the kernel buffers."""
 
 
 class BoundedProtocol(H11Protocol):
@@ -24,12 +24,12 @@ class BoundedProtocol(H11Protocol):
     most = 1024
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request; where there are too many, one goes (`_make_room`)."""
+        """Begin to wait for a request; above the limit one connection is closed (`_evict_connection`)."""
         self._head: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._unread = 0
         self._was_known = False
-        transport.set_write_buffer_limits(high=0)  # whatever waits here is watched, not only what is over 64 KiB
+        transport.set_write_buffer_limits(high=0)  # all buffered bytes are watched, not only those over 64 KiB
         super().connection_made(transport)
         self._since = self.loop.time()
         self._await_head()
@@ -37,7 +37,7 @@ class BoundedProtocol(H11Protocol):
             self._evict_connection()
 
     def data_received(self, data: bytes) -> None:
-        """Wait on only while no request is here; its pieces give it no more time."""
+        """Continue to wait only until the head of a request is complete; partial heads do not extend the time."""
         super().data_received(data)
         if self.is_idle:
             self._await_head()
@@ -45,7 +45,7 @@ class BoundedProtocol(H11Protocol):
             self._forget_head()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request; as long as nothing of it comes uvicorn's own, shorter limit holds."""
+        """Wait for the next request; until its first byte uvicorn's own, shorter limit applies."""
         self._forget_head()
         if self.is_known:
             self._was_known, self._since = True, self.loop.time()
@@ -58,33 +58,35 @@ class BoundedProtocol(H11Protocol):
             self._await_reader()
 
     def resume_writing(self) -> None:
-        """It has."""
+        """End the wait: the client has read."""
         super().resume_writing()
         self._forget_stall()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """Stop all timers of the connection."""
         self._forget_head()
         self._forget_stall()
         super().connection_lost(exc)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is asked, or what was is answered."""
+        """Return True if there is no request, or its answer is complete."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def is_known(self) -> bool:
-        """Who asks here was let through, now or when last something was asked."""
+        """Return True if the client's present or last request was authenticated."""
         return self._was_known or (self.scope is not None and KNOWN in self.scope["state"])
 
     @property
     def is_free(self) -> bool:
-        """Nothing is asked, and all answers have been taken."""
+        """Return True if there is no request, and all answers have been read."""
         return self.is_idle and not self.transport.get_write_buffer_size()
 
     def _evict_connection(self) -> None:
-        """End the oldest connection of a stranger, whatever it does; else of those that are free; else this one."""
+        """Close the oldest connection of an unauthenticated client, in any state; then of those that are free; then
+        this one.
+        """
         others = [one for one in self.connections if isinstance(one, BoundedProtocol) and one is not self]
         strangers = [one for one in others if not one.is_known]
         free = [one for one in others if one.is_free]
@@ -125,5 +127,5 @@ class BoundedProtocol(H11Protocol):
 
 
 def bounded(most: int) -> type[BoundedProtocol]:
-    """The protocol of a server with at most so many connections."""
+    """Return the protocol of a server with at most `most` connections."""
     return type("Bounded", (BoundedProtocol,), {"most": most})

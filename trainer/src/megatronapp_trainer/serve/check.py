@@ -1,7 +1,7 @@
 """``python -m megatronapp_trainer.serve.check --world-size N -- <arguments>``: can this checkpoint be served?
 
-As `megatronapp_trainer.check` for training, and with the same answer: flags, checkpoint and tokenizer are looked at,
-without torch and before anything is started.
+As `megatronapp_trainer.check` for training, with the same output: flags, checkpoint and tokenizer are checked, without
+torch and before anything is started.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentProblem]:
-    """Why `world_size` ranks with these arguments could not serve: the first problem. Raises nothing."""
+    """Return the first reason why `world_size` ranks with these arguments could not serve. Raises nothing."""
     try:
         command = read_command(arguments)
         config = configure(command)

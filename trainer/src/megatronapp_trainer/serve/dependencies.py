@@ -1,4 +1,4 @@
-"""What routes find at the application."""
+"""Dependencies that routes take from the application."""
 
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -18,12 +18,15 @@ else:
 
 
 def broker_of(connection: HTTPConnection) -> "RequestBroker":
-    """Where requests go."""
+    """Return the broker, which takes requests."""
     return cast("RequestBroker", connection.app.state.desk)
 
 
 def model_of(connection: HTTPConnection) -> "ServedModel":
-    """The model. Raises ApiError while it is being loaded; who asks in the moment of opening waits for its end."""
+    """Return the model, waiting if it is just being opened.
+
+    Raises ApiError while it is being loaded.
+    """
     with connection.app.state.opening:
         model = connection.app.state.model
     if model is None:
@@ -34,7 +37,7 @@ def model_of(connection: HTTPConnection) -> "ServedModel":
 
 
 def runs_of(connection: HTTPConnection) -> "RunStore":
-    """The runs of MegaScope."""
+    """Return the runs of MegaScope."""
     return cast("RunStore", connection.app.state.runs)
 
 

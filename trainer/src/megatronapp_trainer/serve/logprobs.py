@@ -1,4 +1,4 @@
-"""Bounds on the log-probabilities that answers hold in memory.
+"""Limits of the log-probabilities of answers in memory.
 
 Each costs some hundred bytes until its answer is written: as an event, as a part of the answer, and as JSON.
 """
@@ -10,15 +10,15 @@ from megatronapp_trainer.serve.openai.schemas_completions import GenerationBody
 from megatronapp_trainer.serve.problems import ApiError
 
 MOST_ANSWER_LOGPROBS = 1 << 19
-"""Of one answer: about 300 MB with one candidate for each token."""
+"""Limit of one answer: about 300 MB with one candidate for each token."""
 MOST_OPEN_LOGPROBS = 2 * MOST_ANSWER_LOGPROBS
-"""Of all answers that are being made."""
+"""Limit of all answers in work together."""
 
 
 def logprobs_held(body: GenerationBody, requests: Sequence[GenerationRequest]) -> int:
-    """Number of log-probabilities that the answer holds at once: texts x tokens x (1 + logprobs).
+    """Return the number of log-probabilities of the answer in memory at once: texts x tokens x (1 + logprobs).
 
-    A stream sends those of generated tokens as they come.
+    A stream sends those of generated tokens at once.
     """
     if not body.with_logprobs:
         return 0
@@ -26,7 +26,7 @@ def logprobs_held(body: GenerationBody, requests: Sequence[GenerationRequest]) -
 
 
 def check_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
-    """Raise ApiError for more log-probabilities than one answer may hold."""
+    """Raise ApiError for more log-probabilities than one answer may have in memory."""
     if (found := logprobs_held(body, requests)) <= MOST_ANSWER_LOGPROBS:
         return
     first = requests[0]

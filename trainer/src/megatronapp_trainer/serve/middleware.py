@@ -1,8 +1,8 @@
-"""In front of the application: who may ask, and how much.
+"""Middleware of the application: authentication and limits of requests.
 
 Programs prove the `serve` token of the job as a Bearer header. Without a secret there is no token, and the server
-listens on this machine alone; then pages of other sites, which a browser here may show, are kept out by their Origin,
-and by their Host where a site has its own name lead to this machine, so that Origin and Host are the same (DNS
+listens on the loopback alone; then pages of other sites, which a local browser may show, are refused by their Origin,
+and by their Host where a site lets its own name lead to this node, so that Origin and Host are the same (DNS
 rebinding).
 """
 
@@ -20,12 +20,12 @@ from megatronapp_common.web.tokens import TokenRole, is_valid_token
 from megatronapp_trainer.serve.problems import ApiError, error_response
 
 OPEN = frozenset({"/healthz", "/readyz"})
-"""Anybody may ask these; nothing that is sent with it is read."""
+"""Paths that need no token; a body sent to them is not read."""
 KNOWN = "known"
-"""In the state of a request: who asks was let through. The connection it came on goes after those of strangers."""
+"""Key in the state of an authenticated request. Its connection is closed after those of unauthenticated clients."""
 MOST_BYTES = 4 << 20
 LARGE = {("PUT", "/scope/v1/basis"): 64 << 20}
-"""Bodies that may be larger: a frame of projections of all layers."""
+"""Paths with a larger limit of the body, in bytes: a frame of projections of all layers."""
 BODY_S = 30.0
 
 
@@ -34,14 +34,14 @@ def _is_open(scope: Scope) -> bool:
 
 
 class TokenGuard:
-    """Answers 401 without the token; where there is none, 421 under a foreign name, 403 to pages of other sites."""
+    """Answers 401 without the token; without a secret, 421 under a foreign name, 403 to pages of other sites."""
 
     def __init__(self, app: ASGIApp, *, secret: str | None) -> None:
         self._app = app
         self._secret = secret
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer it here."""
+        """Pass the request on, or answer it here."""
         refusal = self._refusal(scope)
         if refusal is None and not _is_open(scope):
             scope.setdefault("state", {})[KNOWN] = True
@@ -62,18 +62,18 @@ class TokenGuard:
 
 
 def _foreign(headers: Headers) -> ApiError | None:
-    """Why a request does not come from this machine, or None."""
+    """Return why a request is not from this node, or None."""
     host = headers.get("host")
     if host is not None and not is_local(host):
         hint = "Ask 127.0.0.1 or localhost; for other names serve with a key (`megatronapp serve`)."
         return ApiError(421, "other-host", "this server has no such name", hint=hint)
     if not is_same_origin(headers):
-        return ApiError(403, "other-origin", "this request comes from a page of another site")
+        return ApiError(403, "other-origin", "this request is from a page of another site")
     return None
 
 
 def is_local(host: str) -> bool:
-    """Whether a Host header names this machine in a way that nobody's name server can give to another."""
+    """Return True if a Host header names this node in a way that no name server can assign to another."""
     try:
         name = urllib.parse.urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
@@ -82,7 +82,7 @@ def is_local(host: str) -> bool:
 
 
 class RequestLimit:
-    """Works on so many requests at a time and answers 503 to more of them; those that tell how the server is pass."""
+    """Limits the requests in work to `most` and answers 503 to more; routes for the server's state are exempt."""
 
     def __init__(self, app: ASGIApp, *, most: int) -> None:
         self._app = app
@@ -90,7 +90,7 @@ class RequestLimit:
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer it here."""
+        """Pass the request on, or answer it here."""
         if _is_open(scope):
             await self._app(scope, receive, send)
             return
@@ -106,16 +106,16 @@ class RequestLimit:
 
 
 class BodyLimit:
-    """Reads a body of at most 4 MiB (`LARGE`: more) within 30 s, whole, before anybody works on it; or 413, 408.
+    """Reads a body of at most 4 MiB (`LARGE`: more) within 30 s, whole, before it is handled; or answers 413, 408.
 
-    Of strangers, who ask what is open to all, it reads none: their connection ends with the answer.
+    On paths without a token it reads no body: the connection is closed after the answer.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its body in one piece, or answer it here."""
+        """Pass the request on with its whole body, or answer it here."""
         if _is_open(scope):
             await self._app(scope, _replayed(b"", receive), _closing(send) if _has_body(scope) else send)
             return
@@ -134,13 +134,13 @@ class BodyLimit:
 
 
 def _has_body(scope: Scope) -> bool:
-    """Whether one is announced."""
+    """Return True if the headers announce a body."""
     headers = Headers(scope=scope)
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _closing(send: Send) -> Send:
-    """Ends the connection with the answer."""
+    """Wrap `send` to close the connection after the answer."""
 
     async def close(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -151,13 +151,13 @@ def _closing(send: Send) -> Send:
 
 
 def _declared_size(scope: Scope) -> int:
-    """What Content-Length says; 0 where it says nothing."""
+    """Return the value of Content-Length; 0 without one."""
     told = Headers(scope=scope).get("content-length", "")
     return int(told) if told.isascii() and told.isdecimal() else 0
 
 
 async def _read(receive: Receive, most: int) -> bytes | None:
-    """The whole body; None where it is too large. What came before a client hung up is no body to work on."""
+    """Read the whole body; None if it is too large. An incomplete body of a disconnected client is not handled."""
     parts: list[bytes] = []
     size = 0
     while True:

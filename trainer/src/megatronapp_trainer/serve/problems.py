@@ -1,4 +1,4 @@
-"""Errors of the HTTP interface, in one shape for both kinds of clients.
+"""Errors of the HTTP interface, in one form for both kinds of clients.
 
 `{"code", "message", "hint"}` as everywhere in this product, and `error` as clients of OpenAI's interface read it.
 """
@@ -16,7 +16,7 @@ from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, Sto
 
 SEE = "See /openapi.json for what there is."
 UNION_TAGS = frozenset({"<text>", "<texts>", "<tokens>", "<token lists>", "<parts>"})
-"""Names of union members in schemas, which are no part of a field's place."""
+"""Names of union members in schemas, which are no part of a field's location."""
 RETRY_S = {429: 1, 503: 5}
 _PARAMS = {
     "prompt": "prompt",
@@ -25,20 +25,20 @@ _PARAMS = {
     "stop_tokens": "stop_token_ids",
     "candidates": "logprobs",
 }
-"""What our fields of a request are called there."""
+"""Names of our request fields in OpenAI's errors."""
 TOO_LARGE = frozenset({"max_new_tokens"})
 _ANSWERS: dict[type[GenerationError], tuple[int, str, str]] = {
     QueueFullError: (429, "queue-full", "Try again after Retry-After seconds."),
-    EngineLostError: (503, "engine-lost", "The ranks are started again; ask anew in a moment."),
-    NotReadyError: (503, "not-ready", "/readyz tells when requests are taken."),
-    SlowReaderError: (408, "slow-reader", "Read a stream as it comes, or ask for fewer tokens."),
+    EngineLostError: (503, "engine-lost", "The ranks are restarted; try again in a moment."),
+    NotReadyError: (503, "not-ready", "/readyz answers 200 once requests are accepted."),
+    SlowReaderError: (408, "slow-reader", "Read a stream while it is sent, or request fewer tokens."),
     StoppingError: (503, "stopping", "Ask another server, or this one once it is back."),
 }
-_FAILED = (500, "generation-failed", "The server's log tells more.")
+_FAILED = (500, "generation-failed", "See the server's log.")
 
 
 class ApiError(Exception):
-    """An answer that is not a success. `param` is the place in the request."""
+    """An answer that is not a success. `param` is the location in the request."""
 
     def __init__(self, status: int, code: str, message: str, *, hint: str = "", param: str | None = None) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The one shape of an error. OpenAI's clients show nothing but `error.message`, so it includes the hint."""
+    """Return the body of an error. OpenAI's clients show only `error.message`, so it includes the hint."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     message = f"{str(error).removesuffix('.')}. {error.hint}" if error.hint else str(error)
     detail = {"message": message, "type": kind, "param": error.param, "code": error.code}
@@ -57,7 +57,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """The answer."""
+    """Return the response of an error."""
     headers = {"Retry-After": str(RETRY_S[error.status])} if error.status in RETRY_S else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -65,7 +65,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def api_error(error: GenerationError) -> ApiError:
-    """An error of generation as an answer."""
+    """Convert an error of generation to an answer."""
     message = str(error)
     if isinstance(error, RequestError):
         return _of_request(error, message)
@@ -83,7 +83,7 @@ def _of_request(error: RequestError, message: str) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Give `app` these error answers."""
+    """Register these error answers with `app`."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(GenerationError, _on_generation_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from megatronapp_trainer.training.signals import StopRequest
 
 IDLE_S = 0.2
-"""How long the engine's thread sleeps without work; a signal is acted upon as late as this."""
+"""Seconds for which the engine's thread sleeps without work; a signal is handled after at most this time."""
 PAGE_S = 1.0
 ADDRESS_FILE = "serve.url"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve; returns the exit code. Errors of ours become one message on stderr."""
+    """Serve; returns the exit code. Errors of the trainer become one message on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         build_serve_parser().print_help()
@@ -86,7 +86,7 @@ def serve(command: ServeCommand, config: TrainerConfig) -> ExitCode:
 
 
 def _load_plugins(command: ServeCommand) -> None:
-    """Import what users look at the model with, before anything long is begun. Raises UsageError."""
+    """Import the plugins of users before any long work begins. Raises UsageError."""
     if modules := command.options.scope_plugins:
         from megatronapp_trainer.scope.plugins import load_plugins
 
@@ -94,11 +94,11 @@ def _load_plugins(command: ServeCommand) -> None:
 
 
 def _no_broker() -> None:
-    """Followers have nobody to tell."""
+    """Do nothing: followers have no broker."""
 
 
 def load(command: ServeCommand, config: TrainerConfig) -> "WorkerGroup":
-    """The model with its weights, and this rank's end of the gang. Collective."""
+    """Load the model, and connect this rank to the gang. Collective."""
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.inference import build
     from megatronapp_trainer.inference.model_runner import RunnerOptions
@@ -123,7 +123,7 @@ def load(command: ServeCommand, config: TrainerConfig) -> "WorkerGroup":
 
 
 def start_scope(gang: "WorkerGroup", stack: contextlib.ExitStack, limits: Mapping[str, int]) -> "RankScope | None":
-    """MegaScope of this rank, until the stack ends; None, and nothing loaded, where there is no hub to look for."""
+    """Start MegaScope of this rank, until the stack ends; None, and nothing loaded, without a hub."""
     folder = os.environ.get(Env.RUN_DIR)
     if not os.environ.get(Env.HUB_URL) or not folder:
         return None
@@ -135,7 +135,7 @@ def start_scope(gang: "WorkerGroup", stack: contextlib.ExitStack, limits: Mappin
 
 
 def limits_of(command: ServeCommand, config: TrainerConfig) -> dict[str, int]:
-    """Most prompts of a run, and most new tokens of each, that this server takes."""
+    """Return the limits of a run's prompts, and of the new tokens of each, on this server."""
     options = command.options
     return {
         "prompts": min(MAX_PROMPTS, options.max_batch_size),
@@ -144,13 +144,13 @@ def limits_of(command: ServeCommand, config: TrainerConfig) -> dict[str, int]:
 
 
 def capacity_of(command: ServeCommand, config: TrainerConfig) -> int:
-    """Most tokens of a prompt and what follows it."""
+    """Return the limit of the tokens of a prompt and the answer together."""
     return command.options.max_length or config.model.positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpFrontend:
-    """Rank 0's side that people see."""
+    """Rank 0's HTTP side, which users see."""
 
     command: ServeCommand
     app: "FastAPI"
@@ -161,7 +161,7 @@ class HttpFrontend:
     def answer(
         self, gang: "WorkerGroup", config: TrainerConfig, wish: "StopRequest", look: "Callable[[], RankScope | None]"
     ) -> None:
-        """Generate what is asked for until asked to stop. `look` begins to tell a hub. Raises EngineLostError."""
+        """Generate until asked to stop. `look` starts reports to a hub. Raises EngineLostError."""
         from megatronapp_trainer.inference.engine import Engine
         from megatronapp_trainer.inference.gc_freeze import freeze_gc
         from megatronapp_trainer.serve.errors import StoppingError
@@ -190,13 +190,13 @@ class HttpFrontend:
         engine.close()
 
     def on_rank_lost(self) -> None:
-        """A rank was lost: say so to all who wait. Not in the thread of the engine, which may hang."""
+        """Report the loss of a rank to all waiting clients. Not in the thread of the engine, which may hang."""
         from megatronapp_trainer.inference.errors import EngineLostError
 
         self.broker.close(EngineLostError("a rank of the gang was lost; the gang must be started again"))
 
     def _open(self, engine: "Engine", model: "ServedModel", look: "Callable[[], RankScope | None]") -> None:
-        """Take requests from now on. A page offers to generate once the hub hears of rank 0, so not before."""
+        """Accept requests from now on. A page offers to generate once the hub has a report of rank 0, so not before."""
         with self.app.state.opening:
             if (scope := look()) is not None:
                 self._start_capture(engine, scope)
@@ -230,7 +230,7 @@ class HttpFrontend:
 
 
 def _blamed(failure: "EngineLostError") -> "GenerationError":
-    """The failure with the exit code of who is to blame: a peer, or this rank itself."""
+    """Return the failure with the exit code of its cause: a peer, or this rank itself."""
     from megatronapp_trainer.inference.errors import GenerationError
     from megatronapp_trainer.parallel.agreement import is_peer_lost_error
 
@@ -265,7 +265,7 @@ def open_front(command: ServeCommand, wish: "StopRequest") -> Iterator[HttpFront
 
 
 def address_of(command: ServeCommand) -> tuple[str, int]:
-    """Host and port to listen at: what a backend has chosen, else the flags. Raises UsageError."""
+    """Return host and port to listen at: those of the backend, or of the flags. Raises UsageError."""
     given = os.environ.get(Env.SERVE_ADDRESS)
     if not given:
         return command.options.host, command.options.port
@@ -276,7 +276,7 @@ def address_of(command: ServeCommand) -> tuple[str, int]:
 
 
 def describe(command: ServeCommand, config: TrainerConfig) -> "ServedModel":
-    """The model as people see it. Raises DataError, CheckpointError for files beside it that cannot be read."""
+    """Describe the model for users. Raises DataError, CheckpointError for files of its folder that cannot be read."""
     from megatronapp_trainer.data import tokenizer as tokenizers
     from megatronapp_trainer.serve.openai.chat_template import read_template
     from megatronapp_trainer.serve.served_model import ServedModel
@@ -303,7 +303,7 @@ def describe(command: ServeCommand, config: TrainerConfig) -> "ServedModel":
 
 
 def _folder_of(tokenizer: str | None) -> list[pathlib.Path]:
-    """Where a tokenizer lies, with its settings beside it."""
+    """Return the folder of a tokenizer and its settings."""
     if tokenizer is None:
         return []
     path = pathlib.Path(tokenizer)
@@ -311,7 +311,7 @@ def _folder_of(tokenizer: str | None) -> list[pathlib.Path]:
 
 
 def load_secret() -> str | None:
-    """The job's secret; None where no file is named. Raises UsageError for a file that cannot be read."""
+    """Read the job's secret; None if no file is named. Raises UsageError for a file that cannot be read."""
     path = os.environ.get(Env.SECRET_FILE)
     if not path:
         return None

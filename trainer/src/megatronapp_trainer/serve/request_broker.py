@@ -1,6 +1,6 @@
-"""Where the thread of HTTP and the thread of the engine meet: requests go in, events come out, nobody waits for long.
+"""Broker between the HTTP thread and the engine's thread: requests in, events out, neither blocks the other.
 
-The event loop of HTTP calls `submit` and `cancel`; the engine's thread calls `open`, `step`, `close`. Each ticket has a
+The event loop of HTTP calls `submit` and `cancel`; the engine's thread calls `open`, `step`, `close`. Each handle has a
 queue in the event loop, which the engine's thread fills.
 """
 
@@ -22,47 +22,48 @@ if TYPE_CHECKING:
     from megatronapp_trainer.inference.engine import Engine
 
 MAX_BUFFERED = 4096
-"""Events of an answer that may wait for its reader, beside what the connection holds."""
+"""Events of an answer that may wait for its reader, besides those that the connection buffers."""
 MOST_PROBED = 48
-"""Prompts of the background that may be open; they have places of their own and take none of `most_open`. A hub asks
-for 36 probes at a time, nearly all of one prompt, some of eight."""
+"""Limit of open prompts of the background, which are not counted in `most_open`. A hub requests 36 probes at a time,
+nearly all of one prompt, some of eight.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueEvent:
-    """So many prompts wait before the first one of a ticket that waits; None: none of it waits any more."""
+    """Number of prompts that wait before the first waiting one of a handle; None: none of it waits any more."""
 
     position: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """What one step told of the positions of a prompt: one item, however many they are."""
+    """Result of one step for the positions of a prompt: one item for any number of them."""
 
     request_id: str
     readings: tuple[PromptEvent, ...]
 
 
 class Disconnected:
-    """The client has hung up."""
+    """The client has disconnected."""
 
 
 Item = PromptProgress | TokenEvent | FinishedEvent | QueueEvent | Disconnected
 Observer = Callable[[Sequence[Event]], None]
-"""Called in the engine's thread with what a step gave."""
+"""Callback in the engine's thread for the events of a step."""
 
 
 class RequestHandle:
-    """The prompts of one request over HTTP. Made and read in the event loop.
+    """The prompts of one HTTP request. Created and read in the event loop.
 
-    Who reads too slowly is told so after the events that are kept, and `too_slow` is called once.
+    A reader that is too slow gets an error after the queued events, and `too_slow` is called once.
     """
 
     def __init__(
         self, requests: Sequence[GenerationRequest], too_slow: Callable[["RequestHandle"], None], logprobs: int = 0
     ) -> None:
         self.logprobs = logprobs
-        """Log-probabilities that its answer holds."""
+        """Log-probabilities of its answer in memory."""
         self.ids = tuple(request.id for request in requests)
         self.is_background = any(request.is_background for request in requests)
         self.position: int | None = None
@@ -72,12 +73,12 @@ class RequestHandle:
         self._items: asyncio.Queue[Item] = asyncio.Queue()
 
     def put(self, items: Sequence[Item]) -> None:
-        """Hand items over, from any thread."""
+        """Queue items, from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._put, tuple(items))
 
     async def get(self, timeout_s: float | None = None) -> Item | None:
-        """The next item; None where none came in this time."""
+        """Return the next item; None if there was none within the time, in seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._items.get()
@@ -96,12 +97,12 @@ class RequestHandle:
 
 
 def _end_slow_reader(request_id: str) -> FinishedEvent:
-    error = SlowReaderError(f"{MAX_BUFFERED} events of this answer wait to be read, and nobody reads them")
+    error = SlowReaderError(f"{MAX_BUFFERED} events of this answer wait, and the client does not read them")
     return FinishedEvent(request_id=request_id, reason="error", prompt_tokens=0, generated_tokens=0, error=error)
 
 
 def _joined(events: Sequence[Event]) -> Iterator[PromptProgress | TokenEvent | FinishedEvent]:
-    """Positions of one prompt that follow each other become one item."""
+    """Join positions of one prompt that follow each other to one item."""
     for request_id, same in itertools.groupby(events, key=_prompt_of):
         if request_id is None:
             yield from (event for event in same if not isinstance(event, PromptEvent))
@@ -114,25 +115,25 @@ def _prompt_of(event: Event) -> str | None:
 
 
 class RequestBroker:
-    """Counts what is open, hands requests to the engine and events to their tickets."""
+    """Counts open prompts, passes requests to the engine and events to their handles."""
 
     def __init__(self, *, most_open: int, tally: ServerStatistics) -> None:
         self.tally = tally
         self.observers: list[Observer] = []
         self.most_open = most_open
-        """Prompts that wait or are generated, those of the background not counted."""
+        """Limit of prompts that wait or are generated, those of the background not counted."""
         self.is_stopping: Callable[[], bool] = lambda: False
-        """Whether the server was asked to stop, though a step may still be computed."""
+        """Returns True if the server was asked to stop, though a step may still be computed."""
         self._engine: Engine | None = None
         self._closed: GenerationError | None = None
         self._lock = threading.Lock()
         self._tickets: dict[str, RequestHandle] = {}
         self._logprobs = 0
-        """Log-probabilities of all answers that are being made."""
+        """Log-probabilities of all answers in work."""
 
     @property
     def problem(self) -> GenerationError | None:
-        """Why no request is taken now."""
+        """Return why no request is accepted now, or None."""
         if self._closed is not None:
             return self._closed
         if self.is_stopping():
@@ -140,12 +141,12 @@ class RequestBroker:
         return NotReadyError("the model is being loaded; try again in a moment") if self._engine is None else None
 
     def submit(self, requests: Sequence[GenerationRequest], *, logprobs: int = 0) -> RequestHandle:
-        """Take all of these prompts or none. `logprobs`: log-probabilities of the answer, until it is released.
+        """Accept all of these prompts or none. `logprobs`: log-probabilities of the answer, until it is released.
 
         Raises:
-            RequestError: one cannot be served.
+            RequestError: a prompt cannot be served.
             QueueFullError: too many are open.
-            GenerationError: nothing is taken now (`problem`).
+            GenerationError: no request is accepted now (`problem`).
         """
         ticket = RequestHandle(requests, self.cancel, logprobs)
         with self._lock:
@@ -162,24 +163,24 @@ class RequestBroker:
         return ticket
 
     def release(self, ticket: RequestHandle) -> None:
-        """End what is still open of a ticket, whose answer is written or given up; once for each ticket."""
+        """Cancel the open prompts of a handle, whose answer is written or given up; call it once for each handle."""
         self.cancel(ticket)
         with self._lock:
             self._logprobs -= ticket.logprobs
 
     def cancel(self, ticket: RequestHandle) -> None:
-        """End what is still open of a ticket; its events come as ever."""
+        """Cancel the open prompts of a handle; its events are still delivered."""
         engine = self._engine
         if engine is not None:
             for request_id in ticket.ids:
                 engine.cancel(request_id)
 
     def open(self, engine: "Engine") -> None:
-        """The model is there: requests are taken from now on."""
+        """Accept requests from now on: the model is loaded."""
         self._engine = engine
 
     def step(self, idle_s: float) -> None:
-        """Let the engine do a step and tell what came of it; without work wait for some for a while."""
+        """Let the engine do a step and deliver its events; without work wait for some for at most `idle_s` seconds."""
         engine = self._engine
         assert engine is not None
         engine.wait_for_work(idle_s)
@@ -191,7 +192,7 @@ class RequestBroker:
         self._deliver(events)
 
     def close(self, reason: GenerationError) -> None:
-        """Take nothing any more, and tell everybody who waits why."""
+        """Accept no more requests, and send the reason to all waiting clients."""
         with self._lock:
             self._closed = reason
             tickets, self._tickets = self._tickets, {}
@@ -201,7 +202,7 @@ class RequestBroker:
             )])  # fmt: skip
 
     def counts(self) -> tuple[int, int]:
-        """Prompts that wait, and that are being generated."""
+        """Return the numbers of prompts that wait, and that are being generated."""
         engine = self._engine
         with self._lock:
             ids = list(self._tickets)
@@ -217,8 +218,8 @@ class RequestBroker:
         if self._logprobs + ticket.logprobs > MOST_OPEN_LOGPROBS:
             self.tally.refused += 1
             raise QueueFullError(
-                f"answers that are being made hold {self._logprobs} log-probabilities, this one would hold "
-                f"{ticket.logprobs}, and at most {MOST_OPEN_LOGPROBS} may be held"
+                f"unfinished answers have {self._logprobs} log-probabilities in memory, this one would add "
+                f"{ticket.logprobs}, and the limit is {MOST_OPEN_LOGPROBS}"
             )
 
     def _submit_all(self, engine: "Engine", requests: Sequence[GenerationRequest]) -> None:
@@ -231,7 +232,7 @@ class RequestBroker:
             raise
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        """Events of one ticket go together."""
+        """Deliver the events of each handle together."""
         batches: dict[RequestHandle, list[Item]] = {}
         with self._lock:
             for item in _joined(events):

@@ -1,4 +1,4 @@
-"""Health, readiness and counts."""
+"""Routes for health, readiness and metrics."""
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -13,13 +13,13 @@ EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """The process answers."""
+    """Answer that the process is alive."""
     return Health(status="ok")
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
 async def readyz(desk: BrokerOf) -> Response:
-    """Requests are taken."""
+    """Answer whether requests are accepted."""
     if (problem := desk.problem) is None:
         return JSONResponse({"status": "ok"})
     status = "starting" if isinstance(problem, NotReadyError) else "stopping"
@@ -28,6 +28,6 @@ async def readyz(desk: BrokerOf) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse, responses={401: {"model": Problem}})
 async def metrics(request: Request, desk: BrokerOf) -> Response:
-    """Counts in the text format of Prometheus."""
+    """Return the metrics in the text format of Prometheus."""
     waiting, running = desk.counts()
     return Response(desk.tally.exposition(waiting=waiting, running=running), media_type=EXPOSITION)

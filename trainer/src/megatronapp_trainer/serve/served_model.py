@@ -1,4 +1,4 @@
-"""What the API knows of the model: its name, its sizes, its tokenizer; and how a request becomes the engine's."""
+"""Description of the model for the API: name, sizes, tokenizer; and conversion of API requests to the engine's."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ Ids = tuple[int, ...]
 Prompt = str | Sequence[int]
 SEEDS = 2**63
 _DRAWN_SEEDS = 2**53 - 2**17
-"""Seeds that are drawn: a JSON number in a browser holds them exactly, also with the largest index added."""
+"""Range of drawn seeds: a JSON number in a browser is exact for them, also with the largest index added."""
 MOST_TEXTS = 1 << 16
-"""Texts of single tokens that are remembered."""
+"""Limit of cached texts of single tokens."""
 _PIECE = "\ufffd"
 BY_ID = "id:"
 _ANCHOR = "a"
 _NO_TEMPLATE = (
-    "Ask /v1/completions with a prompt, or serve with --tokenizer-file in a folder that holds chat_template.jinja or "
+    "Use /v1/completions with a prompt, or serve with --tokenizer-file in a folder with chat_template.jinja or "
     "a tokenizer_config.json with chat_template."
 )
 _TEMPLATE_REFUSED = "Change the messages to what the template takes; /tokenizer_info shows it."
@@ -53,26 +53,26 @@ class ServedModel:
     name: str
     created: int
     capacity: int
-    """Most tokens of a prompt and what follows it."""
+    """Limit of the tokens of a prompt and the answer together."""
     vocab_size: int
     most_prompts: int
-    """Most prompts of a run of MegaScope: they are generated together."""
+    """Limit of the prompts of a run of MegaScope, which are generated together."""
     most_open: int
-    """Most texts of a request: those that are generated together, and those that may wait."""
+    """Limit of the texts of a request: those that are generated together, and those that may wait."""
     most_tokens: int
     tokenizer: Tokenizer | None = None
     tokens: TextTokens = dataclasses.field(default_factory=TextTokens)
-    """What the model expects around a text, and what ends one."""
+    """Tokens that the model expects around a text, and those that end one."""
     chat: ChatTemplate = dataclasses.field(default_factory=ChatTemplate)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Each of them ends what is generated."""
+        """Return the tokens each of which ends the generated text."""
         return self.tokens.ends or self._document_end
 
     @property
     def _document_end(self) -> tuple[int, ...]:
-        """The tokenizer's end-of-document token, where there is one."""
+        """Return the tokenizer's end-of-document token, if it has one."""
         try:
             return () if self.tokenizer is None else (self.tokenizer.eod,)
         except DataError:
@@ -80,25 +80,25 @@ class ServedModel:
 
     @property
     def decode(self) -> Decode | None:
-        """Text of tokens within a text; None without a tokenizer."""
+        """Return a decoder of tokens within a text; None without a tokenizer."""
         return None if self.tokenizer is None else incremental_decoder(self.tokenizer)
 
     @property
     def decode_plain(self) -> Decode | None:
-        """As `decode`, without special tokens."""
+        """Return a decoder as `decode`, without special tokens."""
         return None if self.tokenizer is None else incremental_decoder(self.tokenizer, skip_special=True)
 
     @functools.cached_property
     def text_of(self) -> Callable[[int], str]:
-        """The text of one token within a text; empty without a tokenizer."""
+        """Return a function for the text of one token within a text; the text is empty without a tokenizer."""
         if (decode := self.decode) is None:
             return lambda _: ""
         return functools.lru_cache(MOST_TEXTS)(lambda token: decode([token]))
 
     def names_of(self, tokens: Sequence[int]) -> list[str]:
-        """Each token's text where that tells it from those before it, else `id:N`: several are pieces of characters.
+        """Return each token's text if the tokens before it have another, or `id:N`: several are parts of characters.
 
-        No two names are the same.
+        No two names are equal.
         """
         names: list[str] = []
         for token in tokens:
@@ -108,21 +108,21 @@ class ServedModel:
         return names
 
     def ids_of(self, prompt: Prompt, *, special: bool = True) -> tuple[int, ...]:
-        """Ids of a prompt; an empty text begins a document. Raises ApiError.
+        """Return the ids of a prompt; an empty text begins a document.
 
-        `special`: a text gets the tokens around it that the model expects; ids are taken as they are.
+        `special`: add the tokens around a text that the model expects; ids are taken unchanged. Raises ApiError.
         """
         if not isinstance(prompt, str):
             return tuple(prompt)
         return self.tokens_of(prompt, special=special) or (self._document_end + self.tokens.ends)[:1]
 
     def tokens_of(self, text: str, *, special: bool) -> Ids:
-        """Ids of a text, none of an empty one. Raises ApiError where there is no tokenizer."""
+        """Return the ids of a text, none of an empty one. Raises ApiError without a tokenizer."""
         ids = tuple(self._needed_tokenizer("prompt").tokenize(text))
         return (*self.tokens.before, *ids, *self.tokens.after) if special else ids
 
     def text_of_all(self, ids: Sequence[int]) -> str:
-        """The text of tokens. Raises ApiError for those that are not in the vocabulary."""
+        """Return the text of tokens. Raises ApiError for tokens outside the vocabulary."""
         tokenizer = self._needed_tokenizer("tokens")
         for place, token in enumerate(ids):
             if token >= self.vocab_size:
@@ -132,7 +132,7 @@ class ServedModel:
 
     @property
     def document_end_text(self) -> str | None:
-        """Text of the tokenizer's end-of-document token, where there is one."""
+        """Return the text of the tokenizer's end-of-document token, or None."""
         return None if self.tokenizer is None or not self._document_end else self.text_of_all(self._document_end)
 
     def _needed_tokenizer(self, param: str) -> Tokenizer:
@@ -142,9 +142,9 @@ class ServedModel:
         return self.tokenizer
 
     def describe_prompt(self, text: str, ids: Sequence[int]) -> dict[str, Any]:
-        """A prompt as frames tell it: offsets in UTF-16 units, null where a token ends no character.
+        """Describe a prompt for frames: offsets in UTF-16 units, null where a token ends no character.
 
-        Tokens that stand around the text are none of its characters.
+        Tokens around the text have none of its characters.
         """
         pieces = self.token_texts(ids, self._inner(ids))
         ends = list(itertools.accumulate(map(utf16_units, pieces), initial=0))
@@ -152,7 +152,7 @@ class ServedModel:
         return {"text": text, "ids": list(ids), "offsets": [list(pair) if piece else None for piece, pair in pairs]}
 
     def token_texts(self, ids: Sequence[int], inner: tuple[int, int] | None = None) -> list[str]:
-        """The characters that each token completes, of those in the range `inner`; empty for the others."""
+        """Return the characters that each token completes, of those in the range `inner`; empty for the others."""
         pieces = [""] * len(ids)
         if self.tokenizer is not None:
             first, last = inner or (0, len(ids))
@@ -160,7 +160,7 @@ class ServedModel:
         return pieces
 
     def echo_of(self, prompt: Prompt, ids: Sequence[int]) -> PromptEcho:
-        """A prompt as an answer repeats it: a text as it came, ids as their text."""
+        """Return a prompt as an answer repeats it: a text unchanged, ids as their text."""
         is_text = isinstance(prompt, str)
         pieces = self.token_texts(ids, self._inner(ids) if is_text else None)
         text = prompt if isinstance(prompt, str) else "" if self.tokenizer is None else self.tokenizer.detokenize(ids)
@@ -168,14 +168,14 @@ class ServedModel:
         return PromptEcho(text=text, ids=tuple(ids), offsets=tuple(min(start, len(text)) for start in starts))
 
     def _inner(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Where the tokens of a text begin and end among those of a prompt."""
+        """Return the range of the text's tokens among those of a prompt."""
         before, after = self.tokens.before, self.tokens.after
         first = len(before) if tuple(ids[: len(before)]) == before else 0
         last = len(ids) - (len(after) if after and tuple(ids[-len(after) :]) == after else 0)
         return first, max(first, last)
 
     def completion_requests(self, body: CompletionRequest, name: str, seed: int) -> list[GenerationRequest]:
-        """One for each text that is asked for. Raises ApiError, RequestError."""
+        """Return one request for each text. Raises ApiError, RequestError."""
         self.check_name(body.model)
         prompts = prompts_of(body)
         self._check_count(len(prompts) * body.n, self.most_open, "prompt" if body.n == 1 else "n")
@@ -194,7 +194,7 @@ class ServedModel:
         return requests
 
     def chat_requests(self, body: ChatRequest, name: str, seed: int) -> list[GenerationRequest]:
-        """One for each answer that is asked for. Raises ApiError, RequestError."""
+        """Return one request for each answer. Raises ApiError, RequestError."""
         self.check_name(body.model)
         self._check_count(body.n, self.most_open, "n")
         ids = self.chat_ids(body.messages, add_generation_prompt=body.add_generation_prompt)
@@ -209,7 +209,7 @@ class ServedModel:
         return requests
 
     def chat_ids(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> tuple[int, ...]:
-        """What the model's chat template makes of messages. Raises ApiError."""
+        """Render messages with the model's chat template, and return the ids. Raises ApiError."""
         if self.chat.text is None:
             flaw = "has none" if self.chat.flaw is None else f"has one that cannot be used: {self.chat.flaw}"
             words = f"messages need the model's chat template, and {self.name} {flaw}"
@@ -230,12 +230,12 @@ class ServedModel:
             )
 
     def echoes_of(self, body: CompletionRequest, requests: Sequence[GenerationRequest]) -> list[PromptEcho]:
-        """The prompt of each text, as the answer repeats it."""
+        """Return the prompt of each text, as the answer repeats it."""
         firsts = zip(prompts_of(body), requests[:: body.n], strict=True)
         return [echo for prompt, one in firsts for echo in [self.echo_of(prompt, one.prompt)] * body.n]
 
     def run_requests(self, body: RunRequest, name: str, seed: int) -> list[GenerationRequest]:
-        """One for each prompt of a run. Raises ApiError, RequestError."""
+        """Return one request for each prompt of a run. Raises ApiError, RequestError."""
         self._check_count(len(body.prompts), self.most_prompts, "prompts")
         self._check_tokens(body.tokens, "tokens")
         sampling = body.sampling
@@ -255,7 +255,7 @@ class ServedModel:
 
     def _check_count(self, texts: int, most: int, param: str) -> None:
         if texts > most:
-            words = f"{param}: {texts} texts are asked for; a request may ask for {most}"
+            words = f"{param}: {texts} texts are requested; the limit is {most}"
             raise ApiError(413, "too-many", words, hint="Send several requests.", param=param)
 
     def _check_tokens(self, tokens: int, param: str) -> None:
@@ -265,7 +265,7 @@ class ServedModel:
 
 
 def _choosing(body: GenerationBody) -> dict[str, Any]:
-    """How tokens are chosen, and what ends a text."""
+    """Return the settings of sampling, and those that end a text."""
     return {
         "temperature": body.temperature,
         "top_k": max(body.top_k, 0),
@@ -278,7 +278,7 @@ def _choosing(body: GenerationBody) -> dict[str, Any]:
 
 
 def _copies(common: GenerationRequest, prompts: Sequence[Ids], n: int, seed: int) -> list[GenerationRequest]:
-    """`n` requests for each prompt, each with a seed of its own."""
+    """Return `n` requests for each prompt, each with a separate seed."""
     return [
         dataclasses.replace(common, id=f"{common.id}-{index}", prompt=ids, seed=(seed + index) % SEEDS)
         for index, ids in enumerate(ids for ids in prompts for _ in range(n))
@@ -286,10 +286,10 @@ def _copies(common: GenerationRequest, prompts: Sequence[Ids], n: int, seed: int
 
 
 def incremental_decoder(tokenizer: Tokenizer, *, skip_special: bool = False) -> Decode:
-    """Text of tokens in the middle of a text.
+    """Return a decoder of tokens in the middle of a text.
 
-    Tokenizers with words' beginnings (Llama 2, Mistral) leave out the space before the first word of what they are
-    given, which of a text that goes on from a prompt is none.
+    Tokenizers that mark beginnings of words (Llama 2, Mistral) omit the space before the first word in their input, but
+    the middle of a text is no first word.
     """
     decode = functools.partial(tokenizer.detokenize, skip_special=skip_special)
     anchor = tokenizer.tokenize(_ANCHOR)
@@ -300,7 +300,7 @@ def incremental_decoder(tokenizer: Tokenizer, *, skip_special: bool = False) -> 
 
 
 def prompts_of(body: CompletionRequest) -> list[Prompt]:
-    """The prompts of a request, each by itself."""
+    """Return the prompts of a request as a list."""
     given = body.prompt
     if isinstance(given, str):
         return [given]
@@ -308,10 +308,10 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
 
 
 def utf16_units(text: str) -> int:
-    """Length of a text as JavaScript counts it."""
+    """Return the length of a text as JavaScript counts it."""
     return len(text.encode("utf-16-le")) // 2
 
 
 def new_seed(given: int | None) -> int:
-    """The seed that was asked for, or a fresh one."""
+    """Return the requested seed, or a fresh one."""
     return secrets.randbelow(_DRAWN_SEEDS) if given is None else given

@@ -1,4 +1,4 @@
-"""Command line of a server: our flags, and those of the trainer, completed by what the checkpoint tells."""
+"""Command line of a server: its flags, and those of the trainer, completed by the checkpoint's arguments."""
 
 import dataclasses
 import pathlib
@@ -15,12 +15,12 @@ from megatronapp_trainer.errors import CheckpointError, UsageError
 
 LARGEST_PORT = 65535
 _NO_TRAINING = ("--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1")
-"""What the trainer's parser asks for and a server never uses."""
+"""Flags that the trainer's parser requires and a server never uses."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """Serving."""
+    """Options of the server."""
 
     host: str = option("127.0.0.1", "address of the API")
     port: int = option(SERVE_PORT, "port of the API; 0: a free one")
@@ -35,20 +35,20 @@ class ServeOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServeCommand:
-    """A command line, read as far as it can be without the checkpoint."""
+    """A command line, read as far as possible without the checkpoint."""
 
     options: ServeOptions
     rest: tuple[str, ...]
-    """Flags of the trainer."""
+    """Flags of the trainer, not parsed yet."""
     load: pathlib.Path
 
 
 def build_serve_parser() -> StrictParser:
-    """The parser of our own flags."""
+    """Return the parser of the server's flags."""
     parser = StrictParser(
         prog="python -m megatronapp_trainer.serve",
-        description="Serve a checkpoint. Beside these flags those of megatronapp_trainer.pretrain are taken; what the "
-        "checkpoint knows of its model may be left out.",
+        description="Serve a checkpoint. Besides these flags those of megatronapp_trainer.pretrain are accepted; "
+        "those that the checkpoint stores may be omitted.",
         allow_abbrev=False,
     )
     add_section(parser, ServeOptions)
@@ -56,7 +56,10 @@ def build_serve_parser() -> StrictParser:
 
 
 def read_command(arguments: Sequence[str]) -> ServeCommand:
-    """Our flags of a command line. Raises UsageError that names the flag and what to write instead."""
+    """Parse the server's flags of a command line.
+
+    Raises UsageError that names the flag and what to write instead.
+    """
     namespace, rest = build_serve_parser().parse_known_args(list(arguments))
     options = read_section(ServeOptions, namespace)
     _check(options)
@@ -67,7 +70,7 @@ def read_command(arguments: Sequence[str]) -> ServeCommand:
 
 
 def configure(command: ServeCommand) -> TrainerConfig:
-    """The trainer's configuration for the newest whole checkpoint of `--load`.
+    """Return the trainer's configuration for the newest whole checkpoint of `--load`.
 
     Raises:
         UsageError: flags that cannot work.
@@ -86,7 +89,7 @@ def configure(command: ServeCommand) -> TrainerConfig:
 
 
 def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str, Any]]:
-    """The newest whole checkpoint of a directory, and the arguments it was made with. Raises CheckpointError."""
+    """Return the newest whole checkpoint of a directory, and the arguments it was made with. Raises CheckpointError."""
     flaws = []
     for path in CheckpointDirectory(directory).checkpoints():
         try:
@@ -99,7 +102,7 @@ def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str
 
 
 def _tokenizer_of(path: pathlib.Path, stored: Mapping[str, Any], rest: Sequence[str]) -> list[str]:
-    """The tokenizer that lies beside a checkpoint, unless the command line names one."""
+    """Return the flags of the tokenizer next to a checkpoint, unless the command line names one."""
     if {word.partition("=")[0] for word in rest} & {"--tokenizer-file", "--tokenizer-model", "--vocab-file"}:
         return []
     names = {flag: stored.get(flag) for flag in (stored_arguments.TOKENIZER_FILE, "--vocab-file", "--merge-file")}

@@ -1,4 +1,4 @@
-"""What a server counts: for /metrics, and for the progress page."""
+"""Statistics of a server, for /metrics and for the progress document."""
 
 import bisect
 import collections
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 
 WINDOW_S = 10.0
-"""Time that tokens/s is a mean over."""
+"""Seconds over which tokens/s is a mean."""
 SUCCEEDED = ("stop", "length")
 REASONS = (*SUCCEEDED, "cancelled", "error")
 WAIT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -29,12 +29,12 @@ class DurationHistogram:
         self._sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Add one duration, in seconds."""
         self._counts[bisect.bisect_left(self._bounds, seconds)] += 1
         self._sum += seconds
 
     def family(self, name: str, text: str) -> HistogramMetricFamily:
-        """As Prometheus wants them: cumulative, each by its upper bound."""
+        """Return the metric for Prometheus: cumulative counts, each by its upper bound."""
         found, total = HistogramMetricFamily(name, text), 0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip((*map(str, self._bounds), "+Inf"), list(self._counts), strict=True):
@@ -45,7 +45,7 @@ class DurationHistogram:
 
 
 class ServerStatistics:
-    """Counts since the start. The engine's thread writes, but for `submitted`; any thread reads."""
+    """Counts since the start. The engine's thread writes, except `submitted`; any thread reads."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.refused = 0
@@ -61,27 +61,27 @@ class ServerStatistics:
         self._now = now
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
         self._submitted_at: dict[str, float] = {}
-        """When open prompts came."""
+        """Time at which each open prompt was received."""
         self._token_at: dict[str, float] = {}
-        """When the newest token of open prompts came."""
+        """Time of the newest token of each open prompt."""
 
     def submitted(self, request_ids: Iterable[str]) -> None:
-        """These prompts have come: their waiting is measured. Probes are not submitted here, and not counted."""
+        """Start the waiting time of these prompts. Probes are not submitted here, and not counted."""
         now = self._now()
         self._submitted_at.update(dict.fromkeys(request_ids, now))
 
     def refuse(self, request_ids: Iterable[str]) -> None:
-        """These were not taken after all."""
+        """Forget these prompts, which were refused."""
         for request_id in request_ids:
             self._submitted_at.pop(request_id, None)
 
     def admitted(self, request_id: str) -> None:
-        """This prompt waits no more."""
+        """End the waiting time of this prompt."""
         if (since := self._submitted_at.get(request_id)) is not None:
             self.queue_s.add(self._now() - since)
 
     def count(self, events: Sequence[Event]) -> None:
-        """Add what a step gave."""
+        """Add the events of a step."""
         now = self._now()
         tokens = [event for event in events if isinstance(event, TokenEvent)]
         for token in tokens:
@@ -96,16 +96,16 @@ class ServerStatistics:
 
     @property
     def prompts(self) -> int:
-        """Prompts that have ended."""
+        """Return the number of prompts that have ended."""
         return self.ended.total()
 
     def tokens_per_second(self) -> float:
-        """Mean over the last 10 s."""
+        """Return the mean over the last WINDOW_S seconds."""
         self._forget(self._now())
         return sum(tokens for _, tokens in self._recent) / WINDOW_S
 
     def exposition(self, *, waiting: int, running: int) -> bytes:
-        """The counts in the text format of Prometheus, version 0.0.4."""
+        """Return the counts in the text format of Prometheus, version 0.0.4."""
         registry = CollectorRegistry()
         registry.register(_StatisticsCollector(self, waiting=waiting, running=running))
         return generate_latest(registry)
@@ -134,13 +134,13 @@ class ServerStatistics:
 
 
 class _StatisticsCollector(Collector):
-    """The counts as metrics, once."""
+    """Exports the statistics as metrics."""
 
     def __init__(self, tally: ServerStatistics, *, waiting: int, running: int) -> None:
         self._tally, self._waiting, self._running = tally, waiting, running
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families of metrics."""
         tally = self._tally
         name = "megatronapp_serve_{}".format
         yield GaugeMetricFamily(name("num_requests_waiting"), "Prompts that wait.", self._waiting)

@@ -1,1 +1,1 @@
-"""Routes of OpenAI's clients."""
+"""Routes for clients of OpenAI's interface."""

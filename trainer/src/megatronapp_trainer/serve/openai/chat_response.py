@@ -1,4 +1,4 @@
-"""Answers of /v1/chat/completions: the pieces of a completion in the shape of chat."""
+"""Answers of /v1/chat/completions: the chunks of a completion in the form of chat."""
 
 import dataclasses
 
@@ -20,14 +20,14 @@ from megatronapp_trainer.serve.served_model import BY_ID
 
 @dataclasses.dataclass(kw_only=True)
 class ChatResponse(CompletionResponse):
-    """As `CompletionResponse`, for messages."""
+    """A `CompletionResponse` in the form of chat messages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._begun: set[int] = set()
 
     def whole(self, choices: list[Choice]) -> ChatCompletion:
-        """The answer with these texts."""
+        """Return the answer with these texts."""
         return ChatCompletion(
             id=self.name,
             created=self.created,
@@ -41,7 +41,7 @@ class ChatResponse(CompletionResponse):
         )
 
     def chunk(self, choices: list[Choice], usage: Usage | None = None) -> ChatChunk:
-        """A chunk of a stream, with these pieces."""
+        """Return a chunk of a stream with these texts."""
         return ChatChunk(
             id=self.name,
             created=self.created,

@@ -1,6 +1,6 @@
-"""The chat template of a model: what it makes of messages.
+"""The chat template of a model, which makes a prompt of messages.
 
-Templates are Jinja programs that came with the model. They are rendered in Jinja's sandbox, in the environment that
+Templates are Jinja programs that belong to the model. They are rendered in Jinja's sandbox, in the environment that
 `transformers` gives them.
 """
 
@@ -37,7 +37,7 @@ class ChatTemplate:
 
     text: str | None = None
     tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Texts by name, as `bos_token`."""
+    """Texts of special tokens by name, such as `bos_token`."""
     flaw: str | None = None
 
     @functools.cached_property
@@ -46,7 +46,10 @@ class ChatTemplate:
         return _environment().from_string(self.text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """The text of these messages. Raises TemplateError."""
+        """Render the text of these messages.
+
+        Raises TemplateError.
+        """
         try:
             return self._compiled.render(
                 messages=messages,
@@ -62,7 +65,7 @@ class ChatTemplate:
 
 
 def read_template(*folders: pathlib.Path) -> ChatTemplate:
-    """The first template that lies in one of these folders, as `transformers` looks for it; one without text if none.
+    """Read the first template in these folders, in the order of `transformers`; one without text if none exists.
 
     Raises DataError for files that cannot be read.
     """
@@ -124,12 +127,12 @@ def _read(path: pathlib.Path) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what the assistant says; it changes nothing of the text."""
+    """The tag `{% generation %}`, which marks the assistant's text; it changes nothing of it."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja's base class has it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Parse the statements within, in a scope of their own."""
+        """Parse the statements within, in a separate scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)
@@ -153,7 +156,7 @@ def _to_json(
     separators: Any = None,  # noqa: ANN401 - as json.dumps takes them
     sort_keys: bool = False,
 ) -> str:
-    """As the filter of `transformers`: the same parameters in the same order, and no escapes for HTML."""
+    """Implement the filter of `transformers`: the same parameters in the same order, and no escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""From the engine's events to the answers of /v1/completions and /v1/chat/completions, whole or in pieces."""
+"""Conversion of the engine's events to answers of /v1/completions and /v1/chat/completions, whole or as a stream."""
 
 import dataclasses
 import functools
@@ -31,23 +31,23 @@ Made = TypeVar("Made")
 
 
 class ClientDisconnectedError(Exception):
-    """The client has hung up; nobody is left to answer. Never leaves this package."""
+    """The client has disconnected; there is no one to answer. Never leaves this package."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class CompletionResponse:
-    """What has come so far of one request over HTTP."""
+    """State of the answer to one HTTP request."""
 
     model: ServedModel
     name: str
     seed: int
     requests: Sequence[GenerationRequest]
-    """One for each choice, in their order."""
+    """Request of each choice, in their order."""
     with_logprobs: bool
     prompts: int = 1
-    """Number of different prompts, whose tokens count once."""
+    """Number of different prompts, whose tokens are counted once."""
     echoes: Sequence[PromptEcho] = ()
-    """Each text's prompt, where texts begin with it."""
+    """Prompt of each text, where texts begin with it."""
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
@@ -62,13 +62,12 @@ class CompletionResponse:
 
     @property
     def is_complete(self) -> bool:
-        """All texts have ended."""
         return not self._open
 
     def text_chunks(self, item: PromptProgress | TokenEvent | FinishedEvent) -> list[Choice]:
-        """The item as pieces of its text: none of a part of a prompt, two where the prompt comes first.
+        """Return the item as chunks of its text: none of a part of a prompt, two if the prompt is sent first.
 
-        Raises GenerationError where the text ended by an error.
+        Raises GenerationError if the text ended by an error.
         """
         index = self._index[item.request_id]
         if isinstance(item, PromptProgress):
@@ -81,17 +80,17 @@ class CompletionResponse:
         return [self._prompt(index), piece]
 
     def whole(self, choices: list[Choice]) -> BaseModel:
-        """The answer with these texts."""
+        """Return the answer with these texts."""
         return self.chunk(choices, self.usage())
 
     def chunk(self, choices: list[Choice], usage: Usage | None = None) -> BaseModel:
-        """A chunk of a stream, with these pieces."""
+        """Return a chunk of a stream with these texts."""
         return Completion(
             id=self.name, created=self.created, model=self.model.name, seed=self.seed, choices=choices, usage=usage
         )
 
     def usage(self) -> Usage:
-        """The numbers of tokens so far."""
+        """Return the numbers of tokens so far."""
         copies = len(self.ids) // self.prompts
         prompt = sum(self._prompt_tokens.get(place * copies, 0) for place in range(self.prompts))
         return Usage(prompt_tokens=prompt, completion_tokens=self._generated, total_tokens=prompt + self._generated)
@@ -116,7 +115,7 @@ class CompletionResponse:
         return Choice(index=index, text=text, token_ids=[event.token], logprobs=logprobs, finish_reason=None)
 
     def _prompt(self, index: int) -> Choice:
-        """The prompt as the first piece of its text. Position i predicts token i + 1."""
+        """Return the prompt as the first chunk of its text. Position i predicts token i + 1."""
         echo, before = self.echoes[index], {event.index + 1: event for event in self._readings[index]}
         logprobs = None
         if self.with_logprobs:
@@ -156,7 +155,10 @@ def _transposed(scored: Sequence[_LogprobColumns]) -> Logprobs:
 
 
 async def whole(answer: CompletionResponse, ticket: RequestHandle) -> str:
-    """The answer as JSON once all texts have ended. Raises GenerationError, GoneError."""
+    """Return the answer as JSON once all texts have ended.
+
+    Raises GenerationError, ClientDisconnectedError.
+    """
     pieces: dict[int, list[Choice]] = {index: [] for index in range(len(answer.ids))}
     while not answer.is_complete:
         item = await ticket.get()
@@ -169,7 +171,7 @@ async def whole(answer: CompletionResponse, ticket: RequestHandle) -> str:
 
 
 async def stream(answer: CompletionResponse, ticket: RequestHandle, options: StreamOptions) -> AsyncIterator[str]:
-    """Server-sent events until all texts have ended, one of them by an error, or the client is gone."""
+    """Yield server-sent events until all texts have ended, one of them by an error, or the client is disconnected."""
     if ticket.position is not None:
         yield _queue_event(answer, QueueEvent(ticket.position), options)
     while not answer.is_complete:
@@ -194,7 +196,7 @@ async def stream(answer: CompletionResponse, ticket: RequestHandle, options: Str
 
 
 async def _computed(answer: CompletionResponse, work: Callable[[], Made]) -> Made:
-    """Do work on an item; where it may be a whole prompt with its candidates, not in the event loop's thread."""
+    """Run `work` on an item; outside the event loop's thread if it may be a whole prompt with its candidates."""
     return await anyio.to_thread.run_sync(work) if answer.echoes else work()
 
 

@@ -1,4 +1,4 @@
-"""What FastAPI does not describe by itself in /openapi.json: the events of streams."""
+"""Descriptions that FastAPI does not add by itself to /openapi.json: the events of streams."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ _DONE = "[DONE]"
 
 
 def streamed(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Responses of an operation that answers with JSON, or with a stream of such chunks where it is asked to."""
+    """Return the responses of an operation that answers with JSON, or on request with a stream of such chunks."""
     item = {"anyOf": [_done(), _event("message", chunk), _event("queue", QueueNotice), _event("error", Problem)]}
     return {200: {"content": {"text/event-stream": {"itemSchema": item}}}}
 
 
 def describe(app: FastAPI) -> None:
-    """Let the document of `app` hold the models of events."""
+    """Add the models of events to the document of `app`."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -34,7 +34,7 @@ def describe(app: FastAPI) -> None:
 
 
 def _event(name: str, model: type[BaseModel]) -> dict[str, Any]:
-    """An event with JSON in it; streams leave the name `message` out, which readers add."""
+    """Describe an event with JSON in it; streams omit the name `message`, which readers add."""
     content = {"$ref": _PLACE.format(model=model.__name__)}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
     return _object(name, data)

@@ -1,4 +1,4 @@
-"""Fields of other servers' interfaces that are taken where they ask for what this server does anyway."""
+"""Fields of other servers' interfaces, accepted if they request what this server does anyway."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 @dataclasses.dataclass(frozen=True)
 class AllowedValues:
-    """Metadata of a field that takes these JSON values alone; without any, null alone.
+    """Metadata of a field that accepts these JSON values alone; without any, null alone.
 
     The error of another value is `why`, with the values that may be sent.
     """
@@ -20,7 +20,7 @@ class AllowedValues:
     why: str
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Build the validator."""
+        """Build the validator of the allowed values."""
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -39,7 +39,7 @@ class AllowedValues:
 
 
 def _equal(one: object, other: object) -> bool:
-    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    """Compare as JSON: 1 and 1.0 are equal, 1 and true are not."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 

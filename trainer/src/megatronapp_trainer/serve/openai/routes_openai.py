@@ -1,4 +1,4 @@
-"""The routes that OpenAI's clients know."""
+"""The routes of OpenAI's interface."""
 
 import asyncio
 import contextlib
@@ -36,18 +36,18 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 POSITION = "X-Queue-Position"
 DISCONNECTED_STATUS = 499
-"""What nginx calls a request whose client has closed; nobody reads it."""
+"""Status that nginx logs for a request whose client has disconnected; no client receives it."""
 
 
 @router.get("/v1/models", responses=ANSWERS)
 async def models(model: ModelOf) -> ModelList:
-    """The model that is served."""
+    """List the model that is served."""
     return ModelList(data=[_card(model)])
 
 
 @router.get("/v1/models/{name:path}", responses=ANSWERS)
 async def one_model(name: Annotated[str, Path(max_length=256)], model: ModelOf) -> ModelCard:
-    """The model of this name."""
+    """Return the model of this name."""
     if name != model.name:
         raise ApiError(404, "no-such-model", f"there is no model of this name, only {model.name}", param="model")
     return _card(model)
@@ -59,7 +59,7 @@ async def one_model(name: Annotated[str, Path(max_length=256)], model: ModelOf) 
     responses=ANSWERS | streamed(Completion),
 )
 async def complete(request: Request, body: CompletionRequest, model: ModelOf, desk: BrokerOf) -> Response:
-    """Go on from one or more prompts."""
+    """Continue one or more prompts."""
     name, seed = f"cmpl-{secrets.token_hex(12)}", new_seed(body.seed)
     requests = await anyio.to_thread.run_sync(model.completion_requests, body, name, seed)
     echoes = await anyio.to_thread.run_sync(model.echoes_of, body, requests) if body.echo else ()
@@ -89,7 +89,7 @@ async def chat(request: Request, body: ChatRequest, model: ModelOf, desk: Broker
 
 
 async def respond(request: Request, body: GenerationBody, answer: CompletionResponse, desk: RequestBroker) -> Response:
-    """Generate, and give the answer whole or as a stream. Raises as `RequestBroker.submit` does."""
+    """Generate, and send the answer whole or as a stream. Raises as `RequestBroker.submit` does."""
     ticket = desk.submit(answer.requests, logprobs=logprobs_held(body, answer.requests))
     headers = {POSITION: str(ticket.position or 0)}
     if body.stream:
@@ -103,7 +103,7 @@ async def respond(request: Request, body: GenerationBody, answer: CompletionResp
 
 
 class EventStream(Response):
-    """Server-sent events; what is not asked for any more is cancelled."""
+    """Server-sent events; requests of a disconnected client are cancelled."""
 
     media_type = "text/event-stream"
 
@@ -115,7 +115,7 @@ class EventStream(Response):
         self._pieces, self._desk, self._ticket = pieces, desk, ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the pieces as they come."""
+        """Send each event as soon as it is available."""
         with cancelled_on_disconnect(receive, self._desk, self._ticket):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for piece in self._pieces:
@@ -125,7 +125,7 @@ class EventStream(Response):
 
 @contextlib.contextmanager
 def cancelled_on_disconnect(receive: Receive, desk: RequestBroker, ticket: RequestHandle) -> Iterator[None]:
-    """While this is entered a client that hangs up is noticed; at its end whatever is open is cancelled."""
+    """Watch for a disconnect of the client inside the context; on exit open requests are cancelled."""
     listener = asyncio.create_task(_until_disconnected(receive, ticket))
     try:
         yield

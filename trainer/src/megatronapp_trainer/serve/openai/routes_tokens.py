@@ -1,4 +1,4 @@
-"""Tokens of texts and texts of tokens, in the shape of vLLM's routes, which evaluation harnesses ask."""
+"""Conversion between texts and tokens, in the form of vLLM's routes, which evaluation harnesses use."""
 
 import anyio.to_thread
 from fastapi import APIRouter
@@ -19,19 +19,19 @@ router = APIRouter()
 
 @router.post("/tokenize", responses=ANSWERS)
 async def tokenize(body: TokenizeRequest, model: ModelOf) -> TokenizeResponse:
-    """Tokens of a text, or of messages."""
+    """Return the tokens of a text, or of messages."""
     return await anyio.to_thread.run_sync(_tokenized, body, model)
 
 
 @router.post("/detokenize", responses=ANSWERS)
 async def detokenize(body: DetokenizeRequest, model: ModelOf) -> DetokenizeResponse:
-    """The text of tokens."""
+    """Return the text of tokens."""
     return DetokenizeResponse(prompt=await anyio.to_thread.run_sync(_detokenized, body, model))
 
 
 @router.get("/tokenizer_info", responses=ANSWERS)
 async def tokenizer_info(model: ModelOf) -> TokenizerInfo:
-    """Special tokens and the chat template."""
+    """Return special tokens and the chat template."""
     tokens = model.chat.tokens
     return TokenizerInfo(
         bos_token=tokens.get("bos_token"),

@@ -42,9 +42,9 @@ class Message(RequestBody):
 
     role: Role
     content: Content | None = None
-    """A string, or parts of type text, which are joined by line ends. An assistant's may be null: it said nothing."""
+    """A string, or parts of type text, which are joined by line ends. An assistant's may be null, if it is empty."""
     name: Name | None = None
-    """Who says it, for templates that use it."""
+    """Name of the author, for templates that use it."""
     refusal: None = None
     annotations: Annotated[list[Any] | None, AllowedValues(([],), "messages have no annotations")] = None
     audio: None = None
@@ -60,7 +60,7 @@ class Message(RequestBody):
         return self
 
     def plain(self) -> dict[str, str]:
-        """As templates take it."""
+        """Return the message as templates take it."""
         parts = [] if self.content is None else self.content
         text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
@@ -70,7 +70,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES
 
 
 class ResponseFormat(RequestBody):
-    """Of an answer."""
+    """Format of an answer."""
 
     type: Literal["text"]
 
@@ -80,17 +80,17 @@ class ChatRequest(GenerationBody, NeutralChatBody):
 
     messages: Messages
     max_tokens: Count | None = None
-    """Most new tokens; not given: as many as fit."""
+    """Limit of new tokens; default: as many as fit."""
     max_completion_tokens: Count | None = None
-    """The same, by its newer name."""
+    """The same limit, by its newer name."""
     logprobs: bool = False
-    """Tell the log-probability of each token."""
+    """Return the log-probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
-    """With `logprobs`: tell so many of the likeliest, too."""
+    """With `logprobs`: return this many of the likeliest tokens, too."""
     response_format: ResponseFormat | None = None
-    """There is only text."""
+    """Format of the answer, which is always text."""
     add_generation_prompt: bool = True
-    """End the prompt with what an answer begins with."""
+    """End the prompt with the beginning of an answer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -102,17 +102,16 @@ class ChatRequest(GenerationBody, NeutralChatBody):
 
     @property
     def with_logprobs(self) -> bool:
-        """True if log-probabilities are asked for."""
         return self.logprobs
 
     @property
     def most_new(self) -> int | None:
-        """Most new tokens, by either name."""
+        """Return the limit of new tokens, by either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class ChatMessage(BaseModel):
-    """What the model says."""
+    """Message that the model has generated."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -123,10 +122,10 @@ class ScoredToken(BaseModel):
     """A token with its log-probability."""
 
     token: str
-    """Its text; `id:N` for a piece of a character."""
+    """Text of the token; `id:N` for a part of a character."""
     logprob: float
     bytes: list[int] | None
-    """Of the text; null for a piece of a character."""
+    """Bytes of the text; null for a part of a character."""
 
 
 class ChatToken(ScoredToken):
@@ -136,7 +135,7 @@ class ChatToken(ScoredToken):
 
 
 class ChatLogprobs(BaseModel):
-    """Of each token of the answer."""
+    """Log-probabilities of each token of the answer."""
 
     content: list[ChatToken]
     refusal: None = None
@@ -146,7 +145,7 @@ FinishReason = Literal["stop", "length", "cancelled"] | None
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One of the answers."""
 
     index: int
     message: ChatMessage
@@ -154,32 +153,32 @@ class ChatChoice(BaseModel):
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: str | int | list[int] | None = None
-    """What ended it: a text, or tokens."""
+    """Text or tokens that ended it."""
 
 
 class ChatCompletion(BaseModel):
-    """What came of a request."""
+    """Answer to a chat request."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     seed: int
-    """The one that was used."""
+    """Seed that was used."""
     choices: list[ChatChoice]
     usage: Usage
 
 
 class ChatDelta(BaseModel):
-    """What comes next of an answer."""
+    """Next part of an answer."""
 
     role: Literal["assistant"] | None = None
-    """In the first chunk."""
+    """Only in the first chunk."""
     content: str
 
 
 class ChatChunkChoice(BaseModel):
-    """A piece of one answer."""
+    """A part of one answer."""
 
     index: int
     delta: ChatDelta
@@ -202,17 +201,17 @@ class ChatChunk(BaseModel):
 
 
 class TokenizeRequest(RequestBody):
-    """A text, or messages, to be made tokens."""
+    """A text, or messages, to convert to tokens."""
 
     model: Name | None = None
     """Name as in /v1/models; there is one."""
     prompt: Text | None = None
     messages: Messages | None = None
-    """In place of `prompt`: what the chat template makes of these."""
+    """In place of `prompt`: messages for the chat template."""
     add_special_tokens: bool = True
     """With `prompt`: also the tokens around it that the model expects."""
     add_generation_prompt: bool = True
-    """With `messages`: end with what an answer begins with."""
+    """With `messages`: end with the beginning of an answer."""
     return_token_strs: bool = False
     """Also the text of each token."""
 
@@ -233,7 +232,7 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(RequestBody):
-    """Tokens whose text is wanted."""
+    """Tokens to convert to text."""
 
     model: Name | None = None
     tokens: Annotated[list[Token], Field(fail_fast=True, max_length=1_048_576)]
@@ -246,7 +245,7 @@ class DetokenizeResponse(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """What clients ask of a tokenizer."""
+    """Settings of the tokenizer."""
 
     bos_token: str | None
     eos_token: str | None

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers. Names and meanings are those of OpenAI's completions; the rest is refused."""
+"""Bodies of requests and answers. Names and meanings are those of OpenAI's completions; all others are refused."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,13 +15,13 @@ MOST_TEXT = 4_000_000
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=1_048_576)]
-"""Judged up to the first bad one: of a million of them nobody reads a million reasons."""
+"""Token ids, validated up to the first bad one: a list of a million errors would have no reader."""
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
 TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
 
 
 def _kind_of_prompt(value: Any) -> str | None:  # noqa: ANN401 - whatever JSON holds
-    """Which member of the union a value is meant to be, so that errors are about that one alone."""
+    """Return the member of the union that a value is meant to be, so that errors concern that one alone."""
     if isinstance(value, list):
         first = value[0] if value else ""
         return "<texts>" if isinstance(first, str) else "<token lists>" if isinstance(first, list) else "<tokens>"
@@ -72,12 +72,12 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(RequestBody):
-    """What a stream tells beside the text."""
+    """Additional content of a stream, besides the text."""
 
     include_usage: bool = False
     """A last chunk with the numbers of tokens."""
     include_queue: bool = False
-    """Events `queue` with the place in the queue; without, these are comments, which all clients skip."""
+    """Events `queue` with the position in the queue; without, these are comments, which all clients skip."""
     include_obfuscation: Annotated[bool, AllowedValues((False,), "events are not padded")] = False
     continuous_usage_stats: Annotated[
         bool, AllowedValues((False,), "include_usage gives the numbers in the last event")
@@ -85,18 +85,18 @@ class StreamOptions(RequestBody):
 
 
 class GenerationBody(NeutralBody):
-    """What requests for texts and for answers to messages have in common."""
+    """Fields that requests for texts and for answers to messages have in common."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
     """Name as in /v1/models; there is one."""
     temperature: Temperature = 1.0
-    """0: always the likeliest token."""
+    """Sampling temperature; 0: always the likeliest token."""
     top_p: TopP = 1.0
     """Choose among the fewest likeliest tokens that have this probability together."""
     top_k: TopK = 0
-    """Choose among so many of the likeliest tokens; 0 or -1: among all."""
+    """Choose among this many of the likeliest tokens; 0 or -1: among all."""
     seed: Seed | None = None
-    """The same seed gives the same text again; not given: a new one each time."""
+    """The same seed gives the same text again; default: a new one each time."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     """Texts for each prompt. The choice of index i is drawn with seed + i."""
     stop: Stop | None = None
@@ -104,53 +104,52 @@ class GenerationBody(NeutralBody):
     stop_token_ids: StopIds | None = None
     """Tokens that end the generation, each by itself, or sequences of tokens."""
     skip_special_tokens: bool = False
-    """Leave the texts of special tokens out of the answer; the token that ends it is never in its text."""
+    """Omit the texts of special tokens from the answer; the token that ends it is never in its text."""
     ignore_eos: bool = False
-    """Go on after the end of a document."""
+    """Continue after the end of a document."""
     stream: bool = False
-    """Send the text as it comes, as server-sent events."""
+    """Send the text while it is generated, as server-sent events."""
     stream_options: StreamOptions | None = None
-    """What a stream tells beside the text."""
+    """Additional content of a stream, besides the text."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the generation."""
+        """Return the texts that end the generation."""
         return tuple(([self.stop] if isinstance(self.stop, str) else self.stop) if self.stop else ())
 
     @property
     def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
-        """Sequences of tokens that end the generation."""
+        """Return the sequences of tokens that end the generation."""
         return tuple((one,) if isinstance(one, int) else tuple(one) for one in self.stop_token_ids or ())
 
     @property
     def with_logprobs(self) -> bool:
-        """True if log-probabilities are asked for."""
         raise NotImplementedError
 
 
 class CompletionRequest(GenerationBody):
-    """A request to go on from one or more prompts."""
+    """A request to continue one or more prompts."""
 
     prompt: Prompts
     """A text, ids of tokens, or a list of either."""
     max_tokens: Count = 16
-    """Most new tokens of each prompt."""
+    """Limit of new tokens of each prompt."""
     add_special_tokens: bool = True
-    """A prompt that is a text gets the tokens around it that the model expects (Llama: <|begin_of_text|>)."""
+    """Add the tokens that the model expects around a prompt that is a text (Llama: <|begin_of_text|>)."""
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    """Tell the log-probability of each token, and so many of the likeliest."""
+    """Return the log-probability of each token, and of this many of the likeliest tokens."""
     echo: bool = False
     """Begin each text with its prompt; with `logprobs` also the log-probabilities of the prompt's tokens."""
     suffix: Annotated[str, AllowedValues(("",), "a text has no end that is given")] = ""
 
     @property
     def with_logprobs(self) -> bool:
-        """True if log-probabilities are asked for; 0 asks for those of the tokens alone."""
+        """Return True if log-probabilities are requested; 0 requests those of the tokens alone."""
         return self.logprobs is not None
 
 
 class Logprobs(BaseModel):
-    """Of each token of the text."""
+    """Log-probabilities of each token of the text."""
 
     tokens: list[str]
     """Names as in `top_logprobs`."""
@@ -158,7 +157,7 @@ class Logprobs(BaseModel):
     token_logprobs: list[float | None]
     """null for the first token of a prompt, which nothing predicts."""
     top_logprobs: list[dict[str, float] | None]
-    """By text, the likeliest first; `id:N` for pieces of characters, and for a text that a likelier token has too."""
+    """By text, the likeliest first; `id:N` for parts of characters, and for a text that a likelier token has, too."""
     top_token_ids: list[list[int] | None]
     """Ids of the same tokens in the same order."""
     text_offset: list[int]
@@ -166,7 +165,7 @@ class Logprobs(BaseModel):
 
 
 class Choice(BaseModel):
-    """One text."""
+    """One of the texts."""
 
     index: int
     text: str
@@ -174,11 +173,11 @@ class Choice(BaseModel):
     token_ids: list[int]
     finish_reason: Literal["stop", "length", "cancelled"] | None
     stop_reason: str | int | list[int] | None = None
-    """What ended it: a text, or tokens."""
+    """Text or tokens that ended it."""
 
 
 class Usage(BaseModel):
-    """Numbers of tokens."""
+    """Numbers of tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -186,14 +185,14 @@ class Usage(BaseModel):
 
 
 class Completion(BaseModel):
-    """What came of a request."""
+    """Answer to a request for completions."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     seed: int
-    """The one that was used."""
+    """Seed that was used."""
     choices: list[Choice]
     usage: Usage | None = None
 
@@ -207,17 +206,17 @@ class QueueNotice(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """The model."""
+    """Description of the model."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["megatronapp"] = "megatronapp"
     max_model_len: int
-    """Most tokens of a prompt and what follows it."""
+    """Limit of the tokens of a prompt and the answer together."""
     vocab_size: int
     has_tokenizer: bool
-    """Without one prompts are ids of tokens."""
+    """If false, prompts must be ids of tokens."""
 
 
 class ModelList(BaseModel):
@@ -228,23 +227,23 @@ class ModelList(BaseModel):
 
 
 class Problem(BaseModel):
-    """An error."""
+    """Body of an error."""
 
     code: str
     message: str
     hint: str
     error: dict[str, Any]
-    """The same as clients of OpenAI's interface read it: message, type, param, code."""
+    """The same error in the form of OpenAI's clients: message, type, param, code."""
 
 
 class Health(BaseModel):
-    """Whether the server is well."""
+    """Health of the server."""
 
     status: Literal["ok", "starting", "stopping"]
 
 
 class RunStarted(BaseModel):
-    """A run that was taken."""
+    """A run that was accepted."""
 
     run: str
     position: int | None
@@ -252,17 +251,17 @@ class RunStarted(BaseModel):
 
 
 class ProbeStarted(BaseModel):
-    """A probe that was taken."""
+    """A probe that was accepted."""
 
     probe: str
 
 
 class StreamEnd(BaseModel):
-    """Nothing more to say."""
+    """Answer without any content."""
 
 
 class RunStatus(BaseModel):
-    """What became of a run."""
+    """State of a run."""
 
     run: str
     state: Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]

@@ -1,4 +1,4 @@
-"""Fields that clients of OpenAI and vLLM send by default, and that ask for nothing this server does not do anyway."""
+"""Fields that clients of OpenAI and vLLM send by default, accepted if they request what this server does anyway."""
 
 from typing import Annotated, Any
 
@@ -37,10 +37,10 @@ class NeutralBody(RequestBody):
     min_p: Annotated[float, AllowedValues((0,), "tokens are chosen by temperature, top_k and top_p")] = 0
     min_tokens: Annotated[int, AllowedValues((0,), "a text may end at once, unless ignore_eos is true")] = 0
     logit_bias: Annotated[dict[str, float] | None, AllowedValues(({},), "logits are not biased")] = None
-    bad_words: Annotated[list[str] | None, AllowedValues(([],), "no words are kept out")] = None
+    bad_words: Annotated[list[str] | None, AllowedValues(([],), "no words are excluded")] = None
     allowed_token_ids: Annotated[list[int] | None, AllowedValues((), "all tokens may be chosen")] = None
     logits_processors: Annotated[list[Any] | None, AllowedValues(([],), "the server runs no code of clients")] = None
-    include_stop_str_in_output: Annotated[bool, AllowedValues((False,), "a stop text is left out of the answer")] = (
+    include_stop_str_in_output: Annotated[bool, AllowedValues((False,), "a stop text is omitted from the answer")] = (
         False
     )
     spaces_between_special_tokens: Annotated[bool, AllowedValues((True,), "the tokenizer decides on spaces")] = True
@@ -52,7 +52,7 @@ class NeutralBody(RequestBody):
         bool, AllowedValues((False,), "top_token_ids and token_ids are always there")
     ] = False
     return_token_ids: bool = True
-    """Has no effect: token_ids are always there."""
+    """Has no effect: token_ids are always sent."""
     structured_outputs: Annotated[object, AllowedValues((), _GRAMMAR)] = None
     guided_json: Annotated[object, AllowedValues((), _GRAMMAR)] = None
     guided_regex: Annotated[object, AllowedValues((), _GRAMMAR)] = None
@@ -78,7 +78,7 @@ class NeutralChatBody(NeutralBody):
     echo: Annotated[bool, AllowedValues((False,), "an answer begins after its messages")] = False
     add_special_tokens: Annotated[bool, AllowedValues((False,), "the chat template writes them")] = False
     continue_final_message: Annotated[
-        bool, AllowedValues((False,), "an answer begins a new message; /v1/completions goes on from a text")
+        bool, AllowedValues((False,), "an answer begins a new message; /v1/completions continues a text")
     ] = False
     documents: Annotated[list[Any] | None, AllowedValues(([],), "templates get no documents")] = None
     chat_template: Annotated[str | None, AllowedValues((), "the model's own chat template is used")] = None

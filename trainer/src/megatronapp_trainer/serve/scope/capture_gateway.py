@@ -1,6 +1,6 @@
-"""MegaScope in front of the engine: `scope.leader` behind a lock, as HTTP's thread and the engine's both call it.
+"""MegaScope in front of the engine: `scope.leader` under a lock, as HTTP's thread and the engine's both call it.
 
-Loaded only where there is a hub to look for.
+Loaded only if there is a hub.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ Defer: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class CaptureController:
-    """What all ranks look at. Methods that take something of people raise ApiError."""
+    """Captures of all ranks. Methods with arguments of users raise ApiError."""
 
     def __init__(self, leader: CaptureCoordinator, defer: Defer | None = None) -> None:
-        """`defer`: what does work of the engine's thread later; None: nothing is put off."""
+        """Create the controller; `defer` runs work of the engine's thread later, None: directly."""
         self._leader = leader
         self._defer = defer
         self._lock = threading.RLock()
@@ -32,7 +32,7 @@ class CaptureController:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Nothing of a step is told meanwhile: a run's first state comes before its first tokens."""
+        """Hold back reports of steps inside the context: a run's first state is sent before its first tokens."""
         with self._lock:
             yield
 
@@ -44,15 +44,15 @@ class CaptureController:
         ends: Sequence[int],
         text_of: TextOf | None,
     ) -> list[GenerationRequest]:
-        """Look at a run from its first step on; its requests, as they must go to the engine.
+        """Capture a run from its first step on; returns its requests in the form for the engine.
 
-        `ends`: UTF-16 units of each prompt. `text_of`: of a token alone, where there is a tokenizer.
+        `ends`: UTF-16 units of each prompt. `text_of`: text of a single token, if there is a tokenizer.
         """
         with self._lock, _refused("capture"):
             return self._leader.begin_run(run, capture, requests, ends=ends, text_of=text_of)
 
     def forget(self, requests: Sequence[GenerationRequest]) -> None:
-        """The engine has not taken these."""
+        """Forget requests that the engine has refused."""
         self.observe(
             [
                 FinishedEvent(request_id=one.id, reason="cancelled", prompt_tokens=0, generated_tokens=0)
@@ -61,12 +61,12 @@ class CaptureController:
         )
 
     def change(self, run: str, capture: CaptureSettings) -> None:
-        """Look at something else from the next step on."""
+        """Change the capture of a run from the next step on."""
         with self._lock, _refused("capture"):
             self._leader.change(run, capture)
 
     def probe(self, wanted: ProbeRequest) -> tuple[str, list[GenerationRequest]]:
-        """A probe's id, and the requests that bring it."""
+        """Return the id of a new probe, and its requests."""
         with self._lock, _refused("sites"):
             return self._leader.probe(wanted)
 
@@ -76,12 +76,12 @@ class CaptureController:
             self._leader.set_basis(frames.decode(data))
 
     def announce(self, header: Mapping[str, Any]) -> None:
-        """A run has another state."""
+        """Send the new state of a run."""
         with self._lock:
             self._leader.run_state(header)
 
     def observe(self, events: Sequence[Event]) -> None:
-        """What a step of the engine gave. Mere tokens are told when the next step is under way, ends at once."""
+        """Send the results of a step. Plain tokens are sent while the next step is computed, ends directly."""
         with self._lock:
             self._later.append(events)
             if self._defer is None or not events or not all(isinstance(event, TokenEvent) for event in events):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 MAX_RUNS = 64
-"""Newest runs that are told about, and all that have not ended."""
+"""Limit of listed runs: the newest ones, and all that have not ended."""
 State = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
 ENDED = frozenset({"done", "cancelled", "failed"})
 Announce = Callable[[Mapping[str, Any]], None]
@@ -35,7 +35,7 @@ Announce = Callable[[Mapping[str, Any]], None]
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class GeneratedSample:
-    """What has come of one prompt, as frames TOKENS told it."""
+    """Text and tokens of one prompt so far, as sent in frames TOKENS."""
 
     units: int
     """UTF-16 units of the text so far, the prompt included."""
@@ -43,20 +43,20 @@ class GeneratedSample:
     texts: list[str] = dataclasses.field(default_factory=list)
     reason: str | None = None
     held_back: str = ""
-    """Text of a prompt that was ended, of no token that was told."""
+    """Text of a prompt that has ended, of tokens that were not sent."""
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Return the text of all tokens."""
         return "".join(self.texts) + self.held_back
 
     def add(self, event: TokenEvent) -> None:
-        """A token has come."""
+        """Append a generated token."""
         self.ids.append(event.token)
         self.texts.append(event.text or "")
 
     def end(self, event: FinishedEvent) -> None:
-        """No more come."""
+        """Note the end of the prompt."""
         self.reason = event.reason
         if self.texts and event.reason in {"stop", "length"}:
             self.texts[-1] += event.text or ""
@@ -64,7 +64,7 @@ class GeneratedSample:
             self.held_back = event.text or ""
 
     def columns(self) -> dict[str, list[Any]]:
-        """Columns over all tokens."""
+        """Return the columns over all tokens."""
         ends = list(itertools.accumulate(map(utf16_units, self.texts), initial=self.units))
         pairs = zip(self.texts, itertools.pairwise(ends), strict=True)
         return {
@@ -77,7 +77,7 @@ class GeneratedSample:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RunRecord:
-    """A run and what has come of it."""
+    """A run with its samples and its state."""
 
     run: str
     body: RunRequest
@@ -85,7 +85,7 @@ class RunRecord:
     ticket: RequestHandle
     started_at: str
     prompts: Sequence[Mapping[str, Any]]
-    """As frames tell them: text, ids, offsets."""
+    """Text, ids and offsets of each prompt, as in frames."""
     announce: Announce
     state: State = "queued"
     error: dict[str, str] | None = None
@@ -95,11 +95,11 @@ class RunRecord:
         self.samples = [GeneratedSample(units=utf16_units(text)) for text in self.body.prompts]
         self._open = len(self.body.prompts)
         self._ended: State = "done"
-        """What it will be once all prompts have ended."""
+        """State of the run once all prompts have ended."""
         self._first_token_at: float | None = None
 
     async def follow(self) -> None:
-        """Take over what comes until all prompts have ended, and tell whenever the state is another."""
+        """Collect events until all prompts have ended, and announce each change of the state."""
         while self._open:
             before = self.state
             match item := await self.ticket.get():
@@ -113,7 +113,7 @@ class RunRecord:
                 self.announce(self.header())
 
     def header(self) -> dict[str, Any]:
-        """Of a frame RUN_STATE (docs/scope-protocol.md, frame 41)."""
+        """Return the header of a frame RUN_STATE (docs/scope-protocol.md, frame 41)."""
         return {
             "run": self.run,
             "state": self.state,
@@ -129,11 +129,11 @@ class RunRecord:
         }
 
     def shown(self) -> RunStatus:
-        """The run as the API tells it."""
+        """Return the run in the form of the API."""
         return RunStatus(**self._shown())
 
     def detail(self) -> RunDetail:
-        """The same, with all that a hub needs that knows nothing of it."""
+        """Return the run with all that a hub needs which has lost it."""
         told = [ReportedSample(**sample.columns()) for sample in self.samples]
         return RunDetail(**self._shown(), header=self.header(), samples=told)
 
@@ -156,7 +156,7 @@ class RunRecord:
         return self.ticket.position if self.state == "queued" else None
 
     def _tokens_per_second(self) -> float | None:
-        """Since the first token, which says nothing about itself."""
+        """Return the rate since the first token, whose own time is unknown."""
         count = sum(len(sample.ids) for sample in self.samples) - len(self.samples)
         if self._first_token_at is None or count < 1:
             return None
@@ -172,7 +172,7 @@ class RunRecord:
         self._sample(event.request_id).add(event)
 
     def _end(self, event: FinishedEvent) -> None:
-        """The run has ended when all of its prompts have: until then their tokens may still come."""
+        """End the run once all of its prompts have ended: until then their tokens may still be received."""
         self._open -= 1
         self._sample(event.request_id).end(event)
         if event.error is not None:
@@ -189,20 +189,23 @@ class RunStore:
 
     def __init__(self, desk: RequestBroker) -> None:
         self.looking: CaptureController | None = None
-        """MegaScope, where there is a hub to look for."""
+        """Captures of MegaScope, if there is a hub."""
         self._desk = desk
         self._records: dict[str, RunRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @staticmethod
     def new_id() -> str:
-        """12 hex digits."""
+        """Return 12 random hex digits."""
         return secrets.token_hex(6)
 
     def start(
         self, run: str, body: RunRequest, seed: int, model: ServedModel, requests: list[GenerationRequest]
     ) -> RunRecord:
-        """Take a run. Raises as `RequestBroker.submit` does, and ApiError for a capture that the model cannot give."""
+        """Start a run.
+
+        Raises as `RequestBroker.submit` does, and ApiError for a capture that the model cannot give.
+        """
         prompts = [model.describe_prompt(text, one.prompt) for text, one in zip(body.prompts, requests, strict=True)]
         with contextlib.nullcontext() if self.looking is None else self.looking.quiet():
             record = RunRecord(
@@ -221,7 +224,7 @@ class RunStore:
         return record
 
     def _forget_oldest(self) -> None:
-        """Of those that have ended: the others are no more than the prompts that may be open."""
+        """Drop the oldest runs that have ended: the others are limited by the prompts that may be open."""
         over = [run for run, record in self._records.items() if record.state in ENDED]
         for run in over[: max(0, len(self._records) - MAX_RUNS)]:
             del self._records[run]
@@ -236,11 +239,11 @@ class RunStore:
         return self.looking.begin(run, body.capture, requests, units, text_of)
 
     def cancel(self, run: str) -> None:
-        """End a run. Raises ApiError for one that is not known."""
+        """End a run. Raises ApiError for an unknown one."""
         self._desk.cancel(self.get(run).ticket)
 
     def change(self, run: str, capture: CaptureSettings) -> RunRecord:
-        """Look at something else. Raises ApiError."""
+        """Change the capture of a run. Raises ApiError."""
         record = self.get(run)
         if self.looking is not None and record.state not in ENDED:
             self.looking.change(run, capture)
@@ -249,7 +252,7 @@ class RunStore:
         return record
 
     def probe(self, wanted: ProbeRequest) -> str:
-        """Read known tokens once more; the probe's id. Prompts that wait go first.
+        """Read known tokens once more; returns the probe's id. Waiting prompts have precedence.
 
         Raises ApiError, and as `RequestBroker.submit` does.
         """
@@ -261,7 +264,7 @@ class RunStore:
     async def scores(self, asked: ScoreRequest, model: ServedModel) -> bytes:
         """Score the tokens of a text but the first; the answer is a frame SCOPE_TOKENS.
 
-        Prompts that wait go first. Raises ApiError, and as `RequestBroker.submit` does.
+        Waiting prompts have precedence. Raises ApiError, and as `RequestBroker.submit` does.
         """
         self._needed()
         from megatronapp_trainer.scope.scores import scores_frame
@@ -284,13 +287,13 @@ class RunStore:
         self._needed().set_basis(data)
 
     def newest_first(self) -> list[RunRecord]:
-        """All that are kept."""
+        """Return all stored runs, newest first."""
         return list(reversed(self._records.values()))
 
     def get(self, run: str) -> RunRecord:
-        """The run of this id. Raises ApiError."""
+        """Return the run with this id. Raises ApiError."""
         if run not in self._records:
-            raise ApiError(404, "no-such-run", f"there is no run {run}", hint=f"The newest {MAX_RUNS} are kept.")
+            raise ApiError(404, "no-such-run", f"there is no run {run}", hint=f"The newest {MAX_RUNS} are stored.")
         return self._records[run]
 
     def _needed(self) -> "CaptureController":
@@ -318,7 +321,7 @@ class RunStore:
 
 
 async def _readings(ticket: RequestHandle) -> list[PromptEvent]:
-    """Collect the events of all positions of one prompt. Raises ApiError where it ended early."""
+    """Collect the events of all positions of one prompt. Raises ApiError if it ended early."""
     found: list[PromptEvent] = []
     while True:
         match await ticket.get():
@@ -333,7 +336,7 @@ async def _readings(ticket: RequestHandle) -> list[PromptEvent]:
 
 
 async def _drain(ticket: RequestHandle) -> None:
-    """What a probe finds goes to the hub by itself."""
+    """Discard the events of a probe, whose results the ranks send to the hub."""
     left = len(ticket.ids)
     while left:
         left -= isinstance(await ticket.get(), FinishedEvent)

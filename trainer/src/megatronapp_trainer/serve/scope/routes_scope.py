@@ -20,7 +20,7 @@ FRAME = {"requestBody": {"content": {"application/octet-stream": {"schema": {"ty
 
 @router.post("/runs", status_code=201, responses=ANSWERS)
 async def start(body: RunRequest, model: ModelOf, runs: RunsOf) -> RunStarted:
-    """Generate from some prompts."""
+    """Generate from one or more prompts."""
     run, seed = runs.new_id(), new_seed(body.sampling.seed)
     requests = await anyio.to_thread.run_sync(model.run_requests, body, run, seed)
     record = runs.start(run, body, seed, model, requests)
@@ -29,19 +29,19 @@ async def start(body: RunRequest, model: ModelOf, runs: RunsOf) -> RunStarted:
 
 @router.get("/runs", responses=ANSWERS)
 async def listed(runs: RunsOf) -> list[RunStatus]:
-    """The newest runs, newest first."""
+    """List the newest runs, newest first."""
     return [record.shown() for record in runs.newest_first()]
 
 
 @router.get("/runs/{run}", responses=ANSWERS)
 async def shown(run: RunId, runs: RunsOf) -> RunDetail:
-    """One run, with all tokens that were generated so far."""
+    """Return one run, with all tokens that were generated so far."""
     return runs.get(run).detail()
 
 
 @router.delete("/runs/{run}", status_code=204, responses=ANSWERS)
 async def cancel(run: RunId, runs: RunsOf) -> None:
-    """End a run; one that has ended already stays as it is."""
+    """End a run; one that has ended already is unchanged."""
     runs.cancel(run)
 
 
@@ -53,7 +53,7 @@ async def change(run: RunId, body: CaptureChange, runs: RunsOf) -> RunStatus:
 
 @router.post("/probes", responses=ANSWERS)
 async def probe(body: ProbeRequest, model: ModelOf, runs: RunsOf) -> ProbeStarted:
-    """Read known tokens once more, for exact numbers; what is found goes to the hub as PART frames."""
+    """Read known tokens once more, for exact numbers; the results are sent to the hub as PART frames."""
     return ProbeStarted(probe=runs.probe(body))
 
 

@@ -1,4 +1,4 @@
-"""What a hub reads that has lost a run."""
+"""Bodies of answers for a hub that has lost a run."""
 
 from typing import Annotated, Any
 
@@ -8,7 +8,7 @@ from megatronapp_trainer.serve.openai.schemas_completions import RunStatus
 
 
 class ReportedSample(BaseModel):
-    """What was generated of one prompt: lists over its tokens, as frames SCOPE_TOKENS told them."""
+    """Generated text of one prompt: lists over its tokens, as sent in frames SCOPE_TOKENS."""
 
     ids: list[int]
     texts: list[str]
@@ -17,7 +17,7 @@ class ReportedSample(BaseModel):
 
 
 class RunDetail(RunStatus):
-    """What became of a run, and all that was told of it."""
+    """State of a run, and all samples that were sent of it."""
 
     header: Annotated[dict[str, Any], Field(description="Of a frame SCOPE_RUN (docs/scope-protocol.md).")]
     samples: list[ReportedSample]
