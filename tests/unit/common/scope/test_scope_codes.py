@@ -105,5 +105,5 @@ def test_arrays_of_another_code_are_refused(code: TensorCode) -> None:
 
 @pytest.mark.parametrize("scales", [None, np.zeros(3, np.float32), np.zeros((2, 1), np.float32)])
 def test_scales_must_fit(scales: np.ndarray | None) -> None:
-    with pytest.raises(TensorCodeError, match=r"comes with scales of shape \(2,\), not"):
+    with pytest.raises(TensorCodeError, match=r"needs scales of shape \(2,\), not"):
         decode(TensorCode.I8, np.zeros((2, 3), np.int8), scales)
