@@ -94,7 +94,7 @@ async def test_a_holder_that_is_cut_off_stops_before_another_one_leads(
         await first.acquire()
         renewing, waiting = asyncio.create_task(first.hold()), asyncio.create_task(second.acquire())
         wire.cut()
-        with pytest.raises(LeaseLostError, match="first leads no more"):
+        with pytest.raises(LeaseLostError, match="first no longer leads"):
             await renewing
         assert not first.is_held
         assert not waiting.done(), "nobody leads while the one who is cut off might still believe it does"

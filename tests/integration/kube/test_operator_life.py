@@ -257,7 +257,7 @@ async def test_a_stranger_in_the_way_is_named_and_left_alone(plane: kube.Control
     async with play(plane, namespace) as stage:
         await stage.api.create(JOBS, manifest(namespace))
         await stage.begin()
-        with pytest.raises(Exception, match="job-worker-1 is in the way"):
+        with pytest.raises(Exception, match="job-worker-1 exists and belongs to another owner"):
             await stage.reconcile()
         pods = (await stage.machines.api.list_objects(PODS, namespace)).items
     assert sorted(one["metadata"]["name"] for one in pods) == ["job-worker-0", "job-worker-1"]
@@ -278,7 +278,9 @@ async def test_what_belongs_to_others_is_not_taken_over(plane: kube.ControlPlane
     async with play(plane, namespace) as stage:
         await stage.api.create(JOBS, manifest(namespace, **HUB))
         await stage.begin()
-        with pytest.raises(NameTakenError, match=f"{kind.lower()[:-1]}.* {namespace}/{name} is in the way"):
+        with pytest.raises(
+            NameTakenError, match=f"{kind.lower()[:-1]}.* {namespace}/{name} exists and belongs to another owner"
+        ):
             await stage.reconcile()
         pods = (await stage.machines.api.list_objects(PODS, namespace)).items
     assert (plane.kubectl(*read).stdout, pods) == (before, [])

@@ -1,1 +1,1 @@
-"""The backend on a cluster."""
+"""The backend on a cluster: a worker is a pod."""

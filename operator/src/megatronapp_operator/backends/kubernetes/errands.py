@@ -1,7 +1,7 @@
-"""What is done for a job beside its plan: places, missing agents, objects that were deleted or are wanted no more.
+"""Maintenance of a job besides its plan: placement, missing agents, objects that were deleted or are obsolete.
 
-It follows the status and the actions of a look, and no error of it ends one: a job whose topology cannot be read, or
-whose ConfigMap is in the way of another, is judged, restarted and ended like any other.
+It follows the status and the actions of a reconcile, and no error of it ends one: a job whose topology cannot be read,
+or whose ConfigMap has the name of another object, is judged, restarted and ended like any other.
 """
 
 import logging
@@ -26,17 +26,17 @@ from megatronapp_operator.plan import TERMINAL_PHASES, EventType, Phase, RecordE
 log = logging.getLogger(__name__)
 
 TEND_S = 3600.0
-"""How often those objects of a running attempt are applied again that the operator may not list."""
+"""Seconds between applying again those objects of a running attempt that the operator may not list."""
 RULES_NAMED = 3
 """Maximum number of broken rules that one event names."""
 RETRY_S = 30.0
-"""After an error."""
+"""Seconds until the next attempt after an error."""
 LASTING = (ForbiddenError, InvalidError, NameTakenError)
-"""What does not pass by itself, so that it is reported at the job."""
+"""Errors that do not pass by themselves, so that they are reported at the job."""
 
 
 class JobMaintenance:
-    """One for all jobs."""
+    """Maintenance of all jobs of one process."""
 
     def __init__(self, store: ObjectStore, executor: Executor, clock: Callable[[], float]) -> None:
         self._store = store
@@ -46,14 +46,14 @@ class JobMaintenance:
         """True if Services and policies can be listed, so that `compare` is called; None: not tried yet."""
 
     def compare(self, memory: JobMemory, work: JobContext, found: OwnedObjects) -> bool:
-        """Note which objects of a running attempt were deleted or changed; returns True if any was."""
+        """Record which objects of a running attempt were deleted or changed; return True if any was."""
         memory.differing = ()
         if _is_current(memory, work):
             memory.differing = tuple(found.find_differences(surroundings_of(work)))
         return bool(memory.differing)
 
     async def run(self, memory: JobMemory, work: JobContext) -> float | None:
-        """Do what is due; returns when to look again. Raises NamespaceEndsError, LeaseLostError."""
+        """Do what is due; return when to reconcile again. Raises NamespaceTerminatingError, LeaseLostError."""
         await self._report_unknown(memory, work)
         await self._report_skipped(memory, work)
         for name, errand in (
@@ -79,7 +79,7 @@ class JobMaintenance:
         return min(times, default=None) if _lives(memory, work) else None
 
     async def _report_unknown(self, memory: JobMemory, work: JobContext) -> None:
-        """Name the fields of a newer definition that have no effect here, once for each set of them."""
+        """Report the fields of a newer definition that have no effect here, once for each set of them."""
         if memory.unknown_fields and memory.unknown_fields != memory.ignored:
             fields = ", ".join(memory.unknown_fields)
             message = f"the definition is newer than this operator, which ignores {fields}; upgrade it"
@@ -88,12 +88,12 @@ class JobMaintenance:
         memory.ignored = memory.unknown_fields
 
     async def _report_skipped(self, memory: JobMemory, work: JobContext) -> None:
-        """Name the rules that the spec breaks and that are not enforced, once for each set of them."""
+        """Report the rules that the spec breaks and that are not enforced, once for each set of them."""
         rules = memory.skipped_rules
         if rules and rules != memory.skipped_reported and work.document["metadata"].get("deletionTimestamp") is None:
             more = f"; and {len(rules) - RULES_NAMED} more" if len(rules) > RULES_NAMED else ""
             message = (
-                "the spec was accepted before these rules and is run as it is; it would be refused as a new job: "
+                "the spec was accepted before these rules and runs unchanged; it would be rejected as a new job: "
                 f"{'; '.join(rules[:RULES_NAMED])}{more}"
             )
             event = RecordEvent(type=EventType.WARNING, reason="RulesSkipped", message=message)
@@ -109,7 +109,7 @@ class JobMaintenance:
             )
 
     async def _publish_placement(self, memory: JobMemory, work: JobContext) -> None:
-        """What workers wait for, and what is too long for the status."""
+        """Publish the topology that workers wait for, and a rank table that is too long for the status."""
         if not _lives(memory, work):
             return
         await self._executor.write_topology(work)
@@ -119,7 +119,7 @@ class JobMaintenance:
             memory.table_written = table.get("digest")
 
     async def _report_agents(self, memory: JobMemory, work: JobContext) -> None:
-        """Name agents that do not run. Training does without them, but its pages stay empty."""
+        """Report agents that do not run. Training works without them, but its pages stay empty."""
         pods = self._store.pods(work.owner.namespace, memory.uid)
         troubled = {one.uid: f"{one.name}: {one.agent_problem}" for one in pods if one.agent_problem}
         news = sorted(text for uid, text in troubled.items() if uid not in memory.agents_reported)
@@ -130,9 +130,9 @@ class JobMaintenance:
         memory.agents_reported = (memory.agents_reported & {one.uid for one in pods}) | troubled.keys()
 
     async def _tend(self, memory: JobMemory, work: JobContext) -> None:
-        """Restore deleted objects of the running attempt now and then, and take over an edited policy at once.
+        """Restore deleted objects of the running attempt at intervals, and apply an edited policy at once.
 
-        An edit that makes other pods waits for the next attempt, and the objects around the pods wait with it.
+        An edit that changes the pods waits for the next attempt, and the objects around the pods wait with it.
         """
         pinned, generation, now = memory.pinned, memory.generation, self._clock()
         if not _lives(memory, work) or pinned is None or pinned.attempt != memory.status.attempt:
@@ -152,7 +152,7 @@ class JobMaintenance:
 
 
 def _is_current(memory: JobMemory, work: JobContext) -> bool:
-    """True if the objects of a running attempt have to be as they are rendered now."""
+    """Return True if the objects of a running attempt have to be as they are rendered now."""
     pinned = memory.pinned
     if not _lives(memory, work) or pinned is None or pinned.attempt != memory.status.attempt:
         return False
@@ -160,7 +160,7 @@ def _is_current(memory: JobMemory, work: JobContext) -> bool:
 
 
 def _lives(memory: JobMemory, work: JobContext) -> bool:
-    """Whether an attempt has begun and has not ended for good, and the job is not being deleted.
+    """Return True if an attempt has begun, has not ended for good, and the job is not being deleted.
 
     A deletion raises the generation, too, and the garbage collector removes what would be restored.
     """

@@ -1,4 +1,4 @@
-"""Carrying out what the plan asks for. Every step may be done twice: by us after a failure, or by our successor."""
+"""Execution of the plan's actions. Every step may be done twice: again after a failure, or by the next leader."""
 
 import asyncio
 import contextlib
@@ -58,23 +58,23 @@ from megatronapp_operator.plan import (
 log = logging.getLogger(__name__)
 
 REMEMBERED = 20_000
-"""So many attempts whose objects were applied by this process are remembered."""
+"""Most attempts of which this process remembers that their objects were applied."""
 MAX_NOTE = 1024
-"""Longest text of an event (events.k8s.io/v1), in bytes."""
+"""Most bytes of the text of an Event (events.k8s.io/v1)."""
 HUB_SHORT_PAUSE_S, HUB_PAUSE_S = 3.0, 60.0
 ENDED = frozenset({"Succeeded", "Failed"})
 NO_PLACE = "-"
-"""Told of a node without the label, before all others in order; workers wait until they are told something."""
+"""Topology of a node without the label, sorted before all others; workers wait until they have a value."""
 MAX_INSTANCE = 128
-"""Longest name of who tells it."""
+"""Most characters of the name of the reporting process."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """A job, and what its objects are made of."""
+    """A job, and what its objects are rendered from."""
 
     document: Object
-    """The MegatronJob, as it was read."""
+    """MegatronJob, as read from the API server."""
     job: MegatronJob
     owner: JobOwner
     attempt: AttemptSettings
@@ -82,7 +82,7 @@ class JobContext:
 
 
 class Executor:
-    """One for all jobs."""
+    """Executor for all jobs of one process."""
 
     def __init__(self, api: KubernetesApi, store: ObjectStore, *, keys: KeyRing, identity: str) -> None:
         self._api = api
@@ -91,11 +91,11 @@ class Executor:
         self._keys = keys
         self._identity = identity
         self._hub_pauses: dict[str, float] = {}
-        """Until when (monotonic) a hub that was refused is left alone, by the job's uid."""
+        """Until when (monotonic) a rejected hub is not tried again, by the job's uid."""
         self._applied: OrderedDict[tuple[str, int, int, str], None] = OrderedDict()
 
     async def run(self, work: JobContext, actions: Sequence[Action]) -> PodRejection | None:
-        """Carry out the actions; the refusal of a pod, if there was one. Raises ApiError, NameTakenError."""
+        """Carry out the actions; return the rejection of a pod, if any. Raises ApiError, NameTakenError."""
         await self._all(
             [self.record_event(work.owner, action) for action in actions if isinstance(action, RecordEvent)]
         )
@@ -116,7 +116,7 @@ class Executor:
         return None
 
     async def _try_hub(self, work: JobContext) -> None:
-        """A hub that the API server does not take is tried again later; the gang does not wait for it."""
+        """Create the hub, and retry later if the API server rejects it; the gang does not wait for it."""
         if time.monotonic() < self._hub_pauses.get(work.owner.uid, 0.0):
             return
         try:
@@ -131,11 +131,12 @@ class Executor:
             await self._pause_hub(work.owner, error)
 
     def hub_pause_s(self, uid: str) -> float:
-        """How long the refused hub of a job is still left alone."""
+        """Return the seconds until a rejected hub of a job is tried again."""
         return max(0.0, self._hub_pauses.get(uid, 0.0) - time.monotonic())
 
     async def _pause_hub(self, owner: JobOwner, error: OperatorError) -> None:
-        """Leave the hub alone for a while. What the hub of an earlier job of this name has left goes within seconds."""
+        """Defer the hub after a rejection. Leftovers of the hub of an earlier job of this name vanish within
+        seconds."""
         now, first = time.monotonic(), owner.uid not in self._hub_pauses
         short = first and isinstance(error, NameTakenError)
         pauses = {uid: until for uid, until in self._hub_pauses.items() if until > now - HUB_PAUSE_S}
@@ -144,11 +145,11 @@ class Executor:
             await self.record_event(owner, RecordEvent(type=EventType.WARNING, reason="HubRefused", message=str(error)))
 
     async def write_rank_table(self, work: JobContext, table: Object) -> None:
-        """Write down a rank table that is too long for the status."""
+        """Store a rank table that is too long for the status."""
         await self._put(work, [render.ranks(work.owner, table)])
 
     async def write_topology(self, work: JobContext) -> None:
-        """Tell workers that have a node where that is: they wait for it, and may not read nodes themselves."""
+        """Annotate workers with the topology of their nodes: they wait for it, and may not read nodes themselves."""
         key = work.job.spec.network.topology_key
         if key is None or not work.settings.node_access:
             return
@@ -186,14 +187,15 @@ class Executor:
             )
 
     async def _all(self, steps: Sequence[Awaitable[None]]) -> None:
-        """Do them beside each other, all of them, and then raise the first error."""
+        """Run all steps concurrently to their ends, and then raise the first error."""
         results = await asyncio.gather(*steps, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
     async def _ensure_objects(self, work: JobContext) -> None:
-        """What must be there before any pod, in its order; once for an attempt, as far as this process knows."""
+        """Ensure the objects that must exist before any pod, in order; once per attempt, as far as this process
+        knows."""
         generation = int(work.document["metadata"]["generation"])
         mark = work.owner.uid, work.attempt.number, generation, work.settings.key_id  # of which the Secret is one
         if mark in self._applied:
@@ -207,9 +209,9 @@ class Executor:
             self._applied.popitem(last=False)
 
     async def reapply_objects(self, work: JobContext, *, edited: bool, whole: bool) -> None:
-        """Apply the objects of a running attempt again; after an edit remove those that it no longer wants.
+        """Apply the objects of a running attempt again; after an edit remove those that it no longer has.
 
-        If not the `whole`, those that can be listed are left out.
+        Unless `whole`, those that can be listed are skipped.
         """
         rendered = surroundings_of(work)
         await self._put(work, rendered if whole else [one for one in rendered if one[0] not in LISTED])
@@ -218,7 +220,7 @@ class Executor:
             await self._remove_unwanted(work)
 
     async def _remove_unwanted(self, work: JobContext) -> None:
-        """Delete the objects of an earlier spec of the job. Without the right to do so, they stay and are named."""
+        """Delete objects of an earlier spec of the job. Without the right to do so they stay and are reported."""
         namespace = work.owner.namespace
         try:
             for resource, name in render.unwanted_hub_objects(work.job, work.owner, work.settings):
@@ -230,7 +232,7 @@ class Executor:
             await self.record_event(work.owner, event)
 
     async def _ensure_secret(self, work: JobContext) -> None:
-        """Create the job's Secret. The name follows from uid and key, so one that is there already is right."""
+        """Create the job's Secret. The name follows from uid and key, so an existing one is right."""
         key = self._keys.find(work.settings.key_id)
         if key is None:  # the attempt has begun under it, so its Secret was created then
             log.warning("%s/%s: key %s is not in the key file", *_place(work.owner), work.settings.key_id)
@@ -240,19 +242,19 @@ class Executor:
             await self._api.create(resource, obj)
 
     async def _put(self, work: JobContext, rendered: Sequence[tuple[Resource, Object]]) -> None:
-        """Make the objects so, in their order, once it is sure that none of them is somebody else's."""
+        """Apply the objects, in their order, after a check that none of them belongs to another owner."""
         await self._all([self._see_free(work, resource, obj) for resource, obj in rendered])
         for resource, obj in rendered:
             await self._api.apply(resource, obj)
 
     async def _see_free(self, work: JobContext, resource: Resource, obj: Object) -> None:
-        """By a label that ours have: nobody needs the right to read the ConfigMaps of others for that."""
+        """Check by a label of our objects that the name is free: this needs no right to read ConfigMaps."""
         namespace, name = obj["metadata"]["namespace"], obj["metadata"]["name"]
         if await self._api.has_label(resource, namespace, name, LABEL_JOB_UID, work.owner.uid) is False:
             raise _taken(resource, namespace, name)
 
     async def _start(self, work: JobContext, pods: Sequence[Object]) -> None:
-        """All pods at once; of several, one is tried before, without effect."""
+        """Create all pods concurrently; of several, one is tried before by a dry run."""
         if len(pods) > 1:
             with contextlib.suppress(AlreadyExistsError):
                 await self._api.create(PODS, pods[0], dry_run=True)
@@ -268,7 +270,7 @@ class Executor:
             self._store.put_pod(made)
 
     async def _present(self, work: JobContext, pod: Object) -> Object | None:
-        """The pod that has the name already: ours, of this attempt or an older one that must go first."""
+        """Return the pod that has the name already: ours, of this attempt or an older one that must end first."""
         metadata = pod["metadata"]
         found = await self._api.get(PODS, metadata["namespace"], metadata["name"])
         if found is None:
@@ -278,7 +280,7 @@ class Executor:
         raise _taken(PODS, metadata["namespace"], metadata["name"])
 
     async def _ensure_hub(self, work: JobContext) -> None:
-        """The hub's Service, and its pod in place of one that has ended."""
+        """Ensure the hub's Service, and its pod, which replaces one that has ended."""
         await self._put(work, render.hub_objects(work.job, work.owner, work.settings))
         ended = [one for one in self._of_type(work, ReplicaType.HUB) if one.phase in ENDED or one.deleted_at]
         await self._delete_all(ended, 0)
@@ -286,12 +288,11 @@ class Executor:
         await self._create(work, render.hub_pod(work.job, work.owner, work.settings, starts=starts))
 
     async def _retire_hub(self, work: JobContext) -> None:
-        """Before a gang starts, delete a hub that is made of something else or is not wanted any more.
+        """Delete a hub with another spec, or one that the job no longer has, before a gang starts.
 
-        The plan has the right one made in its place.
-
-        It may be of an older release, whose hub does not understand the agents of this gang. Once a worker of the
-        attempt is there, it stays: what it knows of the attempt is worth more.
+        The plan then creates the right one. The old one may be of an earlier release, whose hub does not understand the
+        agents of this gang. Once a worker of the attempt exists, the hub stays: what it knows of the attempt is worth
+        more.
         """
         workers = self._of_type(work, ReplicaType.WORKER)
         hubs = [one for one in self._of_type(work, ReplicaType.HUB) if one.deleted_at is None]
@@ -313,7 +314,7 @@ class Executor:
             self._store.put_pod(answer)
 
     async def _drop_if_absent(self, record: PodRecord) -> None:
-        """A delete that found nothing to delete: what is forgotten here never comes back, so it must be true."""
+        """Forget a pod that a delete did not find, after a read: what is forgotten here is never added again."""
         found = await self._api.get(PODS, record.namespace, record.name)
         if found is None or found["metadata"]["uid"] != record.uid:
             self._store.drop_record(record)
@@ -322,17 +323,17 @@ class Executor:
         return [one for one in self._store.pods(work.owner.namespace, work.owner.uid) if one.type is kind]
 
     async def record_event(self, owner: JobOwner, event: RecordEvent) -> None:
-        """Tell people; that nobody could be told is no reason to leave the rest undone."""
+        """Write an Event for users; if that fails, only log it."""
         try:
             await self._api.create(EVENTS, _event(owner, event, self._identity))
         except NamespaceTerminatingError:
             return
         except ApiError as error:
-            log.warning("%s/%s: an event could not be written: %s", owner.namespace, owner.name, error)
+            log.warning("%s/%s: writing an Event failed: %s", owner.namespace, owner.name, error)
 
 
 def surroundings_of(work: JobContext) -> list[tuple[Resource, Object]]:
-    """The objects around the pods of a running attempt, but for its Secret."""
+    """Return the objects around the pods of a running attempt, without its Secret."""
     hub = render.hub_objects(work.job, work.owner, work.settings) if work.job.spec.analyzer.enabled else ()
     return [*render.gang_objects(work.job, work.owner, work.attempt, work.settings), *hub]
 
@@ -343,8 +344,8 @@ def _place(owner: JobOwner) -> tuple[str, str]:
 
 def _taken(resource: Resource, namespace: str, name: str) -> NameTakenError:
     return NameTakenError(
-        f"{resource.plural} {namespace}/{name} is in the way and belongs to something else; "
-        "if it does not go by itself, with an earlier job of this name, delete it, or give the job another name"
+        f"{resource.plural} {namespace}/{name} exists and belongs to another owner; "
+        "unless it vanishes with an earlier job of this name, delete it, or use another name for the job"
     )
 
 

@@ -1,4 +1,4 @@
-"""Removing the groups of attempts that are over: pod groups of ours, and workloads that Kueue made of our pods."""
+"""Removal of the groups of attempts that are over: the operator's pod groups, and the workloads that Kueue created."""
 
 import dataclasses
 import time
@@ -15,32 +15,32 @@ from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 
 KUEUE = "Kueue"
 REMEMBERED = 20_000
-"""So many jobs whose groups were removed by this process are remembered."""
+"""Most jobs of which this process remembers that their groups were removed."""
 RETRY_S = 600.0
-"""How long a refused removal is not tried again. The rights may change while a job runs."""
+"""Seconds until a rejected removal is tried again. The rights may change while a job runs."""
 
 
 @dataclasses.dataclass(slots=True)
 class PodGroupRemover:
-    """For all jobs of one process."""
+    """Remover of groups for all jobs of one process."""
 
     api: KubernetesApi
     clock: Callable[[], float] = time.monotonic
     _removed: OrderedDict[str, AbstractSet[int]] = dataclasses.field(default_factory=OrderedDict)
     _refused: OrderedDict[str, dict[int, float]] = dataclasses.field(default_factory=OrderedDict)
-    """When the removal of a group was refused, by the job's uid and the attempt."""
+    """When the removal of a group was rejected, by the job's uid and the attempt."""
 
     def removed_attempts(self, uid: str) -> AbstractSet[int]:
-        """Attempts of a job whose groups this process has removed, or may not remove."""
+        """Return attempts of a job whose groups this process has removed, or may not remove."""
         return self._removed.get(uid, frozenset())
 
     def refused(self, uid: str) -> AbstractSet[int]:
-        """Attempts of a job whose groups this process was not allowed to remove during the last minutes."""
+        """Return attempts of a job whose groups this process was not allowed to remove during the last minutes."""
         since = self.clock() - RETRY_S
         return frozenset(attempt for attempt, at in self._refused.get(uid, {}).items() if at > since)
 
     async def remove(self, owner: JobOwner, gang: str, attempt: int, pods: Iterable[str]) -> str | None:
-        """Remove the group of an attempt; `pods` are uids of its pods. Returns why it may not be, when that is news."""
+        """Remove the group of an attempt; `pods` are uids of its pods. Return why it was rejected, the first time."""
         resource = WORKLOADS if gang == KUEUE else GROUPS.get(gang)
         if resource is None:
             return None
@@ -68,7 +68,7 @@ class PodGroupRemover:
 
 
 def _is_of_job(found: Object, owner: JobOwner, pods: frozenset[str]) -> bool:
-    """A pod group of ours has our label; the owners of a workload are its pods."""
+    """Return True for a pod group with the job's label, or a workload that is owned by the job's pods."""
     metadata = found["metadata"]
     owners = {one["uid"] for one in metadata.get("ownerReferences") or ()}
     return (metadata.get("labels") or {}).get(LABEL_JOB_UID) == owner.uid or bool(owners & pods)

@@ -1,8 +1,8 @@
-"""Asking a job's hub, and the launcher of its worker 0, how it goes.
+"""Polls of a job's hub, and of the launcher of its worker 0.
 
-They are asked at the addresses of pods that the API server names as this job's, with a token that only this job's can
-check. What they answer is a hint for people: it is bounded, and what cannot be read counts as not said. Whoever does
-not answer in time is asked less and less often, so that slow hubs do not keep others waiting.
+Requests are sent to addresses of pods that the API server lists as this job's, with a token that only this job's pods
+can verify. Answers are hints for users: they are bounded, and what cannot be parsed is treated as absent. A pod that
+does not answer in time is polled less and less often, so that slow hubs do not delay others.
 """
 
 import asyncio
@@ -27,27 +27,27 @@ from megatronapp_operator.plan_io.hub_summary import UNREADABLE, HubSummary, rea
 POLL_S = 5.0
 TIMEOUT_S = 3.0
 LONGEST_PAUSE_S = 60.0
-"""After many answers that did not come in time."""
+"""Longest pause in seconds after answers that were late."""
 RECENT_S = 60.0
-"""A hub's page that differs no more from our clock was brought by an agent that lives."""
+"""Seconds by which a hub's progress may differ from our clock; then a living agent has sent it."""
 GATHERING = "Gathering"
 """Phase of a launcher that waits for others."""
 MAX_MISSING = 64
-"""So many that it waits for are taken over."""
+"""Most missing workers that are read."""
 MAX_BYTES = 4 << 20
-"""Longest answer that is read."""
+"""Most bytes of an answer that are read."""
 
 
 class _TokenRefusedError(Exception):
-    """An answer that says that the token is not the job's."""
+    """An answer rejects the token as that of another job."""
 
 
 class _PollTooLargeError(Exception):
-    """An answer that took too long, or was."""
+    """An answer was late, or too long."""
 
 
 class HubPoller:
-    """One for all jobs. `keys` are the installation's, from which each job's secret follows."""
+    """Poller for all jobs. `keys` are the installation's, from which each job's secret is derived."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class HubPoller:
     async def poll(
         self, uid: str, pods: Iterable[PodRecord], before: PollResult, *, key_id: str, attempt: int, workers: int
     ) -> PollResult:
-        """What hub and launcher say now. Of a hub that does not answer nothing is kept, of a rank table all is.
+        """Poll hub and launcher once. A silent hub clears its summary; the last rank table is kept.
 
-        The launcher is asked beside a hub, too, whose agent may have died. `workers` is the size of the gang,
-        `key_id` names the key that it was started with. Without that key neither is asked: they refuse the token of
-        another key, and it is not theirs to see.
+        The launcher is polled in parallel with a hub, whose agent may have died. `workers` is the size of the gang,
+        `key_id` names the key that it was started with. Without that key neither is polled: they reject the token of
+        another key, and must not receive it.
         """
         key = self._keys.find(key_id)
         if key is None:
@@ -98,13 +98,13 @@ class HubPoller:
         )
 
     def _is_new(self, page: tuple[int, float], before: tuple[int, float] | None) -> bool:
-        """Whether an agent has brought this page lately: one that has died leaves its last page with the hub."""
+        """Return True if an agent has sent this progress lately: one that has died leaves its last one with the hub."""
         return (before is not None and page > before) or abs(self._clock() - page[1]) <= RECENT_S
 
     async def _poll_if_due(
         self, pod: PodRecord | None, path: str, token: str, contact: PollHealth
     ) -> tuple[Any, PollHealth]:
-        """The answer of a pod if it is its turn, and how it went."""
+        """Return the answer of a pod if it is due, and the new state of polling it."""
         if pod is None:
             return None, PollHealth()
         if contact.uid != pod.uid:
@@ -122,7 +122,7 @@ class HubPoller:
         return answer, PollHealth(uid=pod.uid, refused=contact.refused and answer is None)
 
     async def _request(self, url: str, token: str) -> Any:  # noqa: ANN401 - JSON of another process
-        """The document at an address; None if nobody answers with one. Raises _TokenRefusedError, _TooLongError."""
+        """Return the document at an address; None without one. Raises _TokenRefusedError, _PollTooLargeError."""
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
         try:
             async with (
@@ -146,7 +146,7 @@ class HubPoller:
 
 
 def _page(summary: HubSummary | None, attempt: int) -> tuple[int, float] | None:
-    """Attempt and time of a hub's page of this attempt; None: it has none, or one that does not say when it was."""
+    """Return attempt and time of a hub's progress of this attempt; None if it has none, or one without a time."""
     page = None if summary is None else summary.progress
     if page is None or page.attempt != attempt or page.updated_at is None:
         return None
@@ -154,7 +154,7 @@ def _page(summary: HubSummary | None, attempt: int) -> tuple[int, float] | None:
 
 
 def _agents(answer: Any) -> int:  # noqa: ANN401 - JSON of another process
-    """How many agents are with a hub: if all are, an old page says that the gang stands still."""
+    """Return the number of agents at a hub: if all are connected, old progress means that the gang makes none."""
     try:
         return int(answer["tracer"]["agents"])
     except UNREADABLE:
@@ -162,7 +162,7 @@ def _agents(answer: Any) -> int:  # noqa: ANN401 - JSON of another process
 
 
 def _host(pod: PodRecord) -> str:
-    """A pod's address as it stands in a URL."""
+    """Return a pod's address as written in a URL."""
     address = pod.address or ""
     return f"[{address}]" if ":" in address else address
 
@@ -172,13 +172,13 @@ def _hub_of(pods: Iterable[PodRecord]) -> PodRecord | None:
 
 
 def _first_of(pods: Iterable[PodRecord], attempt: int) -> PodRecord | None:
-    """Worker 0 of the attempt, if it runs."""
+    """Return worker 0 of the attempt, if it runs."""
     workers = (one for one in pods if one.type is ReplicaType.WORKER and one.index == 0 and one.attempt == attempt)
     return next((one for one in workers if one.main.running and one.address), None)
 
 
 def _gathering(answer: Any, attempt: int, workers: int) -> GatheringStatus | None:  # noqa: ANN401 - JSON of another process
-    """Whom a launcher of this attempt waits for; whoever is not of the gang is not believed."""
+    """Return the workers that a launcher of this attempt waits for; indices outside the gang are ignored."""
     try:
         told = map(int, answer["missing"][:MAX_MISSING])
         missing = tuple(index for index in told if 0 <= index < workers)
@@ -189,7 +189,7 @@ def _gathering(answer: Any, attempt: int, workers: int) -> GatheringStatus | Non
 
 
 def _launcher(answer: Any, table: Any) -> tuple[bool, Progress | None, Any]:  # noqa: ANN401 - JSON of another process
-    """Whether a launcher has answered, its progress and rank table; the table we have if it tells none."""
+    """Return True if a launcher has answered, its progress and rank table; the given table if it has none."""
     try:
         told, progress = answer["rankTable"], read_progress(answer["progress"])
         if told is not None:

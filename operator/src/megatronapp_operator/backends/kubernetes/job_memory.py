@@ -1,4 +1,4 @@
-"""What the operator remembers of a job between two looks at it, beside the job's status."""
+"""State of a job between two reconciles, besides the job's status."""
 
 import dataclasses
 
@@ -11,32 +11,32 @@ from megatronapp_operator.plan import PodRejection, Status
 
 @dataclasses.dataclass(slots=True)
 class JobMemory:
-    """What is known of a job between two looks."""
+    """State of one job between two reconciles."""
 
     uid: str
     generation: int
     job: MegatronJob
     status: Status
     written: Object
-    """The status as it stands on the API server."""
+    """Status of the object on the API server."""
     sent: Object
-    """The same as we sent it, where we did; the server may leave out what it does not know."""
+    """Status as we sent it, if we did; the server may omit fields that it does not know."""
     written_at: float = float("-inf")
     unwritten_since: float | None = None
-    """When something beside progress was seen to change that is not written yet."""
+    """Since when a change besides progress has not been written yet."""
     since: float = 0.0
     """When this process saw the job first."""
     pinned: PinnedAttempt | None = None
     volumes: str | None = None
-    """What is wrong with the volume claims, once somebody has looked."""
+    """Problems of the volume claims; None until they were checked."""
     volumes_seen: tuple[int, int] | None = None
-    """Generation and attempt that they were looked at for."""
+    """Generation and attempt for which the claims were checked."""
     volumes_again_at: float | None = None
     """When they are read again after an error."""
     pods_listed_at: float = float("-inf")
     """When the pods were last listed because some are being deleted."""
     agents_reported: frozenset[str] = frozenset()
-    """Pods (uids) whose agents were told not to run."""
+    """Pods (uids) whose agents were reported as not running."""
     table_written: str | None = None
     """Digest of the rank table in the ConfigMap."""
     tended: int | None = None
@@ -44,18 +44,18 @@ class JobMemory:
     tend_at: float = 0.0
     """When those that cannot be listed are applied again, in case one was deleted or changed."""
     differing: tuple[str, ...] = ()
-    """Objects that the last list did not have, or not as they were applied."""
+    """Objects that were missing from the last list, or differed from what was applied."""
     inherited: bool = True
     """True while the objects may be as another process, maybe of another release, has applied them."""
     maintenance: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
-    """Errands that failed: when each is tried again, and what went wrong."""
+    """Tasks that failed: when each is tried again, and the error."""
     unknown_fields: tuple[str, ...] = ()
     """Fields of the spec that this release does not know and ignores."""
     ignored: tuple[str, ...] = ()
-    """Those of them that were reported."""
+    """Unknown fields that were reported."""
     skipped_rules: tuple[str, ...] = ()
     """Problems by the rules of this release of a spec that an earlier release accepted."""
     skipped_reported: tuple[str, ...] = ()
-    """Those of them that were reported."""
+    """Skipped rules that were reported."""
     poll_result: PollResult = dataclasses.field(default_factory=PollResult)
     refusal: PodRejection | None = None

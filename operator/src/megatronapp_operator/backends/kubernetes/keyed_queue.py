@@ -1,7 +1,7 @@
-"""A queue of keys: many wishes to look at a thing become one look, and no thing is looked at twice at a time.
+"""Queue of keys: many requests to reconcile a job become one reconcile, and no job is reconciled twice at a time.
 
-The rules are those of client-go's workqueue: a key that is added while it waits is there once; a key that is added
-while it is worked on comes again when that is done.
+The rules are those of client-go's workqueue: a key that is added while it waits is queued once; a key that is added
+while it is processed is queued again when that is done.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class KeyedQueue(Generic[Key]):
-    """For one event loop. `clock` gives seconds that never go back."""
+    """Queue for one event loop. `clock` gives seconds that never decrease."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ready: dict[Key, float] = {}
-        """Keys to be taken, in order, and since when they wait."""
+        """Waiting keys, in order, and since when they wait."""
         self._busy: set[Key] = set()
         self._due: dict[Key, float] = {}
         self._heap: list[tuple[float, int, Key]] = []
@@ -28,22 +28,22 @@ class KeyedQueue(Generic[Key]):
 
     @property
     def depth(self) -> int:
-        """Keys that wait to be taken now."""
+        """Number of keys that wait to be taken now."""
         return len(self._ready)
 
     @property
     def oldest_s(self) -> float:
-        """How long the first of them has waited, in seconds."""
+        """Seconds that the first key has waited; 0 without keys."""
         since = next(iter(self._ready.values()), None)
         return 0.0 if since is None else self._clock() - since
 
     def add(self, key: Key) -> None:
-        """Have the key taken as soon as somebody is free."""
+        """Queue the key for the next free worker."""
         self._ready.setdefault(key, self._clock())
         self._changed.set()
 
     def add_at(self, key: Key, at: float) -> None:
-        """Have the key taken at this time at the latest; the earliest of several wishes counts."""
+        """Queue the key at this time at the latest; the earliest of several times holds."""
         if at >= self._due.get(key, float("inf")):
             return
         self._due[key] = at
@@ -55,11 +55,11 @@ class KeyedQueue(Generic[Key]):
         self._changed.set()
 
     def forget(self, key: Key) -> None:
-        """The key has no time any more; a wish to look at it now stays."""
+        """Drop the time of a key; if it waits already, it stays in the queue."""
         self._due.pop(key, None)
 
     async def take(self) -> Key:
-        """The next key; call `done` with it afterwards."""
+        """Wait for the next key and return it; call `done` with it afterwards."""
         while True:
             self._ripen()
             free = next((key for key in self._ready if key not in self._busy), None)
@@ -71,13 +71,13 @@ class KeyedQueue(Generic[Key]):
             await self._wait()
 
     def done(self, key: Key) -> None:
-        """The key may be taken again."""
+        """Release the key, which may be taken again."""
         self._busy.discard(key)
         if key in self._ready:
             self._changed.set()
 
     def _ripen(self) -> None:
-        """Move keys whose time has come."""
+        """Queue keys whose time has been reached."""
         now = self._clock()
         while self._heap and self._heap[0][0] <= now:
             at, _, key = heapq.heappop(self._heap)

@@ -1,10 +1,10 @@
-"""Who leads, by a coordination.k8s.io Lease: at most one holder at a time, as far as clocks run at the same speed.
+"""Leader election by a coordination.k8s.io Lease: at most one holder at a time, as far as clocks run at the same speed.
 
-The rules are those of Kubernetes' own components (client-go's leaderelection): nobody trusts another machine's wall
-clock. Who does not hold the lease takes it once it has seen no renewal for `duration_s` by its own clock; who holds it
-stops once it could not renew for `renew_deadline_s`, counted from before the request was sent, and that is shorter.
-The clock goes on while a process or a machine sleeps. kubernetes_asyncio has an election of its own, which goes by the
-wall clock, ends with an exception when the server cannot be reached, and leaves what it started running then.
+The rules are those of Kubernetes' own components (client-go's leaderelection): no process trusts the wall clock of
+another node. A candidate takes the lease once it has seen no renewal for `duration_s` by its own clock; the holder
+stops once it could not renew for `renew_deadline_s`, counted from before the request was sent, and that is shorter. The
+clock continues while a process or a node sleeps. The election of kubernetes_asyncio trusts the wall clock, ends with an
+exception when the server cannot be reached, and leaves its tasks running then.
 """
 
 import asyncio
@@ -31,12 +31,13 @@ class LeaseSettings:
 
 
 def boot_s() -> float:
-    """Seconds since the machine started, its sleep included."""
+    """Return the seconds since the node started, with its sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class LeaseHolder:
-    """One candidate. Use: `await acquire()`, then `await hold()` beside the work; check `held` before every write."""
+    """One candidate. Use: `await acquire()`, then `await hold()` in parallel with the work; check `is_held` before
+    writes."""
 
     def __init__(
         self,
@@ -54,11 +55,11 @@ class LeaseHolder:
         self._clock = clock
         self._renewed_at = float("-inf")
         self._seen: tuple[str, float] = ("", 0.0)
-        """The newest resourceVersion of another's lease, and when it was first seen."""
+        """Newest resourceVersion of another's lease, and when it was first seen."""
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is surely ours at this moment."""
+        """True if the lease is surely ours at this moment."""
         return self._clock() < self._renewed_at + self._settings.renew_deadline_s
 
     async def acquire(self) -> None:
@@ -67,9 +68,9 @@ class LeaseHolder:
             await asyncio.sleep(self._settings.retry_s)
 
     async def hold(self) -> None:
-        """Renew for ever. Raises LeaseLostError once the lease is not surely ours any more.
+        """Renew until the lease may be lost, then raise LeaseLostError.
 
-        Who comes too late to renew has lost it, also where nobody has taken it yet: work was not guarded meanwhile.
+        A late renewal is a loss even if no other process has taken the lease: work was not guarded meanwhile.
         """
         while self.is_held:
             await asyncio.sleep(self._settings.retry_s)
@@ -77,10 +78,10 @@ class LeaseHolder:
                 await self._try()
         self._renewed_at = float("-inf")
         lease = f"{self._namespace}/{self._name}"
-        raise LeaseLostError(f"the lease {lease} is lost; {self._identity} leads no more")
+        raise LeaseLostError(f"the lease {lease} is lost; {self._identity} no longer leads")
 
     async def release(self) -> None:
-        """Let another candidate lead at once, where we held it. What fails here only makes the other wait."""
+        """Release the lease if it is ours, so that another candidate leads at once; an error only makes it wait."""
         self._renewed_at = float("-inf")
         try:
             lease = await self._api.get(LEASES, self._namespace, self._name)
@@ -90,7 +91,7 @@ class LeaseHolder:
             return
 
     async def _try(self) -> bool:
-        """One attempt to take or renew the lease."""
+        """Try once to take or renew the lease; return True if that succeeded."""
         began = self._clock()
         try:
             lease = await self._api.get(LEASES, self._namespace, self._name, timeout_s=self._patience_s())
@@ -107,7 +108,7 @@ class LeaseHolder:
         return True
 
     def _patience_s(self) -> float:
-        """A request that hangs must not keep a holder from noticing that its time is over."""
+        """Return the seconds for a request, which must not keep a holder from noticing that its time is over."""
         left = self._renewed_at + self._settings.renew_deadline_s - self._clock()
         return left if left > 0 else self._settings.renew_deadline_s
 
@@ -127,7 +128,7 @@ class LeaseHolder:
         return self._written(empty)
 
     def _written(self, lease: Object, *, holder: str | None = None) -> Object:
-        """The lease with a new renewal; a new holder counts as a transition."""
+        """Return the lease with a new renewal; a new holder is a transition."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         spec, wanted = dict(lease.get("spec") or {}), self._identity if holder is None else holder
         if spec.get("holderIdentity") != wanted:

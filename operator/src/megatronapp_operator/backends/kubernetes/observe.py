@@ -1,4 +1,4 @@
-"""From pods and what they tell to what the plan is told. Pure."""
+"""Conversion of pods and poll results to the plan's view of a job. Pure."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -20,54 +20,54 @@ from megatronapp_operator.plan import (
 from megatronapp_operator.plan_io.hub_summary import HubSummary, newest
 
 MAX_WAITING = 512
-"""Longest text that is shown of why a hub does not start."""
+"""Most characters of why a hub does not start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PollHealth:
-    """How asking a pod went lately."""
+    """Recent results of polling a pod."""
 
     uid: str = ""
-    """Of the pod: another one has done nothing yet."""
+    """UID of the pod; another pod starts with a clean state."""
     misses: int = 0
-    """How often it did not answer in a row."""
+    """Number of late answers in a row."""
     due: float = 0.0
-    """It is not asked again before."""
+    """Time before which it is not polled again."""
     refused: bool = False
-    """Whether it answered last that our token is not the job's."""
+    """True if its last answer rejected our token as that of another job."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GatheringStatus:
-    """What the launcher of worker 0 says while it waits for others."""
+    """Answer of the launcher of worker 0 while it waits for others."""
 
     attempt: int
     missing: tuple[int, ...]
-    """Workers that have not come to it."""
+    """Workers that have not joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PollResult:
-    """What a job's hub and launcher said last."""
+    """Last results of polling a job's hub and launcher."""
 
     summary: HubSummary | None = None
-    """The hub's; None: it says nothing."""
+    """Summary of the hub; None: no answer."""
     progress: Progress | None = None
-    """The launcher's."""
+    """Progress from the launcher."""
     rank_table: dict[str, Any] | None = None
     gathering: GatheringStatus | None = None
     unknown_key: str | None = None
-    """Id of the job's key where the key file does not have it, so that neither was asked."""
+    """Id of the job's key if the key file does not have it, so that neither was polled."""
     received_at: float = dataclasses.field(default=0.0, compare=False)
-    """When one of them last answered that knows of progress; no news by itself."""
+    """When a source of progress last answered; not compared, so that it alone is no change."""
     page: tuple[int, float] | None = dataclasses.field(default=None, compare=False)
-    """Attempt and time of the newest page that a hub had."""
+    """Attempt and time of the newest progress that a hub had."""
     hub: PollHealth = dataclasses.field(default=PollHealth(), compare=False)
     launcher: PollHealth = dataclasses.field(default=PollHealth(), compare=False)
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Which of them refuse our token."""
+        """Names of those that reject our token."""
         return tuple(name for name, one in (("hub", self.hub), ("launcher", self.launcher)) if one.refused)
 
 
@@ -79,7 +79,7 @@ def observe(
     refusal: PodRejection | None,
     volumes: str | None = None,
 ) -> Observed:
-    """Everything of a job, as the plan sees it. The job's secret follows from its uid, so it is always there."""
+    """Return the plan's view of a job. The job's secret is derived from its uid, so it always exists."""
     by_type: dict[ReplicaType, list[PodRecord]] = {kind: [] for kind in ReplicaType}
     for pod in pods:
         by_type[pod.type].append(pod)
@@ -106,7 +106,7 @@ def observe(
 
 
 def worker(pod: PodRecord) -> Worker:
-    """A worker's pod. It has ended when its trainer has, whatever the agent beside it still does."""
+    """Return the worker of a pod. It has ended when its trainer has, even if the agent still runs."""
     return Worker(
         index=pod.index,
         attempt=pod.attempt,
@@ -136,7 +136,7 @@ def _deletion(pod: PodRecord) -> Deletion | None:
 
 
 def phase_of(pod: PodRecord) -> WorkerPhase:
-    """The phase of a pod by its main container."""
+    """Return the phase of a pod by its main container."""
     if pod.main.outcome is not None:
         return WorkerPhase.SUCCEEDED if pod.main.outcome.code == 0 else WorkerPhase.FAILED
     return WorkerPhase.RUNNING if pod.main.running else WorkerPhase.PENDING
@@ -160,7 +160,7 @@ def _hub(pods: list[PodRecord]) -> HubState | None:
 
 
 def _hub_waits(pod: PodRecord) -> str | None:
-    """Why a hub does not start; it has one container, whose name says nothing."""
+    """Return why a hub does not start, without the name of its only container; None if it runs."""
     if pod.unplaced is not None:
         return f"Unschedulable: {pod.unplaced}"[:MAX_WAITING]
     return None if pod.main.waiting is None else pod.main.waiting.partition(": ")[2][:MAX_WAITING]

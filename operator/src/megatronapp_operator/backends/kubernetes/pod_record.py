@@ -1,6 +1,6 @@
-"""A pod as the operator remembers it: the few facts that decisions need. Pure.
+"""Pods as the operator stores them: only the facts that decisions need. Pure.
 
-A pod of ten kilobytes becomes a record of some hundred bytes; the rest of it is never kept.
+A pod of ten kilobytes becomes a record of some hundred bytes; the rest of it is dropped.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNO
 from megatronapp_operator.plan import WorkerOutcome
 
 SIGNAL_BASE = 128
-"""A shell and a container runtime say that a signal ended a process by 128 + its number."""
+"""Exit code minus signal: shells and container runtimes report a signal as 128 + its number."""
 DISRUPTIONS = ("DisruptionTarget", "TerminationTarget")
-"""Conditions of a pod that is taken away: those of Kubernetes, and of Kueue when it evicts a workload."""
+"""Conditions of a pod that is being disrupted: those of Kubernetes, and of Kueue when it evicts a workload."""
 DISRUPTING_REASONS = frozenset(
     {"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempting", "Preempted", "Terminated"}
 )
-"""Reasons of a failed pod that lie with its node or with a better one, not with the pod."""
+"""Reasons of a failed pod that are caused by its node or by preemption, not by the pod."""
 NODE_LOST = "NodeLost"
 MAX_RECORD = 4096
-"""Longest termination message that a kubelet keeps."""
+"""Most characters of a termination message that a kubelet keeps."""
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 TRANSIENT_WAITS = frozenset({"ContainerCreating", "PodInitializing"})
 
@@ -51,20 +51,20 @@ class ContainerState:
     waiting: str | None = None
     """Why it does not start, once that is more than preparation."""
     preparing: bool = False
-    """Whether a container before it runs."""
+    """True while an init container runs."""
     prepared_at: float | None = None
-    """When the last of those that have ended did so."""
+    """When the last init container ended."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PodRecord:
-    """A pod of a job. Times are seconds since the epoch."""
+    """Pod of a job. Times are seconds since the epoch."""
 
     namespace: str
     name: str
     uid: str
     version: int
-    """resourceVersion; comparable since Kubernetes promises it, and before that by what etcd does."""
+    """resourceVersion, which Kubernetes promises to be comparable; with older releases etcd makes it so."""
     job: str
     job_uid: str
     type: ReplicaType
@@ -79,43 +79,43 @@ class PodRecord:
     main: ContainerState
     scheduled_at: float | None = None
     unplaced: str | None = None
-    """What the scheduler says of a pod for which there is no node."""
+    """Message of the scheduler for a pod without a fitting node."""
     avoids: frozenset[str] = frozenset()
     """Nodes that the job excluded when the pod was made."""
     unreachable_since: float | None = None
-    """Since when its node is not heard of."""
+    """Since when its node has not reported."""
     reachable_since: float | None = None
-    """Since when it is ready: its node is heard of at least as long."""
+    """Since when it is ready: its node has reported at least as long."""
     topology: bool = False
-    """Whether it was told its place in the topology of the cluster."""
+    """True once it is annotated with the topology of its node."""
     starts: int = 1
-    """Of a hub: how often one of this job was started."""
+    """For a hub: number of hubs started for this job."""
     template: str = ""
-    """Of a hub: what it is made of (`render.hub_hash`)."""
+    """For a hub: digest of its spec (`render.hub_hash`)."""
     agent_problem: str | None = None
-    """Why the agent beside a trainer does not run; training goes on without it."""
+    """Why the agent next to a trainer does not run; training continues without it."""
     finalizers: tuple[str, ...] = ()
-    """Finalizers of one that was asked to go."""
+    """Finalizers of a pod that is being deleted."""
     disrupted: str | None = None
     deleted_at: float | None = None
-    """When it was asked to go."""
+    """When its deletion was requested."""
     grace_s: float = 0.0
 
     @property
     def reference(self) -> Object:
-        """Enough of the object to delete it and nothing else."""
+        """Minimal object for a delete request."""
         return {"metadata": {"namespace": self.namespace, "name": self.name, "uid": self.uid}}
 
 
 def seconds(text: str | None) -> float | None:
-    """A time of the API in seconds since the epoch."""
+    """Parse a time of the API to seconds since the epoch; None stays None."""
     return None if text is None else datetime.datetime.fromisoformat(text).timestamp()
 
 
 def read_pod(pod: Object) -> PodRecord | None:
-    """The record of a pod; None where it is not a job's pod: by its labels and its owner, or for what people wrote.
+    """Return the record of a pod; None if labels and owner do not name a job, or it cannot be read.
 
-    Whoever may create pods may label them as they like and write what they like into their status.
+    Any client that may create pods may choose their labels and write anything into their status.
     """
     try:
         return _read_pod(pod)
@@ -169,7 +169,7 @@ def _read_pod(pod: Object) -> PodRecord | None:
 
 
 def _deletion(metadata: Mapping[str, Any]) -> tuple[float | None, float]:
-    """When the deletion was asked for: the timestamp of the API is the end of the grace."""
+    """Return when the deletion was requested, and its grace period: the API has the end of the grace period."""
     until, grace_s = seconds(metadata.get("deletionTimestamp")), float(metadata.get("deletionGracePeriodSeconds") or 0)
     return (None, 0.0) if until is None else (until - grace_s, grace_s)
 
@@ -188,7 +188,7 @@ def _disrupted(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, 
 
 
 def _since(condition: Mapping[str, Any] | None, value: str) -> float | None:
-    """Since when a condition has this value; None: it has another."""
+    """Return since when a condition has this value; None: it has another."""
     if condition is None or condition.get("status") != value:
         return None
     return seconds(condition.get("lastTransitionTime"))
@@ -201,10 +201,10 @@ def _unplaced(scheduled: Mapping[str, Any] | None) -> str | None:
 
 
 def _unreachable_since(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Since when the pod's node is not ready, as the pod itself shows it: it takes no right to read nodes.
+    """Return since when the pod's node is not ready, as the pod shows it: this needs no right to read nodes.
 
-    A kubelet calls a pod unready for its containers, and says so (reason). The node controller takes `Ready` back of
-    all pods of a node that is not heard of, and touches nothing else (kubernetes, pkg/controller/util/node).
+    A kubelet that reports a pod as not ready for its containers adds a reason. The node controller withdraws `Ready`
+    from all pods of a node that does not report, and changes no other condition (kubernetes, pkg/controller/util/node).
     """
     ready, containers = conditions.get("Ready"), conditions.get("ContainersReady")
     taken_back = _is_true(containers) and ready is not None and not ready.get("reason")
@@ -214,7 +214,7 @@ def _unreachable_since(status: Mapping[str, Any], conditions: Mapping[str, Mappi
 
 
 def _main(pod: Object, status: Mapping[str, Any]) -> ContainerState:
-    """The first container is the one that the pod is for."""
+    """Return the state of the first container, which is the main one."""
     name = pod["spec"]["containers"][0]["name"]
     found = next((one for one in status.get("containerStatuses") or () if one["name"] == name), None)
     state = (found or {}).get("state") or {}
@@ -235,7 +235,8 @@ def _main(pod: Object, status: Mapping[str, Any]) -> ContainerState:
 
 
 def _sidecars(pod: Object) -> set[str]:
-    """Names of init containers that run as long as the pod, such as the proxy of a mesh: they prepare nothing."""
+    """Return names of init containers that run as long as the pod, such as the proxy of a mesh: they prepare
+    nothing."""
     return {one["name"] for one in pod["spec"].get("initContainers") or () if one.get("restartPolicy") == "Always"}
 
 
@@ -244,7 +245,7 @@ def _ended_at(container: Mapping[str, Any]) -> float | None:
 
 
 def _agent_problem(pod: Object, status: Mapping[str, Any]) -> str | None:
-    """Of the containers behind the first: what keeps one from running while the first one runs."""
+    """Return why a container after the first does not run while the first one does; None if all run."""
     main = pod["spec"]["containers"][0]["name"]
     others = [one for one in status.get("containerStatuses") or () if one["name"] != main]
     if not _main_runs(status, main):
@@ -264,7 +265,7 @@ def _main_runs(status: Mapping[str, Any], main: str) -> bool:
 
 
 def _waiting(statuses: Iterable[Mapping[str, Any]]) -> str | None:
-    """Why the first container that should start does not."""
+    """Return why the first container that should start does not."""
     for one in statuses:
         waiting = (one.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason")
@@ -275,7 +276,7 @@ def _waiting(statuses: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def _last_end(container: Mapping[str, Any]) -> str | None:
-    """How a container ended that is to be started again."""
+    """Describe how a container ended that is to be started again."""
     ended = (container.get("lastState") or {}).get("terminated")
     if ended is None:
         return None
@@ -292,7 +293,7 @@ def _terminated(state: Mapping[str, Any]) -> ContainerState:
 
 
 def _outcome(state: Mapping[str, Any]) -> WorkerOutcome:
-    """The launcher's own record, or what the runtime says of a container that left none."""
+    """Return the launcher's own record, or what the runtime reports of a container without one."""
     code, reason, text = int(state["exitCode"]), state.get("reason") or "", state.get("message") or ""
     record = _record(text)
     if record is not None and code <= SIGNAL_BASE and reason != "OOMKilled":
@@ -312,7 +313,7 @@ def _outcome(state: Mapping[str, Any]) -> WorkerOutcome:
 
 
 def _without_container(status: Mapping[str, Any]) -> WorkerOutcome:
-    """A pod that ended without its container ever having been seen to: an eviction, a refusal of the kubelet."""
+    """Return the outcome of a pod whose main container was never seen: an eviction, a rejection by the kubelet."""
     if status.get("phase") == "Succeeded":
         return WorkerOutcome(code=ExitCode.OK, reason="Completed")
     return _init_failure(status) or WorkerOutcome(
@@ -321,7 +322,7 @@ def _without_container(status: Mapping[str, Any]) -> WorkerOutcome:
 
 
 def _init_failure(status: Mapping[str, Any]) -> WorkerOutcome | None:
-    """What a container that runs before the first one has left."""
+    """Return the outcome of a pod whose init container failed; None if none did."""
     for one in status.get("initContainerStatuses") or ():
         ended = (one.get("state") or {}).get("terminated")
         if ended is not None and ended["exitCode"] != 0:
@@ -340,5 +341,5 @@ def _record(text: str) -> Mapping[str, Any] | None:
 
 
 def _number(value: object) -> int | None:
-    """A whole number of a launcher's record that the status can hold."""
+    """Return an integer of a launcher's record if the status can hold it, or None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else None

@@ -1,8 +1,8 @@
-"""One look at one job: what is there, what to do about it, the status first, then the deeds.
+"""Reconciling one job: observe it, plan, write the status, then act.
 
-What is remembered between two looks is the job's status. A status that only says how far the training is, is written
-every `PROGRESS_S` seconds at most. One about which nothing is to be done, and that only says where pods are, waits
-`COUNTS_S` for more of the kind. Every other change is written at once, before anything is done about it.
+The job's status is the memory between two reconciles. A change of progress alone is written every `PROGRESS_S` seconds
+at most. A change only of where pods are, without actions, waits `COUNTS_S` for more of the kind. Every other change is
+written at once, before any action.
 """
 
 import asyncio
@@ -67,22 +67,22 @@ COUNTS_S = 1.0
 PROGRESS_FIELDS = frozenset({"progress", "progressTime"})
 COUNT_FIELDS = PROGRESS_FIELDS | {"replicaStatuses"}
 PLACE_FIELDS = COUNT_FIELDS | {"conditions", "holdingTime", "unplacedTime", "scheduledTime"}
-"""What a successor finds out again by looking at the pods. Where more has happened, more fields than these change, or
-there is something to do about it."""
+"""Fields that the next leader derives again from the pods. If more has happened, other fields change, too, or there
+are actions."""
 REFUSED_S = 10.0
-"""After the same refusal again."""
+"""Seconds until the next reconcile after an equal rejection."""
 RECONCILE_RETRY_S = 2.0
-"""So long after a deed, somebody looks whether it was seen to be done."""
+"""Seconds after an action until a reconcile checks that its effect was observed."""
 CLAIMS_S = 60.0
-"""After an error the volume claims are read again."""
+"""Seconds after an error until the volume claims are read again."""
 DELETIONS_S = 30.0
-"""How often the pods of a job are listed while some of them are being deleted."""
+"""Seconds between lists of a job's pods while some of them are being deleted."""
 MANAGER = "megatronapp.io/operator"
-"""Our name in spec.managedBy; a job with another one is not ours."""
+"""Our value of spec.managedBy; a job with another one is not ours."""
 
 
 class Reconciler:
-    """For one event loop. `clock` gives seconds since the epoch."""
+    """Reconciler of all jobs, for one event loop. `clock` gives seconds since the epoch."""
 
     def __init__(
         self,
@@ -108,20 +108,20 @@ class Reconciler:
         self._left: set[str] = set()
         """Uids of jobs that another installation manages and that were reported."""
         self._spent: dict[Key, float] = {}
-        """When turns for control events will have come back: also of a job that its author makes anew or writes to."""
+        """When the bucket for control Events of a job is full again; kept also if its author creates the job again."""
 
     def memory(self, key: Key) -> JobMemory | None:
-        """What is known of a job; None before the first look at it."""
+        """Return the state of a job; None before its first reconcile."""
         return self._memories.get(key)
 
     async def compare_owned_objects(self, namespaces: Sequence[str]) -> list[Key]:
-        """List Services and policies of all jobs; returns jobs that miss one or have a changed one. Raises ApiError."""
+        """List Services and policies of all jobs; return jobs that miss one or have a changed one. Raises ApiError."""
         began = self._clock()
         try:
             found = await OwnedObjects.listed(self._api, namespaces)
         except ForbiddenError as error:
             if self._errands.lists is not False:  # once
-                log.warning("deleted Services and policies are restored within an hour only: %s", error)
+                log.warning("deleted Services and policies are restored only within an hour: %s", error)
             self._errands.lists = False
             return []
         self._errands.lists, differing = True, list[Key]()
@@ -136,9 +136,9 @@ class Reconciler:
         return differing
 
     async def reconcile(self, key: Key) -> float | None:
-        """Look at a job once; returns when to look again at the latest.
+        """Reconcile a job once; return when to do so again at the latest.
 
-        Raises AgainError, ApiError, NameTakenError, and JobError for a spec that this release cannot read.
+        Raises RetryReconcileError, ApiError, NameTakenError, and JobError for a spec that this release cannot read.
         """
         document = self._store.job(key)
         if document is None or not self._manages(document):
@@ -162,28 +162,29 @@ class Reconciler:
         return wake_at
 
     def _manages(self, document: Object) -> bool:
-        """Whether a job is ours: not an external controller's, nor of an installation that has seen it before us.
+        """Return True if a job is ours: neither an external controller's, nor another installation's.
 
-        Of two installations that watch a namespace the first to write the status has the job; the other one's write
+        Of two installations that watch a namespace the first to write the status manages the job; the other one's write
         fails, because the object has changed meanwhile.
         """
         manager = self._manager(document)
         return manager == self._installation and document["spec"].get("managedBy", MANAGER) == MANAGER
 
     def _manager(self, document: Object) -> str:
-        """The installation that manages a job, ours where none does yet."""
+        """Return the installation that manages a job; ours if none does yet."""
         return (document.get("status") or {}).get("manager") or self._installation
 
     async def _report_manager(self, key: Key, document: Object) -> None:
-        """Name the other installation at its job, once: after a change of our own name no operator manages the job."""
+        """Report the other installation at its job, once: after a change of our own name no operator manages the
+        job."""
         uid, manager = document["metadata"]["uid"], self._manager(document)
         phase = (document.get("status") or {}).get("phase")
         if manager == self._installation or uid in self._left or phase in TERMINAL_PHASES:
             return
         self._left.add(uid)
         text = (
-            f"the installation {manager} (status.manager) manages this job, so {self._installation} leaves it alone; "
-            f"if there is no operator of that name any more, hand the job over: kubectl -n {key[0]} patch mgj {key[1]} "
+            f"the installation {manager} (status.manager) manages this job, so {self._installation} does not; "
+            f"if that operator does not exist any more, hand the job over: kubectl -n {key[0]} patch mgj {key[1]} "
             """--subresource=status --type=merge -p '{"status":{"manager":null}}'"""
         )
         log.warning("%s/%s: %s", *key, text)
@@ -191,7 +192,7 @@ class Reconciler:
         await self._executor.record_event(JobOwner(namespace=key[0], name=key[1], uid=uid), event)
 
     def _remember(self, key: Key, document: Object) -> JobMemory:
-        """Our memory of the job, brought to what the object says. Raises JobError for a spec that we cannot read."""
+        """Return the state of the job, updated from the object. Raises JobError for a spec that we cannot read."""
         metadata, status = document["metadata"], document.get("status") or {}
         known = self._memories.get(key)
         if known is None or known.uid != metadata["uid"]:
@@ -232,7 +233,7 @@ class Reconciler:
         return plan.plan(job, seen, self._clock())
 
     def _template(self, memory: JobMemory) -> str:
-        """Digest of what a worker would be made of now. What an edit has not touched is as it was pinned."""
+        """Return the digest of a worker made now. Settings stay pinned unless the job was edited."""
         status, pinned = memory.status, memory.pinned
         if status.running_time is not None or pinned is None or pinned.attempt != status.attempt:
             return ""
@@ -246,10 +247,10 @@ class Reconciler:
         self._spent = {one: until for one, until in self._spent.items() if until > now}
 
     async def _see_volumes(self, key: Key, memory: JobMemory) -> float | None:
-        """Read the volume claims once before each gang is created; returns when to try again after an error.
+        """Read the volume claims once before each gang is created; return when to try again after an error.
 
-        An error is reported as the state of the claims and holds nothing back: suspension, deadlines and deletion of
-        the job do not depend on them.
+        An error is reported as the state of the claims and delays nothing: suspension, deadlines and deletion of the
+        job do not depend on them.
         """
         names, status = claim_names(memory.job), memory.status
         if not names or status.phase in TERMINAL_PHASES:
@@ -269,14 +270,14 @@ class Reconciler:
         return None
 
     async def _see_pods_afresh(self, key: Key, memory: JobMemory) -> None:
-        """Nothing is ended for what a watch has lost or has not brought yet."""
+        """List the pods of a job: no attempt is ended for an event that a watch has lost or not yet delivered."""
         fresh = await self._api.list_objects(PODS, key[0], labels=f"{LABEL_JOB_UID}={memory.uid}")
         self._store.replace_pods(map(read_pod, fresh.items), int(fresh.resource_version), only=(key[0], memory.uid))
 
     async def _see_lost_deletions(self, key: Key, memory: JobMemory) -> float | None:
-        """List the pods now and then while some are being deleted; returns when to do so next.
+        """List the pods at intervals while some are being deleted; return when to do so next.
 
-        A watch that is refused as too old begins anew with a list, and does not report what was deleted before that.
+        A watch that is rejected as too old begins again with a list, and does not report what was deleted before that.
         """
         deleted = [one.deleted_at for one in self._store.pods(key[0], memory.uid) if one.deleted_at is not None]
         if not deleted:
@@ -288,7 +289,7 @@ class Reconciler:
         return max(min(deleted), memory.pods_listed_at) + DELETIONS_S
 
     async def _write(self, key: Key, memory: JobMemory, made: Plan) -> tuple[bool, float | None]:
-        """Write the new status, now or when it is due; returns whether it was written, and when to look again."""
+        """Write the new status, now or when it is due; return True if it was written, and when to reconcile again."""
         self._pin(memory, made.status)
         document = status_document(made.status) | self._facts(memory, made.status)
         changed = {name for name in document.keys() | memory.sent.keys() if document.get(name) != memory.sent.get(name)}
@@ -301,7 +302,7 @@ class Reconciler:
         return True, made.wake_at
 
     def _due(self, memory: JobMemory, changed: AbstractSet[str], made: Plan) -> float:
-        """When a change of these fields is to be written. What is to be done is never done before that."""
+        """Return when a change of these fields is to be written; the plan's actions follow the write."""
         if changed <= PROGRESS_FIELDS:
             memory.unwritten_since = None
             return memory.written_at + PROGRESS_S
@@ -312,7 +313,7 @@ class Reconciler:
         return memory.unwritten_since + COUNTS_S
 
     def _pin(self, memory: JobMemory, status: Status) -> None:
-        """What a gang is made of is settled with the decision to create it."""
+        """Pin what a gang is made of with the decision to create it."""
         pinned = memory.pinned
         if status.attempt_time is not None and (pinned is None or pinned.attempt != status.attempt):
             memory.pinned = PinnedAttempt(
@@ -334,7 +335,7 @@ class Reconciler:
         return found | {"manager": self._installation}
 
     def _urls(self, job: MegatronJob) -> dict[str, str]:
-        """Where hub and API answer."""
+        """Return the addresses of hub and API."""
         name, namespace, domain = job.metadata.name, job.metadata.namespace, self._settings.cluster_domain
         hub = {"hubUrl": f"http://{name}-hub.{namespace}.svc.{domain}:{HUB_PORT}"}
         serve = {"serveUrl": render.serve_url(namespace, name, domain)}
@@ -350,13 +351,13 @@ class Reconciler:
             raise RetryReconcileError(f"{key[0]}/{key[1]}: the job has changed meanwhile") from error
         except NotFoundError as error:
             self._store.drop_job(known)
-            raise RetryReconcileError(f"{key[0]}/{key[1]}: the job is gone") from error
+            raise RetryReconcileError(f"{key[0]}/{key[1]}: the job was deleted") from error
         memory.sent, memory.written, memory.written_at = document, stored["status"], self._clock()
         memory.unwritten_since = None
         self._store.put_job(stored)
 
     async def _see_job_afresh(self, key: Key) -> None:
-        """Take in the job as it stands; our memory of its status goes, because another's stands now."""
+        """Read the job again, and drop our memory of its status, which another process has replaced."""
         fresh, known = await self._api.get(JOBS, *key), self._store.job(key)
         if fresh is not None:
             self._store.put_job(fresh)
@@ -365,7 +366,8 @@ class Reconciler:
         self._memories.pop(key, None)
 
     async def _act(self, key: Key, memory: JobMemory, made: Plan, *, verified: bool) -> float | None:
-        """Carry the plan out; returns when to look again. `verified`: the job is as we know it, the server said."""
+        """Carry the plan out; return when to reconcile again. `verified`: the server has confirmed the job as we
+        know it."""
         if not verified and any(isinstance(one, CreateWorker | CreateInit) for one in made.actions):
             await self._verify(key)
         document = self._store.job(key)
@@ -382,7 +384,7 @@ class Reconciler:
         return self._clock() + RECONCILE_RETRY_S
 
     async def report_trouble(self, key: Key, error: Exception) -> None:
-        """Say at the job why nothing goes on, once for each reason."""
+        """Report at the job why it makes no progress, once for each reason."""
         document, text = self._store.job(key), str(error)
         if document is None or self._troubles.get(key) == text:
             return
@@ -392,7 +394,7 @@ class Reconciler:
         await self._executor.record_event(owner, RecordEvent(type=EventType.WARNING, reason=reason, message=text))
 
     async def _verify(self, key: Key) -> None:
-        """Nothing is created for a job that has gone on without us, or is gone. Raises AgainError if it has."""
+        """Read the job before creating pods. Raises RetryReconcileError if it has changed or does not exist."""
         fresh, known = await self._api.get(JOBS, *key), self._store.job(key)
         assert known is not None, "a job is dropped between two looks only"
         if fresh is None:
@@ -402,11 +404,11 @@ class Reconciler:
         raise RetryReconcileError(f"{key[0]}/{key[1]}: the job has changed meanwhile")
 
     def _current_settings(self) -> RenderSettings:
-        """What an attempt that begins now is made of."""
+        """Return the settings of an attempt that begins now."""
         return dataclasses.replace(self._settings, key_id=self._keys.current_id)
 
     def _pinned_settings(self, pinned: PinnedAttempt) -> RenderSettings:
-        """What an attempt that has begun is made of."""
+        """Return the settings of an attempt that has begun."""
         return dataclasses.replace(
             self._settings,
             trainer_image=pinned.trainer_image,
@@ -429,17 +431,17 @@ class Reconciler:
 
 
 def is_accepted(document: Object) -> bool:
-    """True if a spec of the job was accepted before, maybe by the rules of an earlier release, or the job only ends.
+    """Return True if a spec of the job was accepted before, maybe by an earlier release, or the job only ends.
 
-    The pods of such a job exist: refusing to manage it would leave them without restart, deadline and removal. An edit
-    of it was judged by the API server, which refuses only the rules that the edit breaks.
+    The pods of such a job exist: without an operator they would have no restart, deadline and removal. An edit of it
+    was judged by the API server, which rejects only the rules that the edit breaks.
     """
     observed = (document.get("status") or {}).get("observedGeneration")
     return observed is not None or document["metadata"].get("deletionTimestamp") is not None
 
 
 def _ends_attempt(before: Status, after: Status) -> bool:
-    """Whether something is given up that another look at the pods might save."""
+    """Return True if the plan gives something up that a new list of the pods might save."""
     ends = after.phase in TERMINAL_PHASES and before.phase not in TERMINAL_PHASES
     fails = after.is_true(ConditionType.FAILURE_TARGET) and not before.is_true(ConditionType.FAILURE_TARGET)
     return ends or fails or after.attempt != before.attempt

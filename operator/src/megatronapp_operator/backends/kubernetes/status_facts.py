@@ -1,4 +1,4 @@
-"""The part of the status that is not the plan's: sizes, where the ranks are, and what an attempt was made of. Pure."""
+"""The part of the status that is not the plan's: sizes, the nodes of ranks, and what an attempt was made of. Pure."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,30 +9,30 @@ from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.plan import AttemptTemplate, Status
 
 TABLE_ENTRIES = 32
-"""A longer rank table goes to a ConfigMap; the status keeps its digest and where it is."""
+"""Most entries of a rank table in the status; of a longer one, in a ConfigMap, the status has digest and reference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedAttempt:
-    """What the pods of an attempt are made of. An operator of another release goes on with it."""
+    """Images and template of the pods of an attempt. An operator of another release continues with them."""
 
     attempt: int
     trainer_image: str
     analyzer_image: str
     template_hash: str = ""
     key_id: str = ""
-    """Of the installation's key; empty: pinned by a release that had one key only."""
+    """Id of the installation's key; empty: pinned by a release that had one key only."""
     generation: int = 0
-    """Of the job's spec; 0: pinned by a release that did not keep it."""
+    """Generation of the job's spec; 0: pinned by a release that did not store it."""
 
     @property
     def template(self) -> AttemptTemplate:
-        """The same as the plan sees it."""
+        """Template of the attempt for the plan."""
         return AttemptTemplate(attempt=self.attempt, template=self.template_hash, generation=self.generation)
 
 
 def read_pinned(status: Mapping[str, Any]) -> PinnedAttempt | None:
-    """What a stored status has pinned; None if that is nothing, or of a shape that we do not know."""
+    """Parse what a stored status has pinned; None if that is nothing, or of an unknown shape."""
     found = status.get("pinned") or {}
     try:
         return PinnedAttempt(
@@ -55,7 +55,7 @@ def status_facts(
     pinned: PinnedAttempt | None,
     urls: Mapping[str, str],
 ) -> Object:
-    """Fields beside those of `status_document`; `urls` are `hubUrl` and `serveUrl`, where somebody listens."""
+    """Return fields in addition to those of `status_document`; `urls` are `hubUrl` and `serveUrl`, if they exist."""
     document: Object = {"worldSize": job.world.world_size, "dataParallelSize": job.world.data_parallel_size}
     if pinned is not None:
         document["pinned"] = {
@@ -72,19 +72,19 @@ def status_facts(
 
 
 def rank_zero(table: Mapping[str, Any] | None, attempt: int) -> int | None:
-    """The worker that holds rank 0 by this table; None where it is of another attempt, or too long for the status."""
+    """Return the worker that holds rank 0 by this table; None for another attempt, or a table without workers."""
     if table is None or table.get("attempt") != attempt:
         return None
     return next((one["index"] for one in table.get("workers") or () if 0 in (one.get("ranks") or ())), None)
 
 
 def is_long(table: Mapping[str, Any]) -> bool:
-    """Whether the table needs a ConfigMap of its own."""
+    """Return True if the table needs a ConfigMap."""
     return len(table.get("workers") or ()) > TABLE_ENTRIES
 
 
 def shortened(table: Mapping[str, Any], config_map: str) -> Object:
-    """The table as it stands in the status."""
+    """Return the table as written in the status."""
     if not is_long(table):
         return dict(table)
     return {key: value for key, value in table.items() if key != "workers"} | {"ref": config_map}

@@ -1,4 +1,4 @@
-"""What exists: jobs and their pods, as watches and fresh reads tell it. Newer news win, whatever order they come in."""
+"""Store of jobs and their pods, from watches and fresh reads. The newest version wins, in any order of events."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -9,18 +9,18 @@ from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_
 Key = tuple[str, str]
 """Namespace and name of a job."""
 Gang = tuple[str, str]
-"""Namespace and uid of a job. A pod is of a job of its own namespace, whatever its labels say."""
+"""Namespace and uid of a job. A pod belongs to a job of the namespace that it is in, even if its labels differ."""
 MAX_TOMBSTONES = 20_000
-"""So many objects that are gone are remembered, so that late news do not bring them back."""
+"""Most deleted objects that are remembered, so that late events do not restore them."""
 
 
 def key_of(job: Object) -> Key:
-    """The key of a job object."""
+    """Return the key of a job object."""
     return job["metadata"]["namespace"], job["metadata"]["name"]
 
 
 class ObjectStore:
-    """The memory of one operator. Every method that takes news returns the key of the job that they are about."""
+    """State of one operator. Every method that takes an object returns the key of the job that it belongs to."""
 
     def __init__(self) -> None:
         self._jobs: dict[Key, Object] = {}
@@ -29,19 +29,18 @@ class ObjectStore:
 
     @property
     def keys(self) -> list[Key]:
-        """All jobs."""
         return list(self._jobs)
 
     def job(self, key: Key) -> Object | None:
-        """A job, as it was last seen."""
+        """Return the last known state of a job."""
         return self._jobs.get(key)
 
     def pods(self, namespace: str, job_uid: str) -> list[PodRecord]:
-        """The pods of a job, as they were last seen."""
+        """Return the pods of a job, as they were last seen."""
         return list(self._pods.get((namespace, job_uid), {}).values())
 
     def put_job(self, job: Object) -> Key | None:
-        """Take in a job; None if nothing of it is new."""
+        """Store a job; return None if it is not new."""
         key, metadata = key_of(job), job["metadata"]
         if metadata["uid"] in self._graves:
             return None
@@ -53,7 +52,7 @@ class ObjectStore:
         return key
 
     def drop_job(self, job: Object) -> Key | None:
-        """The job is gone."""
+        """Remove a job that was deleted; return None if it was not known."""
         key, uid = key_of(job), job["metadata"]["uid"]
         self._mark_deleted(uid)
         known = self._jobs.get(key)
@@ -63,12 +62,12 @@ class ObjectStore:
         return key
 
     def put_pod(self, pod: Object) -> Key | None:
-        """Take in a pod; None if it is no pod of a job, or nothing of it is new."""
+        """Store a pod; return None if it is no pod of a job, or not new."""
         record = read_pod(pod)
         return None if record is None else self.put_record(record)
 
     def put_record(self, record: PodRecord) -> Key | None:
-        """The same of one that is read already."""
+        """Store the record of a pod; return None if it is not new."""
         if record.uid in self._graves:
             return None
         gang = self._pods.setdefault((record.namespace, record.job_uid), {})
@@ -79,12 +78,12 @@ class ObjectStore:
         return record.namespace, record.job
 
     def drop_pod(self, pod: Object) -> Key | None:
-        """The pod is gone."""
+        """Remove a pod that was deleted; return None if it was not known."""
         record = read_pod(pod)
         return None if record is None else self.drop_record(record)
 
     def drop_record(self, record: PodRecord) -> Key | None:
-        """The same of one that is read already."""
+        """Remove the record of a pod; return None if it was not known."""
         self._mark_deleted(record.uid)
         gang = self._pods.get((record.namespace, record.job_uid), {})
         known = gang.get(record.name)
@@ -96,7 +95,8 @@ class ObjectStore:
         return record.namespace, record.job
 
     def replace_jobs(self, jobs: Iterable[Object], version: int) -> set[Key]:
-        """Take in a full list of that version: what is not on it is gone, unless it is newer. Returns what changed."""
+        """Store a full list of that version: jobs missing from it are removed, unless they are newer. Return changed
+        keys."""
         listed = {one["metadata"]["uid"]: one for one in jobs}
         changed = {self.put_job(one) for one in listed.values()}
         gone = [one for one in self._jobs.values() if one["metadata"]["uid"] not in listed and _version(one) <= version]
@@ -104,7 +104,7 @@ class ObjectStore:
         return {key for key in changed if key is not None}
 
     def replace_pods(self, pods: Iterable[PodRecord | None], version: int, *, only: Gang | None = None) -> set[Key]:
-        """The same for all pods, or for those of one job."""
+        """Store a full list of all pods, or of those of one job. Return changed keys."""
         listed = {one.uid: one for one in pods if one is not None}
         changed = {self.put_record(one) for one in listed.values()}
         gone = [one for one in self._known(only) if one.uid not in listed and one.version <= version]

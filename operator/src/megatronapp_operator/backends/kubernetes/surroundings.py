@@ -1,4 +1,4 @@
-"""Services and NetworkPolicies of all jobs, listed now and then: a job of which none was deleted costs no request."""
+"""Services and NetworkPolicies of all jobs, listed at intervals: a job without deleted objects costs no request."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from megatronapp_operator.backends.kubernetes.client.api import (
 )
 
 LISTED = frozenset({SERVICES, NETWORK_POLICIES})
-"""Kinds without content that the operator should not read. It may only write ConfigMaps and Secrets."""
+"""Kinds whose content the operator may read. ConfigMaps and Secrets it may only write."""
 Place = tuple[Resource, str, str]
 """Kind, namespace and name of an object."""
 
@@ -26,7 +26,7 @@ class OwnedObjects:
 
     @staticmethod
     async def listed(api: KubernetesApi, namespaces: Sequence[str]) -> "OwnedObjects":
-        """List them in these namespaces, or in all. Raises ForbiddenError, ApiError."""
+        """List the objects in these namespaces, or in all. Raises ForbiddenError, ApiError."""
         found = dict[Place, Object]()
         for resource in LISTED:
             for namespace in namespaces or (None,):
@@ -35,7 +35,7 @@ class OwnedObjects:
         return OwnedObjects(found)
 
     def find_differences(self, rendered: Iterable[tuple[Resource, Object]]) -> list[str]:
-        """Names of the rendered objects that are missing or changed. Additions by other clients do not count."""
+        """Return names of rendered objects that are missing or changed. Additions by other clients are ignored."""
         return [
             f"{resource.plural} {obj['metadata']['name']}"
             for resource, obj in rendered
@@ -48,11 +48,11 @@ def _place(resource: Resource, obj: Object) -> Place:
 
 
 IMPLIED = frozenset({"apiVersion", "kind"})
-"""Left out of the items of a list."""
+"""Fields that items of a list do not have."""
 
 
 def _holds(wanted: Any, found: Any) -> bool:  # noqa: ANN401 - parts of objects
-    """True if `found` has all of `wanted`. The server omits empty values and adds defaults."""
+    """Return True if `found` has all of `wanted`. The server omits empty values and adds defaults."""
     if isinstance(wanted, dict):
         fields = found if isinstance(found, dict) else dict[str, Any]()
         return all(_holds(value, fields.get(key)) for key, value in wanted.items() if key not in IMPLIED)

@@ -1,4 +1,4 @@
-"""Whether the volume claims of a job can be mounted by all its workers. Pure."""
+"""Check that the volume claims of a job can be mounted by all its workers. Pure."""
 
 from collections.abc import Mapping
 
@@ -11,12 +11,12 @@ READABLE = SHARED | {"ReadOnlyMany"}
 
 
 def claim_names(job: MegatronJob) -> list[str]:
-    """The claims that workers mount; none is asked about where a single node mounts them."""
+    """Return the names of the claims that workers mount."""
     return list(dict.fromkeys(one.claim for one in claims(job)))
 
 
 def find_volume_problem(job: MegatronJob, found: Mapping[str, Object | None]) -> str:
-    """What is wrong with the claims, and what to do; empty: nothing is."""
+    """Return what is wrong with the claims, and what to do; empty: nothing."""
     return "; ".join(text for one in claims(job) if (text := _of_claim(job, one.claim, found.get(one.claim))))
 
 
@@ -32,5 +32,5 @@ def _of_claim(job: MegatronJob, name: str, claim: Object | None) -> str:
     wanted = "ReadWriteMany" if written else "ReadWriteMany or ReadOnlyMany"
     return (
         f"the volume claim {name} is {', '.join(sorted(modes)) or 'of no access mode'}, and {job.world.nodes} workers "
-        f"mount it; where they are on several nodes it must be {wanted}"
+        f"mount it; if they are on several nodes it must be {wanted}"
     )

@@ -139,7 +139,7 @@ class GatewayEndpoint:
     url: str
     forward: PortForward | None = None
     service: Object | None = None
-    """Service of the gateway; None if --door is a URL."""
+    """Service of the gateway; None if `--door` is a URL."""
 
     @property
     def page(self) -> str:
@@ -162,7 +162,7 @@ def _is_local_host(host: str) -> bool:
 
 @contextlib.contextmanager
 def open_gateway(cluster: Cluster) -> Iterator[GatewayEndpoint]:
-    """Yield the gateway while it can be reached; by a forwarded port, unless --door is a URL. Raises OperatorError."""
+    """Yield the gateway while it is reachable; by a forwarded port, unless `--door` is a URL. Raises OperatorError."""
     wanted = cluster.arguments.door or ""
     if "://" in wanted:
         _warn_of_plain_text(wanted)
@@ -184,7 +184,7 @@ def _warn_of_plain_text(url: str) -> None:
 
 
 def _service(cluster: Cluster, wanted: str) -> Object:
-    """Return the gateway's Service: the one of --door, or the only one of the release.
+    """Return the gateway's Service: the one of `--door`, or the only one of the release.
 
     It receives the caller's token, and anyone with the right to write Services can write their labels. So the namespace
     is read from the CRD, which only administrators of the cluster write. Raises OperatorError.

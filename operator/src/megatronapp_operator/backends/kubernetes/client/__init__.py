@@ -1,1 +1,1 @@
-"""Client of the API server."""
+"""Client of the API server for the operator."""

@@ -1,6 +1,6 @@
 """The API server, as far as the operator needs it: plain dictionaries in and out, typed errors, no generated models.
 
-Nothing is tried again here. Who asks is level-triggered: it looks again and decides anew.
+Nothing is retried here. Callers are level-triggered: they observe and decide again.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ APPLY_PATCH = "application/apply-patch+yaml"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resource:
-    """A kind of objects, as it stands in paths."""
+    """Kind of objects, with its names in paths."""
 
     api_version: str
     plural: str
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """The path of all objects, those of a namespace, one object, or a part of it."""
+        """Return the path of all objects, those of a namespace, one object, or a part of it."""
         root = "/api" if "/" not in self.api_version else "/apis"
         parts = [root, self.api_version]
         parts += ["namespaces", namespace] if namespace is not None else []
@@ -79,7 +79,7 @@ EVENTS = Resource("events.k8s.io/v1", "events")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectList:
-    """Objects and the state of the cluster that they are from."""
+    """Objects, and the resource version of the list."""
 
     items: list[Object]
     resource_version: str
@@ -87,7 +87,7 @@ class ObjectList:
 
 @contextlib.asynccontextmanager
 async def connect(*, kubeconfig: str | None = None, context: str | None = None) -> AsyncIterator["KubernetesApi"]:
-    """An API by a kubeconfig (or the usual one), inside a pod by its service account."""
+    """Connect by a kubeconfig (or the default one), inside a pod by its service account."""
     settings = Configuration()
     if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
@@ -110,13 +110,13 @@ async def connect(*, kubeconfig: str | None = None, context: str | None = None) 
 
 
 def _proxy_for(host: str) -> str | None:
-    """The proxy that the environment names for an address."""
+    """Return the proxy that the environment sets for an address, or None."""
     place = urlsplit(host)
     return None if proxy_bypass(place.hostname or "") else getproxies().get(place.scheme)
 
 
 class KubernetesApi:
-    """Requests to one API server. Every method raises ApiError (see errors) if the server refuses or is not there."""
+    """Requests to one API server. Every method raises ApiError (see errors) if it rejects or cannot be reached."""
 
     def __init__(
         self,
@@ -128,11 +128,11 @@ class KubernetesApi:
         dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
         at_once: int | None = None,
     ) -> None:
-        """`guard` is asked before every request that may change something, and raises where that must not be now.
+        """Wrap a client.
 
-        `told` hears of every answer: verb, resource, HTTP status (0: none came); `dated` of the server's time in those
-        that carry it, between two times of the monotonic clock. `at_once` bounds the requests that
-        are under way together; others wait.
+        `guard` is called before every request that may change something, and raises if that is not allowed now. `told`
+        receives verb, resource and HTTP status (0: none) of every answer; `dated` receives the server's time of answers
+        that have it, and the monotonic times of request and answer. `at_once` limits concurrent requests; others wait.
         """
         self._client = client
         self._request_s = request_s
@@ -149,20 +149,20 @@ class KubernetesApi:
         dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
         at_once: int | None = None,
     ) -> "KubernetesApi":
-        """The same server, with a guard before what changes something."""
+        """Return a client of the same server, with a guard before requests that change something."""
         return KubernetesApi(
             self._client, request_s=self._request_s, guard=guard, told=told, dated=dated, at_once=at_once
         )
 
     async def minor_version(self) -> int:
-        """The server's minor version: 35 of Kubernetes 1.35."""
+        """Return the server's minor version: 35 for Kubernetes 1.35."""
         told = await self._send("GET", VERSIONS, "/version")
         return int(re.sub(r"\D", "", str(told.get("minor"))) or 0)  # some providers write "35+"
 
     async def get(
         self, resource: Resource, namespace: str | None, name: str, *, timeout_s: float | None = None
     ) -> Object | None:
-        """One object, of a namespace or of the cluster; None if there is none."""
+        """Return one object, of a namespace or of the cluster; None if it does not exist."""
         try:
             return await self._send("GET", resource, resource.path(namespace, name), timeout_s=timeout_s)
         except NotFoundError:
@@ -171,7 +171,7 @@ class KubernetesApi:
     async def list_objects(
         self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
     ) -> ObjectList:
-        """All objects, of a namespace or of all, whose labels match; read in pages."""
+        """List all objects whose labels match, of a namespace or of all; read in pages."""
         for _ in range(2):
             try:
                 pages = [one async for one in self.pages(resource, namespace, labels=labels, page=page)]
@@ -183,7 +183,7 @@ class KubernetesApi:
     async def pages(
         self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
     ) -> AsyncGenerator[ObjectList, None]:
-        """The same page by page, for who need not hold them all. Raises GoneError where that takes too long."""
+        """Yield the list page by page, which need not fit into memory. Raises ExpiredError if that takes too long."""
         query = {"labelSelector": labels, "limit": str(page)}
         while True:
             answer = await self._send("GET", resource, resource.path(namespace), query=query)
@@ -193,12 +193,12 @@ class KubernetesApi:
             query |= {"continue": token}
 
     async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object:
-        """A new object, as the server stored it. Raises AlreadyExistsError."""
+        """Create an object and return it as stored. Raises AlreadyExistsError."""
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"} | _dry(dry_run)
         return await self._send("POST", resource, resource.path(_namespace(obj)), query=query, body=obj)
 
     async def apply(self, resource: Resource, obj: Object) -> Object:
-        """Make the object's fields so, whoever set them before; fields that we no longer name go."""
+        """Apply the object's fields and take them over from other managers; remove fields that we applied before."""
         query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
         path = resource.path(_namespace(obj), _name(obj))
         return await self._send("PATCH", resource, path, query=query, body=obj, content=APPLY_PATCH)
@@ -211,7 +211,7 @@ class KubernetesApi:
         return await self._send("PATCH", resource, path, query=query, body=body, content=MERGE_PATCH)
 
     async def has_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> bool | None:
-        """Whether an object has this label; None if there is no such object. It takes no right to read objects."""
+        """Return True if an object has this label; None if it does not exist. Needs no right to read objects."""
         try:
             await self._test_label(resource, namespace, name, label, value)
         except NotFoundError:
@@ -223,14 +223,14 @@ class KubernetesApi:
     async def find_labelled(
         self, resource: Resource, namespace: str, name: str, label: str, value: str
     ) -> Object | None:
-        """An object, if it is there and has this label. It takes no right to read objects."""
+        """Return an object if it exists and has this label, or None. Needs no right to read objects."""
         try:
             return await self._test_label(resource, namespace, name, label, value)
         except (NotFoundError, InvalidError):
             return None
 
     async def _test_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> Object:
-        """A patch without effect that fails unless the label has this value; the answer is the whole object."""
+        """Send a patch without effect that fails unless the label has this value; return the whole object."""
         pointer = "/metadata/labels/" + label.replace("~", "~0").replace("/", "~1")
         body: list[Object] = [{"op": "test", "path": pointer, "value": value}]
         path, query = resource.path(namespace, name), {"fieldManager": FIELD_MANAGER} | _dry(dry_run=True)
@@ -239,7 +239,7 @@ class KubernetesApi:
     async def replace(
         self, resource: Resource, obj: Object, *, subresource: str | None = None, timeout_s: float | None = None
     ) -> Object:
-        """Put the object in the place of the one that was read. Raises ConflictError if that has changed since."""
+        """Replace the object that was read. Raises ConflictError if it has changed since."""
         assert obj["metadata"].get("resourceVersion"), "without it the server would overwrite what it does not know"
         path = resource.path(_namespace(obj), _name(obj), subresource)
         return await self._send(
@@ -247,9 +247,9 @@ class KubernetesApi:
         )
 
     async def delete(self, resource: Resource, obj: Object, *, grace_s: int | None = None) -> Object | None:
-        """Delete exactly this object; None if it is gone, or another one has its name.
+        """Delete exactly this object; return None if it does not exist, or another one has its name.
 
-        What comes back is the server's answer: the object on its way out, or a Status where it went at once.
+        The result is the server's answer: the object that is being deleted, or a Status if it was deleted at once.
         """
         options: Object = {"preconditions": {"uid": obj["metadata"]["uid"]}, "propagationPolicy": "Background"}
         options |= {} if grace_s is None else {"gracePeriodSeconds": grace_s}
@@ -297,7 +297,7 @@ class KubernetesApi:
                 self._told(method, resource.plural, status)
 
     def _note_date(self, date: str | None, sent: float) -> None:
-        """A proxy may leave the date out, or write something else."""
+        """Report the Date header; a proxy may omit it, or write another value."""
         with contextlib.suppress(TypeError, ValueError):
             self._dated(parsedate_to_datetime(date or "").timestamp(), sent, time.monotonic())
 
@@ -319,14 +319,14 @@ def _document(data: bytes) -> Object:
     try:
         found = json.loads(data)
     except ValueError as error:
-        raise UnavailableError("something that is no API server answered") from error
+        raise UnavailableError("the answer is not from an API server") from error
     if not isinstance(found, dict):
-        raise ApiError("the server answered with something that is no object")
+        raise ApiError("the server did not answer with an object")
     return found
 
 
 def _status(body: str | bytes | None) -> Object:
-    """The Status object of a refusal; whoever stands between may answer with something else."""
+    """Parse the Status object of a rejection; a proxy may answer with another body."""
     try:
         return _document((body or b"{}") if isinstance(body, bytes) else (body or "{}").encode())
     except (ValueError, ApiError):

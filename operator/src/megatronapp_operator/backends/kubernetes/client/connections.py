@@ -1,8 +1,8 @@
-"""The TCP connections of one client session, closed when it ends.
+"""Tracks the TCP connections of one client session and closes them when it ends.
 
-aiohttp closes the connection of a cancelled request with a TLS goodbye, which waits up to 30 s for the server's answer,
-and forgets the connection: closing the session neither waits for it nor aborts it. An event loop that ends meanwhile
-leaves the socket open.
+aiohttp closes the connection of a cancelled request with a TLS shutdown, which waits up to 30 s for the server's
+answer, and forgets the connection: closing the session neither waits for it nor aborts it. An event loop that ends
+meanwhile leaves the socket open.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""A socket that is shut down closes within a few turns of the event loop."""
+"""Seconds to close: a socket that is shut down closes within a few turns of the event loop."""
 
 
 class SocketTracker:
-    """Makes the sockets of a connector (its `socket_factory`) and closes those that it has left open."""
+    """Factory of the sockets of a connector (its `socket_factory`), which closes those that it has left open."""
 
     def __init__(self) -> None:
         self._sockets: weakref.WeakSet[_Socket] = weakref.WeakSet()
@@ -31,7 +31,7 @@ class SocketTracker:
         return made
 
     async def close(self) -> None:
-        """Close what is open, without waiting for the server. Call it when the session is closed."""
+        """Close open sockets, without waiting for the server. Call it after closing the session."""
         for one in self._open():
             with contextlib.suppress(OSError):  # not connected any more
                 one.shutdown(socket.SHUT_RDWR)  # its transport reads the end, and closes it
@@ -48,7 +48,7 @@ class SocketTracker:
 
 
 class _Socket(socket.socket):
-    """A socket that reports its close. Its transport calls `close`."""
+    """Socket that reports its close. Its transport calls `close`."""
 
     def __init__(self, address: tuple[Any, ...]) -> None:
         super().__init__(*address[:3])

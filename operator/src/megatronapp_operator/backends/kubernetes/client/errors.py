@@ -1,18 +1,18 @@
-"""What an API server refuses, as exceptions.
+"""Exceptions for rejections by an API server.
 
 ApiError (an OperatorError)
-├── AlreadyExistsError   409: an object of this name is there
+├── AlreadyExistsError   409: an object of this name exists
 ├── ConflictError        409: the object has changed since it was read, or is not the one that was meant
 ├── ForbiddenError       403: no right, a quota, or pod security
-│   └── NamespaceEndsError   the namespace is on its way out, and takes nothing new
+│   └── NamespaceTerminatingError   the namespace accepts no new objects
 ├── NotFoundError        404
-├── GoneError            410: a list or watch must begin afresh
+├── ExpiredError         410: a list or watch must begin again
 ├── InvalidError         422: the object breaks a rule
 ├── ThrottledError       429: too many requests
-└── UnavailableError     5xx, or no answer at all
-NameTakenError (an OperatorError): something else has the name of one of our objects
-AgainError (an OperatorError): what was seen is out of date; look again at once
-LeaseLostError (an OperatorError): somebody else may lead now
+└── UnavailableError     5xx, or no answer
+NameTakenError (an OperatorError): another owner's object has the name of one of ours
+RetryReconcileError (an OperatorError): what was observed is out of date; reconcile again at once
+LeaseLostError (an OperatorError): another process may lead now
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class ApiError(OperatorError):
 
 
 class AlreadyExistsError(ApiError):
-    """An object of this name is there."""
+    """An object of this name exists."""
 
 
 class ConflictError(ApiError):
@@ -40,19 +40,19 @@ class ConflictError(ApiError):
 
 
 class ForbiddenError(ApiError):
-    """No right to it, a quota is used up, or pod security does not allow it; the text says which."""
+    """The right is missing, a quota is used up, or pod security forbids the object; the text says which."""
 
 
 class NamespaceTerminatingError(ForbiddenError):
-    """Nothing new is taken into a namespace that is being terminated: there is nothing to do but wait."""
+    """The namespace is being terminated and accepts no new objects, so the only remedy is to wait."""
 
 
 class NotFoundError(ApiError):
-    """No such object, or no such kind."""
+    """The object or its kind does not exist."""
 
 
 class ExpiredError(ApiError):
-    """What a list or a watch went on from is too old."""
+    """The resource version or continue token of a list or a watch is too old."""
 
 
 class InvalidError(ApiError):
@@ -60,28 +60,28 @@ class InvalidError(ApiError):
 
 
 class ThrottledError(ApiError):
-    """The API server asks for a pause."""
+    """The API server requests a pause."""
 
     @property
     def retry_after_s(self) -> float:
-        """How long; 1 if it does not say."""
+        """Seconds to wait; 1 if the answer does not say."""
         return float(self.details.get("retryAfterSeconds") or 1)
 
 
 class UnavailableError(ApiError):
-    """It failed by itself, or cannot be reached. Whether the request was carried out is not known."""
+    """The server failed or cannot be reached. It is not known whether the request was carried out."""
 
 
 class NameTakenError(OperatorError):
-    """Something that is not this job's has the name of one of its objects."""
+    """An object of another owner has the name of one of this job's objects."""
 
 
 class RetryReconcileError(OperatorError):
-    """What a look at a job began with is out of date: look again at once, nothing is wrong."""
+    """The state with which a reconcile began is out of date: reconcile again at once, nothing is wrong."""
 
 
 class LeaseLostError(OperatorError):
-    """The lease could not be renewed in time, or has another holder: who led must stop at once."""
+    """The lease could not be renewed in time, or has another holder: a leader must stop at once."""
 
 
 _BY_STATUS: dict[int, type[ApiError]] = {
@@ -94,11 +94,11 @@ _BY_STATUS: dict[int, type[ApiError]] = {
 }
 SERVER_FAULT = 500
 NAMESPACE_ENDS = "NamespaceTerminating"
-"""Cause that the API server names (NamespaceTerminatingCause in k8s.io/api/core/v1)."""
+"""Cause in the API server's answer (NamespaceTerminatingCause in k8s.io/api/core/v1)."""
 
 
 def api_error_for(status: int, document: Mapping[str, Any], request: str) -> ApiError:
-    """The exception for an answer; `document` is its Status object, as far as there is one."""
+    """Return the exception for an answer; `document` is its Status object, as far as there is one."""
     kind = _BY_STATUS.get(status, UnavailableError if status >= SERVER_FAULT else ApiError)
     details = document.get("details") or {}
     if document.get("reason") == "AlreadyExists":

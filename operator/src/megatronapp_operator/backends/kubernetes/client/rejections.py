@@ -1,7 +1,7 @@
-"""What it means for a job that the API server did not take a pod. Pure.
+"""Classification of rejected pods for the plan. Pure.
 
-Only what no change around the pod can heal is final: the pod is not valid, or pod security forbids it. A missing
-account, a priority class, a quota that asks for limits and a policy of the cluster may be there a moment later.
+Only a rejection that no change around the pod can repair is final: the pod is not valid, or pod security forbids it. A
+missing account, a priority class, a quota that requires limits and a policy of the cluster may be fixed a moment later.
 """
 
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, ForbiddenError, InvalidError
@@ -10,14 +10,14 @@ from megatronapp_operator.plan import PodRejection, reasons
 QUOTA = "exceeded quota"
 POD_SECURITY = "violates PodSecurity"
 OWN_RIGHTS = ("cannot create resource", "cannot patch resource", "because it is being terminated")
-"""Words of a 403 that says nothing about the pod: we lack a right, or the whole namespace goes."""
+"""Texts of a 403 that is not about the pod: the operator lacks a right, or the namespace is being terminated."""
 DENIED = ("denied the request", "denied request")
-"""Words of an admission webhook and of a ValidatingAdmissionPolicy, which choose their own code: 400, 403 or 422."""
+"""Texts of admission webhooks and of ValidatingAdmissionPolicies, which choose their status code: 400, 403 or 422."""
 BAD_REQUEST = 400
 
 
 def classify_rejection(error: ApiError, attempt: int) -> PodRejection | None:
-    """What the plan is told; None for an error that the same request may not meet again, or that is not the job's."""
+    """Return the rejection for the plan; None for an error that may pass by itself, or is not about the job."""
     text, forbidden = str(error), isinstance(error, ForbiddenError)
     if not forbidden and not isinstance(error, InvalidError) and error.status != BAD_REQUEST:
         return None

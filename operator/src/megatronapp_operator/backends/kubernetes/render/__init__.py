@@ -1,4 +1,4 @@
-"""From a MegatronJob to the objects that run it. Pure: the same job, attempt and settings give the same objects."""
+"""Rendering of a MegatronJob to the objects that run it. Pure: equal job, attempt and settings give equal objects."""
 
 from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, ranks, secret
 from megatronapp_operator.backends.kubernetes.render.hub import (

@@ -1,4 +1,4 @@
-"""What all pods of a job follow from, worked out once for its thousand workers."""
+"""Facts that all pods of a job depend on, computed once for its thousand workers."""
 
 import dataclasses
 import functools
@@ -15,17 +15,17 @@ REMEMBERED = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RenderFacts:
-    """Numbers and words of a job."""
+    """Sizes and arguments of a job."""
 
     world: World
     arguments: tuple[str, ...]
     """Flags of its ranks."""
     proc_per_node: str
-    """Ranks of each worker, as `counts` writes them."""
+    """Ranks of each worker, in the format of `format_run_lengths`."""
 
 
 class IdentityKey(Generic[T]):
-    """A key by identity for a value that never changes but has no hash. It keeps the value, and so its identity."""
+    """Key by identity for an immutable value without a hash. It references the value, so its id is not reused."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -38,14 +38,14 @@ class IdentityKey(Generic[T]):
 
 
 def cached_by_identity(function: Callable[[T], R]) -> Callable[[T], R]:
-    """The function, remembering its results for the newest values."""
+    """Cache the results of a function for the newest values, by identity."""
     remembered = functools.lru_cache(maxsize=REMEMBERED)(lambda same: function(same.value))
     return functools.wraps(function)(lambda value: remembered(IdentityKey(value)))
 
 
 @cached_by_identity
 def facts_of(job: MegatronJob) -> RenderFacts:
-    """The facts of a job. Raises JobError if its numbers do not agree."""
+    """Return the facts of a job. Raises JobError if its numbers do not agree."""
     world = job.world
     return RenderFacts(
         world=world,

@@ -1,4 +1,4 @@
-"""What must be there before a gang's pods: policy, Service, the manifest, the secret, the pod group."""
+"""Objects that must exist before a gang's pods: policy, Service, the manifest, the secret, the pod group."""
 
 import base64
 import dataclasses
@@ -22,13 +22,13 @@ from megatronapp_operator.backends.kubernetes.render.settings import AttemptSett
 
 RANKS_KEY = "rank-table.json"
 PRIVATE = frozenset({"env", "podTemplate", "initializers"})
-"""Fields of a spec with variables of users. More people may read ConfigMaps than may read pods."""
+"""Fields of a spec with variables of users. More users may read ConfigMaps than pods."""
 RANKS_BYTES = 512 << 10
-"""The data of a ConfigMap may have 1 MiB."""
+"""Longest plain table in bytes; the data of a ConfigMap may have 1 MiB."""
 
 
 class _NoAliasDumper(yaml.CSafeDumper):
-    """Without aliases, which manifests may not have. libyaml's, as a manifest is written for each of many jobs."""
+    """YAML without aliases, which manifests may not have. Uses libyaml, since each of many jobs needs a manifest."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -37,7 +37,7 @@ class _NoAliasDumper(yaml.CSafeDumper):
 def gang_objects(
     job: MegatronJob, owner: JobOwner, attempt: AttemptSettings, settings: RenderSettings
 ) -> tuple[Rendered, ...]:
-    """Everything but the Secret, in the order in which it must exist."""
+    """Return all objects but the Secret, in the order in which they must exist."""
     made = (
         workers_policy(job, owner, settings),
         init_policy(job, owner),
@@ -50,14 +50,15 @@ def gang_objects(
 
 
 def secret(owner: JobOwner, secret_hex: str, settings: RenderSettings) -> Rendered:
-    """The job's secret under the installation's key of these settings, which never changes."""
+    """Return the job's Secret under the installation's key of these settings; it is immutable."""
     meta = metadata(owner, ObjectNames(owner.name).secret(owner.uid, settings.key_id), labels(owner, "tokens"))
     data = {storage.SECRET_KEY: base64.b64encode(secret_hex.encode()).decode()}
     return SECRETS, make(SECRETS.api_version, "Secret", meta, type="Opaque", immutable=True, data=data)
 
 
 def ranks(owner: JobOwner, table: Mapping[str, Any]) -> Rendered:
-    """A rank table that is too long for the status; compressed where it is too long for a ConfigMap, too."""
+    """Return a ConfigMap for a rank table that is too long for the status; compressed if too long for a ConfigMap,
+    too."""
     meta = metadata(owner, ObjectNames(owner.name).ranks, labels(owner, "ranks"))
     text = json.dumps(table)
     if len(text) <= RANKS_BYTES:
@@ -68,7 +69,8 @@ def ranks(owner: JobOwner, table: Mapping[str, Any]) -> Rendered:
 
 
 def _service(owner: JobOwner) -> Rendered:
-    """The workers' names in the DNS, before they are ready: they find each other to become so."""
+    """Return the Service for the workers' names in the DNS, published before they are ready: they need them to get
+    ready."""
     meta = metadata(owner, ObjectNames(owner.name).workers, labels(owner, "worker"))
     ports = (("gather", COORDINATOR_PORT), ("status", STATUS_PORT))
     spec = {
@@ -81,7 +83,7 @@ def _service(owner: JobOwner) -> Rendered:
 
 
 def _serve_service(job: MegatronJob, owner: JobOwner) -> Rendered | None:
-    """The way to rank 0 of a served model, only while it takes requests."""
+    """Return the Service for rank 0 of a served model, which has an endpoint only while rank 0 is ready."""
     if job.spec.mode != "serve":
         return None
     meta = metadata(owner, ObjectNames(owner.name).serve, labels(owner, "serve"))
@@ -95,7 +97,7 @@ def _serve_service(job: MegatronJob, owner: JobOwner) -> Rendered | None:
 
 
 def _document(job: MegatronJob, owner: JobOwner) -> Rendered:
-    """The manifest as the hub reads it: without its status, and without what may hold secrets of users."""
+    """Return the manifest for the hub: without its status, and without fields that may contain secrets of users."""
     given = job.to_dict()
     spec = {name: value for name, value in given["spec"].items() if name not in PRIVATE}
     identity = {"name": owner.name, "namespace": owner.namespace, "uid": owner.uid}
@@ -111,7 +113,7 @@ def _document(job: MegatronJob, owner: JobOwner) -> Rendered:
 
 
 def _group(draft: WorkerDraft) -> Rendered | None:
-    """The pod group, where the scheduler wants one. It asks for all workers: a part of a gang only waits."""
+    """Return the pod group, if the scheduler needs one. It requires all workers: a part of a gang only waits."""
     resource = GROUPS.get(draft.spec.scheduling.gang)
     if resource is None:
         return None

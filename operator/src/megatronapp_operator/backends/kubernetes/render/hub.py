@@ -1,4 +1,4 @@
-"""The hub: a pod and a Service of its own, outside of the gang."""
+"""The hub: its pod and its Service, outside the gang."""
 
 from typing import Any
 
@@ -33,17 +33,17 @@ from megatronapp_operator.backends.kubernetes.render.settings import AttemptSett
 HUB = "hub"
 STATE = "/var/lib/megatronapp"
 ANNOTATION_STARTS = f"{GROUP}/starts"
-"""On the hub's pod: how often a hub of this job was started, this one included."""
+"""Annotation of the hub's pod: number of hubs started for this job, with this one."""
 REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 LIMITS = {"cpu": "2", "memory": "2Gi"}
 STARTS_S = 300
-"""A hub on a crowded node may take minutes to listen; killed for that, it would only begin anew."""
+"""Seconds to start: a hub on a crowded node may take minutes to listen; killed for that, it would only start over."""
 GRACE_S = 10
-"""The hub writes what it holds and ends within three seconds."""
+"""Seconds to stop: the hub writes its state and ends within three seconds."""
 
 
 def hub_objects(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> tuple[Rendered, ...]:
-    """What must be there before the hub's pod: its policy, unless the job wants none, and its Service."""
+    """Return the objects before the hub's pod: its policy, unless the job disables it, and its Service."""
     name = ObjectNames(owner.name).hub
     service = make(
         SERVICES.api_version,
@@ -62,7 +62,7 @@ def hub_objects(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> 
 def unwanted_hub_objects(
     job: MegatronJob, owner: JobOwner, settings: RenderSettings
 ) -> tuple[tuple[Resource, str], ...]:
-    """Objects that another spec of the job may have had and this one does not want."""
+    """Return objects that an earlier spec of the job may have had and this one does not have."""
     names = ObjectNames(owner.name)
     optional = [(NETWORK_POLICIES, one) for one in (names.workers, names.init, names.hub)]
     optional += [(SERVICES, names.serve), (SERVICES, names.hub), (CONFIG_MAPS, names.document)]
@@ -74,7 +74,7 @@ def unwanted_hub_objects(
 
 
 def hub_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings, *, starts: int) -> Object:
-    """The hub's pod. The kubelet starts its container again; only a pod that is gone is made anew."""
+    """Return the hub's pod. The kubelet restarts its container; only a pod that was removed is created again."""
     spec = _spec(job, owner, settings)
     notes = {ANNOTATION_STARTS: str(starts), ANNOTATION_TEMPLATE_HASH: digest(spec)}
     meta = metadata(owner, ObjectNames(owner.name).hub, pod_labels(owner, ReplicaType.HUB), notes)
@@ -82,7 +82,7 @@ def hub_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings, *, star
 
 
 def hub_hash(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> str:
-    """What a hub of these settings is made of: another one may not understand the agents of their images."""
+    """Return the digest of a hub's spec: a different hub may not understand the agents of these images."""
     return digest(_spec(job, owner, settings))
 
 
@@ -137,7 +137,7 @@ def _container(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> O
 
 
 def _command(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> list[str]:
-    """All that reach it have a token; the pages are the door's, which serves them itself."""
+    """Return the command. All clients need a token; the gateway serves the pages itself."""
     url = serve_url(owner.namespace, owner.name, settings.cluster_domain)
     model = ["--serve-url", url] if job.spec.mode == "serve" else []
     place = ["--host", "0.0.0.0", "--allow-remote", "--port", str(HUB_PORT)]
@@ -155,7 +155,7 @@ def _probe(path: str, *, period_s: int, failures: int) -> Object:
 
 
 def _mounts(job: MegatronJob, owner: JobOwner) -> list[Object]:
-    """A claim may be shared by the hubs of many jobs: each has a folder by its uid."""
+    """Return the mounts. Hubs of many jobs may use one claim: each has a folder named by the job's uid."""
     state: Object = {"name": "state", "mountPath": STATE}
     state |= {"subPath": f"megatronapp-hubs/{owner.uid}"} if job.spec.analyzer.volume.claim is not None else {}
     return [

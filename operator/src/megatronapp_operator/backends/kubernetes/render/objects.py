@@ -25,7 +25,7 @@ HASH_DIGITS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectNames:
-    """Names of a job's objects. Each ends in its own suffix, so that no two jobs meet."""
+    """Names of a job's objects. Each has a different suffix, so that names of two jobs do not collide."""
 
     job: str
 
@@ -45,7 +45,8 @@ class ObjectNames:
         return f"{self.job}-serve"
 
     def secret(self, uid: str, key_id: str) -> str:
-        """Secret with the job's secret, which follows from the job's uid and the installation's key: the name, too.
+        """Return the name of the job's Secret, which depends on the job's uid and the installation's key as its content
+        does.
 
         An empty id is of a release that had one key only.
         """
@@ -77,22 +78,22 @@ class ObjectNames:
 
 
 def host_of(service: str, namespace: str, domain: str) -> str:
-    """Full name of a Service, or of a pod behind it, in the cluster's DNS."""
+    """Return the full name of a Service, or of one of its pods, in the cluster's DNS."""
     return f"{service}.{namespace}.svc.{domain}"
 
 
 def serve_url(namespace: str, job: str, domain: str) -> str:
-    """Where the API of a served model answers, within the cluster."""
+    """Return the URL of the API of a served model, within the cluster."""
     return f"http://{host_of(ObjectNames(job).serve, namespace, domain)}:{SERVE_PORT}"
 
 
 def selector(owner: JobOwner, kind: ReplicaType) -> Object:
-    """Label selector of the job's pods of a kind. The uid keeps it to this very job."""
+    """Return the label selector of the job's pods of a kind. The uid limits it to this very job."""
     return {"matchLabels": {LABEL_JOB_UID: owner.uid, LABEL_REPLICA_TYPE: kind.value}}
 
 
 def labels(owner: JobOwner, component: str) -> dict[str, str]:
-    """Labels of every object of a job."""
+    """Return the labels of every object of a job."""
     return {
         LABEL_JOB: owner.name,
         LABEL_JOB_UID: owner.uid,
@@ -105,7 +106,7 @@ def labels(owner: JobOwner, component: str) -> dict[str, str]:
 
 
 def pod_labels(owner: JobOwner, kind: ReplicaType, *, index: int = 0, attempt: int = 0) -> dict[str, str]:
-    """Labels of a pod; what selectors and the operator's own reading go by."""
+    """Return the labels of a pod, which selectors and the operator read."""
     return {
         **labels(owner, kind.value),
         LABEL_REPLICA_TYPE: kind.value,
@@ -117,7 +118,7 @@ def pod_labels(owner: JobOwner, kind: ReplicaType, *, index: int = 0, attempt: i
 def metadata(
     owner: JobOwner, name: str, given: Mapping[str, str], annotations: Mapping[str, str] | None = None
 ) -> Object:
-    """Metadata of an object that goes with its job."""
+    """Return the metadata of an object that is deleted with its job."""
     reference = {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -136,11 +137,11 @@ def metadata(
 
 
 def digest(rendered: object) -> str:
-    """A short word for what was rendered, by which it is known again."""
+    """Return a short digest of what was rendered, to recognise it later."""
     text = json.dumps(rendered, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
 def make(api_version: str, kind: str, meta: Object, **body: Any) -> Object:  # noqa: ANN401
-    """An object of some kind."""
+    """Return an object of a kind."""
     return {"apiVersion": api_version, "kind": kind, "metadata": meta, **body}

@@ -1,7 +1,7 @@
-"""Who may open connections to a job's pods. Nothing is said about where these may connect to.
+"""Network policies for incoming connections of a job's pods. Outgoing connections are not limited.
 
-A policy holds for the cluster's own network: neither for pods in their node's network nor for attached networks and
-RDMA, which go past it.
+A policy applies to the cluster's own network: neither to pods in their node's network nor to attached networks and
+RDMA, which bypass it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,15 @@ from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames,
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, Rendered, RenderSettings
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
-"""The API server sets it on every namespace."""
+"""Label that the API server sets on every namespace."""
 
 _NAMESPACE_OF_THE_JOB: Object = {"podSelector": {}}
-"""All its pods, the hub among them."""
+"""All pods of the namespace, with the hub."""
 
 
 def workers_policy(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Rendered | None:
-    """Workers let each other in, and the operator to the launcher's status; a served model, whoever may ask it."""
+    """Return the policy of workers: open to each other, to the operator for the launcher's status, and for a served
+    model."""
     if job.spec.network.policy == "None":
         return None
     rules = [_rule([{"podSelector": selector(owner, ReplicaType.WORKER)}])]
@@ -31,14 +32,14 @@ def workers_policy(job: MegatronJob, owner: JobOwner, settings: RenderSettings) 
 
 
 def init_policy(job: MegatronJob, owner: JobOwner) -> Rendered | None:
-    """The initializers that run once let nobody in."""
+    """Return the policy of the initializers that run once: no incoming connections."""
     if job.spec.network.policy == "None" or all(one.scope != "Job" for one in job.spec.initializers):
         return None
     return _policy(owner, ObjectNames(owner.name).init, ReplicaType.INIT, [])
 
 
 def hub_policy(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Rendered | None:
-    """The hub lets agents, operator, door and Prometheus in, at its one port."""
+    """Return the policy of the hub: agents, operator, gateway and Prometheus may connect to its one port."""
     if job.spec.network.policy == "None":
         return None
     agents: list[Object] = [{"podSelector": selector(owner, ReplicaType.WORKER)}]
@@ -53,7 +54,7 @@ def _policy(owner: JobOwner, name: str, kind: ReplicaType, rules: Sequence[Objec
 
 
 def _rules(peers: Sequence[Object], port: int) -> list[Object]:
-    """No rule without peers: one would let everybody in."""
+    """Return one rule, or none without peers: a rule without peers would admit all pods."""
     return [_rule(peers) | {"ports": [{"protocol": "TCP", "port": port}]}] if peers else []
 
 
@@ -78,7 +79,7 @@ def _prometheus(settings: RenderSettings) -> list[Object]:
 
 
 def _pods_of(namespace: str, chosen: Mapping[str, str]) -> list[Object]:
-    """Pods by namespace and labels. Without labels none: a selector that says nothing means all of them."""
+    """Return a peer for pods by namespace and labels; none without labels, since an empty selector matches all pods."""
     if not chosen:
         return []
     return [{"namespaceSelector": _namespace(namespace), "podSelector": {"matchLabels": dict(chosen)}}]

@@ -1,6 +1,6 @@
-"""What the schedulers of gangs want to see of a job: their pod groups, and marks on the pods.
+"""Objects and marks of a job for gang schedulers: their pod groups, and labels and annotations of the pods.
 
-Kueue makes its own object from the pods; the others need a pod group of ours, one for each attempt.
+Kueue creates its object from the pods; the others need a pod group of the operator, one for each attempt.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Wor
 from megatronapp_operator.backends.kubernetes.render.settings import Rendered
 
 SCHEDULERS = {"Volcano": "volcano", "Coscheduling": "scheduler-plugins-scheduler", "KAI": "kai-scheduler"}
-"""Names under which these schedulers are installed, unless the job names another."""
+"""Names under which these schedulers are installed, unless the job has another."""
 GROUPS: dict[str, Resource] = {
     "Volcano": VOLCANO_POD_GROUPS,
     "Coscheduling": COSCHEDULING_POD_GROUPS,
@@ -29,12 +29,12 @@ GROUPS: dict[str, Resource] = {
 
 
 def scheduler_name(draft: WorkerDraft) -> str | None:
-    """The job's own choice, else the gang's."""
+    """Return the scheduler of the job; if it has none, that of the gang."""
     return draft.spec.scheduler_name or SCHEDULERS.get(draft.spec.scheduling.gang)
 
 
 def pod_marks(draft: WorkerDraft) -> tuple[dict[str, str], dict[str, str]]:
-    """Labels and annotations by which a scheduler knows the gang of a pod."""
+    """Return labels and annotations by which a scheduler recognises the gang of a pod."""
     group = draft.names.group(draft.attempt.number)
     queue = draft.spec.scheduling.queue
     match draft.spec.scheduling.gang:
@@ -52,9 +52,10 @@ def pod_marks(draft: WorkerDraft) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _kueue(draft: WorkerDraft, group: str, queue: str) -> tuple[dict[str, str], dict[str, str]]:
-    """A group of plain pods. It has the attempt in its name: other excluded nodes make another shape of pods.
+    """Return the marks of a group of plain pods. Its name has the attempt: other excluded nodes make another shape of
+    pods.
 
-    Kueue waits for replacements of failed pods unless told that there will be none.
+    Kueue waits for replacements of failed pods unless an annotation says that none will follow.
     """
     topology = draft.spec.scheduling.topology
     annotations = {
@@ -69,7 +70,7 @@ def _kueue(draft: WorkerDraft, group: str, queue: str) -> tuple[dict[str, str], 
 
 
 def pod_group(draft: WorkerDraft, resource: Resource, pods: Sequence[tuple[Object, int]]) -> Rendered:
-    """The gang as an object; `pods` are those that must start together, and how many of each."""
+    """Return the pod group; `pods` are the specs that must start together, each with its count."""
     wanted = _without_none(
         {
             "minMember": draft.world.nodes,

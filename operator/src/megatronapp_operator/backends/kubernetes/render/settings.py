@@ -1,4 +1,4 @@
-"""What rendering needs to know besides the job."""
+"""Settings for rendering besides the job."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,39 +6,39 @@ from collections.abc import Mapping
 from megatronapp_operator.backends.kubernetes.client.api import Object, Resource
 
 Rendered = tuple[Resource, Object]
-"""An object, and where it belongs."""
+"""Object and its resource."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RenderSettings:
-    """What an installation of the operator chose; the same for all jobs."""
+    """Settings of an installation of the operator; the same for all jobs."""
 
     trainer_image: str
-    """Of jobs that name none."""
+    """Image of jobs that have none."""
     analyzer_image: str
-    """Of agent and hub, where a job names none."""
+    """Image of agent and hub for jobs that have none."""
     image_pull_policy: str = "IfNotPresent"
-    """Of the two images above; an image that the job names goes by the job's own policy."""
+    """Pull policy of the two images above; an image of a job has the job's policy."""
     cluster_domain: str = "cluster.local"
     operator_namespace: str
-    """Of operator and door."""
+    """Namespace of operator and gateway."""
     operator_labels: Mapping[str, str]
     gateway_labels: Mapping[str, str]
     prometheus_namespace: str | None = None
-    """None: hubs let no Prometheus in."""
+    """Namespace of the Prometheus that may scrape hubs; None: no Prometheus may."""
     prometheus_labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Empty: every pod of that namespace."""
+    """Labels of its pods; empty: every pod of that namespace."""
     node_access: bool = False
-    """Whether the operator may read nodes, and so tells workers their topology (`ANNOTATION_TOPOLOGY`)."""
+    """True if the operator may read nodes, and so gives workers their topology (`ANNOTATION_TOPOLOGY`)."""
     key_id: str = ""
-    """Of the key from which the secret of the job is derived; empty: of a release that had one key only."""
+    """Id of the key from which the secret of the job is derived; empty: of a release that had one key only."""
     container_restarts: bool = False
-    """Whether a container may have a restart policy of its own (Kubernetes 1.35 and newer)."""
+    """True if containers may have their own restart policy (Kubernetes 1.35 and newer)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobOwner:
-    """The MegatronJob that owns all objects."""
+    """MegatronJob that owns all objects."""
 
     namespace: str
     name: str
@@ -47,8 +47,8 @@ class JobOwner:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSettings:
-    """One life of the gang."""
+    """Settings of one life of the gang."""
 
     number: int
     excluded_nodes: tuple[str, ...] = ()
-    """Names of nodes that no worker of this attempt may go to."""
+    """Names of nodes on which no worker of this attempt may run."""

@@ -30,7 +30,7 @@ class JobPaths:
 
     @property
     def manifest(self) -> pathlib.Path:
-        """MegatronJob as it was accepted."""
+        """The MegatronJob that was accepted."""
         return self.root / "job.yaml"
 
     @property

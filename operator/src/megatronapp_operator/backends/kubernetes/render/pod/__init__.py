@@ -1,1 +1,1 @@
-"""Parts of a worker's pod."""
+"""Parts of a worker's pod, one module each."""

@@ -1,7 +1,7 @@
-"""The analyzer's agent beside a trainer.
+"""The analyzer's agent next to a trainer.
 
-It is an ordinary container behind the trainer's, and none of the kind that starts before it: whatever keeps it from
-starting must not keep the training from it (docs/adr/0010).
+It is an ordinary container after the trainer's, and no init container: a cause that keeps it from starting must not
+keep the training from starting (docs/adr/0010).
 """
 
 from megatronapp_common.job import MegatronJob
@@ -20,7 +20,7 @@ COMMAND = ("python3", "-m", "megatronapp_analyzer.agent", "--no-die-with-parent"
 
 
 def agent(draft: WorkerDraft) -> Object:
-    """The container as a pod template may change it."""
+    """Return the container's fields that a pod template may change."""
     made: Object = {
         "name": AGENT,
         **analyzer_image(draft.job, draft.settings),
@@ -32,7 +32,10 @@ def agent(draft: WorkerDraft) -> Object:
 
 
 def reserved_agent(draft: WorkerDraft) -> Object:
-    """What nobody may change of it. Ranks that serve a model send what MegaScope looks at by a socket in RUN_DIR."""
+    """Return the container's fields that no template may change.
+
+    Ranks that serve a model send MegaScope's captures by a socket in RUN_DIR.
+    """
     environment, mounts = shared_environment(draft), storage.shared_mounts()
     if draft.serves:
         environment = [*environment, *variables({Env.RUN_DIR: storage.RUN})]
@@ -41,7 +44,7 @@ def reserved_agent(draft: WorkerDraft) -> Object:
 
 
 def analyzer_image(job: MegatronJob, settings: RenderSettings) -> Object:
-    """Image of agent and hub, and when it is pulled."""
+    """Return image and pull policy of agent and hub."""
     own = job.spec.analyzer.image
     if own is None:
         return {"image": settings.analyzer_image, "imagePullPolicy": settings.image_pull_policy}
@@ -49,7 +52,7 @@ def analyzer_image(job: MegatronJob, settings: RenderSettings) -> Object:
 
 
 def agent_resources(draft: WorkerDraft) -> Object:
-    """Small limits. A pod whose trainer asks for all that it may take keeps this property (class Guaranteed)."""
+    """Return small limits, equal to the requests if the trainer's are: the pod keeps its class Guaranteed."""
     given = draft.spec.analyzer.resources
     if given.requests or given.limits:
         return given.to_dict()
@@ -57,6 +60,6 @@ def agent_resources(draft: WorkerDraft) -> Object:
 
 
 def is_guaranteed(resources: Resources) -> bool:
-    """Whether processors and memory are limited to what is asked for; a request that is left out is its limit."""
+    """Return True if the limits of CPU and memory equal the requests; a missing request defaults to the limit."""
     asked = resources.limits | resources.requests
     return all(name in resources.limits and resources.limits[name] == asked[name] for name in ("cpu", "memory"))

@@ -1,4 +1,4 @@
-"""Waiting for annotations that others write on a pod once it has its place."""
+"""Init container that waits for annotations that other controllers write on a pod once it is bound to a node."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ VOLUME = "annotations"
 FOLDER = "/run/megatronapp/annotations"
 WAIT_S = 120
 RESOURCES = {"cpu": "100m", "memory": "128Mi"}
-"""Asked for and limited alike, or a pod with guaranteed resources would be none."""
+"""Requests and limits alike: without them a Guaranteed pod would lose its class."""
 PROGRAM = """
 import pathlib, sys, time
 seconds, given = sys.argv[1], sys.argv[2:]
@@ -28,21 +28,21 @@ if names := ", ".join(missing(needed + wanted)):
     print(f"nobody has written these annotations within {seconds} s: {names}", file=sys.stderr)
 sys.exit("is what attaches networks installed in this cluster?" if missing(needed) else 0)
 """.strip()
-"""Waits for files that others fill: those before `--` must be there in the end, those behind it may stay empty."""
+"""Waits for files to be filled: those before `--` must be filled in the end, those after it may stay empty."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AwaitedAnnotation:
-    """An annotation that the launcher's environment is made of."""
+    """Annotation that the launcher's environment depends on."""
 
     file: str
     annotation: str
     needed: bool
-    """Whether ranks without it would not be what the user asked for."""
+    """True if the ranks would not be as requested without it."""
 
 
 def awaited(draft: WorkerDraft) -> list[AwaitedAnnotation]:
-    """What is written on a worker's pod after it has its place, and read by its launcher."""
+    """Return the annotations that are written on a worker's pod after it is bound, and that its launcher reads."""
     made: list[AwaitedAnnotation] = []
     if network.waits_for_networks(draft):
         made.append(AwaitedAnnotation(file="network-status", annotation=network.ANNOTATION_NETWORK_STATUS, needed=True))
@@ -52,11 +52,11 @@ def awaited(draft: WorkerDraft) -> list[AwaitedAnnotation]:
 
 
 def waiting_containers(draft: WorkerDraft, image: Object) -> list[Object]:
-    """An init container that ends once they are there; none where nothing is awaited.
+    """Return an init container that ends once the annotations exist; none if no annotation is awaited.
 
-    The kubelet makes a container's environment from the pod as it knew it when it began to start its containers,
-    which is before the networks are attached. A container that starts after an init container sees what the
-    init container has seen. `image` is the trainer's, which is needed in any case.
+    The kubelet makes a container's environment from the state of the pod when it began to start its containers, which
+    is before the networks are attached. A container that starts after an init container sees what that has seen.
+    `image` is the trainer's, which is needed in any case.
     """
     files = awaited(draft)
     if not files:
@@ -76,7 +76,7 @@ def waiting_containers(draft: WorkerDraft, image: Object) -> list[Object]:
 
 
 def waiting_volumes(draft: WorkerDraft) -> list[Object]:
-    """Where that init container reads them; the kubelet writes them anew when they change."""
+    """Return the volume from which the init container reads them; the kubelet updates it when they change."""
     items = [
         {"path": one.file, "fieldRef": {"fieldPath": f"metadata.annotations['{one.annotation}']"}}
         for one in awaited(draft)

@@ -11,39 +11,41 @@ from megatronapp_operator.backends.kubernetes.render.pod import network, storage
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 
 ANNOTATION_TOPOLOGY = f"{GROUP}/topology"
-"""On a worker pod, written by the operator once it has a node: values of the topology labels, from wide to narrow."""
+"""Annotation that the operator writes on a worker pod with a node: values of the topology labels, from wide to
+narrow."""
 TERMINATION_LOG = "/dev/termination-log"
 UNPRIVILEGED_HOME = {"HOME": "/tmp", "USER": "megatronapp"}
-"""An image may know nothing of our user; libraries that look it up or write caches fail then."""
+"""Variables of an unprivileged user that the image may not know; libraries that look it up or write caches need
+them."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}
-"""Hides GPUs from a worker that asked for none: a node's runtime may show them all to every image that wants them."""
+"""Variables that hide GPUs from a worker without any: a node's runtime may show all of them to every image."""
 RANK_ORDERS = {"Index": RankOrder.INDEX, "IP": RankOrder.IP, "Topology": RankOrder.TOPOLOGY}
 
 
 def literal(text: str) -> str:
-    """Text that the kubelet leaves alone; else it takes $(NAME) for a variable."""
+    """Escape a text for the kubelet, which otherwise expands $(NAME) as a variable."""
     return text.replace("$", "$$")
 
 
 def variables(values: Mapping[str, str]) -> list[Object]:
-    """Entries of `env`."""
+    """Return entries of `env` for these values."""
     return [{"name": str(name), "value": literal(value)} for name, value in values.items()]
 
 
 def field(name: str, path: str) -> Object:
-    """An entry of `env` that is read from the pod."""
+    """Return an entry of `env` that is read from the pod."""
     return {"name": str(name), "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def user_environment(draft: WorkerDraft) -> list[Object]:
-    """What the user and the image's needs say; a pod template may change it."""
+    """Return variables of the user and of the image's needs, which a pod template may change."""
     given = {entry.name: entry.value for entry in draft.spec.env}
     home = {} if draft.pins_memory else UNPRIVILEGED_HOME
     return variables({**home, **network.rdma_environment(draft), **draft.spec.network.nccl, **given})
 
 
 def reserved_environment(draft: WorkerDraft) -> list[Object]:
-    """What launcher and ranks rely on; nobody may change it."""
+    """Return variables that launcher and ranks rely on and no template may change."""
     return [
         *shared_environment(draft),
         *variables({} if draft.gpus else NO_GPU),
@@ -53,7 +55,7 @@ def reserved_environment(draft: WorkerDraft) -> list[Object]:
 
 
 def shared_environment(draft: WorkerDraft) -> list[Object]:
-    """What launcher and agent are told."""
+    """Return the variables that launcher and agent have in common."""
     name, namespace = draft.names.hub, draft.owner.namespace
     hub = f"http://{host_of(name, namespace, draft.settings.cluster_domain)}:{HUB_PORT}"
     values: dict[str, str] = {
@@ -95,7 +97,7 @@ def _gathering(draft: WorkerDraft) -> dict[str, str]:
 
 
 def _discovery(draft: WorkerDraft) -> list[Object]:
-    """How the launcher finds its address and its place among the others."""
+    """Return the variables by which the launcher finds its address and its place among the others."""
     made: list[Object] = []
     if (interface := draft.spec.network.rdma.interface) is not None:
         made += variables({Env.INTERFACE: interface})
@@ -107,13 +109,14 @@ def _discovery(draft: WorkerDraft) -> list[Object]:
 
 
 def rank_order(draft: WorkerDraft) -> RankOrder:
-    """The order that can be had: nobody tells a worker its topology where the operator may not read nodes."""
+    """Return the possible rank order: without the right to read nodes the operator cannot give workers their
+    topology."""
     wanted = RANK_ORDERS[draft.spec.network.rank_order]
     return RankOrder.INDEX if wanted is RankOrder.TOPOLOGY and not draft.settings.node_access else wanted
 
 
 def preflight(draft: WorkerDraft) -> dict[str, Any]:
-    """What the launcher looks at (names.Env.PREFLIGHT)."""
+    """Return what the launcher has to check (names.Env.PREFLIGHT)."""
     rdma = draft.spec.network.rdma
     wanted = draft.spec.network.preflight.to_dict() | {"shmBytes": storage.shm_bytes(draft)}
     if draft.gpus:

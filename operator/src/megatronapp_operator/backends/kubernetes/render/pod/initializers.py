@@ -15,12 +15,13 @@ from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Wor
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, RenderSettings
 
 PREFIX = "init-"
-"""Before the names of initializers, so that none takes the name of a container of ours."""
+"""Prefix of the names of initializers, so that none collides with a container of the operator."""
 MAX_NAME = 63
 
 
 def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Object:
-    """The container of an initializer. Its words may hold $(STORAGE_URI) and $(TARGET), as everywhere in Kubernetes."""
+    """Return the container of an initializer. Its arguments may use $(STORAGE_URI) and $(TARGET), as in any
+    container."""
     told = {"STORAGE_URI": one.storage_uri, "TARGET": one.target}
     made: Object = {
         "name": container_name(one.name),
@@ -39,16 +40,16 @@ def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Obj
 
 
 def container_name(name: str) -> str:
-    """Name of an initializer's container: one of its own even where it must be shortened."""
+    """Return the name of an initializer's container, unique even if it must be shortened."""
     made = PREFIX + name
     return made if len(made) <= MAX_NAME else f"{made[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def node_containers(draft: WorkerDraft) -> list[Object]:
-    """Init containers of every worker.
+    """Return the init containers of every worker.
 
-    Unless they say otherwise, they get what the trainer gets later: that costs nothing more, and a pod with guaranteed
-    resources stays one.
+    Their default resources are those of the trainer, which runs after them: that costs nothing, and a Guaranteed pod
+    keeps its class.
     """
     mounts = [*storage.claim_mounts(draft.job, writable=True), *storage.local_mounts(draft.job)]
     resources = draft.group.resources.to_dict()
@@ -57,10 +58,10 @@ def node_containers(draft: WorkerDraft) -> list[Object]:
 
 
 def init_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Object | None:
-    """The pod that runs the initializers of the whole job, one after the other; None if there are none.
+    """Return the pod that runs the initializers of the whole job, one after the other; None without initializers.
 
-    The last one is its main container, the others its init containers. It is not started again by itself: whether
-    that makes sense, the plan decides.
+    The last one is its main container, the others its init containers. The kubelet does not restart it: the plan
+    decides whether to try again.
     """
     wanted = [one for one in job.spec.initializers if one.scope == "Job"]
     if not wanted:
@@ -82,7 +83,7 @@ def init_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Obj
 
 
 def _placement(job: MegatronJob) -> Object:
-    """The nodes of the workers: disks may be reached from these alone."""
+    """Return the placement of the workers: only their nodes may reach their disks."""
     given = {
         "tolerations": tolerations(job.spec, job.spec.gpus_per_node),
         "nodeSelector": dict(job.spec.node_selector),
@@ -93,7 +94,7 @@ def _placement(job: MegatronJob) -> Object:
 
 
 def identity(job: MegatronJob) -> Object:
-    """What all pods of a job have of its spec: account, pull secrets, tolerations and priority."""
+    """Return what all pods of a job have from its spec: account, pull secrets, tolerations and priority."""
     given: Object = {
         "imagePullSecrets": [{"name": one.name} for one in job.spec.image_pull_secrets],
         "tolerations": [one.to_dict() for one in job.spec.tolerations],

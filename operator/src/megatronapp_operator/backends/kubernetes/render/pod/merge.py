@@ -1,7 +1,7 @@
-"""Merging a part of a pod into a pod, as `kubectl patch --type strategic` does for the lists that pods have.
+"""Merge of a part of a pod into a pod, as `kubectl patch --type strategic` does for the lists that pods have.
 
-Maps are merged key by key, a value of None removes its key, and an item of a list with a key is merged into the item
-of the same key. All other lists are replaced.
+Maps are merged key by key, a value of None removes its key, and an item of a list with a key is merged into the item of
+the same key. All other lists are replaced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from megatronapp_operator.backends.kubernetes.client.api import Object
 
 DEEP = {"containers": ("name",), "initContainers": ("name",)}
-"""Lists whose items are merged field by field, and what tells their items apart."""
+"""Lists whose items are merged field by field, and the fields that identify an item."""
 WHOLE = {
     "env": ("name",),
     "volumes": ("name",),
@@ -22,13 +22,13 @@ WHOLE = {
     "resourceClaims": ("name",),
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }
-"""Lists whose items take the place of those with the same key: half of one volume and half of another is none."""
+"""Lists whose items replace those with the same key: two halves of different volumes make no volume."""
 JOINED = frozenset({"tolerations", "envFrom", "schedulingGates"})
-"""Lists without a key: what is new is added."""
+"""Lists without a key, to which new items are added."""
 
 
 def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> Object:
-    """`base` with `patch` in it; neither is changed."""
+    """Return `base` merged with `patch`; neither is changed."""
     merged: Object = dict(base)
     for name, value in patch.items():
         if value is None:
@@ -51,7 +51,7 @@ def _value(name: str, old: Any, new: Any) -> Any:  # noqa: ANN401
 
 
 def _plain(name: str, new: Any) -> Any:  # noqa: ANN401
-    """A list that comes new may still hold marks for removal in its items."""
+    """Copy a new value; a new list may still have marks for removal in its items."""
     if name in DEEP and isinstance(new, list | tuple):
         return _by_key(name, [], new)
     return list(new) if isinstance(new, tuple) else new
@@ -67,5 +67,5 @@ def _by_key(name: str, old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
 
 
 def _key(item: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[Any, ...]:
-    """What tells an item apart; `protocol` has a default."""
+    """Return the values that identify an item; `protocol` has a default."""
     return tuple(item.get(key, "TCP" if key == "protocol" else None) for key in keys)

@@ -9,15 +9,15 @@ ANNOTATION_NETWORK_STATUS = "k8s.v1.cni.cncf.io/network-status"
 INFINIBAND, INFINIBAND_PATH = "infiniband", "/dev/infiniband"
 PLUGIN_NETWORKS = {"vpc.amazonaws.com/": "AWS Libfabric"}
 """NCCL's name of the network of a plugin, by the prefix of the resource's name: aws-ofi-nccl for the Elastic Fabric
-Adapter. Its releases up to 1.11 have this name only; later ones take it where NCCL_NET says so."""
+Adapter. Releases up to 1.11 have only this name; later ones accept it in NCCL_NET."""
 SERVE = "serve"
 """Name of the port of a served model's API."""
 LABEL_HOST_NETWORK = "megatronapp.io/host-network"
-"""On workers in their node's own network; two of them on one node would take each other's ports."""
+"""Label of workers in their node's own network; two of them on one node would use the same ports."""
 
 
 def rdma_environment(draft: WorkerDraft) -> dict[str, str]:
-    """What NCCL and UCX need to find the adapters, unless the user says it."""
+    """Return the variables by which NCCL and UCX find the adapters, unless the user sets them."""
     rdma = draft.spec.network.rdma
     if not rdma.enabled:
         return {}
@@ -33,7 +33,7 @@ def rdma_environment(draft: WorkerDraft) -> dict[str, str]:
 
 
 def _nccl_net(draft: WorkerDraft) -> str | None:
-    """NCCL's name of the network of the adapters; None if the trainer gets no adapters."""
+    """Return NCCL's name of the network of the adapters; None if the trainer gets no adapters."""
     if draft.privileged:
         return "IB"
     name = draft.spec.network.rdma.resource_name
@@ -43,7 +43,7 @@ def _nccl_net(draft: WorkerDraft) -> str | None:
 
 
 def ucx_devices(hca: str) -> str | None:
-    """Adapters in UCX's spelling, which names a port. None if NCCL's text excludes, or means any that begins so."""
+    """Return adapters in UCX's format, which has a port. None for an exclusion or a prefix in NCCL's format."""
     if not hca or hca.startswith("^"):
         return None
     names = [name.strip() for name in hca.removeprefix("=").split(",") if name.strip()]
@@ -51,46 +51,46 @@ def ucx_devices(hca: str) -> str | None:
 
 
 def rdma_resources(draft: WorkerDraft) -> dict[str, str]:
-    """The devices to ask for."""
+    """Return the RDMA devices as resources of the trainer."""
     rdma = draft.spec.network.rdma
     wanted = rdma.enabled and rdma.resource_name is not None
     return {rdma.resource_name: str(rdma.count)} if wanted and rdma.resource_name is not None else {}
 
 
 def device_volumes(draft: WorkerDraft) -> list[Object]:
-    """The node's own devices, where no plugin gives them."""
+    """Return the volume of the node's own devices, if no device plugin provides them."""
     if not draft.privileged:
         return []
     return [{"name": INFINIBAND, "hostPath": {"path": INFINIBAND_PATH, "type": "Directory"}}]
 
 
 def device_mounts(draft: WorkerDraft) -> list[Object]:
-    """Where they are mounted."""
+    """Return the mounts of the node's own devices."""
     return [{"name": INFINIBAND, "mountPath": INFINIBAND_PATH}] if draft.privileged else []
 
 
 def network_annotations(draft: WorkerDraft) -> dict[str, str]:
-    """The networks to join."""
+    """Return the annotation with the networks to join."""
     attachments = draft.spec.network.attachments
     return {ANNOTATION_NETWORKS: ",".join(attachments)} if attachments else {}
 
 
 def network_labels(draft: WorkerDraft) -> dict[str, str]:
-    """What the anti-affinity goes by."""
+    """Return the label by which the anti-affinity selects workers."""
     return {LABEL_HOST_NETWORK: "true"} if draft.host_network else {}
 
 
 def network_spec(draft: WorkerDraft) -> Object:
-    """Whose network the pod is in. What is None here stays out of the pod, whatever its template says."""
+    """Return the fields for the pod's network. A field that is None is removed from the pod's template, too."""
     if not draft.host_network:
         return {"hostNetwork": None, "hostPID": None, "hostIPC": None}
     return {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet", "hostPID": None, "hostIPC": None}
 
 
 def ports(draft: WorkerDraft) -> list[Object]:
-    """Ports of launcher and API, the same for all workers, so that their pods have one shape for a queue.
+    """Return the ports of launcher and API, the same for all workers, so that their pods have one shape for a queue.
 
-    In the node's network they are the node's, and the scheduler keeps apart who declares the same ones.
+    In the node's network they are the node's, and the scheduler separates pods that declare the same ones.
     """
     named = [("gather", COORDINATOR_PORT), ("status", STATUS_PORT)]
     named += [(SERVE, SERVE_PORT)] if draft.serves else []
@@ -99,5 +99,5 @@ def ports(draft: WorkerDraft) -> list[Object]:
 
 
 def waits_for_networks(draft: WorkerDraft) -> bool:
-    """Whether the launcher's address is that of an attached network, which is known once that is there."""
+    """Return True if the launcher's address is that of an attached network, which is known only after attaching."""
     return bool(draft.spec.network.attachments) and draft.spec.network.rdma.interface is None

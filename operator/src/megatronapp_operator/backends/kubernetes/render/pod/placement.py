@@ -1,4 +1,4 @@
-"""Where the pods of a worker may go."""
+"""Scheduling constraints of a worker's pod."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,14 +16,14 @@ PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 def tolerations(spec: Spec, gpus: int) -> list[Object]:
-    """The user's, and the taint that keeps others off nodes with GPUs."""
+    """Return the tolerations of the user, and of the taint that keeps other pods off nodes with GPUs."""
     given = [one.to_dict() for one in spec.tolerations]
     gpu = {"key": spec.gpu_resource_name, "operator": "Exists", "effect": "NoSchedule"}
     return [*given, gpu] if gpus and gpu not in given else given
 
 
 def with_placement(spec: Object, draft: WorkerDraft) -> Object:
-    """The pod's spec with what its worker needs of the affinity, beside what the user and the template want."""
+    """Return the pod's spec with the affinity that its worker needs, besides that of user and template."""
     affinity: dict[str, Any] = dict(spec.get("affinity") or {})
     if draft.attempt.excluded_nodes:
         affinity["nodeAffinity"] = without_nodes(affinity.get("nodeAffinity") or {}, draft.attempt.excluded_nodes)
@@ -38,11 +38,11 @@ def with_placement(spec: Object, draft: WorkerDraft) -> Object:
 
 
 def without_nodes(affinity: Object, nodes: Iterable[str]) -> Object:
-    """A node affinity that also keeps away from nodes.
+    """Return a node affinity that also excludes nodes.
 
-    By their names and not by the label of the host name, which a cluster may set to something else. A field takes one
-    value, so each node is a requirement of its own. Terms are alternatives: each of them must say it. An empty term
-    fits no node, and stays so.
+    Nodes are excluded by name and not by the label of the host name, which a cluster may set to another value. A field
+    takes one value, so each node is a separate requirement. Terms are alternatives: each of them must have the
+    requirements. An empty term matches no node and stays empty.
     """
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     required = affinity.get(REQUIRED) or {}
@@ -52,7 +52,8 @@ def without_nodes(affinity: Object, nodes: Iterable[str]) -> Object:
 
 
 def _alone_on_its_node() -> Object:
-    """One worker with the node's network on a node, whoever's it is: their ports are the node's."""
+    """Return a term for one worker with the node's network per node, over all namespaces: their ports are the
+    node's."""
     return {
         "labelSelector": {"matchLabels": {LABEL_HOST_NETWORK: "true"}},
         "namespaceSelector": {},

@@ -1,4 +1,4 @@
-"""Sums of what pods ask for."""
+"""Sums of the resource requests of pods."""
 
 import fractions
 import math
@@ -11,19 +11,20 @@ Amounts = dict[str, fractions.Fraction]
 
 
 def text_of(value: fractions.Fraction) -> str:
-    """A quantity: whole, else in thousandths, rounded up."""
+    """Format a quantity: an integer, or in thousandths, rounded up."""
     return str(value.numerator) if value.denominator == 1 else f"{math.ceil(value * 1000)}m"
 
 
 def requests_of(container: Object) -> Amounts:
-    """What a container asks for; a limit alone is a request, too."""
+    """Return the requests of a container; a limit without a request is one, too."""
     resources = container.get("resources") or {}
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: quantity_value(str(text)) for name, text in asked.items()}
 
 
 def pod_requests(spec: Object) -> Amounts:
-    """What the scheduler sets aside for a pod: its containers together, or one init container if that is more."""
+    """Return the requests of a pod for the scheduler: all containers together, or one init container if that is
+    more."""
     total = _sum(map(requests_of, spec["containers"]))
     for container in spec.get("initContainers") or ():
         for name, value in requests_of(container).items():
@@ -32,7 +33,7 @@ def pod_requests(spec: Object) -> Amounts:
 
 
 def gang_requests(pods: Iterable[tuple[Object, int]]) -> dict[str, str]:
-    """What pods ask for together, as quantities; each with how many there are of it."""
+    """Return the requests of pods together, as quantities; each pod has a count."""
     asked = [{name: value * count for name, value in pod_requests(spec).items()} for spec, count in pods]
     return {name: text_of(value) for name, value in sorted(_sum(asked).items())}
 

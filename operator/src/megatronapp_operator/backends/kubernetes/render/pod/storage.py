@@ -1,4 +1,4 @@
-"""Volumes of a job's pods, and where they are mounted."""
+"""Volumes of a job's pods and their mounts."""
 
 import fractions
 import posixpath
@@ -22,7 +22,8 @@ DEFAULT_SHM = "16Gi"
 
 
 def shm_size(draft: WorkerDraft) -> str:
-    """Size of the memory volume. It is charged to the trainer's memory limit, so half of that is the most by itself."""
+    """Return the size of the memory volume. It counts against the trainer's memory limit, so the default is at most
+    half."""
     given = draft.spec.shm.size_limit
     if given is not None:
         return given
@@ -33,7 +34,8 @@ def shm_size(draft: WorkerDraft) -> str:
 
 
 def _memory_limits(draft: WorkerDraft) -> list[Any]:
-    """What shared memory is charged to: the trainer's limit, which a template may replace, and the pod's."""
+    """Return the limits that shared memory counts against: the trainer's, which a template may replace, and the
+    pod's."""
     own: Any = draft.group.resources.limits.get("memory")
     template = draft.spec.pod_template.spec
     for one in template.get("containers") or ():
@@ -45,12 +47,12 @@ def _memory_limits(draft: WorkerDraft) -> list[Any]:
 
 
 def shm_bytes(draft: WorkerDraft) -> int:
-    """The same in bytes."""
+    """Return the size of the memory volume in bytes."""
     return int(quantity_value(shm_size(draft)))
 
 
 def own_volumes(draft: WorkerDraft) -> list[Object]:
-    """Volumes of every worker."""
+    """Return the volumes of every worker."""
     return [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(draft)}},
         {"name": "run", "emptyDir": {}},
@@ -59,12 +61,12 @@ def own_volumes(draft: WorkerDraft) -> list[Object]:
 
 
 def secret_volume(name: str) -> Object:
-    """The job's secret, for the group that all containers are in."""
+    """Return the volume of the job's secret, readable by the group of all containers."""
     return {"name": "secret", "secret": {"secretName": name, "defaultMode": 0o440}}
 
 
 def shared_mounts() -> list[Object]:
-    """What trainer and agent have in common."""
+    """Return the mounts that trainer and agent have in common."""
     return [
         {"name": "shm", "mountPath": SHM},
         {"name": "secret", "mountPath": SECRET, "readOnly": True},
@@ -72,23 +74,23 @@ def shared_mounts() -> list[Object]:
 
 
 def trainer_mounts() -> list[Object]:
-    """The trainer's own mounts."""
+    """Return the mounts of the trainer."""
     return [*shared_mounts(), {"name": "run", "mountPath": RUN}]
 
 
 def claims(job: MegatronJob) -> list[Volume]:
-    """The volume claims that a job names, data before checkpoints."""
+    """Return the volume claims of a job, data before checkpoints."""
     return [volume for volume in (job.spec.data.volume, job.spec.checkpoint.volume) if volume is not None]
 
 
 def claim_volumes(job: MegatronJob) -> list[Object]:
-    """One volume for each claim, however often it is mounted."""
+    """Return one volume for each claim, however often it is mounted."""
     names = list(dict.fromkeys(volume.claim for volume in claims(job)))
     return [{"name": _claim_name(job, name), "persistentVolumeClaim": {"claimName": name}} for name in names]
 
 
 def claim_mounts(job: MegatronJob, *, writable: bool = False) -> list[Object]:
-    """Where the claims are mounted; `writable` for those who bring what others read."""
+    """Return the mounts of the claims; `writable` is for containers that fetch what others read."""
     return [
         {"name": _claim_name(job, volume.claim), "mountPath": volume.mount_path}
         | ({"subPath": volume.sub_path} if volume.sub_path is not None else {})
@@ -98,12 +100,12 @@ def claim_mounts(job: MegatronJob, *, writable: bool = False) -> list[Object]:
 
 
 def _claim_name(job: MegatronJob, claim: str) -> str:
-    """A claim's name may be too long for a volume's, and have dots."""
+    """Return a volume name for a claim, whose name may be too long and may have dots."""
     return f"claim-{list(dict.fromkeys(volume.claim for volume in claims(job))).index(claim)}"
 
 
 def local_targets(job: MegatronJob) -> dict[str, str]:
-    """Name and place of a directory of its own for each initializer of every node that writes to no volume claim."""
+    """Return name and path of a directory for each initializer of every node that writes to no volume claim."""
     made: dict[str, str] = {}
     for one in node_initializers(job):
         if one.target is None or any(is_below(one.target, volume.mount_path) for volume in claims(job)):
@@ -115,21 +117,21 @@ def local_targets(job: MegatronJob) -> dict[str, str]:
 
 
 def local_volumes(job: MegatronJob) -> list[Object]:
-    """Directories on the node's disk that live as long as the pod."""
+    """Return volumes for directories on the node's disk that live as long as the pod."""
     return [{"name": name, "emptyDir": {}} for name in local_targets(job)]
 
 
 def local_mounts(job: MegatronJob) -> list[Object]:
-    """Where they are mounted, in the initializers and in the trainer."""
+    """Return the mounts of these directories, for the initializers and the trainer."""
     return [{"name": name, "mountPath": place} for name, place in local_targets(job).items()]
 
 
 def node_initializers(job: MegatronJob) -> list[Initializer]:
-    """Initializers of every worker."""
+    """Return the initializers of every worker."""
     return [one for one in job.spec.initializers if one.scope == "Node"]
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Whether a path is a folder or lies in it."""
+    """Return True if a path is the folder or below it."""
     path, folder = posixpath.normpath(path), posixpath.normpath(folder)
     return path == folder or path.startswith(folder.rstrip("/") + "/")

@@ -1,4 +1,4 @@
-"""The pod of a worker: what the operator would choose, then the user's template, then what nobody may change."""
+"""The pod of a worker: the operator's defaults, then the user's template, then fields that no template may change."""
 
 import dataclasses
 import functools
@@ -32,13 +32,13 @@ from megatronapp_operator.backends.kubernetes.render.settings import AttemptSett
 
 GATHER_DEADLINES = 4
 PREPARE_S = 24 * 3600
-"""So much longer initializers may take on one node than on another."""
+"""Seconds by which initializers may take longer on one node than on another."""
 
 
 def worker_pod(
     job: MegatronJob, owner: JobOwner, attempt: AttemptSettings, index: int, settings: RenderSettings
 ) -> Object:
-    """The pod of worker `index`. Raises JobError if the job's numbers do not agree."""
+    """Return the pod of worker `index`. Raises JobError if the job's numbers do not agree."""
     draft = WorkerDraft(job=job, owner=owner, attempt=attempt, index=index, settings=settings)
     pod = render_worker(draft)
     annotations = pod["metadata"]["annotations"]
@@ -49,7 +49,8 @@ def worker_pod(
 
 
 def template_hash(job: MegatronJob, settings: RenderSettings) -> str:
-    """Digest of what all attempts of a job have in common. Another operator may render the same job otherwise."""
+    """Return the digest of what all attempts of a job have in common. Another release may render the same job
+    differently."""
     return _template_hash((IdentityKey(job), IdentityKey(settings)))
 
 
@@ -67,7 +68,7 @@ def _template_hash(given: tuple[IdentityKey[MegatronJob], IdentityKey[RenderSett
 
 
 def render_worker(draft: WorkerDraft) -> Object:
-    """The pod without the digest of its template."""
+    """Return the pod without the digest of its template."""
     template = draft.spec.pod_template
     spec = merge(merge(_chosen(draft), template.spec), _reserved(draft))
     marks, notes = pod_marks(draft)
@@ -84,7 +85,7 @@ def render_worker(draft: WorkerDraft) -> Object:
 
 
 def _chosen(draft: WorkerDraft) -> Object:
-    """Fields that the template may change."""
+    """Return the fields that the template may change."""
     spec = draft.spec
     made: Object = {
         "automountServiceAccountToken": False,
@@ -109,7 +110,7 @@ def _chosen(draft: WorkerDraft) -> Object:
 
 
 def _reserved(draft: WorkerDraft) -> Object:
-    """Fields that the gang, the outcome and the safety of other jobs rest on."""
+    """Return the fields that the gang, the outcome and the safety of other jobs depend on."""
     containers = [_reserved_trainer(draft), *([reserved_agent(draft)] if draft.spec.analyzer.enabled else [])]
     return {
         "restartPolicy": "Never",
@@ -162,7 +163,8 @@ def _reserved_trainer(draft: WorkerDraft) -> Object:
 
 
 def _readiness(draft: WorkerDraft) -> Object:
-    """A served model is found by its Service while rank 0 takes requests; of other workers nobody asks."""
+    """Return the readiness probe of rank 0: its Service routes to it while it takes requests. Other workers have
+    none."""
     if not draft.serves or draft.index != 0:
         return {}
     request = {"path": "/readyz", "port": network.SERVE}
@@ -177,7 +179,7 @@ def _trainer_image(draft: WorkerDraft) -> Object:
 
 
 def _resources(draft: WorkerDraft) -> Object:
-    """What the user asks for, GPUs and RDMA devices; devices are asked for and limited alike."""
+    """Return the requests and limits of the user, plus GPUs and RDMA devices, for which both are equal."""
     devices = {draft.spec.gpu_resource_name: str(draft.gpus)} if draft.gpus else {}
     devices |= network.rdma_resources(draft)
     given = draft.group.resources
@@ -186,17 +188,17 @@ def _resources(draft: WorkerDraft) -> Object:
 
 
 def command(draft: WorkerDraft) -> list[str]:
-    """The launcher with the flags of its ranks."""
+    """Return the command of the launcher with the flags of its ranks."""
     launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", str(_gather_s(draft))]
     program = ["--program=-m megatronapp_trainer.serve"] if draft.serves else []
     return [*launcher, *program, "--", *map(literal, draft.facts.arguments)]
 
 
 def _gather_s(draft: WorkerDraft) -> int:
-    """How long a launcher waits for the others: longer than the operator, which knows what they wait for themselves.
+    """Return the seconds that a launcher waits for the others: longer than the operator, which knows why they wait.
 
-    Until the others have machines, a deadline; then as long again for each of: images of what comes before the
-    trainer, the trainer, and the way to worker 0 (`plan.deadlines.gathering`). Initializers have all their time.
+    One deadline until the others have nodes; then as long again for each of: images of the init containers, the
+    trainer, and the connection to worker 0 (`plan.deadlines.gathering`). Initializers have all their time.
     """
     deadline_s = draft.spec.run_policy.start_deadline_seconds
     before = [*node_containers(draft), *(draft.spec.pod_template.spec.get("initContainers") or ())]

@@ -1,4 +1,4 @@
-"""One worker, as the modules of this package look at it."""
+"""Input for rendering one worker."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ AGENT = "agent"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerDraft:
-    """A worker of an attempt, and everything that its pod follows from. Raises JobError if the world does not fit."""
+    """Worker of an attempt, with everything that its pod depends on. Raises JobError if the world does not fit."""
 
     job: MegatronJob
     owner: JobOwner
@@ -25,52 +25,48 @@ class WorkerDraft:
 
     @property
     def spec(self) -> Spec:
-        """What the user asks for."""
         return self.job.spec
 
     @property
     def names(self) -> ObjectNames:
-        """Names of the job's objects."""
         return ObjectNames(self.owner.name)
 
     @functools.cached_property
     def facts(self) -> RenderFacts:
-        """What all workers of the job have in common."""
+        """Facts that all workers of the job have in common."""
         return facts_of(self.job)
 
     @property
     def world(self) -> World:
-        """Ranks and where they go."""
+        """Ranks and their distribution over workers."""
         return self.facts.world
 
     @functools.cached_property
     def group(self) -> WorkerGroup:
-        """The workers that are like this one."""
+        """Group of workers with the same shape as this one."""
         return self.world.group_of(self.index)
 
     @property
     def gpus(self) -> int:
-        """GPUs of this worker."""
+        """Number of GPUs of this worker."""
         return self.group.gpus_per_node
 
     @property
     def pins_memory(self) -> bool:
-        """Whether its trainer must be root to pin memory."""
+        """True if the trainer must be root to pin memory."""
         rdma = self.spec.network.rdma
         return rdma.enabled and rdma.ipc_lock
 
     @property
     def privileged(self) -> bool:
-        """Whether its trainer has the node's own adapters, which no unprivileged container may open."""
+        """True if the trainer uses the node's own adapters, which no unprivileged container may open."""
         rdma = self.spec.network.rdma
         return rdma.enabled and rdma.devices == "HostPath"
 
     @property
     def serves(self) -> bool:
-        """Whether its job serves a model."""
         return self.spec.mode == "serve"
 
     @property
     def host_network(self) -> bool:
-        """Whether it lives in its node's own network."""
         return self.spec.network.mode == "HostNetwork"
