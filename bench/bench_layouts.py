@@ -58,7 +58,7 @@ def train(flags: str) -> list[float]:
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
     from megatronapp_trainer.pretrain import open_observer
-    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of
+    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -70,7 +70,9 @@ def train(flags: str) -> list[float]:
     reporter: Any = Losses() if layout.is_reporter else None
     observer = open_observer(run)
     iterators = build_iterators(config, layout, 0)
-    Trainer(run, iterators, stop_wish=StopRequest(), reporter=reporter, observer=observer).train()
+    Trainer(
+        run, iterators, build_schedule(run, observer), stop_wish=StopRequest(), reporter=reporter, observer=observer
+    ).train()
     if observer is not None:
         observer.close()
     destroy_groups()

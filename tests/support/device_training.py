@@ -40,7 +40,7 @@ def train(flags: str) -> dict[str, Any]:
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -57,6 +57,7 @@ def train(flags: str) -> dict[str, Any]:
     trainer = Trainer(
         run,
         build_iterators(config, layout, run.state.consumed_samples),
+        build_schedule(run, observer),
         stop_wish=StopRequest(),
         reporter=recorder,  # type: ignore[arg-type]
         checkpoints=manager,

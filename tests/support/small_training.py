@@ -55,12 +55,14 @@ def resumed(flags: str) -> tuple[Any, Any]:
 
 def trainer_of(run: Any, *, iterators: Any = None, checkpoints: Any = None, reporter: Any = None) -> Any:
     """The `Trainer` of a run, from the sample on where its state is."""
-    from megatronapp_trainer.training.build import build_iterators
+    from megatronapp_trainer.training.build import build_iterators, build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
     iterators = iterators or build_iterators(run.config, run.layout, run.state.consumed_samples)
-    return Trainer(run, iterators, stop_wish=StopRequest(), reporter=reporter, checkpoints=checkpoints)
+    return Trainer(
+        run, iterators, build_schedule(run), stop_wish=StopRequest(), reporter=reporter, checkpoints=checkpoints
+    )
 
 
 def train(run: Any, *, iterators: Any = None, checkpoints: Any = None) -> Recorder | None:

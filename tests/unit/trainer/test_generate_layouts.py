@@ -238,7 +238,7 @@ def train(flags: str) -> None:
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -248,7 +248,9 @@ def train(flags: str) -> None:
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     manager = CheckpointManager(config, layout)
-    Trainer(run, build_iterators(config, layout, 0), stop_wish=StopRequest(), checkpoints=manager).train()
+    Trainer(
+        run, build_iterators(config, layout, 0), build_schedule(run), stop_wish=StopRequest(), checkpoints=manager
+    ).train()
     destroy_groups()
 
 

@@ -22,7 +22,7 @@ def prepared(flags: str) -> Any:
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.parallel.groups import initialize_groups
-    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of
+    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -31,7 +31,7 @@ def prepared(flags: str) -> Any:
     device = prepare_device(layout.local_rank)
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=64)
-    return run, Trainer(run, build_iterators(config, layout, 0), stop_wish=StopRequest())
+    return run, Trainer(run, build_iterators(config, layout, 0), build_schedule(run), stop_wish=StopRequest())
 
 
 def operations_of_the_norm(flags: str) -> tuple[int, int, int]:
@@ -74,12 +74,14 @@ def weights_with_and_without(flags: str) -> tuple[bool, list[float], list[float]
         if not weights:
             run, trainer = prepared(flags)
         else:
-            from megatronapp_trainer.training.build import build_iterators, build_run
+            from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule
             from megatronapp_trainer.training.loop import Trainer
             from megatronapp_trainer.training.signals import StopRequest
 
             again = build_run(run.config, run.layout, run.device, vocab_size=64)
-            trainer = Trainer(again, build_iterators(run.config, run.layout, 0), stop_wish=StopRequest())
+            trainer = Trainer(
+                again, build_iterators(run.config, run.layout, 0), build_schedule(again), stop_wish=StopRequest()
+            )
             run = again
         assert clip_grads.l2_norm_impl is optimizer_kernels.list_norm
         if not ours:

@@ -51,7 +51,7 @@ def train(flags: list[str]) -> dict[str, Any]:
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.hooks.step_observer import RunContext
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -78,6 +78,7 @@ def train(flags: list[str]) -> dict[str, Any]:
     Trainer(
         run,
         build_iterators(config, layout, 0),
+        build_schedule(run, observer),
         stop_wish=StopRequest(),
         reporter=losses,  # type: ignore[arg-type]
         observer=observer,

@@ -47,7 +47,7 @@ def train(flags: str) -> tuple[list[float], list[float]] | None:
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -57,7 +57,9 @@ def train(flags: str) -> tuple[list[float], list[float]] | None:
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     recorder: Any = Recorder() if layout.is_reporter else None
-    Trainer(run, build_iterators(config, layout, 0), stop_wish=StopRequest(), reporter=recorder).train()
+    Trainer(
+        run, build_iterators(config, layout, 0), build_schedule(run), stop_wish=StopRequest(), reporter=recorder
+    ).train()
     destroy_groups()
     return (recorder.losses, recorder.grad_norms) if recorder is not None else None
 

@@ -51,16 +51,14 @@ class Recorder:
 
 
 class Observer:
-    """Keeps spans; its communicator is megatron-core's own."""
+    """Keeps spans; its transport is the one that it is given."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int, int]] = []
         self.losses: list[float] = []
 
-    def p2p_communicator(self, model_config: Any, pipeline_group: Any) -> Any:
-        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-        return P2PCommunicator(pipeline_group, model_config)
+    def wrap_transport(self, transport: Any) -> Any:
+        return transport
 
     def step_begin(self, step: int) -> None:
         self.events.append(("step_begin", "STEP", step, -1))
@@ -91,12 +89,15 @@ def prepared(flags: str) -> tuple[Any, Any]:
 
 def train(flags: str) -> dict[str, Any]:
     """What a run told on this rank."""
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
-    code = Trainer(run, iterators, stop_wish=StopRequest(), reporter=recorder, checkpoints=recorder).train()
+    code = Trainer(
+        run, iterators, build_schedule(run), stop_wish=StopRequest(), reporter=recorder, checkpoints=recorder
+    ).train()
     modules = [name for name in sys.modules if name.startswith("megatronapp_trainer.scan")]
     return {**vars(recorder), "code": int(code), "scan": modules, "timers": run.core_config.timers}
 
@@ -113,29 +114,34 @@ def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
     """Exit code and words of a run that was asked to stop and cannot save."""
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import UnsavedStopError
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared("")
     with StopRequest() as wish, pytest.raises(UnsavedStopError) as caught:
         ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        Trainer(run, DataIterators(train=ask, valid=None, test=None), stop_wish=wish).train()
+        Trainer(run, DataIterators(train=ask, valid=None, test=None), build_schedule(run), stop_wish=wish).train()
     return int(caught.value.exit_code), str(caught.value)
 
 
 def train_with_a_signal_in_the_last_step() -> int:
     from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared("--train-iters 2")
     with StopRequest() as wish:
         ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        return int(Trainer(run, DataIterators(train=ask, valid=None, test=None), stop_wish=wish).train())
+        return int(
+            Trainer(run, DataIterators(train=ask, valid=None, test=None), build_schedule(run), stop_wish=wish).train()
+        )
 
 
 def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
     from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -145,13 +151,16 @@ def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
         if run.layout.rank == 0:
             ask = at_step(iterators.train, 2, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
             iterators = DataIterators(train=ask, valid=None, test=None)
-        code = Trainer(run, iterators, stop_wish=wish, reporter=recorder, checkpoints=recorder).train()
+        code = Trainer(
+            run, iterators, build_schedule(run), stop_wish=wish, reporter=recorder, checkpoints=recorder
+        ).train()
     return int(code), recorder.saved, run.state.iteration
 
 
 def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[tuple[int, float, str]]]:
     """A signal on rank 0 at the third batch of the evaluation after step 2: code, saves, steps, batches, results."""
     from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -169,7 +178,7 @@ def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[t
 
     iterators = DataIterators(train=iterators.train, valid=counted(iterators.valid), test=None)
     with StopRequest() as wish:
-        trainer = Trainer(run, iterators, stop_wish=wish, reporter=recorder, checkpoints=recorder)
+        trainer = Trainer(run, iterators, build_schedule(run), stop_wish=wish, reporter=recorder, checkpoints=recorder)
         code = trainer.test() if run.config.logging.skip_train else trainer.train()
     return int(code), recorder.saved, run.state.iteration, taken // 4, recorder.validations
 
@@ -177,6 +186,7 @@ def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[t
 def stop_where_an_evaluation_is_due() -> tuple[int, list[int], list[str]]:
     """A signal in the step before an evaluation: code, saves, states."""
     from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -185,7 +195,9 @@ def stop_where_an_evaluation_is_due() -> tuple[int, list[int], list[str]]:
     with StopRequest() as wish:
         ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
         iterators = DataIterators(train=ask, valid=iterators.valid, test=None)
-        code = Trainer(run, iterators, stop_wish=wish, reporter=recorder, checkpoints=recorder).train()
+        code = Trainer(
+            run, iterators, build_schedule(run), stop_wish=wish, reporter=recorder, checkpoints=recorder
+        ).train()
     return int(code), recorder.saved, recorder.states
 
 
@@ -193,6 +205,7 @@ def train_with_poisoned_weights() -> str:
     """Replica 1 computes NaN from step 2 on."""
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import NotFiniteError
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -204,7 +217,7 @@ def train_with_poisoned_weights() -> str:
 
         iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
     with pytest.raises(NotFiniteError) as caught:
-        Trainer(run, iterators, stop_wish=StopRequest()).train()
+        Trainer(run, iterators, build_schedule(run), stop_wish=StopRequest()).train()
     return str(caught.value)
 
 
@@ -214,6 +227,7 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
 
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import NotFiniteError
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -226,19 +240,22 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
         iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
     recorder: Any = Recorder()
     with pytest.raises(NotFiniteError) as caught:
-        Trainer(run, iterators, stop_wish=StopRequest(), checkpoints=recorder).train()
+        Trainer(run, iterators, build_schedule(run), stop_wish=StopRequest(), checkpoints=recorder).train()
     finite = all(bool(weight.isfinite().all()) for weight in run.state.chunks[0].parameters())
     return str(caught.value), recorder.saved, finite
 
 
 def train_and_test(flags: str) -> Any:
     """States that a whole run goes through."""
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
-    trainer = Trainer(run, iterators, stop_wish=StopRequest(), reporter=recorder, checkpoints=recorder)
+    trainer = Trainer(
+        run, iterators, build_schedule(run), stop_wish=StopRequest(), reporter=recorder, checkpoints=recorder
+    )
     trainer.train()
     trainer.test()
     return recorder.states
@@ -246,12 +263,13 @@ def train_and_test(flags: str) -> Any:
 
 def observed(flags: str) -> tuple[list[tuple[str, str, int, int]], list[float], list[tuple[int, int]]]:
     from megatronapp_trainer.pipeline.static import backward_order
+    from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
     observer = Observer()
-    Trainer(run, iterators, stop_wish=StopRequest(), observer=observer).train()  # type: ignore[arg-type]
+    Trainer(run, iterators, build_schedule(run, observer), stop_wish=StopRequest(), observer=observer).train()  # type: ignore[arg-type]
     return observer.events, observer.losses, list(backward_order(run.layout, 4))
 
 

@@ -22,6 +22,7 @@ from megatronapp_trainer.config.batch_size import BatchSchedule
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepMetrics
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.pipeline.pass_timers import PassTimers
 from megatronapp_trainer.training.metrics import (
     flops_per_token,
     flops_per_token_full_attention,
@@ -351,7 +352,7 @@ class Spans:
 
 def test_timers_name_chunk_and_microbatch_of_backward_passes() -> None:
     spans: Any = Spans()
-    timers = ObserverTimers(spans)
+    timers = PassTimers(spans, ObserverTimers(spans))
     timers.begin_step(((1, 0), (0, 0)))
     timers("forward-compute", log_level=2).start()
     timers.begin_forward(1, 7)

@@ -49,7 +49,7 @@ def evaluations(flags: str, split: str, before: int) -> list[list[tuple[int, flo
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.parallel.groups import initialize_groups
-    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of
+    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, layout_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
@@ -69,7 +69,7 @@ def evaluations(flags: str, split: str, before: int) -> list[list[tuple[int, flo
             iterators = dataclasses.replace(iterators, **asking)
         reporter: Any = Reporter()
         with StopRequest() as wish:
-            Trainer(run, iterators, stop_wish=wish, reporter=reporter, checkpoints=manager).train()
+            Trainer(run, iterators, build_schedule(run), stop_wish=wish, reporter=reporter, checkpoints=manager).train()
         results.append(reporter.validations)
     return results
 

@@ -54,7 +54,7 @@ def pretrain(config: TrainerConfig) -> ExitCode:
 
 
 def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish: Any) -> ExitCode:  # noqa: ANN401
-    from megatronapp_trainer.training.build import build_iterators, build_run, vocab_size_of
+    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.progress import make_reporter
 
@@ -79,8 +79,9 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
         if observer is not None:
             stack.callback(observer.close)
         saves_to = checkpoints if config.checkpoint.save is not None else None
+        schedule = build_schedule(run, observer)
         trainer = Trainer(
-            run, iterators, stop_wish=stop_wish, reporter=reporter, checkpoints=saves_to, observer=observer
+            run, iterators, schedule, stop_wish=stop_wish, reporter=reporter, checkpoints=saves_to, observer=observer
         )
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:

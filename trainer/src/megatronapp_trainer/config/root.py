@@ -32,6 +32,11 @@ class TrainerConfig:
         """Model chunks per rank."""
         return self.parallel.virtual_size(self.model.num_layers)
 
+    @property
+    def schedule(self) -> str:
+        """Name of the pipeline schedule in `pipeline.registry`; no flag chooses another one yet."""
+        return "static"
+
     def global_batch_size(self, data_size: int) -> int:
         """Samples of one step once a ramp-up has ended."""
         return self.training.global_batch_size or self.training.micro_batch_size * data_size

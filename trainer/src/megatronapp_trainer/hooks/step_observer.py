@@ -1,8 +1,9 @@
 """Where an observer may look into a training step, and what that costs when there is none: nothing.
 
-The loop holds ``observer: StepObserver | None``. Spans that megatron-core itself delimits (backward, gradient
-reduction, optimizer, ...) reach the observer through :class:`ObserverTimers`, which takes the place of Megatron's own
-timers in the model's and the optimizer's configuration and exists only where there is an observer.
+The loop holds ``observer: StepObserver | None``. The pipeline schedule announces forward and backward passes as they
+happen. Other spans that megatron-core itself delimits (gradient reduction, optimizer, ...) reach the observer through
+:class:`ObserverTimers`, which takes the place of Megatron's own timers in the model's and the optimizer's configuration
+and exists only where there is an observer.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.parallel.transport import Transport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +57,11 @@ class StepObserver(Protocol):
     Made by ``scan.start(RunContext)``, collectively, once groups, model and optimizer exist. ``begin`` and ``end``
     delimit DATA, FORWARD, BACKWARD, GRAD_REDUCE, PARAM_GATHER, EMBED_REDUCE, GRAD_NORM, OPTIMIZER, LOSS_REDUCE,
     EVALUATE, CHECKPOINT and GC; STEP is the observer's own, from ``step_begin`` to ``step_end``. DATA lies before
-    FORWARD, never inside. Transfers are recorded by the communicator that ``p2p_communicator`` gives.
+    FORWARD, never inside. Transfers are recorded by the transport that ``wrap_transport`` returns.
     """
 
-    def p2p_communicator(self, model_config: Any, pipeline_group: Any) -> Any | None:  # noqa: ANN401 - untyped library
-        """Replacement of megatron-core's P2PCommunicator for training steps, or None; asked once."""
+    def wrap_transport(self, transport: Transport) -> Transport:
+        """Return the transport of training steps, which delegates to this one; called once where there are stages."""
 
     def step_begin(self, step: int) -> None:
         """A loop iteration begins; ``step`` counts from 0 over the whole job."""
@@ -83,8 +85,8 @@ class StepObserver(Protocol):
         """Training has ended, or failed."""
 
 
-class _ObservedTimer:
-    """What megatron-core calls a timer: an object with start and stop."""
+class ObservedTimer:
+    """A timer of megatron-core: an object with start and stop."""
 
     __slots__ = ("start", "stop")
 
@@ -93,7 +95,7 @@ class _ObservedTimer:
         self.stop = stop
 
 
-def _nothing(*_args: object, **_kwargs: object) -> None:
+def ignore_timer(*_args: object, **_kwargs: object) -> None:
     """Megatron's timers that no observer wants."""
 
 
@@ -108,22 +110,14 @@ _TIMED_BY_MEGATRON = {
 
 
 class ObserverTimers:
-    """Stands in for Megatron's timers: a callable ``timers(name, log_level=...)`` that gives start and stop.
-
-    Forward spans begin in our forward step, after the data wait, and end where Megatron's ``forward-compute`` does,
-    the loss included. Backward spans carry the chunk and microbatch that the schedule runs at that place.
-    """
+    """A callable in the place of Megatron's timers: ``timers(name, log_level=...)`` gives start and stop."""
 
     def __init__(self, observer: StepObserver) -> None:
         self._observer = observer
-        self._backwards: tuple[tuple[int, int], ...] = ()
-        self._next_backward = 0
         self._spans = {name: self._span(kind) for name, kind in _TIMED_BY_MEGATRON.items()}
-        self._spans["forward-compute"] = _ObservedTimer(_nothing, self._end_forward)
-        self._spans["backward-compute"] = _ObservedTimer(self._begin_backward, self._end_backward)
-        self._ignored = _ObservedTimer(_nothing, _nothing)
+        self._ignored = ObservedTimer(ignore_timer, ignore_timer)
 
-    def __call__(self, name: str, log_level: int | None = None) -> _ObservedTimer:
+    def __call__(self, name: str, log_level: int | None = None) -> ObservedTimer:
         """The span of that timer, or one that does nothing."""
         return self._spans.get(name, self._ignored)
 
@@ -138,26 +132,7 @@ class ObserverTimers:
 
         return timed
 
-    def begin_step(self, backwards: tuple[tuple[int, int], ...]) -> None:
-        """A step begins whose backward passes run in this order of (chunk, microbatch)."""
-        self._backwards = backwards
-        self._next_backward = 0
-
-    def begin_forward(self, chunk: int, microbatch: int) -> None:
-        """The forward pass begins, its data being there."""
-        self._observer.begin(RecordKind.FORWARD, chunk, microbatch)
-
-    def _end_forward(self) -> None:
-        self._observer.end(RecordKind.FORWARD)
-
-    def _begin_backward(self) -> None:
-        self._observer.begin(RecordKind.BACKWARD, *self._backwards[self._next_backward])
-
-    def _end_backward(self) -> None:
-        self._observer.end(RecordKind.BACKWARD)
-        self._next_backward += 1
-
-    def _span(self, kind: RecordKind) -> _ObservedTimer:
-        return _ObservedTimer(
+    def _span(self, kind: RecordKind) -> ObservedTimer:
+        return ObservedTimer(
             lambda **_kwargs: self._observer.begin(kind, 0, NO_MICROBATCH), lambda: self._observer.end(kind)
         )

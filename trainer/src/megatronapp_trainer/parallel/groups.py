@@ -3,6 +3,7 @@
 import datetime
 import os
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,21 @@ def initialize_model_groups(config: TrainerConfig, layout: Layout) -> None:
         layout.virtual_size if layout.virtual_size > 1 else None,
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
+
+
+def schedule_groups() -> Any:  # noqa: ANN401 - ProcessGroupCollection
+    """The groups that megatron-core's schedules want with a communicator of ours."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
 
 
 def destroy_groups() -> None:

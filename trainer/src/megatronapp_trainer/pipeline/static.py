@@ -5,12 +5,13 @@ from typing import Any, cast
 
 import torch
 
-from megatronapp_common.trace import RecordKind
-from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import ChunkFeed, StepFeed
-from megatronapp_trainer.hooks.step_observer import ObserverTimers
 from megatronapp_trainer.models.language_model_loss import token_loss
+from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.parallel.transport import Transport
+from megatronapp_trainer.pipeline.pass_timers import PassTimers
+from megatronapp_trainer.pipeline.schedule import ScheduleContext
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -18,7 +19,7 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.
 class ForwardStep:
     """The forward step that the schedules call: data, model, and the loss to apply where this is the last chunk."""
 
-    def __init__(self, timers: ObserverTimers | None) -> None:
+    def __init__(self, timers: PassTimers | None) -> None:
         self._timers = timers
 
     def __call__(self, feed: ChunkFeed, model: Any) -> tuple[torch.Tensor, LossFunction]:  # noqa: ANN401 - DDP
@@ -26,7 +27,7 @@ class ForwardStep:
         batch = feed.next()
         if self._timers is not None:
             if feed.microbatch == 0 and model.use_forward_hook:
-                self._timers.timed(RecordKind.PARAM_GATHER, lambda: _await_first_parameters(model))()
+                self._timers.gather(lambda: _await_first_parameters(model))
             self._timers.begin_forward(feed.chunk, feed.microbatch)
         if batch is None:
             return model(None, None, None), _no_loss
@@ -52,36 +53,34 @@ def _no_loss(_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 class StaticSchedule:
     """1F1B or interleaved 1F1B, or plain gradient accumulation on one stage."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        layout: Layout,
-        chunks: list[Any],
-        *,
-        timers: ObserverTimers | None = None,
-        p2p_communicator: Any | None = None,  # noqa: ANN401 - megatron-core's P2PCommunicator
-    ) -> None:
+    def __init__(self, context: ScheduleContext) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self._config = config
-        self._layout = layout
-        self._chunks = chunks
-        self._timers = timers
+        self._config = context.config
+        self._layout = context.layout
+        self._chunks = context.chunks
         self._forward_backward = get_forward_backward_func()
-        self._forward_step = ForwardStep(timers)
+        self._timers: PassTimers | None = None
+        if context.observer is not None:
+            self._timers = PassTimers(context.observer, context.core_config.timers)
+            context.core_config.timers = self._timers
+        self._forward_step = ForwardStep(self._timers)
         self._plain_forward_step = ForwardStep(None)
-        self._transport = _transport(p2p_communicator)
+        self._transport = _transport_options(context.transport, context.core_config)
+        self._evaluation_transport = _transport_options(context.evaluation_transport, context.core_config)
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
-        """Forward and backward of all microbatches; gradients are reduced. Reports of the last stage, else empty."""
+        """Run forward and backward of all microbatches and reduce the gradients, as `PipelineSchedule` says."""
         if self._timers is not None:
             self._timers.begin_step(backward_order(self._layout, num_microbatches))
         return self._run(feed, num_microbatches, self._forward_step, forward_only=False, **self._transport)
 
     @torch.no_grad()
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
-        """Forward only, with no spans."""
-        return self._run(feed, num_microbatches, self._plain_forward_step, forward_only=True)
+        """Run the forward passes alone, with no spans."""
+        return self._run(
+            feed, num_microbatches, self._plain_forward_step, forward_only=True, **self._evaluation_transport
+        )
 
     def _run(self, feed: StepFeed, num_microbatches: int, step: ForwardStep, **options: Any) -> list[torch.Tensor]:  # noqa: ANN401
         feeds = [ChunkFeed(feed, chunk) for chunk in range(len(self._chunks))]
@@ -123,18 +122,14 @@ def _one_or_all(functions: list[Any]) -> Any:  # noqa: ANN401 - what megatron-co
     return functions[0] if len(functions) == 1 else functions
 
 
-def _transport(p2p_communicator: Any | None) -> dict[str, Any]:  # noqa: ANN401 - untyped library
-    """Arguments of the schedules for a communicator that is not megatron-core's own; they want the groups with it."""
-    if p2p_communicator is None:
+def _transport_options(transport: Transport | None, core_config: Any) -> dict[str, Any]:  # noqa: ANN401 - untyped library
+    """Arguments of megatron-core's schedules for a transport; they want the groups with it."""
+    if transport is None:
         return {}
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatronapp_trainer.pipeline.megatron_transport import TransportCommunicator
 
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return {"p2p_communicator": p2p_communicator, "pg_collection": groups}
+    groups = schedule_groups()
+    return {
+        "p2p_communicator": TransportCommunicator(groups.pp, core_config, transport),
+        "pg_collection": groups,
+    }

@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from megatronapp_common.pages import DocumentReader
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Metric, RecordKind
 from megatronapp_trainer.hooks.step_observer import StepMetrics
+from megatronapp_trainer.parallel.transport import Transport
 from megatronapp_trainer.scan.faults import FaultPlan
 from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
-from megatronapp_trainer.scan.p2p import TracedP2PCommunicator
 from megatronapp_trainer.scan.peers import PeerCounters
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
+from megatronapp_trainer.scan.traced_transport import TracedTransport
 
 HOST_KINDS = frozenset({RecordKind.DATA, RecordKind.EVALUATE, RecordKind.CHECKPOINT, RecordKind.GC})
 """Kinds of work that run on the host also where there is a device."""
@@ -80,13 +80,9 @@ class ScanObserver:
         self._host_stall = host_stall
         self._is_reporter = is_reporter
 
-    def p2p_communicator(self, model_config: Any, pipeline_group: Any) -> Any | None:  # noqa: ANN401 - untyped library
-        """Return the traced communicator, or None without a pipeline."""
-        if pipeline_group.size() == 1:
-            return None
-        return TracedP2PCommunicator(
-            pipeline_group, model_config, recorder=self._recorder, peers=self._peers, withhold=self._withhold
-        )
+    def wrap_transport(self, transport: Transport) -> Transport:
+        """Wrap the transport in one that records its transfers."""
+        return TracedTransport(transport, recorder=self._recorder, peers=self._peers, withhold=self._withhold)
 
     def step_begin(self, step: int) -> None:
         """Begin a loop iteration: apply commands and faults."""

@@ -3,15 +3,21 @@
 import dataclasses
 from typing import Any
 
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.config.batch_size import BatchSchedule, batch_schedule
 from megatronapp_trainer.config.checks import check_world
 from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.device import Device
+from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepObserver
 from megatronapp_trainer.models.gpt import build_chunks, padded_vocab_size
 from megatronapp_trainer.parallel.groups import seed_everything
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.parallel.transport import Transport
+from megatronapp_trainer.pipeline.megatron_transport import MegatronTransport
+from megatronapp_trainer.pipeline.registry import create_schedule
+from megatronapp_trainer.pipeline.schedule import PipelineSchedule, ScheduleContext
 from megatronapp_trainer.pipeline.static import connect
 from megatronapp_trainer.training.optimizer import build_optimizer, build_scheduler
 
@@ -66,6 +72,33 @@ def build_run(
             scheduler=build_scheduler(config, optimizer, batches),
         ),
     )
+
+
+def build_schedule(run: TrainingRun, observer: StepObserver | None = None) -> PipelineSchedule:
+    """The pipeline schedule of a run; an observer's timers and transport come in here, and nowhere else."""
+    from megatron.core import parallel_state
+
+    transport: Transport | None = None
+    if run.layout.pipeline_size > 1:
+        transport = MegatronTransport(parallel_state.get_pipeline_model_parallel_group(), run.core_config)
+    observed_transport, optimizer = transport, run.state.optimizer
+    if observer is not None:
+        timers = ObserverTimers(observer)
+        run.core_config.timers = timers
+        optimizer.config.timers = timers
+        optimizer.get_grad_norm = timers.timed(RecordKind.GRAD_NORM, optimizer.get_grad_norm)
+        if transport is not None:
+            observed_transport = observer.wrap_transport(transport)
+    context = ScheduleContext(
+        config=run.config,
+        layout=run.layout,
+        core_config=run.core_config,
+        chunks=run.state.chunks,
+        transport=observed_transport,
+        evaluation_transport=transport,
+        observer=observer,
+    )
+    return create_schedule(run.config.schedule, context)
 
 
 def vocab_size_of(config: TrainerConfig) -> int:

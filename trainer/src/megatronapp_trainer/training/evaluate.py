@@ -8,13 +8,13 @@ import torch
 
 from megatronapp_trainer.data.microbatches import BatchSource, HostMicrobatch, StepFeed, chunks_that_need_data
 from megatronapp_trainer.models.language_model_loss import PendingLossReduction, reduce_loss
-from megatronapp_trainer.pipeline.static import StaticSchedule
+from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
 
 
 def evaluate(
     run: TrainingRun,
-    schedule: StaticSchedule,
+    schedule: PipelineSchedule,
     source: BatchSource,
     iterator: Iterator[HostMicrobatch],
     *,

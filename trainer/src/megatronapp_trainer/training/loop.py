@@ -5,14 +5,14 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatronapp_common.names import UNSAVED_STOP, ExitCode
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.data.microbatches import BatchSource, DataIterators, StepFeed, chunks_that_need_data
 from megatronapp_trainer.errors import UnsavedStopError
-from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepMetrics, StepObserver
+from megatronapp_trainer.hooks.step_observer import StepMetrics, StepObserver
 from megatronapp_trainer.models.language_model_loss import (
     PendingLossReduction,
     StepLoss,
@@ -20,7 +20,7 @@ from megatronapp_trainer.models.language_model_loss import (
     refuse_infinite_gradients,
     refuse_not_finite,
 )
-from megatronapp_trainer.pipeline.static import StaticSchedule
+from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import evaluate, gathered_parameters
 from megatronapp_trainer.training.metrics import flops_per_token, peak_tflops, why_no_mfu
@@ -54,6 +54,7 @@ class Trainer:
         self,
         run: TrainingRun,
         iterators: DataIterators,
+        schedule: PipelineSchedule,
         *,
         stop_wish: StopRequest,
         reporter: Reporter | None = None,
@@ -70,7 +71,7 @@ class Trainer:
         self._observer = observer
         self._source = BatchSource(run.config, run.layout, run.device)
         self._needed_by = chunks_that_need_data(run.config, run.layout)
-        self._schedule = _make_schedule(run, observer)
+        self._schedule = schedule
         self._pending: PendingLossReduction | None = None
         run.state.optimizer.get_grad_norm = self._refusing_not_finite(run.state.optimizer.get_grad_norm)
         self._flops = flops_per_token(run.config.model, run.padded_vocab_size)
@@ -321,22 +322,6 @@ class Trainer:
             yield
         finally:
             gc.enable()
-
-
-def _make_schedule(run: TrainingRun, observer: StepObserver | None) -> StaticSchedule:
-    """The schedule of training steps; an observer's timers and communicator come in here, and nowhere else."""
-    if observer is None:
-        return StaticSchedule(run.config, run.layout, run.state.chunks)
-    from megatron.core import parallel_state
-
-    timers = ObserverTimers(observer)
-    run.core_config.timers = timers
-    run.state.optimizer.config.timers = timers
-    run.state.optimizer.get_grad_norm = timers.timed(RecordKind.GRAD_NORM, run.state.optimizer.get_grad_norm)
-    communicator: Any | None = None
-    if run.layout.pipeline_size > 1:
-        communicator = observer.p2p_communicator(run.core_config, parallel_state.get_pipeline_model_parallel_group())
-    return StaticSchedule(run.config, run.layout, run.state.chunks, timers=timers, p2p_communicator=communicator)
 
 
 def _due(iteration: int, interval: int | None) -> bool:

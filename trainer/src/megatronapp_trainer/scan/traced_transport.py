@@ -1,25 +1,14 @@
-"""megatron-core's point-to-point communicator with a span around every post and every wait.
+"""A transport with a span around every post and every wait; order and requests are those of the one underneath."""
 
-Only `_communicate` is overridden: the schedules, the order of posts and the requests stay megatron-core's own.
-"""
-
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.parallel.transport import PostedTransfers, TransferRequest, Transport
 from megatronapp_trainer.scan.peers import SENDS, PeerCounters
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
-
-
-class TransferRequest(Protocol):
-    """Handle of a posted transfer, as the schedules use it."""
-
-    def wait(self) -> Any:  # noqa: ANN401 - the type of the library underneath
-        """Wait until the tensor may be used or reused."""
 
 
 class TracedRequest:
@@ -37,53 +26,60 @@ class TracedRequest:
         return self._wait(request)
 
 
-class TracedP2PCommunicator(P2PCommunicator):  # type: ignore[misc] # megatron-core carries no types
+class TracedTransport:
     """Records SEND_POST, RECV_POST, SEND_WAIT and RECV_WAIT with (directed pair, ordinal) as their key."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        config: Any,  # noqa: ANN401 - megatron-core's ModelParallelConfig, untyped
+        transport: Transport,
         *,
         recorder: Recorder,
         peers: PeerCounters,
         withhold: Callable[[int], None],
     ) -> None:
-        super().__init__(group, config)
+        self._transport = transport
         self._recorder = recorder
         self._peers = peers
         self._withhold = withhold
 
-    def _communicate(
+    @property
+    def next_rank(self) -> int:
+        """Return the rank that the transport underneath names."""
+        return self._transport.next_rank
+
+    @property
+    def prev_rank(self) -> int:
+        """Return the rank that the transport underneath names."""
+        return self._transport.prev_rank
+
+    def post(
         self,
         *,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
+        send_next: torch.Tensor | None,
+        send_prev: torch.Tensor | None,
         recv_prev: bool,
         recv_next: bool,
         tensor_shape: Any,  # noqa: ANN401 - list of int or torch.Size
-        wait_on_reqs: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, TracedRequest] | None]:
+    ) -> PostedTransfers:
+        """Post through the transport underneath, and record it."""
         mark = self._recorder.host_mark()
-        from_prev, from_next, requests = super()._communicate(
-            tensor_send_next=tensor_send_next,
-            tensor_send_prev=tensor_send_prev,
+        posted = self._transport.post(
+            send_next=send_next,
+            send_prev=send_prev,
             recv_prev=recv_prev,
             recv_next=recv_next,
             tensor_shape=tensor_shape,
-            wait_on_reqs=False,
         )
         tensors = {
-            "send_next": tensor_send_next,
-            "send_prev": tensor_send_prev,
-            "recv_prev": from_prev,
-            "recv_next": from_next,
+            "send_next": send_next,
+            "send_prev": send_prev,
+            "recv_prev": posted.from_prev,
+            "recv_next": posted.from_next,
         }
-        traced = {name: self._traced(name, request, tensors[name], mark) for name, request in requests.items()}
-        if not wait_on_reqs:
-            return from_prev, from_next, traced
-        _wait_all(traced.values())
-        return from_prev, from_next, None
+        traced: dict[str, TransferRequest] = {
+            name: self._traced(name, request, tensors[name], mark) for name, request in posted.requests.items()
+        }
+        return posted._replace(requests=traced)
 
     def _traced(
         self, name: str, request: TransferRequest, tensor: torch.Tensor | None, mark: TimeMark
@@ -106,8 +102,3 @@ class TracedP2PCommunicator(P2PCommunicator):  # type: ignore[misc] # megatron-c
             return result
 
         return TracedRequest(request, wait)
-
-
-def _wait_all(requests: Iterable[TracedRequest]) -> None:
-    for request in requests:
-        request.wait()

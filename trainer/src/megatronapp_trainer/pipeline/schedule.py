@@ -1,0 +1,50 @@
+"""The interface of a pipeline schedule."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.data.microbatches import StepFeed
+from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.parallel.transport import Transport
+
+
+class PipelineSchedule(Protocol):
+    """Runs the forward and backward passes of a step on this rank, in the order that it chooses.
+
+    It announces each pass of a training step to the observer as the pass begins and ends: FORWARD and BACKWARD with
+    their chunk and microbatch. No order is known to the observer before the step.
+    """
+
+    def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
+        """Run forward and backward of all microbatches and reduce the gradients.
+
+        Returns the reports of the loss by microbatch on the last stage; on other stages an empty list.
+        """
+
+    def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
+        """Run the forward passes alone, with no gradients and no spans."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleContext:
+    """The parts of a run that a schedule works with."""
+
+    config: TrainerConfig
+    layout: Layout
+    core_config: Any
+    """megatron-core's TransformerConfig."""
+    chunks: list[Any]
+    """Model chunks of this rank, each in megatron-core's DistributedDataParallel."""
+    transport: Transport | None
+    """For training steps, with the spans of an observer; None: there is one stage."""
+    evaluation_transport: Transport | None
+    """The same without spans."""
+    observer: StepObserver | None
+
+
+ScheduleBuilder = Callable[[ScheduleContext], PipelineSchedule]
