@@ -21,6 +21,6 @@ class TrainState:
     chunks: list[Any]
     """Model chunks of this rank, each wrapped in megatron-core's DistributedDataParallel."""
     optimizer: Any
-    """MegatronOptimizer over all chunks."""
+    """MegatronOptimizer over all chunks; None on a rank that only runs forward passes."""
     scheduler: Any
-    """OptimizerParamScheduler; its steps are samples."""
+    """OptimizerParamScheduler, whose steps are samples; None where there is no optimizer."""

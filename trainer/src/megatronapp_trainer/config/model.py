@@ -65,6 +65,11 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = option(False, "softmax of --transformer-impl local in fp32")
 
     @property
+    def type(self) -> str:
+        """Name of the family in `models.registry`, as `model.type` of the manifest; no flag chooses another one yet."""
+        return "gpt"
+
+    @property
     def heads_of_keys(self) -> int:
         """Key and value heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads

@@ -22,7 +22,7 @@ from megatronapp_trainer.errors import CheckpointError, UsageError
 from megatronapp_trainer.inference.model.kv_cache import check_memory, free_bytes
 from megatronapp_trainer.inference.model_runner import ModelRunner, RunnerOptions, cache_shape
 from megatronapp_trainer.inference.worker_group import WorkerGroup
-from megatronapp_trainer.models.gpt import build_stage
+from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.agreement import broadcast_from_zero, on_all_ranks
 from megatronapp_trainer.parallel.groups import seed_everything
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
@@ -87,7 +87,7 @@ def build_model(config: TrainerConfig, layout: Layout, device: Device, *, vocab_
     config = generation_config(config)
     # On a GPU megatron-core draws weights from states of its own, which have to be there though ours replace them.
     seed_everything(config, layout)
-    model = build_stage(config, layout, device, vocab_size=vocab_size, drawn=drawn)
+    model = model_family(config).build_stage(config, layout, device, vocab_size=vocab_size, drawn=drawn)
     return model.eval().requires_grad_(False)
 
 

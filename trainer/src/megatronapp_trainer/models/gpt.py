@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 from megatronapp_trainer.config import ModelConfig, TrainerConfig
+from megatronapp_trainer.data.microbatches import DataIterators, Microbatch
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.models.initial import initialize_weights
+from megatronapp_trainer.models.language_model_loss import token_loss
 from megatronapp_trainer.models.layers import block_spec, resolve_implementation
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -62,6 +64,34 @@ def build_stage(
     if config.precision.bf16:
         model.bfloat16()
     return model.to(device.torch_device)
+
+
+def forward(model: Any, batch: Microbatch | None) -> torch.Tensor:  # noqa: ANN401 - DDP
+    """Run one chunk with its inputs of a microbatch; None: the chunk reads no data."""
+    output: torch.Tensor
+    if batch is None:
+        output = model(None, None, None)
+    else:
+        output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+    return output
+
+
+def loss(output: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum the loss of each token, which the last chunk puts out, over the unmasked tokens of a microbatch."""
+    return token_loss(output, batch.loss_mask, batch.loss_tokens)
+
+
+def build_iterators(
+    config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
+) -> DataIterators:
+    """Iterate over microbatches of this rank from the given sample on; `order_samples` as in `TrainState`."""
+    if config.data.mock_data:
+        from megatronapp_trainer.data.mock_data import build_mock_iterators
+
+        return build_mock_iterators(config, layout, consumed_samples)
+    from megatronapp_trainer.data.iterators import build_train_valid_test_iterators
+
+    return build_train_valid_test_iterators(config, layout, consumed_samples, order_samples=order_samples)
 
 
 def _build_chunk(

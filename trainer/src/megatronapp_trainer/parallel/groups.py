@@ -3,6 +3,7 @@
 import datetime
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.parallel.roles import RankRole
 
 
 def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> None:
@@ -28,15 +30,28 @@ def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> 
 
 
 def initialize_model_groups(config: TrainerConfig, layout: Layout) -> None:
-    """megatron-core's groups within a started torch.distributed."""
+    """Build megatron-core's groups of the ranks of this rank's role, within a started torch.distributed."""
+    build = _GROUP_BUILDERS.get(layout.role)
+    if build is None:
+        raise UsageError(f"groups of {layout.role} ranks cannot be built yet; only role {RankRole.ALL} has them")
+    build(config, layout)
+
+
+def _build_common_groups(config: TrainerConfig, layout: Layout) -> None:
+    """Build the groups where every rank of the world runs forward and backward passes."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
         layout.tensor_size,
         layout.pipeline_size,
         layout.virtual_size if layout.virtual_size > 1 else None,
+        context_parallel_size=layout.context_size,
+        expert_model_parallel_size=layout.expert_size,
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
+
+
+_GROUP_BUILDERS: dict[RankRole, Callable[[TrainerConfig, Layout], None]] = {RankRole.ALL: _build_common_groups}
 
 
 def schedule_groups() -> Any:  # noqa: ANN401 - ProcessGroupCollection

@@ -5,6 +5,7 @@ import os
 
 from megatronapp_common.topology import Coordinates, Topology
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.parallel.roles import RankRole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,11 +19,21 @@ class Layout:
     pipeline_size: int
     virtual_size: int
     """Model chunks of each rank; 1 where the schedule is not interleaved."""
+    context_size: int = 1
+    expert_size: int = 1
+    role: RankRole = RankRole.ALL
+    """The passes that this rank runs; groups hold ranks of one role."""
 
     @property
     def topology(self) -> Topology:
         """The layout of all ranks. Raises TopologyError if its groups do not divide the world."""
-        return Topology.of_world(self.world_size, tensor=self.tensor_size, pipeline=self.pipeline_size)
+        return Topology.of_world(
+            self.world_size,
+            tensor=self.tensor_size,
+            context=self.context_size,
+            expert=self.expert_size,
+            pipeline=self.pipeline_size,
+        )
 
     @property
     def _place(self) -> Coordinates:
@@ -37,6 +48,16 @@ class Layout:
     def tensor_rank(self) -> int:
         """Place in the tensor group."""
         return self._place.tp
+
+    @property
+    def context_rank(self) -> int:
+        """Place in the context group."""
+        return self._place.cp
+
+    @property
+    def expert_rank(self) -> int:
+        """Place in the expert group."""
+        return self._place.ep
 
     @property
     def data_rank(self) -> int:
@@ -60,8 +81,8 @@ class Layout:
 
     @property
     def is_reporter(self) -> bool:
-        """The one rank that logs: first of its tensor group and replica 0, on the last stage."""
-        return self.is_last_stage and self.tensor_rank == 0 and self.data_rank == 0
+        """The one rank that logs: first of its tensor and context group and replica 0, on the last stage."""
+        return self.is_last_stage and self.tensor_rank == self.context_rank == self.data_rank == 0
 
 
 def environment_integer(name: str, default: int) -> int:
@@ -84,7 +105,9 @@ def check_divides(world_size: int, *, tensor_size: int, pipeline_size: int) -> N
         )
 
 
-def layout_from_environment(*, tensor_size: int, pipeline_size: int, virtual_size: int) -> Layout:
+def layout_from_environment(
+    *, tensor_size: int, pipeline_size: int, virtual_size: int, context_size: int = 1, expert_size: int = 1
+) -> Layout:
     """The layout of this process from RANK, WORLD_SIZE and LOCAL_RANK; one process where they are absent.
 
     Raises UsageError if the groups do not divide the world.
@@ -98,4 +121,6 @@ def layout_from_environment(*, tensor_size: int, pipeline_size: int, virtual_siz
         tensor_size=tensor_size,
         pipeline_size=pipeline_size,
         virtual_size=virtual_size,
+        context_size=context_size,
+        expert_size=expert_size,
     )

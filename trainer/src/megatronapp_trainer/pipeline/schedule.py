@@ -9,6 +9,7 @@ import torch
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.models.registry import ModelFamily
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.transport import Transport
 
@@ -40,6 +41,7 @@ class ScheduleContext:
     """megatron-core's TransformerConfig."""
     chunks: list[Any]
     """Model chunks of this rank, each in megatron-core's DistributedDataParallel."""
+    family: ModelFamily
     transport: Transport | None
     """For training steps, with the spans of an observer; None: there is one stage."""
     evaluation_transport: Transport | None

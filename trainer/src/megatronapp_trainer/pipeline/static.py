@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 
 from megatronapp_trainer.data.microbatches import ChunkFeed, StepFeed
-from megatronapp_trainer.models.language_model_loss import token_loss
+from megatronapp_trainer.models.registry import ModelFamily
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.transport import Transport
@@ -19,7 +19,8 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.
 class ForwardStep:
     """The forward step that the schedules call: data, model, and the loss to apply where this is the last chunk."""
 
-    def __init__(self, timers: PassTimers | None) -> None:
+    def __init__(self, family: ModelFamily, timers: PassTimers | None) -> None:
+        self._family = family
         self._timers = timers
 
     def __call__(self, feed: ChunkFeed, model: Any) -> tuple[torch.Tensor, LossFunction]:  # noqa: ANN401 - DDP
@@ -29,10 +30,10 @@ class ForwardStep:
             if feed.microbatch == 0 and model.use_forward_hook:
                 self._timers.gather(lambda: _await_first_parameters(model))
             self._timers.begin_forward(feed.chunk, feed.microbatch)
+        output = self._family.forward(model, batch)
         if batch is None:
-            return model(None, None, None), _no_loss
-        output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
-        return output, lambda losses: token_loss(losses, batch.loss_mask, batch.loss_tokens)
+            return output, _no_loss
+        return output, lambda losses: self._family.loss(losses, batch)
 
 
 def _await_first_parameters(model: Any) -> None:  # noqa: ANN401 - DDP
@@ -64,8 +65,8 @@ class StaticSchedule:
         if context.observer is not None:
             self._timers = PassTimers(context.observer, context.core_config.timers)
             context.core_config.timers = self._timers
-        self._forward_step = ForwardStep(self._timers)
-        self._plain_forward_step = ForwardStep(None)
+        self._forward_step = ForwardStep(context.family, self._timers)
+        self._plain_forward_step = ForwardStep(context.family, None)
         self._transport = _transport_options(context.transport, context.core_config)
         self._evaluation_transport = _transport_options(context.evaluation_transport, context.core_config)
 

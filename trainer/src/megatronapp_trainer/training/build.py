@@ -11,7 +11,8 @@ from megatronapp_trainer.config.checks import check_world
 from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepObserver
-from megatronapp_trainer.models.gpt import build_chunks, padded_vocab_size
+from megatronapp_trainer.models.gpt import padded_vocab_size
+from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.groups import seed_everything
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
 from megatronapp_trainer.parallel.transport import Transport
@@ -42,6 +43,8 @@ def layout_of(config: TrainerConfig) -> Layout:
         tensor_size=config.parallel.tensor_model_parallel_size,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
         virtual_size=config.virtual_size,
+        context_size=config.parallel.context_parallel_size,
+        expert_size=config.parallel.expert_model_parallel_size,
     )
     check_world(config, layout.data_size)
     return layout
@@ -52,13 +55,18 @@ def build_run(
 ) -> TrainingRun:
     """Model, optimizer and schedules with their initial values; the groups exist already.
 
+    A rank that only runs forward passes has neither optimizer nor learning-rate schedule.
+
     `drawn`: with initial weights; else with whatever is in memory, for a checkpoint to fill.
     """
     seed_everything(config, layout)
-    core_config, chunks = build_chunks(config, layout, device, vocab_size=vocab_size, drawn=drawn)
-    optimizer = build_optimizer(config, chunks)
-    connect(core_config, chunks, optimizer, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
+    core_config, chunks = model_family(config).build_chunks(config, layout, device, vocab_size=vocab_size, drawn=drawn)
     batches = batch_schedule(config, layout.data_size)
+    optimizer = scheduler = None
+    if layout.role.has_optimizer:
+        optimizer = build_optimizer(config, chunks)
+        scheduler = build_scheduler(config, optimizer, batches)
+        connect(core_config, chunks, optimizer, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
     return TrainingRun(
         config=config,
         layout=layout,
@@ -66,11 +74,7 @@ def build_run(
         core_config=core_config,
         batches=batches,
         padded_vocab_size=padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by),
-        state=TrainState(
-            chunks=chunks,
-            optimizer=optimizer,
-            scheduler=build_scheduler(config, optimizer, batches),
-        ),
+        state=TrainState(chunks=chunks, optimizer=optimizer, scheduler=scheduler),
     )
 
 
@@ -85,8 +89,9 @@ def build_schedule(run: TrainingRun, observer: StepObserver | None = None) -> Pi
     if observer is not None:
         timers = ObserverTimers(observer)
         run.core_config.timers = timers
-        optimizer.config.timers = timers
-        optimizer.get_grad_norm = timers.timed(RecordKind.GRAD_NORM, optimizer.get_grad_norm)
+        if optimizer is not None:
+            optimizer.config.timers = timers
+            optimizer.get_grad_norm = timers.timed(RecordKind.GRAD_NORM, optimizer.get_grad_norm)
         if transport is not None:
             observed_transport = observer.wrap_transport(transport)
     context = ScheduleContext(
@@ -96,6 +101,7 @@ def build_schedule(run: TrainingRun, observer: StepObserver | None = None) -> Pi
         chunks=run.state.chunks,
         transport=observed_transport,
         evaluation_transport=transport,
+        family=model_family(run.config),
         observer=observer,
     )
     return create_schedule(run.config.schedule, context)
@@ -114,10 +120,4 @@ def build_iterators(
     config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
 ) -> DataIterators:
     """Microbatches of this rank from the given sample on; `order_samples` as in `TrainState`."""
-    if config.data.mock_data:
-        from megatronapp_trainer.data.mock_data import build_mock_iterators
-
-        return build_mock_iterators(config, layout, consumed_samples)
-    from megatronapp_trainer.data.iterators import build_train_valid_test_iterators
-
-    return build_train_valid_test_iterators(config, layout, consumed_samples, order_samples=order_samples)
+    return model_family(config).build_iterators(config, layout, consumed_samples, order_samples=order_samples)

@@ -1,0 +1,179 @@
+"""The places where another schedule, transport, model family or role of ranks is added."""
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import small_training
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.topology import Topology
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.parallel.roles import RankRole
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 2 --train-iters 2 --lr 2e-3 --mock-data --vocab-size 120 --eval-iters 1"
+)
+LONE = Layout(rank=0, world_size=1, local_rank=0, tensor_size=1, pipeline_size=1, virtual_size=1)
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    from megatronapp_trainer.pipeline.registry import create_schedule
+
+    context: Any = None
+    with pytest.raises(UsageError, match=r"no pipeline schedule 'dynamic'; take one of: static"):
+        create_schedule("dynamic", context)
+
+
+def test_an_unknown_model_type_is_refused() -> None:
+    from megatronapp_trainer.models.registry import model_family
+
+    config: Any = types.SimpleNamespace(model=types.SimpleNamespace(type="bert"))
+    with pytest.raises(UsageError, match=r"no model type 'bert'; take one of: gpt"):
+        model_family(config)
+
+
+def test_every_flag_describes_a_registered_family_and_schedule() -> None:
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.models.registry import FAMILIES
+    from megatronapp_trainer.pipeline.registry import SCHEDULES
+
+    config = parse(MODEL.split())
+    assert config.model.type in FAMILIES
+    assert config.schedule in SCHEDULES
+
+
+def test_groups_of_a_role_without_a_builder_are_refused() -> None:
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.parallel.groups import initialize_model_groups
+
+    layout = dataclasses.replace(LONE, role=RankRole.FORWARD)
+    with pytest.raises(UsageError, match="groups of forward ranks"):
+        initialize_model_groups(parse(MODEL.split()), layout)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
+def test_a_layout_has_the_coordinates_of_its_topology(tensor: int, context: int, data: int, pipeline: int) -> None:
+    topology = Topology(tensor=tensor, context=context, expert=context, data=data, pipeline=pipeline)
+    reporters = 0
+    for rank in range(topology.world_size):
+        layout = dataclasses.replace(
+            LONE,
+            rank=rank,
+            world_size=topology.world_size,
+            tensor_size=tensor,
+            pipeline_size=pipeline,
+            context_size=context,
+            expert_size=context,
+        )
+        place = topology.coordinates(rank)
+        assert (layout.context_rank, layout.expert_rank) == (place.cp, place.ep)
+        assert (layout.tensor_rank, layout.data_rank, layout.pipeline_rank) == (place.tp, place.dp, place.pp)
+        reporters += layout.is_reporter
+    assert reporters == 1
+
+
+class CountingRequest:
+    """A request that counts its waits."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> str:
+        self.waits += 1
+        return "finished"
+
+
+class ReceivingTransport:
+    """A transport that receives one tensor from the previous stage."""
+
+    next_rank = 3
+    prev_rank = 1
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.request = CountingRequest()
+        self.posted: list[dict[str, Any]] = []
+
+    def post(self, **transfers: Any) -> Any:
+        from megatronapp_trainer.parallel.transport import PostedTransfers
+
+        self.posted.append(transfers)
+        return PostedTransfers(self.tensor, None, {"recv_prev": self.request})
+
+
+class RecordedSpans:
+    """A recorder that keeps the kinds of its records."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def host_mark(self) -> None: ...
+
+    def transfer(self, key: Any, _mark: Any, size: int) -> None:
+        self.kinds.append(f"{key.kind.name} {size}")
+
+    def enter(self, _key: Any) -> None: ...
+
+    def leave(self, key: Any, _mark: Any) -> None:
+        self.kinds.append(key.kind.name)
+
+
+def test_a_traced_transport_delegates_and_records_each_wait_once() -> None:
+    import torch
+
+    from megatronapp_trainer.scan.peers import PeerCounters
+    from megatronapp_trainer.scan.traced_transport import TracedTransport
+
+    inner, spans, withheld = ReceivingTransport(torch.zeros(4)), RecordedSpans(), list[int]()
+    recorder: Any = spans
+    traced = TracedTransport(
+        inner, recorder=recorder, peers=PeerCounters(2, {(1, 2): 0, (2, 1): 1}), withhold=withheld.append
+    )
+    shape = [4]
+    posted = traced.post(send_next=None, send_prev=None, recv_prev=True, recv_next=False, tensor_shape=shape)
+    assert (traced.next_rank, traced.prev_rank) == (3, 1)
+    assert posted.from_prev is inner.tensor
+    assert inner.posted == [
+        {"send_next": None, "send_prev": None, "recv_prev": True, "recv_next": False, "tensor_shape": shape}
+    ]
+    request = posted.requests["recv_prev"]
+    assert request.wait() == "finished"
+    assert request.wait() is None
+    assert inner.request.waits == 1
+    assert spans.kinds == ["RECV_POST 16", "RECV_WAIT"]
+    assert withheld == [1]
+
+
+def evaluate_on_a_forward_rank(flags: str) -> tuple[Any, Any, float | None, float | None]:
+    """Optimizer and learning-rate schedule of a forward rank, and its validation loss next to an ordinary rank's."""
+    from megatronapp_trainer.data.microbatches import BatchSource
+    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule
+    from megatronapp_trainer.training.evaluate import evaluate
+
+    ordinary = small_training.prepare(flags)
+    layout = dataclasses.replace(ordinary.layout, role=RankRole.FORWARD)
+    forward = build_run(ordinary.config, layout, ordinary.device, vocab_size=120)
+    losses = []
+    for run in (forward, ordinary):
+        iterators = build_iterators(run.config, run.layout, 0)
+        assert iterators.valid is not None
+        source = BatchSource(run.config, run.layout, run.device)
+        losses.append(evaluate(run, build_schedule(run), source, iterators.valid))
+    return forward.state.optimizer, forward.state.scheduler, losses[0], losses[1]
+
+
+def test_a_forward_rank_has_no_optimizer_and_computes_the_same_loss(run_ranks: RunRanks) -> None:
+    ((optimizer, scheduler, forward_loss, loss),) = run_ranks(1, evaluate_on_a_forward_rank, MODEL)
+    assert optimizer is None
+    assert scheduler is None
+    assert forward_loss == loss
+    assert loss is not None and loss > 0
