@@ -58,8 +58,10 @@ class KeyRing:
         return key_id(self.current)
 
     def find(self, wanted: str) -> str | None:
-        """Return the key with an id, or None if the file has it no more. An empty id is of a release with one key
-        only."""
+        """Return the key with an id, or None if the file has it no more.
+
+        An empty id is of a release with one key only.
+        """
         return self._by_id.get(wanted) if wanted else self._values[-1]
 
     def reload(self) -> bool:

@@ -139,8 +139,10 @@ class OperatorMetrics:
         self._reconcile.labels(outcome).observe(seconds)
 
     def request(self, verb: str, resource: str, code: int | str) -> None:
-        """Count a request by the code of its answer ("error": none). `resource` is the plural, never an object's
-        name."""
+        """Count a request by the code of its answer ("error": none).
+
+        `resource` is the plural, never an object's name.
+        """
         self._requests.labels(verb, resource, str(code)).inc()
 
     def queue(self, depth: int, oldest_s: float) -> None:

@@ -66,7 +66,7 @@ class JobFollower:
             self._stopping = True
             self._print(stopping_line(self._job))
         elif event.reason in {"Failed", "Suspended"} and was_interrupted(status):
-            pass  # said by `finish`
+            pass  # printed by `finish`
         elif not self._is_expected(event.message):
             mark = "" if event.type is EventType.NORMAL else "warning: "
             self._print(f"{mark}{event.message}")
@@ -173,8 +173,10 @@ def progress_line(page: Progress) -> str:
 
 
 def reporting_rank(job: MegatronJob) -> int:
-    """Return the rank that reports the loss: the first of the last stage (docs/contracts.md, section 5); 0 if it
-    serves."""
+    """Return the rank that reports the loss.
+
+    It is the first of the last stage (docs/contracts.md, section 5), or 0 for a job that serves.
+    """
     if job.spec.mode == "serve":
         return 0
     layout, world = job.spec.parallelism, job.world

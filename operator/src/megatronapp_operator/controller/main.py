@@ -127,7 +127,7 @@ async def _serve(
         watches = Watches(settings.kubeconfig, settings.namespaces, service.on_watch_event)
         try:
             async with asyncio.TaskGroup() as group:
-                await service.begin()  # before the watches list the same again: what is to be done soon comes first
+                await service.begin()  # before the watches list the same again: urgent jobs are first
                 watches.start(asyncio.get_running_loop())
                 health.turned_at = lambda: watches.turned_at
                 group.create_task(_watched(watches))
@@ -162,6 +162,8 @@ def _loss(group: BaseExceptionGroup[BaseException]) -> LeaseLostError | None:
 
 
 def _not_ready(health: ControllerHealth) -> str | None:
-    """Return why the replica is not ready. One that waits for the lease is ready; the leader must have listed all
-    objects."""
+    """Return why the replica is not ready.
+
+    One that waits for the lease is ready; the leader must have listed all objects.
+    """
     return "listing all objects" if health.leads and not health.synced else None

@@ -186,8 +186,10 @@ class LeaderService:
         return found, min(versions)
 
     async def _resync(self) -> None:
-        """List all objects at intervals: only a list shows deletions between the first list and those of the
-        watches."""
+        """List all objects at intervals.
+
+        Only a list shows deletions between the first list and those of the watches.
+        """
         pause = min(FIRST_RESYNC_S, self._settings.resync_s)
         while True:
             await asyncio.sleep(pause)

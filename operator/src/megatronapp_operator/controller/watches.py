@@ -61,7 +61,7 @@ class Watches:
     def stop(self) -> None:
         """End the watches, within ten seconds."""
         self._stop.set()
-        if self._loop is not None:  # else they were never begun
+        if self._loop is not None:  # if None, they were never started
             self._thread.join(STOP_S)
 
     def _run(self) -> None:
@@ -106,8 +106,10 @@ class Watches:
         return registry
 
     def _login(self, *, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401 - kopf's arguments
-        """Return the credentials; kopf calls this again after a token has expired, and a service account's is then
-        read again."""
+        """Return the credentials.
+
+        kopf calls this again after a token has expired, and a service account's is then read again.
+        """
         if self._kubeconfig is not None:
             os.environ["KUBECONFIG"] = self._kubeconfig
             return kopf.login_with_kubeconfig(settings=settings)

@@ -19,7 +19,7 @@ DEVICE_CODES = frozenset({201, 202})
 ACTIONS = {
     ExitCode.USAGE: FailureAction.FAIL_JOB,
     ExitCode.DATA: FailureAction.FAIL_JOB,
-    ExitCode.NOT_FINITE: FailureAction.FAIL_JOB,  # a resume is bit-equal, so it would come to the same NaN
+    ExitCode.NOT_FINITE: FailureAction.FAIL_JOB,  # a resume is bit-equal, so it would reach the same NaN
     ExitCode.SUPERSEDED: FailureAction.FAIL_JOB,  # a restart would take the directory back from its new owner
     ExitCode.PREEMPTED: FailureAction.RESTART_IGNORE_MAX,
 }
@@ -106,7 +106,7 @@ def judged_lost(draft: PlanBuilder, failure: Failure, disrupted: str | None = No
     assert failure.worker is not None
     found = FailureEvidence(worker=failure.worker, reason=failure.reason, message=failure.message, disrupted=disrupted)
     asked = matching_user_action(draft.job.spec.policy.rules, found)
-    if asked is None or asked is FailureAction.IGNORE:  # a gang does not go on without one
+    if asked is None or asked is FailureAction.IGNORE:  # a gang does not continue without one of its workers
         return _possible(draft, failure)
     return _possible(draft, dataclasses.replace(failure, action=asked))
 

@@ -72,8 +72,10 @@ class PlanBuilder:
         self.actions.append(RecordEvent(type=kind, reason=reason, message=message))
 
     def wake(self, at: float) -> None:
-        """Plan again at this time at the latest. Rounds up to the microsecond, so that the plan does not wait once
-        more."""
+        """Plan again at this time at the latest.
+
+        Rounds up to the microsecond, so that the plan does not wait once more.
+        """
         exact = worker_history.micros(at)
         self.wakes.append(exact if exact >= at else exact + 1e-6)
 
@@ -81,7 +83,7 @@ class PlanBuilder:
         """Stop a worker; repeat the request only to shorten its grace period, or once it has outlived it."""
         lost_s, lost_at = self.job.spec.policy.lost_worker_s, self.lost_at(worker)
         if worker.deletion is not None and worker.deletion.grace_s == 0:
-            self.wake(self.now + lost_s)  # killed, and not seen to be gone yet
+            self.wake(self.now + lost_s)  # killed, and not seen to be deleted yet
             return
         if lost_at is not None and self.now >= lost_at:
             grace_s = 0.0

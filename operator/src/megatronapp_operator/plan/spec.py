@@ -17,8 +17,10 @@ class Backoff:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FailureMatch:
-    """Criteria that a rule has for the first failed worker. All given ones must hold; without any the rule always
-    matches."""
+    """Criteria that a rule has for the first failed worker.
+
+    All given ones must hold; without any the rule always matches.
+    """
 
     exit_codes: tuple[int, ...] = ()
     not_exit_codes: tuple[int, ...] = ()

@@ -135,7 +135,7 @@ def newest(pages: Iterable[Progress | None]) -> Progress | None:
 def _finite(value: float | None) -> float | None:
     """Return the number, or None for NaN and Inf, which a document may hold but JSON cannot. Raises TypeError."""
     if isinstance(value, bool):
-        raise TypeError("a boolean is no number")
+        raise TypeError("a boolean is not a number")
     return float(value) if value is not None and math.isfinite(value) else None
 
 

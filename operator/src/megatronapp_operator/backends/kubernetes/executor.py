@@ -135,8 +135,10 @@ class Executor:
         return max(0.0, self._hub_pauses.get(uid, 0.0) - time.monotonic())
 
     async def _pause_hub(self, owner: JobOwner, error: OperatorError) -> None:
-        """Defer the hub after a rejection. Leftovers of the hub of an earlier job of this name vanish within
-        seconds."""
+        """Defer the hub after a rejection.
+
+        Leftovers of the hub of an earlier job of this name vanish within seconds.
+        """
         now, first = time.monotonic(), owner.uid not in self._hub_pauses
         short = first and isinstance(error, NameTakenError)
         pauses = {uid: until for uid, until in self._hub_pauses.items() if until > now - HUB_PAUSE_S}
@@ -194,8 +196,7 @@ class Executor:
                 raise result
 
     async def _ensure_objects(self, work: JobContext) -> None:
-        """Ensure the objects that must exist before any pod, in order; once per attempt, as far as this process
-        knows."""
+        """Ensure the objects that must exist before any pod, in order, once per attempt and process."""
         generation = int(work.document["metadata"]["generation"])
         mark = work.owner.uid, work.attempt.number, generation, work.settings.key_id  # of which the Secret is one
         if mark in self._applied:
@@ -274,7 +275,7 @@ class Executor:
         metadata = pod["metadata"]
         found = await self._api.get(PODS, metadata["namespace"], metadata["name"])
         if found is None:
-            return None  # it has just gone; the next look creates it
+            return None  # it was just deleted; the next reconcile creates it
         if any(one["uid"] == work.owner.uid for one in found["metadata"].get("ownerReferences") or ()):
             return found
         raise _taken(PODS, metadata["namespace"], metadata["name"])

@@ -46,7 +46,7 @@ class PodGroupRemover:
             return None
         refused = await self._delete(resource, owner, attempt, frozenset(pods))
         known = attempt in self.removed_attempts(owner.uid)
-        if resource != WORKLOADS or refused:  # Kueue may make the workload after we have looked
+        if resource != WORKLOADS or refused:  # Kueue may create the workload later
             self._removed[owner.uid] = self.removed_attempts(owner.uid) | {attempt}
             if len(self._removed) > REMEMBERED:
                 self._removed.popitem(last=False)

@@ -49,7 +49,7 @@ class KeyedQueue(Generic[Key]):
         self._due[key] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
-        if len(self._heap) > 2 * len(self._due) + SPARE:  # times that are not wanted any more
+        if len(self._heap) > 2 * len(self._due) + SPARE:  # times that were replaced
             self._heap = [one for one in self._heap if self._due.get(one[2]) == one[0]]
             heapq.heapify(self._heap)
         self._changed.set()
@@ -81,7 +81,7 @@ class KeyedQueue(Generic[Key]):
         now = self._clock()
         while self._heap and self._heap[0][0] <= now:
             at, _, key = heapq.heappop(self._heap)
-            if self._due.get(key) == at:  # else an earlier wish has replaced it
+            if self._due.get(key) == at:  # if not, an earlier time has replaced it
                 del self._due[key]
                 self._ready.setdefault(key, now)
 

@@ -36,8 +36,10 @@ def boot_s() -> float:
 
 
 class LeaseHolder:
-    """One candidate. Use: `await acquire()`, then `await hold()` in parallel with the work; check `is_held` before
-    writes."""
+    """One candidate of the election.
+
+    Use: `await acquire()`, then `await hold()` in parallel with the work; check `is_held` before every write.
+    """
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class LeaseHolder:
             elif self._may_take(lease):
                 await self._api.replace(LEASES, self._written(lease), timeout_s=self._patience_s())
             else:
-                self._renewed_at = float("-inf")  # another one holds it, whatever we believed
+                self._renewed_at = float("-inf")  # another process holds it
                 return False
         except ApiError:
             return False

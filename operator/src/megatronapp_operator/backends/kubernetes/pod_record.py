@@ -235,8 +235,10 @@ def _main(pod: Object, status: Mapping[str, Any]) -> ContainerState:
 
 
 def _sidecars(pod: Object) -> set[str]:
-    """Return names of init containers that run as long as the pod, such as the proxy of a mesh: they prepare
-    nothing."""
+    """Return names of init containers that run as long as the pod, such as the proxy of a mesh.
+
+    They prepare nothing.
+    """
     return {one["name"] for one in pod["spec"].get("initContainers") or () if one.get("restartPolicy") == "Always"}
 
 
@@ -252,7 +254,7 @@ def _agent_problem(pod: Object, status: Mapping[str, Any]) -> str | None:
         return None
     for one in others:
         ended = (one.get("state") or {}).get("terminated")
-        if ended is not None and ended["exitCode"] != 0:  # an agent that is asked to stop may end before its trainer
+        if ended is not None and ended["exitCode"] != 0:  # a stopped agent may end before its trainer
             words = f": {ended['message'].strip()}" if ended.get("message") else ""
             return f"{one['name']} ended with code {ended['exitCode']}{words}"
     return _waiting(others)

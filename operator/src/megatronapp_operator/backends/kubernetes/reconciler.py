@@ -132,7 +132,7 @@ class Reconciler:
             with contextlib.suppress(JobError):  # of a spec that cannot be rendered; `reconcile` reports it
                 if self._errands.compare(memory, self._work(memory, document), found):
                     differing.append(key)
-            await asyncio.sleep(0)  # others have their turn between two jobs
+            await asyncio.sleep(0)  # yields to other tasks between two jobs
         return differing
 
     async def reconcile(self, key: Key) -> float | None:
@@ -158,7 +158,7 @@ class Reconciler:
             self._spend(key, made)
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
         wake_at = _earliest(wake_at, look_at, await self._errands.run(memory, self._work(memory, document)))
-        self._troubles.pop(key, None)  # what comes again after a success is news
+        self._troubles.pop(key, None)  # an error that returns after a success is reported again
         return wake_at
 
     def _manages(self, document: Object) -> bool:
@@ -175,8 +175,10 @@ class Reconciler:
         return (document.get("status") or {}).get("manager") or self._installation
 
     async def _report_manager(self, key: Key, document: Object) -> None:
-        """Report the other installation at its job, once: after a change of our own name no operator manages the
-        job."""
+        """Report the other installation at its job, once.
+
+        After a change of our own name no operator manages the job.
+        """
         uid, manager = document["metadata"]["uid"], self._manager(document)
         phase = (document.get("status") or {}).get("phase")
         if manager == self._installation or uid in self._left or phase in TERMINAL_PHASES:
@@ -205,7 +207,7 @@ class Reconciler:
         elif known.generation != metadata["generation"]:
             known.job, known.unknown_fields = load_stored_job(document, accepted=is_accepted(document))
             known.generation, known.skipped_rules = metadata["generation"], skipped_rules(known.job)
-        if status != known.written:  # somebody else wrote it
+        if status != known.written:  # another client wrote it
             known.status, known.written, known.sent = read_status(status), status, status
         return known
 
@@ -298,7 +300,7 @@ class Reconciler:
             memory.status = made.status
             return False, _earliest(due if changed else None, made.wake_at)
         await self._replace_status(key, memory, document)
-        memory.status = made.status  # not before: of a status that was not written its events are still to be told
+        memory.status = made.status  # not before: events of a status that was not written are still due
         return True, made.wake_at
 
     def _due(self, memory: JobMemory, changed: AbstractSet[str], made: Plan) -> float:
@@ -343,7 +345,7 @@ class Reconciler:
 
     async def _replace_status(self, key: Key, memory: JobMemory, document: Object) -> None:
         known = self._store.job(key)
-        assert known is not None, "a job is dropped between two looks only"
+        assert known is not None, "a job is dropped only between two reconciles"
         try:
             stored = await self._api.replace(JOBS, known | {"status": document}, subresource="status")
         except ConflictError as error:
@@ -366,12 +368,14 @@ class Reconciler:
         self._memories.pop(key, None)
 
     async def _act(self, key: Key, memory: JobMemory, made: Plan, *, verified: bool) -> float | None:
-        """Carry the plan out; return when to reconcile again. `verified`: the server has confirmed the job as we
-        know it."""
+        """Carry the plan out; return when to reconcile again.
+
+        `verified`: the server has confirmed the job as we know it.
+        """
         if not verified and any(isinstance(one, CreateWorker | CreateInit) for one in made.actions):
             await self._verify(key)
         document = self._store.job(key)
-        assert document is not None, "a job is dropped between two looks only"
+        assert document is not None, "a job is dropped only between two reconciles"
         before = memory.refusal
         memory.refusal = await self._executor.run(self._work(memory, document), made.actions)
         if memory.refusal is not None:
@@ -379,7 +383,7 @@ class Reconciler:
         deeds = [one for one in made.actions if not isinstance(one, RecordEvent)]
         if not deeds:
             return None
-        if all(isinstance(one, EnsureHub) for one in deeds):  # nothing comes of it while a refused hub rests
+        if all(isinstance(one, EnsureHub) for one in deeds):  # retries are useless while a rejected hub is deferred
             return self._clock() + max(RECONCILE_RETRY_S, self._executor.hub_pause_s(memory.uid))
         return self._clock() + RECONCILE_RETRY_S
 
@@ -396,7 +400,7 @@ class Reconciler:
     async def _verify(self, key: Key) -> None:
         """Read the job before creating pods. Raises RetryReconcileError if it has changed or does not exist."""
         fresh, known = await self._api.get(JOBS, *key), self._store.job(key)
-        assert known is not None, "a job is dropped between two looks only"
+        assert known is not None, "a job is dropped only between two reconciles"
         if fresh is None:
             self._store.drop_job(known)
         elif self._store.put_job(fresh) is None:

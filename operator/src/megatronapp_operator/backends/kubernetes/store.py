@@ -95,8 +95,10 @@ class ObjectStore:
         return record.namespace, record.job
 
     def replace_jobs(self, jobs: Iterable[Object], version: int) -> set[Key]:
-        """Store a full list of that version: jobs missing from it are removed, unless they are newer. Return changed
-        keys."""
+        """Store a full list of that version; return the keys of changed jobs.
+
+        Jobs that are missing from the list are removed, unless they are newer.
+        """
         listed = {one["metadata"]["uid"]: one for one in jobs}
         changed = {self.put_job(one) for one in listed.values()}
         gone = [one for one in self._jobs.values() if one["metadata"]["uid"] not in listed and _version(one) <= version]

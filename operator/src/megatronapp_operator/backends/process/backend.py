@@ -181,8 +181,10 @@ class ProcessBackend:
         spawn.reap_orphans(own | {self._guardian.pid})
 
     def _forgotten(self, worker: WorkerProcess) -> bool:
-        """Return True for a worker of an older attempt that has ended; the ends of current workers decide over the
-        job."""
+        """Return True for a worker of an older attempt that has ended.
+
+        The ends of current workers decide over the job.
+        """
         stale = worker.attempt != self._job.status.attempt
         return stale and worker.gone and worker.observe().deletion is not None
 
@@ -196,7 +198,7 @@ class ProcessBackend:
         self._guardian.stdin.close()
         try:
             self._guardian.wait(GUARDIAN_END_S)
-        except subprocess.TimeoutExpired:  # somebody stopped it
+        except subprocess.TimeoutExpired:  # it was stopped by a signal
             self._guardian.kill()
             self._guardian.wait()
 

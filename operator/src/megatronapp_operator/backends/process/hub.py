@@ -19,8 +19,10 @@ STOP_S = 5.0
 
 
 class HubProcess:
-    """Hub process on one port for the whole life of the job, whose summary is polled. `tick` blocks for one second
-    at most."""
+    """Hub process on one port for the whole life of the job, whose summary is polled.
+
+    `tick` blocks for one second at most.
+    """
 
     def __init__(self, settings: ProcessSettings, *, secret: str, serve_url: str | None = None) -> None:
         """Reserve the port; `serve_url` is the address of a served model."""
@@ -30,7 +32,7 @@ class HubProcess:
             base_url=self.url,
             headers={"Authorization": f"Bearer {derive_token(secret, TokenRole.VIEWER)}"},
             timeout=TIMEOUT_S,
-            trust_env=False,  # a proxy of the environment does not know this machine's loopback
+            trust_env=False,  # a proxy of the environment cannot reach this node's loopback
         )
         self._model = () if serve_url is None else ("--serve-url", serve_url)
         self._process: subprocess.Popen[bytes] | None = None
@@ -47,7 +49,7 @@ class HubProcess:
     def url(self) -> str:
         """Address of the hub for users and agents."""
         host = self._settings.hub_host
-        host = V4 if host == "0.0.0.0" or is_shared(host) else host  # `localhost` may lead to somebody else's [::1]
+        host = V4 if host == "0.0.0.0" or is_shared(host) else host  # `localhost` may be another program's [::1]
         return f"http://{host}:{self._port.number}"
 
     @property

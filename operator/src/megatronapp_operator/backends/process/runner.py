@@ -47,7 +47,7 @@ def _record_failure(paths: JobPaths) -> Iterator[None]:
     try:
         yield
     except (OperatorError, StateError, OSError) as error:
-        with contextlib.suppress(OSError):  # the disk may still be full; then the status says that we are lost
+        with contextlib.suppress(OSError):  # the disk may still be full; then the job is shown as lost
             registry.fail(paths, str(error))
         raise BackendError(f"{paths.name}: the backend had to give up: {error}") from error
 

@@ -38,5 +38,5 @@ def wait(numbers: frozenset[signal.Signals], timeout_s: float) -> signal.Signals
     signal.setitimer(signal.ITIMER_REAL, max(SHORTEST_S, timeout_s))
     found = signal.Signals(signal.sigwaitinfo(numbers | {ALARM}).si_signo)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.sigtimedwait({ALARM}, 0)  # one that came meanwhile
+    signal.sigtimedwait({ALARM}, 0)  # discard an alarm of the meantime
     return None if found is ALARM else found

@@ -69,5 +69,5 @@ def _again(job: MegatronJob) -> str:
 def _saved_step(folder: pathlib.Path) -> int | None:
     try:
         return int((folder / TRACKER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # Megatron also writes the word "release"
+    except (FileNotFoundError, ValueError):  # Megatron also writes the text "release"
         return None

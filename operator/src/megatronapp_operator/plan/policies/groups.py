@@ -68,8 +68,7 @@ def _is_stuck(draft: PlanBuilder, gang: list[Worker]) -> bool:
 
 
 def _never_ends(worker: Worker) -> bool:
-    """Return True if no kubelet will report the end: the pod has no node, or was killed because its node is
-    unreachable."""
+    """Return True if no kubelet will report the end: the pod has no node, or one that is unreachable."""
     return worker.live and worker.deletion is not None and (not worker.scheduled or worker.deletion.grace_s == 0)
 
 

@@ -97,7 +97,7 @@ async def connect(*, kubeconfig: str | None = None, context: str | None = None) 
     connections = SocketTracker()
     try:
         async with ApiClient(configuration=settings) as client:
-            # The client's own session reads the environment's proxies and ~/.netrc anew for every request, in a thread.
+            # The client's own session reads the environment's proxies and ~/.netrc for every request, in a thread.
             session = client.rest_client.pool_manager
             connector = aiohttp.TCPConnector(
                 limit=session.connector.limit, ssl=session.connector._ssl, socket_factory=connections.make

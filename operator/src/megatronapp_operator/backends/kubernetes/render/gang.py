@@ -57,8 +57,7 @@ def secret(owner: JobOwner, secret_hex: str, settings: RenderSettings) -> Render
 
 
 def ranks(owner: JobOwner, table: Mapping[str, Any]) -> Rendered:
-    """Return a ConfigMap for a rank table that is too long for the status; compressed if too long for a ConfigMap,
-    too."""
+    """Return a ConfigMap for a rank table that is too long for the status; compressed if it is large."""
     meta = metadata(owner, ObjectNames(owner.name).ranks, labels(owner, "ranks"))
     text = json.dumps(table)
     if len(text) <= RANKS_BYTES:
@@ -69,8 +68,10 @@ def ranks(owner: JobOwner, table: Mapping[str, Any]) -> Rendered:
 
 
 def _service(owner: JobOwner) -> Rendered:
-    """Return the Service for the workers' names in the DNS, published before they are ready: they need them to get
-    ready."""
+    """Return the Service for the workers' names in the DNS.
+
+    Names are published before the workers are ready: they need them to get ready.
+    """
     meta = metadata(owner, ObjectNames(owner.name).workers, labels(owner, "worker"))
     ports = (("gather", COORDINATOR_PORT), ("status", STATUS_PORT))
     spec = {

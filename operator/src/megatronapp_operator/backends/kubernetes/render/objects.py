@@ -45,8 +45,7 @@ class ObjectNames:
         return f"{self.job}-serve"
 
     def secret(self, uid: str, key_id: str) -> str:
-        """Return the name of the job's Secret, which depends on the job's uid and the installation's key as its content
-        does.
+        """Return the name of the job's Secret, which depends on the job's uid and the installation's key.
 
         An empty id is of a release that had one key only.
         """

@@ -20,8 +20,10 @@ _NAMESPACE_OF_THE_JOB: Object = {"podSelector": {}}
 
 
 def workers_policy(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Rendered | None:
-    """Return the policy of workers: open to each other, to the operator for the launcher's status, and for a served
-    model."""
+    """Return the policy of workers, or None if the job has none.
+
+    Workers accept each other, the operator at the launcher's status, and for a served model its namespace and gateway.
+    """
     if job.spec.network.policy == "None":
         return None
     rules = [_rule([{"podSelector": selector(owner, ReplicaType.WORKER)}])]

@@ -52,8 +52,9 @@ def pod_marks(draft: WorkerDraft) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _kueue(draft: WorkerDraft, group: str, queue: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the marks of a group of plain pods. Its name has the attempt: other excluded nodes make another shape of
-    pods.
+    """Return the marks of a group of plain pods.
+
+    The name of the group has the attempt: other excluded nodes make another shape of pods.
 
     Kueue waits for replacements of failed pods unless an annotation says that none will follow.
     """

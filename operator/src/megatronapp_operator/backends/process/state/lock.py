@@ -28,8 +28,10 @@ def hold(path: pathlib.Path) -> Iterator[None]:
 
 
 def _take(path: pathlib.Path) -> int:
-    """Return a locked descriptor of the file that has this name *now*: it may be deleted between opening and
-    locking."""
+    """Return a locked descriptor of the file that has this name *now*.
+
+    The file may be deleted between opening and locking.
+    """
     began = time.monotonic()
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

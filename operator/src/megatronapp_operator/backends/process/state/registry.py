@@ -149,7 +149,7 @@ def view(name: str) -> JobView:
         raise JobNotFoundError(message) from error
     alive = is_locked(paths.lock)
     if not alive and (paths.backend.exists() or _phase(paths) not in ENDED_PHASES):
-        with contextlib.suppress(JobConflictError), lock.hold(paths.lock):  # held: somebody starts it right now
+        with contextlib.suppress(JobConflictError), lock.hold(paths.lock):  # held: another process starts it right now
             _settle(paths)
         alive = is_locked(paths.lock)
     return _read(paths, alive=alive)

@@ -109,8 +109,10 @@ def _discovery(draft: WorkerDraft) -> list[Object]:
 
 
 def rank_order(draft: WorkerDraft) -> RankOrder:
-    """Return the possible rank order: without the right to read nodes the operator cannot give workers their
-    topology."""
+    """Return the possible rank order.
+
+    Without the right to read nodes the operator cannot give workers their topology.
+    """
     wanted = RANK_ORDERS[draft.spec.network.rank_order]
     return RankOrder.INDEX if wanted is RankOrder.TOPOLOGY and not draft.settings.node_access else wanted
 

@@ -20,8 +20,10 @@ MAX_NAME = 63
 
 
 def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Object:
-    """Return the container of an initializer. Its arguments may use $(STORAGE_URI) and $(TARGET), as in any
-    container."""
+    """Return the container of an initializer.
+
+    Its arguments may use $(STORAGE_URI) and $(TARGET), as in any container.
+    """
     told = {"STORAGE_URI": one.storage_uri, "TARGET": one.target}
     made: Object = {
         "name": container_name(one.name),

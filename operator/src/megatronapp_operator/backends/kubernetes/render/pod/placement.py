@@ -52,8 +52,10 @@ def without_nodes(affinity: Object, nodes: Iterable[str]) -> Object:
 
 
 def _alone_on_its_node() -> Object:
-    """Return a term for one worker with the node's network per node, over all namespaces: their ports are the
-    node's."""
+    """Return a term for one worker with the node's network per node, over all namespaces.
+
+    The ports of such workers are the node's.
+    """
     return {
         "labelSelector": {"matchLabels": {LABEL_HOST_NETWORK: "true"}},
         "namespaceSelector": {},

@@ -23,8 +23,7 @@ def requests_of(container: Object) -> Amounts:
 
 
 def pod_requests(spec: Object) -> Amounts:
-    """Return the requests of a pod for the scheduler: all containers together, or one init container if that is
-    more."""
+    """Return the requests of a pod for the scheduler: all containers, or one init container if that is more."""
     total = _sum(map(requests_of, spec["containers"]))
     for container in spec.get("initContainers") or ():
         for name, value in requests_of(container).items():

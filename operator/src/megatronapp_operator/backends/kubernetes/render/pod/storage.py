@@ -22,8 +22,10 @@ DEFAULT_SHM = "16Gi"
 
 
 def shm_size(draft: WorkerDraft) -> str:
-    """Return the size of the memory volume. It counts against the trainer's memory limit, so the default is at most
-    half."""
+    """Return the size of the memory volume.
+
+    It counts against the trainer's memory limit, so the default is at most half.
+    """
     given = draft.spec.shm.size_limit
     if given is not None:
         return given
@@ -34,8 +36,10 @@ def shm_size(draft: WorkerDraft) -> str:
 
 
 def _memory_limits(draft: WorkerDraft) -> list[Any]:
-    """Return the limits that shared memory counts against: the trainer's, which a template may replace, and the
-    pod's."""
+    """Return the limits that shared memory counts against.
+
+    These are the trainer's, which a template may replace, and the pod's.
+    """
     own: Any = draft.group.resources.limits.get("memory")
     template = draft.spec.pod_template.spec
     for one in template.get("containers") or ():

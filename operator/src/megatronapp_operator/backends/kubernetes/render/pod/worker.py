@@ -49,8 +49,10 @@ def worker_pod(
 
 
 def template_hash(job: MegatronJob, settings: RenderSettings) -> str:
-    """Return the digest of what all attempts of a job have in common. Another release may render the same job
-    differently."""
+    """Return the digest of what all attempts of a job have in common.
+
+    Another release may render the same job differently.
+    """
     return _template_hash((IdentityKey(job), IdentityKey(settings)))
 
 
@@ -163,8 +165,10 @@ def _reserved_trainer(draft: WorkerDraft) -> Object:
 
 
 def _readiness(draft: WorkerDraft) -> Object:
-    """Return the readiness probe of rank 0: its Service routes to it while it takes requests. Other workers have
-    none."""
+    """Return the readiness probe of rank 0: its Service routes to it while it takes requests.
+
+    Other workers have none.
+    """
     if not draft.serves or draft.index != 0:
         return {}
     request = {"path": "/readyz", "port": network.SERVE}
