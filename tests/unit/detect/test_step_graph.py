@@ -9,12 +9,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
 from megatronapp_analyzer.errors import GraphError
-from megatronapp_analyzer.graph.build import EdgeKind, StepGraph, build
+from megatronapp_analyzer.graph.build import EdgeKind, Seconds, StepGraph, build
 from megatronapp_analyzer.graph.matching import match_messages
 from megatronapp_analyzer.graph.replay import makespan_s, replay
 from megatronapp_analyzer.graph.waits import attribute
-from megatronapp_analyzer.model import RANK_RECORD, Communicator, JobLayout, StepRecords
+from megatronapp_analyzer.model import (
+    RANK_RECORD,
+    Cause,
+    Communicator,
+    JobLayout,
+    StepRecords,
+    SubjectType,
+    VerdictSubject,
+)
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RecordKind
 
 LAYOUTS = st.sampled_from(
@@ -141,6 +150,18 @@ def test_faster_compute_shortens_the_replayed_step(sim: ModuleType) -> None:
 
     assert both.shape == (2,)
     assert both[1] < both[0]
+
+
+def test_costs_are_those_of_the_given_replayer(sim: ModuleType) -> None:
+    graph = build(_step(sim, JobLayout.grid(pp=2), 5))
+    subject = VerdictSubject(type=SubjectType.RANK, ranks=(1,))
+    remedy = Remedy(subject=subject, cause=Cause.COMPUTE, ratio=2.0, excess_s=0.0)
+
+    def unaffected(graph: StepGraph, weights: Seconds) -> Seconds:
+        return np.ones((graph.events, *weights.shape[1:]))
+
+    assert seconds_lost(graph, [remedy])[0] > 0
+    assert seconds_lost(graph, [remedy], unaffected)[0] == 0
 
 
 def test_operations_that_wait_for_each_other_in_a_circle_are_refused() -> None:

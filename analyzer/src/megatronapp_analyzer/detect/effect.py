@@ -7,7 +7,7 @@ import numpy as np
 
 from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.graph.build import EdgeKind, StepGraph
-from megatronapp_analyzer.graph.replay import makespan_s, replay
+from megatronapp_analyzer.graph.replay import Replayer, makespan_s, replay
 from megatronapp_analyzer.model import Cause, SubjectType, VerdictSubject
 from megatronapp_common.trace import RecordKind
 
@@ -31,7 +31,7 @@ class Remedy:
     """Ranks whose kernels a stalling host launched late: recorded over expected length of their spans."""
 
 
-def seconds_lost(graph: StepGraph, remedies: Sequence[Remedy]) -> Floats:
+def seconds_lost(graph: StepGraph, remedies: Sequence[Remedy], replayer: Replayer = replay) -> Floats:
     """Seconds by which the step would be shorter without each of them.
 
     The mean of what a remedy saves alone and what it saves after all others. Two ranks that are equally slow hide each
@@ -43,11 +43,13 @@ def seconds_lost(graph: StepGraph, remedies: Sequence[Remedy]) -> Floats:
     for judged in (np.flatnonzero(between_spans), np.flatnonzero(~between_spans)):
         if len(judged):
             recorded = graph.edges.weight if between_spans[judged[0]] else _without_hidden_waits(graph)
-            lost[judged] = _saved_s(graph, recorded, remedies, judged)
+            lost[judged] = _saved_s(graph, recorded, remedies, judged, replayer)
     return lost
 
 
-def _saved_s(graph: StepGraph, recorded: Floats, remedies: Sequence[Remedy], judged: Ints) -> Floats:
+def _saved_s(
+    graph: StepGraph, recorded: Floats, remedies: Sequence[Remedy], judged: Ints, replayer: Replayer
+) -> Floats:
     """Return the seconds that each judged remedy saves: the mean of alone and after all others."""
     healed = recorded.copy()
     for remedy in remedies:
@@ -59,7 +61,7 @@ def _saved_s(graph: StepGraph, recorded: Floats, remedies: Sequence[Remedy], jud
         for place in judged[first : first + REMEDIES_AT_ONCE]:
             alone = _weights(graph, recorded, remedies[place])
             lanes += [alone, np.minimum(healed + (recorded - alone), recorded)]
-        ends_s = makespan_s(graph, replay(graph, np.stack(lanes, axis=1)))
+        ends_s = makespan_s(graph, replayer(graph, np.stack(lanes, axis=1)))
         saved_s.append(np.maximum(ends_s[0] - ends_s[2::2], 0.0) + np.maximum(ends_s[3::2] - ends_s[1], 0.0))
     mean: Floats = np.concatenate(saved_s) / 2
     return mean

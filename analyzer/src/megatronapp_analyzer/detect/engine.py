@@ -20,6 +20,7 @@ from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.errors import GraphError
 from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build
+from megatronapp_analyzer.graph.replay import Replayer, replay
 from megatronapp_analyzer.graph.waits import attribute
 from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, RankLiveness, StepRecords, SubjectType, Verdict
 
@@ -27,8 +28,11 @@ from megatronapp_analyzer.model import Cause, JobLayout, JobMoment, RankLiveness
 class Detector:
     """Detector for a job of one layout. Not thread-safe; layout and settings bound its memory, however long the run."""
 
-    def __init__(self, layout: JobLayout, settings: DetectorSettings | None = None) -> None:
+    def __init__(
+        self, layout: JobLayout, settings: DetectorSettings | None = None, *, replayer: Replayer = replay
+    ) -> None:
         self._layout = layout
+        self._replayer = replayer
         self._settings = settings or DetectorSettings()
         self._units = Units.of(layout)
         self._places = SubjectResolver(layout=layout, units=self._units)
@@ -196,7 +200,7 @@ class Detector:
             for one in hit
         ]
         waits = attribute(graph)
-        for track, lost in zip(hit, seconds_lost(graph, remedies), strict=True):
+        for track, lost in zip(hit, seconds_lost(graph, remedies, self._replayer), strict=True):
             track.lost_s.append(float(lost))
             track.text = evidence_text(track, waits)
 

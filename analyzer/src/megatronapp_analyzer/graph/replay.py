@@ -1,17 +1,25 @@
 """Replay of a step's graph with other weights, such as without a slowness."""
 
 import itertools
+from typing import Protocol
 
 import numpy as np
 
 from megatronapp_analyzer.graph.build import Seconds, StepGraph
 
 
-def replay(graph: StepGraph, weights: Seconds) -> Seconds:
-    """Return the time of every event in seconds.
+class Replayer(Protocol):
+    """Computes when the events of a step happen if its edges have other weights."""
 
-    `weights` is [edges] or [edges, scenarios]; the result has the same trailing shape.
-    """
+    def __call__(self, graph: StepGraph, weights: Seconds) -> Seconds:
+        """Return the time of every event in seconds; neither argument is changed.
+
+        `weights` is [edges] or [edges, scenarios]; the result has the same trailing shape.
+        """
+
+
+def replay(graph: StepGraph, weights: Seconds) -> Seconds:
+    """Replay with NumPy, level after level, all scenarios at once; see `Replayer`."""
     lanes = weights.shape[1:]
     times = np.empty((graph.events, *lanes))
     times[:] = graph.initial_s.reshape(-1, *([1] * len(lanes)))
