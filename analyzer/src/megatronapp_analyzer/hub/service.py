@@ -13,10 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatronapp_analyzer.hub.ingest import restore
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
-from megatronapp_analyzer.hub.ingest.spool import SpoolReader, SpoolWriter
+from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.settings import HubSettings
 from megatronapp_analyzer.hub.state import ranks
@@ -43,6 +42,7 @@ class Hub:
         self.ended = ended = settings.ended
         self.ingest = TraceIngest(settings.store)
         live = ended is None
+        self._spooled = SpooledIngest(self.ingest, self._path("traces"), settings.spool, writable=live)
         self.verdicts = VerdictStore(self._path("verdicts.json"), writable=live)
         self.faults = FaultStore(self._path("faults.json"), settings.job.faults, writable=live)
         self.faults.on_change = self._send_faults
@@ -57,8 +57,6 @@ class Hub:
         self.failed = False
         """Whether a task of the hub ended by itself, which none should."""
         self.on_failure: Callable[[], None] = lambda: None
-        self._spool: SpoolWriter | None = None
-        self._spooled_rings: dict[tuple[int, int, int | None], Any] = {}
         self._said_bye: set[tuple[int, int]] = set()
         self._fresh_steps: list[StoredStep] = []
         self._fresh_points: list[CurvePoint] = []
@@ -68,7 +66,9 @@ class Hub:
     @contextlib.asynccontextmanager
     async def running(self, serve_pages: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
         """Restore, then analyse and serve pages until left; the hub fails if either ends before."""
-        self._restore()
+        for step in self._spooled.restore(self.settings.restore_segments):
+            if self.ended is None:
+                self._analyse(step)
         tasks = [asyncio.create_task(serve_pages())]
         if self.ended is None:
             tasks.append(asyncio.create_task(self.analysis.run(self.settings.tick_s)))
@@ -85,8 +85,7 @@ class Hub:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._spool:
-                self._spool.close()
+            self._spooled.close()
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         """A hub that only answers and does not analyse any more is worse than one that its backend starts again."""
@@ -101,16 +100,6 @@ class Hub:
             return None
         self.settings.state_dir.mkdir(parents=True, exist_ok=True)
         return self.settings.state_dir / name
-
-    def _restore(self) -> None:
-        if (directory := self._path("traces")) is None:
-            return
-        found = restore.restore(SpoolReader(directory), self.ingest, newest_segments=self.settings.restore_segments)
-        if self.ended is not None:
-            return
-        self._spool = SpoolWriter(directory, self.settings.spool)
-        for step in found:
-            self._analyse(step)
 
     # ---- agents
 
@@ -159,28 +148,20 @@ class Hub:
         if state is None or len(state.rings) < state.world:
             return
         if all((link.attempt, ring.worker) in self._said_bye for ring in state.rings.values()):
-            self._finish(self.ingest.end_attempt(link.attempt))
+            self._finish(self._spooled.end_attempt(link.attempt))
 
     def _take_ring(self, link: AgentLink, header: Mapping[str, Any], raw: bytes) -> None:
         before = self.ingest.newest
-        self._finish(self.ingest.add_ring(link.attempt, header))
+        self._finish(self._spooled.add_ring(link.attempt, link.worker, header, raw))
         newest = self.ingest.newest
         if newest is not before and newest is not None and newest.attempt == link.attempt:
             self.ranks.reset()
-        key = (link.attempt, link.worker, header.get("rank"))
-        if self._spool and self._spooled_rings.get(key) != header.get("metadata"):
-            self._spool.append_ring(link.attempt, raw)
-            self._spooled_rings[key] = header.get("metadata")
 
     def _take_records(self, link: AgentLink, frame: Frame, raw: bytes) -> None:
-        taken = self.ingest.add_records(link.attempt, frame.header, frame.body)
+        taken = self._spooled.add_records(link.attempt, frame, raw)
         if not taken.records:
             return
         self.totals.records += taken.records
-        if self._spool:
-            self._spool.append_records(link.attempt, raw)
-            if taken.points:
-                self._spool.append_curve(link.attempt, restore.curve_frame(taken.points))
         self._fresh_points += taken.points
         self._finish(taken.finished)
 
@@ -200,8 +181,6 @@ class Hub:
         for step in steps:
             state = self.ingest.attempts[step.view.attempt]
             self.totals.add_step(step, {rank: ring.worker for rank, ring in state.rings.items()})
-            if self._spool:
-                self._spool.append_digest(step.view.attempt, restore.digest_frame(step.digest))
             self._fresh_steps.append(step)
             self._analyse(step)
 

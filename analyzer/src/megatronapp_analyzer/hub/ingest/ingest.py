@@ -15,7 +15,7 @@ from megatronapp_analyzer.hub.ingest.assembly import AssembledStep, StepAssemble
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint, Curves, points_of
 from megatronapp_analyzer.hub.ingest.digest import StepDigest, StepDigester, durations_ns, is_kind
 from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing, build_layout, parse_ring
-from megatronapp_analyzer.hub.ingest.store import StepKey, StepStore, StoredStep, StoreLimits
+from megatronapp_analyzer.hub.ingest.store import MemoryStepStore, StepKey, StepStore, StoredStep, StoreLimits
 from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords
 from megatronapp_common.trace import RECORD, RECORD_BYTES, RecordKind
@@ -171,7 +171,7 @@ class TraceIngest:
     """All attempts of the job, the store of their steps, and the curves."""
 
     def __init__(self, limits: StoreLimits) -> None:
-        self.store = StepStore(limits)
+        self.store: StepStore = MemoryStepStore(limits)
         self.curves = Curves()
         self.counters: ThinningList[CounterSample] = ThinningList(COUNTER_SAMPLES)
         self.attempts: dict[int, AttemptState] = {}

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +45,50 @@ class StoredStep:
         return self.view.attempt, self.view.step
 
 
-class StepStore:
-    """All steps of all attempts. Values handed out are never changed afterwards."""
+class StepStore(Protocol):
+    """Finished steps of all attempts, wherever they are stored. Values handed out are never changed afterwards."""
+
+    @property
+    def full_bytes(self) -> int: ...
+
+    @property
+    def full_steps(self) -> int: ...
+
+    def add(self, step: StoredStep, *, with_digest: bool = True) -> None:
+        """Store a step; without its digest if that was added before."""
+
+    def add_digest(self, digest: StepDigest) -> None:
+        """Store the digest of a step without the step, as after a restart."""
+
+    def add_late(self, attempt: int, step: int, rows: RankRecords) -> bool:
+        """Add spans received after their step was finished, such as a checkpoint's.
+
+        False if the step is not stored in full.
+        """
+        ...
+
+    def find(self, step: int | None, attempt: int | None) -> StoredStep | None:
+        """Return the step of that attempt, or of the newest that has it; the newest step if None."""
+
+    def newest(self, count: int) -> list[StoredStep]:
+        """Return the newest `count` steps stored in full, oldest first."""
+        ...
+
+    def select(self, first: int | None, last: int | None, *, newest: int) -> list[StoredStep]:
+        """Return the steps in full with a number in [first, last], oldest first; only the `newest` if first is None."""
+        ...
+
+    def digests(self, first: int | None, last: int | None) -> Iterator[StepDigest]:
+        """Return the digests whose step is in [first, last], oldest first."""
+        ...
+
+    def recent(self, count: int) -> list[StepDigest]:
+        """Return the newest `count` digests, oldest first."""
+        ...
+
+
+class MemoryStepStore:
+    """Step store in bounded memory: the newest steps in full, thinned digests of all."""
 
     def __init__(self, limits: StoreLimits) -> None:
         self._limits = limits
@@ -54,7 +97,7 @@ class StepStore:
         self._digests: ThinningList[StepDigest] = ThinningList(limits.digest_steps)
 
     def add(self, step: StoredStep, *, with_digest: bool = True) -> None:
-        """Keep a step; forgets the oldest full ones beyond the limits."""
+        """Store a step; the oldest full steps beyond the limits are deleted."""
         if step.key in self._full:
             self._full_bytes -= self._full.pop(step.key).view.records.nbytes
         self._full[step.key] = step
@@ -66,11 +109,9 @@ class StepStore:
             self._full_bytes -= oldest.view.records.nbytes
 
     def add_digest(self, digest: StepDigest) -> None:
-        """Keep only the digest of a step, as after a restart."""
         self._digests.append(digest)
 
     def add_late(self, attempt: int, step: int, rows: RankRecords) -> bool:
-        """Add spans that came after their step was finished, such as a checkpoint's. False if it is not held."""
         held = self._full.get((attempt, step))
         if held is None:
             return False
@@ -90,27 +131,22 @@ class StepStore:
         return len(self._full)
 
     def find(self, step: int | None, attempt: int | None) -> StoredStep | None:
-        """The step, held in full, of that attempt or else of the newest that has it; the newest step if None."""
         for key in reversed(self._full):
             if step in (None, key[1]) and attempt in (None, key[0]):
                 return self._full[key]
         return None
 
     def newest(self, count: int) -> list[StoredStep]:
-        """The newest `count` steps held in full, oldest first."""
         return list(itertools.islice(reversed(self._full.values()), count))[::-1]
 
     def select(self, first: int | None, last: int | None, *, newest: int) -> list[StoredStep]:
-        """Steps held in full whose number is in [first, last], oldest first; only the `newest` if first is None."""
         chosen = [held for held in self._full.values() if in_range(held.view.step, first, last)]
         return chosen[-newest:] if first is None else chosen
 
     def digests(self, first: int | None, last: int | None) -> Iterator[StepDigest]:
-        """Digests whose step is in [first, last], oldest first."""
         return (digest for digest in self._digests if in_range(digest.step, first, last))
 
     def recent(self, count: int) -> list[StepDigest]:
-        """The newest `count` digests, oldest first."""
         return self._digests.tail(count)
 
 
