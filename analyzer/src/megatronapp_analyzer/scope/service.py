@@ -59,7 +59,7 @@ class ScopeService:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Until left; then connections and timers end."""
+        """Run until left; then stop connections and timers."""
         try:
             yield
         finally:
@@ -71,18 +71,18 @@ class ScopeService:
                 await self.probe_client.client.close()
 
     def count_request(self, caller: str, turns: int = 1) -> None:
-        """Of a request that costs as much as so many. Raises ApiError 429 for a caller that asks too often."""
+        """Count a request that costs as much as `turns` plain ones. Raises ApiError 429 for a caller with too many."""
         short = self._buckets.consume({caller: self.requests}, self.core.clock(), turns)
         if short is not None:
             raise too_fast(short.wait_s)
 
     def whole(self, run: ScopeRun) -> ScopeRun:
-        """The run, of which the hub has all tokens. Raises ApiError 409 or 503 for another."""
+        """Return the run if the hub has all its tokens. Raises ApiError 409 or 503 otherwise."""
         self.backfill.check(run)
         return run
 
     def rotation_of(self, site: str, rotary: Rotary) -> Rotary:
-        """Which of `q` and `k` is meant: without rotary positions both are the same. Raises ApiError 422."""
+        """Return which of `q` and `k` is meant: without rotary positions both are the same. Raises ApiError 422."""
         if rotary == "before" and site not in TURNED:
             raise ApiError(422, "invalid-request", f"rotary: {site} is not turned", "Leave it out; it is of q and k.")
         model = self.core.publishers.model
@@ -93,7 +93,7 @@ class ScopeService:
         self._check(run, sample, None, None)
 
     def check_head(self, run: ScopeRun, sample: int, layer: int, head: int) -> None:
-        """Raises ApiError 404 for a sample, layer or head that there is not."""
+        """Raise ApiError 404 for a sample, layer or head that does not exist."""
         self._check(run, sample, layer, head)
 
     def _check(self, run: ScopeRun, sample: int, layer: int | None, head: int | None, *, heads: str = "heads") -> None:
@@ -107,7 +107,7 @@ class ScopeService:
                 raise ApiError(404, "outside", f"there is no {name} {value}", f"The model has {count}, from 0.")
 
     def check_site(self, run: ScopeRun, site: str, where: tuple[int, int | None, int | None]) -> None:
-        """Raises ApiError for a site that there is not, or that needs another place."""
+        """Raise ApiError for a site that does not exist, or that needs other coordinates."""
         sample, layer, head = where
         if site not in export_values.SITES | self.core.publishers.sites:
             names = ", ".join(sorted(export_values.SITES | self.core.publishers.sites))
@@ -126,7 +126,7 @@ class ScopeService:
                 )
 
     def check_layers(self, layers: Sequence[int]) -> list[int]:
-        """The layers without repetition. Raises ApiError 404 for one that there is not."""
+        """Return the layers without repetition. Raises ApiError 404 for one that does not exist."""
         model = self.core.publishers.model
         if model is not None and max(layers) >= model["layers"]:
             raise ApiError(404, "outside", f"there is no layer {max(layers)}", f"The model has {model['layers']}.")

@@ -1,4 +1,4 @@
-"""A recorded session as if it happened now: its frames are published step by step."""
+"""Replay of a recorded session: its frames are published step by step."""
 
 import logging
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ from megatronapp_common.scope.protocol import unpack
 
 LOG = logging.getLogger(__name__)
 MAX_LAYERS, MAX_HEADS, MAX_RANKS = 512, 512, 1024
-"""Of a model that the page draws."""
+"""Largest sizes of a model that the page draws."""
 USUAL_RATE = 20.0
-"""Tokens per second of a run that does not tell its own."""
+"""Tokens per second of a run that does not report its own rate."""
 GARBLED = (ProtocolError, FrameError, KeyError, TypeError, ValueError, IndexError, AttributeError)
-"""What frames raise that are whole, but do not hold what they should."""
+"""Exceptions of frames that are whole, but have the wrong content."""
 
 
 def settings_of(session: RecordedSession) -> ScopeSettings:
@@ -38,7 +38,7 @@ def settings_of(session: RecordedSession) -> ScopeSettings:
 
 
 def _check_sizes(hello: schemas.Hello) -> None:
-    """Raises SessionError for sizes that no page can draw."""
+    """Raise SessionError for sizes that no page can draw."""
     model, ranks = hello.model, len(hello.layout.ranks or ())
     if model is not None and not (1 <= model.layers <= MAX_LAYERS and 1 <= model.heads <= MAX_HEADS):
         raise SessionError(
@@ -58,7 +58,7 @@ class SessionPlayer:
         self._frames: list[Frame] = []
         self.rate = USUAL_RATE
         self.left_out = 0
-        """Frames that could not be understood."""
+        """Frames that were skipped because of wrong content."""
         for frame in session.frames[1:]:
             if frame.type == FrameType.SCOPE_VALUES:
                 self._values.setdefault(str(frame.header.get("run")), []).append(frame)
@@ -71,7 +71,7 @@ class SessionPlayer:
         core.feed.state = "ready"
 
     def steps(self) -> Iterator[int]:
-        """Play up to the next step with every turn; gives its number. Runs that were saved unfinished end stopped."""
+        """Play up to the next step, and yield its number. At the end runs that were saved unfinished are cancelled."""
         for place, frame in enumerate(self._frames):
             self._play(frame)
             follows = self._frames[place + 1].type if place + 1 < len(self._frames) else None
@@ -114,7 +114,7 @@ def _rate(value: Any) -> float | None:  # noqa: ANN401
 
 
 def keep_values(run: ScopeRun, frame: Frame) -> None:
-    """Exact numbers of a SCOPE_VALUES frame; rows of attention are for tiles, too. Raises one of GARBLED."""
+    """Store exact numbers of a SCOPE_VALUES frame; rows of attention are for tiles, too. Raises one of GARBLED."""
     header = frame.header
     (tensor,) = unpack(frame)
     sample, layer, head = header["sample"], header["layer"], header["head"]

@@ -1,7 +1,7 @@
-"""What waits for one page: frames that others share, by reference, within bounds. Pure.
+"""Queue of frames for one page, within bounds. Frames are shared between pages, not copied.
 
-A page grants bytes (credit) and grants them again once it has painted. Without credit, or with too much waiting, what
-may be dropped is: attention rows first, then vectors; tokens and states never. What was left out is told by a GAP.
+A page grants bytes (credit) and grants them again once it has painted. Without credit, or with too much waiting, frames
+are dropped: attention rows first, then vectors; tokens and states never. A GAP reports what was dropped.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from megatronapp_common.scope.protocol import GRANTED_BYTES
 
 MAX_WAITING_BYTES = 8 << 20
 MAX_QUEUED_BYTES = 16 << 20
-"""Of frames that must not be dropped: a page that lets so many wait is let go."""
+"""Bytes of frames that must not be dropped: a page with more waiting is disconnected."""
 
 
 MAX_REPLAYS = 32
-"""That one page may wait for."""
+"""Runs that wait to be sent again to one page."""
 Replay = Callable[[], Iterable[LogEntry]]
-"""Frames to send again, as they are when it is called."""
+"""Returns the frames to send again, as they are when it is called."""
 
 
 @dataclasses.dataclass(slots=True)
 class GapRange:
-    """Frames of one kind, one behind the other, that a page does not get."""
+    """Consecutive frames of one kind that a page does not get."""
 
     run: str
     what: str
@@ -35,7 +35,7 @@ class GapRange:
     reason: str
 
     def frame(self, seq: int) -> bytes:
-        """GAP, before the frame with this number."""
+        """Return the GAP to send before the frame with this number."""
         header = {"seq": seq, "run": self.run, "what": self.what, "from": self.first, "to": self.last}
         return frames.encode(Frame(FrameType.SCOPE_GAP, header | {"ranks": [], "reason": self.reason}))
 
@@ -52,16 +52,17 @@ class _QueuedFrame:
 
 
 class PageQueue:
-    """Queue of one page. `overrun` says that it must be let go."""
+    """Queue of one page; one that is `overrun` must be disconnected."""
 
     def __init__(self, credit: int = GRANTED_BYTES, limit_bytes: int = MAX_WAITING_BYTES) -> None:
         self.credit = credit
         self._limit = limit_bytes
         self._queue: deque[_QueuedFrame] = deque()
         self._backlog: deque[LogEntry] = deque()
-        """What was asked for again: frames that the ring holds anyway, sent as fast as the page paints."""
+        """Frames that were requested again: the memory budget holds them anyway, and they are sent as fast as the page
+        paints."""
         self._replays: dict[str, Replay] = {}
-        """Runs that are asked for again and wait until the one before is sent: one at a time is held."""
+        """Runs that were requested again and wait for the one before: the frames of one at a time are held."""
         self._replayed = ""
         self._gaps: dict[tuple[str, str], GapRange] = {}
         self.waiting_bytes = 0
@@ -71,15 +72,15 @@ class PageQueue:
 
     @property
     def overrun(self) -> bool:
-        """Whether more waits than a page that reads at all would let wait."""
+        """Return whether more waits than for any page that reads."""
         return self.waiting_bytes > MAX_QUEUED_BYTES
 
     def grant(self, count: int) -> None:
-        """The page has painted so many bytes."""
+        """Add credit: the page has painted this many bytes."""
         self.credit = min(GRANTED_BYTES, self.credit + count)
 
     def push(self, entry: LogEntry) -> None:
-        """Queue a frame."""
+        """Queue a frame, and drop older ones if too much waits."""
         self._queue.append(_QueuedFrame(entry))
         self.waiting_bytes += self._queue[-1].size
         for drop in (DropClass.ROWS, DropClass.VECTORS):
@@ -97,9 +98,9 @@ class PageQueue:
                 self.waiting_bytes += waiting.size
 
     def resume(self, run: str, replay: Replay) -> None:
-        """These frames of a run instead of all that wait of it; what the ring let go is a gap.
+        """Send these frames of a run instead of all that wait of it; those that are no longer stored become a gap.
 
-        One run is sent again at a time: others wait, and what they are made of is asked for when their turn comes.
+        One run is sent again at a time: `replay` of the next one is called once the one before has been sent.
         """
         if self._backlog and self._replayed == run:
             self._backlog.clear()
@@ -119,7 +120,7 @@ class PageQueue:
         self._backlog.extend(entries)
 
     def pop(self) -> list[bytes]:
-        """The next frames to send, in their order; empty if nothing waits, or the page must paint first."""
+        """Return the next frames to send, in order; none if the queue is empty or the page must paint first."""
         while len(self):
             self._next_replay()
             if self._must_paint_first():
@@ -133,7 +134,7 @@ class PageQueue:
         return self._last_gaps()
 
     def _must_paint_first(self) -> bool:
-        """A page gets all of what it asked for again, in its time."""
+        """Return whether the next frame of a replay needs more credit: a page gets all that it requested again."""
         whole = self._backlog[0].whole if self._backlog and self._backlog[0].drop != DropClass.NEVER else None
         return whole is not None and self.credit < min(len(whole), GRANTED_BYTES)
 
@@ -147,7 +148,7 @@ class PageQueue:
         return waiting
 
     def _take(self, waiting: _QueuedFrame) -> bytes | None:
-        """What is sent of a frame; None if nothing is."""
+        """Return the bytes to send of a frame: whole, short, or None."""
         entry = waiting.entry
         if entry.drop == DropClass.NEVER:
             return entry.whole

@@ -1,4 +1,4 @@
-"""Pages on the scope socket: what each is sent and says. A slow or dead one holds up nobody."""
+"""The scope socket of one page: frames are sent, commands received. A slow page never blocks another."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,14 @@ REFUSED = 1008
 BUSY = 1013
 """Try again later."""
 MAX_RESUMES = 10
-"""Of a page in a second."""
+"""Replays that one page may request in a second."""
 MAX_RATE = 200
 """Messages of a page in a second; an honest one sends one for every frame it paints."""
 GOODBYE_S = 1.0
 
 
 class MessageRateLimit:
-    """At most so many of something in a second. `clock` gives seconds."""
+    """Counts events, and allows a number of them in each second. `clock` gives seconds."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -39,7 +39,7 @@ class MessageRateLimit:
         self._count = 0
 
     def allows(self) -> bool:
-        """Count one more."""
+        """Count an event, and return whether it is within the limit."""
         now = self._clock()
         if now - self._began >= 1:
             self._began, self._count = now, 0
@@ -48,7 +48,7 @@ class MessageRateLimit:
 
 
 async def serve(socket: WebSocket, feed: ViewerFeed, role: str) -> None:
-    """Talk to one page until it goes, breaks the rules, or does not read at all."""
+    """Serve one page until it disconnects, breaks the rules, or does not read."""
     viewer = feed.subscribe()
     works = [_send_all(socket, viewer, feed.hello_frame(role)), _listen(socket, viewer, feed), viewer.overrun.wait()]
     tasks = [asyncio.ensure_future(work) for work in works]
@@ -69,7 +69,7 @@ async def serve(socket: WebSocket, feed: ViewerFeed, role: str) -> None:
 
 
 async def refuse(socket: WebSocket, code: int, problem: ProtocolError) -> None:
-    """Say why, if the page still listens, and close."""
+    """Send the reason, if the page still reads, and close."""
     said = {"code": problem.code, "message": str(problem), "hint": problem.hint}
     with contextlib.suppress(TimeoutError, WebSocketDisconnect, RuntimeError):
         async with asyncio.timeout(GOODBYE_S):
@@ -102,7 +102,7 @@ async def _listen(socket: WebSocket, viewer: Viewer, feed: ViewerFeed) -> None:
 
 
 def parse_command(text: str | None) -> dict[str, Any]:
-    """What a page says. Raises ProtocolError."""
+    """Parse a command of a page. Raises ProtocolError."""
     if text is None or len(text.encode("utf-8", "surrogatepass")) > MAX_COMMAND_BYTES:
         raise ProtocolError("bad-message", f"not a text of at most {MAX_COMMAND_BYTES} bytes", "Send JSON texts.")
     try:
@@ -115,7 +115,7 @@ def parse_command(text: str | None) -> dict[str, Any]:
 
 
 def _run_command(command: dict[str, Any], viewer: Viewer, feed: ViewerFeed) -> None:
-    """Raises ProtocolError, for another type, too."""
+    """Run a command. Raises ProtocolError for an unknown type and wrong values."""
     if command["type"] == "credit":
         viewer.outbox.grant(_count(command, "bytes"))
         viewer.wake.set()

@@ -1,7 +1,7 @@
-"""Recorded sessions on their way to who asked: few at a time, and none that is read so slowly that others wait.
+"""Downloads of recorded sessions: few at a time, and none so slow that others wait for it.
 
-A hub cannot answer with an error what it has begun to answer. It writes an ERROR frame behind what it has sent, as far
-as the reader takes it, and lets the connection break off: `session_file.parse` finds the frame, and says its words.
+A hub cannot answer with an error once it has begun to answer. It appends an ERROR frame to what it has sent, as far as
+the reader takes it, and breaks the connection: `session_file.parse` finds the frame and reports its text.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from megatronapp_common.frames import Frame, FrameType
 
 LOG = logging.getLogger(__name__)
 MAX_SESSIONS = 4
-"""That are written at a time."""
+"""Downloads at a time, of all callers."""
 MAX_OF_CALLER = 2
-"""Of these, for one caller."""
+"""Downloads at a time, of one caller."""
 LEAST_BYTES_S = 128 << 10
-"""A reader that takes fewer bytes in a second is ended."""
+"""A reader that takes fewer bytes in a second is disconnected."""
 PATIENCE_S = 20.0
-"""So long may it take nothing; all the time that it loses against the least rate counts."""
+"""Seconds that a reader may take nothing; all time that it loses against the least rate is added up."""
 CHUNK_BYTES = 32 << 10
 """A multiple of 8, as frames are."""
 GOODBYE_S = 2.0
@@ -34,7 +34,7 @@ HINT = "Download it again over a faster connection; `megatronapp scope replay` p
 
 
 def download_slot(slots: ConcurrencySlots, caller: str) -> contextlib.ExitStack:
-    """A place for a caller until the stack is closed. Raises ApiError 429 if there is none."""
+    """Take a download slot for a caller until the stack is closed. Raises ApiError 429 if none is free."""
     if slots.in_use_by(caller) >= MAX_OF_CALLER:
         text = f"you download {MAX_OF_CALLER} sessions at the moment"
         raise ApiError(429, "too-many-sessions", text, "Ask again once one of them has ended.", retry_s=1)
@@ -48,7 +48,7 @@ def download_slot(slots: ConcurrencySlots, caller: str) -> contextlib.ExitStack:
 
 @dataclasses.dataclass(slots=True)
 class ReadRateMonitor:
-    """Whether a reader keeps up: `left_s` seconds that it may still take, which come back with the bytes it takes."""
+    """Measures whether a reader keeps up: `left_s` is the time that it may still lose; it grows as bytes are taken."""
 
     rate: float = LEAST_BYTES_S
     patience_s: float = PATIENCE_S
@@ -58,24 +58,23 @@ class ReadRateMonitor:
         self.left_s = self.patience_s
 
     def took(self, size: int, seconds: float) -> None:
-        """So many bytes went in so long."""
+        """Add `size` bytes that the reader took in `seconds`."""
         self.left_s = min(self.patience_s, self.left_s - seconds + size / self.rate)
 
 
 class SessionResponse(StreamingResponse):
-    """Pieces that are made in a thread, one after another, of what nobody changes. Gives its place back at the end."""
+    """Streams frames that are made in a thread, of data that does not change. Frees its slot at the end."""
 
     def __init__(self, pieces: Iterator[bytes], place: contextlib.ExitStack, headers: dict[str, str]) -> None:
         super().__init__(pieces, headers=headers, media_type="application/octet-stream")
         self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         with self._place:
             await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        """Send all, or as much as a slow reader takes in its time; then the place is free at once."""
+        """Send all, or what a slow reader takes until it is disconnected; the slot is free at once then."""
         pace = ReadRateMonitor(patience_s=PATIENCE_S)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
@@ -91,11 +90,11 @@ class SessionResponse(StreamingResponse):
 
 
 class _TooSlowError(Exception):
-    """The reader is below the least rate."""
+    """The reader is slower than the least rate."""
 
 
 async def _send(piece: bytes, pace: ReadRateMonitor, send: Send) -> None:
-    """Only the time of sending counts: what a piece takes to be made is not the reader's."""
+    """Send one frame. Only the time of sending is the reader's: making a frame may take long."""
     loop = asyncio.get_running_loop()
     for begin in range(0, len(piece), CHUNK_BYTES):
         chunk, began_s = piece[begin : begin + CHUNK_BYTES], loop.time()

@@ -1,6 +1,6 @@
-"""Session files: frames of one run back to back, as a page with endless credit would have got them, and exact numbers.
+"""Session files: all frames of one run, as a page with unlimited credit gets them, and exact numbers.
 
-A file that ends in the middle, or is garbled, gives what stands before, and says where it stops.
+Of a file that is truncated or garbled all frames before that place are read, and the place is reported.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from megatronapp_common.frames import PREFIX, Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame
 
 ATTENTION_ROWS = 256
-"""In one frame."""
+"""Rows in one frame."""
 BLOCK_BYTES = 8 << 20
-"""Of exact numbers in one frame."""
+"""Bytes of exact numbers in one frame."""
 MAX_WORDS_BYTES = 1 << 10
-"""Of an ERROR frame at the end of a file."""
+"""Largest size of an ERROR frame at the end of a file."""
 Block = list[tuple[int, Any]]
 """Positions and rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedSession:
-    """What could be read. `broken` says where and why it ends early; None if it does not."""
+    """The frames of a file. `broken` is where and why it ends early; None for a whole file."""
 
     frames: list[Frame]
     broken: str | None
@@ -44,7 +44,8 @@ def dump(feed: ViewerFeed, run: str) -> bytes:
 
 
 class RunSnapshot:
-    """What a run is at this moment. It is taken in the event loop; `pieces` may be made anywhere, while it goes on."""
+    """The frames of a run at this moment. It is made on the event loop; `frames` may run in a thread while the run
+    continues."""
 
     def __init__(self, feed: ViewerFeed, run: ScopeRun) -> None:
         self._run = run.id
@@ -54,7 +55,7 @@ class RunSnapshot:
         self._attention = {key: _needed(run, key) for key in run.attention.stored_keys()}
 
     def frames(self) -> Iterator[bytes]:
-        """The session, frame by frame. What the ring has let go of is not in it."""
+        """Yield the session, frame by frame. Frames that are no longer stored are missing."""
         yield frames.encode(Frame(FrameType.SCOPE_HELLO, self._hello))
         told: set[tuple[int, ...]] = set()
         for data in self._frames:
@@ -70,20 +71,20 @@ class RunSnapshot:
 
 
 def _needed(run: ScopeRun, key: HeadKey) -> dict[int, Any]:
-    """Rows of attention of what has been read that do not follow from exact numbers."""
+    """Return rows of attention of tokens that were read, except those that follow from exact numbers."""
     sample, layer, head = key
     end, exact = run.length(sample), run.values.get(("attention", sample, layer, head))
     return {place: row for place, row in run.attention.get(key).items() if place < end and place not in exact}
 
 
 def _rows_of(data: bytes) -> Iterator[tuple[int, ...]]:
-    """Sample, layer, head and position of the rows of attention that a frame tells: heads may be pinned at any step."""
+    """Yield sample, layer, head and position of each row in a SCOPE_ROWS frame: heads may be pinned at any step."""
     if data[5] == FrameType.SCOPE_ROWS:
         yield from map(tuple, frames.decode(data).header["rows"])
 
 
 def _blocks(rows: Mapping[int, Any], goes_on: Callable[[Block, int, Any], bool]) -> Iterator[Block]:
-    """Rows in their order, as many together as belong together."""
+    """Yield rows in order, in blocks that `goes_on` joins."""
     block: Block = []
     for position, row in sorted(rows.items()):
         if block and not goes_on(block, position, row):
@@ -139,7 +140,7 @@ def load(path: pathlib.Path) -> RecordedSession:
 
 
 def parse(data: bytes) -> RecordedSession:
-    """All frames, up to the first place that cannot be read, or at which the hub ended the download."""
+    """Return all frames up to the first that cannot be read, or up to the ERROR that ended the download."""
     found: list[Frame] = []
     place, (end, words) = 0, _describe_truncation(data)
     view = memoryview(data)[:end]
@@ -155,7 +156,7 @@ def parse(data: bytes) -> RecordedSession:
 
 
 def _describe_truncation(data: bytes) -> tuple[int, str | None]:
-    """Where an ERROR frame at the end begins, and what it says: it may stand in the middle of the frame before it."""
+    """Return where an ERROR frame at the end begins, and its text. It may interrupt the frame before it."""
     for size in range(PREFIX.size, min(MAX_WORDS_BYTES, len(data)) + 1, 8):
         with contextlib.suppress(FrameError):
             if frames.frame_length(data[-size:]) == size and data[5 - size] == FrameType.ERROR:

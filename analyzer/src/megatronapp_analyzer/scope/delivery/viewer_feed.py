@@ -74,7 +74,7 @@ class ViewerFeed:
         return viewer
 
     def unsubscribe(self, viewer: Viewer) -> None:
-        """Remove a page."""
+        """Remove a page from the feed."""
         self._viewers.discard(viewer)
 
     def publish(self, entry: LogEntry) -> None:
@@ -161,5 +161,5 @@ class ViewerFeed:
         }
 
     def hello_frame(self, role: str) -> bytes:
-        """Return SCOPE_HELLO."""
+        """Return SCOPE_HELLO as encoded bytes."""
         return frames.encode(Frame(FrameType.SCOPE_HELLO, self.hello(role)))

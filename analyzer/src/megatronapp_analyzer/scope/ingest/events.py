@@ -1,4 +1,4 @@
-"""What happens while frames are taken in, for those who ask rank 0 for more."""
+"""Events of ingest, for services that request more from rank 0."""
 
 from typing import Protocol
 

@@ -155,7 +155,7 @@ class FrameIngest:
                 self._timer = loop.call_later(max(0.001, due - self._clock()), self.close_due)
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop the timer of `close_due`."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

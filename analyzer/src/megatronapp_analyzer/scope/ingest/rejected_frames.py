@@ -17,7 +17,7 @@ class RejectedFrames:
         self.count = 0
 
     def add(self, error: Exception) -> None:
-        """Count an error."""
+        """Count and log an error."""
         self.count += 1
         LOG.warning("what a rank published is left out: %s", error)
 

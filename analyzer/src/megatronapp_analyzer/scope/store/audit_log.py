@@ -1,4 +1,4 @@
-"""What controllers did, for the events of the job: the operator polls it with the summary."""
+"""Actions of controllers, for the events of the job: the operator polls them with the summary."""
 
 import dataclasses
 import datetime
@@ -15,12 +15,12 @@ LOG = logging.getLogger(__name__)
 MAX_ENTRIES = 256
 MAX_WHO = 253
 UNNAMED_CALLER = "controller token"
-"""Who came with the job's own token, not through the door."""
+"""Name of a caller with the job's own token, who did not use the gateway."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AuditEntry:
-    """One thing that somebody changed. `at`: RFC 3339."""
+    """One change. `at`: RFC 3339."""
 
     id: int
     at: str
@@ -29,7 +29,7 @@ class AuditEntry:
 
 
 class AuditLog:
-    """The newest of them, oldest first. `clock` gives seconds since 1970."""
+    """The newest entries, oldest first. `clock` gives seconds since 1970."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -37,7 +37,7 @@ class AuditLog:
         self._newest = 0
 
     def note(self, who: str, what: str) -> None:
-        """Somebody did something. Numbers grow over restarts of the hub, too: they begin with the time in ms."""
+        """Add an entry. Ids grow over restarts of the hub, too: they begin with the time in ms."""
         now = self._clock()
         self._newest = max(self._newest + 1, int(now * 1000))
         at = datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat(timespec="milliseconds")
@@ -45,11 +45,11 @@ class AuditLog:
         LOG.info("%s: %s", who, what)
 
     def all(self) -> list[AuditEntry]:
-        """At most KEPT."""
+        """Return at most MAX_ENTRIES entries, oldest first."""
         return list(self._kept)
 
 
 def who_of(connection: HTTPConnection) -> str:
-    """Whom the door names; whoever has the job's token needs no door, and may write any name."""
+    """Return the name that the gateway sends. A caller with the job's token needs no gateway, and may send any name."""
     said = connection.headers.get(CALLER_HEADER, "")
     return "".join(letter for letter in said if letter.isprintable())[:MAX_WHO].strip() or UNNAMED_CALLER

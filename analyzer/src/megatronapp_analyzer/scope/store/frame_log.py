@@ -1,4 +1,4 @@
-"""Frames of one run, as pages get them: numbered, some with a short form for who has no room for the whole. Pure."""
+"""Numbered frames of one run, as pages get them; some have a short form for pages without room for the whole. Pure."""
 
 import bisect
 import dataclasses
@@ -11,7 +11,7 @@ from megatronapp_common.frames import Frame, FrameType
 
 
 class DropClass(enum.IntEnum):
-    """What may be left out for a slow page, in the order in which it is."""
+    """Classes of frames that a slow page does not get, in the order in which they are dropped."""
 
     ROWS = 0
     VECTORS = 1
@@ -24,13 +24,13 @@ CLASSES = {
     FrameType.SCOPE_STEP: (DropClass.VECTORS, RetentionClass.VECTORS),
 }
 OF_TENSORS = frozenset({"topTexts", "pcaVersion"})
-"""In a header, but nothing without the tensors."""
+"""Header fields that mean nothing without the tensors."""
 WHAT = {FrameType.SCOPE_ROWS: "rows", FrameType.SCOPE_OVERVIEW: "overview", FrameType.SCOPE_STEP: "step"}
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class LogEntry:
-    """One frame. `whole` is None once its room was needed; `short` is what must not be left out, if anything."""
+    """One frame. `whole` is None once its memory was needed; `short` is what must be sent anyway, if anything."""
 
     run: str
     seq: int
@@ -39,21 +39,21 @@ class LogEntry:
     whole: bytes | None
     short: bytes | None
     on_drop: Callable[[], None] | None = None
-    """Called when `whole` goes: for who has views on it."""
+    """Called when `whole` is dropped, so that views on it are dropped, too."""
 
     @property
     def drop(self) -> DropClass:
-        """Whether and when it may be left out."""
+        """Return the class in which the frame is dropped."""
         return CLASSES[FrameType(self.type)][0] if self.type in CLASSES else DropClass.NEVER
 
     @property
     def what(self) -> str:
-        """Its name in a GAP."""
+        """Return the name of such frames in a GAP."""
         return WHAT[FrameType(self.type)]
 
 
 class FrameLog:
-    """Append-only. What is droppable is held by the ring."""
+    """Append-only log. Frames that may be dropped use the memory budget."""
 
     def __init__(self, run: str, ring: MemoryBudget) -> None:
         self.run = run
@@ -68,17 +68,17 @@ class FrameLog:
 
     @property
     def newest(self) -> int:
-        """Number of the newest frame; 0 before the first."""
+        """Return the number of the newest frame; 0 before the first."""
         return self._entries[-1].seq if self._entries else 0
 
     def append(self, frame: Frame) -> LogEntry:
-        """Number a frame and keep it. Raises FrameError."""
+        """Number a frame and store it. Raises FrameError."""
         seq = self.newest + 1
         step = frame.header.get("step", 0)
         return self.restore(Frame(frame.type, {**frame.header, "seq": seq}, frame.body), seq, step)
 
     def restore(self, frame: Frame, seq: int, step: int) -> LogEntry:
-        """Keep a frame that has its number already."""
+        """Store a frame that has its number already."""
         whole = frames.encode(frame)
         entry = LogEntry(self.run, seq, frame.type, step, whole, _short(frame, whole))
         if frame.type == FrameType.SCOPE_RUN:
@@ -92,7 +92,7 @@ class FrameLog:
         return entry
 
     def _forget_same_state(self, state: str, entry: LogEntry) -> None:
-        """Of frames that tell the same state only the newest is sent again, so that a long queue fills no memory."""
+        """Keep only the newest frame of a state, so that a long wait in the queue fills no memory."""
         if self._newest_state is not None and self._newest_state[0] == state:
             self._take_place_of(self._newest_state[1])
         self._newest_state = (state, entry)
@@ -103,19 +103,19 @@ class FrameLog:
 
     @property
     def pca(self) -> bytes | None:
-        """The newest SCOPE_PCA: it has the coordinates of all rows, so that no older one is sent again."""
+        """Return the newest SCOPE_PCA: it has the coordinates of all rows, so that older ones are not sent again."""
         return self._newest_pca.whole if self._newest_pca is not None else None
 
     def steps(self) -> list[bytes]:
-        """SCOPE_STEP frames that are held whole."""
+        """Return all SCOPE_STEP frames that are stored whole."""
         return [one.whole for one in self._entries if one.type == FrameType.SCOPE_STEP and one.whole is not None]
 
     def after(self, seq: int) -> list[LogEntry]:
-        """Frames with a number above `seq`, oldest first."""
+        """Return frames with a number above `seq`, oldest first."""
         return self._entries[bisect.bisect_right(self._entries, seq, key=lambda entry: entry.seq) :]
 
     def close(self) -> None:
-        """Give its room back."""
+        """Release all memory of the log."""
         for ticket in self._tickets:
             self._ring.release(ticket)
         self._entries.clear()

@@ -1,9 +1,9 @@
-"""What is kept, in bounded bytes: when full, attention rows go first, then exact numbers, then vectors. Pure.
+"""Bounded memory for frames and numbers: attention rows are dropped first, then exact numbers, then vectors. Pure.
 
-Each class has a share that no other takes from it, and what has just come stays: whoever asks for a tile finds it there
-once the model has brought it, however many vectors there are.
+Each class has a fraction that no other class takes, and what was just added stays: a tile is still there when the page
+that caused its probe requests it again, however many vectors there are.
 
-Tokens stay as long as their run, which is bounded by the number of runs.
+Tokens stay as long as their run; their memory is bounded by the number of runs.
 """
 
 import dataclasses
@@ -11,11 +11,11 @@ import enum
 from collections.abc import Callable
 
 CLASS_FRACTIONS = 4
-"""A class has one in so many of all bytes for itself."""
+"""Denominator of the fraction of all bytes that a class has for itself."""
 
 
 class RetentionClass(enum.IntEnum):
-    """Classes of what is held, in the order in which they go."""
+    """Classes of stored items, in the order in which they are dropped."""
 
     ROWS = 0
     VALUES = 1
@@ -29,7 +29,7 @@ class _HeldItem:
 
 
 class MemoryBudget:
-    """Counts bytes and lets go. `drop` of an item is called once, when its room is needed."""
+    """Counts bytes and drops items. `drop` of an item is called once, when its memory is needed."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -42,9 +42,9 @@ class MemoryBudget:
         return sum(map(len, self._items.values()))
 
     def hold(self, kind: RetentionClass, size: int, drop: Callable[[], None]) -> int:
-        """Make room for `size` bytes; returns a ticket for `release`. Up to half of all bytes always find room.
+        """Make room for `size` bytes; return a ticket for `release`.
 
-        What finds none goes at once.
+        An item of up to half of all bytes always fits; one that does not fit is dropped at once.
         """
         self._next += 1
         self._items[kind][self._next] = _HeldItem(size, drop)
@@ -54,7 +54,8 @@ class MemoryBudget:
         return self._next
 
     def _next_to_go(self) -> tuple[RetentionClass, int] | None:
-        """The oldest of the first class that has more than its share. None: there is only what has just come."""
+        """Return class and ticket of the oldest item of the first class above its fraction; None if only the newest is
+        left."""
         for kind, items in self._items.items():
             oldest = next(iter(items), self._next)
             if self._bytes[kind] * CLASS_FRACTIONS > self.limit_bytes and oldest != self._next:
@@ -71,7 +72,7 @@ class MemoryBudget:
         self.used_bytes += added_bytes
 
     def release(self, ticket: int) -> None:
-        """What this ticket was for is not held any more; nothing happens if it went already."""
+        """Release an item; nothing happens if it was dropped already."""
         for kind, items in self._items.items():
             if ticket in items:
                 self._pop(kind, ticket)

@@ -1,4 +1,4 @@
-"""Which ranks publish, what of the model each has, and the model as rank 0 tells it. Pure."""
+"""The ranks that publish, which part of the model each has, and the model as rank 0 describes it. Pure."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ MAX_SIZE = 1 << 24
 MAX_LAYERS = 4096
 MAX_SITES = 256
 MOST = {"prompts": MAX_PROMPTS, "tokens": MAX_TOKENS}
-"""Of any run, whatever a model would take."""
+"""Limits of any run, even if the model could take more."""
 LEADER = 0
 """The rank that takes runs."""
 UNKNOWN = -1
-"""In place of the number of a rank that has not begun."""
+"""Number in place of a rank that has not begun."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +32,17 @@ class RankPublisher:
     pp: int
     replica: int
     layers: tuple[int, int] | None
-    """From the first to before the end; None if it does not say."""
+    """First layer, and the end of the range; None if the rank does not report it."""
     heads: tuple[int, int] | None
 
     def shard(self) -> dict[str, Any]:
-        """What of the model it has, as SCOPE_HELLO tells it."""
+        """Return its part of the model, as SCOPE_HELLO has it."""
         share = {"rank": self.rank, "stage": self.pp, "tensor": self.tp}
         return share | {"layers": list(self.layers or ()), "heads": list(self.heads or ())}
 
 
 def parse_publisher(header: Mapping[str, Any], worker: int) -> RankPublisher:
-    """Who sends a PUBLISHER frame. Raises ProtocolError."""
+    """Parse a PUBLISHER frame. Raises ProtocolError."""
     coordinates = header.get("coordinates")
     if not isinstance(coordinates, dict):
         raise ProtocolError("bad-publisher", "PUBLISHER frame: coordinates is not a map")
@@ -115,14 +115,14 @@ class PublisherRegistry:
         self.sites: set[str] = set()
 
     def begin(self, attempt: int) -> bool:
-        """Something of this attempt is there; whether it is newer than what was."""
+        """Begin an attempt if it is newer, and return whether it is."""
         if attempt <= self.attempt:
             return False
         self.attempt, self.ranks = attempt, {}
         return True
 
     def add(self, header: Mapping[str, Any], worker: int) -> None:
-        """A rank begins, or says again that it does. Raises ProtocolError."""
+        """Add a rank, or update it. Raises ProtocolError."""
         publisher, model = parse_publisher(header, worker), parse_model(header.get("model"))
         if publisher.attempt < self.attempt:
             return
@@ -134,7 +134,7 @@ class PublisherRegistry:
         self.limits = parse_limits(header.get("limits")) or self.limits
 
     def remove(self, attempt: int, worker: int, rank: int | None = None) -> list[int]:
-        """A worker's ranks are gone, or one of them; which."""
+        """Remove the ranks of a worker, or one of them; return those that were known."""
         if attempt != self.attempt:
             return []
         gone = [one for one, found in self.ranks.items() if found.worker == worker and rank in {None, one}]
@@ -143,16 +143,16 @@ class PublisherRegistry:
         return gone
 
     def reported_layout(self) -> dict[str, Any]:
-        """How the model is spread; with what each rank of a replica has, once all have said it."""
+        """Return the layout of the model, with the part of each rank of a replica once all have reported."""
         known = sorted((one for one in self.ranks.values() if one.replica == 0), key=lambda one: one.rank)
         if UNKNOWN in self.expected() or any(one.layers is None or one.heads is None for one in known):
             return self.layout
         return self.layout | {"ranks": [one.shard() for one in known]}
 
     def expected(self) -> list[int]:
-        """Ranks whose parts make a step; UNKNOWN stands for those that have not begun.
+        """Return the ranks whose parts make a step, and UNKNOWN in place of those that have not begun.
 
-        How many there are is known once rank 0 is.
+        How many there are is known once rank 0 has begun.
         """
         known = [rank for rank, one in self.ranks.items() if one.replica == 0]
         whole = LEADER in known and len(known) >= self.layout["tensor"] * self.layout["pipeline"]

@@ -1,4 +1,4 @@
-"""Rows of numbers by what they belong to and position, as long as the ring has room for them. Pure."""
+"""Rows of numbers by key and position, as long as the memory budget has room for them. Pure."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ K = TypeVar("K")
 
 @dataclasses.dataclass(slots=True)
 class RowTable(Generic[K]):
-    """Arrays by key and position. A newer one takes the place of an older one."""
+    """Arrays by key and position. A newer array replaces an older one."""
 
     ring: MemoryBudget
     kind: RetentionClass
@@ -21,17 +21,17 @@ class RowTable(Generic[K]):
     _tickets: list[int] = dataclasses.field(default_factory=list)
 
     def put(self, key: K, positions: Iterable[int], rows: NDArray[Any]) -> None:
-        """Keep a block of rows; they share one array, and go together."""
+        """Store a block of rows; they share one array, and are dropped together."""
         placed = list(zip(positions, rows, strict=True))
         self.point(key, placed)
         self._tickets.append(self.ring.hold(self.kind, rows.nbytes, self.forgetter([(key, placed)])))
 
     def point(self, key: K, placed: Iterable[tuple[int, NDArray[Any]]]) -> None:
-        """Know rows whose room somebody else holds."""
+        """Add rows whose memory is accounted for elsewhere."""
         self._rows.setdefault(key, {}).update(placed)
 
     def forgetter(self, blocks: Iterable[tuple[K, list[tuple[int, NDArray[Any]]]]]) -> Callable[[], None]:
-        """What forgets these rows, unless newer ones have taken their places."""
+        """Return a function that removes these rows, except where newer ones have replaced them."""
 
         def forget() -> None:
             for key, placed in blocks:
@@ -43,15 +43,15 @@ class RowTable(Generic[K]):
         return forget
 
     def get(self, key: K) -> dict[int, NDArray[Any]]:
-        """Rows of a key by position; must not be changed."""
+        """Return rows of a key by position; they must not be changed."""
         return self._rows.get(key, {})
 
     def stored_keys(self) -> list[K]:
-        """Keys that have rows."""
+        """Return all keys with rows."""
         return [key for key, rows in self._rows.items() if rows]
 
     def close(self) -> None:
-        """Give the room back."""
+        """Release the memory of all rows."""
         for ticket in self._tickets:
             self.ring.release(ticket)
         self._rows.clear()

@@ -1,4 +1,4 @@
-"""One run as the hub knows it: its state, its tokens, its frames, and numbers that were asked for."""
+"""One run in the hub: state, tokens, frames, and the numbers that were requested."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ TURNED = frozenset({"q", "k"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Surprise and entropy at all tokens of a prompt but the first; copies, no views on the frame that had them."""
+    """Surprise and entropy at each token of a prompt but the first; copies, no views on a frame."""
 
     surprise: NDArray[np.float32]
     entropy: NDArray[np.float32]
@@ -47,61 +47,61 @@ class ScopeRun:
         self.tokens: list[dict[int, dict[str, Any]]] = []
         """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
         self.scores: dict[int, PromptScores] = {}
-        """Scores of prompts by sample, once they were asked for."""
+        """Scores of prompts by sample, once they were requested."""
         self.late = False
-        """Whether the hub came when it went on already, and rank 0 has not told yet what was before."""
+        """True while the hub, started after the run, has not yet received what it missed from rank 0."""
         self.pca_version = 0
-        """Of the basis that its newest SCOPE_PCA is of."""
+        """Version of the basis of its newest SCOPE_PCA."""
         self.pca_rows: set[tuple[int, int]] = set()
-        """Samples and positions whose coordinates in it were shown by steps and overviews."""
+        """Samples and positions whose coordinates in that basis steps and overviews have shown."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes any more."""
+        """Return whether the run has ended."""
         return self.header.get("state") in ENDED
 
     @property
     def final(self) -> bool:
-        """Whether it has ended for good: of one that only the hub gave up, rank 0 may come back and tell more."""
+        """Return whether the run has ended finally: rank 0 may reconnect and continue one that only the hub gave up."""
         return self.ended and (self.header.get("error") or {}).get("code") != ENGINE_LOST
 
     def grows(self, sample: int | None = None) -> bool:
-        """Whether more tokens may come of a sample, or of any."""
+        """Return whether a sample, or any sample, may get more tokens."""
         said = self.tokens[sample] if sample is not None and self.has_sample(sample) else {}
         return not self.ended and (not said or said[max(said)]["finished"] is None)
 
     @property
     def captured(self) -> bool:
-        """Whether more than tokens was asked for."""
+        """Return whether more than tokens is captured."""
         return (self.header.get("capture") or {}).get("preset") != "off"
 
     def set_state(self, header: Mapping[str, Any]) -> LogEntry:
-        """A new state. Raises ProtocolError."""
+        """Change the state. Raises ProtocolError."""
         said = read(RunHeader, "RUN", {**header, "run": self.id})
         self.header = said.model_dump(mode="json", by_alias=True)
         self.tokens += [{} for _ in range(len(said.prompts) - len(self.tokens))]
         return self.journal.append(Frame(FrameType.SCOPE_RUN, self.header))
 
     def is_current_state(self, said: RunHeader) -> bool:
-        """Whether this is the state that is known."""
+        """Return whether the run has this very state."""
         return bool(self.header == said.model_dump(mode="json", by_alias=True))
 
     def prompt_ids(self, sample: int) -> list[int]:
-        """Tokens of a prompt."""
+        """Return the tokens of a prompt."""
         return list(self.header["prompts"][sample]["ids"])
 
     def ids(self, sample: int) -> list[int]:
-        """All tokens of a sample: its prompt, and what came of it. To be asked of runs that are whole only."""
+        """Return all tokens of a sample, prompt and generated ones. Call it for runs that are whole only."""
         generated = self.tokens[sample]
         return self.prompt_ids(sample) + [generated[place]["id"] for place in sorted(generated)]
 
     def length(self, sample: int) -> int:
-        """Positions that the model has read: the last token that was generated has not been."""
+        """Return how many positions the model has read: it has not read the newest token."""
         return max(self.tokens[sample], default=len(self.prompt_ids(sample)))
 
     @property
     def whole(self) -> bool:
-        """Whether all tokens are here that were generated, without a hole."""
+        """Return whether all generated tokens are known, without a hole."""
         if self.late:
             return False
         for sample, tokens in enumerate(self.tokens):
@@ -112,11 +112,11 @@ class ScopeRun:
 
     @property
     def steps(self) -> int:
-        """That are here with their tokens."""
+        """Return how many steps have tokens here."""
         return max(map(len, self.tokens), default=0)
 
     def fill(self, samples: Sequence[SampleHeader]) -> list[LogEntry]:
-        """Tokens that were not seen here, as rank 0 tells them: frames of their steps, without numbers.
+        """Add tokens that the hub has missed, as frames of their steps without numbers.
 
         Raises ProtocolError if they are not of this run.
         """
@@ -132,11 +132,11 @@ class ScopeRun:
         return [self.add_step(_step_of(self.id, step, steps[step])) for step in sorted(steps)]
 
     def has_sample(self, sample: int) -> bool:
-        """Whether there is such a prompt."""
+        """Return whether the run has this prompt."""
         return 0 <= sample < len(self.tokens)
 
     def add_step(self, frame: Frame) -> LogEntry:
-        """A SCOPE_STEP frame. Raises ProtocolError."""
+        """Add a SCOPE_STEP frame. Raises ProtocolError."""
         self._note_tokens(frame.header)
         return self.journal.append(frame)
 
@@ -150,7 +150,7 @@ class ScopeRun:
             self.tokens[sample][position + 1] = cell
 
     def add_rows(self, frame: Frame) -> LogEntry:
-        """A SCOPE_ROWS frame; its rows are known for tiles as long as the frame is held."""
+        """Add a SCOPE_ROWS frame; tiles use its rows as long as the frame is stored."""
         entry = self.journal.append(frame)
         (flat,) = unpack(frame)
         views = split_rows(flat.data, frame.header["keys"])
@@ -164,18 +164,18 @@ class ScopeRun:
         return entry
 
     def summary(self) -> dict[str, Any]:
-        """What lists of runs say of it."""
+        """Return the entry of a list of runs."""
         names = ("state", "position", "startedAt", "tokens", "tokensPerSecond", "error")
         prompts = [str(prompt.get("text", ""))[:200] for prompt in self.header["prompts"]]
         return {"run": self.id, "prompts": prompts} | {name: self.header.get(name) for name in names}
 
     def detail(self) -> dict[str, Any]:
-        """Header of SCOPE_RUN, with all tokens that were generated."""
+        """Return the header of SCOPE_RUN, with all tokens that were generated."""
         generated = [[{"position": place, **said} for place, said in sorted(sample.items())] for sample in self.tokens]
         return self.header | {"generated": generated}
 
     def close(self) -> None:
-        """Give its room back."""
+        """Release the memory of the run."""
         self.journal.close()
         self.attention.close()
         self.pooled.close()
@@ -194,18 +194,18 @@ def lost_run(header: Mapping[str, Any]) -> Frame:
 
 
 def value_site(site: str, rotary: str) -> str:
-    """What exact numbers of a site are kept under; before the rotary turn `q` and `k` are others than after it."""
+    """Return the name under which exact numbers are stored: `q` and `k` before the rotation have their own."""
     return f"{site}{BEFORE}" if rotary == "before" and site in TURNED else site
 
 
 def site_of(name: str) -> tuple[str, str]:
-    """Site and rotary turn of what `value_site` gave."""
+    """Return site and rotation of a name that `value_site` gave."""
     site = name.removesuffix(BEFORE)
     return site, "after" if site == name else "before"
 
 
 def _step_of(run: str, step: int, rows: Sequence[tuple[int, int, SampleHeader]]) -> Frame:
-    """A SCOPE_STEP frame without numbers."""
+    """Build a SCOPE_STEP frame without numbers."""
     header = {
         "run": run,
         "step": step,
@@ -219,7 +219,7 @@ def _step_of(run: str, step: int, rows: Sequence[tuple[int, int, SampleHeader]])
 
 
 def split_rows(flat: NDArray[Any], keys: Sequence[int]) -> list[NDArray[Any]]:
-    """Rows of different lengths that stand one behind the other. Raises ProtocolError if they do not fit."""
+    """Split concatenated rows of different lengths. Raises ProtocolError if the lengths do not fit."""
     if any(not isinstance(count, int) or count < 0 for count in keys) or sum(keys) != flat.size:
         raise ProtocolError("bad-rows", "ROWS frame: keys and tensor do not fit each other")
     ends = np.cumsum(np.asarray(keys, dtype=np.int64))

@@ -1,10 +1,10 @@
-"""Tiles whose rows are more than the hub keeps: rows come in pieces, and are pooled as they come. Pure.
+"""Tiles whose rows need more memory than the hub has: they arrive in chunks, and are pooled as they arrive. Pure.
 
 A tile of a coarse level needs the rows of many queries, each as long as its position: of a text of 11 000 tokens the
-widest one needs 60 MB, for 64 KiB that are shown. What a tile has taken of them stays, however often it is asked for;
-one that would take too many pieces, for each of which the model reads the text once more, is refused with what fits.
-While a text grows, a tile that it makes longer is finished as it was asked for first, and grows once it was shown: who
-asks again and again gets it, however fast tokens come.
+widest one needs 60 MB, for 64 KiB that are shown. A tile keeps what it has pooled, however often it is requested. One
+that would need too many chunks, for each of which the model reads the text once more, is refused with what fits. While
+a text grows, a tile is finished at the length of its first request, and grows only once it was shown: a page that
+repeats its request gets the tile, however fast tokens arrive.
 """
 
 import dataclasses
@@ -23,38 +23,39 @@ HeadKey = tuple[int, int, int]
 TileKey = tuple[int, int, int]
 """Level, query and key of a tile."""
 LARGE_SHARE = 32
-"""Rows of a tile that take more than one in so many bytes of the ring are not kept, but pooled."""
+"""Rows that take more than this fraction of the memory budget (1/32) are pooled, not stored."""
 PIECE_SHARE = 16
-"""A piece has at most one in so many bytes of the ring."""
+"""Largest size of a chunk, as a fraction of the memory budget (1/16)."""
 MAX_CHUNKS = 32
-"""Of one tile."""
+"""Chunks that one tile may need."""
 PATIENCE = 64
-"""By so many tokens a text may have grown since somebody who waits asked last."""
+"""Tokens by which a text may grow after the last request for a tile, until nothing waits for that tile any more."""
 
 
 def rows_bytes(queries: range) -> int:
-    """Of the rows of these queries: each has a code for every key up to its own position."""
+    """Return the size of the rows of these queries: each has a code for every key up to its own position."""
     return (queries.start + 1 + queries.stop) * len(queries) // 2
 
 
 @dataclasses.dataclass(slots=True)
 class PooledTile:
-    """A tile as far as its rows have come; `next` is the first query that is still to come."""
+    """A tile with the rows that have arrived; `next` is the first query that is missing."""
 
     place: TileRef
-    """As it is made: of a text as long as it was when the tile was asked for first, or first after it was shown."""
+    """The tile that is being made: its length is that of the text at the first request, or at the first after it was
+    shown."""
     next: int
     newest: TileRef
-    """As it was asked for last."""
+    """The tile of the newest request."""
     since: int
-    """How long the text was when somebody began to wait for it."""
+    """Length of the text at the first request that is still waiting."""
     shown: int | None = None
-    """How long the text was when it was shown last; None before."""
+    """Length of the text when the tile was shown last; None before."""
     ticket: int = 0
     codes: NDArray[np.uint8] = dataclasses.field(default_factory=lambda: np.zeros((TILE, TILE), np.uint8))
 
     def request(self, place: TileRef, *, grows: bool, others_wait: bool) -> None:
-        """It is asked for, of a text that still `grows` or not. `others_wait`: for tiles that were asked for before."""
+        """Note a request for a text that still `grows` or not. `others_wait`: for tiles that were requested before."""
         if place.length > self.newest.length:
             self.newest = place
         is_seen = self.shown is not None and place.length > self.shown
@@ -66,11 +67,11 @@ class PooledTile:
             self.since, self.shown = place.length, None
 
     def waits(self, length: int) -> bool:
-        """Whether somebody has waited for it since the text was shorter, and has not given up."""
+        """Return whether an older request still waits for the tile, and has not been given up."""
         return not self.whole and self.since < length <= self.newest.length + PATIENCE
 
     def add(self, rows: Mapping[int, NDArray[Any]]) -> None:
-        """Pool rows, as far as they follow those that are here."""
+        """Pool rows that follow those pooled so far."""
         level = self.place.level
         span = TILE << level
         while self.next < self.newest.needed.stop and self.next in rows:
@@ -83,21 +84,21 @@ class PooledTile:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is still to come."""
+        """Return whether all rows have arrived."""
         return self.next >= self.place.needed.stop
 
     @property
     def tile(self) -> NDArray[np.uint8]:
-        """As `tiles.tile` makes it, of all rows that have come; smaller at the ends of the map."""
+        """Return what `tiles.tile` makes of the rows that have arrived; smaller at the edges of the map."""
         side = 1 << self.place.level
         place = dataclasses.replace(self.place, length=max(self.place.length, self.next))
         return self.codes[: -(-len(place.queries) // side), : -(-len(place.keys) // side)].copy()
 
 
 class TilePool:
-    """Tiles of one run that are made of pieces, as long as the ring has room for them.
+    """Tiles of one run that are made of chunks, as long as the memory budget has room for them.
 
-    `grows`: whether more tokens may come of a sample, or (None) of any.
+    `grows`: returns whether a sample, or (None) any sample, may get more tokens.
     """
 
     def __init__(self, ring: MemoryBudget, *, grows: Callable[[int | None], bool] = lambda _: False) -> None:
@@ -106,12 +107,12 @@ class TilePool:
         self._makings: dict[HeadKey, dict[TileKey, PooledTile]] = {}
 
     def fit(self, place: TileRef) -> bool:
-        """Whether the rows of a tile fit beside others, and will be no more; then they are kept as they are."""
+        """Return whether the rows of a tile are few, and will not become more; then they are stored, not pooled."""
         is_small = rows_bytes(place.needed) * LARGE_SHARE <= self._ring.limit_bytes
         return is_small and (place.full or not self._grows(None))
 
     def check(self, place: TileRef) -> None:
-        """Raises ApiError 413 for a tile that would take too many pieces, with what fits."""
+        """Raise ApiError 413 for a tile that needs too many chunks, with what fits."""
         most = MAX_CHUNKS * (self._ring.limit_bytes // PIECE_SHARE)
         needed = rows_bytes(place.needed)
         if needed > most:
@@ -119,7 +120,7 @@ class TilePool:
             raise ApiError(413, "too-large", f"{text}{most >> 10} KiB can be read for one", _what_fits(place, most))
 
     def making(self, head: HeadKey, place: TileRef) -> PooledTile:
-        """A tile as it is so far; it is the newest in the ring then."""
+        """Return the tile with what it has so far; the memory budget drops it last from now on."""
         key = place.level, place.q, place.k
         tiles = self._makings.setdefault(head, {})
         made = tiles.setdefault(key, PooledTile(place, place.needed.start, place, place.length))
@@ -134,20 +135,20 @@ class TilePool:
             del self._makings[head][key]
 
     def add(self, head: HeadKey, rows: Iterable[tuple[int, NDArray[Any]]]) -> None:
-        """Rows of a head by their positions, for all its tiles that wait for them."""
+        """Add rows of a head by position to all its tiles that wait for them."""
         known = dict(rows)
         for made in self._makings.get(head, {}).values():
             made.add(known)
 
     def next_queries(self, made: PooledTile) -> range:
-        """Queries to ask for next: the same for tiles of the same queries at a level that were asked for together."""
+        """Return the queries to request next: the same for tiles of the same queries that were requested together."""
         queries = made.place.queries
         room = max(1, self._ring.limit_bytes // PIECE_SHARE // queries.stop)
         size = 1 << (room.bit_length() - 1)
         return range(made.next, min(made.next // size * size + size, queries.stop))
 
     def close(self) -> None:
-        """Give the room back."""
+        """Release the memory of all tiles."""
         for tiles in self._makings.values():
             for made in tiles.values():
                 self._ring.release(made.ticket)
@@ -155,7 +156,7 @@ class TilePool:
 
 
 def _what_fits(place: TileRef, most: int) -> str:
-    """What to ask for instead of a tile that is too large: a finer level there, and how far this one reaches."""
+    """Suggest what to request instead of a tile that is too large: a finer level, and how far this one reaches."""
     finer = next((level for level in range(place.level - 1, 0, -1) if _fits_at(place, level, most)), 0)
     span = TILE << place.level
     count = 0
@@ -166,7 +167,7 @@ def _what_fits(place: TileRef, most: int) -> str:
 
 
 def _fits_at(place: TileRef, level: int, most: int) -> bool:
-    """Whether the last tile of these queries fits at a finer level."""
+    """Return whether the last tile of these queries fits at a finer level."""
     span = TILE << level
     first = (place.queries.stop - 1) // span * span
     return rows_bytes(range(first, min(first + span, place.queries.stop))) <= most
