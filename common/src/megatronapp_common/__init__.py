@@ -1,3 +1,3 @@
-"""What the parts of MegatronApp agree on. Imports neither torch nor any other part."""
+"""Contracts between the parts of MegatronApp. Imports neither torch nor any other part."""
 
 __version__ = "0.1.0"

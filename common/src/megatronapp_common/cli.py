@@ -1,4 +1,4 @@
-"""The one command, `megatronapp`. Its subcommands come from the installed parts.
+"""The command `megatronapp`. Its subcommands are registered by the installed parts.
 
 A part registers under the entry-point group "megatronapp.commands" a function
 ``register(subparsers: argparse._SubParsersAction) -> None``. It adds its subcommands and gives each (or each of their
@@ -6,7 +6,7 @@ own subcommands) a default ``func(args: argparse.Namespace) -> int``, whose resu
 stay light: heavy modules are imported when the function runs. The module of that function may also have a function
 ``extend(subparsers)``, which is called when all parts have registered: so one part adds to the subcommands of another.
 
-Exit codes: 0 done; 1 refused or failed, said in one `error:` line per problem; 2 a wrong command line; 130 Ctrl-C.
+Exit codes: 0 done; 1 refused or failed, with one `error:` line per problem; 2 a wrong command line; 130 Ctrl-C.
 """
 
 import argparse
@@ -48,7 +48,7 @@ examples:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Distribution:
-    """A distribution that brings subcommands. Its names stand here to answer for it where it is not installed."""
+    """A distribution with subcommands. Its command names are listed here to report it where it is not installed."""
 
     title: str
     distribution: str
@@ -94,12 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether one of our packages made this error; then its text is written for people. Others are bugs."""
+    """Return true for exceptions of the project's packages, whose messages are for users; others are bugs."""
     return type(error).__module__.startswith("megatronapp_")
 
 
 def build_parser(entry_points: Iterable[importlib.metadata.EntryPoint]) -> RootParser:
-    """The parser with the subcommands of every part among these entry points that can be loaded."""
+    """Build the parser with the subcommands of every part among these entry points that can be loaded."""
     parser = RootParser(prog=PROG, description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"{PROG} {_version()}")
     found = {point.name: point for point in entry_points}
@@ -136,7 +136,7 @@ def _add_part(parser: RootParser, name: str, point: importlib.metadata.EntryPoin
 
 
 def _extend(parser: RootParser, point: importlib.metadata.EntryPoint) -> None:
-    """Let a part add to the subcommands of others. One that is not loaded has said so already."""
+    """Let a part add to the subcommands of others. A part that is not loaded has been reported already."""
     extend: Callable[[object], None] | None = getattr(sys.modules.get(point.module), "extend", None)
     if extend is not None:
         extend(parser.commands)

@@ -1,4 +1,4 @@
-"""A parser that names the nearest word for what it does not know, and a root that lists commands by part."""
+"""A parser that suggests the nearest known argument, and a root parser that lists commands by part."""
 
 import argparse
 import difflib
@@ -12,13 +12,13 @@ from megatronapp_common.migration.answer import instead
 USAGE_EXIT_CODE = 2
 LISTED_NAMES = 12
 JOB_NAMES = "_megatronapp_job_names"
-"""Function of the bash completion that gives the names of jobs; a part names it in the `complete` of an argument."""
+"""Function of the bash completion that prints names of jobs; a part uses it in an argument's `complete`."""
 _REQUIRED = ("the following arguments are required", "one of the arguments")
-"""How argparse begins to say what is missing."""
+"""Beginnings of argparse's messages about missing arguments."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of a command and all below it: no abbreviations, texts as they are written, near names on a slip."""
+    """Parser of a command and its subcommands: no abbreviations, texts kept as written, suggestions for typos."""
 
     def __init__(self, **keywords: Any) -> None:  # noqa: ANN401
         keywords.setdefault("allow_abbrev", False)
@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, and refuse what is left over here, where the command's own options are known."""
+        """Parse, and refuse unknown arguments here, where the command's own options are known."""
         self._words = list(args or ())
         values, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -38,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
         return values, []
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and where to read on to stderr; exit code 2."""
+        """Print the message and how to get help to stderr; exit with code 2."""
         misspelt = self._misspelt_option()
         if misspelt and message.startswith(_REQUIRED):
             message = self._refusal(misspelt)  # it is why the right one is missing
@@ -58,7 +58,7 @@ class CommandParser(argparse.ArgumentParser):
         self.error(f"unknown command {word!r}; {_hint(word, known) if answer is None else f'write: {answer}'}")
 
     def _misspelt_option(self) -> str | None:
-        """The first word that looks like an option and is none; None where a subcommand owns the words."""
+        """Return the first unknown argument in the form of an option; None if a subcommand owns the arguments."""
         if self._subparsers is not None:
             return None
         options = itertools.takewhile(lambda word: word != "--", self._words)
@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class RootParser(CommandParser):
-    """The parser of the whole command; its help lists the subcommands under the part that they come from."""
+    """Parser of the whole command; its help lists the subcommands under their part."""
 
     def __init__(self, **keywords: Any) -> None:  # noqa: ANN401
         super().__init__(**keywords)
@@ -86,15 +86,15 @@ class RootParser(CommandParser):
         )
 
     def add_section(self, title: str, names: Iterable[str]) -> None:
-        """List these subcommands under a title."""
+        """Add a section with these subcommands to the help."""
         self._sections.append((title, list(names)))
 
     def add_absent(self, names: Iterable[str], reason: str) -> None:
-        """Answer these subcommands with the reason why they are not there."""
+        """Register subcommands that fail with the reason why they are not installed."""
         self._absent.update(dict.fromkeys(names, reason))
 
     def format_help(self) -> str:
-        """Usage, description, commands by section, options, examples."""
+        """Format usage, description, commands by section, options, examples."""
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} COMMAND ...", [], [], "usage: ")
         formatter.add_text(self.description)

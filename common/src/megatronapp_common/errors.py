@@ -13,11 +13,11 @@ CommonError
 
 
 class CommonError(Exception):
-    """Base of every error this package raises. Its text says what is wrong, where, and what to write instead."""
+    """Base of every error this package raises. Its message says what is wrong, where, and what to write instead."""
 
 
 class JobError(CommonError):
-    """A MegatronJob that cannot be accepted. Its text has one line per problem: path, what is wrong, what to write."""
+    """A MegatronJob that cannot be accepted. Its message has a line per problem: path, problem, correction."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -33,7 +33,7 @@ class FrameError(CommonError):
 
 
 class DocumentError(CommonError):
-    """A shared-memory page that cannot be created, read or written."""
+    """A document in shared memory that cannot be created, read or written."""
 
 
 class StateError(CommonError):
@@ -41,18 +41,18 @@ class StateError(CommonError):
 
 
 class FilterError(CommonError):
-    """A vector filter that cannot be understood, or not be computed on the vector at hand."""
+    """A vector filter that cannot be parsed, or not be computed on the given vector."""
 
     def __init__(self, column: int, sentence: str) -> None:
         super().__init__(f"column {column}: {sentence}")
         self.column = column
-        """Where, in characters from 1."""
+        """Column of the problem, in characters from 1."""
         self.sentence = sentence
 
 
 class ReductionPlanError(CommonError):
-    """A state that cannot be cut into the pixels, or over the shards, that were asked for."""
+    """A state that cannot be divided into the requested pixels, or over the requested shards."""
 
 
 class TensorCodeError(CommonError):
-    """Numbers that a frame cannot carry so, or bytes that are not numbers of the code they claim."""
+    """Numbers that a code cannot carry, or bytes that are not numbers of their code."""

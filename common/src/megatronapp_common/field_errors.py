@@ -43,13 +43,13 @@ _WORDS = {
 
 
 def describe(errors: Sequence[Mapping[str, Any]], *, tags: Collection[str] = ()) -> str:
-    """All errors in one line, each after the place of its field. `tags`: names of union members, left out of places."""
+    """Describe all errors in one line, each after its field. `tags`: names of union members, omitted from fields."""
     parts = [f"{place_of(error, tags=tags) or 'the body'}: {_describe_error(error)}" for error in errors[:MOST]]
     return "; ".join(dict.fromkeys(parts)) + (f"; and {len(errors) - MOST} more" if len(errors) > MOST else "")
 
 
 def place_of(error: Mapping[str, Any], *, tags: Collection[str] = ()) -> str:
-    """The field as a path with dots; empty for the body as a whole."""
+    """Return the field as a path with dots; empty for the body as a whole."""
     location = error["loc"]
     if error["type"] == "json_invalid":  # FastAPI gives the position in the text instead of a field
         return ""

@@ -31,7 +31,7 @@ MAX_TYPE = 255
 
 
 class FrameType(enum.IntEnum):
-    """What a frame carries. Numbers are part of the protocol: never reuse one."""
+    """Content of a frame. Numbers are part of the protocol: never reuse one."""
 
     HELLO = 1
     """agent -> hub: job, uid, attempt, worker, node, address, clocks."""
@@ -42,11 +42,11 @@ class FrameType(enum.IntEnum):
     RECORDS = 4
     """agent -> hub: body is an array of trace records of one rank."""
     STATUS = 5
-    """agent -> hub: heartbeat, open span, drops of every ring; progress page."""
+    """agent -> hub: heartbeat, open span, drops of every ring; progress document."""
     BYE = 6
     """agent -> hub: the worker ended; its outcome."""
     COMMAND = 7
-    """hub -> agent: put this on the control page."""
+    """hub -> agent: new content of the control document."""
     SNAPSHOT = 16
     """hub -> page: state of the job."""
     STEPS = 17
@@ -72,13 +72,13 @@ class FrameType(enum.IntEnum):
     SCOPE_RUN = 41
     """hub -> page: state of a run."""
     SCOPE_STEP = 42
-    """hub -> page: tokens of a step and what was looked at beside them."""
+    """hub -> page: tokens of a step with their captures."""
     SCOPE_OVERVIEW = 43
     """hub -> page: a prompt after its prefill, in few rows."""
     SCOPE_ROWS = 44
     """hub -> page: new attention rows of the pinned heads."""
     SCOPE_GAP = 45
-    """hub -> page: what was left out, and why."""
+    """hub -> page: frames that were omitted, and why."""
     SCOPE_STATE = 46
     """hub -> page: state of the model and of its queue."""
     SCOPE_PCA = 47
@@ -108,7 +108,7 @@ def _padded(length: int) -> int:
 
 
 def encode(frame: Frame) -> bytes:
-    """Bytes of `frame`. Raises FrameError if it passes MAX_FRAME_BYTES or cannot be said in a frame at all."""
+    """Encode `frame`. Raises FrameError if it exceeds MAX_FRAME_BYTES or cannot be represented."""
     if not 0 <= frame.type <= MAX_TYPE:
         raise FrameError(f"frame type {frame.type} does not fit into a byte")
     try:
@@ -128,15 +128,15 @@ def encode(frame: Frame) -> bytes:
 
 
 def accepts(version: object, newest: int) -> bool:
-    """Whether who speaks `newest` reads this version: that, and the one before, which the minor release before speaks.
+    """Return true if a peer of version `newest` reads this version: its own, and the one before.
 
-    In an upgrade agents of a live attempt go on as they are beside a hub that is newer.
+    In an upgrade, agents of a running attempt continue unchanged with a newer hub.
     """
     return version in range(max(1, newest - 1), newest + 1)
 
 
 def frame_length(prefix: bytes | memoryview) -> int:
-    """Length in bytes of the frame that starts with `prefix` (at least 16 bytes). Raises FrameError."""
+    """Return the length in bytes of the frame that starts with `prefix` (at least 16 bytes). Raises FrameError."""
     if len(prefix) < PREFIX.size:
         raise FrameError(f"a frame starts with {PREFIX.size} bytes, got {len(prefix)}")
     total, version, _, _, header, body = PREFIX.unpack_from(prefix, 0)
@@ -148,7 +148,7 @@ def frame_length(prefix: bytes | memoryview) -> int:
 
 
 def decode(data: bytes | memoryview) -> Frame:
-    """The frame in `data`, which must hold exactly one. The body is a view, not a copy. Raises FrameError."""
+    """Decode `data`, which must hold exactly one frame. The body is a view, not a copy. Raises FrameError."""
     total = frame_length(data)
     if total != len(data):
         raise FrameError(f"frame says {total} bytes, got {len(data)}")
@@ -165,7 +165,7 @@ def decode(data: bytes | memoryview) -> Frame:
 
 
 def split(data: bytes | memoryview) -> Iterator[Frame]:
-    """Every frame of a byte string that holds whole frames back to back. Raises FrameError."""
+    """Yield every frame of a byte string of consecutive whole frames. Raises FrameError."""
     view = memoryview(data)
     while view:
         length = frame_length(view)

@@ -13,26 +13,26 @@ LABEL_REPLICA_TYPE = f"{GROUP}/replica-type"
 LABEL_REPLICA_INDEX = f"{GROUP}/replica-index"
 LABEL_ATTEMPT = f"{GROUP}/attempt"
 ANNOTATION_TEMPLATE_HASH = f"{GROUP}/template-hash"
-"""Digest of what a worker pod was rendered from; pinned for the life of an attempt."""
+"""Digest of the rendered template of a worker pod; pinned for the life of an attempt."""
 ANNOTATION_EXCLUDED_NODES = f"{GROUP}/excluded-nodes"
-"""Nodes that a worker pod was made to avoid because its job excluded them, separated by commas."""
+"""Nodes that a worker pod avoids because its job excluded them, separated by commas."""
 
 COORDINATOR_PORT = 19400
-"""Where worker 0 gathers the gang on a cluster; outside the range from which launchers take ports for torch."""
+"""Port at which worker 0 gathers the gang on a cluster; outside the range that launchers use for torch."""
 STATUS_PORT = 19401
-"""Where the launcher of worker 0 tells rank table and progress on a cluster."""
+"""Port at which the launcher of worker 0 reports rank table and progress on a cluster."""
 SERVE_PORT = 8000
-"""Where worker 0 answers requests to a served model on a cluster."""
+"""Port at which worker 0 answers requests to a served model on a cluster."""
 HUB_PORT = 8080
 OPERATOR_PORT = 8081
 GATEWAY_PORT = 8080
 
 UNSAVED_STOP = "as asked, without a checkpoint (no --save)"
-"""Part of the last words of a rank that was asked to stop and has nowhere to save."""
+"""Part of the last message of a rank that was stopped without a folder to save to."""
 
 
 class ReplicaType(enum.StrEnum):
-    """What a pod of a job is for (LABEL_REPLICA_TYPE)."""
+    """Purpose of a pod of a job (LABEL_REPLICA_TYPE)."""
 
     WORKER = "worker"
     HUB = "hub"
@@ -40,7 +40,7 @@ class ReplicaType(enum.StrEnum):
 
 
 class RankOrder(enum.StrEnum):
-    """By what workers are sorted before their ranks are numbered (Env.RANK_ORDER)."""
+    """Key by which workers are sorted before their ranks are numbered (Env.RANK_ORDER)."""
 
     INDEX = "index"
     IP = "ip"
@@ -57,7 +57,7 @@ class Env(enum.StrEnum):
     JOB_UID = "MEGATRONAPP_JOB_UID"
     """Unique id of the job object; changes when a job of the same name is created again."""
     ATTEMPT = "MEGATRONAPP_ATTEMPT"
-    """Life of the gang, counted from 0."""
+    """Number of the gang's life, from 0."""
     WORKER_INDEX = "MEGATRONAPP_WORKER_INDEX"
     """Index of this worker, counted from 0."""
     NUM_WORKERS = "MEGATRONAPP_NUM_WORKERS"
@@ -67,34 +67,34 @@ class Env(enum.StrEnum):
     COORDINATOR = "MEGATRONAPP_COORDINATOR"
     """host:port where worker 0 gathers the gang; the host is resolved again at every retry."""
     ADDRESS = "MEGATRONAPP_ADDRESS"
-    """IPv4 address of this worker, when the backend knows it."""
+    """IPv4 address of this worker, if the backend knows it."""
     INTERFACE = "MEGATRONAPP_INTERFACE"
-    """Name of the interface whose IPv4 address this worker gives to the gang, or a regular expression that matches the
-    whole name; comes before all other ways to find an address."""
+    """Name of the interface whose IPv4 address this worker reports to the gang, or a regular expression that matches
+    the whole name; has precedence over all other ways to find an address."""
     NETWORK_STATUS = "MEGATRONAPP_NETWORK_STATUS"
-    """Text of the pod's annotation k8s.v1.cni.cncf.io/network-status (JSON): the first attachment that is not the
-    default one gives the address. Empty or absent: there is none."""
+    """Text of the pod's annotation k8s.v1.cni.cncf.io/network-status (JSON), of which the first attachment that is not
+    the default one has the address. Empty or absent: no attachment."""
     RANK_ORDER = "MEGATRONAPP_RANK_ORDER"
-    """In which order workers get their ranks: `RankOrder`; absent: index."""
+    """Order in which workers are assigned their ranks: `RankOrder`; absent: index."""
     TOPOLOGY = "MEGATRONAPP_TOPOLOGY"
     """Values of this worker's topology labels, comma separated, from the widest to the narrowest; may be empty."""
     STATUS_PORT = "MEGATRONAPP_STATUS_PORT"
     """Port at which the launcher of worker 0 serves its status by HTTP; absent: it does not."""
     SERVE_ADDRESS = "MEGATRONAPP_SERVE_ADDRESS"
-    """host:port at which rank 0 of a served model answers; comes before its flags --host and --port."""
+    """host:port at which rank 0 of a served model answers; has precedence over its flags --host and --port."""
     LOG_TO_STDOUT = "MEGATRONAPP_LOG_TO_STDOUT"
-    """"1": every rank's lines also go to the launcher's stdout, each behind `[rank N] `."""
+    """Set to 1: every rank's lines also go to the launcher's stdout, each with the prefix `[rank N] `."""
     PREFLIGHT = "MEGATRONAPP_PREFLIGHT"
-    """JSON of what to look at before the ranks start; absent: nothing. It holds `spec.network.preflight` as it is
-    (`enabled`, `timeoutSeconds`) and, where the backend knows them: `gpus` (devices that the container has), `shmBytes`
-    (room that SHM_DIR must have), `rdma` (true: a port of InfiniBand must be up, and memlock unlimited), `hca` (which
-    adapters, as NCCL_IB_HCA has them). What is left out is not looked at; the gang's addresses always are."""
+    """JSON of the checks before the ranks start; absent: none. It holds `spec.network.preflight` unchanged (`enabled`,
+    `timeoutSeconds`) and, where the backend knows them: `gpus` (devices that the container has), `shmBytes` (space that
+    SHM_DIR must have), `rdma` (true: a port of InfiniBand must be up, and memlock unlimited), `hca` (which adapters, as
+    in NCCL_IB_HCA). Omitted entries are not checked; the gang's addresses always are."""
     NODE_NAME = "MEGATRONAPP_NODE_NAME"
-    """Name of the machine (or of the pretended one) that this worker runs on."""
+    """Name of the node (real or simulated) that this worker runs on."""
     SECRET_FILE = "MEGATRONAPP_SECRET_FILE"
     """File with the job's secret (hex text), mode 0600; tokens are derived from it."""
     SHM_DIR = "MEGATRONAPP_SHM_DIR"
-    """Directory of rings and pages; /dev/shm by default."""
+    """Directory of rings and documents; /dev/shm by default."""
     SHM_PREFIX = "MEGATRONAPP_SHM_PREFIX"
     """Prefix of this worker's files in SHM_DIR; unique per job, attempt and worker."""
     RUN_DIR = "MEGATRONAPP_RUN_DIR"
@@ -102,19 +102,19 @@ class Env(enum.StrEnum):
     TERMINATION_LOG = "MEGATRONAPP_TERMINATION_LOG"
     """File that receives the launcher's JSON outcome, at most 2 KiB."""
     HUB_URL = "MEGATRONAPP_HUB_URL"
-    """http://host:port of the job's hub; empty or absent: there is none."""
+    """http://host:port of the job's hub; empty or absent: no hub."""
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of ranks and launchers. A launcher passes on the code of its first failing rank."""
+    """Exit codes of ranks and launchers. A launcher exits with the code of its first failing rank."""
 
     OK = 0
     OWN_FAILURE = 1
-    """A rank of this worker failed by itself (also: died by a signal)."""
+    """A rank of this worker failed by itself, or died by a signal."""
     USAGE = 64
-    """Wrong flags or configuration: never heals by a restart."""
+    """Wrong flags or configuration: a restart never helps."""
     DATA = 65
-    """Corrupt, empty or missing training data: never heals by a restart."""
+    """Corrupt, empty or missing training data: a restart never helps."""
     NOT_FINITE = 66
     """The loss became NaN or Inf."""
     STORAGE = 67
@@ -122,11 +122,11 @@ class ExitCode(enum.IntEnum):
     RENDEZVOUS = 68
     """The gang did not gather: refused, duplicate, or too late."""
     PEER_LOST = 69
-    """This worker stopped because a peer was lost; the evidence lies elsewhere."""
+    """This worker stopped because a peer was lost; the evidence is on another worker."""
     SUPERSEDED = 70
-    """Another life of the job, or another job, owns the checkpoint directory: a restart would take it back."""
+    """Another attempt, or another job, owns the checkpoint directory: a restart would take it back."""
     PREEMPTED = 75
-    """Asked to stop (SIGTERM); a checkpoint was written at a step border. Starting again resumes."""
+    """Stopped by SIGTERM; a checkpoint was written at a step boundary. Starting again resumes."""
 
 
 class ShmFile(enum.StrEnum):
@@ -137,6 +137,6 @@ class ShmFile(enum.StrEnum):
     WORKER_RING = "worker.ring"
     """Host and device counters of the launcher."""
     PROGRESS = "progress"
-    """Page with the newest progress; written by the reporting rank."""
+    """Document with the newest progress; written by the reporting rank."""
     CONTROL = "control"
-    """Page with commands for the ranks of this worker; written by the agent."""
+    """Document with commands for the ranks of this worker; written by the agent."""

@@ -1,4 +1,4 @@
-"""A page: one small JSON document in shared memory, one writer, many readers, nobody blocks.
+"""Small JSON documents in shared memory: one writer, many readers, no process blocks.
 
 The writer counts a sequence number up to odd, writes, and counts it to even; a reader takes the document only if the
 number was even and unchanged and the checksum agrees, so a torn document is never returned.
@@ -23,10 +23,10 @@ PAGE_ROOM = PAGE_BYTES - _HEAD.size
 
 
 class DocumentWriter:
-    """Creates the file (mode 0640), or takes over a dead writer's. Raises DocumentError if there is no room.
+    """Writer that creates the file (mode 0640), or replaces a dead writer. Raises DocumentError if it does not fit.
 
-    A file that is there is never cut: a reader that has mapped it would die of SIGBUS. Its document stays until the
-    first write, and its sequence number goes on, so that readers notice that write.
+    An existing file is never truncated: a reader that has mapped it would die of SIGBUS. Its document stays until the
+    first write, and its sequence number continues, so that readers notice that write.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -44,7 +44,7 @@ class DocumentWriter:
         self._sequence = left + left % 2  # odd: its writer died within a write
 
     def write(self, document: dict[str, Any]) -> None:
-        """Replace the document. Raises DocumentError if its JSON passes the page."""
+        """Replace the document. Raises DocumentError if its JSON does not fit."""
         data = json.dumps(document, separators=(",", ":")).encode()
         if len(data) > PAGE_ROOM:
             raise DocumentError(f"{self._path}: document of {len(data)} bytes does not fit into {PAGE_ROOM}")
@@ -55,7 +55,7 @@ class DocumentWriter:
         _SEQUENCE.pack_into(self._map, 0, self._sequence)
 
     def close(self, *, unlink: bool = False) -> None:
-        """Unmap, and remove the file if asked."""
+        """Unmap the file, and remove it if `unlink` is true."""
         self._map.close()
         if unlink:
             with contextlib.suppress(FileNotFoundError):
@@ -63,7 +63,7 @@ class DocumentWriter:
 
 
 class DocumentReader:
-    """Reads a page that may appear later, be replaced, or vanish."""
+    """Reader of a document that may appear later, be replaced, or vanish."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class DocumentReader:
         self._seen = 0
 
     def read(self) -> dict[str, Any] | None:
-        """The document, or None where there is none yet or it is being written."""
+        """Return the document; None before the first write and during a write."""
         if self._map is None and not self._open():
             return None
         assert self._map is not None
@@ -86,13 +86,12 @@ class DocumentReader:
         return document
 
     def read_new(self) -> dict[str, Any] | None:
-        """The document if it changed since the last successful read; costs one 8-byte load when it did not."""
+        """Return the document if it changed since the last successful read; an unchanged one costs an 8-byte load."""
         if self._map is not None and _SEQUENCE.unpack_from(self._map, 0)[0] == self._seen:
             return None
         return self.read()
 
     def close(self) -> None:
-        """Unmap."""
         if self._map is not None:
             self._map.close()
             self._map = None

@@ -1,10 +1,10 @@
-"""Which PID namespace a process is in: numbers of processes mean nothing in another one (pid_namespaces(7))."""
+"""PID namespace of this process: process ids are invalid in another one (pid_namespaces(7))."""
 
 import os
 
 
 def pid_namespace() -> int | None:
-    """Number of this process's PID namespace; None where the kernel does not say."""
+    """Return the number of this process's PID namespace; None where the kernel does not report it."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

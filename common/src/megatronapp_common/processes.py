@@ -7,7 +7,7 @@ import subprocess
 
 
 def is_locked(path: pathlib.Path) -> bool:
-    """True if a process holds an exclusive lock (flock) on the file, False if there is no such file.
+    """Return true if a process holds an exclusive lock (flock) on the file, false if no such file exists.
 
     A shared lock is taken for a moment. The file is opened for reading only, so that nothing has to be writable.
     """
@@ -25,7 +25,7 @@ def is_locked(path: pathlib.Path) -> bool:
 
 
 def terminate(process: "subprocess.Popen[bytes] | subprocess.Popen[str]", patience_s: float) -> None:
-    """End a child process: SIGTERM, and SIGKILL where that does not help in time."""
+    """End a child process by SIGTERM, and by SIGKILL if it has not ended after `patience_s`."""
     process.terminate()
     try:
         process.wait(patience_s)

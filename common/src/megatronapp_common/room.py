@@ -1,4 +1,4 @@
-"""Room in the folder of shared memory, where rings and pages lie."""
+"""Free space of the folder of shared memory, which has the rings and documents."""
 
 import dataclasses
 import os
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 LEAST_BYTES = 4 << 20
-"""A ring of the usual length and the pages of a worker; with less left, the next one to be made does not fit."""
+"""Space for a ring of the usual length and the documents of a worker; with less, another one does not fit."""
 MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemorySpace:
-    """Size of a file system and what is left of it."""
+    """Size and free space of a file system."""
 
     path: str
     total: int
@@ -21,7 +21,7 @@ class SharedMemorySpace:
 
     @classmethod
     def measure(cls, folder: pathlib.Path) -> Self | None:
-        """The room of a folder's file system; None where that cannot be known."""
+        """Measure a folder's file system; return None where that is impossible."""
         try:
             found = os.statvfs(folder)
         except OSError:
@@ -30,11 +30,11 @@ class SharedMemorySpace:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Raises KeyError, TypeError or ValueError for what is no such document."""
+        """Read the document of `to_json`. Raises KeyError, TypeError or ValueError for any other one."""
         return cls(path=str(document["path"]), total=int(document["bytes"]), free=int(document["freeBytes"]))
 
     def to_json(self) -> dict[str, Any]:
-        """As agents and hubs send it."""
+        """Return the document that agents and hubs exchange."""
         return {"path": self.path, "bytes": self.total, "freeBytes": self.free}
 
     @property
@@ -43,5 +43,5 @@ class SharedMemorySpace:
         return self.free < LEAST_BYTES
 
     def __str__(self) -> str:
-        """For a sentence about one that is full; the same text however little is left."""
+        """Describe a full file system; the text is independent of the bytes left."""
         return f"{self.path} ({self.total // MIB} MiB) has less than {LEAST_BYTES // MIB} MiB free"

@@ -1,4 +1,4 @@
-"""The folder in which the jobs of this user keep their state (docs/contracts.md, section 8)."""
+"""The folder with the state of this user's jobs (docs/contracts.md, section 8)."""
 
 import contextlib
 import errno
@@ -13,14 +13,14 @@ NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST})
 
 
 def jobs_dir() -> pathlib.Path:
-    """Folder of all jobs of this user."""
+    """Return the folder of all jobs of this user."""
     home = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
     return pathlib.Path(home) / "megatronapp" / "jobs"
 
 
 @contextlib.contextmanager
 def raise_state_errors() -> Iterator[None]:
-    """Raise StateError in place of an OSError about the state folder, what lies in it, or a folder above it."""
+    """Raise StateError in place of an OSError about the state folder, its content, or a folder above it."""
     try:
         yield
     except OSError as error:
@@ -45,5 +45,5 @@ def _sentence(error: OSError) -> str:
 
 
 def _first_non_directory(path: pathlib.Path) -> pathlib.Path:
-    """The part of a path that exists and is no folder."""
+    """Return the first part of a path that exists and is no folder."""
     return next((part for part in [*reversed(path.parents), path] if part.exists() and not part.is_dir()), path)

@@ -1,4 +1,4 @@
-"""Rank arithmetic: which rank stands where, who shares a group with whom, and on which worker.
+"""Rank arithmetic: coordinates, process groups and workers of ranks.
 
 Order of Megatron-core's default, ``tp-cp-ep-dp-pp``: tensor fastest, pipeline slowest. World = TP x CP x DP x PP.
 Experts cut the same world a second time: EP runs over CP x DP, so ``ep`` follows from (cp, dp) and is no factor of the
@@ -15,14 +15,14 @@ from megatronapp_common.errors import TopologyError
 
 
 class Group(enum.StrEnum):
-    """Kinds of process groups. A value names the coordinates that vary within the group, in Megatron's tokens."""
+    """Kinds of process groups. A value names the coordinates that vary within the group, in Megatron's order."""
 
     TENSOR = "tp"
     CONTEXT = "cp"
     DATA = "dp"
     PIPELINE = "pp"
     DATA_CONTEXT = "dp-cp"
-    """Gradients are reduced over it."""
+    """Data and context ranks, over which gradients are reduced."""
     MODEL = "tp-pp"
     """The ranks of one replica (of one context slice)."""
     TENSOR_CONTEXT = "tp-cp"
@@ -30,11 +30,11 @@ class Group(enum.StrEnum):
     TENSOR_DATA_CONTEXT = "tp-dp-cp"
     EXPERT = "ep"
     EXPERT_DATA = "edp"
-    """Gradients of experts are reduced over it."""
+    """Replicas of experts, over which their gradients are reduced."""
     EXPERT_TENSOR = "tp-ep"
     EXPERT_TENSOR_PIPELINE = "tp-ep-pp"
     EMBEDDING = "embed"
-    """First and last stage, which share tied embeddings; one rank where there is one stage."""
+    """First and last stage, which share tied embeddings; one rank with a single stage."""
     POSITION_EMBEDDING = "pos-embed"
     """The first stage, which alone holds learned positions."""
 
@@ -46,7 +46,7 @@ _EXPERT_GROUPS = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Coordinates:
-    """Place of one rank in every dimension."""
+    """Coordinates of one rank in every dimension."""
 
     tp: int
     cp: int
@@ -80,7 +80,7 @@ class Topology:
     def of_world(
         cls, world_size: int, *, tensor: int = 1, context: int = 1, expert: int = 1, pipeline: int = 1
     ) -> "Topology":
-        """The layout that fills ``world_size`` ranks with replicas. Raises TopologyError if they do not divide it."""
+        """Return the layout that fills ``world_size`` ranks with replicas. Raises TopologyError if they do not fit."""
         replica = cls(tensor=tensor, context=context, pipeline=pipeline).world_size
         if world_size < 1 or world_size % replica:
             raise TopologyError(
@@ -91,16 +91,15 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return self.tensor * self.context * self.data * self.pipeline
 
     @property
     def expert_data(self) -> int:
-        """Replicas of each expert."""
+        """Number of replicas of each expert."""
         return self.context * self.data // self.expert
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank stands. Raises TopologyError outside of the world."""
+        """Return the coordinates of a rank. Raises TopologyError outside of the world."""
         if not 0 <= rank < self.world_size:
             raise _outside(rank, self.world_size)
         rest, tp = divmod(rank, self.tensor)
@@ -109,7 +108,7 @@ class Topology:
         return Coordinates(tp=tp, cp=cp, ep=replica % self.expert, dp=dp, pp=pp)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank at these coordinates; ``ep`` follows from cp and dp. Raises TopologyError outside of a dimension."""
+        """Return the rank at these coordinates; ``ep`` follows from cp and dp. Raises TopologyError outside a size."""
         for name, value, size in (
             ("tp", tp, self.tensor),
             ("cp", cp, self.context),
@@ -121,12 +120,12 @@ class Topology:
         return tp + self.tensor * (cp + self.context * (dp + self.data * pp))
 
     def groups(self, kind: Group) -> tuple[tuple[int, ...], ...]:
-        """All groups of a kind, in Megatron's order: by their first member; members ascend."""
+        """Return all groups of a kind, in Megatron's order: by their first member; members ascend."""
         everyone = (self.group_of(kind, rank) for rank in range(self.world_size))
         return tuple(group for rank, group in enumerate(everyone) if group[:1] == (rank,))
 
     def group_of(self, kind: Group, rank: int) -> tuple[int, ...]:
-        """Members of the group of a kind that ``rank`` belongs to; empty where it belongs to none (embeddings)."""
+        """Return the members of ``rank``'s group of a kind; empty if it is in none (embeddings)."""
         if kind is Group.EMBEDDING or kind is Group.POSITION_EMBEDDING:
             stages = self.group_of(Group.PIPELINE, rank)
             members = stages[:1] if kind is Group.POSITION_EMBEDDING else tuple(dict.fromkeys((stages[0], stages[-1])))
@@ -142,19 +141,19 @@ class Topology:
         return tuple(first + offset for offset in offsets)
 
     def pipeline_previous(self, rank: int) -> int:
-        """The rank that activations come from; of the first stage the last one, as chunks of VPP need it."""
+        """Return the rank that sends activations; for the first stage the last one, as chunks of VPP need it."""
         return self._other_stage(rank, -1)
 
     def pipeline_next(self, rank: int) -> int:
-        """The rank that activations go to; of the last stage the first one, as chunks of VPP need it."""
+        """Return the rank that receives activations; for the last stage the first one, as chunks of VPP need it."""
         return self._other_stage(rank, 1)
 
     def is_first_stage(self, rank: int) -> bool:
-        """The rank holds the input embedding."""
+        """Return true if the rank holds the input embedding."""
         return self.coordinates(rank).pp == 0
 
     def is_last_stage(self, rank: int) -> bool:
-        """The rank computes the loss."""
+        """Return true if the rank computes the loss."""
         return self.coordinates(rank).pp == self.pipeline - 1
 
     def _other_stage(self, rank: int, step: int) -> int:
@@ -162,7 +161,7 @@ class Topology:
         return self.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=(at.pp + step) % self.pipeline)
 
     def _dimensions(self, kind: Group) -> tuple[tuple[str, int], ...]:
-        """Names and sizes that a kind sees the world as, fastest first."""
+        """Return names and sizes of the dimensions in which a kind sees the world, fastest first."""
         if kind in _EXPERT_GROUPS:
             return (("tp", self.tensor), ("ep", self.expert), ("edp", self.expert_data), ("pp", self.pipeline))
         return (("tp", self.tensor), ("cp", self.context), ("dp", self.data), ("pp", self.pipeline))
@@ -174,10 +173,10 @@ def _outside(rank: int, world_size: int) -> TopologyError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Which worker runs which ranks: ranks are numbered in worker order, and workers may have unequal counts."""
+    """Assignment of ranks to workers: ranks are numbered in worker order, and workers may have unequal counts."""
 
     proc_per_node: tuple[int, ...]
-    """Ranks of each worker."""
+    """Number of ranks of each worker."""
 
     def __post_init__(self) -> None:
         if not self.proc_per_node or min(self.proc_per_node) < 1:
@@ -185,28 +184,27 @@ class Placement:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return sum(self.proc_per_node)
 
     def worker_of(self, rank: int) -> int:
-        """The worker that runs a rank. Raises TopologyError outside of the world."""
+        """Return the worker that runs a rank. Raises TopologyError outside of the world."""
         if not 0 <= rank < self.world_size:
             raise _outside(rank, self.world_size)
         return bisect.bisect_right(list(itertools.accumulate(self.proc_per_node)), rank)
 
     def local_rank(self, rank: int) -> int:
-        """Index of a rank among those of its worker."""
+        """Return the index of a rank among those of its worker."""
         return rank - self.ranks_of(self.worker_of(rank))[0]
 
     def ranks_of(self, worker: int) -> range:
-        """Ranks of a worker. Raises TopologyError for a worker that does not exist."""
+        """Return the ranks of a worker. Raises TopologyError for a worker that does not exist."""
         if not 0 <= worker < len(self.proc_per_node):
             raise TopologyError(f"worker {worker} does not exist; there are {len(self.proc_per_node)}")
         first = sum(self.proc_per_node[:worker])
         return range(first, first + self.proc_per_node[worker])
 
     def by_rank(self, addresses: Sequence[str]) -> tuple[str, ...]:
-        """One address per rank in rank order, a worker's address repeated for each of its ranks (`--node-ips`)."""
+        """Return one address per rank in rank order; the ranks of a worker share its address (`--node-ips`)."""
         if len(addresses) != len(self.proc_per_node):
             raise TopologyError(f"{len(addresses)} addresses for {len(self.proc_per_node)} workers; give one for each")
         counted = zip(addresses, self.proc_per_node, strict=True)
@@ -218,28 +216,27 @@ class FbdWorld:
     """Sizes of a training whose forward and backward run on separate ranks."""
 
     trained: Topology
-    """What is trained with: its data size is the number of replicas that count for the batch."""
+    """Layout of the training: its data size is the number of replicas in the batch."""
     merged: bool
-    """The forward ranks of a tensor group are one (`--ignore-forward-tensor-parallel`)."""
+    """True if the forward ranks of a tensor group are one (`--ignore-forward-tensor-parallel`)."""
 
     @property
     def backward_ranks(self) -> int:
-        """Ranks that run backward and keep the optimizer."""
+        """Number of ranks that run backward and keep the optimizer."""
         return self.trained.world_size
 
     @property
     def forward_ranks(self) -> int:
-        """Ranks that run forward only."""
+        """Number of ranks that run forward only."""
         return self.trained.world_size // (self.trained.tensor if self.merged else 1)
 
     @property
     def world_size(self) -> int:
-        """Ranks to start."""
         return self.forward_ranks + self.backward_ranks
 
 
 def fbd_world(*, tensor: int, pipeline: int, data: int, merged: bool = False) -> FbdWorld:
-    """The world of the manifest's spelling: ``data`` is what is trained with, so ranks double.
+    """Return the world for the manifest's numbers: ``data`` replicas are trained, so ranks double.
 
     2 x TP x PP x DP; merged: PP x DP x (TP + 1).
     """
@@ -247,7 +244,7 @@ def fbd_world(*, tensor: int, pipeline: int, data: int, merged: bool = False) ->
 
 
 def fbd_world_of(world_size: int, *, tensor: int, pipeline: int, merged: bool = False) -> FbdWorld:
-    """The world of the flags' spelling: ``world_size`` ranks are started, so replicas halve.
+    """Return the world for the flags' numbers: ``world_size`` ranks are started, so replicas halve.
 
     Raises TopologyError if the ranks cannot be divided into forward and backward ones.
     """

@@ -1,7 +1,7 @@
 """The trace record: 32 bytes, little endian, and the kinds of spans.
 
 A record describes one *ended* span, or one sample of a metric. Its key is (attempt, step, kind, comm, ordinal)
-for communication and (attempt, step, kind, chunk, microbatch) for compute; the attempt stands in the ring's header
+for communication and (attempt, step, kind, chunk, microbatch) for compute; the attempt is in the ring's header
 and in the agent's hello frame. With these keys matching between ranks is exact and needs no clock.
 """
 
@@ -11,10 +11,10 @@ import numpy as np
 
 RECORD_BYTES = 32
 DURATION_UNIT_NS = 8
-"""Durations are counted in 8 ns: 32 bits reach 34 s."""
+"""Unit of durations, 8 ns: 32 bits reach 34 s."""
 MAX_DURATION_UNITS = 0xFFFF_FFFF
 BYTES_UNIT = 16
-"""`aux` of a transfer counts 16 bytes: 32 bits reach 64 GiB."""
+"""Unit of a transfer's `aux`, 16 bytes: 32 bits reach 64 GiB."""
 NO_COMM = 0xFFFF
 NO_MICROBATCH = 0xFFFF
 
@@ -39,10 +39,10 @@ RECORD = np.dtype(
 
 
 class RecordKind(enum.IntEnum):
-    """What a record describes. Numbers are part of the wire format: never reuse one."""
+    """Kind of a record. Numbers are part of the wire format: never reuse one."""
 
     STEP = 1
-    """The whole loop iteration, from the data wait to the end of the optimizer."""
+    """Whole loop iteration, from the data wait to the end of the optimizer."""
     DATA = 2
     """Wait for the next microbatch from the data loader."""
     FORWARD = 3
@@ -70,19 +70,19 @@ class RecordKind(enum.IntEnum):
     LAYER_FORWARD = 19
     LAYER_BACKWARD = 20
     FAULT = 21
-    """An injected fault was active; covers the time it added, so that a demonstration can be checked against truth."""
+    """Injected fault; covers the time it added, so that a demonstration can be checked against the truth."""
     GC = 22
     METRIC = 32
-    """A sample: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is when."""
+    """Sample of a metric: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is its time."""
     COUNTER = 33
-    """A sample of a host or device counter: `comm` is a Counter, `ordinal` the local device, `aux` as for METRIC."""
+    """Sample of a host or device counter: `comm` is a Counter, `ordinal` the local device, `aux` as for METRIC."""
 
 
 class Flag(enum.IntFlag):
-    """Bits of `flags`."""
+    """Bits of a record's `flags`."""
 
     SATURATED = 1
-    """The span lasted longer than the duration field can say."""
+    """Span longer than the duration field can hold."""
     AUX_BYTES = 2
     """aux is the size of the transfer in 16 bytes."""
     AUX_WORK = 4
@@ -90,18 +90,18 @@ class Flag(enum.IntFlag):
     AUX_RUN_QUEUE = 8
     """aux is the run-queue delay of the recording thread within the span, in 8 ns."""
     DEVICE_CLOCK = 16
-    """Times come from device events mapped to the host clock."""
+    """Times of device events, mapped to the host clock."""
     SKIPPED_UPDATE = 32
     """The optimizer refused this step (found Inf in the gradients)."""
     INJECTED = 64
     """A fault was injected into this span."""
     AUX_LEAD = 128
-    """aux is by how much the host was ahead when the device ended the span, in 8 ns; near 0, the device waited for the
-    host to launch its kernels."""
+    """aux is the lead of the host when the device ended the span, in 8 ns; near 0, the device waited for the host to
+    launch its kernels."""
 
 
 class Metric(enum.IntEnum):
-    """Values of `comm` in METRIC records; written by the reporting rank, one of each per step."""
+    """Values of `comm` in METRIC records; the reporting rank writes one of each per step."""
 
     LOSS = 1
     LEARNING_RATE = 2
@@ -116,7 +116,7 @@ class Counter(enum.IntEnum):
     """Values of `comm` in COUNTER records of a worker ring."""
 
     CPU_PRESSURE = 1
-    """Share of time in which some task of the machine waited for a processor (PSI), 0 to 1."""
+    """Share of time in which some task of the node waited for a processor (PSI), 0 to 1."""
     RANK_RUN_QUEUE = 2
     """Seconds per second that a rank's threads waited for a processor; ordinal is the local rank."""
     GPU_SM_CLOCK_MHZ = 16

@@ -622,14 +622,14 @@ export interface components {
         };
         /**
          * CaptureChange
-         * @description Another capture, from the next step on.
+         * @description Request to change the capture from the next step on.
          */
         CaptureChange: {
             capture: components["schemas"]["CaptureSettings"];
         };
         /**
          * CaptureSettings
-         * @description What is sent of a run.
+         * @description Content that is captured in a run.
          */
         CaptureSettings: {
             /**
@@ -1041,7 +1041,7 @@ export interface components {
         };
         /**
          * PixelCounts
-         * @description Numbers that stand for the vectors of one row and layer.
+         * @description Pixels that represent the vectors of one row and layer.
          */
         PixelCounts: {
             /**
@@ -1057,7 +1057,7 @@ export interface components {
         };
         /**
          * PixelFilters
-         * @description How a vector becomes one pixel.
+         * @description Filters that reduce a vector to one pixel.
          */
         PixelFilters: {
             /**
@@ -1220,7 +1220,7 @@ export interface components {
         };
         /**
          * RunRequest
-         * @description A batch of prompts to go on with.
+         * @description Request to generate from a batch of prompts.
          */
         RunRequest: {
             /**
@@ -1291,7 +1291,7 @@ export interface components {
         };
         /**
          * SamplingSettings
-         * @description How tokens are chosen.
+         * @description Settings for the choice of tokens.
          */
         SamplingSettings: {
             /** Seed */
@@ -1461,7 +1461,7 @@ export interface components {
         };
         /**
          * StateSelection
-         * @description What of the model is looked at.
+         * @description Parts of the model that are captured.
          */
         StateSelection: {
             /**

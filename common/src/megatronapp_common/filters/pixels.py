@@ -1,6 +1,6 @@
 """Partition of a vector into pixels, the same ones for every layout.
 
-The edges depend on width and number of pixels alone. A layout that shards the vector fits if none of its own edges is
+The edges depend on width and number of pixels alone. A layout that shards the vector fits if none of its edges is
 inside a pixel, or if every pixel consists of whole shards; others are refused.
 """
 

@@ -1,1 +1,1 @@
-"""What to run here instead of a command of MegatronApp or Megatron-LM: `megatronapp translate`, and a page."""
+"""Translation of commands of MegatronApp and Megatron-LM: `megatronapp translate`, and a page."""

@@ -1,4 +1,4 @@
-"""Finds what to run here for a text that somebody would type into a shell there."""
+"""Translations of commands, flags and names that a user may type as in MegatronApp."""
 
 import dataclasses
 import itertools
@@ -17,25 +17,25 @@ _BREAK = re.compile(r"&&|\|\||;|\n")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _LAUNCHERS = {"bash", "sh", "source", ".", "python", "python3", "nohup", "sudo", "exec", "time", "env", "export"}
 _HARMLESS = {"cd", "mkdir", "set", "ls", "rm", "echo", "cp", "mv"}
-"""They work as there."""
+"""Commands of a shell, which work unchanged."""
 _PLACE = re.compile(r"\{(args|train|launch|same|[\w-]+=[^}]*)\}")
 _PLAIN = re.compile(r"[\w@%+=:,./${}()-]+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Translation:
-    """What is said of one command, flag, variable, file or control."""
+    """Answer about one command, flag, variable, file or control."""
 
     theirs: str
     here: tuple[str, ...]
     why: str
     later: str | None = None
     unavailable: tuple[tuple[str, str], ...] = ()
-    """Flags of theirs, with their values, that the commands do not have, and why."""
+    """Original flags, with their values, that the new commands do not have, and why."""
 
 
 def find_translations(text: str) -> list[Translation]:
-    """What to do for everything in a text that is known; empty where nothing is."""
+    """Return translations of everything that is known in a text; empty if nothing is."""
     found: dict[str, Translation] = {}
     whole = text.strip()
     if whole in NAMES:
@@ -47,7 +47,7 @@ def find_translations(text: str) -> list[Translation]:
 
 
 def report(words: Sequence[str]) -> tuple[str, bool]:
-    """What is said of the words of a command line, and whether all of it was known."""
+    """Describe the arguments of a command line; return the text, and true if all of them were known."""
     text = words[0] if len(words) == 1 else _join(words)
     found = find_translations(text)
     if not found:
@@ -69,7 +69,7 @@ def _describe(answer: Translation) -> Iterator[str]:
 
 
 def instead(words: Sequence[str], *, name: int) -> str | None:
-    """The command to write for one that `megatronapp` does not have, and why; None if it is not an old one.
+    """Return the command that replaces an old one, and why; None if `words` is not an old one.
 
     The first `name` words are the command's name; its options follow.
     """
@@ -132,12 +132,12 @@ def _of_command(line: str, words: list[str]) -> Iterator[Translation]:
 
 
 def _matches(old: LegacyCommand, plain: str) -> bool:
-    """Whether the pattern fits the program's name, its first words, or the whole command."""
+    """Return true if the pattern matches the program's name, its first arguments, or the whole command."""
     return re.fullmatch(rf"(?:{old.pattern})(?: .*)?", plain) is not None
 
 
 def _filled(old: LegacyCommand, behind: Sequence[str], launch: Sequence[str], line: str) -> list[str]:
-    """Commands of ours with the words of theirs."""
+    """Return the new commands with the original arguments filled in."""
 
     def value(match: re.Match[str]) -> str:
         name, _, default = match[1].partition("=")
@@ -156,7 +156,7 @@ def _filled(old: LegacyCommand, behind: Sequence[str], launch: Sequence[str], li
 
 
 def _join(words: Sequence[str]) -> str:
-    """The words as a shell takes them; what it would fill in (`$RANK`) stays."""
+    """Join the words as a shell needs them; its substitutions (`$RANK`) remain."""
     quoted = (word if _PLAIN.fullmatch(word) and "$(" not in word else _quoted(word) for word in words)
     return " ".join(quoted)
 

@@ -1,8 +1,7 @@
-"""The commands and scripts that the pages of MegatronApp print, and the commands that do the same here.
+"""The commands and scripts that the pages of MegatronApp print, and the commands that replace them.
 
-In a command of ours `{args}` stands for the words behind theirs, `{train}` for those of them that the trainer takes,
-`{launch}` for the options of torchrun, `{1=WORD}` for their first word, or WORD where there is none, and
-`{--flag=WORD}` for the value of an option.
+In a replacement `{args}` is the original arguments, `{train}` those of them that the trainer takes, `{launch}` the
+options of torchrun, `{1=WORD}` their first argument, or WORD without one, and `{--flag=WORD}` the value of an option.
 """
 
 import dataclasses
@@ -11,17 +10,17 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LegacyCommand:
-    """A command of theirs."""
+    """A command of MegatronApp and its replacement."""
 
     printed: str
-    """As a page prints it; several, one a line, mean the same."""
+    """Spelling on a page; several spellings, one a line, have the same meaning."""
     pattern: str
-    """Expression for the whole program's name without its folder, or for the first words of a command."""
+    """Regular expression for the program's name without its folder, or for the first arguments of a command."""
     here: tuple[str, ...]
-    """Commands of ours; empty where nothing is needed or can be had."""
+    """Commands to run instead; empty where none is needed or available."""
     why: str
     later: str | None = None
-    """What of it is not there yet."""
+    """Part that is not available yet."""
 
 
 _MANIFEST = "examples/gpt-tiny-cpu.yaml"

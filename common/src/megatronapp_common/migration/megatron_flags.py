@@ -1,4 +1,4 @@
-"""Flags that the trainer does not have, and why: refused by name, not as a typing error."""
+"""Flags that the trainer refuses by name, with the reason, instead of as a typo."""
 
 import functools
 import importlib.resources
@@ -14,19 +14,19 @@ ANSWERS: Final = {
     "--use-rotary-position-embeddings": "give --position-embedding-type rope",
     "--no-position-embedding": "give --position-embedding-type rope or none",
 }
-"""Flags of Megatron-LM and of old scripts that something here takes the place of."""
+"""Flags of Megatron-LM and of old scripts, with their replacements."""
 _NOT_SUPPORTED: Final = "a flag of Megatron-LM that the trainer does not support yet"
 
 
 @functools.cache
 def megatron_flags() -> frozenset[str]:
-    """Flags that only Megatron-LM has, from ``megatron_flags.txt`` (its arguments as of core 0.16)."""
+    """Return the flags that only Megatron-LM has, from ``megatron_flags.txt`` (its arguments as of core 0.16)."""
     text = importlib.resources.files("megatronapp_common.migration").joinpath("megatron_flags.txt").read_text("utf-8")
     return frozenset(text.split())
 
 
 def unavailable(flag: str) -> str | None:
-    """Why the trainer does not take a flag, and what to write instead; None if it is not known to be refused."""
+    """Explain why the trainer refuses a flag, and what to write instead; None for a flag that is not listed."""
     if flag in ANSWERS:
         return ANSWERS[flag]
     if flag in FLAGS:
@@ -35,7 +35,7 @@ def unavailable(flag: str) -> str | None:
 
 
 def without_unavailable(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The words of a training command that the trainer takes; its other flags, with their values, each with why not."""
+    """Split a training command into arguments that the trainer takes and other flags, with their values and reasons."""
     rest: list[str] = []
     refused: list[tuple[str, str]] = []
     reason: str | None = None

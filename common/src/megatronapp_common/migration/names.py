@@ -1,4 +1,4 @@
-"""Flags, variables, files, fields and controls that the pages of MegatronApp name, and what there is here instead."""
+"""Flags, variables, files, fields and controls that the pages of MegatronApp name, and their replacements."""
 
 from typing import Final
 
@@ -106,7 +106,7 @@ FIELDS: Final[dict[str, str]] = {
     "ShmSize": "spec.shm.sizeLimit",
     "UseIB": "spec.network.rdma",
 }
-"""Of the pod profile."""
+"""Fields of the pod profile."""
 
 CONTROLS: Final[dict[str, str]] = {
     "prompts": "on the page of a served model, side by side",

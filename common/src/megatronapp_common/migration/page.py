@@ -1,4 +1,4 @@
-"""docs/from-megatronapp.md."""
+"""Generation of the page docs/from-megatronapp.md."""
 
 from collections.abc import Iterator, Mapping
 
@@ -33,7 +33,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def render_page() -> str:
-    """The page in Markdown."""
+    """Return the page as Markdown."""
     lines = [_HEAD, "## Commands and scripts", "", "| there | here | |", "|---|---|---|"]
     lines += [row for old in COMMANDS for row in _rows(old)]
     for title, rows in _TABLES.items():
@@ -43,7 +43,7 @@ def render_page() -> str:
 
 
 def _rows(old: LegacyCommand) -> Iterator[str]:
-    """One for all spellings, or one for each where the answer depends on their words."""
+    """Yield one row for all spellings, or one for each where the replacement depends on the arguments."""
     by_answer: dict[tuple[str, ...], list[str]] = {}
     for printed in old.printed.splitlines():
         by_answer.setdefault(find_translations(printed)[-1].here, []).append(printed)

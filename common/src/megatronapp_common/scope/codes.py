@@ -1,11 +1,11 @@
-"""How numbers stand in the frames of MegaScope: in few bytes, with an error that is known.
+"""Codes of numbers in the frames of MegaScope: few bytes, with a known error.
 
 Of 32-bit floats x, a row being the last axis:
 
 ========  =======================================  ===================================  ====================
-code      stands there                             NaN, infinities                      worst error
+code      bytes                                    NaN, infinities                      worst error
 ========  =======================================  ===================================  ====================
-``i8``    round(x / s) as a signed byte, beside    NaN -128, -Inf -127, Inf 127         half a step, s / 2
+``i8``    round(x / s) as a signed byte, with      NaN -128, -Inf -127, Inf 127         half a step, s / 2
           s = largest finite \\|x\\| of the row / 126
 ``u8s``   round(255 sqrt(x)), 0 <= x <= 1          NaN 0; others as if clamped          0.00392, near 1
 ``u8``    round(255 x), 0 <= x <= 1                NaN 0; others as if clamped          0.00197
@@ -14,7 +14,7 @@ code      stands there                             NaN, infinities              
 ========  =======================================  ===================================  ====================
 
 Ties go to the even number. s is never below 2^-126, so that nothing is divided by 0. The two codes of probabilities
-have no byte to spare: what else a frame tells of such a row (`surprise`, `entropy`, as ``f32``) is NaN then, too.
+have no byte to spare: other values of such a row (`surprise`, `entropy`, as ``f32``) are NaN then, too.
 Ranks write the same bytes on their device (`megatronapp_trainer.scope.transfer.quantise`), pages read them
 (`scope/codes.ts`):
 tests/fixtures/scope/codes.json holds all three to it.
@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 from megatronapp_common.errors import TensorCodeError
 
 STEPS = 126
-"""Of `i8`, on either side of 0."""
+"""Steps of `i8` on either side of 0."""
 INFINITE, MISSING = 127, -128
-"""In `i8`: infinity (and with a minus the other), and NaN."""
+"""Bytes of `i8` for infinity (negated for the other) and NaN."""
 LEAST_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST = 255
-"""Of `u8s` and `u8`."""
+"""Largest byte of `u8s` and `u8`."""
 Floats = NDArray[np.float32]
 
 
@@ -61,15 +61,15 @@ DTYPES: Mapping[TensorCode, np.dtype[Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedArray:
-    """Numbers of one code, little endian, in the shape that they had."""
+    """Numbers of one code, little endian, in their original shape."""
 
     data: NDArray[Any]
     scales: Floats | None = None
-    """Of `i8`: one for each row."""
+    """Scale of each row, for `i8`."""
 
 
 def encode(code: TensorCode, values: NDArray[Any]) -> EncodedArray:
-    """The numbers in this code. They need at least one axis."""
+    """Encode numbers, which need at least one axis."""
     numbers = np.asarray(values, np.float32)
     with np.errstate(all="ignore"):
         if code is TensorCode.I8:
@@ -78,7 +78,7 @@ def encode(code: TensorCode, values: NDArray[Any]) -> EncodedArray:
 
 
 def decode(code: TensorCode, data: NDArray[Any], scales: NDArray[Any] | None = None) -> Floats:
-    """The numbers that stand there, as 32-bit floats. Raises TensorCodeError for arrays that are not of this code."""
+    """Decode to 32-bit floats. Raises TensorCodeError for arrays that are not of this code."""
     if data.dtype != DTYPES[code]:
         raise TensorCodeError(f"{data.dtype} is not what code {code} holds, which is {DTYPES[code]}")
     if code is not TensorCode.I8:
@@ -91,7 +91,7 @@ def decode(code: TensorCode, data: NDArray[Any], scales: NDArray[Any] | None = N
 
 
 def _steps() -> Floats:
-    """What each byte of `i8` is worth in steps."""
+    """Return the value of each byte of `i8`, in steps."""
     worth = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
     worth[[MISSING, INFINITE, -INFINITE]] = np.nan, np.inf, -np.inf
     return worth

@@ -15,19 +15,19 @@ from megatronapp_common.scope import codes
 SUBPROTOCOL = "megatronapp.scope.1"
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 256 << 10
-"""Of a message to a page."""
+"""Largest message to a page."""
 MAX_PART_BYTES = 4 << 20
-"""Of a frame of a rank; more goes in several, with `more` in all but the last."""
+"""Largest frame of a rank; longer content is sent in several, with `more` in all but the last."""
 MAX_COMMAND_BYTES = 4 << 10
-"""Of a message from a page."""
+"""Largest message from a page."""
 GRANTED_BYTES = 4 << 20
 """Credit of a page when it connects."""
 TEMPERATURES = (0.1, 0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)
-"""Of `partition`."""
+"""Temperatures of `partition`."""
 COMPONENTS = 8
-"""Of `pca`."""
+"""Number of components of `pca`."""
 ATLAS = 8
-"""Cells of one side of a head's picture in `atlas`."""
+"""Side of a head's thumbnail in `atlas`, in cells."""
 MAX_TENSORS = 4096
 MAX_AXES = 6
 ENTRY_KEYS = frozenset({"n", "c", "s", "o", "so"})
@@ -36,28 +36,28 @@ DTYPES: Mapping[str, str] = {
     "u32": "<u4",
     "i32": "<i4",
 }
-"""Code to what stands in the body."""
+"""Codes and the types of their numbers in a body."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tensor:
-    """Numbers as they stand in a frame. `scales` (f32, one for each row of the last axis) come with code `i8`."""
+    """Numbers in a frame. Code `i8` has `scales` (f32, one for each row of the last axis)."""
 
     name: str
     code: str
     data: NDArray[Any]
     scales: NDArray[np.float32] | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What else the header says of it, such as `layers` in a part."""
+    """Further entries of the header, such as `layers` in a part."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes in a body, without padding."""
+        """Length in a body without padding, in bytes."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
 def pack(tensors: Iterable[Tensor]) -> tuple[list[dict[str, Any]], bytes]:
-    """`header.tensors` and the body. Raises FrameError for numbers that are not of their code."""
+    """Return `header.tensors` and the body. Raises FrameError for numbers that are not of their code."""
     entries: list[dict[str, Any]] = []
     body = bytearray()
 
@@ -86,13 +86,13 @@ def _check(tensor: Tensor) -> None:
 
 
 def build_frame(kind: int, header: Mapping[str, Any], tensors: Iterable[Tensor] = ()) -> Frame:
-    """A frame with these tensors as its body."""
+    """Build a frame with these tensors as its body."""
     entries, body = pack(tensors)
     return Frame(kind, {**header, "tensors": entries}, body)
 
 
 def unpack(frame: Frame) -> list[Tensor]:
-    """Tensors of a frame; views on its body, not copies. Raises FrameError that names the tensor."""
+    """Return the tensors of a frame, as views of its body. Raises FrameError that names the tensor."""
     entries = frame.header.get("tensors", [])
     if not isinstance(entries, list) or len(entries) > MAX_TENSORS:
         raise FrameError(f"tensors is not a list of at most {MAX_TENSORS}")

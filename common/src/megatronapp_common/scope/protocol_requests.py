@@ -1,4 +1,4 @@
-"""What people ask of MegaScope, as JSON: runs, captures, probes (docs/scope-protocol.md, sections 3, 6 and 8)."""
+"""Requests to MegaScope as JSON: runs, captures, probes (docs/scope-protocol.md, sections 3, 6 and 8)."""
 
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ from megatronapp_common.filters.expression import MAX_CHARACTERS
 from megatronapp_common.filters.reducers import parse_reducer
 
 CALLER_HEADER = "X-Megatronapp-Caller"
-"""In which the door tells the hub who asks; it passes none on that a client sends."""
+"""Header in which the gateway names the user to the hub; it removes one that a client sends."""
 MAX_PROMPTS = 8
 MAX_TOKENS = 512
 MAX_PINNED = 64
@@ -18,7 +18,7 @@ MAX_EXPRESSION = MAX_CHARACTERS
 MAX_PROMPT_CHARACTERS = 64 << 10
 MAX_STOPS = 8
 MAX_SCORED = 1 << 15
-"""Tokens of a text that is scored."""
+"""Largest number of tokens of a scored text."""
 
 Preset = Literal["default", "lite", "off"]
 Rotary = Literal["after", "before"]
@@ -38,7 +38,7 @@ Filter = Annotated[str, Field(max_length=MAX_EXPRESSION), AfterValidator(_checke
 
 
 class RequestModel(BaseModel):
-    """Names are camelCase outside and snake_case inside; unknown fields and values of a wrong type are refused."""
+    """Base of requests: camelCase in JSON, snake_case in Python; refuses unknown fields and wrong types."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -52,11 +52,11 @@ class RequestModel(BaseModel):
 
 
 AsList = Strict(False)
-"""Of tuples in strict models: they take a list, as JSON has it."""
+"""Marker for tuples of strict models: they accept a list, because JSON has no tuples."""
 
 
 class StateSelection(RequestModel):
-    """What of the model is looked at."""
+    """Parts of the model that are captured."""
 
     qkv: bool = True
     attention: bool = True
@@ -67,15 +67,15 @@ class StateSelection(RequestModel):
 
 
 class PixelCounts(RequestModel):
-    """Numbers that stand for the vectors of one row and layer."""
+    """Pixels that represent the vectors of one row and layer."""
 
     qkv: Annotated[int, Field(ge=3, le=768, multiple_of=3)] = 96
-    """Of q, k and v together."""
+    """Pixels of q, k and v together."""
     mlp: Annotated[int, Field(ge=1, le=512)] = 64
 
 
 class PixelFilters(RequestModel):
-    """How a vector becomes one pixel."""
+    """Filters that reduce a vector to one pixel."""
 
     qkv: Filter = "data.mean(dim=-1)"
     mlp: Filter = "data.mean(dim=-1)"
@@ -89,7 +89,7 @@ class HeadRef(RequestModel):
 
 
 class CaptureSettings(RequestModel):
-    """What is sent of a run."""
+    """Content that is captured in a run."""
 
     preset: Preset = "default"
     states: StateSelection = StateSelection()
@@ -108,15 +108,15 @@ class CaptureSettings(RequestModel):
 
 
 class SamplingSettings(RequestModel):
-    """How tokens are chosen."""
+    """Settings for the choice of tokens."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    """0 takes the most likely token."""
+    """Temperature of sampling; 0 takes the most likely token."""
     top_k: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    """0: all."""
+    """Number of most likely tokens to choose from; 0: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
-    """None: one that nobody knows before."""
+    """Seed of the run; None: a random one."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS), AsList
     ] = ()
@@ -126,34 +126,34 @@ Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARACTERS)]
 
 
 class RunRequest(RequestModel):
-    """A batch of prompts to go on with."""
+    """Request to generate from a batch of prompts."""
 
     prompts: Annotated[tuple[Prompt, ...], Field(min_length=1, max_length=MAX_PROMPTS), AsList]
     tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 32
-    """How many are generated for each prompt, at most."""
+    """Largest number of tokens to generate for each prompt."""
     sampling: SamplingSettings = SamplingSettings()
     capture: CaptureSettings = CaptureSettings()
 
 
 class CaptureChange(RequestModel):
-    """Another capture, from the next step on."""
+    """Request to change the capture from the next step on."""
 
     capture: CaptureSettings
 
 
 class ProbeSite(RequestModel):
-    """Exact numbers of a site. `heads` None: all, or a site without heads."""
+    """Request for exact numbers of a site. `heads` None: all, or a site without heads."""
 
     site: Annotated[str, Field(min_length=1, max_length=64)]
     layers: Annotated[tuple[Index, ...], AsList]
     heads: Annotated[tuple[Index, ...], AsList] | None = None
     code: Literal["f32", "f16", "u8s"] = "f32"
     rotary: Rotary = "after"
-    """Of `q` and `k`: after or before the turn."""
+    """For `q` and `k`: after or before rotary embedding."""
 
 
 class ScoreRequest(RequestModel):
-    """A text whose tokens the model scores: how likely each was after those before it."""
+    """Request to score a text: how likely each token was after those before it."""
 
     ids: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], AsList, Field(min_length=2, max_length=MAX_SCORED)
@@ -162,11 +162,11 @@ class ScoreRequest(RequestModel):
 
 
 class ProbeRequest(RequestModel):
-    """Known tokens that the model reads once more."""
+    """Request to read known tokens once more."""
 
     ids: Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], AsList], ...], AsList]
     sites: Annotated[tuple[ProbeSite, ...], AsList]
     queries: Annotated[tuple[Index, Index], AsList] | None = None
-    """Rows [first, end) that are sent; all if None."""
+    """Rows [first, end) to send; None: all."""
     stride: Annotated[int, Field(ge=1, le=1 << 20)] = 1
-    """Of those, every so many."""
+    """Distance between the rows to send."""

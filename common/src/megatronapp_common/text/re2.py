@@ -1,4 +1,4 @@
-"""Regular expressions that users write: RE2, so that none can take longer than its text is long."""
+"""Regular expressions of users: RE2, whose matching time is linear in the text."""
 
 import functools
 from typing import Any
@@ -7,7 +7,7 @@ from cel_expr_python import cel
 
 
 def matches_re2(pattern: str, text: str) -> bool:
-    """Whether the pattern fits a part of the text. A pattern that is no expression fits nothing."""
+    """Return true if the pattern matches a part of the text. An invalid pattern matches nothing."""
     value = _expression().eval(data={"pattern": pattern, "text": text})
     return value.type() != cel.Type.ERROR and value.plain_value() is True
 

@@ -1,4 +1,4 @@
-"""Lists of counts in a short form: 8x1000 stands for a thousand times 8, and 8x2,4 for 8, 8, 4."""
+"""Run-length lists of counts: 8x1000 for a thousand times 8, and 8x2,4 for 8, 8, 4."""
 
 import itertools
 import re
@@ -9,13 +9,13 @@ _RUN = re.compile(r"([1-9][0-9]{0,8})(?:x([1-9][0-9]{0,8}))?", re.ASCII)
 
 
 def format_run_lengths(counts: Sequence[int]) -> str:
-    """The short form of positive counts."""
+    """Format positive counts in the short form."""
     runs = ((value, len(list(same))) for value, same in itertools.groupby(counts))
     return ",".join(str(value) if times == 1 else f"{value}x{times}" for value, times in runs)
 
 
 def parse_run_lengths(text: str, *, longest: int = LONGEST) -> tuple[int, ...]:
-    """The counts of a short form, or of one with each count written out. Raises ValueError."""
+    """Parse a short form, or a list with each count written out. Raises ValueError."""
     found: list[int] = []
     for run in text.split(","):
         match = _RUN.fullmatch(run)
