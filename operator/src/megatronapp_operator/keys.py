@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 KEY_PATTERN = re.compile(r"[0-9a-f]{64}")
 ID_DIGITS = 8
+"""Hex digits of a key's id."""
 RELOAD_S = 10.0
 """Seconds between reads of the file. A kubelet updates a mounted Secret within about a minute."""
 HINT = "write one key of 64 hex digits per line, the newest first; make one with: openssl rand -hex 32"

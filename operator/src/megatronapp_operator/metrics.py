@@ -17,7 +17,9 @@ from megatronapp_operator.plan.policies.report import HANG, NAMED_STATES
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Status
 
 RECONCILE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds in seconds of one reconcile."""
 RUNNING_BUCKETS_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0)
+"""Upper bounds in seconds from the creation of a gang until it runs."""
 SLOW_NODES_SHOWN = 32
 """Most nodes of one job that are listed, costliest first."""
 EARLIER = "Earlier"

@@ -10,6 +10,7 @@ from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.errors import HubError, OperatorError
 
 TIMEOUT_S = 1.0
+"""Seconds for an answer of the hub, which runs on this machine."""
 
 
 def hub_access(paths: JobPaths) -> tuple[str, str]:

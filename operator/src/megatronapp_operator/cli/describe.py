@@ -11,6 +11,7 @@ from megatronapp_operator.cli.jobs import JobHandle
 from megatronapp_operator.cli.text.tables import NONE, age, format_table, iteration, number
 
 EVENTS_SHOWN = 30
+"""Newest events that are printed."""
 Pairs = Sequence[tuple[str, str]]
 
 

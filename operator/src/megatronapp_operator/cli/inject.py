@@ -13,6 +13,7 @@ from megatronapp_operator.errors import HubError, OperatorError
 from megatronapp_operator.plan_io.status_document import without_none
 
 TIMEOUT_S = 5.0
+"""Seconds for an answer of the hub."""
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -30,7 +30,9 @@ from megatronapp_operator.metrics import OperatorMetrics
 log = logging.getLogger(__name__)
 
 USAGE, LOST, FAILED = 2, 3, 1
+"""Exit codes: invalid settings, lost lease, any other failure."""
 WATCH_CHECK_S = 1.0
+"""Seconds between checks that the watches run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

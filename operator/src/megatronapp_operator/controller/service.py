@@ -45,11 +45,13 @@ BACKOFF_S = (0.5, 300.0)
 PAUSE_PER_LOOK, PAUSE_S = 2.0, 0.5
 """Pause of a key as a multiple of the length of its last reconcile, and its limit in seconds."""
 POLLERS = 32
+"""Jobs that are polled at a time; a poll takes three seconds at most."""
 TELLING = (JobError, NameTakenError, ForbiddenError, InvalidError, NotFoundError)
 """Errors that do not pass by themselves, and are reported at the job for its user."""
 ENDING_S = 60.0
 """Seconds between reconciles of a job whose namespace is being terminated."""
 FIRST_RESYNC_S, RESYNC_RETRY_S = 30.0, 5.0
+"""Seconds until the first full list after that of the start, and until the next attempt after an error."""
 POLL_PER_JOB_S = 0.015
 """Seconds between polls of a hub for each known job: five hundred jobs are polled every 7.5 s."""
 STUCK_S = 600.0

@@ -24,9 +24,12 @@ log = logging.getLogger(__name__)
 WatchCallback = Callable[[str, str | None, Object], None]
 """Receives resource, type of event (None: the object existed when the watch began), and object."""
 STOP_S = 10.0
+"""Seconds for the watches to end."""
 SERVER_TIMEOUT_S = 290
+"""Seconds after which the server ends a watch, which is then renewed."""
 CONNECT_TIMEOUT_S = 10
 PAGE = 500
+"""Objects of one page of a list."""
 LOOP_CHECK_S = 1.0
 """Seconds between signs of life of the watches' loop."""
 

@@ -6,6 +6,7 @@ import enum
 from megatronapp_operator.plan.observed import Progress, SlowRank, Worker
 
 MAX_FAILURES = 10
+"""Newest failures that a status keeps."""
 STARTING = "starting"
 """State of a progress document while the ranks have not begun to train."""
 

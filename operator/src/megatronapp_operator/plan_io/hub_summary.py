@@ -26,13 +26,16 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 MAX_VERDICTS, MAX_HUNG = 64, 1024
 """Most verdicts and hung ranks that are read: a status is limited, and a job may send any number of them."""
 MAX_TEXT = 1024
+"""Most characters of one text of a verdict."""
 MAX_VERDICT_BYTES = 256 << 10
-"""Size of all verdicts in a status; etcd takes 1.5 MB for an object."""
+"""Bytes of all verdicts in a status; etcd takes 1.5 MB for an object."""
 MAX_INT64 = (1 << 63) - 1
 END_OF_TIME_S = 253_402_300_800.0
 """The year 10000 in seconds since the epoch, for which RFC 3339 has no digits."""
 MAX_ROOMS = 16
+"""Most workers with full shared memory that are read."""
 MAX_CONTROLS, MAX_WHO, MAX_WHAT = HUB_MAX_CONTROLS, 256, 512
+"""Most control actions that are read, and most characters of their user and their change."""
 MAX_CONTROL_ID = (1 << 53) - 1
 """Hubs number by milliseconds since 1970; JSON readers differ about larger integers."""
 STATES = frozenset({"starting", "training", "evaluating", "saving", "done", "serving"})

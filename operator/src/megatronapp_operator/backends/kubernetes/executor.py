@@ -62,6 +62,7 @@ REMEMBERED = 20_000
 MAX_NOTE = 1024
 """Most bytes of the text of an Event (events.k8s.io/v1)."""
 HUB_SHORT_PAUSE_S, HUB_PAUSE_S = 3.0, 60.0
+"""Seconds until a rejected hub is tried again: the first time that its name is taken, and otherwise."""
 ENDED = frozenset({"Succeeded", "Failed"})
 NO_PLACE = "-"
 """Topology of a node without the label, sorted before all others; workers wait until they have a value."""

@@ -25,7 +25,9 @@ from megatronapp_operator.plan import Progress
 from megatronapp_operator.plan_io.hub_summary import UNREADABLE, HubSummary, read_progress, read_summary
 
 POLL_S = 5.0
+"""Shortest time in seconds between two polls of a job."""
 TIMEOUT_S = 3.0
+"""Seconds for an answer; a later one counts against the pod."""
 LONGEST_PAUSE_S = 60.0
 """Longest pause in seconds after answers that were late."""
 RECENT_S = 60.0

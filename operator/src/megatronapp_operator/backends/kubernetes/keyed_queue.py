@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 SPARE = 1024
+"""Replaced times that the heap may have before it is built again."""
 Key = TypeVar("Key", bound=Hashable)
 
 

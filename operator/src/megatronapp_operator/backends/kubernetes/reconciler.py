@@ -63,7 +63,9 @@ from megatronapp_operator.plan_io.status_reader import read_status
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 15.0
+"""Seconds between writes of a status in which only progress has changed."""
 COUNTS_S = 1.0
+"""Seconds for which a change of pods alone waits for more of the kind."""
 PROGRESS_FIELDS = frozenset({"progress", "progressTime"})
 COUNT_FIELDS = PROGRESS_FIELDS | {"replicaStatuses"}
 PLACE_FIELDS = COUNT_FIELDS | {"conditions", "holdingTime", "unplacedTime", "scheduledTime"}

@@ -46,6 +46,7 @@ TICK_S = 0.5
 """Seconds between reads of progress and checks of the deadlines of processes."""
 
 GUARDIAN_END_S = 5.0
+"""Seconds for the guardian to end after its pipe was closed."""
 
 FINAL_STATUS_RETRY_S = 120.0
 """Seconds for which the end of a job retries to write its last state to a full disk."""

@@ -16,6 +16,7 @@ from megatronapp_operator.plan_io import hub_summary
 POLL_S = 1.0
 TIMEOUT_S = 1.0
 STOP_S = 5.0
+"""Seconds for the hub to end after SIGTERM."""
 
 
 class HubProcess:

@@ -13,6 +13,7 @@ from megatronapp_operator.backends.process.spawn import inherited_environment, s
 from megatronapp_operator.backends.process.state.registry import JobView
 
 STOP_S = 5.0
+"""Seconds for the hub to end after SIGTERM."""
 
 
 @contextlib.contextmanager

@@ -19,7 +19,9 @@ from megatronapp_operator.plan.outcome import NOT_STARTED
 AGENT_FLUSH_S = 3.0
 """Seconds for an agent to send what it has, after its worker has ended."""
 AGENT_PAUSE_MAX_S = 60.0
+"""Longest pause in seconds between starts of an agent that ends again and again."""
 LAST_BYTES = 2000
+"""Bytes at the end of a log that are read for its last line."""
 
 
 class WorkerProcess:

@@ -23,6 +23,7 @@ from megatronapp_operator.errors import JobNotFoundError, OperatorError
 
 FIELD_MANAGER = "megatronapp"
 REQUEST_S = 30.0
+"""Seconds for one request to the API server."""
 HOW_TO_NAME_ONE = "name one by --kubeconfig FILE and --context NAME"
 Result = TypeVar("Result")
 

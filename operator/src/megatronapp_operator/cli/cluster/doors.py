@@ -34,7 +34,9 @@ RELEASE_NAMESPACE, RELEASE_NAME = "meta.helm.sh/release-namespace", "meta.helm.s
 USUAL_NAME = "megatronapp"
 """Name of the gateway's Service if the release does not determine it."""
 TIMEOUT_S = 15.0
+"""Seconds for an answer of the gateway, which may have to query the API server first."""
 AGAIN_S = 1.0
+"""Seconds until kubectl is started again after its pod has ended."""
 STOP_S = 5.0
 """Seconds for kubectl to end after SIGTERM."""
 TRIES = 4

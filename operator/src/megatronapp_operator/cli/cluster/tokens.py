@@ -30,6 +30,7 @@ from megatronapp_operator.gateway.subject_access import AUDIENCE
 
 ACCOUNTS = Resource("v1", "serviceaccounts")
 LIFE_S = 8 * 3600
+"""Seconds until a requested token expires: a working day."""
 VIEWER = "viewer"
 """Suffix of the chart's viewer account, after the name of the gateway's Service."""
 NO_TOKEN = (

@@ -13,6 +13,7 @@ from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError, OperatorError
 
 ANSWER_S = 120.0
+"""Seconds for the trace, which the hub may have to read from its disk."""
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from megatronapp_operator.plan.status import ExcludedNode
 from megatronapp_operator.plan.worker_history import micros
 
 MAX_TOLERATED = 256
+"""Most tolerated nodes in a status; the oldest are dropped."""
 
 
 def expire(draft: PlanBuilder) -> None:

@@ -11,6 +11,7 @@ from megatronapp_operator.plan.spec import Backoff, JobSpec, SuccessPolicy
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
 HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
+"""Pause before a hub that has ended is started again."""
 
 
 def created(draft: PlanBuilder) -> bool:

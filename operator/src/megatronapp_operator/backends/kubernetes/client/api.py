@@ -37,8 +37,11 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
 Object = dict[str, Any]
 FIELD_MANAGER = "megatron-operator"
 REQUEST_S = 30.0
+"""Seconds for one request to the API server."""
 PAGE = 500
+"""Objects of one page of a list, as client-go reads them."""
 READ_BUFFER = 1 << 21
+"""Bytes that are buffered of an answer, instead of aiohttp's 64 KiB: a list of many pods is long."""
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"

@@ -11,6 +11,7 @@ from megatronapp_common.text.run_length import format_run_lengths
 T = TypeVar("T")
 R = TypeVar("R")
 REMEMBERED = 64
+"""Jobs whose facts and template digests are cached."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from megatronapp_operator.backends.kubernetes.client.api import FIELD_MANAGER, O
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 
 HASH_DIGITS = 16
+"""Hex digits of a digest in annotations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

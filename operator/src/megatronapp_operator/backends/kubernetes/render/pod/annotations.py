@@ -13,6 +13,7 @@ NAME = "await-annotations"
 VOLUME = "annotations"
 FOLDER = "/run/megatronapp/annotations"
 WAIT_S = 120
+"""Seconds that the init container waits for annotations."""
 RESOURCES = {"cpu": "100m", "memory": "128Mi"}
 """Requests and limits alike: without them a Guaranteed pod would lose its class."""
 PROGRAM = """

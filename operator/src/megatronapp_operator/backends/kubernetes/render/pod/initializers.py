@@ -17,6 +17,7 @@ from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, R
 PREFIX = "init-"
 """Prefix of the names of initializers, so that none collides with a container of the operator."""
 MAX_NAME = 63
+"""Most characters of a container's name (a DNS label)."""
 
 
 def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Object:

@@ -31,6 +31,7 @@ from megatronapp_operator.backends.kubernetes.render.queueing import pod_marks, 
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
 
 GATHER_DEADLINES = 4
+"""Start deadlines that a launcher waits for its gang; see `_gather_s`."""
 PREPARE_S = 24 * 3600
 """Seconds by which initializers may take longer on one node than on another."""
 
