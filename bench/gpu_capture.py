@@ -41,17 +41,18 @@ from megatronapp_common.scope.protocol import Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import CaptureSettings
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.device import prepare_device
+from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.inference.build import build_model, generation_layout
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import TokenEvent
 from megatronapp_trainer.inference.gc_freeze import freeze_gc
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.inference.step_plan import OutputRequest, Segment, StepPlan
+from megatronapp_trainer.inference.step_plan import OutputRequest, StepPlan
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 from megatronapp_trainer.scope.assemble import SOCKET, RankScope, open_scope
-from megatronapp_trainer.scope.capture.commands import BeginRun
-from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
+from megatronapp_trainer.scope.capture.commands import BeginRun, EndRun
+from megatronapp_trainer.scope.coordinator import CaptureCoordinator
 from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 GOALS = {"idle": 0.995, "lite": 0.95, "summary": 0.95, "pinned": 0.90}
@@ -81,7 +82,7 @@ class Ways:
         self.engine: Engine
         self.gang, self.engine = bench.open(batch)
         self.scope: RankScope = open_scope(self.gang, folder, attempt=0)
-        self.leader = CaptureCoordinator(self.engine, self.scope.session, self.scope.publisher.post)
+        self.leader = CaptureCoordinator(self.engine, self.scope.capture, self.scope.publisher.post)
         self.looking = CaptureController(self.leader, self.engine.defer)
         self.leader.set_basis(self._basis())
         self.prompts = prompts_of(bench.options, batch).tolist()
@@ -97,9 +98,9 @@ class Ways:
     def generate(self, way: str) -> list[int]:
         """Tokens of one call."""
         is_at_once = way in AT_ONCE or not self.bench.device.is_cuda
-        self.scope.session._behind.set_scheduler(None if is_at_once else self.gang.lull.defer)
+        self.scope.capture._deferred.set_scheduler(None if is_at_once else self.gang.idle_window.defer)
         way = way.removesuffix(" at once")
-        self.gang.stage.watcher = None if way == "none" else self.scope.session
+        self.gang.stage.observer = None if way == "none" else self.scope.capture
         requests = [
             GenerationRequest(id=str(place), prompt=tuple(ids), max_new_tokens=self.bench.options.new, seed=place)
             for place, ids in enumerate(self.prompts)
@@ -148,10 +149,10 @@ def reader(path: pathlib.Path) -> Iterator["subprocess.Popen[str]"]:
 
 def check_no_waits(ways: Ways, way: str) -> dict[str, int]:
     """Decode steps and chunks of prompts where torch raises if the host waits, and a profile of decode steps."""
-    bench, batch, session = ways.bench, ways.batch, ways.scope.session
+    bench, batch, session = ways.bench, ways.batch, ways.scope.capture
     length, run = bench.options.prompt, f"{way:f>12}"
-    session.handle(BeginRun(run=run, capture=ways.captures()[way], lengths=(length,) * batch))
-    ways.gang.stage.watcher = session
+    session.commands.handle(BeginRun(run=run, capture=ways.captures()[way], lengths=(length,) * batch))
+    ways.gang.stage.observer = session
     prompts = tuple(
         Segment(slot=slot, start=0, tokens=tuple(ids), request_id=f"{run}-{slot}")
         for slot, ids in enumerate(ways.prompts)
@@ -172,7 +173,7 @@ def check_no_waits(ways: Ways, way: str) -> dict[str, int]:
     with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("steps"):
         for _ in range(5):
             ways.gang.stage.run(plan)
-    session.end_run(run)
+    session.commands.handle(EndRun(run=run))
     events = list(profile.events())
     (span,) = [event.time_range for event in events if event.name == "steps" and event.device_type.name == "CPU"]
     inside = [event for event in events if span.start <= event.time_range.start < span.end]

@@ -29,12 +29,13 @@ from exact_bounds import binomial_at_least
 
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import Device, prepare_device
+from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.inference.build import build_model, generation_layout, open_worker_group
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import TokenEvent
 from megatronapp_trainer.inference.model_runner import RunnerOptions
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.inference.step_plan import OutputRequest, Segment, StepPlan
+from megatronapp_trainer.inference.step_plan import OutputRequest, StepPlan
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 from megatronapp_trainer.parallel.layout import Layout

@@ -188,7 +188,7 @@ def time_plain(training: PlainTraining) -> float:
 def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str, Any]:
     """Seconds per step with the tracer and without, in alternating blocks of one run."""
     from megatronapp_trainer import scan
-    from megatronapp_trainer.hooks.step_observer import RunContext
+    from megatronapp_trainer.scan.run_context import RunContext
 
     config = parse([*arguments(shape, layout, "torch", 10_000), "--trace"])
     run, plain, _, wish = ours(config, samples)

@@ -34,8 +34,8 @@ from megatronapp_trainer.inference.events import TokenEvent
 from megatronapp_trainer.inference.model_runner import RunnerOptions
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
-from megatronapp_trainer.scope.capture.session import StepCapture
+from megatronapp_trainer.scope.capture.step_capture import StepCapture
+from megatronapp_trainer.scope.coordinator import CaptureCoordinator
 from megatronapp_trainer.scope.transfer.publisher import FrameJob
 
 RUN = "0" * 12
@@ -80,7 +80,7 @@ def generated(engine: Engine, leader: CaptureCoordinator, *, look: bool) -> list
     """Tokens of all requests, which are pure functions of their seeds."""
     wanted: list[GenerationRequest] = requests()
     if look:
-        leader.set_basis(basis(leader._session.share.num_layers, leader._session.share.hidden))
+        leader.set_basis(basis(leader._capture.shard.num_layers, leader._capture.shard.hidden))
         pinned = [{"layer": layer, "head": head} for layer, head in ((0, 0), (1, 7), (1, 3))]
         wanted = leader.begin_run(RUN, CaptureSettings.model_validate({"pinned": pinned}), wanted)
     tokens: dict[str, list[int]] = {request.id: [] for request in wanted}

@@ -15,8 +15,8 @@ from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeReq
 from megatronapp_trainer.inference.events import Event
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.capture.commands import SetBasis
-from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
-from megatronapp_trainer.scope.capture.session import StepCapture
+from megatronapp_trainer.scope.capture.step_capture import StepCapture
+from megatronapp_trainer.scope.coordinator import CaptureCoordinator
 from megatronapp_trainer.scope.transfer.publisher import FrameJob, PartNumberer
 
 RUN = "0123456789ab"

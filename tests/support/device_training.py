@@ -100,7 +100,7 @@ def train_without_fusing(flags: str) -> dict[str, Any]:
 
 def _observer(config: Any, layout: Any, run: Any, device: Any) -> Any:
     from megatronapp_trainer import scan
-    from megatronapp_trainer.hooks.step_observer import RunContext
+    from megatronapp_trainer.scan.run_context import RunContext
 
     return scan.start(
         RunContext(

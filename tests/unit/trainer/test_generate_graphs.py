@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.inference.lru import LruCache
-from megatronapp_trainer.inference.model.cuda_graphs import GraphCache
+from megatronapp_trainer.device.cuda_graphs import GraphCache
+from megatronapp_trainer.device.lru import LruCache
 
 
 @given(st.lists(st.integers(0, 6)), st.integers(1, 4))

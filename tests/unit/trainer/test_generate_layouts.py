@@ -25,9 +25,9 @@ from generating_ranks import (
 )
 from plain_gpt import PlainGpt
 
+from megatronapp_trainer.device.cuda_graphs import GraphCache
+from megatronapp_trainer.hooks.forward_observer import StepContext
 from megatronapp_trainer.inference.build import build_model, checkpoint_config, load_weights
-from megatronapp_trainer.inference.forward_observer import StepContext
-from megatronapp_trainer.inference.model.cuda_graphs import GraphCache
 from megatronapp_trainer.inference.request import GenerationRequest
 
 pytestmark = pytest.mark.torch
@@ -196,7 +196,7 @@ class Reader:
         self._stage = stage
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def begin(self, _sight: StepContext) -> str:
+    def step_begin(self, _sight: StepContext) -> str:
         if self._seen is not None:
             self.unchanged.append(torch.equal(*self._seen))
         return "all"
@@ -204,7 +204,7 @@ class Reader:
     def collect(self) -> None:
         """Nothing but the buffer."""
 
-    def finish(self, _found: object, _logits: torch.Tensor | None) -> None:
+    def step_end(self, _result: object) -> None:
         buffers = list(self._stage._hidden.values())
         self._seen = (buffers[-1], buffers[-1].clone()) if buffers else None
 
@@ -217,7 +217,7 @@ def read_between_steps(flags: str) -> list[bool]:
         config = config_of(flags)
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
         reader = Reader(gang.stage)
-        gang.stage.watcher = reader
+        gang.stage.observer = reader
         if engine is None:
             gang.follow()
         else:

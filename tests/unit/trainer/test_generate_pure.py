@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import CacheTooLargeError, QueueFullError, RequestError
-from megatronapp_trainer.inference.idle_window import IdleWindow
 from megatronapp_trainer.inference.model.kv_cache import KvCacheShape, check_memory
 from megatronapp_trainer.inference.model.sampling import _sampling_mask, choose, gumbel_noise, noise_keys, read
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher

@@ -57,7 +57,8 @@ def answer_of(prompts: int) -> tuple[Any, Any, list[Any]]:
 
 
 def token(request_id: str, index: int) -> Any:
-    from megatronapp_trainer.inference.events import TokenCandidate, TokenEvent
+    from megatronapp_trainer.inference.events import TokenEvent
+    from megatronapp_trainer.inference.model.sampling import TokenCandidate
 
     top = (TokenCandidate(token=3, logprob=-0.5), TokenCandidate(token=0, logprob=-0.7))
     return TokenEvent(request_id=request_id, index=index, token=3, logprob=-0.5, candidates=top, text="a", logits=None)

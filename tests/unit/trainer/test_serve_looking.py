@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
-from megatronapp_trainer.inference.idle_window import IdleWindow
 from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 

@@ -63,7 +63,8 @@ class Observer:
     def step_begin(self, step: int) -> None:
         self.events.append(("step_begin", "STEP", step, -1))
 
-    def step_end(self, *, skipped: bool) -> None:
+    def step_end(self, metrics: Any) -> None:
+        self.losses.append(metrics.loss)
         self.events.append(("step_end", "STEP", -1, -1))
 
     def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
@@ -71,9 +72,6 @@ class Observer:
 
     def end(self, kind: RecordKind) -> None:
         self.events.append(("end", kind.name, -1, -1))
-
-    def metrics(self, metrics: Any) -> None:
-        self.losses.append(metrics.loss)
 
     def validation(self, loss: float) -> None:
         self.events.append(("validation", "", -1, -1))

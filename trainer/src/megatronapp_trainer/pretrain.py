@@ -103,7 +103,7 @@ def open_observer(run: "TrainingRun") -> Any | None:  # noqa: ANN401 - StepObser
     if not run.config.logging.trace:
         return None
     from megatronapp_trainer import scan
-    from megatronapp_trainer.hooks.step_observer import RunContext
+    from megatronapp_trainer.scan.run_context import RunContext
 
     context = RunContext(
         config=run.config,

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from megatronapp_common.filters.pixels import merges
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES
 from megatronapp_common.scope.protocol_requests import CaptureSettings
-from megatronapp_trainer.inference.step_plan import Segment, StepPlan
+from megatronapp_trainer.hooks.forward_observer import Segment
+from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.scope.capture import attention_recompute
 from megatronapp_trainer.scope.capture.attention_recompute import AttentionAtlas, AttentionRule, bucket
 from megatronapp_trainer.scope.capture.capture_spec import capture_spec_of, residual_measures
 from megatronapp_trainer.scope.capture.rank_shard import pixel_count
-from megatronapp_trainer.scope.tracked_requests import ModelSizes, RowStride, TrackedRequest, TrackedRow, tracked_run
-from megatronapp_trainer.scope.transfer.part_frames import ranges
+from megatronapp_trainer.scope.capture.tracked_requests import ModelSizes, RowStride, TrackedRequest, tracked_run
+from megatronapp_trainer.scope.transfer.part_frames import TrackedRow, ranges
 
 LAYERS, TOKENS, CHANNELS = 3, 37, 16
 
@@ -131,7 +132,7 @@ def test_pixels_fit_shards(width: int, wanted: int, shards: int) -> None:
 
 
 def told_rows(run: TrackedRequest, plan: StepPlan) -> list[TrackedRow]:
-    return run.rows(run.reads(plan), decode=plan.decode)
+    return run.rows(run.reads(plan.segments), decode=plan.decode)
 
 
 @settings(max_examples=50)
@@ -160,7 +161,7 @@ def test_chunks_tell_every_row_once(lengths: list[int], chunk: int) -> None:
             plan = StepPlan(segments=(segment,), outputs=(), decode=False)
             assert not run.all_read
             told += [(row.sample, row.position) for row in told_rows(run, plan)]
-            run.advance(run.reads(plan))
+            run.advance(run.reads(plan.segments))
     assert run.all_read
     assert told == [(sample, place) for sample, length in enumerate(lengths) for place in range(length)]
     decoding = [Segment(slot=s, start=length, tokens=(0,), request_id=f"a-{s}") for s, length in enumerate(lengths)]

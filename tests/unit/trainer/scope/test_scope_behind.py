@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.inference.idle_window import IdleWindow
+from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.scope.transfer.deferred_work import DeferredWork
 
 STEPS = st.lists(st.tuples(st.booleans(), st.booleans()))

@@ -12,10 +12,17 @@ from megatronapp_analyzer.scope.parts.merge import ShardTensor, merge, shard_ten
 from megatronapp_analyzer.scope.views.encode import attention_rows
 from megatronapp_common.frames import Frame, FrameType, decode, encode
 from megatronapp_common.scope.protocol import MAX_PART_BYTES, build_frame, unpack
-from megatronapp_trainer.scope.tracked_requests import TrackedRow
 from megatronapp_trainer.scope.transfer.device_copy import NamedTensor, PendingCopy, pack
 from megatronapp_trainer.scope.transfer.frame_template import VERSION
-from megatronapp_trainer.scope.transfer.part_frames import ATLAS, EVERY, FrameSpec, StepFrames, _frames, _whole
+from megatronapp_trainer.scope.transfer.part_frames import (
+    ATLAS,
+    EVERY,
+    FrameSpec,
+    StepFrames,
+    TrackedRow,
+    _frames,
+    _whole,
+)
 from megatronapp_trainer.scope.transfer.publisher import DropPolicy
 from megatronapp_trainer.scope.transfer.split_frames import RowTensor, split_into_frames
 

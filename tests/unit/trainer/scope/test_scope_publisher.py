@@ -19,7 +19,7 @@ from megatronapp_analyzer.scope.parts.part_tracker import PartTracker, part_of
 from megatronapp_common.frames import Frame, FrameType, encode, frame_length
 from megatronapp_common.frames import decode as decoded
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
-from megatronapp_trainer.inference.idle_window import IdleWindow
+from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.scope.transfer import publisher as publishing
 from megatronapp_trainer.scope.transfer.publisher import (
     BOUND_BYTES,
@@ -377,7 +377,7 @@ async def test_through_the_agent_a_hub_that_is_late_gets_a_whole_probe_and_hears
 def test_it_works_in_lulls_or_where_it_falls_behind(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "_IDLE_WINDOW_S", 600)
     lull = IdleWindow()
-    one = FramePublisher(path, HELLO, lull=lull)
+    one = FramePublisher(path, HELLO, idle_window=lull)
     with listening(path) as listener:
         one.start()
         for number in range(publishing._MAX_LAG_STEPS + 4):

@@ -21,8 +21,8 @@ from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.hooks.sites import ShardAxis, forget_site, known_sites, register_site, site_of
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
-from megatronapp_trainer.scope.capture.session import StepCapture
+from megatronapp_trainer.scope.capture.step_capture import StepCapture
+from megatronapp_trainer.scope.coordinator import CaptureCoordinator
 from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 pytestmark = pytest.mark.torch
@@ -351,7 +351,7 @@ def put_off() -> list[bool]:
         opened = Opened(layout, device)
         runs = [f"{number:012x}" for number in range(4)]
         whole, short = told_of(opened, runs[0]), told_of(opened, runs[1], max_new_tokens=1)
-        opened.session._behind.set_scheduler(opened.gang.lull.defer)
+        opened.session._deferred.set_scheduler(opened.gang.idle_window.defer)
         same = [told_of(opened, runs[2]) == whole, told_of(opened, runs[3], max_new_tokens=1) == short]
         probe, reading = opened.leader.probe(
             ProbeRequest.model_validate({"ids": [requests()[0].prompt], "sites": [{"site": "q", "layers": [1]}]})

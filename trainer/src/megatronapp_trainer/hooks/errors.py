@@ -1,7 +1,7 @@
-"""Errors of looking at a model."""
+"""Errors of hooks and captures."""
 
 from megatronapp_trainer.errors import UsageError
 
 
 class CaptureError(UsageError):
-    """Something was to be looked at that this model does not have, or that nobody can look at so."""
+    """A site or capture that this model does not have, or that cannot be registered, read or written."""

@@ -11,23 +11,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
-from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.hooks.step_boundary import StepBoundary
 from megatronapp_trainer.parallel.transport import Transport
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RunContext:
-    """What an observer learns once groups, model and optimizer exist, before the first step."""
-
-    config: TrainerConfig
-    layout: Layout
-    model_config: Any
-    """megatron-core's TransformerConfig of this rank."""
-    device_name: str
-    first_iteration: int
-    num_microbatches: int
-    """Microbatches of the first step; more under a batch-size ramp-up, see ``step_begin``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +33,14 @@ class StepMetrics:
     """`tflops_per_gpu` as a share of the device's peak; None where the peak is not known."""
     consumed_samples: int
     skipped: bool
-    """The optimizer refused the update."""
+    """True if the optimizer refused the update."""
 
 
-class StepObserver(Protocol):
-    """Hooks of one rank's loop, called on the training thread; they must neither block nor communicate.
+class StepObserver(StepBoundary[int, StepMetrics], Protocol):
+    """Observer of one rank's training loop, called on its thread.
+
+    ``step_begin`` gets the number of the iteration, counted from 0 over the whole job; ``step_end`` the figures of the
+    step, the optimizer's update included, on every rank.
 
     Made by ``scan.start(RunContext)``, collectively, once groups, model and optimizer exist. ``begin`` and ``end``
     delimit DATA, FORWARD, BACKWARD, GRAD_REDUCE, PARAM_GATHER, EMBED_REDUCE, GRAD_NORM, OPTIMIZER, LOSS_REDUCE,
@@ -63,20 +51,11 @@ class StepObserver(Protocol):
     def wrap_transport(self, transport: Transport) -> Transport:
         """Return the transport of training steps, which delegates to this one; called once where there are stages."""
 
-    def step_begin(self, step: int) -> None:
-        """A loop iteration begins; ``step`` counts from 0 over the whole job."""
-
-    def step_end(self, *, skipped: bool) -> None:
-        """It has ended, the optimizer's update included; ``skipped``: the update was refused."""
-
     def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
         """A span begins; microbatch is NO_MICROBATCH where the span belongs to none."""
 
     def end(self, kind: RecordKind) -> None:
         """The span of this kind has ended."""
-
-    def metrics(self, metrics: StepMetrics) -> None:
-        """Figures of the step that is ending, before ``step_end``; called on every rank."""
 
     def validation(self, loss: float) -> None:
         """An evaluation has ended; called on every rank."""

@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.inference.detokenizer import Decode, TextStream
 from megatronapp_trainer.inference.errors import EngineLostError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, FinishReason, PromptEvent, TokenEvent
+from megatronapp_trainer.inference.model.sampling import SampledOutput
 from megatronapp_trainer.inference.request import GenerationRequest, check_fits
 from megatronapp_trainer.inference.scheduler import ScheduledRow, ScheduledStep, Scheduler, Sequence
-from megatronapp_trainer.inference.step_plan import OutputRequest, SampledOutput, Segment, StepPlan
+from megatronapp_trainer.inference.step_plan import OutputRequest, StepPlan
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.parallel.agreement import is_peer_lost_error
 
@@ -121,12 +123,12 @@ class Engine:
         with self._lock:
             if self._has_work():
                 return True
-        with self._gang.lull, self._work:
+        with self._gang.idle_window, self._work:
             return self._work.wait_for(self._has_work, timeout_s)
 
     def defer(self, work: Callable[[], None]) -> None:
         """In the thread of `step`: do this when no device waits for it any more; before long."""
-        self._gang.lull.defer(work)
+        self._gang.idle_window.defer(work)
 
     def _has_work(self) -> bool:
         return bool(self._board.waiting or self._board.running or self._commands)

@@ -6,17 +6,10 @@ from typing import Literal
 import torch
 
 from megatronapp_trainer.inference.errors import GenerationError
+from megatronapp_trainer.inference.model.sampling import TokenCandidate
 from megatronapp_trainer.inference.model.token_statistics import PendingStatistics
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TokenCandidate:
-    """A token that could have come, with its log-probability under the model (temperature 1, nothing filtered)."""
-
-    token: int
-    logprob: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

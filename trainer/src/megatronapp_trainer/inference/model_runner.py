@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.device.compiling import can_compile
+from megatronapp_trainer.device.cuda_graphs import GraphCache
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.inference.forward_observer import ForwardObserver, StepContext
+from megatronapp_trainer.hooks.forward_observer import ForwardObserver, ForwardResult, StepContext
 from megatronapp_trainer.inference.model.cached_attention import (
     Attend,
     AttentionStep,
@@ -25,7 +26,6 @@ from megatronapp_trainer.inference.model.cached_attention import (
     PrefillAttention,
     decode_mask,
 )
-from megatronapp_trainer.inference.model.cuda_graphs import GraphCache
 from megatronapp_trainer.inference.model.kv_cache import KvCache, KvCacheShape
 from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.layout import Layout
@@ -94,8 +94,8 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.options = options
         self.layout = layout
-        self.watcher: ForwardObserver | None = None
-        """Who looks at the model; may be set between steps."""
+        self.observer: ForwardObserver | None = None
+        """Called at the boundaries of each step; may be set between steps."""
         self.plan: StepPlan | None = None
         """The last one that was begun. Forward hooks find here whose tokens they see: at prefill those of the segments
         one after the other, at decode one per slot, those of idle slots included."""
@@ -129,8 +129,18 @@ class ModelRunner:
 
     @property
     def uses_graphs(self) -> bool:
-        """Decode steps are replayed."""
+        """True if decode steps are replayed as CUDA graphs."""
         return self._graphs.enabled
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a sequence, prompt and generated ones together."""
+        return self.options.capacity
+
+    @property
+    def keys_LZTGD(self) -> torch.Tensor:
+        """Cached keys of this rank's layers, by slot, position, key head and channel."""
+        return self.cache.keys_LZTGD
 
     @property
     def decode_sizes(self) -> list[int]:
@@ -186,19 +196,25 @@ class ModelRunner:
         return result
 
     def _begin(self, plan: StepPlan, inputs_3N: torch.Tensor) -> Hashable:
-        return None if self.watcher is None else self.watcher.begin(StepContext(plan=plan, positions_N=inputs_3N[1]))
+        if self.observer is None:
+            return None
+        rows = tuple(output.row for output in plan.outputs)
+        return self.observer.step_begin(
+            StepContext(segments=plan.segments, output_rows=rows, decode=plan.decode, positions_N=inputs_3N[1])
+        )
 
     def _forgotten(self, looks: Hashable) -> None:
-        if self.watcher is not None:
-            self.watcher.forget(looks)
+        if self.observer is not None:
+            self.observer.forget(looks)
 
     def _seen(self, forward: Callable[[], torch.Tensor], looks: bool) -> tuple[torch.Tensor, Any]:
         result = forward()
-        return result, self.watcher.collect() if looks and self.watcher is not None else None
+        return result, self.observer.collect() if looks and self.observer is not None else None
 
     def _finish(self, found: Any, result: torch.Tensor, looks: bool) -> None:  # noqa: ANN401
-        if looks and self.watcher is not None:
-            self.watcher.finish(found, result if self.layout.is_last_stage else None)
+        if looks and self.observer is not None:
+            logits = result if self.layout.is_last_stage else None
+            self.observer.step_end(ForwardResult(collected=found, logits=logits))
 
     def _forward(
         self,

@@ -4,12 +4,13 @@ import collections
 import dataclasses
 from collections import deque
 
+from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.inference.detokenizer import TextStream
 from megatronapp_trainer.inference.errors import QueueFullError, RequestError
 from megatronapp_trainer.inference.events import FinishReason
 from megatronapp_trainer.inference.model.sampling import noise_keys
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams, Segment, StepPlan
+from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams, StepPlan
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)

@@ -5,10 +5,7 @@ All tokens of a step are packed into one sequence, so prompts of unequal length 
 
 import dataclasses
 
-import torch
-
-from megatronapp_trainer.inference.events import TokenCandidate
-from megatronapp_trainer.inference.model.token_statistics import PendingStatistics
+from megatronapp_trainer.hooks.forward_observer import Segment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,22 +17,6 @@ class SamplingParams:
     top_p: float
     noise: tuple[int, int]
     """Two keys of 32 bits each."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """Tokens of one sequence that follow each other, from position `start` on."""
-
-    slot: int
-    start: int
-    tokens: tuple[int, ...]
-    request_id: str = ""
-    """Whose tokens they are: for those who look at the model on other ranks than 0."""
-
-    @property
-    def end(self) -> int:
-        """Length of the sequence after them."""
-        return self.start + len(self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +50,3 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens of all segments."""
         return sum(len(segment.tokens) for segment in self.segments)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SampledOutput:
-    """The answer to one `OutputRequest`."""
-
-    token: int
-    logprob: float
-    candidates: tuple[TokenCandidate, ...]
-    logits: torch.Tensor | None
-    measures: PendingStatistics | None = None

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.inference.errors import EngineLostError
-from megatronapp_trainer.inference.idle_window import IdleWindow
-from megatronapp_trainer.inference.model.sampling import read
+from megatronapp_trainer.inference.model.sampling import SampledOutput, read
 from megatronapp_trainer.inference.model.token_statistics import StatisticsLauncher
 from megatronapp_trainer.inference.model_runner import ModelRunner
 from megatronapp_trainer.inference.rank_channel import ControlMessage, EngineCommand, RankChannel
-from megatronapp_trainer.inference.step_plan import SampledOutput, StepPlan
+from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.agreement import is_peer_lost_error
 
 _BEAT_S = 30.0
@@ -28,7 +28,7 @@ class WorkerGroup:
         self._channel = RankChannel(stage.layout, timeout=timeout)
         self._broadcast_at = time.monotonic()
         self._measurer = StatisticsLauncher(rows=stage.options.slots, graphs=stage.uses_graphs)
-        self.lull = IdleWindow()
+        self.idle_window = IdleWindow()
         """When this rank's thread waits."""
         self._handlers: dict[str, Callable[[Any], None]] = {"forget_graphs": lambda _payload: stage.forget_graphs()}
 
@@ -55,7 +55,7 @@ class WorkerGroup:
             return ()
         if mine is not None:
             return mine
-        with self.lull:
+        with self.idle_window:
             readings: tuple[SampledOutput, ...] = self._channel.receive_reply()
         return readings
 
@@ -92,13 +92,13 @@ class WorkerGroup:
         self.stage.forget_graphs()
 
     def _receive(self) -> Any:  # noqa: ANN401 - whatever rank 0 told
-        with self.lull:
+        with self.idle_window:
             return self._channel.receive_broadcast()
 
     def _follow_plan(self, plan: StepPlan) -> None:
         readings = self._compute(plan)
         if readings:
-            with self.lull:
+            with self.idle_window:
                 answer = tuple(map(_arrived, readings))
             self._channel.send_reply(answer)
 
@@ -107,7 +107,7 @@ class WorkerGroup:
         logits = self.stage.run(plan)
         if logits is None or self._layout.rank != self._channel.leader:
             return None
-        return read(logits, plan.outputs, self._measurer, self.lull) if plan.outputs else ()
+        return read(logits, plan.outputs, self._measurer, self.idle_window) if plan.outputs else ()
 
     def _broadcast(self, message: object) -> None:
         self._channel.broadcast(message)

@@ -6,8 +6,8 @@ Imported only when tracing is on. Once training runs, nothing here blocks, synch
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatronapp_trainer.hooks.step_observer import RunContext
     from megatronapp_trainer.scan.observer import ScanObserver
+    from megatronapp_trainer.scan.run_context import RunContext
 
 
 def start(context: "RunContext") -> "ScanObserver":

@@ -14,13 +14,13 @@ from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.pages import DocumentReader
 from megatronapp_common.trace import Flag
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.hooks.step_observer import RunContext
 from megatronapp_trainer.scan.cost import span_cost_ns
 from megatronapp_trainer.scan.device import DeviceRecorder
 from megatronapp_trainer.scan.faults import FaultPlan, InjectedFault
 from megatronapp_trainer.scan.metadata import Communicator, communicators, ring_metadata
 from megatronapp_trainer.scan.observer import ScanObserver
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TraceRing
+from megatronapp_trainer.scan.run_context import RunContext
 from megatronapp_trainer.scan.stall import DeviceStall, host_stall
 
 COST_RECORDS = 1024

@@ -10,8 +10,8 @@ from typing import Any
 from megatronapp_common.names import Env
 from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.trace import RecordKind
-from megatronapp_trainer.hooks.step_observer import RunContext
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.scan.run_context import RunContext
 
 GROUP_OF_KIND = {
     RecordKind.GRAD_REDUCE: "dp",

@@ -92,9 +92,12 @@ class ScanObserver:
         self._spans.begin_step(step)
         self._spans.begin(RecordKind.STEP, 0, NO_MICROBATCH)
 
-    def step_end(self, *, skipped: bool) -> None:
-        """End the loop iteration."""
-        self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if skipped else 0)
+    def step_end(self, metrics: StepMetrics) -> None:
+        """A loop iteration has ended. The reporting rank alone writes its samples."""
+        if self._is_reporter:
+            for metric, value in _samples(metrics):
+                self._recorder.metric(metric, value)
+        self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if metrics.skipped else 0)
         self._recorder.ring.clock_pair()
 
     def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
@@ -107,13 +110,6 @@ class ScanObserver:
         """End a span; a compute fault stretches it first."""
         flags = self._stretch(kind) if kind in STRETCHED_KINDS else 0
         self._spans.end(kind, flags)
-
-    def metrics(self, metrics: StepMetrics) -> None:
-        """Write metrics of the step, on the reporting rank alone."""
-        if not self._is_reporter:
-            return
-        for metric, value in _samples(metrics):
-            self._recorder.metric(metric, value)
 
     def validation(self, loss: float) -> None:
         """Write a sample of the validation loss."""

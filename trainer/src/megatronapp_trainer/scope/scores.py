@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import build_frame
 from megatronapp_trainer.inference.events import PromptEvent
-from megatronapp_trainer.scope.capture.coordinator import TextOf, distributions
+from megatronapp_trainer.scope.coordinator import TextOf, distributions
 
 
 def scores_frame(events: Sequence[PromptEvent], text_of: TextOf | None) -> Frame:

@@ -204,10 +204,10 @@ class HttpFrontend:
             self.app.state.model = model
 
     def _start_capture(self, engine: "Engine", scope: "RankScope") -> None:
-        from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator
+        from megatronapp_trainer.scope.coordinator import CaptureCoordinator
         from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
-        looking = CaptureController(CaptureCoordinator(engine, scope.session, scope.publisher.post), engine.defer)
+        looking = CaptureController(CaptureCoordinator(engine, scope.capture, scope.publisher.post), engine.defer)
         self.app.state.runs.looking = looking
         self.broker.observers.append(looking.observe)
 

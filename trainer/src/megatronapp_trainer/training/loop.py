@@ -258,8 +258,7 @@ class Trainer:
     def _report(self, outcome: StepOutcome) -> None:
         metrics = self._metrics(outcome)
         if self._observer is not None:
-            self._observer.metrics(metrics)
-            self._observer.step_end(skipped=outcome.skipped)
+            self._observer.step_end(metrics)
         if self._reporter is not None:
             self._reporter.step(
                 metrics,

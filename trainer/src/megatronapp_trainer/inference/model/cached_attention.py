@@ -17,8 +17,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.inference.model.kv_cache import LayerKvCache
-from megatronapp_trainer.inference.step_plan import Segment
 
 Attend = Callable[[torch.Tensor, LayerKvCache], torch.Tensor]
 """Queries [N, H, D] and the cache, which holds the step's own keys already -> context [N, H, D]."""

@@ -7,18 +7,37 @@ has the distribution of the softmax. The noise of a token is a hash of (seed, po
 same tokens in every batch and layout, but for ties within rounding.
 """
 
+import dataclasses
 import hashlib
 
 import torch
 
+from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.device.place import HostCopy, sent_to
-from megatronapp_trainer.inference.events import TokenCandidate
-from megatronapp_trainer.inference.idle_window import IdleWindow
 from megatronapp_trainer.inference.model.token_statistics import PendingStatistics, StatisticsLauncher
-from megatronapp_trainer.inference.step_plan import OutputRequest, SampledOutput, SamplingParams
+from megatronapp_trainer.inference.step_plan import OutputRequest, SamplingParams
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenCandidate:
+    """A token and its log-probability under the model (temperature 1, nothing filtered)."""
+
+    token: int
+    logprob: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SampledOutput:
+    """The answer to one `OutputRequest`."""
+
+    token: int
+    logprob: float
+    candidates: tuple[TokenCandidate, ...]
+    logits: torch.Tensor | None
+    measures: PendingStatistics | None = None
 
 
 def noise_keys(seed: int, position: int) -> tuple[int, int]:

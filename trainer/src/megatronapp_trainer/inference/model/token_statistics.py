@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatronapp_common.scope.protocol import TEMPERATURES
+from megatronapp_trainer.device.cuda_graphs import GraphCache
 from megatronapp_trainer.device.place import HostCopy, sent_to
-from megatronapp_trainer.inference.model.cuda_graphs import GraphCache
 
 Numbers: TypeAlias = NDArray[np.float64]
 

@@ -4,6 +4,7 @@ Equal recipes give equal kernels, so that a decode step of one recipe is one CUD
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -96,8 +97,8 @@ class PixelReductions:
     Raises PlanError, ExpressionError where that cannot be.
     """
 
-    def __init__(self, recipe: CaptureSpec, share: RankShard, device: torch.device) -> None:
-        self._share = share
+    def __init__(self, recipe: CaptureSpec, shard: RankShard, device: torch.device) -> None:
+        self._shard = shard
         self._device = device
         self._reductions = [*self._built_in(recipe)]
         self._own = recipe.own
@@ -128,22 +129,22 @@ class PixelReductions:
         return NamedTensor(name=one.name, values=values, layers=layers, header=said | one.filter.header)
 
     def _built_in(self, recipe: CaptureSpec) -> Iterator[_PixelReduction]:
-        share = self._share
+        shard = self._shard
         if recipe.qkv:
             yield from self._qkv(recipe)
         filters = (recipe.mlp, recipe.mlp_filter)
         if recipe.mlp1:
             yield from self._fc1(filters)
-        if recipe.mlp2 and share.is_first_of_tensor:
-            found = self._filter(filters, _VectorRange(width=share.hidden))
-            span = (0, share.hidden)
+        if recipe.mlp2 and shard.is_first_of_tensor:
+            found = self._filter(filters, _VectorRange(width=shard.hidden))
+            span = (0, shard.hidden)
             yield _PixelReduction(name="mlp2", site=site_of("mlp2"), part=slice(None), filter=found, key="", span=span)
 
     def _qkv(self, recipe: CaptureSpec) -> Iterator[_PixelReduction]:
-        share = self._share
-        query = _VectorRange(width=share.num_heads * share.head_width, shards=share.tensor_size, shard=share.tp)
-        key = _VectorRange(width=share.num_key_heads * share.head_width, shards=share.key_shards, shard=share.key_shard)
-        for name, cut, span in (("q", query, share.heads), ("k", key, share.key_heads), ("v", key, share.key_heads)):
+        shard = self._shard
+        query = _VectorRange(width=shard.num_heads * shard.head_width, shards=shard.tensor_size, shard=shard.tp)
+        key = _VectorRange(width=shard.num_key_heads * shard.head_width, shards=shard.key_shards, shard=shard.key_shard)
+        for name, cut, span in (("q", query, shard.heads), ("k", key, shard.key_heads), ("v", key, shard.key_heads)):
             try:
                 found = self._filter((recipe.qkv, recipe.qkv_filter), cut)
             except FilterError as error:
@@ -159,12 +160,12 @@ class PixelReductions:
 
         No pixel is made of both.
         """
-        (pixels, text), share, halves = filters, self._share, 2 if self._share.gated else 1
-        width = share.mlp[1] - share.mlp[0]
+        (pixels, text), shard, halves = filters, self._shard, 2 if self._shard.gated else 1
+        width = shard.mlp[1] - shard.mlp[0]
         for half in range(halves):
-            shard = half * share.tensor_size + share.tp
-            cut = _VectorRange(width=halves * share.ffn, shards=halves * share.tensor_size, shard=shard)
-            span = (half * share.ffn + share.mlp[0], half * share.ffn + share.mlp[1])
+            index = half * shard.tensor_size + shard.tp
+            cut = _VectorRange(width=halves * shard.ffn, shards=halves * shard.tensor_size, shard=index)
+            span = (half * shard.ffn + shard.mlp[0], half * shard.ffn + shard.mlp[1])
             part = slice(half * width, (half + 1) * width)
             found = self._filter((max(pixels, halves), text), cut)
             yield _PixelReduction(name="mlp1", site=site_of("mlp1"), part=part, filter=found, key="features", span=span)
@@ -183,7 +184,7 @@ class PixelReductions:
     def _of_own(self, site: Site, seen: HookCollector) -> Iterator[NamedTensor]:
         """A registered site: how wide it is, is known when it has been seen."""
         if not (layers := seen.layers(site.name)) or (
-            site.axis is ShardAxis.WHOLE and not self._share.is_first_of_tensor
+            site.axis is ShardAxis.WHOLE and not self._shard.is_first_of_tensor
         ):
             return
         parts = self._parts(site.axis, seen.stacked(site.name).flatten(2))
@@ -207,15 +208,15 @@ class PixelReductions:
 
     def _parts(self, axis: ShardAxis, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of the gated MLP several ranks have a part of all gates and a part of all that they let through each."""
-        width = self._share.mlp[1] - self._share.mlp[0]
-        is_halved = axis is ShardAxis.MLP and self._share.tensor_size > 1 and values.size(-1) == 2 * width
+        width = self._shard.mlp[1] - self._shard.mlp[0]
+        is_halved = axis is ShardAxis.MLP and self._shard.tensor_size > 1 and values.size(-1) == 2 * width
         return torch.split(values, width, dim=-1) if is_halved else (values,)
 
     def _shards(self, axis: ShardAxis) -> tuple[int, int]:
-        share = self._share
+        shard = self._shard
         if axis is ShardAxis.WHOLE:
             return 1, 0
-        return (share.key_shards, share.key_shard) if axis is ShardAxis.KEY_HEADS else (share.tensor_size, share.tp)
+        return (shard.key_shards, shard.key_shard) if axis is ShardAxis.KEY_HEADS else (shard.tensor_size, shard.tp)
 
     def _check_own(self, site: Site) -> None:
         """Raises PlanError where a pixel would lie on several ranks and a reducer does not merge.
@@ -223,7 +224,7 @@ class PixelReductions:
         How wide the site is, nobody knows yet; that does not change it.
         """
         shards, _ = self._shards(site.axis)
-        shards *= 2 if site.axis is ShardAxis.MLP and self._share.gated and shards > 1 else 1
+        shards *= 2 if site.axis is ShardAxis.MLP and self._shard.gated and shards > 1 else 1
         if site.pixels >= shards:
             return
         for text in site.reducers:
@@ -233,6 +234,17 @@ class PixelReductions:
                 raise ReductionPlanError(
                     f"site {site.name}, reducer {text!r}: {error} (`pixels` of register_site)"
                 ) from error
+
+
+def check_capture(capture: CaptureSettings, shard: RankShard) -> None:
+    """Raise ReductionPlanError or ExpressionError if a run with this capture would. From any thread."""
+    if (recipe := capture_spec_of(capture)) is not None:
+        _check_spec(recipe, shard)
+
+
+@functools.lru_cache(maxsize=8)
+def _check_spec(recipe: CaptureSpec, shard: RankShard) -> None:
+    PixelReductions(recipe, shard, torch.device("cpu"))
 
 
 def _plan(pixels: int, text: str, cut: _VectorRange) -> ReductionPlan:

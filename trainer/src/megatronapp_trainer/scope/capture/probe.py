@@ -12,7 +12,7 @@ from megatronapp_trainer.hooks.sites import ATTENTION, ShardAxis, Site, site_of
 from megatronapp_trainer.scope.capture import attention_recompute
 from megatronapp_trainer.scope.capture.rank_shard import RankShard, Span
 from megatronapp_trainer.scope.capture.reductions import QUERIES, PromptChunk, Reductions, codes
-from megatronapp_trainer.scope.tracked_requests import PromptRead
+from megatronapp_trainer.scope.capture.tracked_requests import PromptRead
 from megatronapp_trainer.scope.transfer.device_copy import NamedTensor
 
 LOGITS = "logits"
@@ -46,9 +46,9 @@ def _site(wanted: ProbeSite) -> Site:
 class ProbeReader:
     """Probes of one rank."""
 
-    def __init__(self, seen: HookCollector, share: RankShard, looker: Reductions) -> None:
+    def __init__(self, seen: HookCollector, shard: RankShard, looker: Reductions) -> None:
         self._seen = seen
-        self._share = share
+        self._shard = shard
         self._looker = looker
 
     @torch.no_grad()
@@ -63,14 +63,14 @@ class ProbeReader:
     def _of(self, wanted: ProbeSite, rows: slice, logit_rows: slice) -> Iterator[NamedTensor]:
         site = _site(wanted)
         layers = [one for one in self._seen.layers(site.name) if not site.per_layer or one in wanted.layers]
-        if not layers or (site.axis is ShardAxis.WHOLE and not self._share.is_first_of_tensor):
+        if not layers or (site.axis is ShardAxis.WHOLE and not self._shard.is_first_of_tensor):
             return
         known = self._seen.layers(site.name)
         stacked = self._seen.stacked(site.name)
         values = torch.stack([stacked[known.index(layer)] for layer in layers]).float()
         values = values[:, logit_rows if site.name == LOGITS else rows]
         if site.name == LOGITS:
-            values = values[..., : self._share.vocabulary]
+            values = values[..., : self._shard.vocabulary]
         for part, span in self._shared(site, values, wanted):
             said = {"site": wanted.site, "replicated": site.axis is ShardAxis.WHOLE, **span}
             if site.name != wanted.site:
@@ -84,32 +84,32 @@ class ProbeReader:
         self, site: Site, values: torch.Tensor, wanted: ProbeSite
     ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """A rank's part of the numbers, with what it is of the whole."""
-        share = self._share
+        shard = self._shard
         if site.axis in {ShardAxis.HEADS, ShardAxis.KEY_HEADS}:
-            span = share.heads if site.axis is ShardAxis.HEADS else share.key_heads
+            span = shard.heads if site.axis is ShardAxis.HEADS else shard.key_heads
             for first, end in spans(span, wanted.heads):
                 yield values[:, :, first - span[0] : end - span[0]], {"heads": [first, end]}
         elif site.axis is ShardAxis.MLP:
-            width = share.mlp[1] - share.mlp[0]
-            for half in range(2 if share.gated else 1):
-                first = half * share.ffn + share.mlp[0]
+            width = shard.mlp[1] - shard.mlp[0]
+            for half in range(2 if shard.gated else 1):
+                first = half * shard.ffn + shard.mlp[0]
                 yield values[..., half * width : (half + 1) * width], {"features": [first, first + width]}
         elif site.axis is ShardAxis.FEATURES:
             width = values.size(-1)
-            yield values, {"features": [width * share.tp, width * (share.tp + 1)]}
+            yield values, {"features": [width * shard.tp, width * (shard.tp + 1)]}
         else:
             yield values, {}
 
     def _of_attention(self, work: PromptChunk, wanted: ProbeSite) -> Iterator[NamedTensor]:
         """[L, rows, heads, keys], as many keys as the longest prompt of the probe has."""
-        share = self._share
-        layers = [layer for layer in range(*share.layers) if layer in wanted.layers]
+        shard = self._shard
+        layers = [layer for layer in range(*shard.layers) if layer in wanted.layers]
         known = self._seen.layers(QUERIES.name)
         if not layers or not known:
             return
         query_LNHD = torch.stack([self._seen.stacked(QUERIES.name)[known.index(layer)] for layer in layers])
-        for first, end in spans(share.heads, wanted.heads):
-            chosen = slice(first - share.heads[0], end - share.heads[0])
+        for first, end in spans(shard.heads, wanted.heads):
+            chosen = slice(first - shard.heads[0], end - shard.heads[0])
             parts = [self._rows(work, layers, query_LNHD, chosen, one) for one in work.reads_with_rows()]
             if parts:
                 values = torch.cat(parts, dim=1)
@@ -133,7 +133,7 @@ class ProbeReader:
         most = max(work.tracked.lengths)
         out = []
         for place, layer in enumerate(layers):
-            keys = keys_LTGD[layer - self._share.layers[0]]
+            keys = keys_LTGD[layer - self._shard.layers[0]]
             chances = attention_recompute.probabilities(
                 query_LNHD[place].index_select(0, tokens_Q)[None, None],
                 keys[None, None],

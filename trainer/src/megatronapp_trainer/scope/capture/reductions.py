@@ -13,10 +13,10 @@ import torch
 
 from megatronapp_common.scope.codes import TensorCode
 from megatronapp_trainer.device.compiling import can_compile
+from megatronapp_trainer.device.lru import LruCache
+from megatronapp_trainer.hooks.forward_observer import StepContext
 from megatronapp_trainer.hooks.hook_collector import HookCollector
 from megatronapp_trainer.hooks.sites import STAGE_INPUT, Site, site_of
-from megatronapp_trainer.inference.forward_observer import StepContext
-from megatronapp_trainer.inference.lru import LruCache
 from megatronapp_trainer.scope.capture import attention_recompute
 from megatronapp_trainer.scope.capture.attention_recompute import AttentionAtlas, AttentionRule
 from megatronapp_trainer.scope.capture.capture_spec import (
@@ -26,10 +26,10 @@ from megatronapp_trainer.scope.capture.capture_spec import (
     residual_sites,
 )
 from megatronapp_trainer.scope.capture.rank_shard import RankShard
-from megatronapp_trainer.scope.tracked_requests import PromptRead, TrackedRequest, TrackedRow
+from megatronapp_trainer.scope.capture.tracked_requests import PromptRead, TrackedRequest
 from megatronapp_trainer.scope.transfer.device_copy import NamedTensor
 from megatronapp_trainer.scope.transfer.frame_template import VERSION
-from megatronapp_trainer.scope.transfer.part_frames import ATLAS, EVERY
+from megatronapp_trainer.scope.transfer.part_frames import ATLAS, EVERY, TrackedRow
 from megatronapp_trainer.scope.transfer.quantise import encode_into
 
 QUERIES = dataclasses.replace(site_of("q"), name="attention q")
@@ -68,13 +68,13 @@ def active_sites(recipe: CaptureSpec) -> frozenset[Site]:
 class Reductions:
     """Reductions of one rank."""
 
-    def __init__(self, seen: HookCollector, share: RankShard, keys_LZTGD: torch.Tensor) -> None:
+    def __init__(self, seen: HookCollector, shard: RankShard, keys_LZTGD: torch.Tensor) -> None:
         self.basis: PcaBasis | None = None
-        self.rule = AttentionRule(scale=share.scale, window=share.window)
+        self.rule = AttentionRule(scale=shard.scale, window=shard.window)
         self._seen = seen
-        self._share = share
+        self._shard = shard
         self._keys_LZTGD = keys_LZTGD
-        self._device = keys_LZTGD.device
+        self.device = keys_LZTGD.device
         self._has_kernels = keys_LZTGD.is_cuda and can_compile()
         self._pixels: LruCache[CaptureSpec, PixelReductions] = LruCache(max(MOST_RECIPES, keys_LZTGD.size(1)))
         self._pins: dict[int, torch.Tensor] = {}
@@ -91,16 +91,16 @@ class Reductions:
         keys_LBTGD = self._keys_LZTGD[:, :1]
         if not self._has_kernels or not keys_LBTGD.numel():
             return
-        heads = self._share.heads[1] - self._share.heads[0]
+        heads = self._shard.heads[1] - self._shard.heads[0]
         query_LBHD = keys_LBTGD.new_zeros((keys_LBTGD.size(0), 1, heads, keys_LBTGD.size(4)))
-        positions_B = torch.zeros(1, dtype=torch.int64, device=self._device)
+        positions_B = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._step_measures(query_LBHD, keys_LBTGD, positions_B)
         self._pinned(query_LBHD, keys_LBTGD[:, :, :64], positions_B, positions_B.new_zeros((3, 1)))
 
     def sites(self, recipe: CaptureSpec) -> dict[str, Site]:
         """What a recipe looks at. Raises PlanError, ExpressionError where it does not fit the model."""
         found = dict(self.pixels_of(recipe).sites)
-        if self._share.is_first_of_tensor:
+        if self._shard.is_first_of_tensor:
             found |= residual_sites()
         if recipe.attention:
             found[QUERIES.name] = QUERIES
@@ -122,14 +122,14 @@ class Reductions:
         if self._pinned_last.get(count) == list(pins):
             return count
         self._pinned_last[count] = list(pins)
-        first, group = self._share.heads[0], self._keys_LZTGD.size(3)
-        shared = (self._share.heads[1] - first) // group
-        table = [(layer - self._share.layers[0], head - first, (head - first) // shared) for layer, head in pins]
+        first, group = self._shard.heads[0], self._keys_LZTGD.size(3)
+        shared = (self._shard.heads[1] - first) // group
+        table = [(layer - self._shard.layers[0], head - first, (head - first) // shared) for layer, head in pins]
         wanted = torch.tensor(table + [(0, 0, 0)] * (count - len(pins))).t().contiguous()
         with beside():
             if count not in self._pins:
-                self._pins[count] = torch.zeros(3, count, dtype=torch.int64, device=self._device)
-            source = wanted.pin_memory() if self._device.type == "cuda" else wanted
+                self._pins[count] = torch.zeros(3, count, dtype=torch.int64, device=self.device)
+            source = wanted.pin_memory() if self.device.type == "cuda" else wanted
             self._pins[count].copy_(source, non_blocking=True)
         return count
 
@@ -170,7 +170,7 @@ class Reductions:
     def _of_recipe(self, recipe: CaptureSpec, group: int) -> Iterator[NamedTensor]:
         for one in self.pixels_of(recipe).compute(self._seen):
             yield dataclasses.replace(one, group=group)
-        if not self._share.is_first_of_tensor or not (layers := self._seen.layers("residual")):
+        if not self._shard.is_first_of_tensor or not (layers := self._seen.layers("residual")):
             return
         after_LNH = self._seen.stacked("residual")
         before_LNH = torch.cat([self._seen.stacked(STAGE_INPUT.name), after_LNH[:-1]])
@@ -189,7 +189,7 @@ class Reductions:
 
     def pixels_of(self, recipe: CaptureSpec) -> PixelReductions:
         """Its filters on the device. A CUDA graph reads their memory: who keeps the graph keeps them."""
-        return self._pixels.get(recipe, lambda: PixelReductions(recipe, self._share, self._device))
+        return self._pixels.get(recipe, lambda: PixelReductions(recipe, self._shard, self.device))
 
     def _measures(
         self, query_LBQHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_BQ: torch.Tensor
@@ -203,8 +203,8 @@ class Reductions:
         return {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
 
     def _measured(self, measures: Mapping[str, torch.Tensor], group: int) -> list[NamedTensor]:
-        said = {"site": "attention", "heads": list(self._share.heads), "replicated": False}
-        layers = tuple(range(*self._share.layers))
+        said = {"site": "attention", "heads": list(self._shard.heads), "replicated": False}
+        layers = tuple(range(*self._shard.layers))
         return [
             NamedTensor(name=name, values=values, layers=layers, header=said, group=group)
             for name, values in measures.items()
@@ -243,7 +243,7 @@ class Reductions:
     ) -> dict[str, torch.Tensor]:
         """[L, U, H] each; 0 in rows of those who did not ask."""
         shape = (query_LNHD.size(0), count, query_LNHD.size(2))
-        out = {name: torch.zeros(shape, device=self._device) for name in MEASURES}
+        out = {name: torch.zeros(shape, device=self.device) for name in MEASURES}
         for work in works:
             for read, rows in work.reads_with_rows():
                 tokens_Q = work.tokens_U[rows]
@@ -263,13 +263,13 @@ class Reductions:
             name = picture_name(work.tracked, read)
             if name not in self._atlases:
                 length = work.tracked.lengths[read.sample]
-                self._atlases[name] = AttentionAtlas(query_LNHD.size(0), query_LNHD.size(2), length, self._device)
+                self._atlases[name] = AttentionAtlas(query_LNHD.size(0), query_LNHD.size(2), length, self.device)
             tokens = slice(read.first_token, read.first_token + len(read.segment.tokens))
             self._atlases[name].add(query_LNHD[:, tokens], self.keys_of(read), read.segment.start, self.rule)
             if read.ends:
                 cells = codes(self._atlases.pop(name).cells)
-                said = {"site": "attention", "heads": list(self._share.heads), "replicated": False}
-                layers = tuple(range(*self._share.layers))
+                said = {"site": "attention", "heads": list(self._shard.heads), "replicated": False}
+                layers = tuple(range(*self._shard.layers))
                 yield NamedTensor(name=name, values=cells, layers=layers, header=said, group=EVERY, has_rows=False)
 
 

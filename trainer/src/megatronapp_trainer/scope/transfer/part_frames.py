@@ -3,14 +3,13 @@
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import build_frame, pack
-from megatronapp_trainer.scope.tracked_requests import TrackedRow
 from megatronapp_trainer.scope.transfer.device_copy import NamedTensor, PendingCopy
 from megatronapp_trainer.scope.transfer.frame_template import CODES, VERSION, template_of
 from megatronapp_trainer.scope.transfer.publisher import DropPolicy
@@ -23,6 +22,15 @@ ATLAS = "atlas "
 EVERY = -1
 """The group of tensors that frames of all groups may take from."""
 Arrays = Sequence[tuple[NamedTensor, NDArray[Any]]]
+
+
+class TrackedRow(NamedTuple):
+    """Token of a run in one step."""
+
+    token: int
+    """Place among the tokens that the layers get: at decode the slot."""
+    sample: int
+    position: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Protocol
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType, encode
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
-from megatronapp_trainer.inference.idle_window import IdleWindow
+from megatronapp_trainer.device.idle_window import IdleWindow
 
 log = logging.getLogger(__name__)
 BOUND_BYTES = 8 << 20
@@ -249,11 +249,11 @@ class FramePublisher:
         *,
         bound_bytes: int = BOUND_BYTES,
         waiting_bytes: int = WAITING_BYTES,
-        lull: IdleWindow | None = None,
+        idle_window: IdleWindow | None = None,
     ) -> None:
-        """`lull`: when to work; None: at any time."""
+        """`idle_window`: when to work; None: at any time."""
         self._path = path
-        self._lull = lull
+        self._window = idle_window
         self._hello = encode(hello)
         self._waiting = FrameQueue(bound_bytes, waiting_bytes)
         self._coming: collections.deque[FrameJob] = collections.deque(maxlen=MOST_COMING)
@@ -267,8 +267,8 @@ class FramePublisher:
         """What is being sent, from its beginning. A peer that goes away leaves it to the next one as a whole."""
         self._unsent = memoryview(b"")
         self._news = threading.Event()
-        if lull is not None:
-            lull.listeners.append(self._news.set)
+        if idle_window is not None:
+            idle_window.listeners.append(self._news.set)
         self._until_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="scope-publisher", daemon=True)
         self.failures: collections.deque[str] = collections.deque(maxlen=8)
@@ -324,7 +324,7 @@ class FramePublisher:
     def _may_work(self) -> bool:
         """Also where it falls behind, because the device waits for the host and lulls are short."""
         is_urgent = self._is_overdue or self._until_s is not None or self._waiting.count > _MAX_LAG_STEPS
-        return self._lull is None or self._lull.is_on or is_urgent
+        return self._window is None or self._window.is_on or is_urgent
 
     def _await_idle_window(self) -> None:
         while not self._may_work:

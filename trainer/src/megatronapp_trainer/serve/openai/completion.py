@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeVar
 import anyio.to_thread
 from pydantic import BaseModel
 
-from megatronapp_trainer.inference.events import FinishedEvent, PromptEvent, TokenCandidate, TokenEvent
+from megatronapp_trainer.inference.events import FinishedEvent, PromptEvent, TokenEvent
+from megatronapp_trainer.inference.model.sampling import TokenCandidate
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.openai.schemas_completions import (
     Choice,

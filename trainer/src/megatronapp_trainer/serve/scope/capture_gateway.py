@@ -14,7 +14,7 @@ from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeReq
 from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.scope.capture.coordinator import CaptureCoordinator, TextOf
+from megatronapp_trainer.scope.coordinator import CaptureCoordinator, TextOf
 from megatronapp_trainer.serve.problems import SEE, ApiError
 
 Defer: TypeAlias = Callable[[Callable[[], None]], None]

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatronapp_trainer.inference.lru import LruCache
+from megatronapp_trainer.device.lru import LruCache
 
 T = TypeVar("T")
 MOST_FAMILIES = 8

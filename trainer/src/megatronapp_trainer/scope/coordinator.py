@@ -17,10 +17,11 @@ from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.inference.model.token_statistics import TokenStatistics
 from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.scope.capture.capture_spec import check_capture
 from megatronapp_trainer.scope.capture.commands import TOPIC, BeginProbe, BeginRun, ChangeRun, EndRun, SetBasis
 from megatronapp_trainer.scope.capture.probe import LOGITS
-from megatronapp_trainer.scope.capture.session import StepCapture
-from megatronapp_trainer.scope.tracked_requests import request_id, run_of
+from megatronapp_trainer.scope.capture.step_capture import StepCapture
+from megatronapp_trainer.scope.capture.tracked_requests import request_id, run_of
 from megatronapp_trainer.scope.transfer.publisher import DropPolicy, FrameJob, ReadyFrames, Sink
 
 AT_ONE = 5
@@ -71,9 +72,9 @@ class _CoordinatedRun:
 class CaptureCoordinator:
     """Used by the thread of HTTP (runs and probes) and that of the engine (`observe`)."""
 
-    def __init__(self, engine: Engine, session: StepCapture, sink: Sink) -> None:
+    def __init__(self, engine: Engine, capture: StepCapture, sink: Sink) -> None:
         self._engine = engine
-        self._session = session
+        self._capture = capture
         self._sink = sink
         self._runs: dict[str, _CoordinatedRun] = {}
         self._lock = threading.Lock()
@@ -111,7 +112,7 @@ class CaptureCoordinator:
             )
         self._engine.command(TOPIC, BeginRun(run=run, capture=capture, lengths=lengths))
         wants = capture.states.probabilities
-        vocabulary = self._session.share.vocabulary
+        vocabulary = self._capture.shard.vocabulary
         return [
             dataclasses.replace(
                 request,
@@ -155,7 +156,7 @@ class CaptureCoordinator:
         layers, version = frame.header.get("layers"), frame.header.get("version")
         if not isinstance(layers, list) or not isinstance(version, int) or not {"mean", "basis"} <= set(tensors):
             raise CaptureError("a basis has version, layers, and tensors mean and basis")
-        mean, axes, hidden = tensors["mean"], tensors["basis"], self._session.share.hidden
+        mean, axes, hidden = tensors["mean"], tensors["basis"], self._capture.shard.hidden
         fits = mean.shape == (len(layers), hidden) and axes.ndim == 3 and axes.shape[::2] == (len(layers), hidden)
         if not fits or mean.dtype != np.float32 or axes.dtype != np.float32:
             raise CaptureError(f"a basis of shape {axes.shape} does not fit {len(layers)} layers of {hidden} numbers")
@@ -193,25 +194,25 @@ class CaptureCoordinator:
         return [_collect_tokens(run, step, known) for run, known in self._runs.items() for step in known.due()]
 
     def _check(self, capture: CaptureSettings) -> None:
-        share = self._session.share
+        shard = self._capture.shard
         for place, pin in enumerate(capture.pinned):
-            if pin.layer >= share.num_layers or pin.head >= share.num_heads:
+            if pin.layer >= shard.num_layers or pin.head >= shard.num_heads:
                 raise CaptureError(
-                    f"pinned.{place}: there is no layer {pin.layer}, head {pin.head}; the model has {share.num_layers} "
-                    f"layers of {share.num_heads} heads"
+                    f"pinned.{place}: there is no layer {pin.layer}, head {pin.head}; the model has {shard.num_layers} "
+                    f"layers of {shard.num_heads} heads"
                 )
-        self._session.check(capture)
+        check_capture(capture, shard)
 
     def _check_probe(self, wanted: ProbeRequest) -> None:
-        share = self._session.share
+        shard = self._capture.shard
         if not wanted.ids or not all(wanted.ids):
             raise CaptureError("ids: there is nothing to read; give one list of tokens or more, none of them empty")
         for place, one in enumerate(wanted.sites):
             site = None if one.site == ATTENTION else site_of(one.site)
-            heads = share.num_key_heads if site is not None and site.axis.value == "keyHeads" else share.num_heads
-            if any(layer >= share.num_layers for layer in one.layers) or any(head >= heads for head in one.heads or ()):
+            heads = shard.num_key_heads if site is not None and site.axis.value == "keyHeads" else shard.num_heads
+            if any(layer >= shard.num_layers for layer in one.layers) or any(head >= heads for head in one.heads or ()):
                 raise CaptureError(
-                    f"sites.{place}: {one.site} has {share.num_layers} layers and {heads} heads, from 0 on"
+                    f"sites.{place}: {one.site} has {shard.num_layers} layers and {heads} heads, from 0 on"
                 )
 
 

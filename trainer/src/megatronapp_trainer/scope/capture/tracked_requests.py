@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from megatronapp_common.scope.protocol import ATLAS, MAX_MESSAGE_BYTES
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeSite
-from megatronapp_trainer.inference.step_plan import Segment, StepPlan
+from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.scope.capture.capture_spec import CaptureSpec, capture_spec_of
+from megatronapp_trainer.scope.transfer.part_frames import TrackedRow
 
 _ROOM = MAX_MESSAGE_BYTES - (24 << 10)
 """Of an overview, for tensors."""
@@ -29,15 +30,6 @@ def run_of(request: str) -> tuple[str, int]:
     """Run and sample of a request's name; another name stands for itself, with sample -1."""
     run, _, sample = request.rpartition("-")
     return (run, int(sample)) if sample.isdecimal() else (request, -1)
-
-
-class TrackedRow(NamedTuple):
-    """A token of a run in this step."""
-
-    token: int
-    """Its place among the tokens that the layers see: at decode its slot."""
-    sample: int
-    position: int
 
 
 class PromptRead(NamedTuple):
@@ -89,6 +81,11 @@ class TrackedRequest:
         return self.capture is None
 
     @property
+    def is_captured(self) -> bool:
+        """True for a probe, and for a run whose capture is not off."""
+        return self.is_probe or self.recipe is not None
+
+    @property
     def all_read(self) -> bool:
         """Every prompt has been read."""
         return all(read >= length for read, length in zip(self.read, self.lengths, strict=True))
@@ -97,10 +94,10 @@ class TrackedRequest:
         """0 in the prompt; then one for each generated token that is read."""
         return max(0, row.position - self.lengths[row.sample] + 1)
 
-    def reads(self, plan: StepPlan) -> list[PromptRead]:
-        """What a plan reads of it."""
+    def reads(self, segments: Sequence[Segment]) -> list[PromptRead]:
+        """Return which of a step's segments belong to this request."""
         out, token = [], 0
-        for segment in plan.segments:
+        for segment in segments:
             run, sample = run_of(segment.request_id)
             if run == self.name:
                 ends = segment.end == self.lengths[sample]
@@ -131,6 +128,50 @@ class TrackedRequest:
     def more(self, step: int, rows: Sequence[TrackedRow]) -> bool:
         """Other rows of this step will follow, those of this plan being `rows`. After `advance`."""
         return not self.all_read or any(self.step_of(row) < step for row in rows)
+
+
+class RequestTracker:
+    """Runs and probes that a rank has been told to capture."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, TrackedRequest] = {}
+        self._ids: tuple[str, ...] = ()
+        """Requests of the last step, whose runs are `_touched`."""
+        self._touched: list[TrackedRequest] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """True without any run and probe."""
+        return not self._requests
+
+    def get(self, name: str) -> TrackedRequest | None:
+        """Return a run or probe by its name."""
+        return self._requests.get(name)
+
+    def add(self, request: TrackedRequest) -> None:
+        """Track a run or probe from the next step on."""
+        self._requests[request.name] = request
+        self._ids = ()
+
+    def remove(self, name: str) -> None:
+        """Track a run or probe no more; an unknown name does nothing."""
+        self._requests.pop(name, None)
+        self._ids = ()
+
+    def clear(self) -> None:
+        """Track nothing."""
+        self._requests.clear()
+        self._ids = ()
+
+    def touched_by(self, segments: Sequence[Segment]) -> list[TrackedRequest]:
+        """Return the runs and probes whose tokens a step reads: mostly those of the step before."""
+        if not self._requests:
+            return []
+        ids = tuple([segment.request_id for segment in segments])
+        if ids != self._ids:
+            owners = {run_of(one)[0] for one in ids}
+            self._ids, self._touched = ids, [one for name, one in self._requests.items() if name in owners]
+        return self._touched
 
 
 def tracked_run(run: str, capture: CaptureSettings, lengths: Sequence[int], sizes: "ModelSizes") -> TrackedRequest:

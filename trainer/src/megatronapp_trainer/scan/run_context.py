@@ -1,0 +1,21 @@
+"""What the tracer needs of a training run."""
+
+import dataclasses
+from typing import Any
+
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.parallel.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunContext:
+    """The run as an observer gets it once groups, model and optimizer exist, before the first step."""
+
+    config: TrainerConfig
+    layout: Layout
+    model_config: Any
+    """megatron-core's TransformerConfig of this rank."""
+    device_name: str
+    first_iteration: int
+    num_microbatches: int
+    """Microbatches of the first step; more under a batch-size ramp-up, see ``step_begin``."""
