@@ -205,7 +205,7 @@ class Reader:
         """Nothing but the buffer."""
 
     def step_end(self, _result: object) -> None:
-        buffers = list(self._stage._hidden.values())
+        buffers = list(self._stage._transfer.buffers.values())
         self._seen = (buffers[-1], buffers[-1].clone()) if buffers else None
 
     def forget(self, _looked: object) -> None:

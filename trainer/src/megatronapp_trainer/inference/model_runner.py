@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.device.compiling import can_compile
@@ -27,6 +26,7 @@ from megatronapp_trainer.inference.model.cached_attention import (
     decode_mask,
 )
 from megatronapp_trainer.inference.model.kv_cache import KvCache, KvCacheShape
+from megatronapp_trainer.inference.model.stage_transfer import StageTransfer
 from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -102,7 +102,9 @@ class ModelRunner:
         self._device = device
         self._shape = cache_shape(model, options)
         self._holder = CurrentStep()
-        self._install_caches()
+        self.cache = KvCache(self._shape, device.torch_device)
+        for layer, cache in zip(model.decoder.layers, self.cache.layers(), strict=True):
+            layer.self_attention.core_attention = CachedAttention(self._holder, cache)
         self._scale = model.config.softmax_scale or 1.0 / math.sqrt(model.config.kv_channels)
         self._window = _window(model.config)
         self._flash = _takes_flash(options.decode_kernel, device, self._shape)
@@ -110,7 +112,9 @@ class ModelRunner:
         self._fuse = device.is_cuda and options.fuse and can_compile()
         _fuse_swiglu(model, fuse=self._fuse)
         self._inputs: dict[int, torch.Tensor] = {}
-        self._hidden: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._transfer = StageTransfer(
+            layout, hidden=model.config.hidden_size, dtype=self._shape.dtype, device=device.torch_device
+        )
         self._turn = 0
         self._graphs = GraphCache(enabled=device.is_cuda and options.cuda_graphs, forget=self._forgotten)
 
@@ -124,7 +128,7 @@ class ModelRunner:
             result = self._decode(plan) if plan.decode else self._prefill(plan)
             if self.layout.is_last_stage:
                 return result
-            self._send(result)
+            self._transfer.send(result)
             return None
 
     @property
@@ -151,17 +155,12 @@ class ModelRunner:
         """Capture anew from the next step on; needed where forward hooks of the model have changed."""
         self._graphs.clear()
 
-    def _install_caches(self) -> None:
-        self.cache = KvCache(self._shape, self._device.torch_device)
-        for layer, cache in zip(self.model.decoder.layers, self.cache.layers(), strict=True):
-            layer.self_attention.core_attention = CachedAttention(self._holder, cache)
-
     def _prefill(self, plan: StepPlan) -> torch.Tensor:
         tokens = [token for segment in plan.segments for token in segment.tokens]
         places = [(one.slot, position) for one in plan.segments for position in range(one.start, one.end)]
         inputs_3N = self._device.to_device(self._inputs_of(tokens, places))
         looks = self._begin(plan, inputs_3N)
-        hidden = self._receive(torch.empty(self._hidden_size(len(tokens)), **self._like_hidden()))
+        hidden = self._transfer.receive(len(tokens))
         attend = PrefillAttention(segments=plan.segments, scale=self._scale, window=self._window)
         rows = self._selected([one.row for one in plan.outputs], len(tokens))
         result, found = self._seen(lambda: self._forward(inputs_3N, hidden, attend, rows), looks is not None)
@@ -178,7 +177,7 @@ class ModelRunner:
         looks = self._begin(plan, self._inputs[slots])
         # Two sets of buffers take turns where somebody looks: one is read beside the step that fills the other.
         self._turn ^= looks is not None
-        hidden = self._receive(self._hidden_buffer(slots, None if looks is None else self._turn))
+        hidden = self._transfer.receive_decode(slots, None if looks is None else self._turn)
 
         def forward() -> torch.Tensor:
             attend = self._decode_attention(slots, attended)
@@ -229,8 +228,8 @@ class ModelRunner:
         tokens_N, positions_N, rows_N = inputs_3N.unbind()
         self._holder.step = AttentionStep(
             rows_N=rows_N,
-            cos_N1D=self._angles(self._cos_TD, positions_N),
-            sin_N1D=self._angles(self._sin_TD, positions_N),
+            cos_N1D=_angles(self._cos_TD, positions_N),
+            sin_N1D=_angles(self._sin_TD, positions_N),
             attend=attend,
             fused=fused,
         )
@@ -259,9 +258,6 @@ class ModelRunner:
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         logits_R1V, _ = model.output_layer(hidden_N1H, weight=weight, runtime_gather_output=True)
         return logits_R1V.squeeze(1)[:, : self.vocab_size]  # type: ignore[no-any-return] # untyped library
-
-    def _angles(self, table_TD: torch.Tensor | None, positions_N: torch.Tensor) -> torch.Tensor | None:
-        return None if table_TD is None else table_TD.index_select(0, positions_N).unsqueeze(1)
 
     def _decode_attention(self, slots: int, attended: int) -> Attend:
         positions_B = self._inputs[slots][1]
@@ -299,37 +295,9 @@ class ModelRunner:
         """The rows on the device, or None where they are all rows in order."""
         return None if rows == list(range(count)) else self._device.to_device(torch.tensor(rows, dtype=torch.int64))
 
-    def _hidden_buffer(self, slots: int, turn: int | None) -> torch.Tensor:
-        if (slots, turn) not in self._hidden:
-            self._hidden[slots, turn] = torch.empty(self._hidden_size(slots), **self._like_hidden())
-        return self._hidden[slots, turn]
 
-    def _hidden_size(self, tokens: int) -> tuple[int, int, int]:
-        return (tokens, 1, self.model.config.hidden_size)
-
-    def _like_hidden(self) -> dict[str, Any]:
-        return {"dtype": self._shape.dtype, "device": self._device.torch_device}
-
-    def _receive(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Hidden states of the stage before, written into `hidden`; None on the first stage.
-
-        NCCL's stream waits for what was launched before, such as the last step that reads the same buffer, and what is
-        launched after waits for it; gloo returns when the numbers are there.
-        """
-        if self.layout.is_first_stage:
-            return None
-        from megatron.core import parallel_state
-
-        source = parallel_state.get_pipeline_model_parallel_prev_rank()
-        dist.recv(hidden, src=source, group=parallel_state.get_pipeline_model_parallel_group())
-        return hidden
-
-    def _send(self, hidden: torch.Tensor) -> None:
-        """The next step may write over `hidden`: with NCCL its kernels wait for the transfer; gloo returns after it."""
-        from megatron.core import parallel_state
-
-        target = parallel_state.get_pipeline_model_parallel_next_rank()
-        dist.send(hidden.contiguous(), dst=target, group=parallel_state.get_pipeline_model_parallel_group())
+def _angles(table_TD: torch.Tensor | None, positions_N: torch.Tensor) -> torch.Tensor | None:
+    return None if table_TD is None else table_TD.index_select(0, positions_N).unsqueeze(1)
 
 
 def _bucket(count: int, *, least: int, most: int) -> int:
