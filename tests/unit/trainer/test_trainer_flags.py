@@ -105,7 +105,7 @@ def test_a_flag_that_is_near_none_gets_no_suggestion(flag: str) -> None:
     [
         ("--trace-dir", "megatronapp trace export JOB -o FILE"),
         ("--trace-interval=5", "--from N --to M"),
-        ("--workload", "comes with MegaDPP"),
+        ("--workload", "planned with MegaDPP"),
         ("--fp16", "write --bf16"),
         ("--tranformer-impl", "a misprint of --transformer-impl"),
     ],
@@ -191,7 +191,7 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
         ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
         (
             "--lr-decay-style WSD --lr-wsd-decay-iters 11",
-            "--lr-wsd-decay-iters 11 is longer than the decay of 10 (--lr-decay-iters, else --train-iters)",
+            "--lr-wsd-decay-iters 11 is longer than the decay of 10 (--lr-decay-iters, or --train-iters)",
         ),
         ("--lr-decay-style WSD --lr-decay-iters 5 --lr-wsd-decay-iters 6", "give 5 or less"),
         ("--decoupled-lr 1e-4 --min-lr 5e-4", "--min-lr 0.0005 is above --decoupled-lr 0.0001"),

@@ -35,9 +35,7 @@ class BatchSchedule:
         return self._walk(steps=None, samples=samples, consumed=consumed_samples)[0]
 
     def _walk(self, *, steps: int | None, samples: int | None, consumed: int = 0) -> tuple[int, int]:
-        """Return steps done and samples consumed when either limit is reached: by step in the ramp-up, directly after
-        it.
-        """
+        """Return steps done and samples consumed when either limit is reached: by step in the ramp-up."""
         done = 0
         while self.ramp is not None and consumed <= self.ramp[2]:
             size = self.global_batch_size(consumed)

@@ -1,4 +1,4 @@
-"""What a configuration must hold to be trained, apart from what depends on the number of ranks."""
+"""Rules that a configuration must follow to be trained, apart from those on the number of ranks."""
 
 import dataclasses
 import re
@@ -12,10 +12,10 @@ from megatronapp_trainer.errors import UsageErrors
 
 
 def find_problems(config: TrainerConfig, refusals: Sequence[str] = ()) -> list[str]:
-    """Every rule that the configuration breaks, a sentence each.
+    """Return a sentence for every rule that the configuration breaks.
 
-    A rule is silent that names a flag of an earlier sentence or of `refusals`, why a command line could not be read:
-    it would judge the default of that flag, or say the same again.
+    A rule is skipped if it concerns a flag of an earlier sentence or of `refusals`, the reasons why a command line
+    could not be read: it would judge the default of that flag, or repeat the sentence.
     """
     found: list[str] = []
     for rules in ((_bounds, _required_flags, _group_sizes), _RULES):
@@ -26,7 +26,7 @@ def find_problems(config: TrainerConfig, refusals: Sequence[str] = ()) -> list[s
 
 
 def _divisible(config: TrainerConfig) -> TrainerConfig:
-    """The configuration with 1 in place of sizes that rules divide by and that are missing or not positive."""
+    """Return the configuration with 1 in place of divisors that are missing or not positive."""
     model, parallel = config.model, config.parallel
     heads, groups = model.num_attention_heads, model.num_query_groups
     return dataclasses.replace(
@@ -61,7 +61,7 @@ def _broken(rules: tuple[Rule, ...], config: TrainerConfig) -> list[str]:
 
 
 def _bounds(config: TrainerConfig) -> Iterator[str]:
-    """Numbers outside the bounds that their fields declare."""
+    """Yield numbers outside the bounds that their fields declare."""
     for section in dataclasses.fields(config):
         yield from out_of_bounds(getattr(config, section.name))
 
@@ -112,7 +112,7 @@ def _required_flags(config: TrainerConfig) -> Iterator[str]:
 
 
 def _group_sizes(config: TrainerConfig) -> Iterator[str]:
-    """Before the rules that divide by them."""
+    """Check the sizes of groups, before the rules that divide by them."""
     parallel = config.parallel
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -197,7 +197,7 @@ def _shape(config: TrainerConfig) -> Iterator[str]:
 
 
 def _accepted_spellings(config: TrainerConfig) -> Iterator[str]:
-    """Flags of Megatron that choose what is taken here anyway must choose that."""
+    """Check flags of Megatron that may only choose what this trainer does anyway."""
     model, data = config.model, config.data
     local = model.transformer_impl == "local"
     for flag, on in (
@@ -222,7 +222,7 @@ def _accepted_spellings(config: TrainerConfig) -> Iterator[str]:
     found = [flag for value, flag in given.items() if value is not None]
     yield from require(
         not found or bool(set(found) & set(needed)),
-        f"--tokenizer-type {kind} and {' '.join(found)} exclude each other; omit the type: the files say it",
+        f"--tokenizer-type {kind} and {' '.join(found)} exclude each other; omit the type: the files determine it",
     )
 
 
@@ -293,7 +293,7 @@ def _pipeline(config: TrainerConfig) -> Iterator[str]:
 
 
 def _stages(config: TrainerConfig) -> Iterator[str]:
-    """How many layers each stage has."""
+    """Check the number of layers of each stage."""
     parallel, layers = config.parallel, config.model.num_layers
     virtual = config.virtual_size
     ends = {
@@ -310,7 +310,7 @@ def _stages(config: TrainerConfig) -> Iterator[str]:
 
 
 def _of_stage_flags(config: TrainerConfig, given: dict[str, int]) -> Iterator[str]:
-    """Yield what is wrong with each flag of uneven stages; `given`: those of the first and the last stage."""
+    """Yield the errors of each flag of uneven stages; `given`: those of the first and the last stage."""
     parallel, pipeline, virtual = config.parallel, config.parallel.pipeline_model_parallel_size, config.virtual_size
     for flag, value in given.items():
         yield from require(pipeline > 1, f"{flag} needs --pipeline-model-parallel-size above 1")

@@ -1,4 +1,4 @@
-"""How a field of the configuration becomes a flag, and a command line becomes the configuration."""
+"""Conversion between fields of the configuration and flags of the command line."""
 
 import argparse
 import dataclasses
@@ -16,7 +16,7 @@ _KEY = "option"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """What the parser needs to know of a field beyond its name, type and default."""
+    """Settings of the parser for a field beyond its name, type and default."""
 
     help: str
     flag: str | None = None
@@ -24,7 +24,7 @@ class Option:
     turns_off: bool = False
     aliases: tuple[str, ...] = ()
     bounds: str | None = None
-    """An interval that holds every value, as `[0, 1)`: 0 belongs to it, 1 does not. `inf` is no bound."""
+    """Interval of all valid values, such as `[0, 1)`: 0 belongs to it, 1 does not. `inf` is no bound."""
 
 
 def option(
@@ -36,26 +36,28 @@ def option(
     aliases: tuple[str, ...] = (),
     bounds: str | None = None,
 ) -> T:
-    """A field with a flag. Without ``flag`` the field's name is its spelling: ``num_layers`` is ``--num-layers``."""
+    """Declare a field with a flag. Without ``flag`` the field's name is its spelling: ``num_layers`` is
+    ``--num-layers``.
+    """
     meta = Option(help=help, flag=flag, choices=choices, aliases=aliases, bounds=bounds)
     field: T = dataclasses.field(default=default, metadata={_KEY: meta})
     return field
 
 
 def turned_off_by(flag: str, help: str) -> bool:
-    """A field that is true until Megatron's negative flag turns it off, such as ``--no-save-rng``."""
+    """Declare a field that is true until Megatron's negative flag turns it off, such as ``--no-save-rng``."""
     field: bool = dataclasses.field(default=True, metadata={_KEY: Option(help=help, flag=flag, turns_off=True)})
     return field
 
 
 def option_of(field: "dataclasses.Field[Any]") -> Option:
-    """The option of a field that ``option`` or ``turned_off_by`` made."""
+    """Return the option of a field that ``option`` or ``turned_off_by`` made."""
     meta: Option = field.metadata[_KEY]
     return meta
 
 
 def flag_of(field: "dataclasses.Field[Any]") -> str:
-    """The flag that sets this field."""
+    """Return the flag that sets this field."""
     return option_of(field).flag or "--" + field.name.replace("_", "-")
 
 
@@ -67,7 +69,7 @@ def require(condition: bool, message: str) -> Generator[str, None, bool]:
 
 
 def out_of_bounds(section: Any) -> Iterator[str]:  # noqa: ANN401 - a dataclass of options
-    """A sentence for each number of the section outside its option's bounds."""
+    """Yield a sentence for each number of the section outside its option's bounds."""
     for field in dataclasses.fields(section):
         value, bounds = getattr(section, field.name), option_of(field).bounds
         if value is not None and bounds is not None:
@@ -86,7 +88,7 @@ def _within(bounds: str, value: float, flag: str) -> tuple[bool, str]:
 
 
 class StrictParser(argparse.ArgumentParser):
-    """A parser that raises UsageError instead of ending the process, and takes no abbreviations."""
+    """A parser that raises UsageError instead of ending the process, and accepts no abbreviations."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
@@ -106,14 +108,14 @@ def add_section(parser: argparse.ArgumentParser, section: type) -> None:
 
 
 def read_section(section: type[T], namespace: argparse.Namespace) -> T:
-    """The section's values out of a parsed command line."""
+    """Return the section's values of a parsed command line."""
     values = {field.name: getattr(namespace, field.name) for field in dataclasses.fields(typing.cast("Any", section))}
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return section(**{**values, **lists})
 
 
 def _keywords(hint: Any, meta: Option) -> dict[str, Any]:  # noqa: ANN401
-    """Arguments of ``add_argument`` for a field of this type."""
+    """Return the arguments of ``add_argument`` for a field of this type."""
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     if hint is bool:
@@ -124,7 +126,7 @@ def _keywords(hint: Any, meta: Option) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _finite(word: str) -> float:
-    """A number that is neither NaN nor infinite: no rule could judge those."""
+    """Parse a number that is neither NaN nor infinite: no rule could judge those."""
     try:
         value = float(word)
     except ValueError:

@@ -10,7 +10,7 @@ _WINDOW = re.compile(r"\(? ?(-?\d+), ?(-?\d+) ?\)?")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Model."""
+    """Shape of the model."""
 
     num_layers: int = option(0, "transformer layers (required)")
     hidden_size: int = option(0, "width of the residual stream (required)")
@@ -44,16 +44,14 @@ class ModelConfig:
     add_bias_linear: bool = turned_off_by("--disable-bias-linear", "linear layers without bias")
     add_qkv_bias: bool = option(False, "bias of the QKV projection although --disable-bias-linear is given")
     untie_embeddings_and_output_weights: bool = option(False, "separate weights of input and output embedding")
-    make_vocab_size_divisible_by: int = option(
-        128, "the vocabulary is padded to a multiple of this, whatever the layout"
-    )
+    make_vocab_size_divisible_by: int = option(128, "the vocabulary is padded to a multiple of this in every layout")
     attention_dropout: float = option(0.1, "dropout of attention probabilities", bounds="[0, 1)")
     hidden_dropout: float = option(0.1, "dropout of the residual branches", bounds="[0, 1)")
     init_method_std: float = option(0.02, "standard deviation of the initial weights", bounds="[0, inf)")
     transformer_impl: str = option(
         "",
         "layers: torch (ours, fused attention of torch), local (megatron-core's) or transformer_engine; "
-        "default: transformer_engine where it is installed, else torch",
+        "default: transformer_engine if it is installed, or torch",
         choices=("torch", "local", "transformer_engine"),
     )
     use_flash_attn: bool = option(False, "the fused attention that torch has for the device; it is taken anyway")
@@ -71,29 +69,29 @@ class ModelConfig:
 
     @property
     def heads_of_keys(self) -> int:
-        """Key and value heads."""
+        """Return the number of key and value heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     @property
     def head_width(self) -> int:
-        """Channels of one head."""
+        """Return the number of channels of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def mlp_width(self) -> int:
-        """Channels inside the MLP."""
+        """Return the number of channels inside the MLP."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return self.hidden_size * 8 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
 
     @property
     def positions(self) -> int:
-        """Rows of learned positions; of others the longest context that the model is meant for."""
+        """Return the rows of learned positions; of others the longest context that the model is meant for."""
         return self.max_position_embeddings or self.seq_length
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """The two numbers of the window; None without one. Raises ValueError if it is none."""
+        """Return the two numbers of the window; None without one. Raises ValueError if it is invalid."""
         if self.window_size is None:
             return None
         match = _WINDOW.fullmatch(self.window_size)
@@ -103,24 +101,24 @@ class ModelConfig:
 
     @property
     def attention_window(self) -> int | None:
-        """Tokens before it that a token attends to besides itself; None for all."""
+        """Return the number of previous tokens that a token attends to; None for all."""
         window = self.window
         return None if window is None or window[0] < 0 else window[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Layout and communication."""
+    """Layout of ranks and communication."""
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer")
     pipeline_model_parallel_size: int = option(1, "pipeline stages")
     num_layers_per_virtual_pipeline_stage: int | None = option(None, "layers of one model chunk: interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = option(None, "model chunks per rank: interleaved schedule")
     decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers of the first stage, the embedding beside them; the others share the rest evenly"
+        None, "layers of the first stage besides the embedding; the others get equal parts of the rest"
     )
     decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last stage, the loss beside them; the others share the rest evenly"
+        None, "layers of the last stage besides the loss; the others get equal parts of the rest"
     )
     account_for_embedding_in_pipeline_split: bool = option(False, "the embedding counts as a layer of the first stage")
     account_for_loss_in_pipeline_split: bool = option(False, "the loss counts as a layer of the last stage")
@@ -128,8 +126,8 @@ class ParallelConfig:
     context_parallel_size: int = option(1, "only 1 is supported")
     expert_model_parallel_size: int = option(1, "only 1 is supported")
     use_distributed_optimizer: bool = option(False, "shard optimizer state over the replicas")
-    overlap_grad_reduce: bool = option(False, "reduce gradients while the backward pass goes on")
-    overlap_param_gather: bool = option(False, "gather parameters while the forward pass goes on")
+    overlap_grad_reduce: bool = option(False, "reduce gradients during the backward pass")
+    overlap_param_gather: bool = option(False, "gather parameters during the forward pass")
     ddp_bucket_size: int | None = option(
         None, "parameters per gradient bucket; default: megatron-core's", bounds="[1, inf)"
     )
@@ -143,7 +141,7 @@ class ParallelConfig:
     )
 
     def virtual_size(self, num_layers: int) -> int:
-        """Model chunks per rank, 1 for a schedule that is not interleaved."""
+        """Return the number of model chunks per rank, 1 for a schedule that is not interleaved."""
         if self.num_virtual_stages_per_pipeline_rank is not None:
             return self.num_virtual_stages_per_pipeline_rank
         if self.num_layers_per_virtual_pipeline_stage is not None:
@@ -153,11 +151,13 @@ class ParallelConfig:
 
     @property
     def counted_as_layers(self) -> int:
-        """How many of embedding and loss are counted as layers when stages are cut."""
+        """Return how many of embedding and loss are counted as layers when layers are divided over stages."""
         return self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
 
     def stage_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each stage, those counted for embedding and loss included. Raises ValueError if it does not fit."""
+        """Return the layers of each stage, including those counted for embedding and loss. Raises ValueError if they do
+        not fit.
+        """
         stages = self.pipeline_model_parallel_size
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         rest = num_layers + self.counted_as_layers - (first or 0) - (last or 0)
@@ -170,7 +170,7 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Precision and recomputation."""
+    """Precision and recomputation of activations."""
 
     bf16: bool = option(False, "bf16 weights and activations; master weights and gradient reduction stay in fp32")
     recompute_activations: bool = option(False, "short for --recompute-granularity selective")
@@ -185,5 +185,5 @@ class PrecisionConfig:
 
     @property
     def granularity(self) -> str | None:
-        """full, selective or None."""
+        """Return full, selective or None."""
         return "selective" if self.recompute_activations else self.recompute_granularity

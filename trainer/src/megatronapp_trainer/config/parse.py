@@ -1,4 +1,4 @@
-"""Command line -> configuration. What is not understood is refused with the nearest name, never ignored."""
+"""Parsing of the command line to a configuration. Unknown flags are refused with the nearest name, never ignored."""
 
 import argparse
 import dataclasses
@@ -44,7 +44,7 @@ OTHER_SPELLINGS = {
     "--checkpoint-dir": "--save",
     "--output-dir": "--save",
 }
-"""What other trainers call our flags: too far from ours for the nearest spelling to find them."""
+"""Names of our flags in other trainers: too far from ours to be found as the nearest spelling."""
 LATER_FLAGS = {
     "--use-dpp": "MegaDPP",
     "--node-ips": "MegaDPP",
@@ -54,11 +54,11 @@ LATER_FLAGS = {
 """Flags of runtimes that this trainer does not have yet."""
 _NEAR = 0.75
 ALL_FLAGS = "python -m megatronapp_trainer.pretrain --help lists all"
-"""Share of letters in common from which on a name is taken for a typing error."""
+"""Minimum similarity, as a fraction of equal letters, at which a name is taken for a typing error."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags."""
+    """Return the parser of all flags."""
     parser = StrictParser(
         prog="python -m megatronapp_trainer.pretrain",
         description="Train a GPT model. Flags have the names of Megatron-LM.",
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> TrainerConfig:
-    """The checked configuration of a command line.
+    """Parse and check a command line.
 
     Raises UsageErrors that names every wrong flag, and what to write instead.
     """
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str]) -> TrainerConfig:
 
 
 def _read(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The values of a command line, those that cannot be read at their defaults, and why they cannot."""
+    """Return the values of a command line, unreadable ones at their defaults, and why they cannot be read."""
     problems: list[str] = []
     parser.exit_on_error = False
     while True:
@@ -101,7 +101,7 @@ def _read(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
 
 
 def _without(words: list[str], flags: set[str]) -> list[str]:
-    """The command line without these flags and the values behind them."""
+    """Return the command line without these flags and their values."""
     rest, dropping = [], False
     for word in words:
         dropping = word.partition("=")[0] in flags if _is_flag(word) else dropping
@@ -115,7 +115,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _refusals(unknown: list[str], known: list[str]) -> Iterator[str]:
-    """One for each unknown flag; words behind it are its values."""
+    """Yield a sentence for each unknown flag; the arguments after it are its values."""
     shown, has_values = set(), False
     for word in unknown:
         if _is_flag(word) or not has_values:
@@ -135,7 +135,7 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _refusal(argument: str, known: list[str]) -> str:
-    """Why this argument is refused."""
+    """Return why this argument is refused."""
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}: every value needs a flag before it"

@@ -1,4 +1,4 @@
-"""All sections together."""
+"""The configuration with all its sections."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ class TrainerConfig:
 
     @property
     def virtual_size(self) -> int:
-        """Model chunks per rank."""
+        """Return the number of model chunks per rank."""
         return self.parallel.virtual_size(self.model.num_layers)
 
     @property
@@ -38,5 +38,5 @@ class TrainerConfig:
         return "static"
 
     def global_batch_size(self, data_size: int) -> int:
-        """Samples of one step once a ramp-up has ended."""
+        """Return the samples of one step after a ramp-up."""
         return self.training.global_batch_size or self.training.micro_batch_size * data_size

@@ -8,7 +8,7 @@ from megatronapp_trainer.config.training import OptimizerConfig
 
 
 def _lengths(config: TrainerConfig) -> Iterator[str]:
-    """Lengths are given in steps or in samples, all in the same."""
+    """Check that lengths are given in steps or in samples, all in the same unit."""
     training, optimizer = config.training, config.optimizer
     steps = {
         "--lr-decay-iters": optimizer.lr_decay_iters,
@@ -31,7 +31,7 @@ def _lengths(config: TrainerConfig) -> Iterator[str]:
     batch = training.global_batch_size
     if not (
         yield from require(
-            batch is not None, "--train-samples needs --global-batch-size, which says how many steps they are"
+            batch is not None, "--train-samples needs --global-batch-size, which determines the number of steps"
         )
     ):
         return
@@ -44,7 +44,7 @@ def _lengths(config: TrainerConfig) -> Iterator[str]:
     yield from require(
         optimizer.lr_warmup_samples < decay,
         f"--lr-warmup-samples {optimizer.lr_warmup_samples} must be below the {decay} samples of the decay "
-        "(--lr-decay-samples, else --train-samples)",
+        "(--lr-decay-samples, or --train-samples)",
     )
 
 
@@ -69,7 +69,7 @@ def _schedules(config: TrainerConfig) -> Iterator[str]:
     yield from require(
         config.training.train_samples is not None or optimizer.lr_warmup_iters < steps,
         f"--lr-warmup-iters {optimizer.lr_warmup_iters} must be below the {steps} steps of the decay "
-        "(--lr-decay-iters, else --train-iters)",
+        "(--lr-decay-iters, or --train-iters)",
     )
     yield from _last_phase(config)
     yield from _weight_decay(optimizer)
@@ -104,7 +104,7 @@ def _last_phase(config: TrainerConfig) -> Iterator[str]:
         return
     yield from require(
         phase <= decay,
-        f"--lr-wsd-decay-{flag} {phase} is longer than the decay of {decay} (--lr-decay-{flag}, else --train-{flag}), "
+        f"--lr-wsd-decay-{flag} {phase} is longer than the decay of {decay} (--lr-decay-{flag}, or --train-{flag}), "
         f"whose last phase it is; give {decay} or less",
     )
 
@@ -124,4 +124,4 @@ def _weight_decay(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 SCHEDULE_RULES = (_lengths, _schedules)
-"""Generators of sentences, one for each rule that a configuration breaks."""
+"""Rules that yield sentences, one for each problem of a configuration."""

@@ -7,7 +7,7 @@ from megatronapp_trainer.config.fields import option, turned_off_by
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Training."""
+    """Batches and length of training."""
 
     micro_batch_size: int = option(0, "samples of one forward pass (required)")
     global_batch_size: int | None = option(None, "samples of one step over all replicas; default: one microbatch each")
@@ -90,26 +90,26 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Data and tokenizer."""
+    """Training data and tokenizer."""
 
     data_path: tuple[str, ...] | None = option(None, "prefix of .bin/.idx, or WEIGHT PREFIX pairs to blend")
     train_data_path: tuple[str, ...] | None = option(None, "as --data-path, for training only")
     valid_data_path: tuple[str, ...] | None = option(None, "as --data-path, for validation only")
     test_data_path: tuple[str, ...] | None = option(None, "as --data-path, for the test only")
     split: str | None = option(None, "shares of training, validation, test; default 969,30,1")
-    data_cache_path: str | None = option(None, "where indices of shuffled samples are kept")
+    data_cache_path: str | None = option(None, "directory for indices of shuffled samples")
     mock_data: bool = option(False, "random tokens with a learnable structure; needs --vocab-size")
     num_workers: int = option(2, "threads that read ahead", bounds="[0, inf)")
     mmap_bin_files: bool = turned_off_by("--no-mmap-bin-files", "read .bin files instead of mapping them")
     eod_mask_loss: bool = option(False, "no loss where the input is the end of a document")
-    reset_position_ids: bool = option(False, "positions count anew in each document")
+    reset_position_ids: bool = option(False, "positions begin at 0 in each document")
     reset_attention_mask: bool = option(False, "attention stays within a document")
     tokenizer_file: str | None = option(
         None, "tokenizer.json of the tokenizers library, or its folder", aliases=("--tokenizer-model",)
     )
     tokenizer_type: str | None = option(
         None,
-        "taken where the files say the same: GPT2BPETokenizer (--vocab-file and --merge-file) or "
+        "accepted if the files are of this type: GPT2BPETokenizer (--vocab-file and --merge-file) or "
         "HuggingFaceTokenizer (--tokenizer-file)",
     )
     vocab_file: str | None = option(None, "vocab.json of a GPT-2 BPE")
@@ -119,7 +119,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Checkpoints."""
+    """Saving and loading of checkpoints."""
 
     save: str | None = option(None, "directory to write to")
     load: str | None = option(None, "directory to read from; default: --save if it holds a checkpoint")
@@ -130,13 +130,13 @@ class CheckpointConfig:
     load_optim: bool = turned_off_by("--no-load-optim", "do not read the optimizer")
     load_rng: bool = turned_off_by("--no-load-rng", "do not read the random states")
     finetune: bool = option(False, "weights only: start at step 0 with a fresh optimizer")
-    exit_on_missing_checkpoint: bool = option(False, "fail where --load holds no checkpoint")
+    exit_on_missing_checkpoint: bool = option(False, "fail if --load has no checkpoint")
     ckpt_format: str = option("torch_dist", "format", choices=("torch_dist",), aliases=("--dist-ckpt-format",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoggingConfig:
-    """Logs and evaluation."""
+    """Logs and evaluation during training."""
 
     log_interval: int = option(100, "steps between log lines")
     eval_interval: int = option(1000, "steps between evaluations")
@@ -151,10 +151,10 @@ class LoggingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FixedConfig:
-    """What this trainer always does; taken so that command lines for Megatron work as they are."""
+    """Flags of fixed behaviour, accepted so that command lines for Megatron run unchanged."""
 
-    exit_signal_handler: bool = option(False, "SIGTERM saves at the next step border and ends with code 75")
-    log_throughput: bool = option(False, "log lines tell TFLOP/s")
+    exit_signal_handler: bool = option(False, "SIGTERM saves at the next step boundary and ends with code 75")
+    log_throughput: bool = option(False, "log lines include TFLOP/s")
     use_mcore_models: bool = option(False, "models are megatron-core's")
     use_cpu_initialization: bool = option(False, "initial weights do not depend on the layout")
     accumulate_allreduce_grads_in_fp32: bool = option(False, "gradients are accumulated and reduced in fp32")
