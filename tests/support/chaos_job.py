@@ -32,7 +32,7 @@ GUARDIAN = "megatronapp_operator.backends.process.guardian"
 WORKERS = 2
 RANKS = 4
 POLL_S = 0.1
-RESUMED = re.compile(r"goes on after step (\d+) of ")
+RESUMED = re.compile(r"resumes after step (\d+) of ")
 LOSS = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+) ")
 
 

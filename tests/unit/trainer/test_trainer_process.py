@@ -107,7 +107,7 @@ def test_sigterm_saves_and_a_new_start_goes_on(start: Start, tmp_path: pathlib.P
     output, errors = again[1].communicate(timeout=LIMIT_S)
     assert again[1].returncode == ExitCode.OK, errors
     told, *lines = output.splitlines()
-    assert told.startswith(f"goes on after step {done} of ")
+    assert told.startswith(f"resumes after step {done} of ")
     assert [int(line.split("iteration")[1].split("/")[0]) for line in lines] == [done + 1, done + 2]
 
 

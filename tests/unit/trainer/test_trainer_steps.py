@@ -245,7 +245,7 @@ def test_the_progress_page_tells_state_and_figures(tmp_path: pathlib.Path, monke
     json.dumps(document)
 
 
-@pytest.mark.parametrize(("iteration", "said"), [(7, "goes on after step 7 of 10"), (10, "nothing is left to train")])
+@pytest.mark.parametrize(("iteration", "said"), [(7, "resumes after step 7 of 10"), (10, "nothing is left to train")])
 def test_a_resume_is_told_at_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, iteration: int, said: str
 ) -> None:

@@ -1,1 +1,1 @@
-"""Pipeline schedules."""
+"""Pipeline schedules of a training step."""

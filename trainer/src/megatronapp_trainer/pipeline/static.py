@@ -17,7 +17,7 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.
 
 
 class ForwardStep:
-    """The forward step that the schedules call: data, model, and the loss to apply where this is the last chunk."""
+    """The forward step that the schedules call: data, model, and the loss to apply if this is the last chunk."""
 
     def __init__(self, family: ModelFamily, timers: PassTimers | None) -> None:
         self._family = family
@@ -37,10 +37,10 @@ class ForwardStep:
 
 
 def _await_first_parameters(model: Any) -> None:  # noqa: ANN401 - DDP
-    """Under ``--overlap-param-gather``: what the hook before the chunk's first module would do a moment later.
+    """Wait for the parameter gather of the chunk's first module, under ``--overlap-param-gather``.
 
-    Nothing else has begun to compute, so this gather is waited for in full, and its span need not lie inside FORWARD.
-    The hook then finds it finished.
+    The hook before that module would do so a moment later. No computation has begun yet, so this gather is waited for
+    in full, and its span need not be inside FORWARD. The hook then finds it finished.
     """
     first = next(model.module.parameters())
     skip_next = model.ddp_config.align_param_gather or model.overlap_param_gather_with_optimizer_step
@@ -71,14 +71,14 @@ class StaticSchedule:
         self._evaluation_transport = _transport_options(context.evaluation_transport, context.core_config)
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
-        """Run forward and backward of all microbatches and reduce the gradients, as `PipelineSchedule` says."""
+        """Run forward and backward of all microbatches; gradients are reduced. Returns reports on the last stage."""
         if self._timers is not None:
             self._timers.begin_step(backward_order(self._layout, num_microbatches))
         return self._run(feed, num_microbatches, self._forward_step, forward_only=False, **self._transport)
 
     @torch.no_grad()
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
-        """Run the forward passes alone, with no spans."""
+        """Run forward passes only, without spans."""
         return self._run(
             feed, num_microbatches, self._plain_forward_step, forward_only=True, **self._evaluation_transport
         )
@@ -99,7 +99,7 @@ class StaticSchedule:
 
 
 def backward_order(layout: Layout, num_microbatches: int) -> tuple[tuple[int, int], ...]:
-    """(chunk, microbatch) of each backward pass of a step on this rank, in the order of the schedule."""
+    """Return (chunk, microbatch) of each backward pass of a step on this rank, in the order of the schedule."""
     if layout.virtual_size == 1:
         return tuple((0, microbatch) for microbatch in range(num_microbatches))
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
@@ -109,7 +109,7 @@ def backward_order(layout: Layout, num_microbatches: int) -> tuple[tuple[int, in
 
 
 def connect(core_config: Any, chunks: list[Any], optimizer: Any, *, overlap_grad_reduce: bool) -> None:  # noqa: ANN401
-    """Tell megatron-core's configuration how to scale losses and reduce gradients, as the schedules expect."""
+    """Set how megatron-core's configuration scales losses and reduces gradients, as the schedules expect."""
     from megatron.core.distributed import finalize_model_grads
 
     core_config.finalize_model_grads_func = finalize_model_grads
@@ -124,7 +124,7 @@ def _one_or_all(functions: list[Any]) -> Any:  # noqa: ANN401 - what megatron-co
 
 
 def _transport_options(transport: Transport | None, core_config: Any) -> dict[str, Any]:  # noqa: ANN401 - untyped library
-    """Arguments of megatron-core's schedules for a transport; they want the groups with it."""
+    """Return the arguments of megatron-core's schedules for a transport; they require the groups with it."""
     if transport is None:
         return {}
     from megatronapp_trainer.pipeline.megatron_transport import TransportCommunicator

@@ -1,4 +1,4 @@
-"""Everything that a training run stands on: device, groups, model, optimizer, schedules, data."""
+"""Construction of a training run: device, groups, model, optimizer, schedules, data."""
 
 import dataclasses
 from typing import Any
@@ -25,20 +25,20 @@ from megatronapp_trainer.training.optimizer import build_optimizer, build_schedu
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A run that is ready to train: what stays the same in all its steps, and the state that does not."""
+    """A run that is ready to train: its constants, and the state that steps change."""
 
     config: TrainerConfig
     layout: Layout
     device: Device
     core_config: Any
-    """megatron-core's TransformerConfig."""
+    """megatron-core's TransformerConfig of all chunks."""
     batches: BatchSchedule
     padded_vocab_size: int
     state: TrainState
 
 
 def layout_of(config: TrainerConfig) -> Layout:
-    """This process's layout. Raises UsageError if ranks or batch do not fit it."""
+    """Return this process's layout. Raises UsageError if ranks or batch do not fit it."""
     layout = layout_from_environment(
         tensor_size=config.parallel.tensor_model_parallel_size,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
@@ -53,11 +53,11 @@ def layout_of(config: TrainerConfig) -> Layout:
 def build_run(
     config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True
 ) -> TrainingRun:
-    """Model, optimizer and schedules with their initial values; the groups exist already.
+    """Build model, optimizer and schedules with their initial values; the groups exist already.
 
     A rank that only runs forward passes has neither optimizer nor learning-rate schedule.
 
-    `drawn`: with initial weights; else with whatever is in memory, for a checkpoint to fill.
+    `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
     seed_everything(config, layout)
     core_config, chunks = model_family(config).build_chunks(config, layout, device, vocab_size=vocab_size, drawn=drawn)
@@ -108,7 +108,7 @@ def build_schedule(run: TrainingRun, observer: StepObserver | None = None) -> Pi
 
 
 def vocab_size_of(config: TrainerConfig) -> int:
-    """Tokens before padding: the flag's, else the tokenizer's. Raises UsageError where neither says it."""
+    """Return the tokens before padding: the flag's, or the tokenizer's. Raises UsageError without both."""
     if config.data.vocab_size is not None:
         return config.data.vocab_size
     from megatronapp_trainer.data.iterators import vocabulary_size
@@ -119,5 +119,5 @@ def vocab_size_of(config: TrainerConfig) -> int:
 def build_iterators(
     config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
 ) -> DataIterators:
-    """Microbatches of this rank from the given sample on; `order_samples` as in `TrainState`."""
+    """Return the microbatches of this rank from the given sample on; `order_samples` as in `TrainState`."""
     return model_family(config).build_iterators(config, layout, consumed_samples, order_samples=order_samples)

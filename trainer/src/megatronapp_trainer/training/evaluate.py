@@ -1,4 +1,4 @@
-"""Evaluation that leaves no trace in training: own samples, random states put back."""
+"""Evaluation without effects on training: separate samples, restored random states."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,7 +20,8 @@ def evaluate(
     *,
     asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Mean loss per token over ``--eval-iters`` global batches, equal on all ranks; None where a rank asked to stop.
+    """Return the mean loss per token over ``--eval-iters`` global batches, equal on all ranks; None if a rank was
+    stopped.
 
     Ranks agree on stopping after each batch, and read the answer after they have launched the next one: the device
     never waits for it.
@@ -41,7 +42,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def untouched_training(run: TrainingRun) -> Iterator[None]:
-    """Within: dropout off, parameters whole, no timers; afterwards everything is as before."""
+    """Turn dropout and timers off and keep parameters whole inside the context; restores all of it afterwards."""
     from megatron.core.tensor_parallel.random import _fork_rng
 
     timers, run.core_config.timers = run.core_config.timers, None
@@ -58,7 +59,7 @@ def untouched_training(run: TrainingRun) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathered_parameters(run: TrainingRun) -> Iterator[None]:
-    """Within: no parameter gather is pending or starts; needed where ``--overlap-param-gather`` defers them."""
+    """Let no parameter gather be pending or start inside the context; ``--overlap-param-gather`` defers them."""
     overlapped: list[Any] = run.state.chunks if run.config.parallel.overlap_param_gather else []
     for chunk in overlapped:
         chunk.disable_forward_pre_hook()

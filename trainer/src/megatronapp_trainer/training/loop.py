@@ -1,4 +1,4 @@
-"""The training loop: steps, and what happens at their borders."""
+"""The training loop: steps, and the work at step boundaries."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from megatronapp_trainer.training.signals import StopRequest
 
 
 class CheckpointSaver(Protocol):
-    """What the loop needs of the checkpoint manager."""
+    """Method that the loop uses of the checkpoint manager."""
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of this state; collective. Raises StorageError."""
@@ -38,7 +38,7 @@ class CheckpointSaver(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What a step gave, before it is told to anyone."""
+    """Result of a step, before it is reported."""
 
     loss: StepLoss
     grad_norm: float | None
@@ -48,7 +48,7 @@ class StepOutcome:
 
 
 class Trainer:
-    """Runs steps until the training ends, someone asks to stop, or a loss is not finite."""
+    """Runs steps until the training ends, a stop is requested, or a loss is not finite."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Trainer:
         Raises:
             NotFiniteError: a loss or gradient is NaN or Inf.
             UnsavedStopError: asked to stop where no checkpoint can be written.
-            Exception: what data, checkpoints and collectives raise.
+            Exception: any error of data, checkpoints and collectives.
         """
         with self._collected_garbage():
             self._publish_state("training")
@@ -100,9 +100,9 @@ class Trainer:
         return self._finish()
 
     def test(self) -> ExitCode:
-        """Evaluate on validation and test data after training, where there are any.
+        """Evaluate on validation and test data after training, if there are any.
 
-        A stop ends it early: as a preemption where a restart would evaluate again, without training anew.
+        A stop ends it early: as a preemption if a restart would evaluate again, without training again.
         """
         if not self._evaluate_at_the_end():
             restarts_here = self._checkpoints is not None or self._config.logging.skip_train
@@ -111,14 +111,14 @@ class Trainer:
         return ExitCode.OK
 
     def _evaluate_at_the_end(self) -> bool:
-        """Whether both evaluations ran to their end."""
+        """Run both evaluations; returns False if a stop ended them early."""
         if not self._config.logging.eval_iters:
             return True
         validated = self._validated_iteration == self._state.iteration
         return (validated or self._evaluate("validation")) and self._evaluate("test")
 
     def step(self) -> StepOutcome:
-        """One optimizer step."""
+        """Run one optimizer step."""
         began_s, observer = time.perf_counter(), self._observer
         if observer is not None:
             observer.step_begin(self._state.iteration)
@@ -157,7 +157,7 @@ class Trainer:
             )
 
     def _refusing_not_finite(self, gradient_norm: Callable[[], float]) -> Callable[[], float]:
-        """The norm, which the optimizer asks for before it changes a weight; refuses a step that is not finite.
+        """Return the norm, which the optimizer requests before it changes a weight; refuses a step that is not finite.
 
         The host has the loss by then: its reduction was queued before the norm, which the host has waited for.
         """
@@ -181,7 +181,7 @@ class Trainer:
             self._state.skipped_iterations += 1
 
     def _at_boundary(self, outcome: StepOutcome) -> ExitCode | None:
-        """What is due between two steps; an exit code ends the training."""
+        """Do the work that is due between two steps; an exit code ends the training."""
         iteration, config = self._state.iteration, self._config
         if config.training.manual_gc and _due(iteration, config.training.manual_gc_interval or None):
             self._collect_garbage()
@@ -212,7 +212,7 @@ class Trainer:
         if self._checkpoints is None:
             raise UnsavedStopError(
                 f"stopped after {self._state.iteration} steps, {UNSAVED_STOP}; "
-                "a restart begins from the start, so give --save to go on from where it stopped"
+                "a restart begins from the start, so give --save to resume where it stopped"
             )
         self._save()
         return ExitCode.PREEMPTED
@@ -222,7 +222,7 @@ class Trainer:
         return ExitCode.OK
 
     def _save(self) -> None:
-        """Write a checkpoint, unless there is none to write or this step has one."""
+        """Write a checkpoint, unless saving is off or this step has one."""
         if self._checkpoints is None or self._saved_iteration == self._state.iteration:
             return
         self._publish_state("saving")
@@ -232,7 +232,7 @@ class Trainer:
         self._publish_state("training")
 
     def _evaluate(self, split: str) -> bool:
-        """Whether it ran to its end; a stop that some rank was asked for ends it early."""
+        """Evaluate a split; returns False if a stop of any rank ended it early."""
         iterator = self._iterators.valid if split == "validation" else self._iterators.test
         if iterator is None:
             return True
@@ -297,7 +297,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _span(self, kind: RecordKind) -> Iterator[None]:
-        """A span of an observer, where there is one; for what happens at most a few times per step."""
+        """Open a span of the observer, if any; for work that is done at most a few times per step."""
         if self._observer is None:
             yield
             return
@@ -311,7 +311,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _collected_garbage(self) -> Iterator[None]:
-        """With ``--manual-gc``, within: garbage is collected only where the loop says so."""
+        """Collect garbage only where the loop does it, inside the context, with ``--manual-gc``."""
         if not self._config.training.manual_gc:
             yield
             return

@@ -8,16 +8,16 @@ from megatronapp_trainer.hooks.step_observer import StepMetrics
 
 
 def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
-    """Floating-point operations of the forward and backward pass of one token, as Megatron-LM counts them.
+    """Return the floating-point operations of forward and backward pass of one token, as Megatron-LM counts them.
 
-    Two per multiply-add, the backward pass costs twice the forward, recomputation is not counted. Of the attention
-    half is counted: the causal mask hides the other half. Up to 2024 Megatron counted all of it, and so do many papers.
+    Two per multiply-add, the backward pass costs twice the forward, recomputation is not counted. Of the attention half
+    is counted: the causal mask hides the other half. Up to 2024 Megatron counted all of it, and so do many papers.
     """
     return _flops_per_token(model, padded_vocab_size, attended_tokens=model.seq_length / 2)
 
 
 def flops_per_token_full_attention(model: ModelConfig, padded_vocab_size: int) -> float:
-    """The same with the attention as if nothing were masked."""
+    """Return the same number with the attention as if nothing were masked."""
     return _flops_per_token(model, padded_vocab_size, attended_tokens=model.seq_length)
 
 
@@ -55,18 +55,18 @@ PEAKS = (
     ("L40", 181.1),
     ("L4", 121.0),
 )
-"""Part of a device's name, and its dense bf16 TFLOP/s by the vendor's data sheet; the first that fits counts."""
+"""Part of a device's name, and its dense bf16 TFLOP/s by the vendor's specification; the first match is used."""
 
 
 _MIG = "MIG"
-"""Word in the name of a slice: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`."""
+"""Part of the name of a MIG slice: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`."""
 
 
 def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
-    """Largest TFLOP/s of a device in the precision of the training; None where it is not known.
+    """Return the peak TFLOP/s of a device in the precision of the training; None if it is not known.
 
     In fp32 there is no one peak: it depends on whether TF32 is allowed. A MIG slice has the name of its card, but only
-    a part of its multiprocessors; the data sheets give no peak for it.
+    a part of its multiprocessors; the vendor specifies no peak for it.
     """
     words = device_name.split()
     if not bf16 or _MIG in words:
@@ -75,7 +75,7 @@ def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
 
 
 def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
-    """Explain why a GPU that trains in bf16 has no MFU; None where it has one, or none is expected."""
+    """Explain why a GPU that trains in bf16 has no MFU; None if it has one, or none is expected."""
     if not bf16 or device_name == "cpu" or peak_tflops(device_name, bf16=True) is not None:
         return None
     if _MIG in device_name.split():
@@ -84,7 +84,7 @@ def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
 
 
 def _contains_words(words: list[str], wanted: list[str]) -> bool:
-    """Whether a name contains these words; `A100-SXM4-80GB` contains `A100`."""
+    """Return True if a name contains these parts; `A100-SXM4-80GB` contains `A100`."""
     parts = [part for word in words for part in word.split("-")]
     return all(part in parts for part in wanted)
 
@@ -92,7 +92,7 @@ def _contains_words(words: list[str], wanted: list[str]) -> bool:
 def log_line(
     metrics: StepMetrics, *, train_iters: int, elapsed_s: float, batch_size: int, skipped: int, seconds_left: float
 ) -> str:
-    """One line in Megatron's form, so that tools that read its logs read ours."""
+    """Format one line in Megatron's form, so that tools that read its logs read ours."""
     parts = [
         f"iteration {metrics.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {metrics.consumed_samples:12d}",
@@ -111,10 +111,10 @@ def log_line(
 
 
 def validation_line(iteration: int, loss: float, split: str) -> str:
-    """The line of an evaluation."""
+    """Format the line of an evaluation."""
     return f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} |"
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), bounded as Megatron does."""
+    """Return exp(loss), bounded as Megatron does."""
     return math.exp(min(20.0, loss))

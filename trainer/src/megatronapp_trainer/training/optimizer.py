@@ -11,7 +11,7 @@ from megatronapp_trainer.training import optimizer_kernels
 
 
 def build_optimizer(config: TrainerConfig, chunks: list[Any]) -> Any:  # noqa: ANN401 - MegatronOptimizer
-    """The optimizer over all chunks. Biases and norms (tensors of one axis) get no weight decay."""
+    """Build the optimizer over all chunks. Biases and norms (tensors of one axis) get no weight decay."""
     from megatron.core.optimizer import OptimizerConfig as CoreConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
@@ -40,8 +40,9 @@ def build_optimizer(config: TrainerConfig, chunks: list[Any]) -> Any:  # noqa: A
 
 
 def _group_overrides(core: Any) -> dict[Any, Any]:  # noqa: ANN401 - untyped library
-    """megatron-core's settings of parameter groups. It takes groups for equal, when it loads them, that differ in
-    their rates alone, unless the decoupled ones are marked."""
+    """Return megatron-core's settings of parameter groups. On loading, it takes groups that differ in their rates alone
+    for equal, unless the decoupled ones are marked.
+    """
     from megatron.core.optimizer import get_standard_config_overrides
 
     overrides: dict[Any, Any] = get_standard_config_overrides(core)
@@ -53,17 +54,17 @@ def _group_overrides(core: Any) -> dict[Any, Any]:  # noqa: ANN401 - untyped lib
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduleLengths:
-    """How long the schedules are, in samples."""
+    """Lengths of the schedules, in samples."""
 
     training: int
     decay: int
     warmup: float
     last_phase: int | None
-    """Of WSD."""
+    """Length of the last phase of WSD."""
 
 
 def schedule_lengths(config: TrainerConfig, batches: BatchSchedule) -> ScheduleLengths:
-    """Samples of the schedules, exact under a ramp-up too: the steps are counted with the sizes they have."""
+    """Return the samples of the schedules, exact under a ramp-up too: the steps are counted with their sizes."""
     ours, training = config.optimizer, config.training
     if training.train_samples is not None:
         total = training.train_samples
@@ -86,7 +87,7 @@ def schedule_lengths(config: TrainerConfig, batches: BatchSchedule) -> ScheduleL
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, batches: BatchSchedule) -> Any:  # noqa: ANN401
-    """megatron-core's scheduler; its steps are samples, as a ramp-up changes the samples of an iteration."""
+    """Build megatron-core's scheduler; its steps are samples, as a ramp-up changes the samples of an iteration."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     ours, lengths = config.optimizer, schedule_lengths(config, batches)
@@ -111,14 +112,14 @@ def build_scheduler(config: TrainerConfig, optimizer: Any, batches: BatchSchedul
 
 
 def weight_decay_ends(config: OptimizerConfig) -> tuple[float, float]:
-    """First and last weight decay."""
+    """Return first and last weight decay."""
     if config.start_weight_decay is None or config.end_weight_decay is None:
         return config.weight_decay, config.weight_decay
     return config.start_weight_decay, config.end_weight_decay
 
 
 def learning_rate(optimizer: Any) -> float:  # noqa: ANN401 - MegatronOptimizer
-    """The rate of the groups that follow the common schedule."""
+    """Return the rate of the groups that follow the common schedule."""
     from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
     rate: float | None = get_canonical_lr_for_logging(optimizer.param_groups)

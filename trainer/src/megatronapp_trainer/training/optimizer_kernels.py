@@ -13,7 +13,7 @@ from megatronapp_trainer.checkpoint.optimizer_state import inner_optimizers
 
 
 def install() -> None:
-    """Let megatron-core compute norms and scale gradients over lists of tensors, where it has no kernels of its own."""
+    """Let megatron-core compute norms and scale gradients over lists of tensors, where it lacks kernels for it."""
     clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     local: Any = importlib.import_module("megatron.core.utils")
     if clip.l2_norm_impl is local.local_multi_tensor_l2_norm:
@@ -25,7 +25,7 @@ def install() -> None:
 def list_norm(
     _chunk_size: int, _noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], _per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """The 2-norm of one list of tensors as a tensor [1] on their device; nothing is read from it."""
+    """Return the 2-norm of one list of tensors as a tensor [1] on their device; nothing is read from it."""
     (tensors,) = tensor_lists
     norms = torch._foreach_norm(tensors)
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
@@ -42,7 +42,7 @@ def scale_lists(
 
 
 def fuse_adam(optimizer: Any) -> None:  # noqa: ANN401 - MegatronOptimizer
-    """Take torch's fused Adam for parameters on a GPU.
+    """Use torch's fused Adam for parameters on a GPU.
 
     On a CPU its vectorised and its scalar path round differently, so that results would depend on where a replica's
     shard begins.

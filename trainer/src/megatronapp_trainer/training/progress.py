@@ -1,4 +1,4 @@
-"""What the reporting rank tells: log lines, the progress page, TensorBoard. On every other rank all of it is silent."""
+"""Output of the reporting rank: log lines, the progress document, TensorBoard. The other ranks write none of it."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ Print = Callable[[str], None]
 
 
 class ProgressWriter:
-    """The progress page of this worker (docs/contracts.md, section 5)."""
+    """Writer of this worker's progress document (docs/contracts.md, section 5)."""
 
     def __init__(self, page: DocumentWriter, *, attempt: int, total_iterations: int) -> None:
         self._page = page
@@ -44,13 +44,13 @@ class ProgressWriter:
         self._document |= {"iteration": 0, "consumedSamples": 0, "state": "starting"}
 
     def update(self, **values: float | str | None) -> None:
-        """Change some values and write the page."""
+        """Change some values and write the document."""
         self._document |= values | {"updatedAt": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")}
         self._page.write(self._document)
 
 
 def open_progress(total_iterations: int) -> ProgressWriter | None:
-    """The page of this worker, or None outside a worker or without room for it, with a warning."""
+    """Open the document of this worker; None outside a worker or, with a warning, without space for it."""
     prefix = os.environ.get(Env.SHM_PREFIX)
     if not prefix:
         return None
@@ -64,17 +64,17 @@ def open_progress(total_iterations: int) -> ProgressWriter | None:
 
 
 class EventWriter(Protocol):
-    """What is used of TensorBoard's SummaryWriter."""
+    """Methods used of TensorBoard's SummaryWriter."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Add one sample."""
+        """Add a sample of a scalar."""
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Write all pending events and close."""
 
 
 def open_events(directory: str | None) -> EventWriter | None:
-    """TensorBoard's writer. Raises UsageError where the package is missing."""
+    """Open TensorBoard's writer. Raises UsageError if the package is missing."""
     if directory is None:
         return None
     try:
@@ -91,7 +91,7 @@ def open_events(directory: str | None) -> EventWriter | None:
 
 
 class Reporter:
-    """Tells about steps; made on the reporting rank only."""
+    """Reports steps; created on the reporting rank only."""
 
     def __init__(
         self,
@@ -110,25 +110,25 @@ class Reporter:
         self._losses: list[float] = []
 
     def state(self, state: str) -> None:
-        """starting, training, evaluating, saving or done."""
+        """Set the state: starting, training, evaluating, saving or done."""
         if self._progress is not None:
             self._progress.update(state=state)
 
     def resumed(self, iteration: int, consumed_samples: int, *, total_iterations: int) -> None:
-        """The checkpoint of `iteration` finished steps was loaded."""
+        """Report that the checkpoint of `iteration` finished steps was loaded."""
         total = self._total_iterations = total_iterations
         if iteration < total:
-            self._print(f"goes on after step {iteration} of {total}, from its checkpoint")
+            self._print(f"resumes after step {iteration} of {total}, from its checkpoint")
         else:
             self._print(
-                f"nothing is left to train: the checkpoint has {iteration} steps, and {total} are asked for; ask for "
-                "more (--train-iters or --train-samples), or begin anew with another or an emptied --save"
+                f"nothing is left to train: the checkpoint has {iteration} steps, and {total} are requested; request "
+                "more (--train-iters or --train-samples), or start over with another or an emptied --save"
             )
         if self._progress is not None:
             self._progress.update(iteration=iteration, consumedSamples=consumed_samples, totalIterations=total)
 
     def step(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int, skipped_steps: int) -> None:
-        """A step has ended: page, event file, and the log line where one is due."""
+        """Report the end of a step: document, event file, and the log line if one is due."""
         self._elapsed_s.append(elapsed_s)
         self._losses.append(metrics.loss)
         seconds_left = self._seconds_left(metrics.iteration)
@@ -139,7 +139,7 @@ class Reporter:
             self._interval(metrics, batch_size=batch_size, skipped=skipped_steps, seconds_left=seconds_left)
 
     def _seconds_left(self, iteration: int) -> float:
-        """By the median step since the last log line; a mean would believe the first step."""
+        """Estimate the rest by the median step since the last log line; a mean would trust the first step."""
         return statistics.median(self._elapsed_s) * (self._total_iterations - iteration)
 
     def _publish(self, metrics: StepMetrics, seconds_left: float) -> None:
@@ -159,7 +159,7 @@ class Reporter:
         )
 
     def _interval(self, metrics: StepMetrics, *, batch_size: int, skipped: int, seconds_left: float) -> None:
-        """The log line: means over the steps since the last one."""
+        """Print the log line: means over the steps since the last one."""
         elapsed_s = statistics.fmean(self._elapsed_s)
         speed_up = self._elapsed_s[-1] / elapsed_s
         means = dataclasses.replace(
@@ -183,28 +183,28 @@ class Reporter:
         self._losses.clear()
 
     def validation(self, iteration: int, loss: float, split: str) -> None:
-        """An evaluation has ended."""
+        """Report the end of an evaluation."""
         self.line(validation_line(iteration, loss, split))
         if self._progress is not None and split == "validation":
             self._progress.update(validationLoss=loss)
         self._write_events({f"lm loss {split}": loss, f"lm loss {split} ppl": perplexity(loss)}, iteration)
 
     def line(self, text: str) -> None:
-        """A line with the time before it."""
+        """Print a line with the time before it."""
         self._print(f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S}]{text}")
 
     def close(self) -> None:
-        """End the event file."""
+        """Close the event file."""
         with self._event_errors():
             if self._events is not None:
                 self._events.close()
 
     @contextlib.contextmanager
     def _event_errors(self) -> Iterator[None]:
-        """Within, an error of TensorBoard's writer (a full disk, say) ends the event file, not the training."""
+        """Catch an error of TensorBoard's writer (a full disk, say): it ends the event file, not the training."""
         try:
             yield
-        except Exception as error:  # its thread hands on whatever it met
+        except Exception as error:  # its thread forwards any error
             self._events = None
             log.warning("no more events are written to %s: %s", self._config.logging.tensorboard_dir, error)
 
@@ -231,7 +231,7 @@ class Reporter:
 
 
 def make_reporter(config: TrainerConfig, layout: Layout) -> Reporter | None:
-    """The reporter where this rank reports, else None."""
+    """Create the reporter on the reporting rank; None on the others."""
     if not layout.is_reporter:
         return None
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT become a wish, which the loop takes to the next step border."""
+"""Graceful stop: SIGTERM and SIGINT set a flag that the loop checks at step boundaries."""
 
 import signal
 from types import FrameType, TracebackType
@@ -12,7 +12,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> "StopRequest":
-        """Take the signals over."""
+        """Install the signal handlers."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
@@ -20,7 +20,7 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give them back."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
