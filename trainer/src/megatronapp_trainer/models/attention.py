@@ -15,9 +15,9 @@ from megatronapp_trainer.models.masks import causal_mask
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carries no types
-    """Causal attention without a mask tensor, or attention under a mask where one is given.
+    """Causal attention without a mask tensor, or attention under a given mask.
 
-    A window (``config.window_size``) narrows both. A sequence that it covers needs no mask tensor for it.
+    A window (``config.window_size``) narrows both. A sequence within the window needs no mask tensor for it.
 
     Dropout draws from Megatron's tracker of tensor-parallel states, as heads differ between the ranks of a tensor
     group; under sequence parallelism the whole layer already runs in that state.
@@ -53,9 +53,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carr
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any | None = None,  # noqa: ANN401 - PackedSeqParams
     ) -> torch.Tensor:
-        """query [S, B, H, D], key and value [S, B, G, D], mask [B, 1, S, S] true where not to look -> [S, B, HD].
+        """Compute query [S, B, H, D], key and value [S, B, G, D], mask [B, 1, S, S] (true: masked) -> [S, B, HD].
 
-        Raises ValueError for packed sequences or a bias, which this module does not know.
+        Raises ValueError for packed sequences or a bias, which this module does not support.
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise ValueError("TorchAttention knows neither packed sequences nor an attention bias")
@@ -78,7 +78,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carr
         return context_BHSD.permute(2, 0, 1, 3).flatten(2)
 
     def _hidden(self, mask: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
-        """The mask with the window in it; None where causality is all."""
+        """Return the mask combined with the window; None if causality is enough."""
         window = self.config.window_size
         if window is None or window[0] >= length - 1:
             return mask

@@ -16,12 +16,12 @@ from megatronapp_trainer.parallel.layout import Layout
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """The vocabulary rounded up. It does not depend on the layout, so checkpoints move between layouts."""
+    """Round the vocabulary up. The result does not depend on the layout, so checkpoints are valid for all layouts."""
     return -(-vocab_size // divisible_by) * divisible_by
 
 
 def transformer_config(config: TrainerConfig, device: Device) -> Any:  # noqa: ANN401 - untyped library
-    """megatron-core's TransformerConfig. Raises UsageError for what megatron-core refuses."""
+    """Return megatron-core's TransformerConfig. Raises UsageError for what megatron-core refuses."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     values = _shape(config) | _numerics(config, device) | _parallelism(config) | _recomputation(config)
@@ -34,9 +34,9 @@ def transformer_config(config: TrainerConfig, device: Device) -> Any:  # noqa: A
 def build_chunks(
     config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True
 ) -> tuple[Any, list[Any]]:
-    """TransformerConfig and the model chunks of this rank, each in megatron-core's DistributedDataParallel.
+    """Return TransformerConfig and the model chunks of this rank, each in megatron-core's DistributedDataParallel.
 
-    `drawn`: with initial weights; else with whatever is in memory, for a checkpoint to fill.
+    `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
     core_config = transformer_config(config, device)
     vocab_size = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
@@ -55,9 +55,9 @@ def build_stage(
     vocab_size: int,
     drawn: bool = True,
 ) -> Any:  # noqa: ANN401 - GPTModel
-    """A pipeline stage's model without what training wraps around it, in the precision of the configuration.
+    """Build a pipeline stage's model without the wrappers of training, in the precision of the configuration.
 
-    `drawn`: with initial weights; else with whatever is in memory, for a checkpoint to fill.
+    `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
     model = _build_chunk(config, transformer_config(config, device), layout, 0, padded, drawn=drawn)
@@ -127,7 +127,7 @@ def _build_chunk(
 
 
 def _leave_empty(weight: torch.Tensor) -> torch.Tensor:
-    """Initialisation of megatron-core's modules: they mark their parameters as split, and we fill them afterwards."""
+    """Leave a parameter uninitialised: megatron-core's modules mark it as split, and we fill it later."""
     return weight
 
 
@@ -206,7 +206,7 @@ def _numerics(config: TrainerConfig, device: Device) -> dict[str, Any]:
 
 
 def _parallelism(config: TrainerConfig) -> dict[str, Any]:
-    """The layout.
+    """Return the fields of the layout.
 
     Batched transfers stay off: each brings a device sync, and between two stages they pair up wrongly. Where transfers
     overlap compute, megatron-core would free a stage's output while it is still being sent, so it keeps it.

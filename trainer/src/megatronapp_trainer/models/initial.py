@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, global parameter name) alone, so that every layout starts equal.
 
-Each rank draws the whole tensor of a parameter from a generator of its own and keeps its shard. The draw is done on
-the CPU in fp32 whatever the device, so that GPUs and CPUs start equal too.
+Each rank draws the whole tensor of a parameter from a separate generator and keeps its shard. The draw is done on the
+CPU in fp32 on any device, so that GPUs and CPUs start equal, too.
 """
 
 import math
@@ -22,7 +22,7 @@ _OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:  # noqa: ANN401 - GPTModel
-    """Every parameter of a chunk under the name it has in the unsplit model."""
+    """Yield every parameter of a chunk under its name in the unsplit model."""
     first_layer = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
     tied_copy = model.share_embeddings_and_output_weights and not model.pre_process
     for name, parameter in model.named_parameters():
@@ -42,7 +42,7 @@ def initialize_weights(model: Any, config: ModelConfig, *, seed: int, layout: La
 def initial_shard(
     name: str, parameter: torch.nn.Parameter, config: ModelConfig, *, seed: int, layout: Layout
 ) -> torch.Tensor:
-    """This rank's part of the initial value of the parameter with this global name, in fp32 on the CPU."""
+    """Return this rank's part of the initial value of the parameter with this global name, in fp32 on the CPU."""
     if name.endswith("bias"):
         return torch.zeros(parameter.shape)
     if _ONES.search(name):
@@ -58,7 +58,7 @@ def initial_shard(
 
 
 def _shard(whole: torch.Tensor, axis: int, layout: Layout, *, halves: bool) -> torch.Tensor:
-    """The part of one tensor rank; gate and up projection of a gated MLP are split each for itself."""
+    """Return the shard of one tensor rank; gate and up projection of a gated MLP are split separately."""
     parts = whole.chunk(2, axis) if halves else (whole,)
     return torch.cat([part.chunk(layout.tensor_size, axis)[layout.tensor_rank] for part in parts], axis)
 

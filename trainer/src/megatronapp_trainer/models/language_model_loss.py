@@ -1,4 +1,4 @@
-"""The language-model loss, and its reduction over the world, which also carries the wish to stop."""
+"""The language-model loss, and its reduction over the world, which also carries the request to stop."""
 
 import dataclasses
 import math
@@ -12,15 +12,16 @@ from megatronapp_trainer.errors import NotFiniteError
 from megatronapp_trainer.parallel.layout import Layout
 
 _ADVICE = (
-    "Try a lower --lr or a longer warm-up, look at the data of this step, "
-    "or train on with --no-check-for-nan-in-loss-and-grad"
+    "Try a lower --lr or a longer warm-up, check the data of this step, "
+    "or continue with --no-check-for-nan-in-loss-and-grad"
 )
 
 
 def token_loss(
     losses: torch.Tensor, loss_mask: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per-token losses and mask [B, S], and the mask's sum -> sum of losses, that of the mask, both as a report [2].
+    """Reduce per-token losses and mask [B, S], with the mask's sum, to the sum of losses, that sum, and both as a
+    report [2].
 
     The form of megatron-core's schedules that divide by the number of tokens themselves, in place: hence the copy.
     """
@@ -30,31 +31,33 @@ def token_loss(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepLoss:
-    """What all ranks know of a step after the reduction."""
+    """Result of a step that all ranks have after the reduction."""
 
     mean: float
-    """Over the unmasked tokens of the global batch."""
+    """Mean over the unmasked tokens of the global batch."""
     tokens: int
     stop: bool
-    """Some rank was asked to stop."""
+    """True if any rank was asked to stop."""
     time_is_up: bool = False
-    """Some rank has trained for as long as it may."""
+    """True if any rank has reached its limit of training time."""
 
 
 class PendingLossReduction:
-    """A reduction on its way."""
+    """A reduction whose result is being copied to the host."""
 
     def __init__(self, copy: HostCopy, reports: torch.Tensor | None) -> None:
         self._copy = copy
         self._reports = reports
 
     def read(self) -> StepLoss:
-        """The result, equal on all ranks."""
+        """Wait for the result, which is equal on all ranks."""
         total, tokens, stops, time_outs = self._copy.read().tolist()
         return StepLoss(mean=total / max(tokens, 1.0), tokens=int(tokens), stop=stops > 0, time_is_up=time_outs > 0)
 
     def bad_microbatches(self) -> list[int]:
-        """Microbatches of this rank whose loss is NaN or Inf; reads from the device, for the failure path only."""
+        """Return the microbatches of this rank whose loss is NaN or Inf; reads from the device, for the failure path
+        only.
+        """
         if self._reports is None:
             return []
         finite = torch.isfinite(self._reports[:, 0])
@@ -64,10 +67,10 @@ class PendingLossReduction:
 def reduce_loss(
     reports: list[torch.Tensor], layout: Layout, device: Device, *, stop: bool = False, time_is_up: bool = False
 ) -> PendingLossReduction:
-    """Sum losses, tokens and wishes to stop over the world; starts the copy to the host and returns.
+    """Sum losses, tokens and requests to stop over the world; starts the copy to the host and returns.
 
-    Megatron averages the loss over the last stage's replicas. Taking all ranks in costs no further collective and
-    lets them agree on stopping at the same step border, whichever of them got the signal.
+    Megatron averages the loss over the last stage's replicas. Including all ranks costs no further collective and lets
+    them agree on stopping at the same step boundary, whichever of them got the signal.
     """
     stacked = torch.stack(reports) if reports else None
     vector = torch.zeros(4, dtype=torch.float64, device=device.torch_device)
@@ -89,7 +92,7 @@ def refuse_infinite_gradients(grad_norm: float, *, step: int) -> None:
 
 
 def refuse_not_finite(loss: StepLoss, pending: PendingLossReduction, layout: Layout, *, step: int) -> None:
-    """Raise NotFiniteError that names the ranks and microbatches; collective, as all ranks see the same mean."""
+    """Raise NotFiniteError that names the ranks and microbatches; collective, as all ranks have the same mean."""
     if math.isfinite(loss.mean):
         return
     found: list[list[int]] = [[] for _ in range(layout.world_size)]

@@ -8,7 +8,7 @@ from megatronapp_trainer.errors import UsageError
 
 
 def resolve_implementation(model: ModelConfig) -> str:
-    """The layers to build. Raises UsageError for Transformer Engine where it is not installed."""
+    """Return the name of the layers to build. Raises UsageError for Transformer Engine if it is not installed."""
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     if model.transformer_impl == "transformer_engine" and not has_engine:
         raise UsageError(
@@ -19,7 +19,7 @@ def resolve_implementation(model: ModelConfig) -> str:
 
 
 def block_spec(implementation: str, transformer_config: Any, vp_stage: int | None) -> Any:  # noqa: ANN401 - untyped library
-    """The spec of one model chunk's transformer block."""
+    """Return the spec of one model chunk's transformer block."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     if implementation == "transformer_engine":
@@ -28,7 +28,7 @@ def block_spec(implementation: str, transformer_config: Any, vp_stage: int | Non
 
 
 def _torch_block(implementation: str, transformer_config: Any, vp_stage: int | None) -> Any:  # noqa: ANN401
-    """Layers of megatron-core's linear modules and torch's norms, with either core attention."""
+    """Return layers of megatron-core's linear modules and torch's norms, with either core attention."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 

@@ -1,4 +1,4 @@
-"""megatron-core's own core attention without what it does anew in every call, for ``--transformer-impl local``.
+"""megatron-core's own core attention without its repeated work in every call, for ``--transformer-impl local``.
 
 Without a mask tensor megatron-core 0.16 builds the causal one in every layer of every microbatch, and it writes the
 mask into a view of the scores, for which autograd copies their whole gradient three times. Both cost the host more than
@@ -13,11 +13,11 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatronapp_trainer.models.masks import causal_mask
 
 _HIDDEN = -10000.0
-"""What megatron-core puts where a token must not look."""
+"""Score of masked tokens, as in megatron-core."""
 
 
 def masked(scores_BHSS: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Scores with those of hidden tokens replaced; `mask` broadcasts over B and H."""
+    """Replace the scores of masked tokens; `mask` broadcasts over B and H."""
     return scores_BHSS.masked_fill(mask, _HIDDEN)
 
 
@@ -37,7 +37,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc] # megatron-core
         attention_mask: torch.Tensor | None,
         **options: Any,  # noqa: ANN401 - what megatron-core takes besides
     ) -> torch.Tensor:
-        """query [S, B, H, D], key and value [S, B, G, D], mask [B, 1, S, S] true where not to look -> [S, B, HD]."""
+        """Compute query [S, B, H, D], key and value [S, B, G, D], mask [B, 1, S, S] (true: masked) -> [S, B, HD]."""
         mask = attention_mask
         if mask is None or self.config.window_size is not None:
             hidden = causal_mask(query.size(0), query.device, window=self.config.window_size)

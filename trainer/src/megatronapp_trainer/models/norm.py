@@ -6,7 +6,7 @@ import torch
 
 
 class TorchNorm:
-    """Stands for LayerNorm or RMSNorm over the last axis, by ``config.normalization``, where a spec wants a class.
+    """Factory of LayerNorm or RMSNorm over the last axis, by ``config.normalization``, where a spec needs a class.
 
     Under sequence parallelism each rank sees only its slice, so the parameters are marked for the reduction over the
     tensor group that finalize_model_grads does.
@@ -19,7 +19,7 @@ class TorchNorm:
         eps: float = 1e-5,
         **_options: Any,  # noqa: ANN401 - of fused norms
     ) -> torch.nn.Module:
-        """The norm itself."""
+        """Return the norm module itself."""
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm: torch.nn.Module = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():

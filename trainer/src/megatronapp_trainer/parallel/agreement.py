@@ -1,4 +1,4 @@
-"""Errors that all ranks learn of, so that one failing rank never leaves the others waiting in a collective."""
+"""Errors that are shared by all ranks, so that one failing rank never leaves the others waiting in a collective."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -17,18 +17,18 @@ _LOST_PEER = (
     "Timed out waiting",
     "Socket closed",
 )
-"""What gloo says, as a plain RuntimeError, when the other side is gone."""
+"""Texts of gloo's RuntimeError when the other side is disconnected."""
 
 
 def is_peer_lost_error(error: BaseException) -> bool:
-    """Whether torch, which has several ways to say so, means that a peer is gone or out of reach."""
+    """Return True if torch, which has several texts for it, reports that a peer is lost or unreachable."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
 
 
 def is_port_in_use_error(error: BaseException) -> bool:
-    """Whether torch's store found its port taken."""
+    """Return True if torch's store found its port taken."""
     return isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error)
 
 
@@ -40,18 +40,18 @@ class Agreement:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run work of this rank alone; no collective belongs inside."""
+        """Run work of this rank alone; no collective may be inside."""
         try:
             yield
-        except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised
+        except Exception as error:  # any error must reach the other ranks before it is raised
             self._error = error
 
     def settle(self) -> None:
-        """Collective over all ranks: raise where any of them has failed, naming the first.
+        """Raise on all ranks if any of them has failed, naming the first; collective over all ranks.
 
         Raises:
-            Exception: this rank's own failure, as it was.
-            TrainerError: the failure of another rank, of the same class where it is one of ours.
+            Exception: this rank's own failure, unchanged.
+            TrainerError: the failure of another rank, of the same class if it is one of the trainer's.
         """
         failures = _gather(self._error)
         if self._error is not None:
@@ -90,7 +90,7 @@ def broadcast_from_zero(work: Callable[[], T]) -> T:
 
 
 def gather_from_all(value: T) -> list[T]:
-    """The value of every rank, by rank; collective, and each value must be picklable."""
+    """Return the value of every rank, by rank; collective, and each value must be picklable."""
     if not dist.is_initialized():
         return [value]
     everyone: list[T | None] = [None] * dist.get_world_size()
@@ -99,17 +99,17 @@ def gather_from_all(value: T) -> list[T]:
 
 
 def rank() -> int:
-    """This process's rank, 0 without a process group."""
+    """Return this process's rank, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of ranks, 1 without a process group."""
+    """Return the number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _raisable(error: Exception | None) -> type[TrainerError]:
-    """The class to raise elsewhere: the error's own if it is ours, or the nearest above it that takes only a text."""
+    """Return the class for other ranks: the error's own if it is ours, or its nearest base that takes only a text."""
     ours = (base for base in type(error).__mro__ if issubclass(base, TrainerError))
     return next((base for base in ours if base.__init__ is TrainerError.__init__), TrainerError)
 

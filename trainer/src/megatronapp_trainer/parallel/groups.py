@@ -55,7 +55,7 @@ _GROUP_BUILDERS: dict[RankRole, Callable[[TrainerConfig, Layout], None]] = {Rank
 
 
 def schedule_groups() -> Any:  # noqa: ANN401 - ProcessGroupCollection
-    """The groups that megatron-core's schedules want with a communicator of ours."""
+    """Return the groups that megatron-core's schedules require with a communicator of ours."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -70,7 +70,7 @@ def schedule_groups() -> Any:  # noqa: ANN401 - ProcessGroupCollection
 
 
 def destroy_groups() -> None:
-    """End megatron-core's groups and torch.distributed."""
+    """Destroy megatron-core's groups and torch.distributed."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -89,7 +89,7 @@ def seed_everything(config: TrainerConfig, layout: Layout) -> None:
 
 
 def apply_deterministic_mode(config: TrainerConfig) -> None:
-    """Let torch refuse operations whose result depends on timing, where the flag asks for it."""
+    """Let torch refuse operations whose result depends on timing, if the flag requests it."""
     if not config.precision.deterministic_mode:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -18,15 +18,15 @@ class Layout:
     tensor_size: int
     pipeline_size: int
     virtual_size: int
-    """Model chunks of each rank; 1 where the schedule is not interleaved."""
+    """Model chunks of each rank; 1 if the schedule is not interleaved."""
     context_size: int = 1
     expert_size: int = 1
     role: RankRole = RankRole.ALL
-    """The passes that this rank runs; groups hold ranks of one role."""
+    """Passes that this rank runs; all ranks of a group have the same role."""
 
     @property
     def topology(self) -> Topology:
-        """The layout of all ranks. Raises TopologyError if its groups do not divide the world."""
+        """Return the layout of all ranks. Raises TopologyError if its groups do not divide the world."""
         return Topology.of_world(
             self.world_size,
             tensor=self.tensor_size,
@@ -41,52 +41,52 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """Number of model replicas."""
+        """Return the number of model replicas."""
         return self.topology.data
 
     @property
     def tensor_rank(self) -> int:
-        """Place in the tensor group."""
+        """Return the place in the tensor group."""
         return self._place.tp
 
     @property
     def context_rank(self) -> int:
-        """Place in the context group."""
+        """Return the place in the context group."""
         return self._place.cp
 
     @property
     def expert_rank(self) -> int:
-        """Place in the expert group."""
+        """Return the place in the expert group."""
         return self._place.ep
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's model replica."""
+        """Return the index of this rank's model replica."""
         return self._place.dp
 
     @property
     def pipeline_rank(self) -> int:
-        """Pipeline stage."""
+        """Return the pipeline stage of this rank."""
         return self._place.pp
 
     @property
     def is_first_stage(self) -> bool:
-        """This rank holds the embedding."""
+        """Return True if this rank has the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank computes the loss."""
+        """Return True if this rank computes the loss."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
     def is_reporter(self) -> bool:
-        """The one rank that logs: first of its tensor and context group and replica 0, on the last stage."""
+        """Return True on the one rank that logs: first of tensor and context group and replica 0, on the last stage."""
         return self.is_last_stage and self.tensor_rank == self.context_rank == self.data_rank == 0
 
 
 def environment_integer(name: str, default: int) -> int:
-    """An integer that the launcher left in the environment. Raises UsageError if it is no integer."""
+    """Read an integer that the launcher set in the environment. Raises UsageError if it is not an integer."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)
@@ -108,7 +108,7 @@ def check_divides(world_size: int, *, tensor_size: int, pipeline_size: int) -> N
 def layout_from_environment(
     *, tensor_size: int, pipeline_size: int, virtual_size: int, context_size: int = 1, expert_size: int = 1
 ) -> Layout:
-    """The layout of this process from RANK, WORLD_SIZE and LOCAL_RANK; one process where they are absent.
+    """Return the layout of this process from RANK, WORLD_SIZE and LOCAL_RANK; one process where they are absent.
 
     Raises UsageError if the groups do not divide the world.
     """

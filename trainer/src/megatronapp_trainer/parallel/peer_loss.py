@@ -1,8 +1,8 @@
-"""A rank that was lost, as the launcher tells the others: a signal that is heard even while a collective hangs.
+"""Detection of a lost rank by the launcher's signal, which is received even while a collective hangs.
 
-gloo raises where a peer is gone; NCCL waits, and torch keeps the main thread inside of it, where Python runs no
-handler. Python's own C handler still writes the signal's number to a file descriptor (`signal.set_wakeup_fd`), on which
-a thread of ours waits.
+gloo raises when a peer is lost; NCCL waits, and torch keeps the main thread inside of it, where Python runs no handler.
+Python's own C handler still writes the signal's number to a file descriptor (`signal.set_wakeup_fd`), on which a thread
+of ours waits.
 """
 
 import os
@@ -15,17 +15,17 @@ from types import TracebackType
 from megatronapp_common.names import ExitCode
 
 PEER_LOST = signal.SIGUSR1
-"""What a launcher sends to its ranks once a rank of the gang is lost; programs that do not watch for it ignore it."""
+"""Signal of a launcher to its ranks once a rank of the gang is lost; programs that do not watch for it ignore it."""
 STDERR = 2
 LINGER_S = 1.0
-"""So long the main thread may end by itself, as it does where a collective raises, and answers leave the process."""
+"""Seconds for which the main thread may end by itself, as it does if a collective raises, and answers may be sent."""
 
 
 class PeerLossListener:
-    """Context manager for the main thread: once a rank is lost, act, and end the process where it does not end itself.
+    """Context manager for the main thread: once a rank is lost, act, and end the process if it does not end itself.
 
     `act` runs in another thread, while the main thread may hang or be ending; it must not wait. The process then has
-    `LINGER_S` to leave the context, and exits with the code of a lost peer.
+    `LINGER_S` seconds to leave the context, and exits with the code of a lost peer.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class PeerLossListener:
         self._left = threading.Event()
 
     def __enter__(self) -> "PeerLossListener":
-        """Hear the signal from now on."""
+        """Watch for the signal from now on."""
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
@@ -44,7 +44,7 @@ class PeerLossListener:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Hear it no more."""
+        """Stop watching for the signal."""
         self._left.set()
         signal.signal(PEER_LOST, self._previous)
         signal.set_wakeup_fd(self._previous_fd)
