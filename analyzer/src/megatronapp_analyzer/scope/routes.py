@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 from fastapi import APIRouter, Depends, Header, Path, Query, Response, WebSocket, status
@@ -17,6 +17,7 @@ from megatronapp_analyzer.scope.delivery import page_socket, session_download, s
 from megatronapp_analyzer.scope.delivery.limits import caller_of, too_many_pages
 from megatronapp_analyzer.scope.probes.probe_client import RETRY_MS
 from megatronapp_analyzer.scope.probes.variance import variance_of
+from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_analyzer.scope.store.audit_log import who_of
 from megatronapp_analyzer.scope.store.run import ScopeRun, value_site
 from megatronapp_analyzer.scope.views import export_values
@@ -29,11 +30,6 @@ from megatronapp_analyzer.web.roles import direct, role_of
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
 from megatronapp_common.web.tokens import TokenRole
-
-if TYPE_CHECKING:
-    from megatronapp_analyzer.scope.service import ScopeService
-else:
-    ScopeService = object
 
 Answers = dict[int | str, dict[str, Any]]
 PROBLEMS: Answers = {401: {"model": Problem}, 422: {"model": Problem}, 429: {"model": Problem}}
@@ -54,9 +50,9 @@ SCORES_WAIT_S = 1.0
 RETRY_HINT = "Take one that GET /api/v1/scope/runs lists."
 
 
-def service_of(connection: HTTPConnection) -> "ScopeService":
+def service_of(connection: HTTPConnection) -> ScopeService:
     """MegaScope of the hub that serves this connection."""
-    return cast("ScopeService", connection.app.state.scope)
+    return cast(ScopeService, connection.app.state.scope)
 
 
 async def bounded(connection: HTTPConnection) -> None:
