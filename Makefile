@@ -63,7 +63,7 @@ test-full: test ## Those of test, all demos, and what needs Kueue, schedulers, k
 	export KUBEBUILDER_ASSETS && KUBEBUILDER_ASSETS=$$(scripts/kube_tools.sh api-1.30) && $(BIN)/python -m pytest $(OLDEST_KUBERNETES)
 	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/test_demo.py -k "host or link"
 	MEGATRONAPP_HISTORIES=40 $(BIN)/python -m pytest tests/integration/kube/test_operator_histories.py
-	SCHEMA_RANDOM=1 SCHEMA_EXAMPLES=80 $(BIN)/python -m pytest tests/integration/kube/test_door_schema.py --timeout 900
+	SCHEMA_RANDOM=1 SCHEMA_EXAMPLES=80 $(BIN)/python -m pytest tests/integration/kube/test_gateway_schema.py --timeout 900
 	SCHEMA_RANDOM=1 SCHEMA_EXAMPLES=320 $(BIN)/python -m pytest tests/integration/hub/test_hub_schema.py tests/unit/trainer/test_serve_schema.py --timeout 900
 
 test-cpp: $(BIN)/.ready

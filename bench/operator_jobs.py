@@ -15,7 +15,7 @@ SETTINGS = RenderSettings(
     analyzer_image="megatronapp/analyzer:bench",
     operator_namespace="bench",
     operator_labels={"app.kubernetes.io/component": "operator"},
-    gateway_labels={"app.kubernetes.io/component": "door"},
+    gateway_labels={"app.kubernetes.io/component": "gateway"},
 )
 
 

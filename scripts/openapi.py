@@ -1,4 +1,4 @@
-"""Write the OpenAPI documents of hub and door, from which the page's types are made; --check fails if one drifted."""
+"""Write the OpenAPI documents of hub and gateway, the source of the page's types; --check fails if one drifted."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ import sys
 from fastapi import FastAPI
 
 from megatronapp_analyzer.hub.http import app as hub
-from megatronapp_operator.gateway import app as door
+from megatronapp_operator.gateway import app as gateway
 
 FOLDER = pathlib.Path(__file__).parents[1] / "frontend" / "src" / "api"
 
@@ -21,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 if a file would change")
     arguments = parser.parse_args()
-    documents = {FOLDER / "openapi.json": render(hub.build_api()), FOLDER / "door.json": render(door.build_api())}
+    documents = {FOLDER / "openapi.json": render(hub.build_api()), FOLDER / "gateway.json": render(gateway.build_api())}
     if not arguments.check:
         for path, document in documents.items():
             path.write_text(document, encoding="utf-8")

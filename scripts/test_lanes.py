@@ -49,7 +49,7 @@ LONGEST = (
     "tests/integration/test_bad_inputs.py",
     "tests/browser/test_scope.py",
     "tests/browser/test_scope_live.py",
-    "tests/browser/test_scope_door.py",
+    "tests/browser/test_scope_gateway.py",
     "tests/browser/test_ui_states.py",
     "tests/unit/trainer/test_trainer_process.py",
     "tests/integration/kube",

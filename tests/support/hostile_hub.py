@@ -105,7 +105,7 @@ class HostileHub:
             return await self._cut(request)
         status, kind, text, more = ANSWERS[how]
         harm = {
-            "Set-Cookie": "megatronapp_door=stolen; Path=/",
+            "Set-Cookie": "megatronapp_gateway=stolen; Path=/",
             "Access-Control-Allow-Origin": "*",
             "Access-Control-Allow-Credentials": "true",
             "Content-Security-Policy": "default-src *",

@@ -33,7 +33,7 @@ SETTINGS = RenderSettings(
     analyzer_image="megatronapp/analyzer:test",
     operator_namespace="megatronapp",
     operator_labels={"app.kubernetes.io/component": "operator"},
-    gateway_labels={"app.kubernetes.io/component": "door"},
+    gateway_labels={"app.kubernetes.io/component": "gateway"},
 )
 MAX_ROUNDS = 200
 

@@ -10,7 +10,7 @@ import pathlib
 import threading
 from collections.abc import Iterator
 
-import door
+import gateway
 import scope_rank_zero
 import scope_session
 
@@ -43,12 +43,12 @@ class ScopeHub:
         self.loop.call_soon_threadsafe(self.hub.scope.core.ingest.take_frame, 0, rank, frame)
 
 
-def identity_of(job: door.Job) -> JobIdentity:
+def identity_of(job: gateway.Job) -> JobIdentity:
     return JobIdentity(name=job.name, uid=job.uid, traced=False)
 
 
 @contextlib.contextmanager
-def replaying(job: door.Job, file: pathlib.Path, *, port: int, key: str) -> Iterator[ScopeHub]:
+def replaying(job: gateway.Job, file: pathlib.Path, *, port: int, key: str) -> Iterator[ScopeHub]:
     """A hub that has played a recorded session to its end."""
     session = session_file.load(file)
     hub = Hub(HubSettings(job=identity_of(job), state_dir=None), Detector)
@@ -60,7 +60,7 @@ def replaying(job: door.Job, file: pathlib.Path, *, port: int, key: str) -> Iter
 
 
 @contextlib.contextmanager
-def generating(job: door.Job, recording: scope_session.Recording, *, port: int, key: str) -> Iterator[ScopeHub]:
+def generating(job: gateway.Job, recording: scope_session.Recording, *, port: int, key: str) -> Iterator[ScopeHub]:
     """A hub with a model that generates the recorded run, whatever it is asked for."""
     token = derive_token(job_secret(key, job.uid), TokenRole.SERVE)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording, token)) as rank:
@@ -80,7 +80,7 @@ def generate(running: ScopeHub, recording: scope_session.Recording) -> None:
 
 
 @contextlib.contextmanager
-def serving(hub: Hub, job: door.Job, *, port: int, key: str) -> Iterator[ScopeHub]:
+def serving(hub: Hub, job: gateway.Job, *, port: int, key: str) -> Iterator[ScopeHub]:
     """`hub` at the address of the job's hub."""
     loop = asyncio.new_event_loop()
     with open_sockets(job.address, port) as found:

@@ -17,7 +17,7 @@
 {{- printf "%s-%s" .Release.Namespace (include "megatronapp.fullname" .) -}}
 {{- end -}}
 
-{{/* Labels by which Services and policies select pods of a component: (dict "root" $ "component" "door"). */}}
+{{/* Labels by which Services and policies select pods of a component: (dict "root" $ "component" "gateway"). */}}
 {{- define "megatronapp.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "megatronapp.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -56,12 +56,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- default (printf "%s-operator" (include "megatronapp.fullname" .)) .Values.operator.leaseName -}}
 {{- end -}}
 
-{{- define "megatronapp.doorAccount" -}}
-{{- $own := printf "%s-door" (include "megatronapp.fullname" .) -}}
-{{- if .Values.door.serviceAccount.create -}}
-{{- default $own .Values.door.serviceAccount.name -}}
+{{- define "megatronapp.gatewayAccount" -}}
+{{- $own := printf "%s-gateway" (include "megatronapp.fullname" .) -}}
+{{- if .Values.gateway.serviceAccount.create -}}
+{{- default $own .Values.gateway.serviceAccount.name -}}
 {{- else -}}
-{{- required "door.serviceAccount.create is false: name the account in door.serviceAccount.name" .Values.door.serviceAccount.name -}}
+{{- required "gateway.serviceAccount.create is false: name the account in gateway.serviceAccount.name" .Values.gateway.serviceAccount.name -}}
 {{- end -}}
 {{- end -}}
 
@@ -91,9 +91,9 @@ true
 {{- end -}}
 {{- end -}}
 
-{{/* "true" where the door may ask the API server who somebody is and what he may do. */}}
+{{/* "true" where the gateway may ask the API server who somebody is and what he may do. */}}
 {{- define "megatronapp.reviews" -}}
-{{- if and .Values.door.enabled .Values.door.reviews (not .Values.watchNamespaces) -}}true{{- end -}}
+{{- if and .Values.gateway.enabled .Values.gateway.reviews (not .Values.watchNamespaces) -}}true{{- end -}}
 {{- end -}}
 
 {{/* "true" of a switch that is on by default and that `helm upgrade --reuse-values` from an older chart leaves out. */}}
@@ -109,7 +109,7 @@ timeoutSeconds: 5
 failureThreshold: 150
 {{- end -}}
 
-{{/* Where a pod of operator or door runs: (dict "root" $ "part" .Values.door "labels" $labels). Several replicas prefer
+{{/* Where a pod of operator or gateway runs: (dict "root" $ "part" .Values.gateway "labels" $labels). Several replicas prefer
 nodes of their own. They do not demand them: an update needs room for one more than there are nodes. */}}
 {{- define "megatronapp.placement" -}}
 {{- with .root.Values.imagePullSecrets }}
@@ -147,7 +147,7 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* Volumes of operator and door. */}}
+{{/* Volumes of operator and gateway. */}}
 {{- define "megatronapp.volumes" -}}
 - name: key
   secret:

@@ -74,6 +74,19 @@ class CommandParser(argparse.ArgumentParser):
         return f"unknown option {option}; {_hint(option, self._option_string_actions)}"
 
 
+class RenamedOption(argparse.Action):
+    """The former spelling of an option: refused with the new one, which is the value of `const`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Exit with code 2 and a message that names the new option."""
+        parser.error(f"{self.option_strings[0]} is named {self.const} now")
+
+
+def add_renamed_option(parser: argparse.ArgumentParser, old: str, new: str) -> None:
+    """Answer an option's former spelling with the new one; help and completion do not list it."""
+    parser.add_argument(old, action=RenamedOption, const=new, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
 class RootParser(CommandParser):
     """Parser of the whole command; its help lists the subcommands under their part."""
 

@@ -1,4 +1,4 @@
-/** Thin client of a hub, directly or behind a door: same origin, cookie, JSON. Every failure is an ApiError that says what to do. */
+/** Thin client of a hub, directly or behind a gateway: same origin, cookie, JSON. Every failure is an ApiError that says what to do. */
 import type {
   GatewayJob,
   Fault,
@@ -58,10 +58,10 @@ export interface StepRange {
   readonly to?: number | undefined;
 }
 
-/** Where everything begins that a hub tells, or a door. */
+/** Where everything begins that a hub tells, or a gateway. */
 export const ROOT = "api/v1/";
 
-/** Where a door tells what the hub of a job (`namespace/name`) tells. */
+/** Where a gateway tells what the hub of a job (`namespace/name`) tells. */
 export const rootOf = (job: string): string => `${ROOT}jobs/${job}/`;
 
 function withQuery(path: string, query: Query): string {
@@ -94,7 +94,7 @@ export class ApiClient {
   traceAddress = (step: number): string => withQuery(`${this.root}trace`, { from: step, to: step });
 
   jobs = (signal?: AbortSignal): Promise<JobEntry[]> => this.get("jobs", {}, signal);
-  doorJobs = (signal?: AbortSignal): Promise<GatewayJob[]> => this.get("jobs", {}, signal);
+  gatewayJobs = (signal?: AbortSignal): Promise<GatewayJob[]> => this.get("jobs", {}, signal);
   job = (signal?: AbortSignal): Promise<JobView> => this.get("job", {}, signal);
   verdicts = (signal?: AbortSignal): Promise<Verdict[]> => this.get("verdicts", {}, signal);
 

@@ -1,10 +1,10 @@
-/** Names for the generated schemas of the OpenAPI documents of hub and door. */
-import type { components as DoorComponents } from "./door";
+/** Names for the generated schemas of the OpenAPI documents of hub and gateway. */
+import type { components as GatewayComponents } from "./gateway";
 import type { components } from "./schema";
 
 export type Schemas = components["schemas"];
 
-export type GatewayJob = DoorComponents["schemas"]["GatewayJob"];
+export type GatewayJob = GatewayComponents["schemas"]["GatewayJob"];
 export type Fault = Schemas["Fault"];
 export type FaultRequest = Schemas["FaultRequest"];
 export type Heatmap = Schemas["Heatmap"];

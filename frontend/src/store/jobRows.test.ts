@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import type { GatewayJob, JobEntry } from "../api/types";
-import { ordered, rowOfDoor, rowOfHub } from "./jobRows";
+import { ordered, rowOfGateway, rowOfHub } from "./jobRows";
 import { formatSelection, NOTHING } from "./selection";
 
 const plain: GatewayJob = {
@@ -30,14 +30,15 @@ const beside: JobEntry = {
 
 describe("jobs in a list", () => {
   it("says how far they are, and what opens them", () => {
-    expect(formatSelection({ ...NOTHING, ...rowOfDoor(plain).opens })).toBe("?job=team%2Fdemo");
-    expect(rowOfDoor(plain)).toMatchObject({ iteration: "1,200 / 5,000", restarts: 0 });
-    expect(rowOfDoor({ ...plain, totalIterations: null }).iteration).toBe("1,200");
-    expect(rowOfDoor({ ...plain, iteration: null }).iteration).toBe("–");
+    expect(formatSelection({ ...NOTHING, ...rowOfGateway(plain).opens })).toBe("?job=team%2Fdemo");
+    expect(rowOfGateway(plain)).toMatchObject({ iteration: "1,200 / 5,000", restarts: 0 });
+    expect(rowOfGateway({ ...plain, totalIterations: null }).iteration).toBe("1,200");
+    expect(rowOfGateway({ ...plain, iteration: null }).iteration).toBe("–");
   });
 
   it("says what is wrong, hangs first", () => {
-    const findingOf = (more: Partial<GatewayJob>): string | null => rowOfDoor({ ...plain, ...more }).finding;
+    const findingOf = (more: Partial<GatewayJob>): string | null =>
+      rowOfGateway({ ...plain, ...more }).finding;
     expect(findingOf({})).toBeNull();
     expect(findingOf({ findings: ["Rank 1 is slow."] })).toBe("Rank 1 is slow.");
     expect(findingOf({ findings: ["One.", "Two.", "Three."] })).toBe("One. (2 more)");
@@ -45,7 +46,7 @@ describe("jobs in a list", () => {
   });
 
   it("puts those with a finding first and leaves the rest as it was", () => {
-    const named = (name: string, ...findings: string[]) => rowOfDoor({ ...plain, name, findings });
+    const named = (name: string, ...findings: string[]) => rowOfGateway({ ...plain, name, findings });
     const list = [named("a"), named("b", "slow"), named("c"), named("d", "slow")];
     expect(ordered(list).map((row) => row.name)).toEqual(["b", "d", "a", "c"]);
   });

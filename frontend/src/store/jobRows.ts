@@ -32,8 +32,8 @@ function findingOf(sentences: readonly string[], hungRanks: readonly number[]): 
   return others.length === 0 ? first : `${first} (${others.length} more)`;
 }
 
-/** A job behind a door. */
-export const rowOfDoor = (job: GatewayJob): JobRow => ({
+/** A job behind a gateway. */
+export const rowOfGateway = (job: GatewayJob): JobRow => ({
   uid: job.uid,
   namespace: job.namespace,
   name: job.name,

@@ -2,7 +2,7 @@
 import { METRICS, type Metric } from "../api/types";
 
 export interface Selection {
-  /** `namespace/name` of a job behind a door; null: the list of jobs, or the only job of a hub. */
+  /** `namespace/name` of a job behind a gateway; null: the list of jobs, or the only job of a hub. */
   readonly job: string | null;
   /** null: the newest finished step. */
   readonly step: number | null;

@@ -58,7 +58,7 @@ export function encodeFrame(type: number, header: Header, body: Uint8Array = new
 
 /**
  * Whether a page that speaks `newest` reads this version: that, and the one before, which the minor release before
- * speaks (`megatronapp_common.frames.accepts`). In an upgrade a page of the new door listens to older hubs.
+ * speaks (`megatronapp_common.frames.accepts`). In an upgrade a page of the new gateway listens to older hubs.
  */
 export const accepts = (version: number, newest = VERSION): boolean =>
   version >= Math.max(1, newest - 1) && version <= newest;

@@ -147,8 +147,8 @@ describe("backoffMs", () => {
 describe("liveUrl", () => {
   it("stays beside the page", () => {
     expect(liveUrl("http://127.0.0.1:8080/?step=3#x", "api/v1/")).toBe("ws://127.0.0.1:8080/api/v1/live");
-    expect(liveUrl("https://door/a/", "api/v1/jobs/team/demo/")).toBe(
-      "wss://door/a/api/v1/jobs/team/demo/live",
+    expect(liveUrl("https://gateway/a/", "api/v1/jobs/team/demo/")).toBe(
+      "wss://gateway/a/api/v1/jobs/team/demo/live",
     );
   });
 });

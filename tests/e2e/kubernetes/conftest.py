@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import playwright.sync_api as pw
 import pytest
-from cluster import chart, doors, machine
+from cluster import chart, gateways, machine
 from cluster.jobs import space
 from cluster.runtime import Cluster, remains, running, standing
 
@@ -45,7 +45,7 @@ def release(cluster: Cluster) -> str:
 
 @pytest.fixture(scope="module")
 def browser(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pw.Browser]:
-    with doors.chromium(cluster, tmp_path_factory.mktemp("browser")) as browser:
+    with gateways.chromium(cluster, tmp_path_factory.mktemp("browser")) as browser:
         yield browser
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import playwright.sync_api as pw
 import pytest
 import yaml
-from cluster import chart, doors
+from cluster import chart, gateways
 from cluster.jobs import LONG_S, Job, example, space
 from cluster.runtime import Cluster
 
@@ -68,8 +68,8 @@ def scraped(cluster: Cluster, what: str) -> str:
 def test_page_by_port_forward_and_a_token_of_the_cluster(
     cluster: Cluster, job: Job, page: pw.Page, complaints: list[str], tmp_path: pathlib.Path
 ) -> None:
-    token = doors.person(cluster, job.namespace, "view")
-    with doors.forwarded(cluster) as address:
+    token = gateways.person(cluster, job.namespace, "view")
+    with gateways.forwarded(cluster) as address:
         page.goto(address)
         page.get_by_label("Token").fill(token, timeout=PAGE_MS)
         assert all("401" in text for text in complaints), complaints
@@ -82,7 +82,7 @@ def test_page_by_port_forward_and_a_token_of_the_cluster(
 
 
 def test_page_by_megatronapp_ui(cluster: Cluster, job: Job, page: pw.Page, tmp_path: pathlib.Path) -> None:
-    with doors.opened(cluster, job) as address:
+    with gateways.opened(cluster, job) as address:
         page.goto(address)
         see_job(page, job, tmp_path)
         assert "code=" not in page.url

@@ -1,4 +1,4 @@
-"""MegaScope's example on real nodes: its text brought, its model trained and served, and looked at by the door."""
+"""MegaScope's example on real nodes: its text brought, its model trained and served, and looked at by the gateway."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ from typing import Any
 
 import playwright.sync_api as pw
 import pytest
-from cluster import doors
+from cluster import gateways
 from cluster.jobs import LONG_S, Job, example, space, volume
 from cluster.runtime import Cluster
 
@@ -73,8 +73,8 @@ def test_serves_its_model_by_the_service(cluster: Cluster, served: Job, completi
 def test_viewer_looks_and_does_not_generate(
     cluster: Cluster, served: Job, page: pw.Page, complaints: list[str]
 ) -> None:
-    token = doors.person(cluster, served.namespace, "view", "vera")
-    with doors.forwarded(cluster) as address:
+    token = gateways.person(cluster, served.namespace, "view", "vera")
+    with gateways.forwarded(cluster) as address:
         log_in(page, address, token, served)
         complaints.clear()
         pw.expect(page.get_by_test_id("why-not")).to_contain_text("look", timeout=PAGE_MS)
@@ -88,8 +88,8 @@ def test_viewer_looks_and_does_not_generate(
 def test_editor_types_a_prompt_and_sees_attention_and_probabilities(
     served: Job, completion: dict[str, Any], page: pw.Page, complaints: list[str], tmp_path: pathlib.Path
 ) -> None:
-    token = doors.person(served.cluster, served.namespace, "edit", "eda")
-    with doors.forwarded(served.cluster) as address:
+    token = gateways.person(served.cluster, served.namespace, "edit", "eda")
+    with gateways.forwarded(served.cluster) as address:
         log_in(page, address, token, served)
         complaints.clear()
         generate(page)
@@ -97,7 +97,7 @@ def test_editor_types_a_prompt_and_sees_attention_and_probabilities(
 
 
 def test_page_by_megatronapp_ui(served: Job, completion: dict[str, Any], page: pw.Page, tmp_path: pathlib.Path) -> None:
-    with doors.opened(served.cluster, served) as address:
+    with gateways.opened(served.cluster, served) as address:
         page.goto(address)
         to_scope(page)
         generate(page)

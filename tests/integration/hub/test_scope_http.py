@@ -343,8 +343,8 @@ async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
         assert sent["prompts"] == ["The sea "] and sent["capture"]["preset"] == "default"
         assert (await client.patch(f"{RUNS}/{RUN}", json={"capture": {"preset": "lite"}})).status_code == 204
         assert (await client.delete(f"{RUNS}/{RUN}")).status_code == 204
-        door = {"X-Megatronapp-Caller": "jane@example.org"}
-        assert (await client.delete(f"{RUNS}/{RUN}", headers=door)).status_code == 204
+        gateway = {"X-Megatronapp-Caller": "jane@example.org"}
+        assert (await client.delete(f"{RUNS}/{RUN}", headers=gateway)).status_code == 204
         actions = (await hub.get("/api/v1/summary"))["actions"]
         assert [(one["who"], one["what"]) for one in actions] == [
             ("controller token", f"started run {RUN} of 1 prompt"),

@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Callable, Iterator
 
-import door
+import gateway
 import kube
 import pytest
 
@@ -15,26 +15,26 @@ CRD = kube.ROOT / "crds" / "megatronjob.yaml"
 @pytest.fixture(scope="session")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlane]:
     folder = tmp_path_factory.mktemp("control-plane")
-    authority = door.make_authority(folder)  # of people who show certificates
+    authority = gateway.make_authority(folder)  # of people who show certificates
     with kube.control_plane(folder, users=("nobody",), flags=(f"--client-ca-file={authority}",)) as plane:
         apply(plane, CRD)
         with plane.client() as client:
-            door.wait_for(lambda: client.get("/apis/megatronapp.io/v1alpha1/megatronjobs").is_success)
+            gateway.wait_for(lambda: client.get("/apis/megatronapp.io/v1alpha1/megatronjobs").is_success)
         yield plane
 
 
 @pytest.fixture(scope="session")
-def reviewing(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
-    """A door that asks the cluster about its callers; tests may control as often as they like."""
-    with door.door(plane, tmp_path_factory.mktemp("reviewing"), flags=("--controls=100000",)) as running:
+def reviewing(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[gateway.Gateway]:
+    """A gateway that asks the cluster about its callers; tests may control as often as they like."""
+    with gateway.gateway(plane, tmp_path_factory.mktemp("reviewing"), flags=("--controls=100000",)) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def by_tokens(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
-    """A door without the right to ask, at which nobody controls a job more than three times at once."""
+def by_tokens(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[gateway.Gateway]:
+    """A gateway without the right to ask, at which nobody controls a job more than three times at once."""
     folder = tmp_path_factory.mktemp("tokens")
-    with door.door(plane, folder, reviews=False, page=False, flags=("--controls=3",)) as running:
+    with gateway.gateway(plane, folder, reviews=False, page=False, flags=("--controls=3",)) as running:
         yield running
 
 
@@ -44,7 +44,7 @@ def namespace(plane: kube.ControlPlane) -> str:
 
 
 RIGHTS = (
-    door.on_jobs("get", "list", "create", "update", "patch", "delete"),
+    gateway.on_jobs("get", "list", "create", "update", "patch", "delete"),
     {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list", "delete"]},
     {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
 )
@@ -53,13 +53,13 @@ RIGHTS = (
 
 @pytest.fixture
 def token(plane: kube.ControlPlane, namespace: str) -> str:
-    return door.account(plane, namespace, "user", grants=RIGHTS)
+    return gateway.account(plane, namespace, "user", grants=RIGHTS)
 
 
 @pytest.fixture
 def config(plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, token: str) -> pathlib.Path:
     """The kubeconfig of somebody with all rights in one namespace, which is its context's."""
-    return door.kubeconfig(plane, tmp_path, token, namespace=namespace)
+    return gateway.kubeconfig(plane, tmp_path, token, namespace=namespace)
 
 
 @pytest.fixture

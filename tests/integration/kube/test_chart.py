@@ -118,10 +118,10 @@ def test_two_namespaces_get_roles_and_nothing_of_the_whole_cluster(chart: Chart)
     whole = {one["kind"] for one in documents if "namespace" not in one["metadata"]}
     assert whole == {"CustomResourceDefinition"}
     roles = {(one["metadata"]["namespace"], one["metadata"]["name"]) for one in documents if one["kind"] == "Role"}
-    parts = {(team, f"{HOME}-megatronapp-{part}") for team in TEAMS for part in ("operator", "door")}
+    parts = {(team, f"{HOME}-megatronapp-{part}") for team in TEAMS for part in ("operator", "gateway")}
     assert roles == parts | {(HOME, "megatronapp-lease")}
-    door = only(documents, "Deployment", "megatronapp-door")["spec"]["template"]["spec"]["containers"][0]
-    assert "--no-reviews" in door["args"]
+    gateway = only(documents, "Deployment", "megatronapp-gateway")["spec"]["template"]["spec"]["containers"][0]
+    assert "--no-reviews" in gateway["args"]
     monitor = only(documents, "ServiceMonitor", "megatronapp-hubs")
     assert monitor["spec"]["namespaceSelector"] == {"matchNames": list(TEAMS)}
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
@@ -152,15 +152,32 @@ def test_monitors_come_with_the_api_or_when_asked_for(chart: Chart) -> None:
         ("watchNamespaces[0]=Team_A", "/watchNamespaces/0"),
         ("serviceMonitor.enabled=maybe", "/serviceMonitor/enabled"),
         ("images.operator.digest=abc", "/images/operator/digest"),
-        ("door.users[0].name=jane", "/door/users/0"),
-        ("door.maxSockets=0", "/door/maxSockets"),
-        ("door.controls=often", "/door/controls"),
+        ("gateway.users[0].name=jane", "/gateway/users/0"),
+        ("gateway.maxSockets=0", "/gateway/maxSockets"),
+        ("gateway.controls=often", "/gateway/controls"),
     ],
 )
 def test_a_wrong_value_is_named(chart: Chart, wrong: str, told: str) -> None:
     done = chart.template(None, "--set", wrong)
     assert done.returncode != 0
     assert told in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "answer"),
+    [
+        (("door.maxSockets=3",), "the value door is named gateway now: move what is below door to gateway"),
+        (("door.maxSockets=3", "gateway=null"), "the value door is named gateway now"),  # as with --reuse-values
+        (
+            ("networkPolicy.doorFrom[0].podSelector.a=b",),
+            "networkPolicy.doorFrom is named networkPolicy.gatewayFrom now",
+        ),
+    ],
+)
+def test_a_former_value_is_answered_with_the_new_name(chart: Chart, old: tuple[str, ...], answer: str) -> None:
+    done = chart.template(None, "--set", ",".join(old))
+    assert done.returncode != 0
+    assert answer in done.stderr
 
 
 def test_a_wrong_value_that_no_schema_sees_is_explained(chart: Chart) -> None:
@@ -171,10 +188,10 @@ def test_a_wrong_value_that_no_schema_sees_is_explained(chart: Chart) -> None:
 @pytest.mark.parametrize(
     "missing",
     [
-        "door.maxSockets",
-        "door.controls",
-        "door.users",
-        "door.viewerAccount",
+        "gateway.maxSockets",
+        "gateway.controls",
+        "gateway.users",
+        "gateway.viewerAccount",
         "admissionPolicy.authors",
         "serviceMonitor.hubSampleLimit",
     ],
@@ -188,7 +205,14 @@ def test_what_the_values_of_an_older_release_lack_is_as_by_default(chart: Chart,
 @pytest.mark.parametrize(
     "missing",
     [
-        *("door", "door.service", "door.service.port", "door.pdb", "images.trainer", "images.operator.repository"),
+        *(
+            "gateway",
+            "gateway.service",
+            "gateway.service.port",
+            "gateway.pdb",
+            "images.trainer",
+            "images.operator.repository",
+        ),
         *("crds", "operator.serviceAccount", "key", "rbac", "prometheus", "prometheusRule.runbookUrl", "clusterDomain"),
     ],
 )
@@ -201,20 +225,20 @@ def test_what_the_chart_cannot_do_without_is_asked_for_by_name(chart: Chart, mis
 
 
 @pytest.mark.parametrize(
-    "empty", ["grafanaDashboards.labels", "prometheus.labels", "door.resources", "securityContext"]
+    "empty", ["grafanaDashboards.labels", "prometheus.labels", "gateway.resources", "securityContext"]
 )
 def test_a_map_of_the_users_own_may_be_empty(chart: Chart, empty: str) -> None:
     assert chart.render(None, "--set", "key.existingSecret=own", "--set", f"{empty}=null")
 
 
 def test_what_is_switched_off_stays_off(chart: Chart) -> None:
-    off = ("--set", "door.viewerAccount=false,admissionPolicy.authors=false")
+    off = ("--set", "gateway.viewerAccount=false,admissionPolicy.authors=false")
     documents = chart.render(None, *off)
     assert "megatronapp-viewer" not in of_kind(documents, "ServiceAccount")
     assert "authors.megatronapp.io" not in of_kind(documents, "ValidatingAdmissionPolicy")
 
 
-@pytest.mark.parametrize("part", ["operator", "door"])
+@pytest.mark.parametrize("part", ["operator", "gateway"])
 def test_a_crowded_node_has_five_minutes_to_start_them(chart: Chart, part: str) -> None:
     container = only(chart.render(), "Deployment", f"megatronapp-{part}")["spec"]["template"]["spec"]["containers"][0]
     start, live = container["startupProbe"], container["livenessProbe"]
@@ -224,7 +248,7 @@ def test_a_crowded_node_has_five_minutes_to_start_them(chart: Chart, part: str) 
 
 
 @pytest.mark.parametrize("values", VALUES, ids=name_of)
-def test_operator_and_door_understand_their_command_lines(chart: Chart, values: pathlib.Path | None) -> None:
+def test_operator_and_gateway_understand_their_command_lines(chart: Chart, values: pathlib.Path | None) -> None:
     parsers = {
         "megatronapp_operator.controller": controller.build_parser(),
         "megatronapp_operator.gateway": build_parser(),
@@ -242,7 +266,7 @@ def test_operator_and_door_understand_their_command_lines(chart: Chart, values: 
 def test_the_labels_that_policies_of_jobs_let_in_are_those_of_the_pods(chart: Chart) -> None:
     documents = chart.render(CHART / "ci" / "full-values.yaml")
     flags = only(documents, "Deployment", "megatron-operator")["spec"]["template"]["spec"]["containers"][0]["args"]
-    for part in ("operator", "door"):
+    for part in ("operator", "gateway"):
         (text,) = [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{part}-labels=")]
         wanted = dict(pair.split("=") for pair in text.split(","))
         deployment = only(documents, "Deployment", f"megatron-{part}")["spec"]
@@ -289,11 +313,11 @@ def test_the_alert_of_no_leader_is_about_the_operator_of_its_own_release(chart: 
         assert "{namespace=" not in expression.replace(f'{{namespace="{namespace}"}}', "")
 
 
-def test_several_doors_keep_each_client_at_one_of_them(chart: Chart) -> None:
+def test_several_gateways_keep_each_client_at_one_of_them(chart: Chart) -> None:
     for words, expected in (
         ((), None),
-        (("--set", "door.replicaCount=2"), "ClientIP"),
-        (("--set", "door.replicaCount=2", "--set", "door.service.sessionAffinity=None"), "None"),
+        (("--set", "gateway.replicaCount=2"), "ClientIP"),
+        (("--set", "gateway.replicaCount=2", "--set", "gateway.service.sessionAffinity=None"), "None"),
     ):
         service = only(chart.render(None, *words), "Service", "megatronapp")
         assert service["spec"].get("sessionAffinity") == expected
@@ -307,9 +331,9 @@ def test_two_releases_of_a_namespace_have_two_leases(chart: Chart) -> None:
         assert f"--lease-name={lease}" in flags and rules[1]["resourceNames"] == [lease]
 
 
-def test_helm_test_reaches_a_door_that_lets_few_in(chart: Chart) -> None:
-    documents = chart.render(None, "--set", "networkPolicy.doorFrom[0].podSelector.matchLabels.app=ingress")
-    ingress = only(documents, "NetworkPolicy", "megatronapp-door")["spec"]["ingress"]
+def test_helm_test_reaches_a_gateway_that_lets_few_in(chart: Chart) -> None:
+    documents = chart.render(None, "--set", "networkPolicy.gatewayFrom[0].podSelector.matchLabels.app=ingress")
+    ingress = only(documents, "NetworkPolicy", "megatronapp-gateway")["spec"]["ingress"]
     labels = only(documents, "Pod", "megatronapp-test")["metadata"]["labels"]
     peers = [one["podSelector"]["matchLabels"] for one in ingress[0]["from"]]
     assert peers[1:] == [{"app": "ingress"}] and peers[0].items() <= labels.items()
@@ -373,20 +397,20 @@ def test_a_hub_can_neither_flood_nor_steer_prometheus(chart: Chart, values: path
     assert spec["endpoints"][0]["honorLabels"] is False
 
 
-def test_metrics_of_the_door_are_for_prometheus_alone(chart: Chart) -> None:
-    documents = chart.render(None, "--set", "door.service.type=LoadBalancer")
+def test_metrics_of_the_gateway_are_for_prometheus_alone(chart: Chart) -> None:
+    documents = chart.render(None, "--set", "gateway.service.type=LoadBalancer")
     services = [one for one in documents if one["kind"] == "Service"]
-    people = {"app.kubernetes.io/component": "door", "app.kubernetes.io/part-of": "megatronapp"}
+    people = {"app.kubernetes.io/component": "gateway", "app.kubernetes.io/part-of": "megatronapp"}
     (front,) = [one for one in services if people.items() <= one["metadata"]["labels"].items()]
     assert [port["name"] for port in front["spec"]["ports"]] == ["http"]
-    behind = only(documents, "Service", "megatronapp-door-metrics")
+    behind = only(documents, "Service", "megatronapp-gateway-metrics")
     assert (behind["spec"]["type"], behind["spec"]["clusterIP"]) == ("ClusterIP", "None")
     assert behind["spec"]["selector"] == front["spec"]["selector"]
-    monitor = only(documents, "ServiceMonitor", "megatronapp-door")["spec"]
+    monitor = only(documents, "ServiceMonitor", "megatronapp-gateway")["spec"]
     assert monitor["selector"]["matchLabels"].items() <= behind["metadata"]["labels"].items()
     assert not monitor["selector"]["matchLabels"].items() <= front["metadata"]["labels"].items()
     assert [end["port"] for end in monitor["endpoints"]] == [port["name"] for port in behind["spec"]["ports"]]
-    pages, metrics = only(documents, "NetworkPolicy", "megatronapp-door")["spec"]["ingress"]
+    pages, metrics = only(documents, "NetworkPolicy", "megatronapp-gateway")["spec"]["ingress"]
     assert [port["port"] for port in pages["ports"]] == [8080]
     assert [port["port"] for port in metrics["ports"]] == [8081]
     assert metrics["from"] == [
@@ -397,15 +421,15 @@ def test_metrics_of_the_door_are_for_prometheus_alone(chart: Chart) -> None:
     ]
 
 
-def test_without_a_prometheus_nobody_reaches_the_doors_metrics(chart: Chart) -> None:
+def test_without_a_prometheus_nobody_reaches_the_gateways_metrics(chart: Chart) -> None:
     documents = chart.render(None, "--set", "prometheus.namespace=")
-    (pages,) = only(documents, "NetworkPolicy", "megatronapp-door")["spec"]["ingress"]
+    (pages,) = only(documents, "NetworkPolicy", "megatronapp-gateway")["spec"]["ingress"]
     assert [port["port"] for port in pages["ports"]] == [8080]
 
 
-def test_the_doors_memory_has_room_for_its_sockets(chart: Chart) -> None:
-    """Figures of docs/door.md: a door at rest, each socket and each request at its worst, all sessions."""
-    pod = only(chart.render(), "Deployment", "megatronapp-door")["spec"]["template"]["spec"]["containers"][0]
+def test_the_gateways_memory_has_room_for_its_sockets(chart: Chart) -> None:
+    """Figures of docs/gateway.md: a gateway at rest, each socket and each request at its worst, all sessions."""
+    pod = only(chart.render(), "Deployment", "megatronapp-gateway")["spec"]["template"]["spec"]["containers"][0]
     sockets = next(int(flag.partition("=")[2]) for flag in pod["args"] if flag.startswith("--max-sockets="))
     limit = pod["resources"]["limits"]["memory"]
     assert limit.endswith("Mi")

@@ -27,7 +27,7 @@ def test_one_replica_goes_anywhere() -> None:
     assert all("affinity" not in one["spec"] for one in pods().values())
 
 
-@pytest.mark.parametrize("part", ["operator", "door"])
+@pytest.mark.parametrize("part", ["operator", "gateway"])
 def test_two_replicas_prefer_nodes_of_their_own(part: str) -> None:
     pod = pods(f"{part}.replicaCount=2")[part]
     ((kind, terms),) = pod["spec"]["affinity"]["podAntiAffinity"].items()

@@ -18,7 +18,7 @@ Object = dict[str, Any]
 Rights = dict[tuple[str, str], set[str]]
 CHART = kube.ROOT / "charts" / "megatronapp"
 HOME = "rights-home"
-"""Namespace of operator and door."""
+"""Namespace of operator and gateway."""
 TEAM, OTHER = "rights-team", "rights-other"
 MODES = {
     "cluster": (),
@@ -48,7 +48,7 @@ SWITCHED: Rights = {
 ANY_LEASE = (200, 404)
 """Read, whether or not an operator of an earlier test has left it."""
 LEASE: Rights = {("coordination.k8s.io", "leases"): {"create", "get", "update"}}
-DOOR: Rights = {("megatronapp.io", "megatronjobs"): {"get", "list"}, ("", "pods"): {"get"}}
+GATEWAY: Rights = {("megatronapp.io", "megatronjobs"): {"get", "list"}, ("", "pods"): {"get"}}
 REVIEWS: Rights = {
     ("authentication.k8s.io", "tokenreviews"): {"create"},
     ("authorization.k8s.io", "subjectaccessreviews"): {"create"},
@@ -136,8 +136,8 @@ def operator(plane: kube.ControlPlane, mode: str) -> Iterator[Account]:
 
 
 @pytest.fixture
-def door(plane: kube.ControlPlane, mode: str) -> Iterator[Account]:
-    account = Account(plane, "megatronapp-door")
+def gateway(plane: kube.ControlPlane, mode: str) -> Iterator[Account]:
+    account = Account(plane, "megatronapp-gateway")
     yield account
     account.close()
 
@@ -150,10 +150,10 @@ def test_the_operator_has_these_rights_and_no_others(operator: Account, mode: st
     assert operator.rights(HOME) == elsewhere | LEASE
 
 
-def test_the_door_has_these_rights_and_no_others(door: Account, mode: str) -> None:
-    whole = {} if mode == "namespaces" else DOOR | REVIEWS
-    assert door.rights(TEAM) == (DOOR if mode == "namespaces" else whole)
-    assert door.rights(OTHER) == door.rights(HOME) == whole
+def test_the_gateway_has_these_rights_and_no_others(gateway: Account, mode: str) -> None:
+    whole = {} if mode == "namespaces" else GATEWAY | REVIEWS
+    assert gateway.rights(TEAM) == (GATEWAY if mode == "namespaces" else whole)
+    assert gateway.rights(OTHER) == gateway.rights(HOME) == whole
 
 
 def pod(name: str) -> Object:
@@ -161,7 +161,7 @@ def pod(name: str) -> Object:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {"containers": [container]}}
 
 
-def test_real_requests_pass_or_are_refused(operator: Account, door: Account, mode: str) -> None:
+def test_real_requests_pass_or_are_refused(operator: Account, gateway: Account, mode: str) -> None:
     core, team = f"/api/v1/namespaces/{TEAM}", f"/apis/megatronapp.io/v1alpha1/namespaces/{TEAM}/megatronjobs"
     secret: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{mode}-tokens"}}
     for account, method, path, document, code in (
@@ -186,12 +186,12 @@ def test_real_requests_pass_or_are_refused(operator: Account, door: Account, mod
             None,
             ANY_LEASE,
         ),
-        (door, "GET", team, None, 200),
-        (door, "GET", f"{core}/pods/none-hub", None, 404),
-        (door, "POST", f"{core}/pods", pod("bad"), 403),
-        (door, "GET", f"{core}/pods", None, 403),
-        (door, "GET", f"{core}/secrets/{mode}-tokens", None, 403),
-        (door, "PATCH", f"{team}/gpt", {}, 403),
+        (gateway, "GET", team, None, 200),
+        (gateway, "GET", f"{core}/pods/none-hub", None, 404),
+        (gateway, "POST", f"{core}/pods", pod("bad"), 403),
+        (gateway, "GET", f"{core}/pods", None, 403),
+        (gateway, "GET", f"{core}/secrets/{mode}-tokens", None, 403),
+        (gateway, "PATCH", f"{team}/gpt", {}, 403),
     ):
         answer = account.ask(method, path, document)
         codes = code if isinstance(code, tuple) else (code,)
@@ -224,12 +224,12 @@ def test_people_get_what_their_role_says() -> None:
     assert names["admin"] == names["edit"] | {"deletecollection"}
 
 
-def test_users_of_the_door_find_it_and_forward_a_port(plane: kube.ControlPlane) -> None:
+def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlane) -> None:
     """And nothing else: neither other Services, nor logs, nor commands in its pods."""
     for namespace in (HOME, OTHER):
         plane.kubectl("create", "namespace", namespace)
-    settings = ("--set", "door.users[0].kind=Group", "--set", "door.users[0].name=researchers")
-    found = [one for one in rendered_rights(*settings) if one["metadata"]["name"].endswith("-door-users")]
+    settings = ("--set", "gateway.users[0].kind=Group", "--set", "gateway.users[0].name=researchers")
+    found = [one for one in rendered_rights(*settings) if one["metadata"]["name"].endswith("-gateway-users")]
     rights = {"apiVersion": "v1", "kind": "List", "items": found}
     assert plane.kubectl("apply", "-f", "-", stdin=rights).returncode == 0
 
@@ -270,7 +270,12 @@ def test_the_viewers_account_may_only_look(plane: kube.ControlPlane) -> None:
     (binding,) = [one for one in rights if one.get("subjects", [{}])[0].get("name") == "megatronapp-viewer"]
     (role,) = [one for one in rights if one["kind"] == "ClusterRole" and one["metadata"] == binding["metadata"]]
     assert role["rules"] == [{"apiGroups": ["megatronapp.io"], "resources": ["megatronjobs"], "verbs": ["get", "list"]}]
-    for off in ("door.viewerAccount=false", "door.reviews=false", "rbac.create=false", f"watchNamespaces[0]={TEAM}"):
+    for off in (
+        "gateway.viewerAccount=false",
+        "gateway.reviews=false",
+        "rbac.create=false",
+        f"watchNamespaces[0]={TEAM}",
+    ):
         accounts = {one["metadata"]["name"] for one in rendered_rights("--set", off) if one["kind"] == "ServiceAccount"}
         assert "megatronapp-viewer" not in accounts
 

@@ -1,4 +1,4 @@
-"""`megatronapp` on a cluster: a real API server, a real door and hub; only what a kubelet would do is played."""
+"""`megatronapp` on a cluster: a real API server, a real gateway and hub; only what a kubelet would do is played."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import door
+import gateway
 import kube
 import pytest
 import yaml
@@ -44,7 +44,7 @@ def test_a_job_is_run_seen_and_deleted(
     job = found(plane, namespace)
     progress = {"iteration": 5, "totalIterations": 9, "loss": 2.5}
     replicas = {"desired": 2, "running": 2}
-    door.set_status(plane, job, phase="Running", progress=progress, replicaStatuses=replicas)
+    gateway.set_status(plane, job, phase="Running", progress=progress, replicaStatuses=replicas)
     code, table, _ = run("get")
     head, row = (line.split() for line in table.splitlines())
     assert head == ["NAME", "PHASE", "WORKERS", "RESTARTS", "ITERATION", "SLOW", "AGE"]
@@ -67,7 +67,7 @@ def test_a_job_is_run_seen_and_deleted(
 
 
 def test_all_namespaces_are_a_column_more(plane: kube.ControlPlane, namespace: str) -> None:
-    door.make_job(plane, namespace, "mine", hub=False)
+    gateway.make_job(plane, namespace, "mine", hub=False)
     admin = str(plane.kubeconfig())
     command = [sys.executable, "-m", "megatronapp_common.cli", "get", "-A", "--kubeconfig", admin]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -82,9 +82,9 @@ def test_following_tells_what_happens_and_ends_with_the_job(
     assert run("run", "--detach", str(manifest))[0] == 0
     job = found(plane, namespace)
     verdict = {"id": "v", "state": "confirmed", "sentence": "Rank 1 is slow."}
-    door.set_status(plane, job, phase="Running", progress={"iteration": 5, "attempt": 0}, slowRanks=[verdict])
+    gateway.set_status(plane, job, phase="Running", progress={"iteration": 5, "attempt": 0}, slowRanks=[verdict])
     event(plane, job, "Rank 1 is slow,\x1b]0;owned\x07 they say.", kind="Warning")
-    end = threading.Timer(3, lambda: door.set_status(plane, job, phase="Failed"))
+    end = threading.Timer(3, lambda: gateway.set_status(plane, job, phase="Failed"))
     end.start()
     code, text, _ = run("run", "--follow", str(manifest))
     end.join()
@@ -136,13 +136,13 @@ def test_a_bad_manifest_and_another_namespace_are_refused(
 
 
 def test_waiting_ends_when_it_is_so_or_cannot_be(plane: kube.ControlPlane, namespace: str, run: Run) -> None:
-    job = door.make_job(plane, namespace, "demo", hub=False)
+    job = gateway.make_job(plane, namespace, "demo", hub=False)
     moment = {"lastTransitionTime": "2026-01-01T00:00:00Z", "reason": "Seen", "message": "It trains."}
     running = {"type": "Running", "status": "True", **moment}
-    door.set_status(plane, job, phase="Running", conditions=[running])
+    gateway.set_status(plane, job, phase="Running", conditions=[running])
     met = "megatronjob.megatronapp.io/demo condition met\n"
     assert run("wait", "demo", "--for", "condition=Running")[:2] == (0, met)
-    door.set_status(plane, job, phase="Failed", conditions=[{**running, "type": "Failed"}])
+    gateway.set_status(plane, job, phase="Failed", conditions=[{**running, "type": "Failed"}])
     assert "Complete cannot become True" in run("wait", "demo", "--for", "condition=Complete")[2]
 
 
@@ -163,13 +163,13 @@ def test_lines_are_told_apart_by_their_rank(rank: int | None, lines: list[str]) 
 def test_logs_come_from_the_pod_of_the_ranks_worker(
     plane: kube.ControlPlane, namespace: str, run: Run, kubelet: str
 ) -> None:
-    job = door.make_job(plane, namespace, "demo", hub=False)
+    job = gateway.make_job(plane, namespace, "demo", hub=False)
     code, _, problem = run("logs", "demo", "--rank", "1")
     assert code == 1
     assert f"pod {namespace}/demo-worker-0 does not exist" in problem
-    door.make_pod(plane, job, "demo-worker-0", address=job.address, nodeName=kubelet)
+    gateway.make_pod(plane, job, "demo-worker-0", address=job.address, nodeName=kubelet)
     label = {"metadata": {"labels": {LABEL_ATTEMPT: "2"}}}
-    door.patch(plane, f"/api/v1/namespaces/{namespace}/pods/demo-worker-0", label)
+    gateway.patch(plane, f"/api/v1/namespaces/{namespace}/pods/demo-worker-0", label)
     assert run("logs", "demo", "--rank", "1")[:2] == (0, "loss 7.5\n[odd] text\n")
     assert run("logs", "demo", "--rank", "1", "--tail", "1")[1] == "[odd] text\n"
     assert run("logs", "demo", "--worker", "0", "--attempt", "2")[1] == "launcher: starts\nlauncher: ends\n"
@@ -178,7 +178,7 @@ def test_logs_come_from_the_pod_of_the_ranks_worker(
         in run("logs", "demo", "--rank", "1", "--attempt", "1")[2]
     )
     assert "has no worker 9" in run("logs", "demo", "--worker", "9")[2]
-    door.set_status(plane, job, phase="Succeeded")
+    gateway.set_status(plane, job, phase="Succeeded")
     assert run("logs", "demo", "--rank", "0", "-f")[:2] == (0, "step 1\n")
 
 
@@ -191,14 +191,14 @@ def test_a_cluster_is_meant_only_where_it_is_named(monkeypatch: pytest.MonkeyPat
     assert meant(argparse.Namespace())
 
 
-def found(plane: kube.ControlPlane, namespace: str, name: str = "demo") -> door.Job:
+def found(plane: kube.ControlPlane, namespace: str, name: str = "demo") -> gateway.Job:
     """The job that the command has stored."""
     with plane.client() as client:
-        document = client.get(f"{door.JOBS}/{namespace}/megatronjobs/{name}").json()
-    return door.Job(namespace=namespace, name=name, uid=document["metadata"]["uid"], document=document, address="")
+        document = client.get(f"{gateway.JOBS}/{namespace}/megatronjobs/{name}").json()
+    return gateway.Job(namespace=namespace, name=name, uid=document["metadata"]["uid"], document=document, address="")
 
 
-def event(plane: kube.ControlPlane, job: door.Job, note: str, *, kind: str = "Normal") -> None:
+def event(plane: kube.ControlPlane, job: gateway.Job, note: str, *, kind: str = "Normal") -> None:
     """An Event as the operator writes it."""
     regarding = {"kind": "MegatronJob", "name": job.name, "namespace": job.namespace, "uid": job.uid}
     body: dict[str, Any] = {
@@ -212,7 +212,7 @@ def event(plane: kube.ControlPlane, job: door.Job, note: str, *, kind: str = "No
         "reportingInstance": "one",
         "action": "Report",
     }
-    door.create(plane, f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body)
+    gateway.create(plane, f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body)
 
 
 class _Kubelet(BaseHTTPRequestHandler):
@@ -239,12 +239,12 @@ def kubelet(plane: kube.ControlPlane, namespace: str) -> Iterator[str]:
     server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    door.create(plane, "/api/v1/nodes", {"metadata": {"name": name}})
+    gateway.create(plane, "/api/v1/nodes", {"metadata": {"name": name}})
     status = {
         "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
         "daemonEndpoints": {"kubeletEndpoint": {"Port": server.server_port}},
     }
-    door.patch(plane, f"/api/v1/nodes/{name}/status", {"status": status})
+    gateway.patch(plane, f"/api/v1/nodes/{name}/status", {"status": status})
     try:
         yield name
     finally:

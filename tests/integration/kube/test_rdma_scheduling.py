@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-import door
+import gateway
 import httpx
 import kube
 import pytest
@@ -100,10 +100,10 @@ def test_workers_go_to_nodes_with_the_devices_they_ask_for(client: httpx.Client)
         found = pods(client).values()
         return all(one["spec"].get("nodeName") or unscheduled(one) for one in found)
 
-    door.wait_for(settled)
+    gateway.wait_for(settled)
     found = pods(client)
     placed = sorted(one["spec"]["nodeName"] for one in found.values() if one["spec"].get("nodeName"))
     assert placed == ["ib-0", "ib-1"], "each takes both devices of a node"
     (left,) = (one for one in found.values() if not one["spec"].get("nodeName"))
     assert f"4 Insufficient {RESOURCE}" in unscheduled(left)
-    door.wait_for(lambda: sum(one["status"]["phase"] == "Running" for one in pods(client).values()) == 2)
+    gateway.wait_for(lambda: sum(one["status"]["phase"] == "Running" for one in pods(client).values()) == 2)

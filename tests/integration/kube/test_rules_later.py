@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import door
+import gateway
 import httpx
 import kube
 import pytest
@@ -44,12 +44,12 @@ def client(plane: kube.ControlPlane, tmp_path: Any) -> Iterator[httpx.Client]:
     """A client of a server that has stored jobs which break rules that came into force afterwards."""
     with plane.client() as client:
         apply(plane, tmp_path, definition(rules=False))
-        door.wait_for(lambda: client.post(JOBS, json=job(RESERVED)).status_code in {201, 409})
+        gateway.wait_for(lambda: client.post(JOBS, json=job(RESERVED)).status_code in {201, 409})
         blocks = job({"spec.runPolicy": {"rules": BOTH_CODES}, "spec.data": {"path": BLEND}})
         assert client.post(JOBS, json=blocks | {"metadata": {"name": "blocks"}}).is_success
         apply(plane, tmp_path, definition(rules=True))
         new = job(RESERVED) | {"metadata": {"name": "new"}}
-        door.wait_for(lambda: client.post(JOBS, params={"dryRun": "All"}, json=new).status_code == 422)
+        gateway.wait_for(lambda: client.post(JOBS, params={"dryRun": "All"}, json=new).status_code == 422)
         yield client
     assert plane.kubectl("delete", "crd", f"megatronjobs.{GROUP}").returncode == 0
 

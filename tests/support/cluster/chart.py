@@ -22,5 +22,5 @@ def helm(cluster: Cluster, *words: object, seconds: float = READY_S) -> str:
 
 
 def install(cluster: Cluster, *flags: str) -> None:
-    """Install or upgrade the release, and wait until operator and door are ready."""
+    """Install or upgrade the release, and wait until operator and gateway are ready."""
     helm(cluster, "upgrade", "--install", HOME, CHART, "--reset-values", "--wait", *flags)

@@ -28,13 +28,13 @@ def test_bearer_tokens() -> None:
     ("headers", "same"),
     [
         ({}, True),
-        ({"origin": "http://door:1", "host": "door:1"}, True),
-        ({"origin": "http://door:2", "host": "door:1"}, False),
-        ({"origin": "null", "host": "door:1"}, False),
-        ({"origin": "", "host": "door:1"}, False),
-        ({"origin": "http://[", "host": "door:1"}, False),
-        ({"origin": "ftp://door:1", "host": "door:1"}, False),
-        ({"origin": "https://door.example", "host": "door.example"}, True),
+        ({"origin": "http://gateway:1", "host": "gateway:1"}, True),
+        ({"origin": "http://gateway:2", "host": "gateway:1"}, False),
+        ({"origin": "null", "host": "gateway:1"}, False),
+        ({"origin": "", "host": "gateway:1"}, False),
+        ({"origin": "http://[", "host": "gateway:1"}, False),
+        ({"origin": "ftp://gateway:1", "host": "gateway:1"}, False),
+        ({"origin": "https://gateway.example", "host": "gateway.example"}, True),
     ],
 )
 def test_origins(headers: dict[str, str], same: bool) -> None:
@@ -45,22 +45,22 @@ def test_origins(headers: dict[str, str], same: bool) -> None:
     ("host", "port"), [("127.0.0.1:8080", ":8080"), ("localhost", ""), ("LOCALHOST:1", ":1"), ("[::1]:80", ":80")]
 )
 def test_this_machine_gets_a_name_for_each_forward(host: str, port: str) -> None:
-    names = {loopback_alias(host, "door") for _ in range(8)}
+    names = {loopback_alias(host, "gateway") for _ in range(8)}
     assert len(names) == 8
-    assert all(re.fullmatch(rf"door-[0-9a-f]{{16}}\.localhost{port}", name or "") for name in names)
+    assert all(re.fullmatch(rf"gateway-[0-9a-f]{{16}}\.localhost{port}", name or "") for name in names)
 
 
 @pytest.mark.parametrize(
     "host",
     [
-        *(None, "", "door.example", "door-1.localhost:8080", "10.0.0.1:80"),
+        *(None, "", "gateway.example", "gateway-1.localhost:8080", "10.0.0.1:80"),
         *("[", "localhost:x", "127.0.0.1:99999", "a/b@c"),
         *("127.0.0.5:80", "127.9.9.9", "[::ffff:127.0.0.1]:80", "2130706433"),
     ],
 )
 def test_other_hosts_keep_their_name(host: str | None) -> None:
     """Also those of this machine to which no name below `localhost` leads."""
-    assert loopback_alias(host, "door") is None
+    assert loopback_alias(host, "gateway") is None
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_who_finds_names_below_localhost(agent: str, opens: bool) -> None:
 
 @given(st.text())
 def test_no_host_or_origin_is_too_odd(text: str) -> None:
-    loopback_alias(text, "door")
-    is_same_origin({"origin": text, "host": "door:1"})
+    loopback_alias(text, "gateway")
+    is_same_origin({"origin": text, "host": "gateway:1"})
     can_open_localhost_name({"sec-fetch-mode": text})
 
 

@@ -4,6 +4,7 @@ kubectl needs a kubelet, which is not here: a program of its name takes ports an
 """
 
 import argparse
+import importlib.metadata
 import pathlib
 import re
 import socket
@@ -14,9 +15,11 @@ from typing import Any, cast
 
 import pytest
 
-from megatronapp_operator.cli.cluster import doors
+from megatronapp_common import cli
+from megatronapp_operator.cli.cluster import gateway_client
 from megatronapp_operator.cli.cluster.connection import Cluster
-from megatronapp_operator.cli.cluster.doors import GatewayEndpoint, PortForward
+from megatronapp_operator.cli.cluster.gateway_client import GatewayEndpoint, PortForward
+from megatronapp_operator.controller import settings
 from megatronapp_operator.errors import OperatorError
 
 KUBECTL = """#!{python}
@@ -72,7 +75,7 @@ def forward(kubectl: pathlib.Path) -> Iterator[PortForward]:
     made.stop()
 
 
-def door_of(forward: PortForward) -> GatewayEndpoint:
+def gateway_of(forward: PortForward) -> GatewayEndpoint:
     return GatewayEndpoint(f"http://127.0.0.1:{forward.port}", forward)
 
 
@@ -80,15 +83,15 @@ def test_a_port_that_is_ours_at_all_addresses_is_opened_under_a_fresh_name(forwa
     forward.start()
     for address in ("127.0.0.1", "::1"):
         socket.create_connection((address, forward.port)).close()
-    pages = {door_of(forward).page for _ in range(4)}
+    pages = {gateway_of(forward).page for _ in range(4)}
     assert len(pages) == 4
-    assert all(re.fullmatch(rf"http://door-[0-9a-f]{{16}}\.localhost:{forward.port}", page) for page in pages)
+    assert all(re.fullmatch(rf"http://gateway-[0-9a-f]{{16}}\.localhost:{forward.port}", page) for page in pages)
 
 
 def test_another_port_is_taken_where_somebody_has_the_other_address(
     forward: PortForward, kubectl: pathlib.Path
 ) -> None:
-    kubectl.with_name("seize").write_text("x" * (doors.TRIES - 1))
+    kubectl.with_name("seize").write_text("x" * (gateway_client.TRIES - 1))
     forward.start()
     assert forward.named
     socket.create_connection(("::1", forward.port)).close()
@@ -100,7 +103,7 @@ def test_a_port_that_is_not_ours_at_all_addresses_has_no_name(forward: PortForwa
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("::1", forward.port))
     assert not forward.named
-    assert door_of(forward).page == f"http://127.0.0.1:{forward.port}"
+    assert gateway_of(forward).page == f"http://127.0.0.1:{forward.port}"
 
 
 def test_a_forward_that_begins_again_is_never_at_fewer_addresses(forward: PortForward) -> None:
@@ -146,3 +149,19 @@ def test_what_kubectl_says_is_told_once(forward: PortForward, kubectl: pathlib.P
 
 def test_a_port_that_somebody_else_forwards_keeps_its_address() -> None:
     assert GatewayEndpoint("http://127.0.0.1:8080").page == "http://127.0.0.1:8080"
+
+
+@pytest.mark.parametrize("argv", [("ui", "--door"), ("ui", "demo", "--door=a/b"), ("inject", "--door", "a/b")])
+def test_the_former_flag_is_answered(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = cli.build_parser(importlib.metadata.entry_points(group="megatronapp.commands"))
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(argv)
+    assert end.value.code == 2
+    assert "error: --door is named --gateway now\n" in capsys.readouterr().err
+
+
+def test_the_operators_former_flag_is_answered_with_the_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings.build_parser().parse_args(["--door-labels", "a=b"])
+    assert "--door-labels is named --gateway-labels now" in capsys.readouterr().err
+    assert "door" not in settings.build_parser().format_help()

@@ -155,7 +155,7 @@ class OneJob:
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.asyncio
-async def test_the_door_reads_a_key_that_the_operator_took_first(tmp_path: pathlib.Path, listed: bool) -> None:
+async def test_the_gateway_reads_a_key_that_the_operator_took_first(tmp_path: pathlib.Path, listed: bool) -> None:
     path = tmp_path / "key"
     path.write_text(OLD, encoding="ascii")
     catalog = JobCatalog(cast(KubernetesApi, OneJob(NEW)), keys=KeyRing.read(path))
@@ -168,16 +168,18 @@ async def test_the_door_reads_a_key_that_the_operator_took_first(tmp_path: pathl
 
 
 @pytest.mark.asyncio
-async def test_the_door_sends_no_token_of_another_key() -> None:
+async def test_the_gateway_sends_no_token_of_another_key() -> None:
     catalog = JobCatalog(cast(KubernetesApi, OneJob(NEW)), keys=KeyRing([OLD]))
     (job,) = await catalog.jobs()
-    with pytest.raises(GatewayError, match=rf"key {key_id(NEW)} of team/gpt is not in the door's key file") as refused:
+    with pytest.raises(
+        GatewayError, match=rf"key {key_id(NEW)} of team/gpt is not in the gateway's key file"
+    ) as refused:
         catalog.token(job, TokenRole.VIEWER)
     assert (refused.value.status, refused.value.code, refused.value.retry_s) == (503, "unknown-key", 10)
 
 
 @pytest.mark.asyncio
-async def test_the_door_follows_its_keys_while_it_serves(tmp_path: pathlib.Path) -> None:
+async def test_the_gateway_follows_its_keys_while_it_serves(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "key"
     path.write_text(OLD, encoding="ascii")
     settings = GatewaySettings(keys=KeyRing.read(path))

@@ -47,7 +47,7 @@ FETCHED = {**rendered.ANALYZED, **rendered.VARIETY["initializers"]}
 OURS = places(FETCHED)
 OUTSIDE = {
     "operator": Place(namespace="megatron-system", labels=rendered.SETTINGS.operator_labels),
-    "door": Place(namespace="megatron-system", labels=rendered.SETTINGS.gateway_labels),
+    "gateway": Place(namespace="megatron-system", labels=rendered.SETTINGS.gateway_labels),
     "prometheus": Place(namespace="monitoring", labels=rendered.SETTINGS.prometheus_labels),
     "neighbour of the operator": Place(namespace="megatron-system", labels={"app": "other"}),
     "neighbour of Prometheus": Place(namespace="monitoring", labels={"app": "grafana"}),
@@ -66,7 +66,7 @@ ALLOWED = {
     *(("peer", source, port) for source in ("worker", "peer") for port in PORTS),
     ("worker", "operator", STATUS_PORT),
     ("peer", "operator", STATUS_PORT),
-    *(("hub", source, HUB_PORT) for source in ("worker", "peer", "operator", "door", "prometheus")),
+    *(("hub", source, HUB_PORT) for source in ("worker", "peer", "operator", "gateway", "prometheus")),
 }
 """Target, source, port: all that may connect."""
 
@@ -98,7 +98,7 @@ def test_policies_of_a_job_do_not_change_who_reaches_others() -> None:
 def test_an_installation_without_prometheus_lets_none_in() -> None:
     policies = objects(rendered.make_job(FETCHED), prometheus_namespace=None)
     assert not may_connect(policies, OUTSIDE["prometheus"], OURS["hub"], HUB_PORT)
-    assert may_connect(policies, OUTSIDE["door"], OURS["hub"], HUB_PORT)
+    assert may_connect(policies, OUTSIDE["gateway"], OURS["hub"], HUB_PORT)
 
 
 def test_prometheus_without_labels_means_its_whole_namespace() -> None:
@@ -110,7 +110,7 @@ def test_prometheus_without_labels_means_its_whole_namespace() -> None:
 def test_forgotten_labels_of_the_operator_let_nobody_in_for_it() -> None:
     """An empty selector would let its whole namespace in."""
     policies = objects(rendered.make_job(FETCHED), operator_labels={}, gateway_labels={})
-    for source in ("operator", "door", "neighbour of the operator"):
+    for source in ("operator", "gateway", "neighbour of the operator"):
         assert not may_connect(policies, OUTSIDE[source], OURS["hub"], HUB_PORT)
         assert not may_connect(policies, OUTSIDE[source], OURS["worker"], STATUS_PORT)
 

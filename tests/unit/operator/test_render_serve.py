@@ -15,7 +15,7 @@ JOB = rendered.make_job(rendered.VARIETY["served"])
 TRAINED = rendered.make_job(rendered.VARIETY["analyzed"])
 OWNER = rendered.owner_of(JOB)
 OBJECTS = render.gang_objects(JOB, OWNER, AttemptSettings(number=0), rendered.SETTINGS)
-DOOR = Place(namespace="megatron-system", labels=rendered.SETTINGS.gateway_labels)
+GATEWAY = Place(namespace="megatron-system", labels=rendered.SETTINGS.gateway_labels)
 OPERATOR = Place(namespace="megatron-system", labels=rendered.SETTINGS.operator_labels)
 BESIDE = Place(namespace="default", labels={"app": "client"})
 ELSEWHERE = Place(namespace="other", labels={"app": "client"})
@@ -74,11 +74,11 @@ def test_the_hub_is_told_where_the_model_answers() -> None:
     ("source", "port", "allowed"),
     [
         (BESIDE, SERVE_PORT, True),
-        (DOOR, SERVE_PORT, True),
+        (GATEWAY, SERVE_PORT, True),
         (ELSEWHERE, SERVE_PORT, False),
         (OPERATOR, SERVE_PORT, False),
         (BESIDE, STATUS_PORT, False),
-        (DOOR, STATUS_PORT, False),
+        (GATEWAY, STATUS_PORT, False),
         (OPERATOR, STATUS_PORT, True),
     ],
 )

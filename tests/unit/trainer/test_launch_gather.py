@@ -164,7 +164,7 @@ async def test_a_refused_worker_does_not_hinder_the_others(endpoint: Endpoint) -
 
 
 @pytest.mark.asyncio
-async def test_strangers_are_shown_the_door(endpoint: Endpoint) -> None:
+async def test_strangers_are_refused(endpoint: Endpoint) -> None:
     async with coordinating(endpoint):
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")

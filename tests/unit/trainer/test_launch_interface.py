@@ -67,8 +67,8 @@ def test_the_interfaces_of_this_machine() -> None:
     place = find_worker_address(
         {Env.INTERFACE: name, Env.ADDRESS: "127.0.0.7", Env.NETWORK_STATUS: "broken"}, "no-such-host"
     )
-    assert place == WorkerAddress(address="127.0.0.1", interface=name, door="127.0.0.7")
-    assert find_worker_address({Env.INTERFACE: name}, "no-such-host").door == ""
+    assert place == WorkerAddress(address="127.0.0.1", interface=name, listen_address="127.0.0.7")
+    assert find_worker_address({Env.INTERFACE: name}, "no-such-host").listen_address == ""
 
 
 POD = {"name": "cbr0", "interface": "eth0", "ips": ["10.244.0.9"], "default": True, "dns": {}}
@@ -112,9 +112,9 @@ def test_the_ways_to_an_address_in_their_order(monkeypatch: pytest.MonkeyPatch) 
     told: dict[str, str] = {Env.ADDRESS: "10.0.0.5"}
     assert find_worker_address({**told, Env.NETWORK_STATUS: status, Env.INTERFACE: "ib1"}, "x").address == "192.168.1.5"
     assert find_worker_address({**told, Env.NETWORK_STATUS: status}, "x") == WorkerAddress(
-        address="192.168.3.9", interface="net1", door="10.0.0.5"
+        address="192.168.3.9", interface="net1", listen_address="10.0.0.5"
     )
-    own = WorkerAddress(address="10.0.0.5", interface="eth0", door="10.0.0.5")
+    own = WorkerAddress(address="10.0.0.5", interface="eth0", listen_address="10.0.0.5")
     assert find_worker_address({**told, Env.NETWORK_STATUS: json.dumps([POD])}, "x") == own
     assert find_worker_address({Env.ADDRESS: "10.0.0.9"}, "x").interface is None, "no interface lists it"
     assert find_worker_address({}, "localhost").address == socket.gethostbyname("localhost")

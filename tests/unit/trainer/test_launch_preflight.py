@@ -19,7 +19,7 @@ from megatronapp_trainer.launch.rendezvous.briefing import Briefing
 from megatronapp_trainer.launch.rendezvous.messages import EndNotice, JoinRequest, Notices, StopNotice
 from megatronapp_trainer.launch.rendezvous.session import SingleWorkerGang
 
-PLACE = WorkerAddress(address="127.0.0.2", door="127.0.0.2")
+PLACE = WorkerAddress(address="127.0.0.2", listen_address="127.0.0.2")
 DEADLINE_S = 30.0
 
 

@@ -29,7 +29,7 @@ from megatronapp_trainer.launch.rendezvous.messages import EndNotice, ExpectedGa
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable, build_table
 
 TOKEN = "ab" * 32
-PLACE = WorkerAddress(address="10.0.0.2", door="10.0.0.2")
+PLACE = WorkerAddress(address="10.0.0.2", listen_address="10.0.0.2")
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
 
@@ -201,7 +201,7 @@ def test_ranks_follow_the_order_that_is_asked_for(places: list[Any], order: Rank
 def test_a_rank_knows_its_place_in_another_order() -> None:
     joins = [join(0, num_ranks=2, topology="rack-b"), join(1, num_ranks=1, topology="rack-a")]
     table = build_table(joins, RankOrder.TOPOLOGY)
-    place = WorkerAddress(address="10.0.0.1", interface="ib0", door="")
+    place = WorkerAddress(address="10.0.0.1", interface="ib0", listen_address="")
     made = rank_environment({"GLOO_SOCKET_IFNAME": "lo"}, table, worker=0, local_rank=1, place=place)
     assert (made["RANK"], made["WORLD_SIZE"], made["NPROC_PER_NODE"]) == ("2", "3", "2")
     assert (made["NODE_RANK"], made["GROUP_RANK"], made["NNODES"]) == ("1", "1", "2")

@@ -45,8 +45,8 @@ Secrets: those of jobs are derived from the chart's key. */}}
 {{- end }}
 {{- end -}}
 
-{{/* The door finds jobs and the pods of their hubs; it changes nothing. */}}
-{{- define "megatronapp.doorRules" -}}
+{{/* The gateway finds jobs and the pods of their hubs; it changes nothing. */}}
+{{- define "megatronapp.gatewayRules" -}}
 - apiGroups: [megatronapp.io]
   resources: [megatronjobs]
   verbs: [get, list]
@@ -55,9 +55,9 @@ Secrets: those of jobs are derived from the chart's key. */}}
   verbs: [get]
 {{- end -}}
 
-{{/* Subjects of door.users. */}}
-{{- define "megatronapp.doorUsers" -}}
-{{- range .Values.door.users }}
+{{/* Subjects of gateway.users. */}}
+{{- define "megatronapp.gatewayUsers" -}}
+{{- range .Values.gateway.users }}
 - kind: {{ .kind }}
   name: {{ .name | quote }}
   {{- if eq .kind "ServiceAccount" }}

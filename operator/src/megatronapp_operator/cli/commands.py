@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megatronapp_common.command_parser import JOB_NAMES
+from megatronapp_common.command_parser import JOB_NAMES, add_renamed_option
 from megatronapp_common.state import raise_state_errors
 from megatronapp_operator.cli import cluster
 from megatronapp_operator.cli.server_spellings import add_spellings
@@ -74,7 +74,8 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
     """Add options for subcommands that connect to hubs."""
     text = "on a cluster: URL or NAMESPACE/SERVICE of the gateway (default: discover it)"
-    parser.add_argument("--door", metavar="WHERE", help=text)
+    parser.add_argument("--gateway", metavar="WHERE", help=text)
+    add_renamed_option(parser, "--door", "--gateway")
     text = "on a cluster: log in with a token of this service account (default: your own, or another that you may use)"
     parser.add_argument("--service-account", metavar="[NAMESPACE/]NAME", help=text)
 

@@ -7,6 +7,7 @@ import pathlib
 import socket
 from collections.abc import Sequence
 
+from megatronapp_common.command_parser import add_renamed_option
 from megatronapp_common.names import OPERATOR_PORT
 from megatronapp_operator.backends.kubernetes.render.settings import RenderSettings
 from megatronapp_operator.errors import SettingsError
@@ -54,8 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cluster-domain", default="cluster.local")
     parser.add_argument("--node-access", action="store_true", help="the operator may read nodes")
     parser.add_argument("--prometheus-namespace", default="", help="namespace whose Prometheus may scrape hubs")
-    for whom in ("prometheus", "operator", "door"):
+    for whom in ("prometheus", "operator", "gateway"):
         parser.add_argument(f"--{whom}-labels", default="", metavar="K=V,..", help=f"labels of the {whom}'s pods")
+    add_renamed_option(parser, "--door-labels", "--gateway-labels")
     parser.add_argument("--resync-seconds", type=float, default=300.0, help="seconds between full lists")
     parser.add_argument("--kubeconfig", help="kubeconfig for running outside a cluster")
     return parser
@@ -71,7 +73,7 @@ def parse(arguments: Sequence[str] | None = None) -> ControllerSettings:
         cluster_domain=given.cluster_domain,
         operator_namespace=given.operator_namespace,
         operator_labels=_labels("--operator-labels", given.operator_labels),
-        gateway_labels=_labels("--door-labels", given.door_labels),
+        gateway_labels=_labels("--gateway-labels", given.gateway_labels),
         prometheus_namespace=given.prometheus_namespace or None,
         prometheus_labels=_labels("--prometheus-labels", given.prometheus_labels),
         node_access=given.node_access,

@@ -26,12 +26,12 @@ MAX_MESSAGE_BYTES = 4 << 10
 """Of a page's messages: on the live socket it says nothing, on that of MegaScope credit and what it missed."""
 SHUTDOWN_S = 3
 MAX_CONNECTIONS = 1_000
-"""Then the door answers 503. Live sockets have a limit of their own."""
+"""Then the gateway answers 503. Live sockets have a limit of their own."""
 METRICS_PORT = 8081
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Flags of the door."""
+    """Flags of the gateway."""
     parser = argparse.ArgumentParser(prog="python -m megatronapp_operator.gateway", description=__doc__)
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=GATEWAY_PORT, help="port to listen on (default: %(default)s)")
@@ -70,7 +70,7 @@ def listen(arguments: argparse.Namespace, flag: str, port: int) -> socket.socket
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Serve until a signal comes. Raises OperatorError if the door cannot begin."""
+    """Serve until a signal comes. Raises OperatorError if the gateway cannot begin."""
     settings = GatewaySettings(
         keys=KeyRing.read(arguments.key_file),
         namespaces=tuple(name for name in arguments.watch_namespaces.split(",") if name),
@@ -118,7 +118,7 @@ async def measured(arguments: argparse.Namespace, registry: CollectorRegistry) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     arguments = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s door %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s gateway %(levelname)s %(message)s")
     logging.getLogger("uvicorn.access").disabled = True  # addresses may hold tokens
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # which tells those of WebSockets, by INFO
     try:
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return int(ExitCode.OK)
     except OperatorError as error:
-        print(f"door: {error}", file=sys.stderr)
+        print(f"gateway: {error}", file=sys.stderr)
         return int(ExitCode.USAGE)
     return int(ExitCode.OK)
 

@@ -1,4 +1,4 @@
-"""The door's web application: routes, error answers and headers put together."""
+"""The gateway's web application: routes, error answers and headers put together."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from megatronapp_operator.gateway.sessions import BrowserSessions
 from megatronapp_operator.gateway.subject_access import AccessReviews
 from megatronapp_operator.keys import KeyRing
 
-TITLE = "MegatronApp door"
+TITLE = "MegatronApp gateway"
 API_VERSION = "1"
 API_POLICY = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; sandbox"}
 """Of all answers but the pages: what a hub tells is never run or shown."""
@@ -32,7 +32,7 @@ API_POLICY = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'n
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GatewaySettings:
-    """What a door is started with."""
+    """What a gateway is started with."""
 
     keys: KeyRing
     """The installation's keys, from which the tokens of all jobs follow."""
@@ -69,7 +69,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
 
 @contextlib.asynccontextmanager
 async def _following(keys: KeyRing) -> AsyncIterator[None]:
-    """Keep reading the key file while the door serves: the jobs that start after a rotation have the new key."""
+    """Keep reading the key file while the gateway serves: the jobs that start after a rotation have the new key."""
     task = asyncio.create_task(keys.follow())
     try:
         yield
@@ -88,7 +88,7 @@ def create_app(api: KubernetesApi, settings: GatewaySettings, metrics: GatewayMe
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         catalog = JobCatalog(api, keys=settings.keys, namespaces=settings.namespaces)
         async with new_session() as session, _following(settings.keys):
-            app.state.door = routes.Gateway(
+            app.state.gateway = routes.Gateway(
                 catalog=catalog,
                 gate=Authorizer(catalog, AccessReviews(api) if settings.reviews else None),
                 hubs=HubAddresses(api, port=settings.hub_port),

@@ -1,4 +1,4 @@
-"""Who may do what at the door."""
+"""Who may do what at the gateway."""
 
 import asyncio
 import dataclasses
@@ -126,6 +126,6 @@ class Authorizer:
 
     def _unknown(self, *, some: bool) -> str:
         if not some:
-            return "the door needs to know who you are"
+            return "the gateway needs to know who you are"
         whose = "is no job's token" if self._reviews is None else "is not known to the cluster, nor a job's"
         return f"the token {whose}, or its time is over"

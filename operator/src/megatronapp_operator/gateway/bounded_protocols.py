@@ -1,4 +1,4 @@
-"""How the door speaks HTTP and WebSocket: as uvicorn does, but nobody holds a connection or memory for nothing.
+"""How the gateway speaks HTTP and WebSocket: as uvicorn does, but nobody holds a connection or memory for nothing.
 
 uvicorn waits without end for the head of a request, and for a peer that reads nothing of what it asked for.
 """

@@ -1,4 +1,4 @@
-"""Shares of what the door has: no caller, and no job's hub, takes more than theirs, and all together not too much."""
+"""Limits of what is under way at a time: for each caller, for each job, and in all."""
 
 import contextlib
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatronapp_operator.gateway.problems import GatewayError
 
-ALL = "the door"
+ALL = "the gateway"
 """Key of what all share."""
 
 

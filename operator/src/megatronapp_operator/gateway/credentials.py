@@ -1,8 +1,8 @@
 """What a request shows to prove who sends it: a Bearer token, or the cookie of a browser that is logged in.
 
-What a cookie opens must come from a page of the door itself, and `megatronapp ui` opens a forwarded port under a host
-name of its own (see `megatronapp_common.web.origin`). The door itself leads nobody to such a name: it cannot know who
-else on the machine of the browser answers to it.
+A request with a cookie must be sent by a page of the gateway itself, and `megatronapp ui` opens a forwarded port under
+a separate host name (see `megatronapp_common.web.origin`). The gateway itself redirects to no such name: it cannot know
+which other process next to the browser answers to it.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ TLS = frozenset({"https", "wss"})
 
 def cookie_name(key: str) -> str:
     """Name of the cookie; differs per installation, because browsers share cookies between ports of one host."""
-    return "megatronapp_door_" + hashlib.sha256(b"megatronapp:cookie:" + bytes.fromhex(key)).hexdigest()[:12]
+    return "megatronapp_gateway_" + hashlib.sha256(b"megatronapp:cookie:" + bytes.fromhex(key)).hexdigest()[:12]
 
 
 class Credentials:
@@ -41,7 +41,7 @@ class Credentials:
             is_same_site_navigation(connection.headers) and (reads or is_same_origin(connection.headers))
         ):
             hint = "Open the page at the address that `megatronapp ui` prints."
-            raise GatewayError(403, "other-origin", "this request comes from a page that is not the door's", hint)
+            raise GatewayError(403, "other-origin", "this request comes from a page that is not the gateway's", hint)
         return tokens
 
     def ticket(self, connection: HTTPConnection, caller: Caller) -> str:

@@ -1,4 +1,4 @@
-"""The jobs as the door sees them, and the tokens of each, which follow from the installation's key."""
+"""The jobs as the gateway sees them, and the tokens of each, which follow from the installation's key."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ ROLES = (TokenRole.VIEWER, TokenRole.CONTROLLER)
 """Of people. The other tokens of a job open nothing here."""
 SHOWN = ("phase", "progress", "restarts", "slowRanks", "hungRanks")
 """Of a status."""
-KEY_HINT = "The door reads its key file every few seconds. If this stays, write the lost key behind the newest one."
+KEY_HINT = "The gateway reads its key file every few seconds. If this stays, write the lost key behind the newest one."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class CatalogJob:
     key_id: str | None = None
     """Of the key that its running attempt was started with; None: no attempt has begun."""
     document: dict[str, Any] = dataclasses.field(compare=False, repr=False, default_factory=dict)
-    """What the door shows of it. Rank tables and specs of thousands of jobs would fill the door's memory."""
+    """What the gateway shows of it. Rank tables and specs of thousands of jobs would fill the gateway's memory."""
 
     @classmethod
     def of(cls, document: Object) -> "CatalogJob":
@@ -77,7 +77,7 @@ class JobCatalog:
         self._unknown: TtlCache[str, bool] = TtlCache(self._is_unknown, ttl_s=UNKNOWN_S, size=MAX_UNKNOWN)
 
     async def reach(self) -> None:
-        """Ask for one job of each watched namespace: whether the cluster answers, and whether the door may ask."""
+        """Ask for one job of each watched namespace: whether the cluster answers, and whether the gateway may ask."""
         for namespace in self._namespaces or (None,):
             async with contextlib.aclosing(self._api.pages(JOBS, namespace, page=1)) as pages:
                 await anext(pages)
@@ -115,7 +115,7 @@ class JobCatalog:
         """The key of the job's running attempt. Raises Refusal: no other key opens its hub."""
         key = self._find_key(job)
         if key is None:
-            text = f"the key {job.key_id} of {job.namespace}/{job.name} is not in the door's key file"
+            text = f"the key {job.key_id} of {job.namespace}/{job.name} is not in the gateway's key file"
             raise GatewayError(503, "unknown-key", text, KEY_HINT, retry_s=math.ceil(RELOAD_S))
         return key
 

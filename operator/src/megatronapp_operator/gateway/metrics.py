@@ -1,4 +1,4 @@
-"""Prometheus metrics of the door, and where they are served: at a port of their own, which no page leads to.
+"""Prometheus metrics of the gateway, and where they are served: at a port of their own, which no page leads to.
 
 No label holds a name of a job, a namespace, a user, or anything else that a caller or a hub says.
 """
@@ -19,22 +19,22 @@ OK = "ok"
 
 
 class GatewayMetrics:
-    """All metrics of one door process."""
+    """All metrics of one gateway process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
-            "megatron_door_requests", "Requests by route and HTTP status.", ["route", "code"], registry=registry
+            "megatron_gateway_requests", "Requests by route and HTTP status.", ["route", "code"], registry=registry
         )
         self._refusals = Counter(
-            "megatron_door_refusals",
-            "What the door did not do, by the code that it told; log-in: refused logins and unknown callers.",
+            "megatron_gateway_refusals",
+            "What the gateway did not do, by the code that it told; log-in: refused logins and unknown callers.",
             ["code"],
             registry=registry,
         )
         for code in ("log-in", "too-many"):
             self._refusals.labels(code)
         self._hubs = Histogram(
-            "megatron_door_hub_seconds",
+            "megatron_gateway_hub_seconds",
             "Time until a hub began to answer, by outcome: ok, or the code that the caller was told.",
             ["outcome"],
             buckets=HUB_BUCKETS_S,
@@ -42,14 +42,14 @@ class GatewayMetrics:
         )
         self._hubs.labels(OK)
         self._api = Counter(
-            "megatron_door_api_requests",
+            "megatron_gateway_api_requests",
             "Requests to the API server by verb, resource and code (error: no answer).",
             ["verb", "resource", "code"],
             registry=registry,
         )
-        self._sockets = Gauge("megatron_door_sockets", "Live sockets that are open.", registry=registry)
-        self._most = Gauge("megatron_door_sockets_limit", "How many live sockets may be open.", registry=registry)
-        ProcessCollector(namespace="megatron_door", registry=registry)
+        self._sockets = Gauge("megatron_gateway_sockets", "Live sockets that are open.", registry=registry)
+        self._most = Gauge("megatron_gateway_sockets_limit", "How many live sockets may be open.", registry=registry)
+        ProcessCollector(namespace="megatron_gateway", registry=registry)
 
     def count_sockets(self, count: Callable[[], int], most: int) -> None:
         """Tell how many live sockets there are, of how many."""
@@ -57,7 +57,7 @@ class GatewayMetrics:
         self._most.set(most)
 
     def refused(self, refusal: GatewayError) -> None:
-        """The door did not do something."""
+        """The gateway did not do something."""
         self._refusals.labels(refusal.code).inc()
 
     def answered(self, route: str, status: int) -> None:

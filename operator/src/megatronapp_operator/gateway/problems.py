@@ -14,7 +14,7 @@ WHERE = "See /api/v1/openapi.json for what there is."
 
 
 class GatewayError(OperatorError):
-    """What the door does not do. `status` is the HTTP status; `retry_s` says when another try may help."""
+    """What the gateway does not do. `status` is the HTTP status; `retry_s` says when another try may help."""
 
     def __init__(self, status: int, code: str, message: str, hint: str, *, retry_s: int | None = None) -> None:
         super().__init__(message)
@@ -57,10 +57,10 @@ def count_error(connection: HTTPConnection, refusal: GatewayError) -> None:
 
 
 def of_api(error: ApiError) -> GatewayError:
-    """The cluster does not answer the door, or does not let it do its work; never the caller's fault."""
+    """The cluster does not answer the gateway, or does not let it do its work; never the caller's fault."""
     if isinstance(error, ForbiddenError):
-        hint = "Whoever installed the chart must give the door this right, or start it with --no-reviews."
-        return GatewayError(503, "door-without-right", f"the door may not ask the cluster: {error}", hint)
+        hint = "Whoever installed the chart must give the gateway this right, or start it with --no-reviews."
+        return GatewayError(503, "gateway-without-right", f"the gateway may not ask the cluster: {error}", hint)
     return GatewayError(
         503, "cluster-not-there", f"the cluster's API does not answer: {error}", "Try again in a moment."
     )

@@ -1,4 +1,4 @@
-"""How often callers may do something at the door."""
+"""How often callers may do something at the gateway."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -12,7 +12,7 @@ JSON = "application/json"
 BYTES = "application/octet-stream"
 CSV = "text/csv"
 SAID = {JSON: JSON, BYTES: BYTES, CSV: "text/csv; charset=utf-8"}
-"""How the door calls the types that it lets through."""
+"""How the gateway calls the types that it lets through."""
 MAX_BYTES, MAX_TILE_BYTES, MAX_SESSION_BYTES = 256 << 20, 64 << 10, 1 << 30
 """Of an answer, of a tile (256 x 256), and of a recorded session: what a hub's ring holds, and exact numbers."""
 MAX_TILES_BYTES = 16 * MAX_TILE_BYTES + (4 << 10)
@@ -43,7 +43,7 @@ class ResponseRule:
     total_s: float = TOTAL_S
 
     def headers(self, said: str, hub: Mapping[str, str]) -> dict[str, str]:
-        """The door's headers for content of a type, with the few of the hub's that say what they should."""
+        """The gateway's headers for content of a type, with the few of the hub's that say what they should."""
         headers = {"content-type": SAID[said]}
         if self.file is not None and said != JSON:
             headers["content-disposition"] = f'attachment; filename="{self.file}"'

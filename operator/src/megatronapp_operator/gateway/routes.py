@@ -1,4 +1,4 @@
-"""The door's interface: the list of jobs, and what is below each job, which its hub answers."""
+"""The gateway's interface: the list of jobs, and what is below each job, which its hub answers."""
 
 import contextlib
 from typing import Annotated, Any
@@ -31,7 +31,7 @@ MAX_REQUESTS, CALLERS_REQUESTS, JOBS_REQUESTS, REQUESTS_OF_BOTH = 256, 32, AT_ON
 MAX_LONG_BODIES, CALLERS_LONG_BODIES = 32, 4
 """Bodies of more than MAX_BODY_BYTES that may come at the same time: in all, and of one caller to one job."""
 MAX_SOCKETS = 64
-"""Live sockets in all. What one may take of memory stands in docs/door.md."""
+"""Live sockets in all. What one may take of memory stands in docs/gateway.md."""
 CONTROLS, CONTROLS_S, JOBS_CONTROLS = 30, 15.0, 4
 """Controlling calls of one caller to one job: so many at once, and as many more in so many seconds; those of all
 callers of one role to one job so many times as often."""
@@ -153,9 +153,9 @@ def hub_of(job: CatalogJob) -> str:
 
 
 def gateway_of(connection: HTTPConnection) -> Gateway:
-    """The door that serves this connection."""
-    door: Gateway = connection.app.state.door
-    return door
+    """The gateway that serves this connection."""
+    gateway: Gateway = connection.app.state.gateway
+    return gateway
 
 
 async def _caller_of(connection: HTTPConnection) -> Caller:
@@ -176,43 +176,45 @@ async def healthz() -> Health:
 
 
 @probes.get("/readyz", responses={503: {"model": Problem}})
-async def readyz(door: GatewayOf) -> Health:
+async def readyz(gateway: GatewayOf) -> Health:
     """The cluster has answered once. Later its silence takes no page away: requests that need it say so themselves."""
-    if not door.reached:
-        await door.catalog.reach()
-        door.reached = True
+    if not gateway.reached:
+        await gateway.catalog.reach()
+        gateway.reached = True
     return Health(status="ok")
 
 
 @router.get("/jobs")
-async def jobs(door: GatewayOf, caller: CallerOf) -> list[GatewayJob]:
+async def jobs(gateway: GatewayOf, caller: CallerOf) -> list[GatewayJob]:
     """The jobs that the caller may see, by namespace and name."""
-    return [entry(job) for job in await door.gate.visible(caller)]
+    return [entry(job) for job in await gateway.gate.visible(caller)]
 
 
 @router.post("/tickets", status_code=201)
-async def new_ticket(request: Request, door: GatewayOf, caller: CallerOf) -> LoginTicket:
+async def new_ticket(request: Request, gateway: GatewayOf, caller: CallerOf) -> LoginTicket:
     """A word that logs a browser in with the caller's rights, so that no token stands in an address."""
-    return LoginTicket(ticket=door.credentials.ticket(request, caller))
+    return LoginTicket(ticket=gateway.credentials.ticket(request, caller))
 
 
 @router.delete("/session", status_code=204)
-async def log_out(request: Request, door: GatewayOf, caller: CallerOf) -> Response:
+async def log_out(request: Request, gateway: GatewayOf, caller: CallerOf) -> Response:
     """Forget this browser."""
-    return door.credentials.log_out(request, Response(status_code=204))
+    return gateway.credentials.log_out(request, Response(status_code=204))
 
 
 @router.get("/jobs/{namespace}/{name}")
-async def one_job(door: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name) -> GatewayJob:
+async def one_job(gateway: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name) -> GatewayJob:
     """One job."""
-    return entry(await door.gate.admit(caller, Verb.GET, namespace, name))
+    return entry(await gateway.gate.admit(caller, Verb.GET, namespace, name))
 
 
 @router.post("/jobs/{namespace}/{name}/faults", status_code=201, openapi_extra=OBJECT_BODY, responses=HUB_PROBLEMS)
-async def add_fault(request: Request, door: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
+async def add_fault(
+    request: Request, gateway: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name
+) -> Response:
     """Make a rank slow; the hub's own interface says how."""
-    job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
-    return await door.control_hub(caller, job, "faults", request=request, most=MAX_BODY_BYTES)
+    job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
+    return await gateway.control_hub(caller, job, "faults", request=request, most=MAX_BODY_BYTES)
 
 
 @router.delete(
@@ -220,17 +222,17 @@ async def add_fault(request: Request, door: GatewayOf, caller: CallerOf, namespa
 )
 async def end_fault(request: Request, caller: CallerOf, namespace: Namespace, name: Name, fault: FaultId) -> Response:
     """End a fault."""
-    door = gateway_of(request)
-    job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
-    return await door.control_hub(caller, job, f"faults/{fault}", request=request)
+    gateway = gateway_of(request)
+    job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
+    return await gateway.control_hub(caller, job, f"faults/{fault}", request=request)
 
 
 @router.get("/jobs/{namespace}/{name}/{path:path}", response_model=None, responses={200: {}, **HUB_PROBLEMS})
 async def read_hub(request: Request, caller: CallerOf, namespace: Namespace, name: Name, path: HubPath) -> Response:
     """What the job's hub tells at `/api/v1/{path}`: JSON, with the same query."""
-    door = gateway_of(request)
-    job = await door.gate.admit(caller, Verb.GET, namespace, name)
-    return await door.forward_request(caller, job, path, request.url.query)
+    gateway = gateway_of(request)
+    job = await gateway.gate.admit(caller, Verb.GET, namespace, name)
+    return await gateway.forward_request(caller, job, path, request.url.query)
 
 
 @sockets.websocket("/jobs/{namespace}/{name}/live")

@@ -1,4 +1,4 @@
-"""MegaScope through the door (docs/scope-protocol.md): who sees a job looks, who may update it generates and pins."""
+"""MegaScope through the gateway (docs/scope-protocol.md): `get` on a job reads, `update` generates and pins."""
 
 from typing import Annotated, Any
 
@@ -44,9 +44,9 @@ sockets = APIRouter(prefix="/api/v1")
 @router.get(JOB, response_model=None, responses={200: {}, **HUB_PROBLEMS})
 async def hello(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
     """The model of the job, and what the caller is: viewer or controller."""
-    door = gateway_of(request)
-    job = await door.gate.admit(caller, Verb.GET, namespace, name)
-    return await door.forward_request(caller, job, "scope", role=await door.gate.role(caller, job))
+    gateway = gateway_of(request)
+    job = await gateway.gate.admit(caller, Verb.GET, namespace, name)
+    return await gateway.forward_request(caller, job, "scope", role=await gateway.gate.role(caller, job))
 
 
 @router.post(f"{JOB}/runs", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
@@ -95,10 +95,10 @@ async def read_scope(
     if_none_match: Tag = None,
 ) -> Response:
     """What the hub tells at `/api/v1/scope/{path}`, with the same query: runs, tiles, exact numbers, sessions."""
-    door = gateway_of(request)
-    job = await door.gate.admit(caller, Verb.GET, namespace, name)
+    gateway = gateway_of(request)
+    job = await gateway.gate.admit(caller, Verb.GET, namespace, name)
     tag = if_none_match if ETAG.fullmatch(if_none_match or "") else None
-    return await door.forward_request(caller, job, f"scope/{path}", request.url.query, tag=tag)
+    return await gateway.forward_request(caller, job, f"scope/{path}", request.url.query, tag=tag)
 
 
 @sockets.websocket(JOB)
@@ -110,6 +110,6 @@ async def scope_socket(socket: WebSocket, namespace: Namespace, name: Name) -> N
 async def _control(
     request: Request, caller: CallerOf, place: tuple[str, str], path: str, *, most: int | None = None
 ) -> Response:
-    door = gateway_of(request)
-    job = await door.gate.control(caller, *place)
-    return await door.control_hub(caller, job, f"scope/{path}", request=request, most=most)
+    gateway = gateway_of(request)
+    job = await gateway.gate.control(caller, *place)
+    return await gateway.control_hub(caller, job, f"scope/{path}", request=request, most=most)

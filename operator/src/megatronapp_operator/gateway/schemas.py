@@ -1,4 +1,4 @@
-"""What the door's own interface gives. What hubs tell has the hub's interface (its OpenAPI document)."""
+"""What the gateway's own interface gives. What hubs tell has the hub's interface (its OpenAPI document)."""
 
 from typing import Annotated, Literal
 

@@ -1,6 +1,6 @@
-"""Logins of browsers. A cookie holds a random word; the tokens that it stands for never leave the door's memory.
+"""Logins of browsers. A cookie holds a random word; the tokens that it stands for never leave the gateway's memory.
 
-Who restarts the door logs in again; two replicas need session affinity in front of them.
+Who restarts the gateway logs in again; two replicas need session affinity in front of them.
 """
 
 import dataclasses

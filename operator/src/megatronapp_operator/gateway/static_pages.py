@@ -1,4 +1,4 @@
-"""Serves the built page, tells it that this is a door, and logs browsers in."""
+"""Serves the built page, tells it that this is a gateway, and logs browsers in."""
 
 import asyncio
 import pathlib
@@ -22,12 +22,12 @@ from megatronapp_operator.gateway.authorization import Authorizer
 from megatronapp_operator.gateway.credentials import Credentials
 from megatronapp_operator.gateway.problems import WHERE, GatewayError, count_error
 
-MARK = '<meta name="megatronapp-server" content="door" />'
+MARK = '<meta name="megatronapp-server" content="gateway" />'
 MAX_FORM_BYTES = 16 << 10
 """Tokens of a cluster are a few KiB."""
 BODY_S = 10.0
 """So long may a body take."""
-NO_PAGE = "This door serves no page; start it with --frontend.\n"
+NO_PAGE = "This gateway serves no page; start it with --frontend.\n"
 
 
 def resolve(root: pathlib.Path, path: str) -> pathlib.Path | None:
@@ -48,7 +48,7 @@ def build_router(
     @router.post("/login")
     async def log_in(request: Request) -> Response:
         if not is_same_origin(request.headers):
-            raise GatewayError(403, "other-origin", "this form is not the door's", "Open the door's own page.")
+            raise GatewayError(403, "other-origin", "this form is not the gateway's", "Open the gateway's own page.")
         fields = urllib.parse.parse_qs((await read_body(request, MAX_FORM_BYTES)).decode(errors="replace"))
         shown = fields.get("token", [""])[0].strip()
         try:

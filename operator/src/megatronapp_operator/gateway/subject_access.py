@@ -14,8 +14,8 @@ from megatronapp_operator.gateway.ttl_cache import TtlCache
 
 TOKEN_REVIEWS = Resource("authentication.k8s.io/v1", "tokenreviews")
 ACCESS_REVIEWS = Resource("authorization.k8s.io/v1", "subjectaccessreviews")
-AUDIENCE = "megatronapp.io/door"
-"""Of tokens that were made for the door, and that nothing else takes."""
+AUDIENCE = "megatronapp.io/gateway"
+"""Of tokens that were made for the gateway, and that nothing else takes."""
 KEEP_S = 10.0
 """How long a verdict of the cluster holds: so long may a token live on after it was taken back."""
 MAX_TOKENS = 2_000

@@ -22,10 +22,10 @@ CALLERS_SOCKETS, JOBS_SOCKETS = 16, 48
 Guest = tuple[Caller, CatalogJob, TokenRole]
 
 
-async def serve_websocket(socket: WebSocket, door: "Gateway", namespace: str, name: str, rules: SocketRules) -> None:
+async def serve_websocket(socket: WebSocket, gateway: "Gateway", namespace: str, name: str, rules: SocketRules) -> None:
     """Let a page listen to the job's hub, as long as it may."""
     try:
-        guest = await _admit(socket, door, namespace, name, rules)
+        guest = await _admit(socket, gateway, namespace, name, rules)
         if rules.subprotocol is not None and rules.subprotocol not in socket.scope["subprotocols"]:
             hint = "Use the page of this release."
             raise GatewayError(400, "other-protocol", f"this socket speaks {rules.subprotocol} alone", hint)
@@ -35,38 +35,38 @@ async def serve_websocket(socket: WebSocket, door: "Gateway", namespace: str, na
         return
 
     async def check() -> None:
-        if (await _admit(socket, door, namespace, name, rules))[2:] != guest[2:]:
+        if (await _admit(socket, gateway, namespace, name, rules))[2:] != guest[2:]:
             raise GatewayError(403, "other-role", "your rights have changed", "Open the page again.")
 
     await socket.accept(rules.subprotocol)
     try:
-        await _listen(socket, door, guest, rules, check)
+        await _listen(socket, gateway, guest, rules, check)
     except (GatewayError, ApiError) as error:
         why = error if isinstance(error, GatewayError) else of_api(error)
         count_error(socket, why)
         await websocket_proxy.send_error(socket, why)
 
 
-async def _admit(socket: WebSocket, door: "Gateway", namespace: str, name: str, rules: SocketRules) -> Guest:
+async def _admit(socket: WebSocket, gateway: "Gateway", namespace: str, name: str, rules: SocketRules) -> Guest:
     """Who comes, to which job, as what. Raises Refusal."""
     try:
-        caller = await door.caller(socket)
-        job = await door.gate.admit(caller, Verb.GET, namespace, name)
-        role = await door.gate.role(caller, job) if rules.by_role else TokenRole.VIEWER
+        caller = await gateway.caller(socket)
+        job = await gateway.gate.admit(caller, Verb.GET, namespace, name)
+        role = await gateway.gate.role(caller, job) if rules.by_role else TokenRole.VIEWER
     except ApiError as error:
         raise of_api(error) from error
     return caller, job, role
 
 
 async def _listen(
-    socket: WebSocket, door: "Gateway", guest: Guest, rules: SocketRules, check: websocket_proxy.Check
+    socket: WebSocket, gateway: "Gateway", guest: Guest, rules: SocketRules, check: websocket_proxy.Check
 ) -> None:
     caller, job, role = guest
     hub_name = f"hub of {job.namespace}/{job.name}"
-    with door.sockets.acquire({caller.identity: CALLERS_SOCKETS, hub_name: JOBS_SOCKETS}):
-        address = await door.hubs.address(job)
+    with gateway.sockets.acquire({caller.identity: CALLERS_SOCKETS, hub_name: JOBS_SOCKETS}):
+        address = await gateway.hubs.address(job)
         async with contextlib.AsyncExitStack() as stack:
-            with door.metrics.asking_hub():
-                opened = websocket_proxy.listening(address, door.catalog.token(job, role), rules)
+            with gateway.metrics.asking_hub():
+                opened = websocket_proxy.listening(address, gateway.catalog.token(job, role), rules)
                 hub = await stack.enter_async_context(opened)
             await websocket_proxy.proxy_frames(socket, hub, check, rules)

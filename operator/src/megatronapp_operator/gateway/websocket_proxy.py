@@ -21,7 +21,7 @@ from megatronapp_operator.gateway.problems import GatewayError
 
 LOG = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 << 20
-"""Of one hub's frame: the format allows more, but all sockets of all hubs share the door's memory."""
+"""Of one hub's frame: the format allows more, but all sockets of all hubs share the gateway's memory."""
 SEND_S = 30.0
 """So long may a page take to read a frame."""
 OPEN_S = 10.0
@@ -161,7 +161,7 @@ async def _pump(hub: Hub, page: WebSocket, rules: SocketRules) -> tuple[int, str
 
 
 def _end(error: ConnectionClosed) -> tuple[int, str]:
-    """With which code a page hears that its hub has ended the connection; in the door's words."""
+    """With which code a page hears that its hub has ended the connection; in the gateway's words."""
     code = CLOSE_AGAIN if error.rcvd is None else error.rcvd.code
     if code in PASSED_CODES:
         return code, "the page did not keep up" if code == TOO_SLOW else "the hub did not take what the page said"

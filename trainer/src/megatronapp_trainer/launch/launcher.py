@@ -118,7 +118,7 @@ class Launcher:
             if settings.index == COORDINATOR and settings.status_port is not None:
                 token = _token(settings.secret_file, TokenRole.VIEWER)
                 stack.enter_context(
-                    serve_status(self._board, token=token, address=place.door, port=settings.status_port)
+                    serve_status(self._board, token=token, address=place.listen_address, port=settings.status_port)
                 )
             probe_port = 0
             if settings.preflight is not None:
@@ -189,7 +189,7 @@ class Launcher:
         expected = ExpectedGang(uid=settings.uid, attempt=settings.attempt, proc_per_node=settings.proc_per_node)
         coordinator = Coordinator(token=token, expected=expected, own=join, order=settings.rank_order, board=board)
         try:
-            await coordinator.gather(address.listening_socket(settings.coordinator, place.door), timeout_s)
+            await coordinator.gather(address.listening_socket(settings.coordinator, place.listen_address), timeout_s)
         except BaseException:
             await coordinator.close()
             raise

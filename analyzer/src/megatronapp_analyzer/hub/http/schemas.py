@@ -157,7 +157,7 @@ class Action(ApiModel):
     at: str
     """RFC 3339."""
     who: str
-    """Whom the door names, else `controller token`."""
+    """Whom the gateway names, else `controller token`."""
     what: str
 
 

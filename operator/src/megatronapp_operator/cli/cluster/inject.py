@@ -5,7 +5,7 @@ import argparse
 from megatronapp_common.job import load_stored_job
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli import inject
-from megatronapp_operator.cli.cluster import doors, tokens
+from megatronapp_operator.cli.cluster import gateway_client, tokens
 from megatronapp_operator.cli.cluster.connection import opened
 from megatronapp_operator.errors import HubError, OperatorError
 
@@ -18,10 +18,10 @@ def main(arguments: argparse.Namespace) -> int:
             raise OperatorError(f"{job.name} has ended ({job.phase}); faults need a running job")
         document = {key: value for key, value in job.document.items() if key != "status"}
         inject.check(load_stored_job(document)[0], arguments)
-        with doors.open_gateway(cluster) as door:
-            token = tokens.token_for(cluster, door, job)
+        with gateway_client.open_gateway(cluster) as gateway:
+            token = tokens.token_for(cluster, gateway, job)
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/faults"
-            answer = doors.call_gateway(door, "POST", path, token=token, json=inject.fault_of(arguments))
+            answer = gateway_client.call_gateway(gateway, "POST", path, token=token, json=inject.fault_of(arguments))
     if not answer.is_success:
         raise HubError(replace_control_characters(inject.problem_of(answer)))
     print(replace_control_characters(inject.describe_fault(answer.json(), arguments)))

@@ -21,9 +21,9 @@ from megatronapp_operator.backends.kubernetes.client.api import SECRETS, Object,
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
 from megatronapp_operator.backends.kubernetes.render import ObjectNames
 from megatronapp_operator.backends.kubernetes.status_facts import read_pinned
-from megatronapp_operator.cli.cluster import doors
+from megatronapp_operator.cli.cluster import gateway_client
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
-from megatronapp_operator.cli.cluster.doors import GatewayEndpoint
+from megatronapp_operator.cli.cluster.gateway_client import GatewayEndpoint
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError, OperatorError
 from megatronapp_operator.gateway.subject_access import AUDIENCE
@@ -47,15 +47,15 @@ class SelectedToken:
     whose: str | None = None
 
 
-def token_for(cluster: Cluster, door: GatewayEndpoint, job: ClusterJob | None) -> str:
+def token_for(cluster: Cluster, gateway: GatewayEndpoint, job: ClusterJob | None) -> str:
     """Return a token that the gateway accepts.
 
     Raises HubError with the gateway's message, OperatorError for a wrong account.
     """
     path = "/api/v1/jobs" if job is None else f"/api/v1/jobs/{job.namespace}/{job.name}"
     refusal = NO_TOKEN + ("" if job is not None else ", or name a job whose Secret you may read")
-    for shown in _tokens(cluster, door, job):
-        answer = doors.call_gateway(door, "GET", path, token=shown.token)
+    for shown in _tokens(cluster, gateway, job):
+        answer = gateway_client.call_gateway(gateway, "GET", path, token=shown.token)
         if answer.is_success:
             if shown.whose is not None:
                 print(f"note: with the rights of {shown.whose}", file=sys.stderr)
@@ -66,7 +66,7 @@ def token_for(cluster: Cluster, door: GatewayEndpoint, job: ClusterJob | None) -
     raise HubError(f"the gateway denies access: {refusal}")
 
 
-def _tokens(cluster: Cluster, door: GatewayEndpoint, job: ClusterJob | None) -> Iterator[SelectedToken]:
+def _tokens(cluster: Cluster, gateway: GatewayEndpoint, job: ClusterJob | None) -> Iterator[SelectedToken]:
     if cluster.arguments.service_account:
         yield _of_account(cluster, *_account(cluster, cluster.arguments.service_account))
         return
@@ -76,8 +76,8 @@ def _tokens(cluster: Cluster, door: GatewayEndpoint, job: ClusterJob | None) -> 
     if job is not None:
         with contextlib.suppress(ApiError):  # few may read Secrets
             yield from _of_job(cluster, job)
-    if own is None and door.service is not None:
-        place = door.service["metadata"]
+    if own is None and gateway.service is not None:
+        place = gateway.service["metadata"]
         with contextlib.suppress(ApiError):  # nor make tokens of others
             yield _of_account(cluster, place["namespace"], f"{place['name']}-{VIEWER}")
 
@@ -89,7 +89,7 @@ def _of_job(cluster: Cluster, job: ClusterJob) -> Iterator[SelectedToken]:
         yield SelectedToken(derive_token(text, TokenRole.CONTROLLER), f"who has the token of {place}")
         yield SelectedToken(
             derive_token(text, TokenRole.VIEWER), f"who has the viewer's token of {place}"
-        )  # all that an older door knows
+        )  # all that an older gateway knows
 
 
 def _secrets(cluster: Cluster, job: ClusterJob) -> list[Object]:

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from megatronapp_common.text.terminal import replace_control_characters
-from megatronapp_operator.cli.cluster import doors, tokens
+from megatronapp_operator.cli.cluster import gateway_client, tokens
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError, OperatorError
@@ -24,10 +24,10 @@ def main(arguments: argparse.Namespace) -> int:
     bounds = {name: str(step) for name, step in (("from", first), ("to", last)) if step is not None}
     with opened(arguments) as cluster:
         job = cluster.view(arguments.job)
-        with doors.open_gateway(cluster) as door:
-            token = tokens.token_for(cluster, door, job)
+        with gateway_client.open_gateway(cluster) as gateway:
+            token = tokens.token_for(cluster, gateway, job)
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/trace"
-            answer = doors.call_gateway(door, "GET", path, token=token, query=bounds, timeout_s=ANSWER_S)
+            answer = gateway_client.call_gateway(gateway, "GET", path, token=token, query=bounds, timeout_s=ANSWER_S)
     if not answer.is_success:
         raise HubError(replace_control_characters(problem_of(answer)) + _why(job, answer.status_code))
     events = events_of(answer.content)

@@ -6,7 +6,7 @@ import webbrowser
 
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_operator.cli.addresses import page_query
-from megatronapp_operator.cli.cluster import doors, tokens
+from megatronapp_operator.cli.cluster import gateway_client, tokens
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError
@@ -25,22 +25,24 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the address of the pages, open it, and keep the connection until Ctrl-C; return the exit code."""
     with opened(arguments) as cluster:
         job = None if arguments.job is None else cluster.view(arguments.job)
-        with doors.open_gateway(cluster) as door:
-            answer = doors.call_gateway(door, "POST", "/api/v1/tickets", token=tokens.token_for(cluster, door, job))
+        with gateway_client.open_gateway(cluster) as gateway:
+            answer = gateway_client.call_gateway(
+                gateway, "POST", "/api/v1/tickets", token=tokens.token_for(cluster, gateway, job)
+            )
             if not answer.is_success:
                 raise HubError(replace_control_characters(problem_of(answer)))
-            page = door.page
+            page = gateway.page
             address = f"{page}/{_query(job)}#code={answer.json()['ticket']}"
             print(address, flush=True)
-            if page != door.url:
-                print(OTHER_NAME.format(url=door.url), file=sys.stderr)
-            elif door.forward is not None:
+            if page != gateway.url:
+                print(OTHER_NAME.format(url=gateway.url), file=sys.stderr)
+            elif gateway.forward is not None:
                 print(NO_NAME, file=sys.stderr)
             if not arguments.print_only and not webbrowser.open(address):
                 print("no browser was found; open the address above; it works once, within five minutes")
-            if door.forward is not None:
+            if gateway.forward is not None:
                 print("a port is forwarded to the gateway until Ctrl-C", file=sys.stderr)
-                door.forward.hold()
+                gateway.forward.hold()
     return 0
 
 

@@ -25,7 +25,7 @@ class WorkerAddress:
     """IPv4 address of its ranks."""
     interface: str | None = None
     """Interface that has the address; None if no interface lists it, as with most addresses of the loopback."""
-    door: str
+    listen_address: str
     """Address where worker 0 listens for other launchers, which resolve the name of its pod: the pod's first address.
     Empty: all addresses.
     """
@@ -39,15 +39,15 @@ def find_worker_address(environment: Mapping[str, str], host_name: str) -> Worke
         RendezvousError: this node does not have that address or interface.
     """
     given = environment.get(Env.ADDRESS) or None
-    door = "" if given is None else address.require_ipv4(given)
+    listen_address = "" if given is None else address.require_ipv4(given)
     if wanted := environment.get(Env.INTERFACE):
         name, found = pick_interface(wanted, own_interfaces())
-        return WorkerAddress(address=found, interface=name, door=door)
+        return WorkerAddress(address=found, interface=name, listen_address=listen_address)
     if (attached := attachment(environment.get(Env.NETWORK_STATUS, ""))) is not None:
         found, interface = attached
-        return WorkerAddress(address=found, interface=interface, door=door)
+        return WorkerAddress(address=found, interface=interface, listen_address=listen_address)
     own = address.own_address(given, host_name)
-    return WorkerAddress(address=own, interface=interface_of(own, own_interfaces()), door=own)
+    return WorkerAddress(address=own, interface=interface_of(own, own_interfaces()), listen_address=own)
 
 
 def interface_of(wanted: str, interfaces: Interfaces) -> str | None:

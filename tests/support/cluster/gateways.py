@@ -1,0 +1,76 @@
+"""Ways to the gateway, as people take them, and a browser that goes them: all in the first node's network."""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import playwright.sync_api as pw
+from cluster.chart import HOME
+from cluster.jobs import Job
+from cluster.layout import ClusterError
+from cluster.runtime import Cluster
+
+CHROMIUM = "/usr/bin/chromium"
+ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+CLI = [sys.executable, "-m", "megatronapp_common.cli"]
+
+
+def cli(cluster: Cluster, *words: str) -> list[str]:
+    """`megatronapp` with the administrator's kubeconfig."""
+    return cluster.layout.first.inside(*CLI, *words, "--kubeconfig", cluster.layout.kubeconfig("admin"))
+
+
+@contextlib.contextmanager
+def forwarded(cluster: Cluster) -> Iterator[str]:
+    """`kubectl port-forward svc/megatronapp 8080`; the address that it leads from."""
+    words = cluster.layout.first.inside(*cluster.command(), "-n", HOME, "port-forward", "svc/megatronapp", "8080")
+    with _told(cluster, words) as line:
+        yield f"http://{line.partition(' -> ')[0].rpartition(' ')[2]}"
+
+
+@contextlib.contextmanager
+def opened(cluster: Cluster, job: Job) -> Iterator[str]:
+    """`megatronapp ui JOB -n NAMESPACE`; the address that it prints."""
+    with _told(cluster, cli(cluster, "ui", job.name, "-n", job.namespace, "--print")) as line:
+        yield line
+
+
+@contextlib.contextmanager
+def chromium(cluster: Cluster, folder: pathlib.Path) -> Iterator[pw.Browser]:
+    """A browser in the first node's network."""
+    program = folder / "chromium"
+    program.write_text(f'#!/bin/sh\nexec {" ".join(cluster.layout.first.inside(CHROMIUM))} "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    with pw.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+def person(cluster: Cluster, namespace: str, role: str, name: str = "ada") -> str:
+    """A token of somebody who has this role in a namespace, and nowhere else."""
+    cluster.kubectl("create", "serviceaccount", name, "-n", namespace)
+    account = f"--serviceaccount={namespace}:{name}"
+    cluster.kubectl("create", "rolebinding", name, "-n", namespace, f"--clusterrole={role}", account)
+    return cluster.kubectl("create", "token", name, "-n", namespace).strip()
+
+
+@contextlib.contextmanager
+def _told(cluster: Cluster, command: list[str]) -> Iterator[str]:
+    """The first line of a program that goes on until it is ended."""
+    path = f"{cluster.programs}:{os.environ.get('PATH', '')}"
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PATH": path}
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        if not line:
+            raise ClusterError(f"{' '.join(command)}: {process.communicate()[1]}")
+        yield line
+    finally:
+        process.terminate()
+        process.communicate()

@@ -1,0 +1,72 @@
+"""Tickets at a gateway whose cluster does not answer, or that two browsers show at once."""
+
+import asyncio
+from typing import cast
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError
+from megatronapp_operator.gateway.authorization import Authorizer
+from megatronapp_operator.gateway.credentials import Credentials
+from megatronapp_operator.gateway.job_catalog import JobCatalog
+from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_operator.gateway.sessions import BrowserSessions
+from megatronapp_operator.keys import KeyRing
+
+KEY = "ab" * 32
+TOKEN = derive_token(job_secret(KEY, "u"), TokenRole.VIEWER)
+JOB = {"metadata": {"namespace": "team", "name": "gpt", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}}
+pytestmark = pytest.mark.asyncio
+
+
+class Cluster:
+    """An API server with one job, which may be away."""
+
+    def __init__(self) -> None:
+        self.away = False
+
+    async def list_objects(self, *_: object) -> ObjectList:
+        await asyncio.sleep(0)
+        if self.away:
+            raise ApiError("it does not answer")
+        return ObjectList([JOB], "1")
+
+
+def browser() -> Request:
+    return Request({"type": "http", "method": "POST", "scheme": "http", "path": "/login", "headers": []})
+
+
+async def test_a_ticket_outlives_a_cluster_that_does_not_answer() -> None:
+    cluster, sessions = Cluster(), BrowserSessions()
+    gate, credentials = (
+        Authorizer(JobCatalog(cast(KubernetesApi, cluster), keys=KeyRing([KEY])), None),
+        Credentials(sessions, cookie="c"),
+    )
+    ticket = sessions.ticket((TOKEN,), whose="job u")
+    cluster.away = True
+    with pytest.raises(ApiError):
+        await credentials.log_in(browser(), ticket, Response(), gate=gate)
+    cluster.away = False
+    answer = await credentials.log_in(browser(), ticket, Response(), gate=gate)
+    word = answer.headers["set-cookie"].partition("=")[2].partition(";")[0]
+    assert sessions.tokens(word) == (TOKEN,)
+    with pytest.raises(GatewayError) as refused:
+        await credentials.log_in(browser(), ticket, Response(), gate=gate)
+    assert refused.value.status == 401
+
+
+async def test_a_ticket_that_two_show_at_once_logs_one_in() -> None:
+    sessions = BrowserSessions()
+    gate, credentials = (
+        Authorizer(JobCatalog(cast(KubernetesApi, Cluster()), keys=KeyRing([KEY])), None),
+        Credentials(sessions, cookie="c"),
+    )
+    ticket = sessions.ticket((TOKEN,), whose="job u")
+    shown = [credentials.log_in(browser(), ticket, Response(), gate=gate) for _ in range(4)]
+    answers = await asyncio.gather(*shown, return_exceptions=True)
+    assert [isinstance(answer, Response) for answer in answers].count(True) == 1
+    assert {answer.status for answer in answers if isinstance(answer, GatewayError)} == {401}
