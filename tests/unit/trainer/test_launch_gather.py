@@ -119,7 +119,7 @@ async def test_members_may_come_before_the_coordinator(endpoint: Endpoint, monke
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        (join(1, attempt=1), "attempt 1 comes to attempt 2, late"),
+        (join(1, attempt=1), "attempt 1 joins attempt 2, late"),
         (join(0), "worker 0 is already here"),
         (dataclasses.replace(join(1), index=7), "index 7 in a gang of 3"),
         (join(1, num_ranks=8), "worker 1 brings 8 ranks, not 1"),
@@ -279,7 +279,7 @@ async def test_a_stale_answer_of_the_name_server_is_not_trusted(
         await first.close()
         await second.close()
     assert "worker 0 refused this worker: wrong secret" in caplog.text
-    assert "worker 0 refused this worker: attempt 2 comes to attempt 1, early" in caplog.text
+    assert "worker 0 refused this worker: attempt 2 joins attempt 1, early" in caplog.text
 
 
 @pytest.mark.asyncio

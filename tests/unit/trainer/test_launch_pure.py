@@ -262,8 +262,8 @@ def test_rank_environment() -> None:
     ("changes", "words", "final"),
     [
         ({"uid": "other"}, "this is job u, not other", False),
-        ({"attempt": 1}, "attempt 1 comes to attempt 2, late", True),
-        ({"attempt": 3}, "attempt 3 comes to attempt 2, early", False),
+        ({"attempt": 1}, "attempt 1 joins attempt 2, late", True),
+        ({"attempt": 3}, "attempt 3 joins attempt 2, early", False),
         ({"index": 3}, "index 3 in a gang of 3", True),
         ({"index": 0}, "worker 0 is already here", True),
         ({"num_ranks": 4}, "worker 1 brings 4 ranks, not 2", True),

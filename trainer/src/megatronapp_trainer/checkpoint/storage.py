@@ -172,6 +172,6 @@ def read_common(directory: pathlib.Path) -> dict[str, Any]:
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items())
     text = f"{type(cause).__name__} on rank {rank}: {cause}"
-    if "unexpected pos" in text:  # torch's archive writer hides the system's reason behind this
+    if "unexpected pos" in text:  # torch's archive writer replaces the system's reason by this text
         return f"a file could not be written to its end, as on a full disk or quota ({text})"
     return text

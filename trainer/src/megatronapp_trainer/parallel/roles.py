@@ -1,4 +1,4 @@
-"""Roles of ranks."""
+"""Roles of ranks: the passes that each runs."""
 
 import enum
 
@@ -12,5 +12,5 @@ class RankRole(enum.StrEnum):
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the rank updates weights; a forward rank receives them."""
+        """Return True if the rank updates weights; a forward rank receives them."""
         return self is not RankRole.FORWARD

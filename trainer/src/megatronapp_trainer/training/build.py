@@ -79,7 +79,7 @@ def build_run(
 
 
 def build_schedule(run: TrainingRun, observer: StepObserver | None = None) -> PipelineSchedule:
-    """The pipeline schedule of a run; an observer's timers and transport come in here, and nowhere else."""
+    """Create the pipeline schedule of a run; the only place that connects an observer's timers and transport."""
     from megatron.core import parallel_state
 
     transport: Transport | None = None

@@ -101,7 +101,7 @@ def check_join(join: JoinRequest, expected: ExpectedGang, joined: Collection[int
     if join.attempt != expected.attempt:
         late = join.attempt < expected.attempt
         age = "late: its attempt is over" if late else "early: this gang is about to end"
-        raise RefusedError(f"attempt {join.attempt} comes to attempt {expected.attempt}, {age}", final=late)
+        raise RefusedError(f"attempt {join.attempt} joins attempt {expected.attempt}, {age}", final=late)
     if join.index >= len(expected.proc_per_node):
         raise RefusedError(f"index {join.index} in a gang of {len(expected.proc_per_node)}", final=True)
     if join.index in joined:
