@@ -5,7 +5,7 @@
 Starts jobs like examples/demo.yaml through `megatronapp run --detach`, injects a random fault (rank, kind, factor) at a
 random step through the hub's API, again and again, and reads the verdicts. A fault is named right if exactly its
 subject (for a link: the pair) and cause are named while it acts. A healthy stretch is the time between two faults; it
-counts as a false alarm if any verdict begins in it.
+is a false alarm if any verdict begins in it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WARM_STEPS = 16
 STRETCH_STEPS = 20
 FAULT_STEPS = 15
 AHEAD_STEPS = 6
-"""Steps between the command and the onset, so that every rank has heard of it."""
+"""Steps between the command and the onset, so that every rank has received it."""
 SETTLE_STEPS = 18
 """Steps after a fault until its verdict has been cleared and nothing of it is left."""
 POLL_S = 0.5
@@ -49,7 +49,7 @@ class Fault:
     pairs: tuple[tuple[int, int], ...]
 
     def named_by(self, verdict: dict[str, Any]) -> bool:
-        """Whether a verdict names exactly this fault."""
+        """Return true if a verdict names exactly this fault."""
         subject = verdict["subject"]
         if verdict["cause"] != self.kind:
             return False
@@ -60,7 +60,7 @@ class Fault:
 
 @dataclasses.dataclass(slots=True)
 class Scores:
-    """What was seen, over all jobs."""
+    """Results over all jobs."""
 
     onsets: list[tuple[Fault, list[str], bool, int | None]] = dataclasses.field(default_factory=list)
     """Fault, sentences said during it, named right, steps until the page could show it."""

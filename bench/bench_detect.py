@@ -2,8 +2,8 @@
 
     python bench/bench_detect.py --runs 60 --seed 1
 
-Every run is a job of its own. A faulty run has one fault at a random rank and step; it counts as named right only if
-exactly this subject and cause are named, after the onset, and nothing else. A healthy run counts as a false alarm if
+Every run is a separate job. A faulty run has one fault at a random rank and step; it is named right only if
+exactly this subject and cause are named, after the onset. A healthy run is a false alarm if
 anything is named. The same for machines that become slow for all ranks, which is no rank's fault.
 Anchors on the same data: a plain threshold on peers (compute beyond 1.5 times the median of the others of the stage
 in one step), as the simplest rules do it.

@@ -1,4 +1,4 @@
-"""What a microbatch costs the host: our trainer beside plain megatron-core, in one process on the CPU.
+"""Cost of a microbatch for the host: our trainer and plain megatron-core, in one process on the CPU.
 
     python bench/bench_host.py [--blocks N] [--implementation local|torch]
 
@@ -48,7 +48,7 @@ def shape(layers: int, microbatches: int) -> Shape:
 
 
 def variants(layers: int, microbatches: int, implementation: str) -> dict[str, Callable[[], object]]:
-    """A step of each; they share the process groups, nothing else."""
+    """Return a step of each trainer; they share only the process groups."""
     size = shape(layers, microbatches)
     samples = Samples(size)
     _, trainer, _, _ = ours(parse(arguments(size, Layout(), implementation, 100_000)), samples)

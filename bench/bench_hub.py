@@ -40,7 +40,7 @@ PASS_NS = 4_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What the agents do."""
+    """Load that the agents produce."""
 
     agents: int
     steps_per_s: float
@@ -212,7 +212,7 @@ class Samples:
     starved_s: float = 0.0
 
     async def watch(self, process: psutil.Process, client: httpx.AsyncClient) -> None:
-        """Read until cancelled."""
+        """Sample the hub until cancelled."""
         while True:
             await asyncio.sleep(1.0)
             tracer = (await client.get("/api/v1/summary")).json()["tracer"]

@@ -4,7 +4,7 @@
 
 Jobs run through the real command line: 2 workers, 4 ranks (PP2 x DP2) of a tiny model on random tokens, with
 checkpoints, agents and hub. A case is kill -9 or SIGSTOP of a rank, a launcher, an agent, the hub, the backend or the
-guardian. It holds if training goes on where it should with unchanged losses, a gang whose rank or launcher was killed
+guardian. It holds if training continues where it should with unchanged losses, a gang whose rank or launcher was killed
 runs again as the next attempt, a stopped rank is named as hung and no other, everything ends with the backend, `get`
 shows what is so, and nothing is left after `delete`. A job that is healthy after a case serves the next one, too.
 Exit code 0 only if every case held.

@@ -1,4 +1,4 @@
-"""Losses of 50 steps at each layout beside those of one process, on the CPU.
+"""Losses of 50 steps at each layout compared with those of one process, on the CPU.
 
     python bench/bench_layouts.py [--steps N]
 
@@ -48,7 +48,7 @@ class Losses:
         self.values.append(metrics.loss)
 
     def state(self, state: str) -> None:
-        """Not kept."""
+        """Discard the reported state."""
 
 
 def train(flags: str) -> list[float]:
@@ -92,7 +92,7 @@ def fork_server(directory: pathlib.Path) -> Any:  # noqa: ANN401 - a class of a 
 
 
 def largest_difference(losses: list[float], anchor: list[float]) -> float:
-    """Relative."""
+    """Return the largest relative difference."""
     return max(abs(one - other) / abs(other) for one, other in zip(losses, anchor, strict=True))
 
 

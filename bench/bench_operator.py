@@ -1,4 +1,4 @@
-"""The operator at scale, beside Kubernetes' own Job controller: a real API server, nodes and pods of kwok.
+"""The operator at scale, compared with Kubernetes' own Job controller: a real API server, nodes and pods of kwok.
 
     python bench/bench_operator.py                      # all sizes, about 20 minutes on two quiet cores
     python bench/bench_operator.py --sizes 20,20        # a trial
@@ -108,7 +108,7 @@ def plan(options: argparse.Namespace) -> Iterator[AsyncIterator[Measured]]:
 
 
 def line(one: Measured) -> str:
-    """A figure as it comes in."""
+    """Format a figure when it arrives."""
     seconds = "not reached" if one.seconds is None else f"{one.seconds:.1f} s"
     others = ", ".join(f"{name} {used:.1f}" for name, used in one.others_cpu_s.items())
     words = f"{one.phase}, {one.pods} pods, {place(one)}, {one.side.who}: {seconds}, {one.cpu_s:.1f} CPU s"
@@ -137,7 +137,7 @@ def ratio(one: Measured, found: list[Measured]) -> float | None:
 
 
 def misses(one: Measured, found: list[Measured]) -> str | None:
-    """What goal a figure misses; those of the Job controller have none."""
+    """Return the goal that a figure misses; those of the Job controller have none."""
     if one.side.qps is not None:
         return None
     goal_s, against = GOALS_S.get(one.phase), ratio(one, found)

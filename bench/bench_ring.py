@@ -1,8 +1,8 @@
-"""Cost of one trace record, in C++ and from Python, beside what a plain Python recorder would do.
+"""Cost of one trace record, in C++ and from Python, compared with a plain Python recorder.
 
     python bench/bench_ring.py
 
-Anchor: appending the same eleven values to a list, as the first tracing prototype did; all figures come from one run,
+Anchor: appending the same eleven values to a list, as the first tracing prototype did; all figures are from one run,
 in alternating blocks, as medians.
 """
 
@@ -61,7 +61,7 @@ def python_costs() -> dict[str, float]:
 
 
 def native_costs() -> dict[str, float]:
-    """What the C++ benchmark prints."""
+    """Return the output of the C++ benchmark."""
     script = ROOT / "scripts" / "native_checks.sh"
     done = subprocess.run([str(script), "bench"], check=True, capture_output=True, text=True)
     costs: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

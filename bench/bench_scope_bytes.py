@@ -27,7 +27,7 @@ OF_STEPS = {FrameType.SCOPE_STEP, FrameType.SCOPE_ROWS}
 
 
 def capture_of(preset: str, size: Size) -> dict[str, Any]:
-    """What is captured: everything that the preset has."""
+    """Return a capture of everything that the preset has."""
     heads = [(place * size.layers // PINNED, place * size.heads // PINNED) for place in range(PINNED)]
     pinned = [{"layer": layer, "head": head} for layer, head in heads] if preset == "default" else []
     return {"preset": preset, "pinned": pinned}

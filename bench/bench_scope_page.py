@@ -1,12 +1,12 @@
-"""What MegaScope's page costs in Chromium: script of a frame while tokens stream, and the time to another head.
+"""Cost of MegaScope's page in Chromium: script of a frame while tokens stream, and the time to another head.
 
     python bench/bench_scope_page.py
 
 Recorded sessions of a model of 32 layers of 32 heads are replayed by `megatronapp scope replay`, with a prompt of 1,024
 tokens. First 50 tokens a second stream with rows of 8 pinned heads, while the atlas of all heads and the map of one
-pinned head are open: the script time of each frame comes from the browser's own trace. Then heads are clicked whose
+pinned head are open: the script time of each frame is from the browser's own trace. Then heads are clicked whose
 tiles the hub's ring holds and the page does not: from the click to the frame after the head has been drawn. About a
-minute, on a machine with nothing else to do. Exit code 1 if a goal is missed.
+minute, on an idle machine. Exit code 1 if a goal is missed.
 """
 
 import argparse
@@ -78,7 +78,7 @@ SWITCHED = """([title, came]) => new Promise((resolve) => {
 
 @contextlib.contextmanager
 def opened(drawn: Drawn, folder: pathlib.Path, browser: pw.Browser, speed: str) -> Iterator[tuple[pw.Page, Replay]]:
-    """A page that may look at the replay of a session; it has not gone there yet."""
+    """Open a page that may connect to the replay of a session; it is still blank."""
     file = folder / f"{speed}.scope"
     file.write_bytes(session(drawn))
     with replaying(file, folder / f"{speed}.log", speed=speed) as running:
@@ -136,7 +136,7 @@ def newest(page: pw.Page) -> int:
 
 
 def streamed(browser: pw.Browser, folder: pathlib.Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Script time of frames while tokens come."""
+    """Measure the script time of frames while tokens stream."""
     pinned = [(place * given.layers // 8, place * given.heads // 8) for place in range(8)]
     steps = int(given.rate * (given.seconds + 20))
     shape = {"layers": given.layers, "heads": given.heads, "prompt": given.prompt}

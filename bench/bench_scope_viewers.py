@@ -3,11 +3,11 @@
     python bench/bench_scope_viewers.py
 
 `megatronapp serve` generates for eight prompts at once with the default capture, so that a page gets more than it could
-take at 1 MB/s. Blocks of one run each take turns: nobody looks, a page that reads, one at 1 MB/s, one that stops
-reading after its greeting; each block's tokens per second, as rank 0 counts them, are compared with those of its own
-round in which nobody looks. Then the hub is killed (kill -9) in the middle of a run, several times, while MegaScope is
+take at 1 MB/s. Blocks of one run each take turns: no page, a page that reads, one at 1 MB/s, one that stops
+reading after its greeting; each block's tokens per second, as rank 0 counts them, are compared with those of the
+same round without a page. Then the hub is killed (kill -9) in the middle of a run, several times, while MegaScope is
 open in Chromium: from the hub's answer on /healthz to the first new token on the page, and what the page says that it
-missed. About ten minutes on two cores, with nothing else to do. Exit code 1 if a goal is missed.
+missed. About ten minutes on two cores, otherwise idle. Exit code 1 if a goal is missed.
 """
 
 import argparse
@@ -50,7 +50,7 @@ CHANGED = """old => new Promise((resolve, reject) => {
 
 @contextlib.contextmanager
 def reading(page: Page, bytes_per_s: float | None) -> Iterator[None]:
-    """Read in a thread, at most so fast; None: as fast as it comes."""
+    """Read in a thread, at most at this rate; None: as fast as possible."""
     ended = threading.Event()
 
     def read() -> None:
@@ -112,7 +112,7 @@ def request_of(text: str, prompts: int, tokens: int) -> dict[str, Any]:
 
 
 def block(job: Served, kind: str, request: dict[str, Any]) -> float:
-    """Tokens per second of one run, as rank 0 told them."""
+    """Return the tokens per second of one run, as rank 0 reports them."""
     with job.hub() as hub, LOOKERS[kind](hub):
         asker = Page(hub, deaf=True)
         header = asker.wait_for_end(asker.ask(request))
@@ -122,7 +122,7 @@ def block(job: Served, kind: str, request: dict[str, Any]) -> float:
 
 
 def compared(job: Served, request: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
-    """Shares of the tokens per second of the same round's block in which nobody looks."""
+    """Return tokens per second as fractions of those of the same round's block without a page."""
     block(job, "nobody", request)
     speeds: dict[str, list[float]] = {kind: [] for kind in LOOKERS}
     for turn in range(rounds):
@@ -150,7 +150,7 @@ def hub_process(job: Served) -> int:
 
 
 def answers(url: str) -> bool:
-    """Whether the hub is there."""
+    """Return true if the hub answers."""
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"{url}/healthz", timeout=1, trust_env=False).is_success
     return False

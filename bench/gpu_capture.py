@@ -1,18 +1,18 @@
-"""What looking costs: tokens per second of our decode loop without MegaScope, with it idle, and capturing, on one GPU.
+"""Cost of capturing: tokens per second of our decode loop without MegaScope, with it idle, and capturing, on one GPU.
 
     python bench/gpu_capture.py --out gpu_capture.json
 
 One engine generates with random weights of a model of Llama's shape (1.26 billion parameters in bf16), sampling, always
-from the same prompts. Blocks of one call each take turns; each block is compared with that of its own round in which
-nobody can look, and the ratios are judged. Frames go through a Unix socket to another process that reads them. Before
-that it is shown that no forward pass waits for the device while it is looked at, and that the tokens are the same.
+from the same prompts. Blocks of one call each take turns; each block is compared with that of the same round
+without a watcher, and the ratios are judged. Frames go through a Unix socket to another process that reads them. Before
+that it is shown that no forward pass waits for the device while it is captured, and that the tokens are the same.
 
     none     no watcher
-    idle     armed: the session is attached, and nobody looks
+    idle     armed: the session is attached, and no page is open
     lite     preset lite
     summary  preset default: pixels, norms, all heads' measures, PCA
     pinned   the same and attention rows of 8 heads
-    at once  with --at-once, summary and pinned again: nothing is put off to the waits of steps
+    at once  with --at-once, summary and pinned again: nothing is deferred to the waits of steps
 
 A small model on a CPU shows that the script works:
     python bench/gpu_capture.py --layers 2 --hidden 64 --heads 4 --key-heads 2 --ffn 128 --vocabulary 512 --new 16 \
@@ -204,7 +204,7 @@ def compare(ways: Ways, rounds: int, goals: dict[str, float]) -> dict[str, Any]:
 
 
 def goals_of(options: argparse.Namespace) -> dict[str, float]:
-    """What is measured, by its goal."""
+    """Return the goals of the measurements to run."""
     return GOALS | AT_ONCE if options.at_once else GOALS
 
 

@@ -2,7 +2,7 @@
 
     python bench/gpu_crowded_host.py --manifest bench/gpu_slow_rank_pp2.yaml
 
-A rank whose processor others take away launches kernels late: its device's spans grow, yet the device is healthy. First
+A rank whose processor is crowded launches kernels late: its device's spans grow, yet the device is healthy. First
 rank 0 shares one processor with two busy loops, later every processor has three; at the end rank 1's device is slow
 indeed. A verdict of cause "compute" before that, or another one at the end, is wrong: exit code 1.
 """
@@ -32,7 +32,7 @@ POLL_S = 0.2
 
 
 class Crowd:
-    """Busy loops beside the training."""
+    """Busy loops in parallel with the training."""
 
     def __init__(self) -> None:
         self._loops: list[subprocess.Popen[bytes]] = []
@@ -52,7 +52,7 @@ class Crowd:
         self._start(3 * len(self._cpus))
 
     def calm(self) -> None:
-        """As before."""
+        """End all busy loops."""
         for loop in self._loops:
             loop.kill()
             loop.wait()
@@ -92,7 +92,7 @@ def hub_client() -> httpx.Client:
 
 
 def watch(hub: httpx.Client, crowd: Crowd) -> list[dict[str, Any]]:
-    """Change the crowding as the steps go by; returns all verdicts that people could see."""
+    """Change the crowding as the steps go by; return all verdicts that users could see."""
     plan = [(ONE_CPU, crowd.one_cpu), (CALM, crowd.calm), (ALL_CPUS, crowd.all_cpus), (CALM_AGAIN, crowd.calm)]
     told: dict[str, dict[str, Any]] = {}
     deadline, step = time.monotonic() + DEADLINE_S, 0

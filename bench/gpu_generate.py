@@ -1,4 +1,4 @@
-"""Tokens per second of our decode loop beside transformers' generate with a static cache, in one run on one GPU.
+"""Tokens per second of our decode loop and of transformers' generate with a static cache, in one run on one GPU.
 
     python bench/gpu_generate.py --out gpu_generate.json
 
@@ -47,7 +47,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What all measurements share."""
+    """Model, prompts and settings that all measurements share."""
 
     options: argparse.Namespace
     config: TrainerConfig

@@ -1,8 +1,8 @@
-"""Generation on several GPUs of a host: tokens of every layout beside those of one GPU, and tokens per second of each.
+"""Generation on several GPUs of a host: tokens of every layout compared with one GPU, and tokens per second of each.
 
     python bench/gpu_generate_layouts.py --gpus 4 --out gpu_generate_layouts.json
 
-Each layout runs in processes of its own over NCCL, with CUDA graphs, in fp32, where tokens must be equal, and in bf16,
+Each layout runs in separate processes over NCCL, with CUDA graphs, in fp32, where tokens must be equal, and in bf16,
 where they are counted. Without GPUs the same runs over gloo: give --layers 2 --hidden 64 --gpus 2.
 """
 

@@ -1,4 +1,4 @@
-"""Step times and losses of our trainer beside plain megatron-core, in one run on the GPUs of one host.
+"""Step times and losses of our trainer and plain megatron-core, in one run on the GPUs of one host.
 
     python bench/gpu_layouts.py --out results.json
 
@@ -105,7 +105,7 @@ class Samples:
 
 
 class Losses:
-    """Stands where the reporter does and keeps the loss of every step."""
+    """Replacement of the reporter that stores the loss of every step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -220,7 +220,7 @@ def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str,
 
 
 def switches(run: TrainingRun) -> tuple[Any, ...]:
-    """Where an observer comes in: megatron-core's timers and the timed gradient norm."""
+    """Return the places of observers: megatron-core's timers and the timed gradient norm."""
     return run.core_config.timers, run.state.optimizer.config.timers, run.state.optimizer.get_grad_norm
 
 

@@ -1,11 +1,11 @@
-"""Looking at a model on several GPUs of a host: what the ranks of every layout tell, beside what one GPU tells.
+"""Captures of a model on several GPUs of a host: every layout compared with one GPU.
 
     python bench/gpu_look_layouts.py --gpus 2 --out gpu_look_layouts.json
 
-Each layout generates in fp32 over NCCL with CUDA graphs, first with nobody who looks, then looked at, with pinned
+Each layout generates in fp32 over NCCL with CUDA graphs, first without, then with a capture and pinned
 heads. Tokens must be equal in all of them; the numbers of prompts and steps, merged as the hub merges them, must agree
-with those of one GPU within 1e-3 of the largest number of their kind, codes within one code. Pictures of heads are left
-out. Without GPUs the same over gloo: give --layers 2 --hidden 64 --gpus 2.
+with those of one GPU within 1e-3 of the largest number of their kind, codes within one code. Pictures of heads are not
+compared. Without GPUs the same over gloo: give --layers 2 --hidden 64 --gpus 2.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from megatronapp_trainer.scope.transfer.publisher import FrameJob
 
 RUN = "0" * 12
 TOLERANCE = 1e-3
-"""Of the largest number of a tensor."""
+"""Largest difference, relative to the largest number of a tensor."""
 
 
 def work(options: argparse.Namespace) -> None:

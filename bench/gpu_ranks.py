@@ -38,5 +38,5 @@ def run_ranks(command: Sequence[str], world: int) -> None:
 
 
 def give_up_after(seconds: float = PATIENCE_S) -> None:
-    """In a rank: where it takes longer, end it and say where its threads stood."""
+    """End a rank that takes longer, and print where its threads are."""
     faulthandler.dump_traceback_later(seconds, exit=True)

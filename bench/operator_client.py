@@ -65,7 +65,7 @@ class Client:
         return sum(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
     async def watch(self, path: str) -> AsyncIterator[tuple[str, Object]]:
-        """Type and metadata of all that is there and of all that changes, for ever. `path` has a query."""
+        """Yield type and metadata of all present objects and of all changes, without end. `path` has a query."""
         headers = {"Accept": "application/json" + METADATA.format("List")}
         async with self._session.get(path, headers=headers) as answer:
             listing = await answer.json()
@@ -92,7 +92,7 @@ class Running:
         self._changed = asyncio.Event()
 
     async def follow(self, client: Client, namespace: str) -> None:
-        """Keep up with the cluster, for ever."""
+        """Follow the cluster without end."""
         query = f"labelSelector={WORKERS}&fieldSelector=status.phase=Running"
         async for kind, metadata in client.watch(f"/api/v1/namespaces/{namespace}/pods?{query}"):
             if kind == "DELETED" or "deletionTimestamp" in metadata:
@@ -106,7 +106,7 @@ class Running:
         return sum(uid not in known for uid in self.names)
 
     async def until(self, count: int, *, limit_s: float, known: Collection[str] = ()) -> float | None:
-        """Wait until so many run that are not known; when that was (monotonic), None if it does not come."""
+        """Wait until `count` unknown pods run; return the time (monotonic), or None after the limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.others(known) < count:
@@ -126,7 +126,7 @@ class Binder:
         self._waiting: asyncio.Queue[str] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Bind for ever."""
+        """Bind pods until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(BINDERS):
                 group.create_task(self._bind())
@@ -143,7 +143,7 @@ class Binder:
 
 
 async def poll(check: Callable[[], Any], *, limit_s: float, pause_s: float) -> float | None:
-    """Ask until the answer is yes; when that was (monotonic), None if it does not come."""
+    """Call `check` until it is true; return the time (monotonic), or None after the limit."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if await check():

@@ -26,7 +26,7 @@ POD_ADDRESSES = "127.64.0.1/12"
 """Loopback: who asks a pod for its progress is refused at once, and waits for nothing."""
 NODES = 100
 ROOM = {"cpu": "100k", "memory": "1Pi", "pods": "10k", "nvidia.com/gpu": "100k"}
-"""Of each node; the bench never fills them."""
+"""Capacity of each node; the bench never fills it."""
 MIB = 1 << 20
 STOP_S = 20.0
 READY_S = 120.0
@@ -48,7 +48,7 @@ class Program:
 
     @property
     def text(self) -> str:
-        """What this process has logged."""
+        """Log of this process."""
         return self.log.read_bytes()[self._from :].decode(errors="replace")
 
     @property
@@ -58,7 +58,7 @@ class Program:
 
     @property
     def rss_mib(self) -> float:
-        """Resident memory now."""
+        """Current resident memory in MiB."""
         return float(self.usage.memory_info().rss) / MIB
 
     @property
@@ -79,7 +79,7 @@ class Program:
         return time.monotonic()
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it."""
+        """End the process by a signal."""
         self.process.send_signal(number)
         try:
             self.process.wait(STOP_S)
@@ -96,7 +96,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Cluster:
-    """A control plane with nodes, and what was started beside it."""
+    """A control plane with nodes, and the programs that were started with it."""
 
     plane: kube.ControlPlane
     client: Client
@@ -125,7 +125,7 @@ class Cluster:
         return self.start("operator", sys.executable, "-m", "megatronapp_operator.controller", *flags)
 
     def job_controller(self, qps: int) -> Program:
-        """Kubernetes' own controller of Jobs, and no other; the burst stands to the rate as in its defaults."""
+        """Start only Kubernetes' controller of Jobs; burst over rate is as in its defaults."""
         return self._component(
             "kube-controller-manager",
             "--controllers=job-controller",
@@ -156,7 +156,7 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster() -> AsyncIterator[Cluster]:
-    """A fresh cluster whose nodes are ready; it is gone at the end."""
+    """Start a cluster and wait for its nodes; end it after the context."""
     with tempfile.TemporaryDirectory(prefix="bench-operator-") as name:
         folder = pathlib.Path(name)
         with kube.control_plane(folder) as plane:
@@ -213,7 +213,7 @@ def _kubectl(plane: kube.ControlPlane, *words: str) -> None:
 
 
 def node_names() -> list[str]:
-    """All nodes."""
+    """Return the names of all nodes."""
     return [f"node-{number}" for number in range(NODES)]
 
 

@@ -1,4 +1,4 @@
-"""What bench_operator.py applies: MegatronJobs, and Indexed Jobs whose pods are those of a MegatronJob."""
+"""Jobs of bench_operator.py: MegatronJobs, and Indexed Jobs whose pods are those of a MegatronJob."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ SETTINGS = RenderSettings(
 
 
 def megatron_job(namespace: str, name: str, pods: int, *, hub: bool) -> Object:
-    """A GPT of 7 billion parameters on `pods` machines of 8 GPUs, with all that people usually write."""
+    """Return a GPT of 7 billion parameters on `pods` nodes of 8 GPUs, with the usual fields."""
     model = {"numLayers": 32, "hiddenSize": 4096, "numAttentionHeads": 32, "seqLength": 4096, "vocabSize": 32000}
     training = {"microBatchSize": 1, "trainIters": 100_000, "lr": 3e-4, "minLr": 3e-5, "precision": "bf16"}
     spec = {

@@ -1,4 +1,4 @@
-"""What bench_operator.py measures. Each phase has a fresh cluster; its side is our operator or the Job controller."""
+"""Phases of bench_operator.py. Each has a fresh cluster; its side is our operator or the Job controller."""
 
 import asyncio
 import contextlib
@@ -35,14 +35,14 @@ LOOK_S = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Who is measured, and how its pods come to nodes."""
+    """Measured controller, and how its pods are bound to nodes."""
 
     qps: int | None
-    """Of the Job controller's client; None: it is our operator."""
+    """Request rate of the Job controller's client; None: the side is our operator."""
     hub: bool
-    """Whether pods have an agent; the operator's jobs have a hub, too."""
+    """True if pods have an agent; the operator's jobs have a hub, too."""
     scheduler: bool = False
-    """Kubernetes' scheduler; else the bench's binder."""
+    """True for Kubernetes' scheduler, false for the bench's binder."""
 
     @property
     def who(self) -> str:
@@ -55,18 +55,18 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One figure and what it cost. Seconds are None where the end did not come in time."""
+    """One figure and its cost. Seconds are None where the end was not reached in time."""
 
     phase: str
     side: Side
     pods: int
     seconds: float | None
     cpu_s: float
-    """Of the measured process, until `SETTLE_S` after the end."""
+    """CPU time of the measured process, until `SETTLE_S` after the end."""
     peak_mib: float
     rss_mib: float
     others_cpu_s: dict[str, float]
-    """Of everything else that took part."""
+    """CPU time of all other processes that took part."""
     note: str = ""
 
 
@@ -85,7 +85,7 @@ class Stage:
         return MEGATRON_JOBS if self.side.qps is None else INDEXED_JOBS
 
     async def apply(self, names: Sequence[str], pods: int) -> None:
-        """Create jobs of so many pods each, some at a time."""
+        """Create jobs of `pods` pods each, some at a time."""
         limit = asyncio.Semaphore(APPLIERS)
 
         async def create(name: str) -> None:
@@ -95,7 +95,7 @@ class Stage:
         await asyncio.gather(*map(create, names))
 
     async def fail(self, pod: str) -> None:
-        """End all containers of a pod with code 1, as its kubelet would tell it."""
+        """End all containers of a pod with code 1, as its kubelet would report it."""
         found = await self.cluster.client.send("GET", f"{PODS}/{pod}")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         ended = {"terminated": {"exitCode": 1, "reason": "Error", "startedAt": now, "finishedAt": now}}
@@ -114,7 +114,7 @@ class Stopwatch:
         self.began = time.monotonic()
 
     async def measured(self, phase: str, pods: int, ended: float | None, note: str = "") -> Measured:
-        """What it took, after everybody has settled."""
+        """Return the cost of a phase, after all processes have settled."""
         await asyncio.sleep(SETTLE_S)
         stage, program = self._stage, self._stage.program
         others = stage.cluster.others(program)
@@ -153,7 +153,7 @@ async def staged(side: Side, limit_s: float) -> AsyncIterator[Stage]:
 
 
 async def one_gang(side: Side, pods: int, limit_s: float) -> AsyncIterator[Measured]:
-    """A job of many pods from apply to all running; our operator's then loses a pod, and all run anew."""
+    """Measure a job of many pods from apply to all running; then our operator loses a pod, and all run again."""
     async with staged(side, limit_s) as stage:
         yield await _start(stage, "one job", ["gang"], pods)
         if side.qps is None:
@@ -208,7 +208,7 @@ async def _start(stage: Stage, phase: str, names: Sequence[str], pods: int) -> M
 async def large(
     side: Side, pods: int, gangs: Collection[str], more: Collection[str], limit_s: float
 ) -> AsyncIterator[Measured]:
-    """Our operator is killed beside large gangs and started again; then more gangs come, and its memory is read."""
+    """Kill our operator while large gangs run and start it again; then add more gangs, and read its memory."""
     async with staged(side, limit_s) as stage:
         yield await _start(stage, f"{len(gangs)} jobs", list(gangs), pods)
         for gang, lease in zip(gangs, (False, True), strict=False):

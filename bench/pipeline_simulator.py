@@ -1,7 +1,7 @@
 """A pipeline training job in simulation, written as the detector's opponent.
 
 It knows nothing of the analyzer's graph or detector: every rank is a coroutine that computes, posts and waits, and time
-comes out of what it waits for. Durations, run-queue delays, delivery delays, clocks and lost records are drawn from the
+follows from what it waits for. Durations, run-queue delays, delivery delays, clocks and lost records are drawn from the
 models below. Output is what a hub would assemble: StepViews of real trace records.
 """
 
@@ -27,11 +27,11 @@ class Noise:
     """How a machine disturbs a rank. Times in seconds, sigmas of log-normal factors."""
 
     body: float = 0.0
-    """Of each span."""
+    """Deviation of each span."""
     rank_step: float = 0.0
-    """Of all spans of a rank in one step (cache and hyperthread neighbours)."""
+    """Deviation of all spans of a rank in one step (cache and hyperthread neighbours)."""
     machine_step: float = 0.0
-    """Of all spans of all ranks in one step."""
+    """Deviation of all spans of all ranks in one step."""
     tail_share: float = 0.0
     tail_factor: float = 0.0
     """Mean of the exponential by which a share of the spans is longer."""
@@ -53,7 +53,7 @@ class Noise:
     crowd_queue_s: float = 0.0
     """Mean run-queue delay of each span then; half of it hits deliveries, where no record shows it."""
     crowd_factor: float = 1.0
-    """What is left when the delay is taken off: caches that others have emptied."""
+    """Slowdown that remains after the delay is subtracted: caches that other processes have emptied."""
 
     def crowded(self) -> "Noise":
         queue_s = self.crowd_queue_s
@@ -92,7 +92,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is trained where."""
+    """Layout, model and placement of a job."""
 
     layout: JobLayout
     microbatches: int = 4
@@ -116,7 +116,7 @@ class Job:
     """How many times as long as of a forward pass, for its length, launching a backward pass takes."""
     launch_jitter: float = 0.0
     launch_ratio: float = 0.0
-    """The same behind a host that stalls."""
+    """The same on a rank whose host stalls."""
     global_slowdown: Callable[[int], float] = lambda step: 1.0
 
 
@@ -197,7 +197,7 @@ class Simulator:
 
 
 class _Board:
-    """What ranks have published; whoever waits for a key is resumed with its time."""
+    """Keys that ranks have published, with times; a waiting rank is resumed with the time of its key."""
 
     def __init__(self) -> None:
         self.times: dict[Key, float] = {}
@@ -286,7 +286,7 @@ class _Rank:
             yield from self.collective(RecordKind.PARAM_GATHER, data, 0.2 * work)
 
     def source(self, forward: bool, chunk: int) -> Communicator | None:
-        """Communicator that this unit's input comes over."""
+        """Return the communicator over which this unit receives its input."""
         layout, stage = self.job.layout, self.at.pp
         if forward:
             if stage == 0 and chunk == 0:

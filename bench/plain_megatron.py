@@ -1,7 +1,7 @@
 """Plain megatron-core 0.16.1 as an anchor: its own layers, schedule, DDP and optimizer, no code of ours.
 
 The configuration is the one of a user without Transformer Engine and Apex: the "local" layer spec, distributed
-optimizer, bf16, and as with Megatron's flags no softmax in fp32. Used by gpu_layouts.py and bench_host.py beside our
+optimizer, bf16, and as with Megatron's flags no softmax in fp32. Used by gpu_layouts.py and bench_host.py next to our
 trainer, in the same process and on the same data.
 """
 

@@ -1,4 +1,4 @@
-"""A served model of a chosen size with its hub, and pages that look at it: for the measurements of MegaScope."""
+"""A served model of a chosen size with its hub, and pages of it: for the measurements of MegaScope."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ class Size:
 
     @property
     def flags(self) -> list[str]:
-        """Of one step of training on random tokens, which writes a checkpoint."""
+        """Flags for one step of training on random tokens, which writes a checkpoint."""
         shape = f"--num-layers {self.layers} --num-attention-heads {self.heads}"
         wide = f"--hidden-size {self.heads * self.head_width} --max-position-embeddings {self.positions}"
         steps = "--seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 0.001 --eval-iters 0 --mock-data"
@@ -80,7 +80,7 @@ def prompt_of(folder: pathlib.Path, tokens: int) -> str:
 
 @contextlib.contextmanager
 def serving(folder: pathlib.Path, size: Size, *words: str) -> Iterator[Served]:
-    """`megatronapp serve` of a model in `folder`, until it takes requests. A SIGTERM leaves nothing behind."""
+    """Run `megatronapp serve` of a model in `folder` and wait until it takes requests. SIGTERM removes everything."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     write_model(folder, size)
     with served(folder, folder, "bench", *words) as job:
@@ -112,7 +112,7 @@ class Page:
         )
 
     def close(self) -> None:
-        """Go away."""
+        """Close the page's socket."""
         self._stack.close()
 
     def ask(self, request: dict[str, Any]) -> str:
@@ -123,12 +123,12 @@ class Page:
         return str(answer.json()["run"])
 
     def detail(self, run: str) -> dict[str, Any]:
-        """What the hub knows of a run."""
+        """Return the hub's entry of a run."""
         found: dict[str, Any] = self._client.get(f"scope/runs/{run}").raise_for_status().json()
         return found
 
     def until_end(self, run: str) -> Iterator[tuple[Frame, int]]:
-        """Frames and their bytes on the socket, up to the one that tells the end of a run."""
+        """Yield frames and their bytes on the socket, up to the one with the end of a run."""
         while True:
             message = self.socket.recv(timeout=DEADLINE_S)
             assert isinstance(message, bytes)
@@ -140,7 +140,7 @@ class Page:
                 return
 
     def wait_for_end(self, run: str) -> dict[str, Any]:
-        """The header that tells the end, without this page's reading anything."""
+        """Return the header with the end of a run, without this page's reading anything."""
         while (found := self.detail(run))["state"] not in ENDED:
             time.sleep(0.2)
         return found
@@ -148,7 +148,7 @@ class Page:
 
 @functools.cache
 def machine() -> str:
-    """What kind of machine this is."""
+    """Describe the machine of this run."""
     lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
     return f"{os.cpu_count()} cores, {name}, load {os.getloadavg()[0]:.1f}"

@@ -33,7 +33,7 @@ CANDIDATES = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """What is recorded: one prompt, then one token a step."""
+    """Content of a recording: one prompt, then one token a step."""
 
     layers: int = 32
     heads: int = 32
@@ -41,13 +41,13 @@ class Drawn:
     steps: int = 2
     tokens_per_second: float = 50.0
     pinned: Sequence[Head] = ()
-    """Their rows come with every step."""
+    """Heads whose rows are in every step."""
     held: Sequence[Head] = ()
     """Heads whose attention over the prompt the session holds."""
 
     @property
     def model(self) -> dict[str, Any]:
-        """As SCOPE_HELLO tells it."""
+        """Description of the model as in SCOPE_HELLO."""
         widths = {"hidden": 4096, "headWidth": 4096 // self.heads, "mlpWidth": 16384, "vocabulary": 50257}
         return {
             "layers": self.layers,
@@ -61,7 +61,7 @@ class Drawn:
 
 
 def session(drawn: Drawn) -> bytes:
-    """The file."""
+    """Return the content of a session file."""
     core = ScopeCore(ScopeSettings(job="drawn"))
     for frame in _sent(drawn):
         core.ingest.take_frame(0, 0, frame)
@@ -75,7 +75,7 @@ def session(drawn: Drawn) -> bytes:
 
 
 def _attention(rows: int, source: np.random.Generator) -> Array:
-    """Codes of a head that looks at what is near, and at some tokens more."""
+    """Return codes of a head with attention to near tokens, and more to some others."""
     distance = np.arange(rows)[:, None] - np.arange(rows)
     scores = np.where(distance >= 0, source.normal(size=(rows, rows)) * 2 - distance / 60, -np.inf)
     chances = np.exp(scores - scores.max(axis=1, keepdims=True))

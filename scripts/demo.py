@@ -47,7 +47,7 @@ class Truth:
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Describe the place to users."""
         if self.kind == "link":
             return f"the link from rank {self.ranks[0]} to rank {self.ranks[1]}"
         return f"rank {self.ranks[0]}"
@@ -92,7 +92,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def call(*words: str) -> None:
-    """Run a subcommand of megatronapp; its output goes to the terminal."""
+    """Run a subcommand of megatronapp, with its output on the terminal."""
     done = subprocess.run([*MEGATRONAPP, *words], check=False)
     if done.returncode:
         raise DemoError(f"megatronapp {' '.join(words)} ended with code {done.returncode}")
@@ -202,7 +202,7 @@ def fetch(hub: httpx.Client, path: str) -> Any:  # noqa: ANN401 - JSON
 
 
 def names_truth(verdict: dict[str, Any], truth: Truth) -> bool:
-    """Whether a verdict names the injected fault: its rank or its link, its cause, and a step within it."""
+    """Return true if a verdict names the injected fault: its rank or its link, its cause, and a step within it."""
     subject, since = verdict["subject"], verdict["since"]["step"]
     kind = "link" if truth.kind == "link" else "rank"
     named = (subject["type"], tuple(subject["ranks"]), verdict["cause"]) == (kind, truth.ranks, truth.kind)
@@ -210,7 +210,7 @@ def names_truth(verdict: dict[str, Any], truth: Truth) -> bool:
 
 
 def report(hub: httpx.Client, truth: Truth, seconds: float) -> bool:
-    """Print the end of the story. Returns whether the loss fell and the verdicts name the truth and nothing else."""
+    """Print the result. Return true if the loss fell and the verdicts name exactly the truth."""
     loss = fetch(hub, "/api/v1/metrics/series?name=loss")["values"]
     if not loss:
         raise DemoError("the hub knows no loss of this job")

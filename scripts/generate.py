@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def put(name: str, content: bytes, *, write: bool) -> bool:
-    """Whether the file already held this content; it does afterwards if ``write``."""
+    """Return true if the file already had this content; write it otherwise if ``write``."""
     path = ROOT / name
     if path.exists() and path.read_bytes() == content:
         return True
@@ -104,7 +104,7 @@ def render_vectors() -> dict[str, bytes]:
 
 
 def render_codes() -> list[dict[str, Any]]:
-    """Rows of 32-bit floats, what each code makes of them, and what comes out again, little endian in hex."""
+    """Return rows of 32-bit floats, their codes, and the decoded values, little endian in hex."""
     odd = [np.nan, np.inf, -np.inf, -0.0, 1e-45, -1e-40, 1e-3, 0.5]
     edges = [65504, 65519, 65520, 1e5, -6e-8, 3e-8, 1, 2]  # of half precision
     rows = [odd, [0.0] * 8, [3.4028235e38, 1, *odd[2:]], np.arange(8) / 7, edges]
@@ -126,7 +126,7 @@ def render_codes() -> list[dict[str, Any]]:
 
 
 def all_exact(value: Any) -> bool:  # noqa: ANN401
-    """Whether every implementation packs the value to the same bytes: JavaScript has no 1.0 and no large integers."""
+    """Return true if all implementations pack the value to the same bytes: JavaScript has no 1.0 or large integers."""
     if isinstance(value, dict):
         return all(all_exact(item) for item in value.values())
     if isinstance(value, list):

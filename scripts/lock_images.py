@@ -1,7 +1,7 @@
 """Write what images install, in versions of constraints.txt and with the hashes of the wheels that fit them.
 
 images/tools.txt builds our parts; images/operator/requirements.txt and its like are what the parts need. The hashes are
-those of wheels for glibc on the processors and Pythons below, as the package index tells them.
+those of wheels for glibc on the processors and Pythons below, as the package index lists them.
 """
 
 import pathlib
@@ -19,9 +19,9 @@ IMAGES = {
     "trainer": ("common", "csrc", "trainer"),
 }
 PROCESSORS, PYTHONS = ("x86_64", "aarch64"), ("3.11", "3.12", "3.13")
-GLIBC = "manylinux_2_36"  # Debian 12, which the images stand on
+GLIBC = "manylinux_2_36"  # Debian 12, which the images are based on
 TOOLS = ("uv", "cmake", "ninja")
-"""Beside what build-system tables ask for; without these two a machine's own are taken, of whatever version."""
+"""Tools in addition to those of build-system tables; without the last two, installed ones of any version are used."""
 OURS = "megatronapp-"
 HEAD = "# Written by 'make constraints': versions of constraints.txt, hashes of the wheels for glibc.\n"
 Wheels = dict[str, dict[str, set[str]]]
@@ -36,18 +36,18 @@ def main() -> None:
 
 
 def project(part: str) -> dict[str, Any]:
-    """The part's pyproject.toml."""
+    """Return the content of the part's pyproject.toml."""
     return tomllib.loads((ROOT / part / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def requirements(parts: tuple[str, ...]) -> set[str]:
-    """What these parts ask for, less other parts of ours."""
+    """Return the requirements of these parts, without other parts of the project."""
     found = {word for part in parts for word in project(part)["project"].get("dependencies", [])}
     return {word for word in found if not word.startswith(OURS)}
 
 
 def build_requirements() -> set[str]:
-    """What builds all parts."""
+    """Return the requirements for building all parts."""
     parts = {part for image in IMAGES.values() for part in image}
     return {*TOOLS, *(word for part in parts for word in project(part)["build-system"]["requires"])}
 

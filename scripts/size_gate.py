@@ -33,7 +33,7 @@ def function_lengths(source: str) -> Iterator[tuple[str, int, int]]:
 
 
 def check() -> list[str]:
-    """What is too large, one line each."""
+    """Return a line for each function or module that is too large."""
     found: list[str] = []
     lengths: dict[str, list[int]] = defaultdict(list)
     for path in tracked_files():

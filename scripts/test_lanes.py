@@ -1,7 +1,7 @@
-"""All tests of Python, in lanes beside each other: most tests wait, or compute on one core only.
+"""All tests of Python, in parallel lanes: most tests wait, or compute on one core only.
 
 Each lane is a pytest over all of tests/ with this module as its plugin. It runs a file that no lane has taken, and
-takes the next one; the longest come first, so that all lanes end at about the same time. What judges measured times is
+takes the next one; the longest are first, so that all lanes end at about the same time. What judges measured times is
 run alone at the end.
 
     python scripts/test_lanes.py --lanes 2
@@ -181,7 +181,7 @@ def run_lanes(runs: Runs, count: int, paths: Sequence[str]) -> list[str]:
 
 
 def pass_on(lines: IO[bytes] | None, number: int) -> None:
-    """Print what a lane says, whatever bytes these are; read on if nobody listens, or the lane would wait."""
+    """Print a lane's output, even if it is not text; read on without a reader of ours, or the lane would wait."""
     for line in lines or ():
         with contextlib.suppress(OSError):
             sys.stdout.buffer.write(b"%d| %b" % (number, line))
