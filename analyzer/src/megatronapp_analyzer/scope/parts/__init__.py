@@ -1,1 +1,1 @@
-"""What ranks send of a step or probe: headers, tensors of shards, and their merging. Pure."""
+"""Parts of steps and probes that ranks send: headers, tensors of shards, and their merging. Pure."""

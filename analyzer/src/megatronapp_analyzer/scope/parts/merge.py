@@ -1,7 +1,8 @@
-"""Parts of a step, brought together whatever layout they come from. Pure.
+"""Merges the parts of a step, for any layout of the model. Pure.
 
-A piece says which rows, layers and heads (or features) of the whole model it holds. All are painted into one table:
-what several ranks hold (replicated tensors, key heads of grouped queries) is there once, by the lowest tensor rank.
+A tensor of a shard names the rows, layers and heads (or features) of the whole model that it has. All are copied into
+one table: what several ranks have (replicated tensors, key heads of grouped queries) is taken from the lowest tensor
+rank.
 """
 
 import collections
@@ -30,7 +31,7 @@ MAX_ROWS = 1 << 20
 PCA = "pca"
 """Name of the tensor of coordinates."""
 APART = frozenset({"attention", "atlas"})
-"""What is not a table of rows and layers."""
+"""Tensors that are no tables of rows and layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,19 +45,19 @@ class ShardTensor:
     tp: int
     tensor: Tensor
     version: int | None = None
-    """Of the basis that coordinates were taken in; None for other tensors."""
+    """Version of the basis of coordinates; None for other tensors."""
     shard: Shard | None = None
-    """Whose states these are, where they are no numbers yet. It has no span."""
+    """The shard, if these are states that must be merged to numbers first. It has no span."""
 
     @property
     def axis(self) -> int:
-        """The axis that may be sharded."""
+        """Return the axis that may be sharded."""
         return 1 if self.layers is None else 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MergedTensor:
-    """One tensor of the whole model; `layers` and `span` say what its axes stand for."""
+    """One tensor of the whole model; `layers` and `spans` describe its axes."""
 
     rows: tuple[Row, ...]
     layers: tuple[int, ...] | None
@@ -83,7 +84,7 @@ def rows_of(value: object) -> tuple[Row, ...]:
 
 
 def shard_tensors_of(frame: Frame, tp: int) -> list[ShardTensor]:
-    """What a PART frame holds. Raises ProtocolError."""
+    """Return the tensors of a PART frame. Raises ProtocolError."""
     rows, version = rows_of(frame.header.get("rows")), _version(frame.header.get("pcaVersion"))
     try:
         found = [_shard_tensor(tensor, rows, tp) for tensor in unpack(frame)]
@@ -118,7 +119,7 @@ def _span(value: object) -> Span:
 
 
 def _check(piece: ShardTensor) -> None:
-    """Raises ProtocolError if the shape is not what the header says."""
+    """Raise ProtocolError if the shape is not what the header describes."""
     shape, name = piece.tensor.data.shape, piece.tensor.name
     if name == "atlas":
         fits = piece.layers is not None and len(shape) == 4 and shape[0] == len(piece.layers)
@@ -137,15 +138,15 @@ def _holds_states(piece: ShardTensor, shard: Shard) -> bool:
 
 
 def merge(pieces: Sequence[ShardTensor], *, layers: int | None = None) -> MergedTensor:
-    """All pieces of one name in one table. With `layers` it has all of these layers.
+    """Merge all tensors of one name into one table. With `layers` it has that many layers.
 
-    What nobody sent is NaN, or 0 in codes of whole numbers. Raises ProtocolError if pieces do not fit each other.
+    What no rank sent is NaN, or 0 in codes of whole numbers. Raises ProtocolError if the tensors do not fit together.
     """
     return merge_all({"": pieces}, layers=layers)[""]
 
 
 def merge_all(named: Mapping[str, Sequence[ShardTensor]], *, layers: int | None = None) -> dict[str, MergedTensor]:
-    """The table of each name, as `merge` makes it. Raises ProtocolError, also for too many states of all together."""
+    """Return the table of each name, as `merge` makes it. Raises ProtocolError, also for too many states in total."""
     wholes = {name: _wholes(pieces) for name, pieces in named.items() if any(one.shard is not None for one in pieces)}
     if sum(whole.numbers(layers) for found in wholes.values() for whole in found) > MAX_NUMBERS:
         raise ProtocolError("bad-part", f"PART frame: the states of a step are more than {MAX_NUMBERS} numbers")
@@ -168,9 +169,9 @@ def _table(pieces: Sequence[ShardTensor], layers: int | None) -> MergedTensor:
 
 
 def _wholes(pieces: Sequence[ShardTensor]) -> "list[_MergedStates]":
-    """Whole vectors, of the states that shards sent: a capture that changes while prompts are read has several plans.
+    """Group states of shards by plan: a capture that changes while prompts are read has several plans.
 
-    Raises ProtocolError if pieces do not fit each other.
+    Raises ProtocolError if they do not fit together.
     """
     name, groups = pieces[0].tensor.name, collections.defaultdict[ReductionPlan, list[ShardTensor]](list)
     for piece in pieces:
@@ -181,7 +182,7 @@ def _wholes(pieces: Sequence[ShardTensor]) -> "list[_MergedStates]":
 
 
 class _MergedStates:
-    """What all shards sent of one plan. What two ranks hold counts once."""
+    """States of all shards for one plan. What two ranks sent is used once."""
 
     def __init__(self, *, plan: ReductionPlan, pieces: Sequence[ShardTensor]) -> None:
         self._plan = plan
@@ -191,13 +192,13 @@ class _MergedStates:
         self._shape = len(self._rows), 1 if self._layers is None else len(self._layers)
 
     def numbers(self, layers: int | None) -> int:
-        """States, were they all there, of so many layers if the table has all of these."""
+        """Return the number of states of a table without gaps; with `layers`, of a table of that many layers."""
         rows, found = self._shape
         count = found if layers is None or self._layers is None else max(found, layers)
         return rows * count * self._plan.shards * self._plan.columns
 
     def merged(self) -> ShardTensor:
-        """The numbers that one rank would have sent."""
+        """Return the numbers that a rank with the whole vector would have sent."""
         places = {row: place for place, row in enumerate(self._rows)}
         indices = {layer: place for place, layer in enumerate(self._layers or ())}
         data = combined(self._plan, [_shard_state(piece, places, indices) for piece in self._pieces], self._shape)
@@ -218,7 +219,7 @@ def _shard_state(piece: ShardTensor, places: Mapping[Row, int], indices: Mapping
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:
-    """What is merged: codes of single numbers as they are, `i8` as numbers, for its scale is of one shard only."""
+    """Return the numbers to merge: plain codes unchanged, `i8` decoded, because its scale is of one shard only."""
     if tensor.scales is None:
         return tensor.data
     return decode(TensorCode.I8, tensor.data, tensor.scales)
@@ -232,7 +233,7 @@ def _layers(pieces: Iterable[ShardTensor], count: int | None) -> tuple[int, ...]
 
 
 def _columns(pieces: Iterable[ShardTensor]) -> tuple[dict[Span, int], int | None]:
-    """Where each span begins on the sharded axis, and how long that is; None if it is not sharded."""
+    """Return where each span begins on the sharded axis, and its length; None if it is not sharded."""
     widths: dict[Span, int] = {}
     for piece in pieces:
         if piece.span is not None and widths.setdefault(piece.span, _width(piece)) != _width(piece):

@@ -1,4 +1,4 @@
-"""Which parts of a step or probe have come: ranks number them, and say when they had to drop one. Pure."""
+"""Tracks which parts of a step or probe have arrived: ranks number them, and report those they dropped. Pure."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ MAX_PARTS = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartHeader:
-    """What a PART frame says of itself. `number` None: of a rank that does not count, whose parts come in order."""
+    """Number of a PART frame. `number` None: the rank does not count, and its parts arrive in order."""
 
     rank: int
     number: int | None = None
@@ -20,7 +20,7 @@ class PartHeader:
 
 
 def part_of(rank: int, header: Mapping[str, Any]) -> PartHeader:
-    """Of a frame's header. Raises ProtocolError."""
+    """Parse the header of a PART frame. Raises ProtocolError."""
     number = header.get("part")
     if number is not None and (type(number) is not int or not 0 <= number < MAX_PARTS):
         raise ProtocolError("bad-part", f"PART frame: part is {str(number)[:64]!r}, not a number from 0 on")
@@ -31,7 +31,7 @@ def part_of(rank: int, header: Mapping[str, Any]) -> PartHeader:
 class _RankParts:
     seen: set[int] = dataclasses.field(default_factory=set)
     count: int | None = None
-    """Known once the last part has come."""
+    """Known once the last part has arrived."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,12 +39,12 @@ class PartTracker:
     """The parts of all ranks of one step or probe."""
 
     finished: set[int] = dataclasses.field(default_factory=set)
-    """Ranks of which all parts have come, or the word that they were dropped."""
+    """Ranks of which all parts have arrived, or were reported as dropped."""
     dropped: set[int] = dataclasses.field(default_factory=set)
     _ranks: dict[int, _RankParts] = dataclasses.field(default_factory=dict)
 
     def add(self, part: PartHeader) -> None:
-        """One part has come."""
+        """Note that a part has arrived."""
         known = self._ranks.setdefault(part.rank, _RankParts())
         number = len(known.seen) if part.number is None else part.number
         known.seen.add(number)

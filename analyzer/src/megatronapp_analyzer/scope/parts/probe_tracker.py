@@ -1,7 +1,7 @@
-"""What was asked of the model once more, and what has come of it. Pure: the caller gives the time in seconds.
+"""Probes that were requested, and what has arrived of them. Pure: the caller gives the time in seconds.
 
-A probe is handed on whole or not at all: where a rank dropped a part, or more came than is kept, it has failed, and
-whoever asks for the same next is told why, once.
+A probe is handed on whole or not: if a rank dropped a part, or more arrived than may be stored, it has failed, and the
+next request for the same probe gets the reason, once.
 """
 
 import dataclasses
@@ -17,57 +17,57 @@ from megatronapp_analyzer.web.problems import ApiError
 
 LOG = logging.getLogger(__name__)
 MAX_PROBES = 36
-"""That are waited for; rank 0 takes a few more."""
+"""Probes that may be pending; rank 0 takes a few more."""
 MAX_OF_CALLER = 24
-"""Of these, for one caller."""
+"""Pending probes of one caller."""
 MAX_BYTES = 256 << 20
-"""That may come of all probes together before they are whole."""
+"""Bytes that all incomplete probes may have together."""
 MAX_EARLY_BYTES = 64 << 20
-"""Of these, of probes that rank 0 has not answered for yet; of such probes as many as may be waited for are kept."""
+"""Bytes of these for probes that rank 0 has not answered yet; at most MAX_PROBES such probes are stored."""
 PATIENCE_S = 120.0
-"""A probe that is not whole by then is forgotten: its run may have been too long for the model that is there now."""
+"""Seconds until an incomplete probe fails: its run may have been too long for the present model."""
 MAX_FAILURES = 64
 RETRY_S = 1
 Failure = Callable[[], ApiError]
 
 
 def dropped() -> ApiError:
-    """A rank had no room for a part."""
+    """Return the error for a part that a rank had to drop."""
     text = "a rank had to drop a part of these numbers"
     return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
 
 
 def too_large() -> ApiError:
-    """More came than the hub keeps."""
+    """Return the error for probes of more bytes than the hub stores."""
     text = f"these numbers, and others that are on their way, are more than {MAX_BYTES >> 20} MiB"
     return ApiError(413, "too-large", text, "Take fewer rows: one position, or a tile further in.")
 
 
 def no_memory(nbytes: int) -> ApiError:
-    """All came, and is more than the ring has room for."""
+    """Return the error for a complete probe without room in the memory budget."""
     text = f"these numbers have {nbytes >> 20} MiB, for which the hub has no room"
     return ApiError(413, "too-large", text, "Take fewer rows: one position.")
 
 
 def ranks_timed_out() -> ApiError:
-    """The ranks did not bring it."""
+    """Return the error for a probe that was not complete in time."""
     text = f"the model did not bring these numbers within {PATIENCE_S:.0f} s"
     return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
 
 
 def invalid_answer() -> ApiError:
-    """What came is not what was asked for."""
+    """Return the error for an answer that does not match the request."""
     text = "what the ranks brought does not fit together"
     return ApiError(503, "probe-incomplete", text, "Ask again in a moment; the hub's log says more.", retry_s=RETRY_S)
 
 
 def engine_lost() -> ApiError:
-    """The model that was asked is gone."""
+    """Return the error for a probe whose model was lost."""
     return ApiError(503, "engine-lost", "the model ended before it brought these numbers", "Ask again once it is back.")
 
 
 def ranks_disconnected() -> ApiError:
-    """Ranks went away that may have told it already, to nobody."""
+    """Return the error for a probe of ranks that disconnected: they may have sent parts that were lost."""
     text = "ranks of the model went away before all of these numbers had come"
     return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
 
@@ -82,7 +82,7 @@ class _TrackedProbe:
     caller: str | None = None
     key: object = None
     done: Callable[[Sequence[ShardTensor]], None] | None = None
-    """None: nobody has asked for it yet."""
+    """None: not requested yet."""
     tensors: list[ShardTensor] = dataclasses.field(default_factory=list)
     parts: PartTracker = dataclasses.field(default_factory=PartTracker)
     bytes: int = 0
@@ -90,37 +90,37 @@ class _TrackedProbe:
 
 
 class ProbeTracker:
-    """Probes by their id. `key` tells probes for the same apart from others, so that none is asked twice."""
+    """Probes by id. `key` identifies what a probe is for, so that nothing is requested twice."""
 
     def __init__(self) -> None:
         self._probes: OrderedDict[str, _TrackedProbe] = OrderedDict()
         self._by_key: dict[object, str] = {}
         self._failures: OrderedDict[object, Failure] = OrderedDict()
         self._gone: deque[str] = deque(maxlen=MAX_FAILURES)
-        """Probes of which nothing is kept any more, whatever still comes."""
+        """Ids of probes that are finished; parts that still arrive are ignored."""
         self.clears = 0
-        """Who asks in the meantime has asked ranks that are not there any more."""
+        """Number of calls of `clear`; if it grows during a request, the ranks that got the request were lost."""
 
     def __len__(self) -> int:
         return sum(one.done is not None for one in self._probes.values())
 
     def find_pending(self, key: object) -> str | None:
-        """The probe that was asked for this and has not come yet."""
+        """Return the pending probe for this, if any."""
         return self._by_key.get(key)
 
     def take_failure(self, key: object) -> ApiError | None:
-        """Why the newest probe for this failed. Told once: who asks again has it tried again."""
+        """Return why the newest probe for this failed, once: the next request is sent again."""
         found = self._failures.pop(key, None)
         return None if found is None else found()
 
     def count(self, caller: str) -> int:
-        """Probes that are under way for a caller."""
+        """Return the number of pending probes of a caller."""
         return sum(one.caller == caller for one in self._probes.values())
 
     def expect(
         self, probe: str, key: object, done: Callable[[Sequence[ShardTensor]], None], now_s: float, *, caller: str = ""
     ) -> None:
-        """Wait for a probe; what came before its answer did is taken, too. It fails at once if that is not kept."""
+        """Expect a probe; parts that arrived before its answer are used. It fails at once if they were dropped."""
         known = self._probes.setdefault(probe, _TrackedProbe(now_s))
         if probe in self._gone:
             self._fail(known, dropped)
@@ -128,7 +128,7 @@ class ProbeTracker:
         self._by_key[key] = probe
 
     def add(self, probe: str, pieces: Iterable[ShardTensor], now_s: float, part: PartHeader) -> None:
-        """Pieces of one rank. Those of probes that nobody waits for are kept, too: their answer may be on its way."""
+        """Add tensors of one rank, also for a probe that is not expected yet: its answer may be on the way."""
         if probe in self._gone:
             return
         self._take(self._probes.setdefault(probe, _TrackedProbe(now_s)), pieces, part)
@@ -147,7 +147,7 @@ class ProbeTracker:
             self._fail(known, too_large)
 
     def _bound_early(self) -> None:
-        """Of probes that nobody waits for the oldest go first. Who waits for one of them later is told at once."""
+        """Drop the oldest probes that are not expected; a later `expect` of one of them fails at once."""
         early = [(name, one) for name, one in self._probes.items() if one.done is None]
         while len(early) > MAX_PROBES:
             self._forget(*early.pop(0))
@@ -159,7 +159,7 @@ class ProbeTracker:
             self._fail(one, dropped)
 
     def settle(self, expected: Iterable[int], now_s: float) -> None:
-        """Hand on what is complete: all of these ranks have reported. What has failed, or waits too long, goes."""
+        """Hand on probes that all of these ranks have reported; remove those that failed or took too long."""
         ranks = set(expected)
         for probe, one in list(self._probes.items()):
             if now_s - one.began_s >= PATIENCE_S:
@@ -184,7 +184,7 @@ class ProbeTracker:
             self._fail(one, functools.partial(_again, error))
 
     def clear(self, why: Failure = engine_lost) -> None:
-        """The model that was asked is gone, or some of its ranks."""
+        """Fail all probes: the model was lost, or some of its ranks."""
         self.clears += 1
         for probe, one in list(self._probes.items()):
             self._fail(one, why)

@@ -1,4 +1,4 @@
-"""States of shards become numbers of whole pixels: those that one rank would send that holds the whole vector. Pure."""
+"""Merges states of shards to numbers of whole pixels, as one rank with the whole vector would send them. Pure."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from megatronapp_common.filters.shard_plan import ReductionPlan
 
 MAX_NUMBERS = 1 << 21
-"""States of all tensors of a step, of all shards; more are refused, whatever a rank says that there are."""
+"""Limit of the states of all tensors and shards of a step; more are refused."""
 AT_ONCE = 1 << 20
-"""Of them so many lie side by side while they are merged."""
+"""States that are merged at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ShardState:
-    """What one rank sent of a shard: states [rows, layers, columns], and their places in the whole."""
+    """States of one shard from one rank, [rows, layers, columns], and their indices in the whole."""
 
     shard: int
     rows: NDArray[np.intp]
@@ -25,9 +25,10 @@ class ShardState:
 
 
 def combined(plan: ReductionPlan, parts: Sequence[ShardState], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Numbers [rows, layers, pixels x values], `shape` being rows and layers; NaN where a shard of a pixel is missing.
+    """Return numbers [rows, layers, pixels x values] for `shape`, rows and layers; NaN where a shard of a pixel is
+    missing.
 
-    Where several parts have the same, the last one counts.
+    Where several parts have the same states, the last one is used.
     """
     rows, layers = shape
     whole = _whole(plan, parts, shape)
@@ -42,7 +43,7 @@ def combined(plan: ReductionPlan, parts: Sequence[ShardState], shape: tuple[int,
 
 
 def _whole(plan: ReductionPlan, parts: Sequence[ShardState], shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """Of which rows and layers all shards of each pixel are there."""
+    """Return for which rows and layers all shards of each pixel have arrived."""
     there = np.zeros((*shape, plan.shards), np.bool_)
     for part in parts:
         there[:, :, part.shard][np.ix_(part.rows, part.layers)] = True
@@ -53,7 +54,7 @@ def _whole(plan: ReductionPlan, parts: Sequence[ShardState], shape: tuple[int, i
 def _numbers(
     plan: ReductionPlan, parts: Sequence[ShardState], chosen: NDArray[np.intp], shape: tuple[int, int]
 ) -> NDArray[np.float32]:
-    """Of the rows that are chosen; of a pixel that is not whole they mean nothing."""
+    """Return numbers of the chosen rows; those of incomplete pixels have no meaning."""
     rows, layers = shape
     states = np.zeros((chosen.size, layers, plan.shards, plan.columns), np.float32)
     places = np.full(rows, -1, np.intp)

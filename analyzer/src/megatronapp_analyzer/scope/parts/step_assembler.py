@@ -1,7 +1,7 @@
-"""Steps that wait for their parts: closed when all ranks have reported, or some time after the first. Pure.
+"""Assembles steps of parts: a step is closed when all ranks have reported, or some time after the first. Pure.
 
-The caller gives the time in seconds; any order of frames gives the same steps. Every step closes: one whose tokens do
-not come closes without them, at the latest some time after its newest part, and soon when its run has ended.
+The caller gives the time in seconds; any order of frames gives the same steps. Every step is closed: without its tokens
+some time after its newest part, and soon once its run has ended.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from megatronapp_analyzer.scope.parts.part_tracker import PartHeader, PartTracke
 from megatronapp_common.frames import Frame
 
 WAIT_S = 0.2
-"""From the newest frame of a step to the moment when it is closed without what is missing: parts of a long prompt come
-over seconds, and its tokens may overtake the last of them."""
+"""Seconds from the newest frame of a step until it is closed without missing parts: those of a long prompt arrive over
+seconds, and tokens may overtake the last of them."""
 TOKENS_WAIT_S = 60.0
-"""From the newest part of a step whose tokens do not come: the stages before the last report long before it does."""
+"""Seconds from the newest part of a step until it is closed without tokens: first stages report far earlier."""
 MAX_OPEN = 64
-"""Steps that wait, of all runs; beyond, the oldest is closed as it is."""
+"""Open steps of all runs; beyond, the oldest is closed."""
 
 StepKey = tuple[str, int]
 """Run and step."""
@@ -27,7 +27,7 @@ StepKey = tuple[str, int]
 
 @dataclasses.dataclass(slots=True)
 class OpenStep:
-    """What has come of a step."""
+    """The frames of a step that have arrived."""
 
     began_s: float
     received_s: float
@@ -43,24 +43,24 @@ class ClosedStep:
     run: str
     step: int
     first: int
-    """Below `step` if steps between were never heard of: the first of them."""
+    """Below `step` if no frame of the steps before arrived: the first of those."""
     tokens: Frame | None
-    """None if they did not come."""
+    """None if they were lost."""
     tensors: Sequence[ShardTensor]
     missing: tuple[int, ...]
-    """Ranks that had not reported all."""
+    """Ranks that had not reported all parts."""
     dropped: tuple[int, ...]
-    """Ranks that say that they dropped something."""
+    """Ranks that reported a dropped part."""
 
 
 @dataclasses.dataclass(slots=True)
 class ScopeStepAssembler:
-    """All steps that wait. A run's steps are closed in their order."""
+    """All open steps. Steps of a run are closed in order."""
 
     wait_s: float = WAIT_S
     tokens_wait_s: float = TOKENS_WAIT_S
     late: int = 0
-    """Frames that came after their step was closed."""
+    """Frames that arrived after their step was closed."""
     _open: dict[StepKey, OpenStep] = dataclasses.field(default_factory=dict)
     _next: dict[str, int] = dataclasses.field(default_factory=dict)
     _ended: set[str] = dataclasses.field(default_factory=set)
@@ -69,22 +69,22 @@ class ScopeStepAssembler:
         return len(self._open)
 
     def add_part(self, key: StepKey, pieces: Iterable[ShardTensor], now_s: float, part: PartHeader) -> None:
-        """Pieces of one rank."""
+        """Add tensors of one rank."""
         if (step := self._step(key, now_s)) is not None:
             step.tensors += pieces
             step.parts.add(part)
 
     def add_tokens(self, key: StepKey, tokens: Frame, now_s: float) -> None:
-        """Tokens of a step."""
+        """Add the tokens of a step."""
         if (step := self._step(key, now_s)) is not None:
             step.tokens = tokens
 
     def end(self, run: str) -> None:
-        """Tokens of this run do not come any more, if not at once."""
+        """Note that a run has ended: its missing tokens are not waited for."""
         self._ended.add(run)
 
     def reopen(self, run: str) -> None:
-        """It has not ended, whatever was said."""
+        """Note that a run has not ended, although its end was reported."""
         self._ended.discard(run)
 
     def _step(self, key: StepKey, now_s: float) -> OpenStep | None:
@@ -99,7 +99,7 @@ class ScopeStepAssembler:
         return found
 
     def close(self, expected: Iterable[int], now_s: float) -> list[ClosedStep]:
-        """Steps that are ready, in the order of their runs' steps. `expected`: ranks that publish."""
+        """Close steps that are ready, in the order of their runs' steps. `expected`: ranks that publish."""
         ranks = frozenset(expected)
         closed: list[ClosedStep] = []
         for run in sorted({run for run, _ in self._open}):
@@ -110,7 +110,7 @@ class ScopeStepAssembler:
         return closed
 
     def _close_run(self, run: str, ranks: frozenset[int], now_s: float) -> Iterator[ClosedStep]:
-        """Nothing overtakes: a step that is ready waits for the one before it, as long as that one may wait."""
+        """Yield steps in order: a step that is ready waits for the one before it, until that one is due."""
         for number in self._waiting(run):
             step = self._open[run, number]
             follows = number == self._next.get(run, 0)
@@ -123,7 +123,7 @@ class ScopeStepAssembler:
         return sorted(step for one, step in self._open if one == run)
 
     def _deadline_s(self, run: str, number: int) -> float:
-        """When a step is closed as it is. Tokens of a later step say that its own were lost."""
+        """Return when a step is closed without what is missing. Tokens of a later step show that its own were lost."""
         step = self._open[run, number]
         later = (one.tokens for (other, place), one in self._open.items() if other == run and place > number)
         known = step.tokens is not None or run in self._ended or any(tokens is not None for tokens in later)
@@ -145,16 +145,16 @@ class ScopeStepAssembler:
         )
 
     def waits(self, run: str) -> bool:
-        """Whether a step of this run may still be shown."""
+        """Return whether steps of this run are open."""
         return any(one == run for one, _ in self._open)
 
     def due_s(self) -> float | None:
-        """When the next step closes at the latest; None if none waits."""
+        """Return when the next step closes at the latest; None if none is open."""
         runs = {run for run, _ in self._open}
         return min((self._deadline_s(run, self._waiting(run)[0]) for run in runs), default=None)
 
     def forget(self, run: str) -> None:
-        """A run has ended for good."""
+        """Remove all steps of a run."""
         for key in [key for key in self._open if key[0] == run]:
             del self._open[key]
         self._next.pop(run, None)
@@ -162,7 +162,7 @@ class ScopeStepAssembler:
 
 
 def number(header: Any, name: str) -> int:  # noqa: ANN401
-    """A whole number of a frame's header. Raises ProtocolError."""
+    """Return a whole number of a frame's header. Raises ProtocolError."""
     value = header.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 53:
         raise ProtocolError("bad-frame", f"{name} is {str(value)[:64]!r}, not a whole number from 0 on")

@@ -56,11 +56,11 @@ class RunHeader(HeaderModel):
     started_at: float | str | None = None
     tokens_per_second: float | None = None
     steps: Number | None = None
-    """That have tokens so far."""
+    """Steps that have tokens so far."""
 
 
 class StepHeader(HeaderModel):
-    """SCOPE_STEP and SCOPE_TOKENS: rows, and what came out of each."""
+    """SCOPE_STEP and SCOPE_TOKENS: rows, and the token that followed each."""
 
     rows: list[tuple[Number, Number]]
     ids: list[Number]
@@ -68,7 +68,7 @@ class StepHeader(HeaderModel):
     offsets: list[Offset] | None = None
     finished: list[str | None] | None = None
     top_texts: list[list[str]] | None = None
-    """Of each row the texts of its candidates."""
+    """For each row the texts of its candidates."""
 
     @model_validator(mode="after")
     def _as_many_as_rows(self) -> Self:
@@ -82,7 +82,7 @@ class StepHeader(HeaderModel):
         return self
 
     def dump(self) -> dict[str, Any]:
-        """As it stands in a frame."""
+        """Return the header as frames have it."""
         said = self.model_dump(mode="json", by_alias=True)
         return {name: value for name, value in said.items() if value is not None}
 
@@ -104,14 +104,14 @@ class SampleHeader(HeaderModel):
 
 
 class StoredRun(HeaderModel):
-    """What rank 0 tells of a run to a hub that has not seen all of it."""
+    """Answer of rank 0 to a hub that has missed part of a run."""
 
     header: dict[str, Any]
     samples: Annotated[list[SampleHeader], Field(max_length=MAX_PROMPTS)]
 
 
 def read(model: type[M], what: str, header: Mapping[str, Any]) -> M:
-    """The header as this model. Raises ProtocolError that says where it is wrong."""
+    """Parse a header. Raises ProtocolError with the place of the error."""
     try:
         return model.model_validate(dict(header))
     except ValidationError as error:

@@ -26,7 +26,7 @@ class PcaBasis:
     source: tuple[str, int] = ("", 0)
 
     def project(self, rows: NDArray[np.floating]) -> Matrix:
-        """Coordinates [rows, 8]."""
+        """Return the coordinates [rows, 8]."""
         return np.asarray((rows - self.mean) @ self.axes.T)
 
 

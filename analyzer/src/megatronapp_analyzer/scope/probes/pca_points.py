@@ -14,9 +14,9 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import COMPONENTS, MAX_PART_BYTES, Tensor, build_frame, unpack
 
 MAX_STATE_BYTES = 96 << 20
-"""Of hidden states that are asked for to fit a basis: every so many rows of a longer text."""
+"""Bytes of hidden states that are requested to fit a basis: with a stride over rows of a longer text."""
 MAX_POINT_BYTES = MAX_PART_BYTES - (64 << 10)
-"""Of coordinates in one frame: every so many rows of a longer text."""
+"""Bytes of coordinates in one frame: with a stride over rows of a longer text."""
 ROW_HEADER_BYTES = 24
 
 
@@ -29,12 +29,12 @@ class PcaPoints:
 
     @classmethod
     def empty(cls, layers: int) -> Self:
-        """Of no row."""
+        """Return points without rows."""
         return cls([], np.zeros((0, layers, COMPONENTS), "<f4"))
 
     @classmethod
     def of_frame(cls, data: bytes | None) -> Self:
-        """Those of a SCOPE_PCA frame."""
+        """Return the points of a SCOPE_PCA frame."""
         if data is None:
             return cls.empty(0)
         frame = frames.decode(data)
@@ -42,7 +42,7 @@ class PcaPoints:
         return cls([(sample, place) for sample, place in frame.header["rows"]], tensor.data)
 
     def with_more(self, other: "PcaPoints") -> "PcaPoints":
-        """Both; where both have a row, the other's. Rows in their order."""
+        """Merge with other points, which win where both have a row. Rows are in order."""
         if not self.rows:
             return other
         found = dict(zip(self.rows, self.values, strict=True)) | dict(zip(other.rows, other.values, strict=True))
@@ -51,14 +51,14 @@ class PcaPoints:
 
 
 def stride_of(rows: int, layers: int, hidden: int) -> int:
-    """Every how many rows of hidden states are within bounds."""
+    """Return the stride at which rows of hidden states are within bounds."""
     return max(1, -(-rows * layers * hidden * 4 // MAX_STATE_BYTES))
 
 
 def coordinates_of(
     states: Mapping[int, NDArray[np.floating]], rows: Sequence[Row], bases: Mapping[int, PcaBasis]
 ) -> PcaPoints:
-    """Of hidden states by layer; layers of the basis that the states do not have are NaN."""
+    """Project hidden states by layer; layers of the basis without states are NaN."""
     values = np.full((len(rows), len(bases), COMPONENTS), np.nan, "<f4")
     for place, layer in enumerate(sorted(bases)):
         if layer in states:
@@ -67,7 +67,7 @@ def coordinates_of(
 
 
 def frame_of_points(said: Mapping[str, Any], points: PcaPoints) -> Frame:
-    """SCOPE_PCA."""
+    """Build a SCOPE_PCA frame."""
     room = MAX_POINT_BYTES // (points.values.shape[1] * COMPONENTS * 4 + ROW_HEADER_BYTES)
     every = max(1, -(-len(points.rows) // room))
     header = {**said, "rows": [list(row) for row in points.rows[::every]]}

@@ -1,7 +1,7 @@
-"""The axes of PCA: fitted on the first prompt, kept for all runs of the model, and fitted anew on request.
+"""PCA bases: fitted on the first prompt, used for all runs of the model, and fitted again on request.
 
-A basis has a version, which counts fits. Ranks project what they read on the newest one; what was read before is
-projected here, of a probe that reads the whole text again, so that a picture is of one version alone.
+A basis has a version, which counts fits. Ranks project what they read on the newest one; rows that were read before are
+projected here, from a probe that reads the whole text again, so that a picture has one version only.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ from megatronapp_common.scope.protocol_requests import ProbeRequest, ProbeSite
 LOG = logging.getLogger(__name__)
 SITE = "residual"
 ENOUGH_ROWS = COMPONENTS + 1
-"""With fewer a first fit waits for the end of the run."""
+"""With fewer rows the first fit waits for the end of the run."""
 FIT_ROWS = 256
-"""That a basis is fitted on: every so many of a longer text."""
+"""Rows that a basis is fitted on, with a stride over longer texts."""
 TRIES = 60
-"""To give a basis to ranks whose server is not there yet, or to have them bring what they refuse, a second apart."""
+"""Attempts to send a basis to ranks whose server has not started, or to get rows that they refuse, a second apart."""
 REFUSED = frozenset({429, 503})
-"""What may be granted later."""
+"""HTTP statuses of requests that may succeed later."""
 OURS = "the hub"
-"""Who asks for probes that nobody asked for."""
+"""Caller of the hub's own probes."""
 Completion = tuple[str, int, bool]
 """Run, version, and whether the run has ended."""
 States = Mapping[int, NDArray[np.floating]]
@@ -46,7 +46,7 @@ States = Mapping[int, NDArray[np.floating]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FitTarget:
-    """What a basis is fitted for. `tokens`: of the texts whose rows it is fitted on."""
+    """Layers to fit, and the reason. `tokens`: number of tokens of the texts whose rows are used."""
 
     layers: Sequence[int]
     refit: bool
@@ -62,7 +62,7 @@ class PcaService:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._giving: asyncio.Task[Any] | None = None
         self._fitting = asyncio.Lock()
-        """One fit after another: each is turned onto the one before, and told with its own version."""
+        """Fits run one after another: each is rotated onto the one before, and published with its own version."""
         self._completed: set[Completion] = set()
         self._completing: set[Completion] = set()
         self.bases: dict[int, pca.PcaBasis] = {}
@@ -70,11 +70,11 @@ class PcaService:
 
     @property
     def version(self) -> int:
-        """Of the newest basis; 0 before the first."""
+        """Return the version of the newest basis; 0 before the first."""
         return self._core.pca.newest
 
     async def close(self) -> None:
-        """End what goes on."""
+        """Cancel all tasks that are running."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -93,7 +93,7 @@ class PcaService:
     # ---- fits
 
     def after_prefill(self, run: ScopeRun) -> None:
-        """The first prompt that asks for PCA gives the axes."""
+        """Fit the first basis on the first prompt that captures PCA."""
         if run.length(0) >= ENOUGH_ROWS:
             self._first_fit(run, range(1))
         elif sum(map(run.length, range(len(run.tokens)))) >= ENOUGH_ROWS:
@@ -105,7 +105,7 @@ class PcaService:
             self._start(self._fit_first(run, range(model["layers"]), samples))
 
     async def _fit_first(self, run: ScopeRun, layers: range, samples: range) -> None:
-        """Nobody asks for the first basis again: so it is asked for until it comes."""
+        """Request the first fit until it succeeds: no page does."""
         over = asyncio.Event()
 
         async def ask() -> None:
@@ -114,7 +114,7 @@ class PcaService:
         await _until(over, ask, lambda: not self.bases and not self._fitting.locked() and self._core.runs.holds(run))
 
     async def refit(self, run: ScopeRun, layers: Sequence[int], caller: str) -> str | None:
-        """New axes of these layers. None: fitted; else the probe that brings the rows. Raises ApiError."""
+        """Fit layers again. Return None if done, or the probe that fetches the rows. Raises ApiError."""
         if self._probe_client.client is not None:
             samples = range(len(run.tokens))
             return await self.request_fit(run, layers, refit=True, caller=caller, samples=samples)
@@ -134,9 +134,10 @@ class PcaService:
         samples: range,
         over: asyncio.Event | None = None,
     ) -> str:
-        """Have the model read these samples again, and fit on what it tells. Returns the probe; `over` is set with it.
+        """Have the model read these samples again, and fit on its answer. Return the probe; `over` is set with its
+        answer.
 
-        Layers that are not fitted are read, too: all coordinates of a version come together.
+        Layers that are not fitted are read, too: all coordinates of a version arrive together.
         """
         texts = tuple(tuple(run.ids(sample)[: run.length(sample)]) for sample in samples)
         wanted = _probe_of(self._core.publishers.model, texts, sorted({*layers, *self.bases}))
@@ -163,7 +164,7 @@ class PcaService:
             self.complete(run)
 
     async def _fit_next(self, run: ScopeRun, states: States, rows: Sequence[Row], fit: FitTarget) -> None:
-        """Nobody sees the new basis before its coordinates are there, too."""
+        """Fit, and publish the new basis together with its coordinates."""
         wanted = {layer: states[layer] for layer in fit.layers}
         found = await asyncio.to_thread(_fit_all, wanted, dict(self.bases), (run.id, fit.tokens))
         bases = self.bases | found
@@ -175,7 +176,7 @@ class PcaService:
         self.give()
 
     def _publish_points(self, run: ScopeRun, points: PcaPoints) -> None:
-        """SCOPE_PCA of a run, with the coordinates of all rows that are known."""
+        """Publish SCOPE_PCA of a run, with the coordinates of all known rows."""
         layers = sorted(self.bases)
         said = {
             "run": run.id,
@@ -192,7 +193,7 @@ class PcaService:
     # ---- ranks
 
     def give(self) -> None:
-        """Give the newest basis to the ranks: they may be others than those that had it."""
+        """Send the newest basis to the ranks: they may have started since."""
         model = self._core.publishers.model
         if self.bases and model is not None and not _fits(self.bases, model):
             self.bases = {}
@@ -216,12 +217,12 @@ class PcaService:
     # ---- runs
 
     def introduce(self, run: ScopeRun) -> None:
-        """A run whose rows the ranks project on a basis that it has not been told of."""
+        """Publish the newest basis without points to a run whose rows the ranks project on it already."""
         if self.bases:
             self._publish_points(run, PcaPoints.empty(len(self.bases)))
 
     def complete(self, run: ScopeRun) -> None:
-        """What was read while the basis was on its way has no coordinates yet: once it is there, and at the end."""
+        """Fetch coordinates of rows read before the ranks had the basis: once it is fitted, and at the end."""
         if run.ended and not self.bases:
             self._first_fit(run, range(len(run.tokens)))
         at = (run.id, run.pca_version, run.ended)
@@ -232,11 +233,11 @@ class PcaService:
             self._start(self._bring(run, at))
 
     def _shows(self, run: ScopeRun, version: int) -> bool:
-        """Whether a run is shown in this version, and it is the newest."""
+        """Return whether a run is shown in this version, and it is the newest."""
         return bool(self.bases) and version == self.version == run.pca_version and self._core.runs.holds(run)
 
     async def _bring(self, run: ScopeRun, at: Completion) -> None:
-        """All rows that are missing. Done once each has come, or was refused for good: then nobody asks again."""
+        """Fetch all missing rows; done once each has arrived, or was refused finally."""
         missing = _missing(run, known_rows(run))
         try:
             works = [self._bring_sample(run, sample, places) for sample, places in missing.items()]
@@ -249,7 +250,8 @@ class PcaService:
             self._completed = {one for one in self._completed if one[0] in self._core.runs} | {at}
 
     async def _bring_sample(self, run: ScopeRun, sample: int, places: range) -> bool:
-        """Coordinates of a span of rows; whether they have come. Raises ApiError if they are refused for good."""
+        """Fetch coordinates of a span of rows; return whether they arrived. Raises ApiError if they are refused
+        finally."""
         version, over = self.version, asyncio.Event()
         text = tuple(run.ids(sample)[: run.length(sample)])
         whole = _probe_of(self._core.publishers.model, (text,), sorted(self.bases))
@@ -270,7 +272,7 @@ class PcaService:
 
 
 async def _until(over: asyncio.Event, ask: Callable[[], Awaitable[None]], still: Callable[[], bool]) -> None:
-    """Ask for a probe, and again where it has failed, until it is over. Raises ApiError if it is refused for good."""
+    """Request a probe, and again if it fails, until it is over. Raises ApiError if it is refused finally."""
     refused = 0
     while not over.is_set() and refused < TRIES and still():
         try:
@@ -291,20 +293,20 @@ def _probe_of(
 
 
 def wants(run: ScopeRun) -> bool:
-    """Whether coordinates were asked for."""
+    """Return whether a run captures coordinates."""
     capture = run.header.get("capture") or {}
     return capture.get("preset") != "off" and bool((capture.get("states") or {}).get("pca", True))
 
 
 def known_rows(run: ScopeRun) -> set[Row]:
-    """Rows of a run that have coordinates in the basis that it is shown in."""
+    """Return rows of a run that have coordinates in the basis that it is shown in."""
     return set(PcaPoints.of_frame(run.journal.pca).rows) | run.pca_rows
 
 
 def _missing(run: ScopeRun, known: set[Row]) -> dict[int, range]:
-    """Of each sample the span of rows that have been read and are not known.
+    """Return for each sample the span of rows that were read and have no coordinates.
 
-    Of a prompt some rows are shown, where it is long: those that are known stand for it.
+    Of a long prompt only some rows are shown; if any of them is known, the prompt is not fetched.
     """
     found: dict[int, range] = {}
     for sample in range(len(run.tokens)):
@@ -317,7 +319,7 @@ def _missing(run: ScopeRun, known: set[Row]) -> dict[int, range]:
 
 
 def _stored_states(run: ScopeRun, layers: Sequence[int]) -> tuple[list[Row], States]:
-    """Hidden states that are kept already, of rows that have them in all these layers."""
+    """Return stored hidden states, of rows that have them in all these layers."""
     rows: list[Row] = []
     parts: dict[int, list[NDArray[Any]]] = {layer: [] for layer in layers}
     for sample in range(len(run.tokens)):
@@ -330,19 +332,19 @@ def _stored_states(run: ScopeRun, layers: Sequence[int]) -> tuple[list[Row], Sta
 
 
 def _fits(bases: Mapping[int, pca.PcaBasis], model: Mapping[str, Any]) -> bool:
-    """Whether a basis is of such a model."""
+    """Return whether a basis has the sizes of the model."""
     return max(bases) < model["layers"] and all(one.mean.size == model["hidden"] for one in bases.values())
 
 
 def _states(pieces: Sequence[ShardTensor]) -> tuple[list[Row], States]:
-    """Hidden states of a probe, by layer."""
+    """Return the hidden states of a probe, by layer."""
     table = encode.tables_of(pieces, None)[SITE]
     layers = table.layers or ()
     return list(table.rows), {layer: table.data[:, place] for place, layer in enumerate(layers)}
 
 
 def _fit_all(states: States, old: Mapping[int, pca.PcaBasis], source: tuple[str, int]) -> dict[int, pca.PcaBasis]:
-    """On every so many rows, so that it takes no longer than on FIT_ROWS."""
+    """Fit each layer on at most FIT_ROWS rows."""
     found = {}
     for layer, rows in states.items():
         every = -(-len(rows) // FIT_ROWS)
@@ -351,7 +353,7 @@ def _fit_all(states: States, old: Mapping[int, pca.PcaBasis], source: tuple[str,
 
 
 def basis_frame(version: int, bases: Mapping[int, pca.PcaBasis]) -> Frame:
-    """SCOPE_BASIS for rank 0."""
+    """Build a SCOPE_BASIS frame for rank 0."""
     layers = sorted(bases)
     mean = np.stack([bases[layer].mean for layer in layers]).astype("<f4")
     axes = np.stack([bases[layer].axes for layer in layers]).astype("<f4")

@@ -1,4 +1,4 @@
-"""What the desk asks of the model: runs, changes, and probes for numbers that it does not hold."""
+"""Requests to the model: runs, changes of captures, and probes for numbers that the hub does not have."""
 
 import asyncio
 import contextlib
@@ -30,24 +30,24 @@ from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeReque
 
 RETRY_MS = 200
 KNOWN_S = 2.0
-"""So long a new run may take from rank 0 by the agent to here, which is another way than that of the answer."""
+"""Seconds in which a new run arrives from rank 0 through its agent; the answer to the request takes another way."""
 Keep = Callable[[ScopeRun, int, ProbeSite, Sequence[ShardTensor]], None]
-"""What becomes of the rows of a site that a probe found."""
+"""Stores or uses the rows of a site that a probe fetched."""
 
 
 class ProbeClient:
-    """Between routes and rank 0. `client` None: no model serves here."""
+    """Client of rank 0 for the routes. `client` None: no model serves here."""
 
     def __init__(self, core: ScopeCore, client: Rank0Client | None) -> None:
         self.core = core
         self.client = client
         self.actions = AuditLog()
         self._asking: dict[object, tuple[str, asyncio.Task[str]]] = {}
-        """Probes that rank 0 has not answered for yet, with who asked."""
+        """Probes that rank 0 has not answered yet, with their callers."""
 
     @property
     def serving(self) -> Rank0Client:
-        """The model. Raises ApiError 409 without one."""
+        """Return the client of rank 0. Raises ApiError 409 without a model."""
         if self.client is None:
             raise ApiError(
                 409, "no-model", "nothing generates here", "Start a job with mode: serve, or `megatronapp serve`."
@@ -55,7 +55,7 @@ class ProbeClient:
         return self.client
 
     async def start(self, request: RunRequest, who: str) -> dict[str, Any]:
-        """Queue a run; it is known here then, if the ranks' agent is there. `who` asks."""
+        """Queue a run, and wait until it is known here. `who`: the name for the audit log."""
         self._check_heads(request.capture.pinned)
         answer = await self.serving.start(request)
         count = len(request.prompts)
@@ -66,7 +66,7 @@ class ProbeClient:
         return answer
 
     async def cancel(self, run: str, who: str) -> None:
-        """End a run."""
+        """Cancel a run for a caller."""
         await self.serving.cancel(run)
         self.actions.note(who, f"cancelled run {run}")
 
@@ -88,7 +88,7 @@ class ProbeClient:
                 )
 
     async def tile(self, run: ScopeRun, head: HeadKey, place: TileRef, caller: str) -> NDArray[np.uint8] | str:
-        """A tile of a head's map, or the id of the probe that brings more of it. Raises ApiError."""
+        """Return a tile of a head's map, or the id of the probe that fetches more of it. Raises ApiError."""
         sample, layer, index = head
         site = ProbeSite(site="attention", layers=(layer,), heads=(index,), code="u8s")
         rows = run.attention.get(head)
@@ -107,9 +107,9 @@ class ProbeClient:
     async def tiles(
         self, run: ScopeRun, head: HeadKey, places: Sequence[TileRef], caller: str
     ) -> list[NDArray[np.uint8]] | str:
-        """Tiles of a head's map, or the id of a probe that brings more of them. Raises ApiError.
+        """Return tiles of a head's map, or the id of a probe that fetches more of them. Raises ApiError.
 
-        What is missing is asked for at once. Others have their turn between any two tiles.
+        Missing rows are requested together. Other tasks run between any two tiles.
         """
         known = run.attention.get(head)
         absent = [place for place in places if missing(place, known) is not None]
@@ -128,7 +128,7 @@ class ProbeClient:
     async def probe(
         self, run: ScopeRun, sample: int, site: ProbeSite, queries: range, caller: str, *, keep: Keep | None = None
     ) -> str:
-        """Ask for rows of one site, once as long as they have not come. Returns the probe's id. Raises ApiError."""
+        """Request rows of one site, once until they arrive. Return the probe's id. Raises ApiError."""
         ids = tuple(run.ids(sample)[: run.length(sample)])
         wanted = ProbeRequest(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop), stride=queries.step)
         put = keep or keep_rows
@@ -143,7 +143,7 @@ class ProbeClient:
     async def request(
         self, key: object, wanted: ProbeRequest, done: Callable[[Sequence[ShardTensor]], None], caller: str
     ) -> str:
-        """The probe that brings this; who asks for what is asked for already waits with the others. Raises ApiError."""
+        """Return the probe that fetches this; a request for what is pending joins it. Raises ApiError."""
         book = self.core.probes
         book.settle(self.core.publishers.expected(), self.core.clock())
         if (asked := book.find_pending(key)) is not None:
@@ -185,7 +185,7 @@ class ProbeClient:
 
 
 def check(pieces: Sequence[ShardTensor], asked: ProbeRequest) -> list[ShardTensor]:
-    """The pieces of a probe for one site. Raises ProtocolError if rows, layers or heads are missing."""
+    """Return the tensors of a probe for one site. Raises ProtocolError if rows, layers or heads are missing."""
     (site,) = asked.sites
     found = [piece for piece in pieces if piece.tensor.name == site.site and _rotary_of(piece) == site.rotary]
     rows = {row for piece in found for row in piece.rows}
@@ -206,7 +206,7 @@ def _rotary_of(piece: ShardTensor) -> str:
 
 
 def pool(run: ScopeRun, sample: int, site: ProbeSite, wanted: Sequence[ShardTensor]) -> None:
-    """Hand rows of attention to the tiles that wait for them; they are not kept."""
+    """Hand rows of attention to the tiles that wait for them; they are not stored."""
     del site
     for (layer, head), rows in _by_head(wanted).items():
         run.pooled.add((sample, layer, head), rows)
@@ -220,7 +220,7 @@ def _by_head(wanted: Sequence[ShardTensor]) -> dict[tuple[int, int], list[tuple[
 
 
 def keep_rows(run: ScopeRun, sample: int, site: ProbeSite, wanted: Sequence[ShardTensor]) -> None:
-    """Put what a probe found where it is looked for. Raises ApiError 413 if it is more than the hub holds."""
+    """Store what a probe fetched. Raises ApiError 413 if it is more than the memory budget allows."""
     if site.code == "u8s":
         _keep_attention(run, sample, wanted)
         return
@@ -240,7 +240,7 @@ def _keep_attention(run: ScopeRun, sample: int, wanted: Sequence[ShardTensor]) -
 
 
 def _slices(site: str, table: MergedTensor) -> list[tuple[int | None, int | None, Any]]:
-    """The rows of every layer and head, each as [rows, width]."""
+    """Return the rows of every layer and head, each as [rows, width]."""
     count, data = len(table.rows), table.data.astype("<f4")
     if table.layers is None:
         return [(None, None, data.reshape(count, -1))]

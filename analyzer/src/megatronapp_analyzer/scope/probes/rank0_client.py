@@ -1,4 +1,4 @@
-"""The way from the hub to rank 0, which generates: runs and probes are sent on to it (docs/scope-protocol.md, 6)."""
+"""HTTP client of rank 0, which generates: runs and probes are sent to it (docs/scope-protocol.md, 6)."""
 
 from typing import Any
 
@@ -12,13 +12,14 @@ from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeReque
 
 TIMEOUT_S = 10.0
 SCORES_TIMEOUT_S = 300.0
-"""Scores wait behind all prompts, and a long text is read for a while."""
+"""Scores wait for all prompts in the queue, and reading a long text takes a while."""
 PASSED_ON = frozenset({404, 409, 413, 422, 429, 501, 503})
-"""Answers of rank 0 that its asker gets as they are."""
+"""Statuses of answers that the caller gets unchanged."""
 
 
 class Rank0Client:
-    """Asks rank 0. Every method raises ApiError: with rank 0's own words where it answered, else 503."""
+    """Sends requests to rank 0. Every method raises ApiError: with rank 0's own message if it answered, and 503
+    otherwise."""
 
     def __init__(self, url: str, token: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._client = httpx.AsyncClient(
@@ -30,16 +31,16 @@ class Rank0Client:
         )
 
     async def close(self) -> None:
-        """Let connections go."""
+        """Close all connections to rank 0."""
         await self._client.aclose()
 
     @property
     def url(self) -> str:
-        """Where rank 0 answers, without a slash at its end."""
+        """Return the address of rank 0, without a slash at its end."""
         return str(self._client.base_url).rstrip("/")
 
     async def metrics(self) -> str:
-        """The counts of rank 0 in the text format of Prometheus."""
+        """Return the metrics of rank 0 in the text format of Prometheus."""
         return (await self._send("GET", "/metrics")).text
 
     async def start(self, request: RunRequest) -> dict[str, Any]:
@@ -47,24 +48,24 @@ class Rank0Client:
         return await self._request("POST", "/scope/v1/runs", request.model_dump_json(by_alias=True).encode())
 
     async def cancel(self, run: str) -> None:
-        """End a run."""
+        """Cancel a run that waits or generates."""
         await self._request("DELETE", f"/scope/v1/runs/{run}")
 
     async def change(self, run: str, change: CaptureChange) -> None:
-        """Another capture, from the next step on."""
+        """Change the capture from the next step on."""
         await self._request("PATCH", f"/scope/v1/runs/{run}", change.model_dump_json(by_alias=True).encode())
 
     async def run(self, run: str) -> dict[str, Any]:
-        """A run with all tokens so far."""
+        """Return a run with all tokens so far."""
         return await self._request("GET", f"/scope/v1/runs/{run}")
 
     async def probe(self, probe: ProbeRequest) -> str:
-        """Ask for exact numbers; they come as PART frames with this id."""
+        """Request exact numbers; they arrive as PART frames with the id that is returned."""
         answer = await self._request("POST", "/scope/v1/probes", probe.model_dump_json(by_alias=True).encode())
         return str(answer.get("probe"))
 
     async def scores(self, asked: ScoreRequest) -> Frame:
-        """A frame SCOPE_TOKENS with the surprise, entropy and candidates at each token of a text."""
+        """Return a frame SCOPE_TOKENS with the surprise, entropy and candidates at each token of a text."""
         body = asked.model_dump_json(by_alias=True).encode()
         answer = await self._send("POST", "/scope/v1/scores", body, timeout_s=SCORES_TIMEOUT_S)
         try:
@@ -73,7 +74,7 @@ class Rank0Client:
             raise _failed(f"the model sent no scores: {error}") from error
 
     async def basis(self, frame: Frame) -> None:
-        """Give the ranks a basis to project on."""
+        """Send the ranks a basis to project on."""
         await self._request("PUT", "/scope/v1/basis", frames.encode(frame), kind="application/octet-stream")
 
     async def _request(
@@ -94,7 +95,7 @@ class Rank0Client:
         kind: str = "application/json",
         timeout_s: float = TIMEOUT_S,
     ) -> httpx.Response:
-        """An answer that is a success."""
+        """Return a successful answer."""
         headers = {"Content-Type": kind} if body is not None else {}
         try:
             answer = await self._client.request(method, path, content=body, headers=headers, timeout=timeout_s)

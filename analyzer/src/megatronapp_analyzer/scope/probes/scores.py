@@ -20,7 +20,7 @@ from megatronapp_common.scope.protocol_requests import MAX_SCORED, ScoreRequest
 
 NAMES = ("top.id", "top.p", "top.logit", "partition", "surprise", "entropy")
 ROWS = 128
-"""Of a frame: with 100 candidates and their texts it stays within a message."""
+"""Rows of a frame: with 100 candidates and their texts it is within the limit of a message."""
 MAX_REQUESTS = 8
 """Prompts that are read at a time, of all pages."""
 
@@ -33,7 +33,7 @@ class ScoreService:
         self._asking: dict[tuple[str, int], asyncio.Task[PromptScores]] = {}
 
     async def of(self, run: ScopeRun, sample: int, wait_s: float) -> PromptScores | None:
-        """The scores of a prompt; None if they have not come within `wait_s`. Raises ApiError."""
+        """Return the scores of a prompt; None if they have not arrived within `wait_s`. Raises ApiError."""
         if (known := run.scores.get(sample)) is not None:
             return known
         key = run.id, sample

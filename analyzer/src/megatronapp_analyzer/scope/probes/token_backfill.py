@@ -1,9 +1,9 @@
-"""Tokens that this hub has not seen, because it was not there: rank 0 still has them.
+"""Fetches tokens from rank 0 that the hub missed because it was not running.
 
-A text with holes is another text: what a probe of it found would be numbers of something that nobody generated. So a
-run is refused until it is whole again.
+A text with holes is another text: a probe would return numbers of a text that was never generated. So a run is refused
+until it is whole again.
 
-When rank 0 comes back, it is asked for each run that goes on here, too: the word that one has ended may have been lost.
+When rank 0 reconnects, its state of each open run is fetched, too: the frame with the end of a run may have been lost.
 """
 
 import asyncio
@@ -20,29 +20,29 @@ from megatronapp_common.frames import Frame, FrameType
 LOG = logging.getLogger(__name__)
 RETRY_S = 1
 TRIES = 60
-"""To ask a rank 0 that came back, whose server may not be there yet."""
+"""Attempts to reach a rank 0 that reconnected, because its server may start later."""
 
 
 class TokenBackfill:
-    """Asks rank 0 for tokens of runs that have holes; each run once at a time."""
+    """Fetches the tokens of runs with holes; each run once at a time."""
 
     def __init__(self, probe_client: ProbeClient) -> None:
         self._probe_client = probe_client
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
-        """Runs that rank 0 does not know any more."""
+        """Runs that rank 0 no longer knows."""
         self._looks: dict[str, asyncio.Task[None]] = {}
-        """At runs of a rank 0 that came back."""
+        """Requests for the state of runs after rank 0 has reconnected."""
 
     async def close(self) -> None:
-        """End what goes on."""
+        """Cancel all requests that are running."""
         tasks = [*self._tasks.values(), *self._looks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def check(self, run: ScopeRun) -> None:
-        """Raises ApiError for a run with holes: 503 while rank 0 is asked, 409 where nobody has its tokens."""
+        """Raise ApiError for a run with holes: 503 while rank 0 is asked, 409 if it no longer has the tokens."""
         if run.whole:
             return
         self.want(run)
@@ -53,7 +53,7 @@ class TokenBackfill:
         raise ApiError(409, "run-incomplete", text, "Its numbers cannot be told; start the run again.")
 
     def want(self, run: ScopeRun) -> None:
-        """Ask, if that may help."""
+        """Fetch the missing tokens of a run, if rank 0 may have them."""
         if run.whole or self._probe_client.client is None or run.id in self._tasks or run.id in self._lost:
             return
         self._tasks[run.id] = task = asyncio.ensure_future(self._fill(run))
@@ -76,7 +76,7 @@ class TokenBackfill:
     # ---- a rank 0 that came back
 
     def refresh_runs(self) -> None:
-        """Ask rank 0 how it stands with all runs that go on here; each once at a time."""
+        """Fetch the state of all open runs from rank 0; each once at a time."""
         for run in self._probe_client.core.runs.values():
             if not run.ended and self._probe_client.client is not None and run.id not in self._looks:
                 self._looks[run.id] = task = asyncio.ensure_future(self._refresh(run))
@@ -95,7 +95,7 @@ class TokenBackfill:
             self._probe_client.core.ingest.take_run_state(frame)
 
     async def _fetch_state(self, run: ScopeRun) -> Frame:
-        """Its state as rank 0 has it; failed, where rank 0 does not know it. Raises ApiError and ProtocolError."""
+        """Return the state of a run at rank 0; failed if it is unknown there. Raises ApiError and ProtocolError."""
         for _ in range(TRIES):
             try:
                 said = read(StoredRun, "answer of rank 0: run", await self._probe_client.serving.run(run.id))

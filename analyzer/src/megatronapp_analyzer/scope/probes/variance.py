@@ -12,7 +12,7 @@ from megatronapp_common.scope.protocol_requests import ProbeSite
 
 SITE = "residual"
 MAX_BYTES = 16 << 20
-"""Of hidden states that are read for it: every so many rows of a longer text."""
+"""Bytes of hidden states that are read, with a stride over rows of a longer text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class VarianceSum:
 
 
 async def variance_of(probe_client: ProbeClient, run: ScopeRun, layer: int, caller: str) -> VarianceSum | str:
-    """The variance of all tokens that have been read, or the id of a probe that brings their states.
+    """Return the variance over all tokens that were read, or the id of a probe that fetches their states.
 
     Raises ApiError.
     """

@@ -1,4 +1,4 @@
-"""What else could have come in the place of each token, out of the frames of steps that are still held. Pure."""
+"""Candidates for each token, from the stored frames of steps. Pure."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from megatronapp_common.scope.protocol import unpack
 
 
 def candidates_of(steps: Iterable[bytes]) -> dict[Row, list[dict[str, Any]]]:
-    """By sample and position of the token: `{"id", "text", "probability"}`, the likeliest first."""
+    """Return by sample and position of the token: `{"id", "text", "probability"}`, the likeliest first."""
     found: dict[Row, list[dict[str, Any]]] = {}
     for data in steps:
         frame = frames.decode(data)

@@ -1,4 +1,4 @@
-"""What pages get of a step, made from what ranks sent: numbers in small codes, frames within a message. Pure."""
+"""Encodes a step for pages: numbers in compact codes, frames within the limit of a message. Pure."""
 
 import math
 from collections import defaultdict
@@ -18,7 +18,7 @@ from megatronapp_common.scope.codes import TensorCode, encode
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, Tensor, build_frame, unpack
 
 HEADER_BYTES = 16 << 10
-"""Of a message, for header and padding."""
+"""Bytes of a message for header and padding."""
 MAX_ATLAS_BYTES = 64 << 20
 SIGNED = frozenset({"q", "k", "v", "mlp1", "mlp2"})
 SHARES = frozenset({"head.entropy", "head.max", "head.sink"})
@@ -29,7 +29,7 @@ AttentionRow = tuple[int, int, int, int, NDArray[np.uint8]]
 def tables_of(
     pieces: Sequence[ShardTensor], layers: int | None, *, apart: frozenset[str] = APART
 ) -> dict[str, MergedTensor]:
-    """Every table that the pieces make, by name. Raises ProtocolError."""
+    """Merge tensors of shards to tables by name. Raises ProtocolError."""
     named: dict[str, list[ShardTensor]] = defaultdict(list)
     for piece in pieces:
         if piece.tensor.name not in apart:
@@ -38,7 +38,7 @@ def tables_of(
 
 
 def encode_tensor(name: str, data: NDArray[Any]) -> Tensor:
-    """Numbers in the code that pages get them in."""
+    """Encode numbers in the code that pages get them in."""
     if data.dtype == np.uint8:
         return Tensor(name, "u8", data)
     code = TensorCode.I8 if name in SIGNED else TensorCode.U8 if name in SHARES else TensorCode.F16
@@ -47,7 +47,7 @@ def encode_tensor(name: str, data: NDArray[Any]) -> Tensor:
 
 
 def select_rows(table: MergedTensor, rows: Sequence[Row]) -> NDArray[Any]:
-    """Rows of a table; those that it does not have are NaN, or 0."""
+    """Return rows of a table; missing ones are NaN, or 0."""
     places = {row: place for place, row in enumerate(table.rows)}
     out = np.full((len(rows), *table.data.shape[1:]), np.nan if table.data.dtype.kind == "f" else 0, table.data.dtype)
     for place, row in enumerate(rows):
@@ -113,7 +113,7 @@ def _overview(said: Mapping[str, Any], tables: Mapping[str, MergedTensor], atlas
 
 
 def _atlas(pieces: Sequence[ShardTensor], layers: int | None) -> Tensor:
-    """Pictures of all heads; coarser for models with so many that they would fill a message."""
+    """Merge thumbnails of all heads; with less resolution if a model has too many heads for a message."""
     known = layers or 1 + max(layer for piece in pieces for layer in piece.layers or (0,))
     heads = max(piece.span[1] if piece.span else piece.tensor.data.shape[1] for piece in pieces)
     cells = pieces[0].tensor.data.shape[2:]
@@ -132,7 +132,7 @@ def _atlas(pieces: Sequence[ShardTensor], layers: int | None) -> Tensor:
 
 
 def attention_rows(pieces: Sequence[ShardTensor]) -> list[AttentionRow]:
-    """Every row of attention among the pieces, each up to its own position. Raises ProtocolError."""
+    """Return every row of attention, each up to its own position. Raises ProtocolError."""
     found: dict[tuple[int, int, int, int], NDArray[np.uint8]] = {}
     for piece in sorted(pieces, key=lambda one: -one.tp):
         if piece.tensor.name != "attention":

@@ -1,4 +1,4 @@
-"""Exact numbers of a site, as people take them away: JSON, CSV or NPY. Pure."""
+"""Exact numbers of a site as files to download: JSON, CSV or NPY. Pure."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""What the server of a model counts, for its page: read from the metrics of rank 0. Pure but for the names."""
+"""Counts and latencies of a model's server, parsed from the metrics of rank 0. Pure."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ class LatencyQuantiles:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerCounts:
-    """Of one server since its start."""
+    """Counts of one server since its start."""
 
     waiting: int
     running: int
@@ -39,7 +39,7 @@ class ServerCounts:
 
 
 def read_counts(text: str) -> ServerCounts:
-    """The counts of an exposition. Raises ApiError 503 if it is none."""
+    """Parse metrics in the text format of Prometheus. Raises ApiError 503 if it is not valid."""
     try:
         samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
     except ValueError as error:
@@ -69,7 +69,7 @@ def _latency(buckets: Sequence[tuple[float, float]], total: float) -> LatencyQua
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
-    """Of cumulative counts by upper bound, as Prometheus computes it: linear within a bucket."""
+    """Estimate a quantile of cumulative counts by upper bound, as Prometheus does: linear within a bucket."""
     wanted = share * buckets[-1][1]
     for (low, before), (high, count) in itertools.pairwise([(0.0, 0.0), *buckets]):
         if count >= wanted and count > before:

@@ -18,9 +18,9 @@ from megatronapp_common.scope.protocol import Tensor, build_frame
 TILE = 256
 MAX_LEVEL = 12
 MAX_TILES = 16
-"""Of one answer: 1 MiB, and more than a page shows of a map at a time."""
+"""Tiles of one answer: 1 MiB, and more than a page shows of a map at a time."""
 ROWS_AT_ONCE = 64
-"""Of a map, that are laid beside each other; a power of 2."""
+"""Rows of a map that are reduced at a time; a power of 2."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class TileRef:
 
     @property
     def queries(self) -> range:
-        """Rows of the map that it shows."""
+        """Return the rows of the map that it shows."""
         return self._range(self.q)
 
     @property
     def keys(self) -> range:
-        """Columns of the map that it shows."""
+        """Return the columns of the map that it shows."""
         return self._range(self.k)
 
     def _range(self, index: int) -> range:
@@ -48,28 +48,28 @@ class TileRef:
 
     @property
     def inside(self) -> bool:
-        """Whether the map has such a place."""
+        """Return whether the tile is within the map."""
         return self.level <= MAX_LEVEL and len(self.queries) > 0 and len(self.keys) > 0
 
     @property
     def full(self) -> bool:
-        """Whether a longer map would show the same."""
+        """Return whether a longer map would show the same."""
         return len(self.queries) == TILE << self.level
 
     @property
     def needed(self) -> range:
-        """Queries that see any of the keys; the others are above the diagonal."""
+        """Return queries that see any of the keys; the others are above the diagonal."""
         return range(max(self.queries.start, self.keys.start), self.queries.stop)
 
 
 def missing(place: TileRef, rows: Mapping[int, NDArray[Any]]) -> range | None:
-    """The smallest range of queries with all that are not there; None if all are."""
+    """Return the smallest range with all missing queries; None if all are known."""
     absent = [query for query in place.needed if query not in rows]
     return range(absent[0], absent[-1] + 1) if absent else None
 
 
 def tile(place: TileRef, rows: Mapping[int, NDArray[Any]]) -> NDArray[np.uint8]:
-    """The tile; smaller at the ends of the map."""
+    """Return the tile; smaller at the edges of the map."""
     side, start = 1 << place.level, place.queries.start
     columns = -(-len(place.keys) // side)
     out = np.zeros((-(-len(place.queries) // side), columns), np.uint8)
@@ -86,7 +86,7 @@ def tile(place: TileRef, rows: Mapping[int, NDArray[Any]]) -> NDArray[np.uint8]:
 
 
 def _laid(place: TileRef, strip: range, rows: Mapping[int, NDArray[Any]], shape: tuple[int, int]) -> NDArray[np.uint8]:
-    """Some rows of the map, as far as the tile shows them; 0 where there is none."""
+    """Copy rows of the map, as far as the tile shows them, into one array; 0 elsewhere."""
     first, end, needed = place.keys.start, place.keys.stop, max(strip.start, place.needed.start)
     seen = [rows[query][first : query + 1 if query < end else end] for query in range(needed, strip.stop)]
     if len(seen) == shape[0] and seen[0].size == shape[1]:
@@ -98,10 +98,10 @@ def _laid(place: TileRef, strip: range, rows: Mapping[int, NDArray[Any]], shape:
 
 
 def body(header: Mapping[str, Any], found: Iterable[tuple[str, NDArray[np.uint8]]]) -> bytes:
-    """A frame SCOPE_TILES with these tiles under their names."""
+    """Encode a frame SCOPE_TILES with these tiles under their names."""
     return frames.encode(build_frame(FrameType.SCOPE_TILES, header, (Tensor(name, "u8s", one) for name, one in found)))
 
 
 def etag(data: bytes) -> str:
-    """The same for the same bytes."""
+    """Return an entity tag that is the same for the same bytes."""
     return f'"{hashlib.blake2b(data, digest_size=12).hexdigest()}"'
