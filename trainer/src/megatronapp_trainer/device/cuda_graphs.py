@@ -12,7 +12,7 @@ from megatronapp_trainer.device.lru import LruCache
 T = TypeVar("T")
 MOST_FAMILIES = 8
 _WARM = 2
-"""Runs before a capture, in which libraries set themselves up. They write what the replay writes again."""
+"""Number of runs before a capture, in which libraries initialise. They write what the replay writes again."""
 Replay = Callable[[], None]
 
 
@@ -20,7 +20,7 @@ class GraphCapture(Protocol):
     """Makes a graph of a computation, in memory that graphs of its family share."""
 
     def __call__(self, compute: Callable[[], T], pool: Any) -> tuple[Replay, T, Any]:  # noqa: ANN401 - torch's handle
-        """What replays it, what it gave, which each replay overwrites, and the memory."""
+        """Return the replay function, the result, which each replay overwrites, and the memory."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -30,15 +30,15 @@ class _GraphFamily:
 
 
 class GraphCache:
-    """Runs computations by the key of their shapes: as they are, or as one CUDA graph per key.
+    """Runs computations by the key of their shapes: directly, or as one CUDA graph per key.
 
-    A computation must read its inputs from the same memory in every call, and may not wait for the device. What it
-    returns is overwritten by the next run of its key.
+    A computation must read its inputs from the same memory in every call, and may not wait for the device. Its result
+    is overwritten by the next run of its key.
 
-    Keys belong to families. Graphs of one family and turn share memory, so what one gave may be read until another of
-    that turn runs; all of it is free again when the family is forgotten. The family None stays, and of the others the
-    `most` that ran last. Ranks whose graphs hold collectives must run equal families in equal order, so that all
-    capture, or all replay.
+    Keys belong to families. Graphs of one family and turn share memory, so a result may be read until another of that
+    turn runs; all of it is free again when the family is forgotten. The family None stays, and of the others the `most`
+    that ran last. Ranks whose graphs hold collectives must run equal families in equal order, so that all capture, or
+    all replay.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GraphCache:
         forget: Callable[[Hashable], None] = lambda _family: None,
         capture: "GraphCapture | None" = None,
     ) -> None:
-        """`forget` hears of each family whose graphs are gone."""
+        """Create the cache; `forget` is called for each family whose graphs are dropped."""
         self.enabled = enabled
         self._forget = forget
         self._capture = capture or captured
@@ -57,7 +57,7 @@ class GraphCache:
         self._families: LruCache[Hashable, _GraphFamily] = LruCache(most, self._drop)
 
     def run(self, family: Hashable, key: Hashable, compute: Callable[[], T], *, turn: int = 0) -> T:
-        """What `compute` gives."""
+        """Return the result of `compute`, run directly or replayed."""
         if not self.enabled:
             return compute()
         of = self._lasting if family is None else self._families.get(family, _GraphFamily)
@@ -70,11 +70,11 @@ class GraphCache:
         return found
 
     def drop(self, unwanted: Callable[[Hashable], bool]) -> None:
-        """Forget these families."""
+        """Drop the graphs of the unwanted families."""
         self._families.drop(unwanted)
 
     def clear(self) -> None:
-        """Capture anew from now on, into new memory: what is left of the old one may still be in use."""
+        """Capture again from now on, into new memory: the rest of the old one may still be in use."""
         self._lasting = _GraphFamily()
         self._families.drop()
 
@@ -86,7 +86,7 @@ class GraphCache:
 
 
 def captured(compute: Callable[[], T], pool: Any) -> tuple[Replay, T, Any]:  # noqa: ANN401 - torch's handle
-    """As a CUDA graph."""
+    """Capture a computation as a CUDA graph."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own gap
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -103,8 +103,8 @@ def captured(compute: Callable[[], T], pool: Any) -> tuple[Replay, T, Any]:  # n
 def _own_workspace() -> Iterator[None]:
     """Make cuBLAS take its workspace from the memory of the graph.
 
-    torch keeps one for each stream. A graph that has another's baked in reads freed memory when somebody clears them,
-    as torch.compile does where it makes graphs of its own.
+    torch keeps one for each stream. A graph that uses another's workspace reads freed memory once that is cleared, as
+    torch.compile does when it makes graphs.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:

@@ -1,7 +1,7 @@
-"""When the thread that drives the device leaves the interpreter to others.
+"""Idle windows: times in which the thread that drives the device leaves the interpreter to others.
 
-Python runs one thread at a time. Whoever works while the next step is being launched lets the device wait; whoever
-works while the thread of the engine waits for the device costs nothing. Threads that may choose ask here.
+Python runs one thread at a time. Work during the launch of the next step makes the device wait; work while the thread
+of the engine waits for the device costs nothing. Threads that can defer work do so through this class.
 """
 
 import collections
@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 
 class IdleWindow:
-    """A context manager of the thread of the engine: within it that thread waits for the device or for other ranks."""
+    """Context manager of the engine's thread: inside it that thread waits for the device or for other ranks."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.listeners: list[Callable[[], None]] = []
-        """Called when one begins, by the thread of the engine: they only wake others."""
+        """Callbacks at the beginning of a window, in the engine's thread: they only wake other threads."""
         self._deferred: collections.deque[Callable[[], None]] = collections.deque()
 
     def defer(self, work: Callable[[], None]) -> None:
-        """In the thread of the engine: let it do this when the next step has been launched, before it waits."""
+        """Defer `work` of the engine's thread until the next step has been launched, before it waits."""
         self._deferred.append(work)
 
     def __enter__(self) -> None:

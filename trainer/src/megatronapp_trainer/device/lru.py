@@ -1,4 +1,4 @@
-"""What was asked for last, and no more of it than fits."""
+"""Cache of the values that were used last, with a limit of their number."""
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """At most `most` values by key. The one that was asked for longest ago goes first; `forget` hears of each."""
+    """At most `most` values by key. The least recently used one is dropped first; `forget` is called for each."""
 
     def __init__(self, most: int, forget: Callable[[K, V], None] = lambda _key, _value: None) -> None:
         self._most = most
@@ -16,7 +16,7 @@ class LruCache(Generic[K, V]):
         self._values: dict[K, V] = {}
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """The value of a key, made where it is not there."""
+        """Return the value of a key, making it if it is absent."""
         if key not in self._values:
             while len(self._values) >= self._most:
                 self._drop(next(iter(self._values)))
@@ -25,13 +25,13 @@ class LruCache(Generic[K, V]):
         return self._values[key]
 
     def drop(self, unwanted: Callable[[K], bool] = lambda _key: True) -> None:
-        """Forget these keys; all of them where nothing is said."""
+        """Drop the unwanted keys; by default all of them."""
         for key in [key for key in self._values if unwanted(key)]:
             self._drop(key)
 
     @property
     def order(self) -> list[K]:
-        """Keys that are there, the one that was asked for longest ago first."""
+        """Return the keys, the least recently used one first."""
         return list(self._values)
 
     def _drop(self, key: K) -> None:

@@ -45,7 +45,7 @@ class ScheduleContext:
     transport: Transport | None
     """For training steps, with the spans of an observer; None: there is one stage."""
     evaluation_transport: Transport | None
-    """Run the forward passes of all microbatches, without spans."""
+    """Transport of evaluations, without spans; None: there is one stage."""
     observer: StepObserver | None
 
 

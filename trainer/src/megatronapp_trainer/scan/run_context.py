@@ -1,4 +1,4 @@
-"""What the tracer needs of a training run."""
+"""Parts of a training run that the tracer reads."""
 
 import dataclasses
 from typing import Any
