@@ -197,13 +197,13 @@ export interface paths {
         };
         /**
          * Runs
-         * @description Runs, newest first.
+         * @description List all runs, newest first.
          */
         get: operations["listRuns"];
         put?: never;
         /**
          * Start
-         * @description Generate from some prompts; the answer tells the place in the queue.
+         * @description Generate from some prompts; the answer has the place in the queue.
          */
         post: operations["startRun"];
         delete?: never;
@@ -221,21 +221,21 @@ export interface paths {
         };
         /**
          * Run Detail
-         * @description State of a run, and all its tokens; `candidates`: also what else could have come, as far as it is held.
+         * @description Return the state of a run, and its tokens; `candidates`: also other likely tokens, as far as they are stored.
          */
         get: operations["getRun"];
         put?: never;
         post?: never;
         /**
          * Cancel
-         * @description End a run.
+         * @description Cancel a run that waits or generates.
          */
         delete: operations["cancelRun"];
         options?: never;
         head?: never;
         /**
          * Change
-         * @description Capture something else from the next step on.
+         * @description Change the capture from the next step on.
          */
         patch: operations["changeCapture"];
         trace?: never;
@@ -249,7 +249,8 @@ export interface paths {
         };
         /**
          * Attention Tiles
-         * @description Tiles of a head at a level (`tile=q,k`, each), in a frame SCOPE_TILES. Each counts as a request.
+         * @description Return tiles of a head at a level (`tile=q,k`, each), in a frame SCOPE_TILES. The limit of requests applies to
+         *     each tile.
          */
         get: operations["getTiles"];
         put?: never;
@@ -269,7 +270,7 @@ export interface paths {
         };
         /**
          * Attention Tile
-         * @description A tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` tells its rows and columns.
+         * @description Return a tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` has its rows and columns.
          */
         get: operations["getTile"];
         put?: never;
@@ -291,7 +292,7 @@ export interface paths {
         put?: never;
         /**
          * Refit
-         * @description New axes, turned onto the old ones. They come as SCOPE_PCA.
+         * @description Fit new axes, rotated onto the old ones. They are sent as SCOPE_PCA.
          */
         post: operations["refitPca"];
         delete?: never;
@@ -369,7 +370,7 @@ export interface paths {
         };
         /**
          * Values
-         * @description Exact numbers of a site at one position, or at all. `rotary`: of `q` and `k`, after the turn or before it.
+         * @description Return exact numbers of a site at one or all positions. `rotary`: `q` and `k` after or before their rotation.
          */
         get: operations["getValues"];
         put?: never;
@@ -600,7 +601,7 @@ export interface components {
         };
         /**
          * AnswerPending
-         * @description The model is asked; ask again after so many milliseconds.
+         * @description The numbers are being fetched; ask again after `retry_ms` milliseconds.
          */
         AnswerPending: {
             /** Probe */
@@ -610,7 +611,7 @@ export interface components {
         };
         /**
          * Candidate
-         * @description A token that could have come; its text alone, if rank 0 has texts.
+         * @description A likely token at a position; its text is None if rank 0 has no texts.
          */
         Candidate: {
             /** Id */
@@ -757,7 +758,7 @@ export interface components {
         };
         /**
          * GeneratedToken
-         * @description A token that came out of the row before its position.
+         * @description A token that was generated from the row before its position.
          */
         GeneratedToken: {
             /** Candidates */
@@ -818,7 +819,7 @@ export interface components {
         };
         /**
          * Hello
-         * @description Header of SCOPE_HELLO.
+         * @description Header of a SCOPE_HELLO frame.
          */
         Hello: {
             /** Boot */
@@ -928,7 +929,7 @@ export interface components {
         };
         /**
          * Latencies
-         * @description Of prompts, and of each token after the first.
+         * @description Latencies of prompts, and of each token after the first.
          */
         Latencies: {
             firstToken: components["schemas"]["Latency"];
@@ -1331,7 +1332,7 @@ export interface components {
         };
         /**
          * ScopeLimits
-         * @description What is held to.
+         * @description Limits of runs and of storage.
          */
         ScopeLimits: {
             /** Expressionlength */
@@ -1376,7 +1377,7 @@ export interface components {
         };
         /**
          * ScopeRank
-         * @description What of the model a rank has.
+         * @description Part of the model that a rank has.
          */
         ScopeRank: {
             /** Heads */
@@ -1709,7 +1710,7 @@ export interface components {
         };
         /**
          * Variance
-         * @description Of hidden states after a layer.
+         * @description Variance of hidden states after a layer.
          */
         Variance: {
             /** Layer */

@@ -56,7 +56,7 @@ def service_of(connection: HTTPConnection) -> ScopeService:
 
 
 async def bounded(connection: HTTPConnection) -> None:
-    """Refuses whoever asks too often. Sockets have bounds of their own."""
+    """Refuse a caller with too many requests. Sockets have limits of their own."""
     if connection.scope["type"] == "http":
         service_of(connection).count_request(caller_of(connection))
 
@@ -65,7 +65,7 @@ router = APIRouter(prefix="/api/v1/scope", responses=PROBLEMS, dependencies=[Dep
 
 
 async def controller(connection: HTTPConnection) -> None:
-    """Refuses whoever may only look."""
+    """Refuse a caller that may only look."""
     if role_of(connection) != TokenRole.CONTROLLER:
         raise ApiError(
             403, "needs-controller", "a viewer may only look", "Open the address of `megatronapp ui JOB` as its owner."
@@ -114,7 +114,7 @@ async def served(scope: ScopeOf) -> schemas.ServerStatus:
 
 @router.get("/runs", operation_id="listRuns")
 async def runs(scope: ScopeOf) -> list[schemas.RunSummary]:
-    """Runs, newest first."""
+    """List all runs, newest first."""
     return [schemas.RunSummary.model_validate(summary) for summary in scope.core.runs.summaries()]
 
 
@@ -126,14 +126,14 @@ async def runs(scope: ScopeOf) -> list[schemas.RunSummary]:
     dependencies=CONTROLLER,
 )
 async def start(scope: ScopeOf, request: RunRequest, who: Who) -> schemas.RunAccepted:
-    """Generate from some prompts; the answer tells the place in the queue."""
+    """Generate from some prompts; the answer has the place in the queue."""
     answer = await scope.probe_client.start(request, who)
     return schemas.RunAccepted(run=str(answer.get("run")), position=answer.get("position"))
 
 
 @router.get("/runs/{run}", operation_id="getRun", responses=NOT_FOUND)
 async def run_detail(scope: ScopeOf, run: RunId, *, candidates: bool = False) -> schemas.RunDetail:
-    """State of a run, and all its tokens; `candidates`: also what else could have come, as far as it is held."""
+    """Return the state of a run, and its tokens; `candidates`: also other likely tokens, as far as they are stored."""
     found = run_of(scope, run)
     known = found.detail()
     if candidates:
@@ -152,7 +152,7 @@ async def run_detail(scope: ScopeOf, run: RunId, *, candidates: bool = False) ->
     dependencies=CONTROLLER,
 )
 async def cancel(scope: ScopeOf, run: RunId, who: Who) -> None:
-    """End a run."""
+    """Cancel a run that waits or generates."""
     await scope.probe_client.cancel(run_of(scope, run).id, who)
 
 
@@ -164,7 +164,7 @@ async def cancel(scope: ScopeOf, run: RunId, who: Who) -> None:
     dependencies=CONTROLLER,
 )
 async def change(scope: ScopeOf, run: RunId, request: CaptureChange, who: Who) -> None:
-    """Capture something else from the next step on."""
+    """Change the capture from the next step on."""
     await scope.probe_client.change(run_of(scope, run).id, request, who)
 
 
@@ -187,7 +187,7 @@ async def attention_tile(
     k: Index,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """A tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` tells its rows and columns."""
+    """Return a tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` has its rows and columns."""
     known = scope.whole(run_of(scope, run))
     place = _tile_place(scope, known, (sample, layer, head), (level, q, k))
     found = await scope.probe_client.tile(known, (sample, layer, head), place, caller)
@@ -217,7 +217,8 @@ async def attention_tiles(
     tile: TileNames,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """Tiles of a head at a level (`tile=q,k`, each), in a frame SCOPE_TILES. Each counts as a request."""
+    """Return tiles of a head at a level (`tile=q,k`, each), in a frame SCOPE_TILES. The limit of requests applies to
+    each tile."""
     names = list(dict.fromkeys(tile))
     scope.count_request(caller, len(names) - 1)
     known = scope.whole(run_of(scope, run))
@@ -271,7 +272,7 @@ async def values(
     rotary: Rotary = "after",
     form: Annotated[export_values.Format, Query(alias="format")] = "json",
 ) -> Response:
-    """Exact numbers of a site at one position, or at all. `rotary`: of `q` and `k`, after the turn or before it."""
+    """Return exact numbers of a site at one or all positions. `rotary`: `q` and `k` after or before their rotation."""
     known = scope.whole(run_of(scope, run))
     scope.check_site(known, site, (sample, layer, head))
     turn = scope.rotation_of(site, rotary)
@@ -314,7 +315,7 @@ async def refit(
     who: Who,
     caller: Caller,
 ) -> Any:  # noqa: ANN401
-    """New axes, turned onto the old ones. They come as SCOPE_PCA."""
+    """Fit new axes, rotated onto the old ones. They are sent as SCOPE_PCA."""
     known = scope.whole(run_of(scope, run))
     probe = await scope.pca.refit(known, scope.check_layers(request.layers), caller)
     scope.probe_client.actions.note(who, f"asked for new axes of PCA from run {known.id}")

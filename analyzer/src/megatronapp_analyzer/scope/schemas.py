@@ -1,4 +1,4 @@
-"""What the scope routes give; what they take stands in `megatronapp_common.scope.protocol_requests`."""
+"""Answers of the scope routes; requests are in `megatronapp_common.scope.protocol_requests`."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ class RunAccepted(ApiModel):
 
 
 class AnswerPending(ApiModel):
-    """The model is asked; ask again after so many milliseconds."""
+    """The numbers are being fetched; ask again after `retry_ms` milliseconds."""
 
     probe: str
     retry_ms: int
@@ -62,7 +62,7 @@ class ScopeModel(ApiModel):
 
 
 class ScopeRank(ApiModel):
-    """What of the model a rank has."""
+    """Part of the model that a rank has."""
 
     rank: int
     stage: int
@@ -78,11 +78,11 @@ class ScopeLayout(ApiModel):
     tensor: int
     pipeline: int
     ranks: list[ScopeRank] | None = None
-    """Of one replica; None until all have said it."""
+    """Ranks of one replica; None until all have reported."""
 
 
 class ScopeLimits(ApiModel):
-    """What is held to."""
+    """Limits of runs and of storage."""
 
     prompts: int
     tokens: int
@@ -92,11 +92,11 @@ class ScopeLimits(ApiModel):
 
 
 class Hello(ApiModel):
-    """Header of SCOPE_HELLO."""
+    """Header of a SCOPE_HELLO frame."""
 
     protocol: int
     boot: str | None = None
-    """Of the hub's life: another one has begun to number its frames anew. None in recordings of older hubs."""
+    """Names the hub's life: another one numbers its frames from 1 again. None in recordings of older hubs."""
     role: Literal["viewer", "controller"]
     job: str
     source: Literal["live", "replay"]
@@ -107,12 +107,12 @@ class Hello(ApiModel):
     presets: dict[str, Any]
     reducers: list[str]
     sites: tuple[str, ...] = ()
-    """Names of the places that ranks can look at, those of plugins included."""
+    """Names of the sites that ranks can capture, those of plugins included."""
     runs: list[RunSummary]
 
 
 class Candidate(ApiModel):
-    """A token that could have come; its text alone, if rank 0 has texts."""
+    """A likely token at a position; its text is None if rank 0 has no texts."""
 
     id: int
     text: str | None
@@ -120,7 +120,7 @@ class Candidate(ApiModel):
 
 
 class GeneratedToken(ApiModel):
-    """A token that came out of the row before its position."""
+    """A token that was generated from the row before its position."""
 
     position: int
     id: int
@@ -149,7 +149,7 @@ class RunDetail(ApiModel):
 
 
 DETAIL_NAMES = frozenset(field.alias or name for name, field in RunDetail.model_fields.items())
-"""Of the header; a newer rank 0 may tell more."""
+"""Fields of the header; a newer rank 0 may send more."""
 
 
 class PcaRequest(ApiModel):
@@ -186,7 +186,7 @@ class Latency(ApiModel):
 
 
 class Latencies(ApiModel):
-    """Of prompts, and of each token after the first."""
+    """Latencies of prompts, and of each token after the first."""
 
     queue: Latency
     first_token: Latency
@@ -197,7 +197,7 @@ class ServerStatus(ApiModel):
     """The server of the model."""
 
     address: str
-    """Of its OpenAI interface, inside of the job's network."""
+    """Address of its OpenAI interface, inside the job's network."""
     waiting: int
     """Prompts in the queue."""
     running: int
@@ -209,11 +209,11 @@ class ServerStatus(ApiModel):
 
 
 class Variance(ApiModel):
-    """Of hidden states after a layer."""
+    """Variance of hidden states after a layer."""
 
     layer: int
     rows: int
-    """Tokens that it is of: all that the model has read, or every so many of long texts."""
+    """Number of tokens: all that the model has read, or some of long texts."""
     variance: float
     """Sum over all features."""
 
