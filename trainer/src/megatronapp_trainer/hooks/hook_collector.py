@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.hooks.errors import CaptureError
-from megatronapp_trainer.hooks.sites import Retention, Site, module_at
+from megatronapp_trainer.hooks.sites import Retention, Site, modules_of
 
 Layers = frozenset[int] | None
 """Numbers of layers in the whole model; None: all of this rank."""
@@ -95,19 +94,10 @@ class HookCollector:
 
     def _install(self, site: Site) -> None:
         if site not in self._found:
-            self._found[site] = self._modules(site)
+            self._found[site] = modules_of(site, self._model)
         for number, module in self._found[site]:
             if module is not None:
                 self._handles.append(self._hook(site, number, module))
-
-    def _modules(self, site: Site) -> list[tuple[int, torch.nn.Module | None]]:
-        roots = [(-1, self._model)]
-        if site.per_layer:
-            roots = [(layer.layer_number - 1, layer) for layer in self._model.decoder.layers]  # type: ignore[union-attr] # untyped library
-        found = [(number, module_at(site, root)) for number, root in roots]
-        if site.per_layer and roots and all(module is None for _, module in found):
-            raise CaptureError(f"site {site.name}: no layer of this model has a module {site.where}; check its path")
-        return found
 
     def _hook(self, site: Site, layer: int, module: torch.nn.Module) -> Any:  # noqa: ANN401 - torch's handle
         def keep(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ANN401

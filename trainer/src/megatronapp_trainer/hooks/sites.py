@@ -21,6 +21,8 @@ Taken = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 """The numbers, [N, ..], the first axis the tokens; or they and a bias that the module has not added yet."""
 Take = Callable[[Inputs, Any], Taken]
 """From what a module was given and what it gave."""
+Put = Callable[[Any, torch.Tensor], Any]
+"""Output of a module with other numbers, which include the bias: from its output, and those numbers."""
 Where = str | Callable[[str, torch.nn.Module], bool]
 """Path below a layer (or below the model), or a predicate of that path and the module, true for one of them."""
 
@@ -62,6 +64,8 @@ class Site:
     reducers: tuple[str, ...] = ()
     """What steps tell of it: each as the tensor `name.reducer`. Of built-in ones the capture says so."""
     pixels: int = 16
+    put: Put | None = None
+    """Replaces the value, for write hooks; None: the site can only be read."""
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
@@ -93,28 +97,52 @@ def _made(place: int) -> Take:
     return lambda _inputs, output: output[place]
 
 
+def _put_first(output: Any, value: torch.Tensor) -> Any:  # noqa: ANN401
+    if isinstance(output, tuple):
+        return value.view_as(output[0]), *output[1:]
+    return value.view_as(output)
+
+
+def _put_pair(output: Any, value: torch.Tensor) -> Any:  # noqa: ANN401
+    """The value includes the bias, which the layer adds later; fused kernels need a bias, so it becomes 0."""
+    old, bias = output
+    return value.view_as(old), None if bias is None else torch.zeros_like(bias)
+
+
+def _put_at(place: int) -> Put:
+    return lambda output, value: (*output[:place], value.view_as(output[place]), *output[place + 1 :])
+
+
 _ATTENTION = "self_attention.core_attention"
 _ROTATION = f"{_ATTENTION}.rotation"
 _ALIVE: Mapping[str, Any] = {"retention": Retention.ALIVE}
 BUILT_IN = {
     site.name: site
     for site in (
-        Site(name="embedding", where="embedding", take=_first, per_layer=False, **_ALIVE),
-        Site(name="q", where=_ROTATION, take=_made(0), axis=ShardAxis.HEADS, **_ALIVE),
-        Site(name="k", where=_ROTATION, take=_made(1), axis=ShardAxis.KEY_HEADS, **_ALIVE),
+        Site(name="embedding", where="embedding", take=_first, put=_put_first, per_layer=False, **_ALIVE),
+        Site(name="q", where=_ROTATION, take=_made(0), put=_put_at(0), axis=ShardAxis.HEADS, **_ALIVE),
+        Site(name="k", where=_ROTATION, take=_made(1), put=_put_at(1), axis=ShardAxis.KEY_HEADS, **_ALIVE),
         Site(name="v", where=_ATTENTION, take=_value, axis=ShardAxis.KEY_HEADS, **_ALIVE),
-        Site(name="attention_output", where="self_attention.linear_proj", take=_pair, retention=Retention.GUARDED),
-        Site(name="mlp2", where="mlp.linear_fc2", take=_pair, retention=Retention.GUARDED),
-        Site(name="mlp_in", where="pre_mlp_layernorm", take=_first, **_ALIVE),
-        Site(name="mlp1", where="mlp.linear_fc1", take=_pair, axis=ShardAxis.MLP, **_ALIVE),
-        Site(name="residual", where="", take=_first, **_ALIVE),
-        Site(name="final_norm", where="decoder.final_layernorm", take=_first, per_layer=False, **_ALIVE),
-        Site(name="logits", where="output_layer", take=_first, per_layer=False, **_ALIVE),
+        Site(
+            name="attention_output",
+            where="self_attention.linear_proj",
+            take=_pair,
+            put=_put_pair,
+            retention=Retention.GUARDED,
+        ),
+        Site(name="mlp2", where="mlp.linear_fc2", take=_pair, put=_put_pair, retention=Retention.GUARDED),
+        Site(name="mlp_in", where="pre_mlp_layernorm", take=_first, put=_put_first, **_ALIVE),
+        Site(name="mlp1", where="mlp.linear_fc1", take=_pair, put=_put_pair, axis=ShardAxis.MLP, **_ALIVE),
+        Site(name="residual", where="", take=_first, put=_put_first, **_ALIVE),
+        Site(
+            name="final_norm", where="decoder.final_layernorm", take=_first, put=_put_first, per_layer=False, **_ALIVE
+        ),
+        Site(name="logits", where="output_layer", take=_first, put=_put_first, per_layer=False, **_ALIVE),
     )
 }
 BEFORE_ROTATION = {
-    "q": dataclasses.replace(BUILT_IN["q"], name="q before", take=_given(0)),
-    "k": dataclasses.replace(BUILT_IN["k"], name="k before", take=_given(1)),
+    "q": dataclasses.replace(BUILT_IN["q"], name="q before", take=_given(0), put=None),
+    "k": dataclasses.replace(BUILT_IN["k"], name="k before", take=_given(1), put=None),
 }
 STAGE_INPUT = Site(name="stage input", where="decoder.layers.0", take=_hidden, per_layer=False, **_ALIVE)
 """What the first layer of this rank is given: the residual before it."""
@@ -132,6 +160,7 @@ def register_site(
     per_layer: bool = True,
     reducers: Iterable[str] = (),
     pixels: int = 16,
+    put: Put | None = None,
 ) -> Site:
     """Let people look at another place of the model, in every run and probe that begins later. On every rank.
 
@@ -144,6 +173,8 @@ def register_site(
         per_layer: each layer has it.
         reducers: what each step tells of it (docs/expressions.md), in `pixels` numbers; the first axis is the token.
         pixels: how many.
+        put: output of the module with the value replaced, for write hooks; without it the site can only be read,
+            unless `take` is the default.
 
     Raises:
         CaptureError: the name is taken or cannot be one.
@@ -153,7 +184,10 @@ def register_site(
         raise CaptureError(f"site {name!r}: write another name, of letters, digits and underscores, that is not taken")
     for text in (found := tuple(reducers)):
         parse_reducer(text)
-    site = Site(name=name, where=where, take=take, axis=axis, per_layer=per_layer, reducers=found, pixels=pixels)
+    put = _put_first if put is None and take is _first else put
+    site = Site(
+        name=name, where=where, take=take, axis=axis, per_layer=per_layer, reducers=found, pixels=pixels, put=put
+    )
     _registered[name] = site
     return site
 
@@ -197,3 +231,17 @@ def module_at(site: Site, root: torch.nn.Module) -> torch.nn.Module | None:
     if len(found) > 1:
         raise CaptureError(f"site {site.name}: its predicate is true for {found[0][0]} and {found[1][0]}; narrow it")
     return found[0][1] if found else None
+
+
+def modules_of(site: Site, model: Any) -> list[tuple[int, torch.nn.Module | None]]:  # noqa: ANN401 - GPTModel
+    """Find the modules of a site, with their layers; layer -1 for a site without layers.
+
+    Raises CaptureError if the model has layers, and none of them has such a module.
+    """
+    roots = [(-1, model)]
+    if site.per_layer:
+        roots = [(layer.layer_number - 1, layer) for layer in model.decoder.layers]
+    found = [(number, module_at(site, root)) for number, root in roots]
+    if site.per_layer and roots and all(module is None for _, module in found):
+        raise CaptureError(f"site {site.name}: no layer of this model has a module {site.where}; check its path")
+    return found

@@ -1,4 +1,4 @@
-"""What happens at the boundaries of a step, in training and in generation alike."""
+"""Protocol of the boundaries of a step, in training and in generation alike."""
 
 from collections.abc import Hashable
 from typing import Protocol, TypeVar
