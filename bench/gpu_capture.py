@@ -239,7 +239,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     for batch in options.batches:
         results[f"batch {batch}"] = row = measure(bench, batch)
         options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
-        print(f"batch {batch}: {row['tokens_per_s']['none']:.1f} tokens/s where nobody can look", flush=True)
+        print(f"batch {batch}: {row['tokens_per_s']['none']:.1f} tokens/s without a watcher", flush=True)
         for name in goals_of(options):
             one = row[name]
             bounds = f"(95 %: {one['low']:.4f} to {one['high']:.4f})"

@@ -117,7 +117,7 @@ def tables(answers: list[dict[str, Any]], layers: int) -> dict[tuple[int, str], 
     for answer in answers:
         frames = [decode(data) for data in answer["frames"]]
         parts = [frame for frame in frames if frame.type == FrameType.SCOPE_PART]
-        for frame in parts[len(parts) // 2 :]:  # both looked runs tell the same
+        for frame in parts[len(parts) // 2 :]:  # both captured runs send the same
             for piece in shard_tensors_of(frame, answer["tp"]):
                 name = piece.tensor.name
                 pinned = f" {piece.layers} {piece.span}" if name == "attention" else ""

@@ -73,7 +73,7 @@ class Client:
             yield "ADDED", item["metadata"]
         version = listing["metadata"]["resourceVersion"]
         headers = {"Accept": "application/json" + METADATA.format("")}
-        while True:  # a server may end a watch that cannot keep up; it goes on where it was
+        while True:  # a server may end a watch that cannot keep up; it continues where it was
             url = f"{path}&watch=true&timeoutSeconds=3600&resourceVersion={version}"
             async with self._session.get(url, headers=headers) as answer:
                 async for line in answer.content:

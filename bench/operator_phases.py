@@ -214,7 +214,7 @@ async def large(
         for gang, lease in zip(gangs, (False, True), strict=False):
             yield await _killed(stage, gang, lease=lease)
             if await stage.running.until(len(gangs) * pods + 1, limit_s=limit_s) is None:
-                raise RuntimeError(f"the gang does not come back:\n{stage.program.text[-3000:]}")
+                raise RuntimeError(f"the gang does not run again:\n{stage.program.text[-3000:]}")
             await asyncio.sleep(SETTLE_S)
         clock, total = Stopwatch(stage), (len(gangs) + len(more)) * pods
         await stage.apply(list(more), pods)

@@ -114,7 +114,7 @@ class Lane:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         counts = {"collected": session.testscollected, "ran": self.ran, "failed": self.failed}
-        with contextlib.suppress(OSError):  # fixtures end after this, whatever has become of the folder
+        with contextlib.suppress(OSError):  # fixtures end after this, even if the folder is lost
             (self.folder / f"counts-{os.getpid()}").write_text(json.dumps(counts), encoding="utf-8")
 
 

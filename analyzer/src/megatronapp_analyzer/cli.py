@@ -43,7 +43,7 @@ def register_scope(subparsers: "argparse._SubParsersAction[argparse.ArgumentPars
         "--speed",
         choices=("1", "10", "step", "all"),
         default="1",
-        help="as it was, ten times as fast, a step for each line typed, or all at once (default: %(default)s)",
+        help="the recorded speed, ten times as fast, a step for each line typed, or all at once (default: %(default)s)",
     )
     replay.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one (default)")
     replay.set_defaults(func=run_replay)
@@ -69,7 +69,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     from megatronapp_analyzer.errors import ExportError
 
     if arguments.first is not None and arguments.last is not None and arguments.last < arguments.first:
-        raise ExportError(f"--to is before --from: {arguments.last} comes before {arguments.first}; swap them")
+        raise ExportError(f"--to is before --from: {arguments.last} is less than {arguments.first}; swap them")
     with raise_state_errors():
         folder = fetch.job_folder(arguments.job)
         document, source = fetch.trace(folder, arguments.first, arguments.last)
