@@ -19,25 +19,27 @@ from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, O
 from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError
 from megatronapp_operator.gateway.app import build_api
 from megatronapp_operator.gateway.authorization import Caller
-from megatronapp_operator.gateway.concurrency_limits import ConcurrencyLimits
 from megatronapp_operator.gateway.credentials import cookie_name
-from megatronapp_operator.gateway.http_proxy import AT_ONCE, address_of, new_session
-from megatronapp_operator.gateway.hub_addresses import is_owned_by, join
 from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
 from megatronapp_operator.gateway.problems import GatewayError
-from megatronapp_operator.gateway.routes import (
+from megatronapp_operator.gateway.proxy.concurrency_limits import ConcurrencyLimits
+from megatronapp_operator.gateway.proxy.gateway import (
     MAX_REQUESTS,
     MAX_SOCKETS,
     Gateway,
     concurrency_keys,
     rate_limit_keys,
+)
+from megatronapp_operator.gateway.proxy.http_proxy import AT_ONCE, address_of, new_session
+from megatronapp_operator.gateway.proxy.hub_addresses import is_owned_by, join
+from megatronapp_operator.gateway.proxy.websocket_admission import CALLERS_SOCKETS, JOBS_SOCKETS
+from megatronapp_operator.gateway.proxy.websocket_proxy import reason_of
+from megatronapp_operator.gateway.routes import (
     readyz,
 )
 from megatronapp_operator.gateway.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, BrowserSessions, TokenStore
 from megatronapp_operator.gateway.subject_access import AUDIENCE, User, audiences_of
 from megatronapp_operator.gateway.ttl_cache import TtlCache
-from megatronapp_operator.gateway.websocket_admission import CALLERS_SOCKETS, JOBS_SOCKETS
-from megatronapp_operator.gateway.websocket_proxy import reason_of
 from megatronapp_operator.keys import KeyRing
 
 

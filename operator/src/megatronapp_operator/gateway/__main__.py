@@ -19,7 +19,7 @@ from megatronapp_operator.errors import BackendError, OperatorError
 from megatronapp_operator.gateway import bounded_protocols
 from megatronapp_operator.gateway.app import GatewaySettings, create_app
 from megatronapp_operator.gateway.metrics import GatewayMetrics
-from megatronapp_operator.gateway.routes import CONTROLS, MAX_SOCKETS
+from megatronapp_operator.gateway.proxy.gateway import CONTROLS, MAX_SOCKETS
 from megatronapp_operator.keys import KeyRing
 
 MAX_MESSAGE_BYTES = 4 << 10

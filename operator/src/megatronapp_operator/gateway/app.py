@@ -14,12 +14,13 @@ from megatronapp_common.web.security_headers import SecurityHeaders
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.gateway import problems, routes, routes_scope, static_pages
 from megatronapp_operator.gateway.authorization import Authorizer
-from megatronapp_operator.gateway.concurrency_limits import ConcurrencyLimits
 from megatronapp_operator.gateway.credentials import Credentials, cookie_name
-from megatronapp_operator.gateway.http_proxy import new_session
-from megatronapp_operator.gateway.hub_addresses import HubAddresses
 from megatronapp_operator.gateway.job_catalog import JobCatalog
 from megatronapp_operator.gateway.metrics import GatewayMetrics, RequestCounter
+from megatronapp_operator.gateway.proxy.concurrency_limits import ConcurrencyLimits
+from megatronapp_operator.gateway.proxy.gateway import CONTROLS, MAX_SOCKETS, Gateway
+from megatronapp_operator.gateway.proxy.http_proxy import new_session
+from megatronapp_operator.gateway.proxy.hub_addresses import HubAddresses
 from megatronapp_operator.gateway.sessions import BrowserSessions
 from megatronapp_operator.gateway.subject_access import AccessReviews
 from megatronapp_operator.keys import KeyRing
@@ -43,9 +44,9 @@ class GatewaySettings:
     frontend: pathlib.Path | None = None
     """Folder of the built page."""
     hub_port: int = HUB_PORT
-    max_sockets: int = routes.MAX_SOCKETS
+    max_sockets: int = MAX_SOCKETS
     """Live sockets that may be open at a time."""
-    controls: int = routes.CONTROLS
+    controls: int = CONTROLS
     """Controlling calls of one caller to one job at once, and again in 15 s."""
 
 
@@ -88,7 +89,7 @@ def create_app(api: KubernetesApi, settings: GatewaySettings, metrics: GatewayMe
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         catalog = JobCatalog(api, keys=settings.keys, namespaces=settings.namespaces)
         async with new_session() as session, _following(settings.keys):
-            app.state.gateway = routes.Gateway(
+            app.state.gateway = Gateway(
                 catalog=catalog,
                 gate=Authorizer(catalog, AccessReviews(api) if settings.reviews else None),
                 hubs=HubAddresses(api, port=settings.hub_port),

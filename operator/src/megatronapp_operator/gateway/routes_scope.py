@@ -5,12 +5,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Request, Security, WebSocket
 from starlette.responses import Response
 
-from megatronapp_operator.gateway import websocket_admission, websocket_proxy
-from megatronapp_operator.gateway.response_policy import ETAG
+from megatronapp_operator.gateway.proxy import websocket_admission, websocket_proxy
+from megatronapp_operator.gateway.proxy.gateway import (
+    MAX_BODY_BYTES,
+)
+from megatronapp_operator.gateway.proxy.response_policy import ETAG
 from megatronapp_operator.gateway.routes import (
     BEARER,
     HUB_PROBLEMS,
-    MAX_BODY_BYTES,
     OBJECT_BODY,
     PROBLEMS,
     CallerOf,

@@ -20,7 +20,7 @@ from yarl import URL
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 from megatronapp_operator.gateway import bounded_protocols
 from megatronapp_operator.gateway.problems import GatewayError
-from megatronapp_operator.gateway.response_policy import JSON, PLAIN, TOTAL_S, ResponseRule
+from megatronapp_operator.gateway.proxy.response_policy import JSON, PLAIN, TOTAL_S, ResponseRule
 
 LOG = logging.getLogger(__name__)
 CHUNK_BYTES = 64 << 10

@@ -1,28 +1,25 @@
 """A page's visit on a socket: who may come in, which share they take, and what they are told where it cannot be."""
 
 import contextlib
-from typing import TYPE_CHECKING
 
 from starlette.websockets import WebSocket
 
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
-from megatronapp_operator.gateway import websocket_proxy
 from megatronapp_operator.gateway.authorization import Caller
 from megatronapp_operator.gateway.job_catalog import CatalogJob
 from megatronapp_operator.gateway.problems import GatewayError, count_error, of_api
+from megatronapp_operator.gateway.proxy import websocket_proxy
+from megatronapp_operator.gateway.proxy.gateway import Gateway
+from megatronapp_operator.gateway.proxy.websocket_proxy import SocketRules
 from megatronapp_operator.gateway.subject_access import Verb
-from megatronapp_operator.gateway.websocket_proxy import SocketRules
-
-if TYPE_CHECKING:
-    from megatronapp_operator.gateway.routes import Gateway
 
 CALLERS_SOCKETS, JOBS_SOCKETS = 16, 48
 """Live sockets of one caller, and of one job."""
 Guest = tuple[Caller, CatalogJob, TokenRole]
 
 
-async def serve_websocket(socket: WebSocket, gateway: "Gateway", namespace: str, name: str, rules: SocketRules) -> None:
+async def serve_websocket(socket: WebSocket, gateway: Gateway, namespace: str, name: str, rules: SocketRules) -> None:
     """Let a page listen to the job's hub, as long as it may."""
     try:
         guest = await _admit(socket, gateway, namespace, name, rules)
@@ -47,7 +44,7 @@ async def serve_websocket(socket: WebSocket, gateway: "Gateway", namespace: str,
         await websocket_proxy.send_error(socket, why)
 
 
-async def _admit(socket: WebSocket, gateway: "Gateway", namespace: str, name: str, rules: SocketRules) -> Guest:
+async def _admit(socket: WebSocket, gateway: Gateway, namespace: str, name: str, rules: SocketRules) -> Guest:
     """Who comes, to which job, as what. Raises Refusal."""
     try:
         caller = await gateway.caller(socket)
@@ -59,7 +56,7 @@ async def _admit(socket: WebSocket, gateway: "Gateway", namespace: str, name: st
 
 
 async def _listen(
-    socket: WebSocket, gateway: "Gateway", guest: Guest, rules: SocketRules, check: websocket_proxy.Check
+    socket: WebSocket, gateway: Gateway, guest: Guest, rules: SocketRules, check: websocket_proxy.Check
 ) -> None:
     caller, job, role = guest
     hub_name = f"hub of {job.namespace}/{job.name}"

@@ -1,0 +1,134 @@
+"""The gateway's parts together: identifies callers, forwards their requests to hubs, and keeps to the limits."""
+
+import contextlib
+
+import aiohttp
+from fastapi import Request
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+
+from megatronapp_common.web.tokens import TokenRole
+from megatronapp_operator.gateway.authorization import Authorizer, Caller
+from megatronapp_operator.gateway.credentials import Credentials
+from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
+from megatronapp_operator.gateway.metrics import GatewayMetrics
+from megatronapp_operator.gateway.proxy import http_proxy
+from megatronapp_operator.gateway.proxy.concurrency_limits import ConcurrencyLimits
+from megatronapp_operator.gateway.proxy.http_proxy import AT_ONCE, HubRequest
+from megatronapp_operator.gateway.proxy.hub_addresses import HubAddresses
+from megatronapp_operator.gateway.proxy.rate_limits import RateLimits
+from megatronapp_operator.gateway.proxy.response_policy import response_rule_for
+from megatronapp_operator.gateway.static_pages import read_body
+
+MAX_BODY_BYTES = 64 << 10
+MAX_REQUESTS, CALLERS_REQUESTS, JOBS_REQUESTS, REQUESTS_OF_BOTH = 256, 32, AT_ONCE, 16
+"""To hubs at the same time: in all, of one caller, to one job, and of one caller to one job."""
+MAX_LONG_BODIES, CALLERS_LONG_BODIES = 32, 4
+"""Bodies of more than MAX_BODY_BYTES that may come at the same time: in all, and of one caller to one job."""
+MAX_SOCKETS = 64
+"""Live sockets in all. What one may take of memory stands in docs/gateway.md."""
+CONTROLS, CONTROLS_S, JOBS_CONTROLS = 30, 15.0, 4
+"""Controlling calls of one caller to one job: so many at once, and as many more in so many seconds; those of all
+callers of one role to one job so many times as often."""
+
+
+class Gateway:
+    """What the routes work with."""
+
+    def __init__(
+        self,
+        *,
+        catalog: JobCatalog,
+        gate: Authorizer,
+        hubs: HubAddresses,
+        credentials: Credentials,
+        session: aiohttp.ClientSession,
+        metrics: GatewayMetrics,
+        sockets: ConcurrencyLimits,
+        controls: int = CONTROLS,
+    ) -> None:
+        self.catalog = catalog
+        self.gate = gate
+        self.hubs = hubs
+        self.credentials = credentials
+        self.session = session
+        self.metrics = metrics
+        self.requests = ConcurrencyLimits("requests", in_all=MAX_REQUESTS)
+        self.bodies = ConcurrencyLimits("long bodies", in_all=MAX_LONG_BODIES)
+        self.sockets = sockets
+        self.reached = False
+        """Whether the cluster has answered once."""
+        self.controls = RateLimits("controlling calls", turns=controls, fill_s=CONTROLS_S)
+
+    async def caller(self, connection: HTTPConnection) -> Caller:
+        """Who asks. Raises Refusal (401, 403)."""
+        return await self.gate.identify(self.credentials.tokens(connection))
+
+    async def forward_request(
+        self,
+        caller: Caller,
+        job: CatalogJob,
+        path: str,
+        query: str = "",
+        *,
+        role: TokenRole = TokenRole.VIEWER,
+        tag: str | None = None,
+    ) -> Response:
+        """What the job's hub tells. Raises Refusal."""
+        url = http_proxy.address_of(await self.hubs.address(job), path, query)
+        token, who = (
+            self.catalog.token(job, role),
+            self.catalog.alias(job, caller.identity),
+        )  # hubs share out by callers
+        question = HubRequest(url=url, token=token, who=who, tag=tag, kind=response_rule_for(path, query))
+        with self.requests.acquire(concurrency_keys(caller, job)) as share:
+            return await self._send_request(question, share)
+
+    async def control_hub(
+        self, caller: Caller, job: CatalogJob, path: str, *, request: Request, most: int | None = None
+    ) -> Response:
+        """What the job's hub says to something that changes its job, with the request's body. Raises Refusal.
+
+        Nothing of a body is read before there is room for it.
+        """
+        role = await self.gate.role(caller, job)
+        self.controls.acquire(rate_limit_keys(caller, job, role))
+        with (
+            self.requests.acquire(concurrency_keys(caller, job)) as share,
+            self._concurrency_slot(caller, job, most or 0),
+        ):
+            body = None if most is None else await read_body(request, most)
+            url = http_proxy.address_of(await self.hubs.address(job), path, "")
+            who = caller.name if role is TokenRole.CONTROLLER else None
+            token = self.catalog.token(job, role)
+            return await self._send_request(
+                HubRequest(url=url, token=token, method=request.method, body=body, who=who), share
+            )
+
+    def _concurrency_slot(self, caller: Caller, job: CatalogJob, most: int) -> contextlib.ExitStack:
+        if most <= MAX_BODY_BYTES:
+            return contextlib.ExitStack()
+        return self.bodies.acquire({f"{caller.identity} at the {hub_of(job)}": CALLERS_LONG_BODIES})
+
+    async def _send_request(self, question: HubRequest, share: contextlib.ExitStack) -> Response:
+        with self.metrics.asking_hub():
+            answer = await http_proxy.send_request(self.session, question)
+        answer.share = share.pop_all()
+        return answer
+
+
+def concurrency_keys(caller: Caller, job: CatalogJob) -> dict[str, int]:
+    """Of whose shares a request to a job's hub takes. No caller can fill those of a job."""
+    whose, hub = caller.identity, hub_of(job)
+    return {whose: CALLERS_REQUESTS, hub: JOBS_REQUESTS, f"{whose} at the {hub}": REQUESTS_OF_BOTH}
+
+
+def rate_limit_keys(caller: Caller, job: CatalogJob, role: TokenRole) -> dict[str, int]:
+    """Of whose turns a controlling call takes. No viewer, who may make ranks slow, can use up those of controllers."""
+    hub = hub_of(job)
+    return {f"{caller.identity} at the {hub}": 1, f"a {role} at the {hub}": JOBS_CONTROLS}
+
+
+def hub_of(job: CatalogJob) -> str:
+    """The job's hub, in words."""
+    return f"hub of {job.namespace}/{job.name}"
