@@ -33,7 +33,7 @@ export interface paths {
         };
         /**
          * One Job
-         * @description One job.
+         * @description Return one job by namespace and name.
          */
         get: operations["one_job_api_v1_jobs__namespace___name__get"];
         put?: never;
@@ -76,7 +76,7 @@ export interface paths {
         post?: never;
         /**
          * End Fault
-         * @description End a fault.
+         * @description End one fault of a job.
          */
         delete: operations["end_fault_api_v1_jobs__namespace___name__faults__fault__delete"];
         options?: never;
@@ -156,14 +156,14 @@ export interface paths {
         post?: never;
         /**
          * Cancel Run
-         * @description End a run.
+         * @description End one run of the model.
          */
         delete: operations["cancel_run_api_v1_jobs__namespace___name__scope_runs__run__delete"];
         options?: never;
         head?: never;
         /**
          * Change Run
-         * @description Look at something else from the next step on.
+         * @description Change the capture from the next step on.
          */
         patch: operations["change_run_api_v1_jobs__namespace___name__scope_runs__run__patch"];
         trace?: never;
@@ -179,7 +179,7 @@ export interface paths {
         put?: never;
         /**
          * Refit
-         * @description New axes.
+         * @description Compute new axes of the principal components of a layer.
          */
         post: operations["refit_api_v1_jobs__namespace___name__scope_runs__run__pca_post"];
         delete?: never;
@@ -217,7 +217,7 @@ export interface paths {
         };
         /**
          * Read Scope
-         * @description What the hub tells at `/api/v1/scope/{path}`, with the same query: runs, tiles, exact numbers, sessions.
+         * @description Read `/api/v1/scope/{path}` of the hub, with the same query: runs, tiles, exact numbers, sessions.
          */
         get: operations["read_scope_api_v1_jobs__namespace___name__scope__path__get"];
         put?: never;
@@ -237,7 +237,7 @@ export interface paths {
         };
         /**
          * Read Hub
-         * @description What the job's hub tells at `/api/v1/{path}`: JSON, with the same query.
+         * @description Read `/api/v1/{path}` of the job's hub: JSON, with the same query.
          */
         get: operations["read_hub_api_v1_jobs__namespace___name___path__get"];
         put?: never;
@@ -260,7 +260,7 @@ export interface paths {
         post?: never;
         /**
          * Log Out
-         * @description Forget this browser.
+         * @description Log this browser out.
          */
         delete: operations["log_out_api_v1_session_delete"];
         options?: never;
@@ -279,7 +279,7 @@ export interface paths {
         put?: never;
         /**
          * New Ticket
-         * @description A word that logs a browser in with the caller's rights, so that no token stands in an address.
+         * @description Make a ticket that logs a browser in with the caller's rights, so that no token is part of an address.
          */
         post: operations["new_ticket_api_v1_tickets_post"];
         delete?: never;
@@ -297,7 +297,7 @@ export interface paths {
         };
         /**
          * Healthz
-         * @description The process answers.
+         * @description Answer that the process runs.
          */
         get: operations["healthz_healthz_get"];
         put?: never;
@@ -317,7 +317,7 @@ export interface paths {
         };
         /**
          * Readyz
-         * @description The cluster has answered once. Later its silence takes no page away: requests that need it say so themselves.
+         * @description Answer once the cluster has answered. Its later silence takes no page offline: requests report it.
          */
         get: operations["readyz_readyz_get"];
         put?: never;
@@ -334,7 +334,7 @@ export interface components {
     schemas: {
         /**
          * GatewayJob
-         * @description One line of the list of jobs; what is below it stands at `/api/v1/jobs/{namespace}/{name}/`.
+         * @description A job in the list of jobs; `/api/v1/jobs/{namespace}/{name}/` leads to its hub.
          */
         GatewayJob: {
             /**

@@ -1,6 +1,6 @@
-"""The gateway: one entrance for people. It lists the jobs that they may see and passes on what the jobs' hubs tell.
+"""The gateway: one entrance to the jobs that a user may see, which forwards requests and sockets to their hubs.
 
-A hub runs in the namespace of its job, beside code that others wrote, so the gateway trusts none: it looks up by itself
-where a job's hub is, gives it a token of that job and nothing of the caller but, to what controls, their name, and lets
-through JSON, numbers of MegaScope and binary frames only.
+A hub runs in the namespace of its job, next to code that others wrote, so the gateway trusts none. It finds the hub's
+address through the cluster, sends it a token of that job and nothing of the caller but, to controlling calls, the name,
+and lets only JSON, numbers of MegaScope and binary frames through.
 """

@@ -23,7 +23,7 @@ from megatronapp_operator.gateway.proxy.gateway import CONTROLS, MAX_SOCKETS
 from megatronapp_operator.keys import KeyRing
 
 MAX_MESSAGE_BYTES = 4 << 10
-"""Of a page's messages: on the live socket it says nothing, on that of MegaScope credit and what it missed."""
+"""Limit of a page's message: the live socket receives none, MegaScope's receives credit and what the page missed."""
 SHUTDOWN_S = 3
 MAX_CONNECTIONS = 1_000
 """Then the gateway answers 503. Live sockets have a limit of their own."""
@@ -70,7 +70,7 @@ def listen(arguments: argparse.Namespace, flag: str, port: int) -> socket.socket
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Serve until a signal comes. Raises OperatorError if the gateway cannot begin."""
+    """Serve until a signal arrives. Raises OperatorError if the gateway cannot start."""
     settings = GatewaySettings(
         keys=KeyRing.read(arguments.key_file),
         namespaces=tuple(name for name in arguments.watch_namespaces.split(",") if name),
@@ -103,7 +103,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 @contextlib.asynccontextmanager
 async def measured(arguments: argparse.Namespace, registry: CollectorRegistry) -> AsyncIterator[None]:
-    """Metrics at a port of their own, which policies close to people; and whether the process lives."""
+    """Serve metrics and the liveness probe at a separate port, which network policies open to Prometheus alone."""
     app = probes.create_app(registry, alive=lambda: None, ready=lambda: None)
     server = probes.create_server(app)
     with listen(arguments, "--metrics-port", arguments.metrics_port) as listener:

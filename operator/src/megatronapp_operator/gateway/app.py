@@ -28,19 +28,19 @@ from megatronapp_operator.keys import KeyRing
 TITLE = "MegatronApp gateway"
 API_VERSION = "1"
 API_POLICY = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; sandbox"}
-"""Of all answers but the pages: what a hub tells is never run or shown."""
+"""Headers of all responses but the pages: the browser never runs or shows what a hub sends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GatewaySettings:
-    """What a gateway is started with."""
+    """Settings of a gateway process."""
 
     keys: KeyRing
     """The installation's keys, from which the tokens of all jobs follow."""
     namespaces: tuple[str, ...] = ()
     """Namespaces whose jobs it shows; none: all."""
     reviews: bool = True
-    """Whether it may ask the cluster who callers are and what they may do."""
+    """True to check callers and their rights by reviews of the cluster."""
     frontend: pathlib.Path | None = None
     """Folder of the built page."""
     hub_port: int = HUB_PORT
@@ -51,7 +51,7 @@ class GatewaySettings:
 
 
 def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
-    """All routes of the interface without a cluster behind them; enough to write the OpenAPI document."""
+    """Build all routes of the interface without a cluster; enough to write the OpenAPI document."""
     app = FastAPI(
         title=TITLE,
         version=API_VERSION,

@@ -1,4 +1,4 @@
-"""Who may do what at the gateway."""
+"""Authorization: what each caller of the gateway may do."""
 
 import asyncio
 import dataclasses
@@ -19,17 +19,17 @@ AT_ONCE = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
-    """Somebody who has proved something: to be a user of the cluster, to hold tokens of jobs, or both."""
+    """A caller who has proved to be a user of the cluster, to hold tokens of jobs, or both."""
 
     user: User | None
     jobs: frozenset[str]
     """Uids of the jobs whose tokens they hold."""
     controlled: frozenset[str] = frozenset()
-    """Those of which they hold the controller's token."""
+    """Jobs of which they hold the controller's token."""
 
     @property
     def name(self) -> str:
-        """Who they are, as a job's events say it. Tokens of jobs name nobody."""
+        """Name of the caller in the events of a job; tokens of jobs carry no user's name."""
         return self.user.name if self.user is not None else TOKEN_HOLDER
 
     @property
@@ -48,7 +48,7 @@ class Authorizer:
         self._reviews = reviews
 
     async def identify(self, tokens: Sequence[str]) -> Caller:
-        """Who shows these tokens. Raises Refusal (401) if none of them is good."""
+        """Identify the owner of these tokens. Raises GatewayError (401) if none of them is valid."""
         if any(len(token.encode()) > MAX_TOKEN_BYTES for token in tokens):
             raise GatewayError(401, "log-in", f"the token has more than {MAX_TOKEN_BYTES} bytes", LOG_IN)
         jobs, controlled = set[str](), set[str]()
@@ -86,7 +86,7 @@ class Authorizer:
         return job
 
     async def role(self, caller: Caller, job: CatalogJob) -> TokenRole:
-        """What somebody who may see the job is towards its hub. Who may update the job may control its model."""
+        """Return the role at its hub of a caller who may see the job: who may update it may control its model."""
         if job.uid in caller.controlled:
             return TokenRole.CONTROLLER
         if caller.user is None or self._reviews is None:

@@ -1,6 +1,6 @@
-"""How the gateway speaks HTTP and WebSocket: as uvicorn does, but nobody holds a connection or memory for nothing.
+"""HTTP and WebSocket as uvicorn does them, with time limits so that no peer holds a connection or memory for nothing.
 
-uvicorn waits without end for the head of a request, and for a peer that reads nothing of what it asked for.
+uvicorn waits without limit for the head of a request, and for a peer that reads nothing of what it requested.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ STALL_S = 30.0
 """So long may a peer not read while more than asyncio's high-water mark (64 KiB) waits for it."""
 BACKLOG = 256
 KERNEL_BYTES = 128 << 10
-"""What the kernel may keep of a connection in one direction (it doubles it); by itself it takes up to 6 MiB."""
+"""Limit of the kernel's buffer of a connection in one direction (the kernel doubles it); its default is up to 6 MiB."""
 
 
 class _DeferredCall:
@@ -27,7 +27,7 @@ class _DeferredCall:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, seconds: float, transport: asyncio.Transport) -> None:
-        """Abort a connection after so long; a timer that runs already goes on."""
+        """Abort the connection after this time; a timer that already runs is left as it is."""
         if self._handle is None:
             self._handle = loop.call_later(seconds, transport.abort)
 
@@ -42,7 +42,6 @@ class _ReadDeadlineMixin(asyncio.Protocol):
     """A protocol whose peer must read what it is sent."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
         assert isinstance(transport, asyncio.Transport)
         self._stall, self._peer = _DeferredCall(), transport
         super().connection_made(transport)
@@ -53,12 +52,10 @@ class _ReadDeadlineMixin(asyncio.Protocol):
         self._stall.start(asyncio.get_running_loop(), STALL_S, self._peer)
 
     def resume_writing(self) -> None:
-        """It has."""
         super().resume_writing()
         self._stall.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         self._stall.stop()
         super().connection_lost(exc)
 
@@ -82,12 +79,11 @@ class GatewayHttpProtocol(_ReadDeadlineMixin, H11Protocol):
             self._head.start(self.loop, HEAD_S, self.transport)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request; as long as nothing of it comes uvicorn's own, shorter limit holds."""
+        """Wait for the next request; until its first byte arrives, uvicorn's own, shorter limit holds."""
         super().on_response_complete()
         self._head.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         self._head.stop()
         super().connection_lost(exc)
 
@@ -96,7 +92,7 @@ class GatewayWebSocketProtocol(_ReadDeadlineMixin, WebSocketsSansIOProtocol):
     """WebSocket: a page must read its frames, and the answers to what it asks (ping)."""
 
     def handle_ping(self) -> None:
-        """Answer, while the page reads: nothing else bounds what it may ask."""
+        """Answer a ping while the page reads: no other limit bounds its pings."""
         super().handle_ping()
         if not self.writable.is_set():
             self.transport.abort()
@@ -113,7 +109,7 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def hub_socket(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
-    """A socket for a connection to a hub, which may send more than anybody reads."""
+    """Return a socket for a connection to a hub, which may send more than is read."""
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
     made.setblocking(False)

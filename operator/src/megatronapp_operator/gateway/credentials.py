@@ -1,4 +1,4 @@
-"""What a request shows to prove who sends it: a Bearer token, or the cookie of a browser that is logged in.
+"""Credentials of a request: a Bearer token, or the cookie of a browser that is logged in.
 
 A request with a cookie must be sent by a page of the gateway itself, and `megatronapp ui` opens a forwarded port under
 a separate host name (see `megatronapp_common.web.origin`). The gateway itself redirects to no such name: it cannot know
@@ -31,7 +31,7 @@ class Credentials:
         self._cookie = cookie
 
     def tokens(self, connection: HTTPConnection) -> tuple[str, ...]:
-        """The tokens that stand behind a request. Raises Refusal (403) for a cookie that another page sent."""
+        """Return the tokens of a request. Raises GatewayError (403) for a cookie that another page sent."""
         token = bearer_token(connection.headers)
         if token is not None:
             return (token,)
@@ -68,7 +68,7 @@ class Credentials:
         return response
 
     def log_out(self, connection: HTTPConnection, response: Response) -> Response:
-        """Forget the browser."""
+        """Log the browser out."""
         self._sessions.log_out(self._cookie_value(connection))
         response.delete_cookie(self._name(connection), path="/", secure=_secure(connection))
         return response
@@ -82,6 +82,6 @@ class Credentials:
 
 
 def _secure(connection: HTTPConnection) -> bool:
-    """Whether the browser speaks TLS, to us or to the first proxy; some write "wss" of WebSockets."""
+    """Return True if the browser uses TLS, to us or to the first proxy; some proxies write "wss" for WebSockets."""
     told = connection.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
     return not TLS.isdisjoint((connection.url.scheme, told))

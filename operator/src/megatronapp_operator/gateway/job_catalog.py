@@ -18,27 +18,27 @@ from megatronapp_operator.keys import RELOAD_S, KeyRing
 FRESH_S = 2.0
 """So old may a list be. Pages ask for it again and again, each for itself."""
 UNKNOWN_S, MAX_UNKNOWN = 60.0, 2_000
-"""How long a token counts as that of no job, which was asked for once: browsers keep those of jobs that are gone."""
+"""Time for which a token of no job is remembered as such, and number of them: browsers store those of deleted jobs."""
 TOKEN_LENGTH = 64
 ALIAS_DIGITS = 16
 ROLES = (TokenRole.VIEWER, TokenRole.CONTROLLER)
-"""Of people. The other tokens of a job open nothing here."""
+"""Roles of users. The other tokens of a job give no access here."""
 SHOWN = ("phase", "progress", "restarts", "slowRanks", "hungRanks")
-"""Of a status."""
+"""Fields of a status that are listed."""
 KEY_HINT = "The gateway reads its key file every few seconds. If this stays, write the lost key behind the newest one."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CatalogJob:
-    """One MegatronJob."""
+    """A MegatronJob in the list of jobs."""
 
     namespace: str
     name: str
     uid: str
     key_id: str | None = None
-    """Of the key that its running attempt was started with; None: no attempt has begun."""
+    """Id of the key with which its running attempt was started; None: no attempt has begun."""
     document: dict[str, Any] = dataclasses.field(compare=False, repr=False, default_factory=dict)
-    """What the gateway shows of it. Rank tables and specs of thousands of jobs would fill the gateway's memory."""
+    """The fields that the gateway shows. Rank tables and specs of thousands of jobs would fill its memory."""
 
     @classmethod
     def of(cls, document: Object) -> "CatalogJob":
@@ -54,7 +54,6 @@ class CatalogJob:
 
     @property
     def status(self) -> dict[str, Any]:
-        """Its status."""
         status: dict[str, Any] = self.document.get("status") or {}
         return status
 
@@ -103,11 +102,11 @@ class JobCatalog:
         return (await self._all.get(None)).by_token.get(mark)
 
     def token(self, job: CatalogJob, role: TokenRole) -> str:
-        """What the job's hub wants to see of somebody with this role. Raises Refusal where its key is unknown."""
+        """Return the token that the job's hub expects for this role. Raises GatewayError where its key is unknown."""
         return derive_token(job_secret(self._key_of(job), job.uid), role)
 
     def alias(self, job: CatalogJob, identity: str) -> str:
-        """A word that stands for somebody who looks at a job: the same in each of its requests, and no name."""
+        """Return a pseudonym of a caller at one job: the same in each of their requests, and no name."""
         said = f"megatronapp:alias:{job.uid}:{identity}".encode()
         return "viewer-" + hmac.new(bytes.fromhex(self._key_of(job)), said, hashlib.sha256).hexdigest()[:ALIAS_DIGITS]
 
@@ -138,7 +137,7 @@ class JobCatalog:
         return _JobListing(tuple(jobs), marks)
 
     async def _is_unknown(self, mark: str) -> bool:
-        """Whether the next listing does not have it, either: its job may have just been made."""
+        """Return True if the next listing does not have it, either: its job may have just been created."""
         return mark not in (await self._all.next(None)).by_token
 
     async def _get(self, key: tuple[str, str]) -> CatalogJob | None:
@@ -151,5 +150,5 @@ class JobCatalog:
 
 
 def _fingerprint(token: str) -> str:
-    """Tokens are looked up by their digests, so that the time it takes tells nothing about them."""
+    """Return the digest by which a token is found, so that the time of the search reveals nothing about the token."""
     return hashlib.sha256(token.encode()).hexdigest()

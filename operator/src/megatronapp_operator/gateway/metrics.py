@@ -1,6 +1,6 @@
-"""Prometheus metrics of the gateway, and where they are served: at a port of their own, which no page leads to.
+"""Prometheus metrics of the gateway, served at a separate port to which no page links.
 
-No label holds a name of a job, a namespace, a user, or anything else that a caller or a hub says.
+No label holds a name of a job, a namespace or a user, or other text of a caller or a hub.
 """
 
 import time
@@ -14,7 +14,7 @@ from megatronapp_operator.gateway.problems import GatewayError
 
 HUB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 NO_ROUTE = "none"
-"""What no route answers."""
+"""Label of requests that match no route."""
 OK = "ok"
 
 
@@ -52,7 +52,7 @@ class GatewayMetrics:
         ProcessCollector(namespace="megatron_gateway", registry=registry)
 
     def count_sockets(self, count: Callable[[], int], most: int) -> None:
-        """Tell how many live sockets there are, of how many."""
+        """Set the gauges of open live sockets and of their limit."""
         self._sockets.set_function(count)
         self._most.set(most)
 
@@ -70,7 +70,7 @@ class GatewayMetrics:
 
     @contextmanager
     def asking_hub(self) -> Iterator[None]:
-        """Measures until the end, and hears of a Refusal."""
+        """Measure the time until the block ends, and count a GatewayError that it raises."""
         began, outcome = time.perf_counter(), OK
         try:
             yield

@@ -14,7 +14,7 @@ WHERE = "See /api/v1/openapi.json for what there is."
 
 
 class GatewayError(OperatorError):
-    """What the gateway does not do. `status` is the HTTP status; `retry_s` says when another try may help."""
+    """A request that the gateway refuses. `status` is the HTTP status; `retry_s` is when another try may help."""
 
     def __init__(self, status: int, code: str, message: str, hint: str, *, retry_s: int | None = None) -> None:
         super().__init__(message)

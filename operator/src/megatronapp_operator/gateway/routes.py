@@ -49,13 +49,13 @@ sockets = APIRouter(prefix="/api/v1")
 
 @probes.get("/healthz")
 async def healthz() -> Health:
-    """The process answers."""
+    """Answer that the process runs."""
     return Health(status="ok")
 
 
 @probes.get("/readyz", responses={503: {"model": Problem}})
 async def readyz(gateway: GatewayOf) -> Health:
-    """The cluster has answered once. Later its silence takes no page away: requests that need it say so themselves."""
+    """Answer once the cluster has answered. Its later silence takes no page offline: requests report it."""
     if not gateway.reached:
         await gateway.catalog.reach()
         gateway.reached = True
@@ -70,19 +70,19 @@ async def jobs(gateway: GatewayOf, caller: CallerOf) -> list[GatewayJob]:
 
 @router.post("/tickets", status_code=201)
 async def new_ticket(request: Request, gateway: GatewayOf, caller: CallerOf) -> LoginTicket:
-    """A word that logs a browser in with the caller's rights, so that no token stands in an address."""
+    """Make a ticket that logs a browser in with the caller's rights, so that no token is part of an address."""
     return LoginTicket(ticket=gateway.credentials.ticket(request, caller))
 
 
 @router.delete("/session", status_code=204)
 async def log_out(request: Request, gateway: GatewayOf, caller: CallerOf) -> Response:
-    """Forget this browser."""
+    """Log this browser out."""
     return gateway.credentials.log_out(request, Response(status_code=204))
 
 
 @router.get("/jobs/{namespace}/{name}")
 async def one_job(gateway: GatewayOf, caller: CallerOf, namespace: Namespace, name: Name) -> GatewayJob:
-    """One job."""
+    """Return one job by namespace and name."""
     return entry(await gateway.gate.admit(caller, Verb.GET, namespace, name))
 
 
@@ -99,7 +99,7 @@ async def add_fault(
     "/jobs/{namespace}/{name}/faults/{fault}", response_model=None, responses={200: {}, 204: {}, **HUB_PROBLEMS}
 )
 async def end_fault(request: Request, caller: CallerOf, namespace: Namespace, name: Name, fault: FaultId) -> Response:
-    """End a fault."""
+    """End one fault of a job."""
     gateway = gateway_of(request)
     job = await gateway.gate.admit(caller, Verb.UPDATE, namespace, name)
     return await gateway.control_hub(caller, job, f"faults/{fault}", request=request)
@@ -107,7 +107,7 @@ async def end_fault(request: Request, caller: CallerOf, namespace: Namespace, na
 
 @router.get("/jobs/{namespace}/{name}/{path:path}", response_model=None, responses={200: {}, **HUB_PROBLEMS})
 async def read_hub(request: Request, caller: CallerOf, namespace: Namespace, name: Name, path: HubPath) -> Response:
-    """What the job's hub tells at `/api/v1/{path}`: JSON, with the same query."""
+    """Read `/api/v1/{path}` of the job's hub: JSON, with the same query."""
     gateway = gateway_of(request)
     job = await gateway.gate.admit(caller, Verb.GET, namespace, name)
     return await gateway.forward_request(caller, job, path, request.url.query)

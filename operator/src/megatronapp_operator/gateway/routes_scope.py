@@ -27,7 +27,7 @@ from megatronapp_operator.gateway.subject_access import Verb
 
 JOB = "/jobs/{namespace}/{name}/scope"
 MAX_RUN_BYTES = 1 << 20
-"""Of a new run: eight prompts of the longest kind."""
+"""Limit of the body of a new run: eight prompts of the longest kind."""
 Answers = dict[int | str, dict[str, Any]]
 RunId = Annotated[str, Path(max_length=64, pattern=f"^{PathSegment}$")]
 Tag = Annotated[str | None, Header(alias="If-None-Match", max_length=200)]
@@ -59,19 +59,19 @@ async def start_run(request: Request, caller: CallerOf, namespace: Namespace, na
 
 @router.patch(f"{JOB}/runs/{{run}}", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
 async def change_run(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
-    """Look at something else from the next step on."""
+    """Change the capture from the next step on."""
     return await _control(request, caller, (namespace, name), f"runs/{run}", most=MAX_BODY_BYTES)
 
 
 @router.delete(f"{JOB}/runs/{{run}}", response_model=None, responses=CONTROLS)
 async def cancel_run(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
-    """End a run."""
+    """End one run of the model."""
     return await _control(request, caller, (namespace, name), f"runs/{run}")
 
 
 @router.post(f"{JOB}/runs/{{run}}/pca", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
 async def refit(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
-    """New axes."""
+    """Compute new axes of the principal components of a layer."""
     return await _control(request, caller, (namespace, name), f"runs/{run}/pca", most=MAX_BODY_BYTES)
 
 
@@ -96,7 +96,7 @@ async def read_scope(
     path: HubPath,
     if_none_match: Tag = None,
 ) -> Response:
-    """What the hub tells at `/api/v1/scope/{path}`, with the same query: runs, tiles, exact numbers, sessions."""
+    """Read `/api/v1/scope/{path}` of the hub, with the same query: runs, tiles, exact numbers, sessions."""
     gateway = gateway_of(request)
     job = await gateway.gate.admit(caller, Verb.GET, namespace, name)
     tag = if_none_match if ETAG.fullmatch(if_none_match or "") else None

@@ -1,4 +1,4 @@
-"""What the gateway's own interface gives. What hubs tell has the hub's interface (its OpenAPI document)."""
+"""Schemas of the gateway's own interface. The hub's interface (its OpenAPI document) has those of hubs."""
 
 from typing import Annotated, Literal
 
@@ -21,7 +21,7 @@ class Problem(ApiModel):
 
 
 class GatewayJob(ApiModel):
-    """One line of the list of jobs; what is below it stands at `/api/v1/jobs/{namespace}/{name}/`."""
+    """A job in the list of jobs; `/api/v1/jobs/{namespace}/{name}/` leads to its hub."""
 
     namespace: str
     name: str

@@ -1,6 +1,6 @@
-"""Logins of browsers. A cookie holds a random word; the tokens that it stands for never leave the gateway's memory.
+"""Logins of browsers. A cookie holds a random value; the tokens of the login never leave the gateway's memory.
 
-Who restarts the gateway logs in again; two replicas need session affinity in front of them.
+After a restart of the gateway users log in again; two replicas need session affinity in front of them.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ LIFE_S = 12 * 3600.0
 TICKET_LIFE_S = 300.0
 MAX_SESSIONS = 10_000
 MAX_BYTES = 32 << 20
-"""Of tokens, in all sessions."""
+"""Limit of the bytes of tokens, in all sessions."""
 MAX_EACH = 100
-"""Of one identity, so that nobody pushes out the sessions of others."""
+"""Limit of the sessions of one identity, so that no caller evicts the sessions of others."""
 MAX_TOKENS = 16
 """Tokens of one browser: one of the cluster, or several of single jobs."""
 
@@ -33,7 +33,7 @@ class _StoredTokens:
 
 
 class TokenStore:
-    """Random words and the tokens behind them; the oldest go first where there are too many."""
+    """Tokens by random values; the oldest are dropped where they are too many."""
 
     def __init__(self, *, life_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._life_s = life_s
@@ -65,7 +65,7 @@ class TokenStore:
         return found.tokens
 
     def drop(self, word: str) -> None:
-        """Forget a word."""
+        """Drop the tokens of a random value."""
         kept = self._kept.pop(word, None)
         self._bytes -= 0 if kept is None else kept.size
 
@@ -84,7 +84,7 @@ class BrowserSessions:
         self._tickets = TokenStore(life_s=TICKET_LIFE_S, clock=clock)
 
     def tokens(self, word: str) -> tuple[str, ...]:
-        """What a browser with this cookie has shown."""
+        """Return the tokens of the browser with this cookie."""
         return self._open.get(word)
 
     def log_in(self, tokens: tuple[str, ...], *, whose: str, before: str = "") -> str:
@@ -94,17 +94,17 @@ class BrowserSessions:
         return self._open.add((*tokens, *older), whose=whose)
 
     def log_out(self, word: str) -> None:
-        """Forget a browser."""
+        """Log a browser out."""
         self._open.drop(word)
 
     def ticket(self, tokens: tuple[str, ...], *, whose: str) -> str:
-        """A word for an address that somebody opens soon: good for one login."""
+        """Make a ticket for an address that will be opened soon: good for one login."""
         return self._tickets.add(tokens, whose=whose)
 
     def tokens_of_ticket(self, word: str) -> tuple[str, ...]:
-        """The tokens behind a ticket, which stays good."""
+        """Return the tokens of a ticket, which stays good."""
         return self._tickets.get(word)
 
     def redeem(self, word: str) -> tuple[str, ...]:
-        """The tokens behind a ticket, once."""
+        """Return the tokens of a ticket, once."""
         return self._tickets.take(word)

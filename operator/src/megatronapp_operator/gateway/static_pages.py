@@ -1,4 +1,4 @@
-"""Serves the built page, tells it that this is a gateway, and logs browsers in."""
+"""Serves the built page, marked as the gateway's, and logs browsers in."""
 
 import asyncio
 import pathlib
@@ -82,7 +82,7 @@ def _file(root: pathlib.Path | None, path: str, marks: tuple[str, ...]) -> Respo
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request. Raises Refusal where it is longer than `limit` (413) or comes too slowly (408)."""
+    """Read a request's body. Raises GatewayError where it is longer than `limit` (413) or arrives too slowly (408)."""
     try:
         async with asyncio.timeout(BODY_S):
             return await _read(request, limit)

@@ -1,4 +1,4 @@
-"""Who a caller is, and what they may do: asked of the cluster, by TokenReview and SubjectAccessReview."""
+"""Identity and rights of callers, by TokenReview and SubjectAccessReview of the cluster."""
 
 import asyncio
 import base64
@@ -15,17 +15,17 @@ from megatronapp_operator.gateway.ttl_cache import TtlCache
 TOKEN_REVIEWS = Resource("authentication.k8s.io/v1", "tokenreviews")
 ACCESS_REVIEWS = Resource("authorization.k8s.io/v1", "subjectaccessreviews")
 AUDIENCE = "megatronapp.io/gateway"
-"""Of tokens that were made for the gateway, and that nothing else takes."""
+"""Audience of tokens that were made for the gateway, and that no other server accepts."""
 KEEP_S = 10.0
 """How long a verdict of the cluster holds: so long may a token live on after it was taken back."""
 MAX_TOKENS = 2_000
-"""Whose verdicts are kept: anybody may show tokens, and each has up to 8 KiB."""
+"""Number of callers whose reviews are cached: all callers may send tokens, each of up to 8 KiB."""
 AT_ONCE = 16
-"""TokenReviews at the same time: anybody may cause them."""
+"""Concurrent TokenReviews: all callers may cause them."""
 
 
 class Verb(enum.StrEnum):
-    """What a caller would do with MegatronJobs."""
+    """An operation on MegatronJobs."""
 
     GET = "get"
     """See a job."""
@@ -37,7 +37,7 @@ class Verb(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class User:
-    """A user of the cluster, with all that its authorisers look at."""
+    """A user of the cluster, with all attributes that its authorizers use."""
 
     name: str
     uid: str = ""
@@ -73,7 +73,7 @@ class AccessReviews:
         return await self._users.get(token)
 
     async def allows(self, user: User, right: Permission) -> bool:
-        """Whether the user may."""
+        """Return True if the user has the permission."""
         return await self._rights.get((user, right))
 
     async def _review_token(self, token: str) -> User | None:
@@ -106,7 +106,7 @@ class AccessReviews:
 
 
 def audiences_of(token: str) -> list[str]:
-    """For whom a token says that it was made (RFC 7519). Unproved: it only tells what to ask the cluster."""
+    """Return the audience that a token claims (RFC 7519), unverified: it only decides what the review is for."""
     try:
         claims = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))
         named = claims["aud"]

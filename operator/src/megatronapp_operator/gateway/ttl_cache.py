@@ -47,5 +47,5 @@ class TtlCache(Generic[Key, Value]):
 
 
 def _failed(answer: "asyncio.Future[Value]") -> bool:
-    """Whether there is no answer any more; looking at it also says that somebody has seen the exception."""
+    """Return True if the request for the answer failed; reading its exception also marks it as retrieved."""
     return answer.done() and (answer.cancelled() or answer.exception() is not None)

@@ -11,7 +11,7 @@ ALL = "the gateway"
 
 
 class ConcurrencyLimits:
-    """At most so many things at a time for each key, such as a caller's identity, and `in_all` for all."""
+    """Limits of concurrent things for each key, such as a caller's identity, and `in_all` for all."""
 
     def __init__(self, what: str, *, in_all: int) -> None:
         self._what = what

@@ -24,16 +24,16 @@ MAX_BODY_BYTES = 64 << 10
 MAX_REQUESTS, CALLERS_REQUESTS, JOBS_REQUESTS, REQUESTS_OF_BOTH = 256, 32, AT_ONCE, 16
 """To hubs at the same time: in all, of one caller, to one job, and of one caller to one job."""
 MAX_LONG_BODIES, CALLERS_LONG_BODIES = 32, 4
-"""Bodies of more than MAX_BODY_BYTES that may come at the same time: in all, and of one caller to one job."""
+"""Concurrent bodies of more than MAX_BODY_BYTES: in all, and of one caller to one job."""
 MAX_SOCKETS = 64
-"""Live sockets in all. What one may take of memory stands in docs/gateway.md."""
+"""Live sockets in all. docs/gateway.md has the memory of each."""
 CONTROLS, CONTROLS_S, JOBS_CONTROLS = 30, 15.0, 4
-"""Controlling calls of one caller to one job: so many at once, and as many more in so many seconds; those of all
-callers of one role to one job so many times as often."""
+"""Controlling calls of one caller to one job: the burst, and the seconds in which it is refilled; all callers of one
+role to one job have a multiple of it."""
 
 
 class Gateway:
-    """What the routes work with."""
+    """The state and the operations that all routes share."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Gateway:
         self.bodies = ConcurrencyLimits("long bodies", in_all=MAX_LONG_BODIES)
         self.sockets = sockets
         self.reached = False
-        """Whether the cluster has answered once."""
+        """True once the cluster has answered."""
         self.controls = RateLimits("controlling calls", turns=controls, fill_s=CONTROLS_S)
 
     async def caller(self, connection: HTTPConnection) -> Caller:
-        """Who asks. Raises Refusal (401, 403)."""
+        """Identify the caller. Raises GatewayError (401, 403)."""
         return await self.gate.identify(self.credentials.tokens(connection))
 
     async def forward_request(
@@ -74,7 +74,7 @@ class Gateway:
         role: TokenRole = TokenRole.VIEWER,
         tag: str | None = None,
     ) -> Response:
-        """What the job's hub tells. Raises Refusal."""
+        """Forward a reading request to the job's hub. Raises GatewayError."""
         url = http_proxy.address_of(await self.hubs.address(job), path, query)
         token, who = (
             self.catalog.token(job, role),
@@ -87,9 +87,9 @@ class Gateway:
     async def control_hub(
         self, caller: Caller, job: CatalogJob, path: str, *, request: Request, most: int | None = None
     ) -> Response:
-        """What the job's hub says to something that changes its job, with the request's body. Raises Refusal.
+        """Forward a request that changes the job to its hub, with the request's body. Raises GatewayError.
 
-        Nothing of a body is read before there is room for it.
+        The body is read only once the limits let it in.
         """
         role = await self.gate.role(caller, job)
         self.controls.acquire(rate_limit_keys(caller, job, role))
@@ -118,13 +118,13 @@ class Gateway:
 
 
 def concurrency_keys(caller: Caller, job: CatalogJob) -> dict[str, int]:
-    """Of whose shares a request to a job's hub takes. No caller can fill those of a job."""
+    """Return keys and limits of concurrent requests to a job's hub. No caller can use up those of a job."""
     whose, hub = caller.identity, hub_of(job)
     return {whose: CALLERS_REQUESTS, hub: JOBS_REQUESTS, f"{whose} at the {hub}": REQUESTS_OF_BOTH}
 
 
 def rate_limit_keys(caller: Caller, job: CatalogJob, role: TokenRole) -> dict[str, int]:
-    """Of whose turns a controlling call takes. No viewer, who may make ranks slow, can use up those of controllers."""
+    """Return the keys of a controlling call. No viewer, who may make ranks slow, can use up that of controllers."""
     hub = hub_of(job)
     return {f"{caller.identity} at the {hub}": 1, f"a {role} at the {hub}": JOBS_CONTROLS}
 

@@ -1,8 +1,8 @@
-"""Passes a request on to a hub and its answer back. A hub is not trusted: only what `answers` names comes through.
+"""Forwards a request to a hub and its response back. A hub is not trusted: only what `response_policy` names passes.
 
-Of the caller method, path, query, a JSON body and an entity tag reach the hub, and the name of who controls its job;
-of the hub's headers those that `answers` passes reach the caller. Redirects are not followed, and content that is
-compressed is not taken (it was not asked for).
+Of the caller's request method, path, query, a JSON body and an entity tag reach the hub, and the name of a caller who
+controls its job; of the hub's headers those that `response_policy` passes reach the caller. Redirects are not followed,
+and compressed content, which was not requested, is refused.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ AT_ONCE = 64
 SEND_S = 30.0
 """So long may a caller take no bytes."""
 MAX_IDENTITY = 253
-"""Of a name that a hub takes down."""
+"""Maximum length of a name that a hub records."""
 _HUB_LOG = "Look at the log of the job's hub."
 
 
@@ -53,21 +53,21 @@ def _timeout(total_s: float) -> aiohttp.ClientTimeout:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HubRequest:
-    """What a hub is asked."""
+    """A request to a hub."""
 
     url: URL
     token: str
     method: str = "GET"
     body: bytes | None = None
     who: str | None = None
-    """Who asks, for the hub's shares: who controls by name, for its record; who looks by a word without meaning."""
+    """The caller, for the hub's limits: by name if they control (for its record), by a pseudonym if they only read."""
     tag: str | None = None
     """Entity tag of what the caller has already."""
     kind: ResponseRule = PLAIN
 
     @property
     def headers(self) -> dict[str, str]:
-        """All that the hub hears beside the address."""
+        """All headers that the hub receives."""
         accept = ", ".join(sorted(self.kind.types))
         headers = {"Authorization": f"Bearer {self.token}", "Accept": accept, "Accept-Encoding": "identity"}
         headers |= {} if self.body is None else {"Content-Type": JSON}
@@ -147,7 +147,6 @@ class HubResponse(Response):
         self.raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         with self.share:
             async with self._answer:
                 await self._send_all(send)

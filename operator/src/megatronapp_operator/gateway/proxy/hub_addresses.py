@@ -1,8 +1,7 @@
-"""Where the hub of a job listens: told by the cluster, never by the hub, by its job's status or by a client.
+"""Addresses of the hubs of jobs, from the cluster; never from the hub, its job's status or a client.
 
-The address is that of the pod, which only its kubelet writes. Names would be answered by whoever may write a Service,
-and the endpoints of a Service by whoever may write those. The pod must belong to this life of the job: its controller
-is the MegatronJob with this very uid.
+The address is that of the pod, which only its kubelet writes: all who may write a Service or its endpoints could answer
+for its name. The pod must belong to this life of the job: its controller is the MegatronJob with this very uid.
 """
 
 import ipaddress
@@ -18,7 +17,7 @@ HINT = "It needs spec.analyzer.enabled: true, starts with the job, and ends spec
 
 
 class HubAddresses:
-    """Looks hubs up."""
+    """Finds the addresses of hubs."""
 
     def __init__(self, api: KubernetesApi, *, port: int = HUB_PORT) -> None:
         self._api = api
@@ -26,7 +25,7 @@ class HubAddresses:
         self._pods = TtlCache(self._get, ttl_s=FRESH_S)
 
     async def address(self, job: CatalogJob) -> str:
-        """`host:port` of the job's hub. Raises Refusal (503) if there is none now; ApiError."""
+        """Return `host:port` of the job's hub. Raises GatewayError (503) while the job has no hub; ApiError."""
         pod = await self._pods.get((job.namespace, f"{job.name}-hub"))
         if pod is None or not is_owned_by(pod, job.uid):
             raise GatewayError(503, "no-hub", f"{job.namespace}/{job.name} has no hub now", HINT)
@@ -43,12 +42,12 @@ class HubAddresses:
 
 
 def is_owned_by(obj: Object, uid: str) -> bool:
-    """Whether the MegatronJob with this uid controls the object."""
+    """Return True if the MegatronJob with this uid controls the object."""
     owners = obj["metadata"].get("ownerReferences", ())
     return any(one.get("controller") and one["kind"] == KIND and one["uid"] == uid for one in owners)
 
 
 def join(address: str, port: int) -> str:
-    """An address and a port as they stand in a URL."""
+    """Return an address and a port in the form that a URL has."""
     bare = ipaddress.ip_address(address)
     return f"[{bare}]:{port}" if bare.version == 6 else f"{bare}:{port}"

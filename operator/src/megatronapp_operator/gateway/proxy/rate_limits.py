@@ -7,11 +7,11 @@ from megatronapp_common.web.token_bucket import BucketSize, TokenBuckets
 from megatronapp_operator.gateway.problems import GatewayError
 
 MAX_KEYS = 10_000
-"""So many are remembered."""
+"""Number of keys that are remembered."""
 
 
 class RateLimits:
-    """`turns` at once, and as many more in `fill_s` seconds; of a key that weighs more, so many times as often."""
+    """Token buckets of `turns`, refilled in `fill_s` seconds; a key of a larger weight has a multiple of both."""
 
     def __init__(self, what: str, *, turns: int, fill_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what

@@ -1,6 +1,6 @@
-"""What a hub may answer where. JSON may come from everywhere; tiles, tables and sessions from their own paths only.
+"""Types and sizes that a hub may return for each path: JSON for every path; tiles, tables and sessions for their own.
 
-Which file a browser saves, and under which name, is said by the path that was asked for, never by the hub.
+The requested path, never the hub, decides which file a browser saves, and under which name.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ CSV = "text/csv"
 SAID = {JSON: JSON, BYTES: BYTES, CSV: "text/csv; charset=utf-8"}
 """How the gateway calls the types that it lets through."""
 MAX_BYTES, MAX_TILE_BYTES, MAX_SESSION_BYTES = 256 << 20, 64 << 10, 1 << 30
-"""Of an answer, of a tile (256 x 256), and of a recorded session: what a hub's ring holds, and exact numbers."""
+"""Limits of a response, of a tile (256 x 256), and of a recorded session, which has a hub's ring and exact numbers."""
 MAX_TILES_BYTES = 16 * MAX_TILE_BYTES + (4 << 10)
-"""Of 16 tiles in a frame, and its header."""
+"""Limit of 16 tiles in a frame, and its header."""
 TOTAL_S, SESSION_S = 120.0, 3600.0
 """So long may an answer take in all. None waits for more than half a minute for its next bytes."""
 ETAG = re.compile(r'(?:W/)?"[!#-~]{0,128}"')
@@ -32,13 +32,13 @@ TABLES = {"csv": CSV, "npy": BYTES}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRule:
-    """What may come back for a path."""
+    """The responses that a path may return."""
 
     types: frozenset[str] = frozenset({JSON})
     file: str | None = None
     """Name under which a browser saves what is not JSON."""
     tagged: bool = False
-    """Whether it has an entity tag, by which a browser asks again."""
+    """True if it has an entity tag, with which a browser requests it again."""
     most: int = MAX_BYTES
     total_s: float = TOTAL_S
 
@@ -50,7 +50,7 @@ class ResponseRule:
         return headers | self.bare(hub)
 
     def bare(self, hub: Mapping[str, str]) -> dict[str, str]:
-        """Those of an answer without content."""
+        """Headers of a response without content."""
         headers = _passed(hub, "Retry-After", SECONDS)
         if self.tagged:
             headers |= _passed(hub, "X-Tile-Shape", SHAPE)
@@ -65,7 +65,7 @@ TILES = dataclasses.replace(TILE, most=MAX_TILES_BYTES)
 
 
 def response_rule_for(path: str, query: str = "") -> ResponseRule:
-    """What may come back for a path below `/api/v1/` of a hub. The path consists of plain words (see `routes`)."""
+    """Return the rule of a path below `/api/v1/` of a hub. The path has only plain segments (see `routes`)."""
     if _TILE.fullmatch(path):
         return TILES if _TILES.fullmatch(path) else TILE
     if found := _SESSION.fullmatch(path):

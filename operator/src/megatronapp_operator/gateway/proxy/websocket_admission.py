@@ -1,4 +1,4 @@
-"""A page's visit on a socket: who may come in, which share they take, and what they are told where it cannot be."""
+"""WebSocket admission: authenticate, authorize, take a slot, proxy; and close with a reason where one of them fails."""
 
 import contextlib
 
@@ -45,7 +45,7 @@ async def serve_websocket(socket: WebSocket, gateway: Gateway, namespace: str, n
 
 
 async def _admit(socket: WebSocket, gateway: Gateway, namespace: str, name: str, rules: SocketRules) -> Guest:
-    """Who comes, to which job, as what. Raises Refusal."""
+    """Return caller, job and role of a socket. Raises GatewayError."""
     try:
         caller = await gateway.caller(socket)
         job = await gateway.gate.admit(caller, Verb.GET, namespace, name)

@@ -21,7 +21,7 @@ from megatronapp_operator.gateway.problems import GatewayError
 
 LOG = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 << 20
-"""Of one hub's frame: the format allows more, but all sockets of all hubs share the gateway's memory."""
+"""Limit of one hub's frame: the format allows more, but all sockets of all hubs share the gateway's memory."""
 SEND_S = 30.0
 """So long may a page take to read a frame."""
 OPEN_S = 10.0
@@ -35,7 +35,7 @@ MAX_REASON_BYTES = 123
 TOO_SLOW = 4008
 """A hub's code for a page that did not keep up."""
 PASSED_CODES = frozenset({CLOSE_POLICY, TOO_SLOW})
-"""Of a hub's codes those that a page understands; every other end is one after which it connects again."""
+"""A hub's close codes that a page understands; after any other it connects again."""
 TEXT_S = 10.0
 """So long may a hub take to read what a page says."""
 Check = Callable[[], Awaitable[None]]
@@ -44,19 +44,19 @@ Hub = websockets.asyncio.client.ClientConnection
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SocketRules:
-    """What one of the hub's sockets is like."""
+    """Properties of one of the hub's sockets."""
 
     path: str
     subprotocol: Subprotocol | None = None
     by_role: bool = False
-    """Whether the hub is to know what the page may do, and hears what it says."""
+    """True if the hub needs the page's role, and receives its messages."""
     most: int = MAX_FRAME_BYTES
     """Bytes of a frame..."""
     longer: frozenset[int] = frozenset()
     """...but of these types, which may have MAX_FRAME_BYTES."""
 
     def refuses(self, message: str | bytes) -> str | None:
-        """What is wrong with a hub's message."""
+        """Return the problem of a hub's message."""
         if isinstance(message, str):
             return "the hub sent text"
         kind = PREFIX.unpack_from(message)[2] if len(message) >= PREFIX.size else 0
@@ -80,7 +80,6 @@ class _NoRedirectConnect(websockets.asyncio.client.connect):
     """A connection that no answer sends elsewhere."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
-        """Refuse to follow."""
         return exc
 
 
@@ -161,7 +160,7 @@ async def _pump(hub: Hub, page: WebSocket, rules: SocketRules) -> tuple[int, str
 
 
 def _end(error: ConnectionClosed) -> tuple[int, str]:
-    """With which code a page hears that its hub has ended the connection; in the gateway's words."""
+    """Return the code with which a page's socket is closed after its hub has ended the connection, and the reason."""
     code = CLOSE_AGAIN if error.rcvd is None else error.rcvd.code
     if code in PASSED_CODES:
         return code, "the page did not keep up" if code == TOO_SLOW else "the hub did not take what the page said"
@@ -169,7 +168,7 @@ def _end(error: ConnectionClosed) -> tuple[int, str]:
 
 
 async def _carry(page: WebSocket, hub: Hub) -> tuple[int, str]:
-    """Tell the hub what the page says, one text after the other: the page's next waits in the page."""
+    """Send the page's messages to the hub, one after the other: the next one waits in the page."""
     while (message := await page.receive())["type"] != "websocket.disconnect":
         text = message.get("text")
         if text is None:
@@ -205,7 +204,7 @@ def reason_of(refusal: GatewayError) -> str:
 
 
 async def send_error(page: WebSocket, refusal: GatewayError) -> None:
-    """Tell the page why there are no frames, in its own language, and close."""
+    """Send the page the reason why it gets no frames, as an error frame, and close."""
     header = {"code": refusal.code, "message": str(refusal), "hint": refusal.hint}
     await page.send_bytes(frames.encode(Frame(FrameType.ERROR, header)))
     await page.close(CLOSE_AGAIN, refusal.code)
