@@ -1,10 +1,10 @@
-"""Forward hooks that keep what sites give in one step, for all layers of this rank.
+"""Read hooks: forward hooks that keep the values of sites in one step, for all layers of this rank.
 
 A hook launches no kernel where all tokens of a step are wanted (decode steps, which may be CUDA graphs): it keeps the
-tensor that the module gave, and one kernel puts all layers side by side when the step is over. Where some rows are
-wanted (prompts), it takes these alone, so that no layer's full activation lives longer than without capture. Where
-megatron-core would add the residual into a tensor in place, the hook marks it as one that wants a gradient, and the sum
-goes elsewhere: the same sum of the same two numbers.
+tensor that the module gave, and one kernel stacks all layers when the step is over. If some rows are wanted (prompts),
+it copies only these, so that no layer's full activation lives longer than without capture. Where megatron-core would
+add the residual into a tensor in place, the hook marks it as one that wants a gradient, and the sum is written to other
+memory: the same sum of the same two numbers.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ Layers = frozenset[int] | None
 
 @dataclasses.dataclass(kw_only=True)
 class SiteValues:
-    """What has come of a site in this step, by layer; layer -1 where it has none."""
+    """Values of a site in this step, by layer; layer -1 for a site without layers."""
 
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     biases: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 class HookCollector:
-    """The hooks on one model. They stay while a set of sites is looked at; `look` with no sites takes all away."""
+    """The read hooks on one model. They stay until `set_sites` gets another set of sites."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -38,7 +38,7 @@ class HookCollector:
         self._rows: dict[str, torch.Tensor | None] = {}
         self._wanted: Mapping[str, Layers] = {}
         self._found: dict[Site, list[tuple[int, torch.nn.Module | None]]] = {}
-        """Modules of sites, by layer: to look for them takes longer than to hook them."""
+        """Modules of sites, by layer: finding them takes longer than hooking them."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -46,7 +46,7 @@ class HookCollector:
         return frozenset(self._sites)
 
     def set_sites(self, wanted: Mapping[str, Site]) -> None:
-        """Look at these sites from the next step on, and at no others. Raises CaptureError for one that is nowhere."""
+        """Read these sites and no others from the next step on. Raises CaptureError for one that the model lacks."""
         if wanted is self._sites or wanted == self._sites:
             self._sites = wanted
             return
@@ -56,7 +56,7 @@ class HookCollector:
         self._sites = wanted
 
     def remove(self) -> None:
-        """Take all hooks away: the model is as it was."""
+        """Remove all hooks, so that the model computes as before."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -64,17 +64,20 @@ class HookCollector:
         self._kept.clear()
 
     def begin(self, rows: Mapping[str, torch.Tensor | None], wanted: Mapping[str, Layers]) -> None:
-        """A step comes. `rows`: which tokens of each site, as an index on the device, or None for all; a site that is
-        not there is not kept. `wanted`: of which layers."""
+        """Begin a step.
+
+        `rows`: tokens of each site, as an index on the device, or None for all; a site without an entry is not kept.
+        `wanted`: layers of each site, all without an entry.
+        """
         self._kept = {}
         self._rows, self._wanted = dict(rows), wanted
 
     def layers(self, name: str) -> list[int]:
-        """Layers that have been kept of a site, in order; [-1] of one without layers, [] of one that is elsewhere."""
+        """Return the kept layers of a site, in order; [-1] for one without layers, [] for one on another rank."""
         return sorted(self._kept[name].values) if name in self._kept else []
 
     def stacked(self, name: str) -> torch.Tensor:
-        """What a site gave: [layers, rows, ..], biases added; of a site without layers [1, rows, ..]."""
+        """Stack the values of a site: [layers, rows, ..], biases added; [1, rows, ..] for a site without layers."""
         kept = self._kept[name]
         order = sorted(kept.values)
         values = torch.stack([kept.values[layer] for layer in order])
@@ -84,12 +87,12 @@ class HookCollector:
         return values + biases.view(len(order), *[1] * (values.dim() - 1 - biases.dim() + 1), *biases.shape[1:])
 
     def take(self) -> dict[str, SiteValues]:
-        """What has been kept, which is then no longer here."""
+        """Return all kept values and keep them no more."""
         kept, self._kept = self._kept, {}
         return kept
 
     def put(self, kept: dict[str, SiteValues]) -> None:
-        """Go on with what was taken."""
+        """Keep values that were taken again."""
         self._kept = kept
 
     def _install(self, site: Site) -> None:

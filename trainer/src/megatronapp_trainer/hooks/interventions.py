@@ -1,7 +1,7 @@
 """Write hooks: functions that may replace the value of a site in a forward pass.
 
 hooks = WriteHooks(model)
-hooks.add(site_of("mlp2"), lambda value, layer: value * 2 if layer == 3 else None)
+hooks.add(site_of("mlp2"), lambda value, layer: 1.1 * value)
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where a model can be looked at: the built-in sites of docs/scope-protocol.md, and people's own (docs/scope.md).
+"""Sites of a model: the built-in ones of docs/scope-protocol.md, and those of users (docs/scope.md).
 
     register_site("gate", "mlp.router", take=lambda inputs, output: output, reducers=("absmax",))
 
@@ -35,7 +35,7 @@ class ShardAxis(enum.StrEnum):
     MLP = "mlp"
     """The width of the MLP: of gated ones, gate and up each."""
     FEATURES = "features"
-    """Equal parts of whatever the module gives."""
+    """Equal parts of the module's output."""
     WHOLE = "whole"
     """Every rank has all of them."""
 
@@ -44,11 +44,11 @@ class Retention(enum.Enum):
     """How a tensor is still there when the step is over."""
 
     ALIVE = "alive"
-    """Nobody writes into it."""
+    """No module writes into it."""
     GUARDED = "guarded"
     """megatron-core adds the residual into it in evaluation, unless it seems to want a gradient."""
     COPIED = "copied"
-    """Nobody knows: it is copied at once."""
+    """Not known: it is copied at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class Site:
     per_layer: bool = True
     retention: Retention = Retention.COPIED
     reducers: tuple[str, ...] = ()
-    """What steps tell of it: each as the tensor `name.reducer`. Of built-in ones the capture says so."""
+    """Reducers of each step: each gives the tensor `name.reducer`. Captures choose those of built-in sites."""
     pixels: int = 16
     put: Put | None = None
     """Replaces the value, for write hooks; None: the site can only be read."""
@@ -145,7 +145,7 @@ BEFORE_ROTATION = {
     "k": dataclasses.replace(BUILT_IN["k"], name="k before", take=_given(1), put=None),
 }
 STAGE_INPUT = Site(name="stage input", where="decoder.layers.0", take=_hidden, per_layer=False, **_ALIVE)
-"""What the first layer of this rank is given: the residual before it."""
+"""Input of the first layer of this rank: the residual before it."""
 ATTENTION = "attention"
 """A site without a module: its numbers are computed again from queries and cached keys."""
 _registered: dict[str, Site] = {}
@@ -162,23 +162,23 @@ def register_site(
     pixels: int = 16,
     put: Put | None = None,
 ) -> Site:
-    """Let people look at another place of the model, in every run and probe that begins later. On every rank.
+    """Register a site for every run and probe that begins later. Call on every rank.
 
     Args:
         name: of the site; letters, digits and underscores.
         where: a path below each layer, such as `mlp.router` (`per_layer`), or below the model; or a predicate.
-        take: the numbers, from what the module was given and gave: [N, ..], or with a bias beside
-            them; by default the (first) output, [N, 1, ..].
+        take: the numbers, from what the module was given and gave: [N, ..], or a pair of
+            them and a bias; by default the (first) output, [N, 1, ..].
         axis: how tensor ranks share them.
         per_layer: each layer has it.
-        reducers: what each step tells of it (docs/expressions.md), in `pixels` numbers; the first axis is the token.
+        reducers: reducers of each step (docs/expressions.md), in `pixels` numbers; the first axis is the token.
         pixels: how many.
         put: output of the module with the value replaced, for write hooks; without it the site can only be read,
             unless `take` is the default.
 
     Raises:
         CaptureError: the name is taken or cannot be one.
-        ExpressionError: a reducer is none.
+        FilterError: a reducer is not one.
     """
     if not name.isidentifier() or name in BUILT_IN or name in {ATTENTION, *_registered}:
         raise CaptureError(f"site {name!r}: write another name, of letters, digits and underscores, that is not taken")
@@ -198,7 +198,7 @@ def forget_site(name: str) -> None:
 
 
 def registered() -> tuple[Site, ...]:
-    """Sites that people have registered."""
+    """Return the sites that users have registered."""
     return tuple(_registered.copy().values())
 
 

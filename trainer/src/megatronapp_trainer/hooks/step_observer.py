@@ -1,4 +1,4 @@
-"""Where an observer may look into a training step, and what that costs when there is none: nothing.
+"""Observers of training steps. A loop without one pays nothing.
 
 The loop holds ``observer: StepObserver | None``. The pipeline schedule announces forward and backward passes as they
 happen. Other spans that megatron-core itself delimits (gradient reduction, optimizer, ...) reach the observer through

@@ -1,4 +1,4 @@
-"""What an engine tells of its requests, in order, step by step."""
+"""Events of an engine's requests, in order, step by step."""
 
 import dataclasses
 from typing import Literal
@@ -22,12 +22,12 @@ class PromptEvent:
     target: int | None
     """The token of the prompt that follows; None at its last position."""
     logprob: float | None
-    """Of `target`."""
+    """Log-probability of `target`."""
     candidates: tuple[TokenCandidate, ...]
     logits: torch.Tensor | None
     """fp32 [vocabulary] on the CPU, where asked for."""
     measures: PendingStatistics | None = None
-    """Where asked for."""
+    """Statistics of the distribution, if requested."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +44,9 @@ class TokenEvent:
     text: str | None
     """Text that is certain now: whole characters, without the beginning of a stop text. None without a tokenizer."""
     logits: torch.Tensor | None
-    """Those that the token was chosen from: fp32 [vocabulary] on the CPU, where asked for."""
+    """Logits that the token was chosen from: fp32 [vocabulary] on the CPU, if requested."""
     measures: PendingStatistics | None = None
-    """Where asked for."""
+    """Statistics of the distribution, if requested."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""One step of generation as the ranks hear it. A plan says everything: the ranks keep nothing but their caches.
+"""One step of generation as the ranks receive it. A plan is complete: the ranks keep nothing but their caches.
 
 All tokens of a step are packed into one sequence, so prompts of unequal length need no padding.
 """
@@ -21,23 +21,23 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OutputRequest:
-    """What is wanted of one position of the plan."""
+    """Request for the output of one position of the plan."""
 
     row: int
     """Index among the tokens of the plan, in the order of its segments."""
     sampling: SamplingParams | None = None
     """Choose a token; None: the likeliest one."""
     target: int | None = None
-    """Choose nothing and tell of this token."""
+    """Report this token and choose none."""
     candidates: int = 0
     logits: bool = False
     measures: int = 0
-    """Likeliest tokens that measures tell; 0: no measures."""
+    """Likeliest tokens in the statistics; 0: no statistics."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """A step: read these tokens, tell of those positions.
+    """A step: read these tokens, report those positions.
 
     `decode`: each segment is the one newest token of its sequence, and no slot comes twice.
     """

@@ -1,1 +1,1 @@
-"""MegaScope in the trainer: what of the model is looked at, reduced where it is. Imported only when on."""
+"""MegaScope in the trainer: captures values of the model and reduces them on the device. Imported only when on."""

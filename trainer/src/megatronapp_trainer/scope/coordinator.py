@@ -1,4 +1,4 @@
-"""Rank 0's side of MegaScope: runs and probes become the engine's requests, and what comes of them TOKENS frames."""
+"""Rank 0's side of MegaScope: turns runs and probes into requests of the engine, and its events into TOKENS frames."""
 
 import dataclasses
 import secrets
@@ -27,14 +27,14 @@ from megatronapp_trainer.scope.transfer.publisher import DropPolicy, FrameJob, R
 AT_ONE = 5
 """Place of temperature 1 among those of `partition`."""
 TextOf = Callable[[int], str]
-"""Of a token by itself; U+FFFD where it is no whole character."""
+"""Text of a single token; U+FFFD if it is no whole character."""
 _TOKEN_BYTES = 256
-"""About what TOKENS says of a row, beside its candidates."""
+"""Approximate size of a row of TOKENS without its candidates."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _CoordinatedRun:
-    """What rank 0 knows of a run, or of a probe."""
+    """State of a run or probe on rank 0."""
 
     capture: CaptureSettings | None
     lengths: Sequence[int]
@@ -43,16 +43,16 @@ class _CoordinatedRun:
     """UTF-16 units of each sample's text so far."""
     text_of: TextOf | None = None
     tokens: dict[int, dict[int, TokenEvent]] = dataclasses.field(default_factory=dict)
-    """By step and sample: what has not been told yet."""
+    """Tokens that have not been sent yet, by step and sample."""
     reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     """Why samples have ended."""
 
     def due(self) -> list[int]:
-        """Steps of which all have come: nobody is still open who has not told his token."""
+        """Return the complete steps: every open sample has its token."""
         return [step for step, came in sorted(self.tokens.items()) if self.open <= set(came)]
 
     def end(self, sample: int, event: FinishedEvent) -> None:
-        """A sample has ended; text that was held back until now goes to its last token."""
+        """End a sample; text that was held back until now is added to its last token."""
         self.reasons[sample] = event.reason
         self.open.discard(sample)
         steps = [step for step, came in self.tokens.items() if sample in came]
@@ -61,7 +61,7 @@ class _CoordinatedRun:
             last[sample] = dataclasses.replace(last[sample], text=(last[sample].text or "") + event.text)
 
     def offset(self, sample: int, text: str) -> list[int] | None:
-        """Where a text stands in its sample; None of a token that ends no character. To be asked in their order."""
+        """Return the range of the next text in its sample; None for a token that ends no character."""
         if not text:
             return None
         start = self.ends[sample]
@@ -88,19 +88,19 @@ class CaptureCoordinator:
         ends: Sequence[int] = (),
         text_of: TextOf | None = None,
     ) -> list[GenerationRequest]:
-        """Let all ranks look at a run, whose requests go to the engine afterwards: these, changed.
+        """Capture a run on all ranks. Returns its requests, which the caller submits to the engine afterwards.
 
         Args:
             run: its id.
-            capture: what is looked at.
+            capture: what is captured.
             requests: one for each prompt.
             ends: UTF-16 units of each prompt's text, for offsets; none: 0.
             text_of: of candidates; called in the thread that sends. None: they have no texts.
 
         Raises:
             CaptureError: a pinned head that the model does not have.
-            PlanError: pixels that do not fit the model.
-            ExpressionError: a filter that cannot be computed on it.
+            ReductionPlanError: pixels that do not fit the model.
+            FilterError: a filter that cannot be computed on it.
         """
         self._check(capture)
         lengths = tuple(len(request.prompt) for request in requests)
@@ -124,7 +124,7 @@ class CaptureCoordinator:
         ]
 
     def change(self, run: str, capture: CaptureSettings) -> None:
-        """Look at something else from the next step on; how many candidates are told stays. Raises as `begin_run`."""
+        """Change the capture of a run from the next step on; the number of candidates stays. Raises as `begin_run`."""
         self._check(capture)
         self._engine.command(TOPIC, ChangeRun(run=run, capture=capture))
 
@@ -164,13 +164,13 @@ class CaptureCoordinator:
         self._engine.command(TOPIC, said)
 
     def run_state(self, header: Mapping[str, Any]) -> None:
-        """Send RUN_STATE."""
+        """Send a frame RUN_STATE with this header."""
         self._sink(ReadyFrames([Frame(FrameType.SCOPE_RUN_STATE, header)]))
 
     def observe(self, events: Sequence[Event]) -> None:
-        """What a step of the engine gave: tokens are told, and runs whose samples have all ended are ended.
+        """Send the tokens of a step of the engine, and end the runs whose samples have all ended.
 
-        A step is told when every sample that goes on has its token.
+        A step is sent when every open sample has its token.
         """
         with self._lock:
             told = self._taken(events)
@@ -222,11 +222,11 @@ class _StepTokens:
 
     header: Mapping[str, Any]
     events: Sequence[TokenEvent]
-    """Empty: what they were chosen from is not told."""
+    """Empty: the distributions are not sent."""
     text_of: TextOf | None
 
     def frame(self) -> Frame:
-        """TOKENS."""
+        """Build the frame TOKENS."""
         if not self.events:
             return build_frame(FrameType.SCOPE_TOKENS, self.header)
         said = dict(self.header)
@@ -265,7 +265,7 @@ class _TokenFrames:
 
     @property
     def kind(self) -> DropPolicy:
-        """Small things."""
+        """Policy of small frames."""
         return DropPolicy.NEWS
 
     @property
@@ -276,25 +276,25 @@ class _TokenFrames:
         return _TOKEN_BYTES * rows + sum(16 * one.count for one in events if one is not None)
 
     def split(self) -> Sequence[FrameJob]:
-        """One."""
+        """Return this job: all of it is dropped alike."""
         return [self]
 
     def ready(self) -> bool:
-        """The distributions have come."""
+        """Return true once the distributions are on the host."""
         events = (event.measures for told in self._told for event in told.events)
         return all(one is None or one.ready() for one in events)
 
     def build(self) -> list[Frame]:
-        """The frames."""
+        """Build one frame for each step."""
         return [one.frame() for one in self._told]
 
     def marks(self) -> Sequence[Frame]:
-        """None: whoever hears no tokens asks for the run."""
+        """Return nothing: a hub that misses tokens requests them from rank 0."""
         return ()
 
 
 def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
-    """What the distributions tell that tokens were chosen from."""
+    """Build tensors of the distributions that tokens were chosen from."""
     measures = [event.measures.get() for event in events if event.measures is not None]
     assert len(measures) == len(events)
     return distributions(measures, [event.logprob for event in events])

@@ -1,4 +1,4 @@
-"""What a distribution tells of a token beside it, computed and copied while the next step goes on.
+"""Statistics of the distributions that tokens were chosen from, computed and copied during the next step.
 
 Nobody needs these numbers to generate, so nobody waits for them: on a GPU they are made on a stream of their own.
 Shapes as in `sampling`.
@@ -21,7 +21,7 @@ Numbers: TypeAlias = NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenStatistics:
-    """What a whole distribution tells; nothing filtered."""
+    """Statistics of a whole distribution; nothing filtered."""
 
     entropy: float
     """At temperature 1, in nats."""
@@ -33,30 +33,30 @@ class TokenStatistics:
 
     @property
     def count(self) -> int:
-        """Of tokens."""
+        """Number of tokens."""
         return len(self.tokens)
 
     def ready(self) -> bool:
-        """They are here."""
+        """Return true: they are on the host."""
         return True
 
     def get(self) -> "TokenStatistics":
-        """They."""
+        """Return these statistics."""
         return self
 
 
 class PendingStatistics(Protocol):
-    """Measures that are here, or will be."""
+    """Statistics that are being computed."""
 
     @property
     def count(self) -> int:
-        """Of tokens that they tell."""
+        """Number of tokens."""
 
     def ready(self) -> bool:
-        """They can be had without waiting."""
+        """Return true if `get` does not wait."""
 
     def get(self) -> TokenStatistics:
-        """They; waits for the device where they are not ready. From any thread."""
+        """Return the statistics; waits for the device until they are ready. From any thread."""
 
 
 class StatisticsLauncher:
@@ -66,7 +66,7 @@ class StatisticsLauncher:
         self._graphs = GraphCache(enabled=graphs)
         self._rows = rows
         self._logits: torch.Tensor | None = None
-        """What the graphs read."""
+        """Logits that the graphs read."""
         self._stream: torch.cuda.Stream | None = None
 
     def launch(self, logits_RV: torch.Tensor, wanted: Sequence[int]) -> list[PendingStatistics | None]:
@@ -112,7 +112,7 @@ class StatisticsLauncher:
 
 
 def _power(count: int) -> int:
-    """Of two, from `count` on."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 

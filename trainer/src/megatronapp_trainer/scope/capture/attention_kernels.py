@@ -1,9 +1,9 @@
 """Attention of a decode step computed again on a GPU, straight from the cache: keys are read once, where they lie.
 
-`attention` is the same rule in plain torch, for any device and for prompts; it puts scores of all heads into memory and
-turns the cached keys first, which costs a decode step of a large batch more than its own attention. Here a program goes
-along the keys of one head group of one sequence with a running maximum and running sums (Milakov and Gimelshein 2018),
-and keeps what is told of a head alone.
+`attention_recompute` is the same rule in plain torch, for any device and for prompts; it puts scores of all heads into
+memory and transposes the cached keys first, which costs a decode step of a large batch more than its own attention.
+Here a program reads the keys of one head group of one sequence with a running maximum and running sums (Milakov and
+Gimelshein 2018), and keeps only the numbers that are reported of a head.
 
 Shapes: L layers, B sequences, H query heads and G key heads of this rank, R = H / G, D channels, T keys, P pins.
 """
@@ -16,7 +16,7 @@ from megatronapp_trainer.scope.capture.attention_recompute import AttentionRule
 
 _BLOCK = 64
 _LEAST_ROWS = 16
-"""Of a matrix product."""
+"""Smallest side of a matrix product."""
 
 
 @triton.jit  # type: ignore[untyped-decorator] # untyped library

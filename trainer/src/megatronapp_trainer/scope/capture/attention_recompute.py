@@ -1,7 +1,7 @@
 """Attention computed again for some queries, from queries after rotation and cached keys, with 32 bits.
 
 Shapes: L layers, B sequences (at prefill 1), Q queries of each, H query heads and G key heads of this rank, R = H / G,
-D channels of a head, T keys. Fused kernels never tell their probabilities; this is the same rule written out, for as
+D channels of a head, T keys. Fused kernels do not return their probabilities; this is the same rule written out, for as
 many layers at once as a bounded buffer takes.
 """
 
@@ -15,7 +15,7 @@ import torch
 from megatronapp_common.scope.protocol import ATLAS
 
 BUFFER_NUMBERS = 1 << 24
-"""Of probabilities at a time: 64 MiB."""
+"""Most probabilities at a time: 64 MiB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def head_measures(chances: torch.Tensor, positions_BQ: torch.Tensor, rule: AttentionRule) -> dict[str, torch.Tensor]:
-    """Of each query, [L, B, Q, H]: entropy over the logarithm of keys seen, largest probability, that of key 0."""
+    """Measure each query, [L, B, Q, H]: entropy over the logarithm of keys seen, largest probability, that of key 0."""
     seen_BQ = positions_BQ + 1 if rule.window is None else (positions_BQ + 1).clamp(max=rule.window + 1)
     most_BQ = seen_BQ.float().log().clamp(min=1e-9)
     entropy = torch.special.entr(chances).sum(-1) / most_BQ[:, None]
@@ -71,8 +71,8 @@ def slabs(layers: int, numbers_of_one: int) -> Iterator[slice]:
 class AttentionAtlas:
     """Pictures of all heads of one prompt, [L, H, 8, 8]: largest probabilities, over all queries and keys of a cell.
 
-    Chunks of the prompt are added as they are read; queries are taken in blocks, so that no picture of full size ever
-    stands in memory.
+    Chunks of the prompt are added as they are read; queries are taken in blocks, so that no picture of full size is
+    ever in memory.
     """
 
     def __init__(self, layers: int, heads: int, length: int, device: torch.device) -> None:

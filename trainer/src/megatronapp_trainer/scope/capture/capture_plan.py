@@ -1,4 +1,4 @@
-"""What is captured of a decode step, derived once while the same runs capture the same sites."""
+"""The plan of what is captured of decode steps, derived once while the same runs capture the same sites."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class CapturePlan:
     recipes: tuple[CaptureSpec, ...]
     pixels: Sequence[PixelReductions]
     active_sites: frozenset[Site]
-    """Sites that are hooked on any rank of the tensor group. The forward pass depends on nothing else."""
+    """Sites that are hooked on any rank of the tensor group. Only they change the forward pass."""
     sites: dict[str, Site]
     picks: dict[str, torch.Tensor | None]
     pins: list[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""What one capture computes on a rank in each step: which sites, and from them which tensors.
+"""Specification of what a capture computes on a rank in each step: sites, and tensors made of them.
 
 Equal recipes give equal kernels, so that a decode step of one recipe is one CUDA graph. L layers of this rank, N rows.
 """
@@ -42,7 +42,7 @@ class CaptureSpec:
 
 
 def capture_spec_of(capture: CaptureSettings) -> CaptureSpec | None:
-    """The recipe of a capture; None where nothing of the model is looked at."""
+    """Return the specification of a capture; None if it captures nothing of the model."""
     if capture.preset == "off":
         return None
     states = capture.states
@@ -62,10 +62,10 @@ def capture_spec_of(capture: CaptureSettings) -> CaptureSpec | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _VectorRange:
-    """Where the vector of a rank stands in that of the whole model."""
+    """Range of a rank's vector in that of the whole model."""
 
     width: int
-    """Of the whole vector."""
+    """Width of the whole vector."""
     shards: int = 1
     shard: int = 0
 
@@ -76,7 +76,7 @@ class _ShardFilter:
 
     program: DeviceProgram
     header: dict[str, Any]
-    """`merge`, where it tells states that somebody merges."""
+    """`merge`, if the numbers are states that the hub merges."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +92,9 @@ class _PixelReduction:
 
 
 class PixelReductions:
-    """The vector filters of a recipe, made for one rank's share.
+    """The vector filters of a recipe, made for one rank's shard.
 
-    Raises PlanError, ExpressionError where that cannot be.
+    Raises ReductionPlanError or FilterError if they do not fit it.
     """
 
     def __init__(self, recipe: CaptureSpec, shard: RankShard, device: torch.device) -> None:
@@ -108,7 +108,7 @@ class PixelReductions:
 
     @property
     def sites(self) -> dict[str, Site]:
-        """What it looks at."""
+        """Sites that the filters read."""
         return {one.site.name: one.site for one in self._reductions} | {site.name: site for site in self._own}
 
     def compute(self, seen: HookCollector) -> Iterator[NamedTensor]:
@@ -207,7 +207,7 @@ class PixelReductions:
         return self._own_filters[site.name, place, part]
 
     def _parts(self, axis: ShardAxis, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of the gated MLP several ranks have a part of all gates and a part of all that they let through each."""
+        """Split the values of a gated MLP: each rank has a part of all gates and a part of the gated values."""
         width = self._shard.mlp[1] - self._shard.mlp[0]
         is_halved = axis is ShardAxis.MLP and self._shard.tensor_size > 1 and values.size(-1) == 2 * width
         return torch.split(values, width, dim=-1) if is_halved else (values,)
@@ -219,9 +219,9 @@ class PixelReductions:
         return (shard.key_shards, shard.key_shard) if axis is ShardAxis.KEY_HEADS else (shard.tensor_size, shard.tp)
 
     def _check_own(self, site: Site) -> None:
-        """Raises PlanError where a pixel would lie on several ranks and a reducer does not merge.
+        """Raise ReductionPlanError if a pixel would need several ranks and a reducer does not merge.
 
-        How wide the site is, nobody knows yet; that does not change it.
+        The width of the site, which is not known yet, does not matter.
         """
         shards, _ = self._shards(site.axis)
         shards *= 2 if site.axis is ShardAxis.MLP and self._shard.gated and shards > 1 else 1
@@ -248,7 +248,7 @@ def _check_spec(recipe: CaptureSpec, shard: RankShard) -> None:
 
 
 def _plan(pixels: int, text: str, cut: _VectorRange) -> ReductionPlan:
-    """Of as many pixels as fit, `pixels` at most."""
+    """Plan as many pixels as fit, `pixels` at most."""
     count = pixel_count(cut.width, pixels, cut.shards)
     return compile_reduction_plan(parse_reducer(text), width=cut.width, pixels=count, shards=cut.shards)
 
@@ -261,7 +261,7 @@ def _run(program: DeviceProgram, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _own_names(site: Site) -> list[str]:
-    """Of the tensors of a registered site, one for each reducer: `site.word`, the second of a word `site.word#2`."""
+    """Name the tensors of a registered site, one for each reducer: `site.word`, the second of a word `site.word#2`."""
     if len(site.reducers) == 1:
         return [site.name]
     words = [text.split("(")[0].strip() for text in site.reducers]
@@ -270,7 +270,7 @@ def _own_names(site: Site) -> list[str]:
 
 
 def residual_measures(before_LNH: torch.Tensor, after_LNH: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of each layer and row, [L, N], with 32 bits: norm after it, norm of what it added over that before, cosine."""
+    """Measure each layer and row, [L, N], in fp32: norm after it, norm of its change over the norm before, cosine."""
     before, after = before_LNH.float(), after_LNH.float()
     norm_before, norm_after = before.norm(dim=-1), after.norm(dim=-1)
     change = (after - before).norm(dim=-1) / norm_before
@@ -279,5 +279,5 @@ def residual_measures(before_LNH: torch.Tensor, after_LNH: torch.Tensor) -> dict
 
 
 def residual_sites() -> dict[str, Site]:
-    """What residual measures look at."""
+    """Return the sites that residual measures read."""
     return {"residual": site_of("residual"), STAGE_INPUT.name: STAGE_INPUT}

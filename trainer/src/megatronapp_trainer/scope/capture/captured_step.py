@@ -1,4 +1,4 @@
-"""What a capture keeps of the step that is being captured."""
+"""State of the step that is being captured."""
 
 import dataclasses
 from collections.abc import Sequence

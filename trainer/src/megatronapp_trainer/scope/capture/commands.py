@@ -1,4 +1,4 @@
-"""What rank 0 tells all ranks to look at, through the engine's commands."""
+"""Commands of rank 0 to all ranks about what is captured, sent through the engine."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ TOPIC = "scope"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BeginRun:
-    """A run comes; its samples are requests of the ids `run-0`, `run-1`, .."""
+    """Begin a run, whose samples are requests with the ids `run-0`, `run-1`, .."""
 
     run: str
     capture: CaptureSettings
@@ -22,7 +22,7 @@ class BeginRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeRun:
-    """Capture this from now on."""
+    """Change what a run captures from now on."""
 
     run: str
     capture: CaptureSettings
@@ -30,14 +30,14 @@ class ChangeRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EndRun:
-    """A run or probe is over."""
+    """End a run or probe."""
 
     run: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BeginProbe:
-    """A probe comes; its prompts are requests of the ids `probe-0`, .."""
+    """Begin a probe, whose prompts are requests with the ids `probe-0`, .."""
 
     probe: str
     lengths: tuple[int, ...]
@@ -48,7 +48,7 @@ class BeginProbe:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SetBasis:
-    """Project on these axes from now on."""
+    """Use these axes for projections from now on."""
 
     version: int
     layers: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Running a plan's program on the device that holds the shard, for all layers and heads at once.
 
-R rows (layers, tokens, heads: whatever stands before the last axis), W numbers of the shard, P its pixels, C columns.
-Kernels are launched and nothing is waited for. Sixteen-bit numbers are computed with 32 bits. The numpy reference
-(`megatronapp_common.filters.shard_plan.run`) gives the same within 1e-5 of the largest number that stands in the way.
+R rows (layers, tokens, heads: all axes before the last one), W numbers of the shard, P its pixels, C columns. Kernels
+are launched and nothing is waited for. Sixteen-bit numbers are computed with 32 bits. The numpy reference
+(`megatronapp_common.filters.shard_plan.run`) gives the same within 1e-5 of the largest intermediate number.
 """
 
 import torch
@@ -12,7 +12,7 @@ from megatronapp_trainer.errors import TrainerError
 from megatronapp_trainer.scope.capture.torch_backend import TorchBackend
 
 SLAB_NUMBERS = 1 << 24
-"""So many are computed at once: 64 MiB for each step of a filter, however long the prompt is."""
+"""Numbers that are computed at once: 64 MiB for each step of a filter, however long the prompt is."""
 
 
 class DeviceProgram:
@@ -54,7 +54,7 @@ class DeviceProgram:
 
 
 class _DeviceGroup:
-    """Pixels of one width. Where they are all pixels of the shard, they are a view on it; else they are gathered."""
+    """Pixels of one width. If they are all pixels of the shard, they are a view on it; otherwise they are gathered."""
 
     def __init__(self, group: PixelGroup, program: ShardProgram, device: torch.device) -> None:
         self._shape = (len(group.places), group.width)

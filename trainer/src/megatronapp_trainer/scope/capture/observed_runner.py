@@ -1,4 +1,4 @@
-"""What a capture reads of the ranks that compute: a model runner of generation fits, and so may another one."""
+"""Protocols of the ranks that compute: a model runner of generation fits, and so may another one."""
 
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -19,17 +19,17 @@ LOGITS = "logits"
 
 
 def name_of(wanted: ProbeSite) -> str:
-    """What is kept for a site of a probe."""
+    """Return the name under which a site of a probe is kept."""
     return _site(wanted).name
 
 
 def sites_of(wanted: Sequence[ProbeSite]) -> dict[str, Site]:
-    """What is looked at for a probe. Raises CaptureError."""
+    """Return the sites that a probe reads. Raises CaptureError."""
     return {site.name: site for site in map(_site, wanted)}
 
 
 def layers_of(works: Sequence[PromptChunk]) -> dict[str, Layers]:
-    """Of which layers sites are kept: where probes alone look, theirs alone."""
+    """Return the layers of each site that are kept: those of the probes, if no run is captured."""
     if any(work.tracked.recipe is not None for work in works):
         return {}
     wanted: dict[str, set[int]] = {}
@@ -125,7 +125,7 @@ class ProbeReader:
         heads: slice,
         one: tuple[PromptRead, slice],
     ) -> torch.Tensor:
-        """Of one prompt: [L, rows, heads, keys]."""
+        """Compute the rows of one prompt: [L, rows, heads, keys]."""
         read, rows = one
         tokens_Q = work.tokens_U[rows]
         keys_LTGD = self._looker.keys_of(read)

@@ -1,4 +1,4 @@
-"""What of the whole model a rank holds, in the words of docs/scope-protocol.md, and how many pixels fit that."""
+"""The shard of the model that a rank holds, as docs/scope-protocol.md describes it, and the pixels that fit it."""
 
 import collections
 import dataclasses
@@ -48,11 +48,11 @@ class RankShard:
 
     @property
     def is_first_of_tensor(self) -> bool:
-        """It tells what all tensor ranks hold."""
+        """True for the rank that sends what all tensor ranks hold."""
         return self.tp == 0
 
     def model(self) -> dict[str, Any]:
-        """`model` of SCOPE_HELLO."""
+        """Return the field `model` of SCOPE_HELLO."""
         return {
             "layers": self.num_layers,
             "hidden": self.hidden,
@@ -68,7 +68,7 @@ class RankShard:
 
 
 def rank_shard_of(model: Any, layout: Layout, *, vocab_size: int, max_length: int) -> RankShard:  # noqa: ANN401 - GPTModel
-    """The share of a rank whose model is this."""
+    """Derive the shard of the rank that has this model."""
     config, tp, size = model.config, layout.tensor_rank, layout.tensor_size
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
     groups = config.num_query_groups

@@ -1,7 +1,7 @@
-"""What is launched on the device when a forward pass is over: all reductions of a step, once, over all layers.
+"""Reductions of a step on the device, launched after the forward pass, once for all layers.
 
-Shapes as in `attention`; U rows that are told of a prompt's chunk, P pinned heads. Nothing here waits for the device,
-and nothing reads a value from it.
+Shapes as in `attention_recompute`; U reported rows of a chunk of prompts, P pinned heads. Nothing here waits for the
+device or reads a value from it.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from megatronapp_trainer.scope.transfer.part_frames import ATLAS, EVERY, Tracked
 from megatronapp_trainer.scope.transfer.quantise import encode_into
 
 QUERIES = dataclasses.replace(site_of("q"), name="attention q")
-"""Queries of all tokens, whatever rows are told."""
+"""Queries of all tokens, not only of reported rows."""
 Pins = Sequence[tuple[int, int]]
 """Layer and head, of the whole model."""
 OnReductionStream = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Whose kernels and copies are launched where those of earlier steps' reductions are, behind them."""
+"""Context that launches kernels and copies after those of earlier steps' reductions."""
 MOST_RECIPES = 8
-"""So many are kept ready, or one for each slot where there are more."""
+"""Reductions that are kept ready; one for each slot if there are more slots."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +49,7 @@ class PcaBasis:
     version: int
     layers: tuple[int, ...]
     places: torch.Tensor
-    """Of these layers among those of this rank."""
+    """Places of these layers among those of this rank."""
     mean_L1H: torch.Tensor
     axes_LHC: torch.Tensor
 
@@ -83,11 +83,11 @@ class Reductions:
 
     @property
     def most_keys(self) -> int:
-        """Of one sequence."""
+        """Most keys of a sequence."""
         return self._keys_LZTGD.size(2) - 1
 
     def warm_up(self) -> None:
-        """Compile what a GPU needs, so that nobody's tokens wait for it when the first one looks."""
+        """Compile the kernels of a GPU, so that no request waits for it when the first capture begins."""
         keys_LBTGD = self._keys_LZTGD[:, :1]
         if not self._has_kernels or not keys_LBTGD.numel():
             return
@@ -98,7 +98,7 @@ class Reductions:
         self._pinned(query_LBHD, keys_LBTGD[:, :, :64], positions_B, positions_B.new_zeros((3, 1)))
 
     def sites(self, recipe: CaptureSpec) -> dict[str, Site]:
-        """What a recipe looks at. Raises PlanError, ExpressionError where it does not fit the model."""
+        """Return the sites of a recipe. Raises ReductionPlanError or FilterError if it does not fit the model."""
         found = dict(self.pixels_of(recipe).sites)
         if self._shard.is_first_of_tensor:
             found |= residual_sites()
@@ -137,7 +137,7 @@ class Reductions:
     def decode(
         self, positions_N: torch.Tensor, recipes: Sequence[CaptureSpec], pins: int, attended: int
     ) -> list[NamedTensor]:
-        """Of a decode step, for all slots: tensors of each recipe, by the number of its group."""
+        """Reduce a decode step, for all slots: tensors of each recipe, by the number of its group."""
         found = [one for group, recipe in enumerate(recipes) for one in self._of_recipe(recipe, group)]
         if not any(recipe.attention for recipe in recipes) or not self._seen.layers(QUERIES.name):
             return found
@@ -154,7 +154,7 @@ class Reductions:
 
     @torch.no_grad()
     def prefill(self, works: "Sequence[PromptChunk]", sight: StepContext, count: int) -> list[NamedTensor]:
-        """Of a chunk of prompts: tensors over all `count` rows that are told, by group; prompts' pictures."""
+        """Reduce a chunk of prompts: tensors over all `count` reported rows, by group; pictures of prompts."""
         recipes = capture_specs_of(works)
         found = [one for group, recipe in enumerate(recipes) for one in self._of_recipe(recipe, group)]
         looking = [work for work in works if work.tracked.recipe is not None and work.tracked.recipe.attention]
@@ -277,12 +277,12 @@ MEASURES = ("head.entropy", "head.max", "head.sink")
 
 
 def picture_name(tracked: TrackedRequest, read: PromptRead) -> str:
-    """Of a prompt's atlas, on its way."""
+    """Return the name of a prompt's atlas in the packed buffer."""
     return f"{ATLAS}{tracked.name} {read.sample}"
 
 
 def codes(chances: torch.Tensor) -> torch.Tensor:
-    """Probabilities as u8s."""
+    """Encode probabilities as u8s."""
     data = torch.empty(chances.shape, dtype=torch.uint8, device=chances.device)
     encode_into(TensorCode.U8S, chances, data)
     return data
@@ -290,18 +290,18 @@ def codes(chances: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PromptChunk:
-    """What a chunk of prompts reads of one run or probe."""
+    """Tokens of one run or probe in a chunk of prompts."""
 
     tracked: TrackedRequest
     reads: Sequence[PromptRead]
     reported_rows: Sequence[TrackedRow]
     rows: slice
-    """Of it, among all rows that are told of the chunk."""
+    """Its rows among all reported rows of the chunk."""
     tokens_U: torch.Tensor
-    """On the device: all rows that are told, as places among the tokens of the chunk."""
+    """On the device: all reported rows, as places among the tokens of the chunk."""
 
     def reads_with_rows(self) -> Iterator[tuple[PromptRead, slice]]:
-        """Each prompt, and its rows among all that are told."""
+        """Give each prompt and its rows among all reported rows."""
         first = self.rows.start
         for read in self.reads:
             count = len(self.tracked.rows_of(read, decode=False))

@@ -64,7 +64,7 @@ class TorchBackend:
         return found
 
     def where(self, condition: torch.Tensor, yes: torch.Tensor | float, no: torch.Tensor | float) -> torch.Tensor:
-        """One of two."""
+        """Choose between two values by a condition."""
         found: torch.Tensor = torch.where(condition, yes, no)
         return found.to(self._dtype)
 

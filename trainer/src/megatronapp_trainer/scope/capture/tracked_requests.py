@@ -1,7 +1,7 @@
 """Which rows of a step belong to which run, and to which step of it. Pure: every rank finds the same by itself.
 
-A rank hears what begins and ends, and then only the plans of steps. That is enough: a row's step follows from its
-position and the length of its prompt, and whoever still generates takes part in every decode step.
+A rank is informed of what begins and ends, and then sees only the segments of steps. That is enough: a row's step
+follows from its position and the length of its prompt, and each unfinished sample takes part in every decode step.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from megatronapp_trainer.scope.capture.capture_spec import CaptureSpec, capture_
 from megatronapp_trainer.scope.transfer.part_frames import TrackedRow
 
 _ROOM = MAX_MESSAGE_BYTES - (24 << 10)
-"""Of an overview, for tensors."""
+"""Bytes of an overview that tensors may use."""
 _MEASURES = 3
 
 
@@ -27,7 +27,7 @@ def request_id(run: str, sample: int) -> str:
 
 @functools.lru_cache(maxsize=256)
 def run_of(request: str) -> tuple[str, int]:
-    """Run and sample of a request's name; another name stands for itself, with sample -1."""
+    """Split a request's name into run and sample; another name is returned unchanged, with sample -1."""
     run, _, sample = request.rpartition("-")
     return (run, int(sample)) if sample.isdecimal() else (request, -1)
 
@@ -39,12 +39,12 @@ class PromptRead(NamedTuple):
     first_token: int
     segment: Segment
     ends: bool
-    """It is the end of the prompt."""
+    """True if the prompt ends here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowStride:
-    """Which rows of a prompt are told: every so many from `first` up to `end`, and with `last` the last one, too."""
+    """Reported rows of a prompt: each `every`-th from `first` up to `end`, and with `last` also the last one."""
 
     first: int
     end: int
@@ -52,7 +52,7 @@ class RowStride:
     last: bool
 
     def includes(self, position: int) -> bool:
-        """This row is told."""
+        """Return true if this row is reported."""
         inside = self.first <= position < self.end
         on_grid = inside and (position - self.first) % self.every == 0
         return on_grid or (self.last and position == self.end - 1)
@@ -69,7 +69,7 @@ class TrackedRequest:
     """None: a probe."""
     recipe: CaptureSpec | None = None
     sites: Sequence[ProbeSite] = ()
-    """Of a probe."""
+    """Sites of a probe."""
     read: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class TrackedRequest:
 
     @property
     def is_probe(self) -> bool:
-        """It asks for exact numbers of tokens that are known."""
+        """True for a probe, which requests exact numbers of known tokens."""
         return self.capture is None
 
     @property
@@ -87,7 +87,7 @@ class TrackedRequest:
 
     @property
     def all_read(self) -> bool:
-        """Every prompt has been read."""
+        """True once every prompt has been read."""
         return all(read >= length for read, length in zip(self.read, self.lengths, strict=True))
 
     def step_of(self, row: TrackedRow) -> int:
@@ -106,11 +106,11 @@ class TrackedRequest:
         return out
 
     def rows(self, reads: Sequence[PromptRead], *, decode: bool) -> list[TrackedRow]:
-        """The rows that are told of what a plan reads, in its order."""
+        """Return the reported rows of what a step reads, in its order."""
         return [row for read in reads for row in self.rows_of(read, decode=decode)]
 
     def rows_of(self, read: PromptRead, *, decode: bool) -> list[TrackedRow]:
-        """Those of one prompt."""
+        """Return the reported rows of one prompt."""
         segment, stride = read.segment, self.strides[read.sample]
         if decode:
             return [TrackedRow(token=segment.slot, sample=read.sample, position=segment.start)]
@@ -121,7 +121,7 @@ class TrackedRequest:
         ]
 
     def advance(self, reads: Sequence[PromptRead]) -> None:
-        """This is read."""
+        """Note that these tokens have been read."""
         for read in reads:
             self.read[read.sample] = max(self.read[read.sample], read.segment.end)
 
@@ -131,7 +131,7 @@ class TrackedRequest:
 
 
 class RequestTracker:
-    """Runs and probes that a rank has been told to capture."""
+    """Runs and probes that a rank captures."""
 
     def __init__(self) -> None:
         self._requests: dict[str, TrackedRequest] = {}
@@ -159,7 +159,7 @@ class RequestTracker:
         self._ids = ()
 
     def clear(self) -> None:
-        """Track nothing."""
+        """Remove all runs and probes."""
         self._requests.clear()
         self._ids = ()
 
@@ -193,7 +193,7 @@ def tracked_probe(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """Of the whole model, as far as they decide how many rows an overview has."""
+    """Sizes of the whole model that limit the rows of an overview."""
 
     layers: int
     heads: int

@@ -1,7 +1,7 @@
-"""Numbers on their way to the host: all tensors of a step as one run of bytes, copied beside the model's own work.
+"""Copies to the host: all tensors of a step as one run of bytes, in parallel with the model's own work.
 
-On a GPU the copy runs on a stream of its own into pinned memory, and an event says when it is there; whoever sends it
-asks the event. On a CPU the bytes are there at once.
+On a GPU the copy runs on a separate stream into pinned memory, and the thread that sends it asks an event whether it is
+done. On a CPU it is done at once.
 """
 
 import collections
@@ -32,18 +32,18 @@ class NamedTensor:
     group: int = 0
     """Which of the captures of a step it belongs to."""
     header: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What a part's header says of it beside its layers."""
+    """Further fields of its entry in a part's header."""
     has_rows: bool = True
-    """No: pictures of heads, and rows of pinned heads, which stand as they are."""
+    """False for pictures of heads and rows of pinned heads, which are not transposed."""
 
     def rows_first(self) -> torch.Tensor:
-        """[rows, layers, ..]."""
+        """Return the values as [rows, layers, ..]."""
         return self.values.transpose(0, 1) if self.has_rows and self.layers is not None else self.values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BufferLayout:
-    """Which tensors lie one behind the other in a parcel."""
+    """Tensors of a packed buffer, in their order."""
 
     found: tuple[NamedTensor, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -66,8 +66,10 @@ class PackedBuffer:
 
 
 def pack(found: Sequence[NamedTensor]) -> PackedBuffer:
-    """Put tensors into one buffer, rows before layers, as frames have them; the widest numbers first, so that all lie
-    as their type needs it."""
+    """Pack tensors into one buffer, rows before layers, as frames have them.
+
+    The widest numbers are first, so that all are aligned.
+    """
     turned = [dataclasses.replace(one, values=one.rows_first()) for one in found]
     ordered = sorted(turned, key=lambda one: -one.values.dtype.itemsize)
     pieces = [one.values.contiguous().view(-1).view(torch.uint8) for one in ordered]
@@ -82,7 +84,7 @@ def pack(found: Sequence[NamedTensor]) -> PackedBuffer:
 
 
 class DeviceToHostCopier:
-    """Sends parcels from the device to the host."""
+    """Copies packed buffers from the device to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # torch's own gap
@@ -90,8 +92,10 @@ class DeviceToHostCopier:
         self._prompts: UnderWay = collections.deque()
 
     def before_decode(self) -> None:
-        """Let the next step's kernels wait for those beside the step before the last one, which read what it will
-        write. It writes nothing that those beside the last one or beside prompts read."""
+        """Let the next step's kernels wait for reductions of the step before the last one, which read what it writes.
+
+        It writes nothing that reductions of the last step or of prompts read.
+        """
         _await(self._steps, but=1)
 
     def before_prompts(self) -> None:
@@ -100,16 +104,16 @@ class DeviceToHostCopier:
         _await(self._prompts)
 
     def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """What is launched within comes behind all that was sent, and before what will be sent."""
+        """Return a context whose kernels run after all earlier copies and before all later ones."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Until nothing is under way; for borders of steps at which graphs are thrown away."""
+        """Wait until no copy is under way; for step boundaries at which graphs are dropped."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def now(self) -> "torch.cuda.Event | None":
-        """When all that has been launched up to here is done."""
+        """Record an event after all that has been launched; None on a CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -119,14 +123,16 @@ class DeviceToHostCopier:
     def send_step(
         self, make: Callable[[], PackedBuffer], held: object, after: "torch.cuda.Event | None"
     ) -> "PendingCopy":
-        """Make a parcel of a decode step beside the model's own work, once `after` is done, and start its copy; returns
-        at once. `held`, whose memory is read meanwhile, is held until it is ready or another step waits for it."""
+        """Start to make and copy the buffer of a decode step after `after`, in parallel with the model's own work.
+
+        `held` is what the kernels read; it is kept alive until the copy is ready or another step waits for it.
+        """
         return self._send(make, held, after, self._steps)
 
     def send_prompts(
         self, make: Callable[[], PackedBuffer], held: object, after: "torch.cuda.Event | None"
     ) -> "PendingCopy":
-        """The same, of prompts."""
+        """Start to make and copy the buffer of prompts."""
         return self._send(make, held, after, self._prompts)
 
     def _send(
@@ -152,7 +158,7 @@ class DeviceToHostCopier:
 
 
 def _await(under_way: "UnderWay", *, but: int = 0) -> None:
-    """Let what is launched next wait for these, the `but` newest left out. What they held may be written over then."""
+    """Let later kernels wait for these copies, except the `but` newest. What they held may be overwritten then."""
     while len(under_way) > but:
         event, arrival = under_way.popleft()
         torch.cuda.current_stream().wait_event(event)
@@ -160,7 +166,7 @@ def _await(under_way: "UnderWay", *, but: int = 0) -> None:
 
 
 class PendingCopy:
-    """A parcel that has come, or will."""
+    """A packed buffer on its way to the host."""
 
     def __init__(
         self, parcel: PackedBuffer, host: torch.Tensor, event: "torch.cuda.Event | None", held: object
@@ -172,16 +178,16 @@ class PendingCopy:
         self._held = held
 
     def release(self) -> None:
-        """Nothing that is launched from now on comes before it: what it reads need not be held."""
+        """Hold what it reads no more: all later kernels run after it."""
         self._held = None
 
     @property
     def nbytes(self) -> int:
-        """On the host."""
+        """Size in the host's memory."""
         return self._host.numel()
 
     def ready(self) -> bool:
-        """All bytes are there; asks, and does not wait. From then on nothing on the device is held."""
+        """Return true, and hold nothing on the device any more, once all bytes are copied. Does not wait."""
         if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             return False
         self._event = self._held = self._flat = None
@@ -189,12 +195,12 @@ class PendingCopy:
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """All bytes. Only when `ready`."""
+        """All bytes, once `ready`."""
         found: NDArray[np.uint8] = self._host.numpy()
         return found
 
     def open(self) -> list[tuple[NamedTensor, NDArray[Any]]]:
-        """The tensors, as arrays on the host, rows first. Only when `ready`."""
+        """Return the tensors as arrays on the host, rows first. Only once `ready`."""
         data = self.data
         return [
             (found, data[place : place + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape))

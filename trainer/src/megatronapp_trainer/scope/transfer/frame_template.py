@@ -1,7 +1,7 @@
-"""What the frames of decode steps have in common, worked out once.
+"""Templates of the frames of decode steps, derived once.
 
 Steps of one graph bring tensors of equal names and shapes. Where a frame takes the first rows of all of them, only
-bytes change from step to step, and they lie in the parcel as the frame wants them.
+bytes change from step to step, and the packed buffer has them in the order of the frame.
 """
 
 import dataclasses
@@ -16,24 +16,24 @@ from numpy.typing import NDArray
 from megatronapp_trainer.scope.transfer.device_copy import BufferLayout
 
 VERSION = "pcaVersion"
-"""What `pca` says of itself, and the header of a part that has it."""
+"""Field of `pca` that moves to the header of the part."""
 CODES = {np.dtype("<f4"): "f32", np.dtype("<f2"): "f16", np.dtype("u1"): "u8s"}
 _ALIGNED = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class FrameTemplate:
-    """Entries of `tensors` of a frame's header, and where in a parcel their bytes are."""
+    """Entries of `tensors` of a frame's header, and the places of their bytes in a packed buffer."""
 
     entries: Sequence[Mapping[str, Any]]
     spans: Sequence[tuple[int, int]]
     size: int
-    """Of the body."""
+    """Size of the body."""
     header: Mapping[str, Any]
-    """What the header says of some of them."""
+    """Further fields of the frame's header."""
 
     def body(self, data: NDArray[np.uint8]) -> bytes:
-        """Of a frame."""
+        """Build the body of a frame."""
         parts: list[bytes] = []
         for first, end in self.spans:
             parts += (data[first:end].tobytes(), bytes((first - end) % _ALIGNED))
@@ -42,7 +42,7 @@ class FrameTemplate:
 
 @functools.lru_cache(maxsize=64)
 def template_of(layout: BufferLayout, group: int, rows: int) -> FrameTemplate:
-    """Of the first rows of all tensors of a group."""
+    """Derive the template of the first rows of all tensors of a group."""
     entries: list[Mapping[str, Any]] = []
     spans: list[tuple[int, int]] = []
     said: dict[str, Any] = {}

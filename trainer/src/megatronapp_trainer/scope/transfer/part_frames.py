@@ -1,4 +1,4 @@
-"""PART frames of what has come to the host. No torch: it runs in the thread that sends."""
+"""PART frames of what has been copied to the host. Without torch: it runs in the thread that sends."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ from megatronapp_trainer.scope.transfer.publisher import DropPolicy
 from megatronapp_trainer.scope.transfer.split_frames import MOST_ROWS, RowTensor, split_into_frames
 
 TARGET_FRAME_BYTES = 2 << 20
-"""Of a frame, about; the protocol allows twice as many."""
+"""Approximate size of a frame; the protocol allows twice as many."""
 ATLAS = "atlas "
 """Before run and sample, in the names of pictures on their way."""
 EVERY = -1
@@ -41,11 +41,11 @@ class FrameSpec:
     header: Mapping[str, Any]
     rows: Sequence[TrackedRow] = ()
     select: Sequence[int] = ()
-    """Where the rows stand in the tensors."""
+    """Places of the rows in the tensors."""
     pinned: Sequence[tuple[int, int, int]] = ()
-    """Of `attention`: place in the tensor, layer, head."""
+    """Pins of `attention`: place in the tensor, layer, head."""
     atlas: str = ""
-    """Name of a picture, which is then a frame of its own; its sample is that of the one row."""
+    """Name of a picture, which is then a separate frame; its sample is that of the single row."""
     is_probe: bool = False
 
     @property
@@ -56,7 +56,7 @@ class FrameSpec:
         return DropPolicy.PROMPTS if self.header["step"] == 0 else DropPolicy.STEP
 
     def mark(self) -> Frame:
-        """That it will not come."""
+        """Build the frame that marks this one as dropped."""
         said = {"rows": ranges(self.rows), "dropped": True, "tensors": []}
         return Frame(FrameType.SCOPE_PART, {**self.header, **said})
 
@@ -73,7 +73,7 @@ class StepFrames:
 
     @property
     def kind(self) -> DropPolicy:
-        """Of its parts that may be dropped least easily."""
+        """Policy of the frames that matter most."""
         kinds = {told.kind for told in self._told} or {DropPolicy.NEWS}
         return next(
             kind for kind in (DropPolicy.NEWS, DropPolicy.PROBE, DropPolicy.PROMPTS, DropPolicy.STEP) if kind in kinds
@@ -81,11 +81,11 @@ class StepFrames:
 
     @property
     def nbytes(self) -> int:
-        """On the host."""
+        """Size in the host's memory."""
         return self._arrival.nbytes
 
     def split(self) -> "list[StepFrames]":
-        """Probes by themselves: they wait beside steps."""
+        """Separate probes from steps, as they wait in another queue."""
         probes = [told for told in self._told if told.is_probe]
         others = [told for told in self._told if not told.is_probe]
         if not probes or not others:
@@ -93,7 +93,7 @@ class StepFrames:
         return [StepFrames(self._arrival, told, part_bytes=self._part_bytes) for told in (others, probes)]
 
     def ready(self) -> bool:
-        """The copy has come."""
+        """Return true once the copy is done."""
         return self._arrival.ready()
 
     def build(self) -> Iterator[Frame]:
@@ -107,7 +107,7 @@ class StepFrames:
             self._told.popleft()
 
     def marks(self) -> list[Frame]:
-        """That what has not been built will not come."""
+        """Build marks for all frames that have not been built."""
         return [told.mark() for told in self._told]
 
 
@@ -123,7 +123,7 @@ def ranges(rows: Iterable[TrackedRow]) -> list[list[int]]:
 
 
 def _whole(told: FrameSpec, arrival: PendingCopy, arrays: Arrays, part_bytes: int) -> Frame | None:
-    """The one frame of the first rows of everything, as decode steps tell them; None where it is not that."""
+    """Build the single frame of a decode step from a template; None if rows or size do not allow it."""
     count = len(told.rows)
     if told.kind is not DropPolicy.STEP or not 0 < count <= MOST_ROWS or list(told.select) != list(range(count)):
         return None
@@ -148,7 +148,7 @@ def _frames(told: FrameSpec, arrays: Arrays, part_bytes: int) -> Iterator[Frame]
 
 
 def _sheets(told: FrameSpec, arrays: Arrays) -> Iterator[RowTensor]:
-    """What a part tells, as it can be cut."""
+    """Give the tensors of a part as rows that can be split."""
     if told.atlas:
         for found, values in arrays:
             if found.name == told.atlas:

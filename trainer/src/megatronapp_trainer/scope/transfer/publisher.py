@@ -1,8 +1,8 @@
 """The thread that sends a rank's frames to its agent (docs/scope-protocol.md, section 5). The rank never waits for it.
 
-Steps wait in the host's memory as they came from the device; frames are made of them one by one, when the one before
-has been sent. What there is no room for is dropped when it is posted, and a mark stands in its place. Nobody need
-listen: the thread tries again and again, and says first who publishes.
+Steps wait in the host's memory as the device wrote them; frames are made of them one by one, when the one before has
+been sent. A job without space is dropped when it is posted, and marks replace it. The agent need not listen: the thread
+tries to connect again and again, and sends PUBLISHER first.
 """
 
 import collections
@@ -26,20 +26,20 @@ from megatronapp_trainer.device.idle_window import IdleWindow
 
 log = logging.getLogger(__name__)
 BOUND_BYTES = 8 << 20
-"""Of decode steps (one may be larger); and again of what rank 0 tells, and of marks."""
+"""Limit of waiting decode steps (a single one may be larger); the same again of tokens, run states and marks."""
 WAITING_BYTES = 256 << 20
-"""Of prompts and probes."""
+"""Limit of waiting prompts and probes."""
 FRAME_COST = 1 << 10
-"""Of each thing that waits, beside its numbers."""
+"""Overhead of each waiting job, in addition to its numbers."""
 MOST_COMING = 256
-"""Whose memory on the device is let go as soon as their copies have come; that of others when their turn is."""
+"""Jobs whose device memory is freed as soon as they are copied; that of later ones is freed when they are sent."""
 _NOT_LISTENING = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
 """Errors of a connection while the agent does not listen yet, has ended, or is busy."""
 _POLL_S = 0.001
 _IDLE_S = 0.05
 _RETRY_S = 0.5
 _IDLE_WINDOW_S = 0.05
-"""Each step has a lull; where none comes so long, nothing is waited for."""
+"""Each step has an idle window; after this time without one the thread works at any time."""
 _MAX_LAG_STEPS = 8
 
 
@@ -47,13 +47,13 @@ class DropPolicy(enum.Enum):
     """How something that waits may be dropped."""
 
     STEP = "step"
-    """A decode step: the oldest goes first."""
+    """A decode step: the oldest is dropped first."""
     NEWS = "news"
-    """Tokens, states, marks: the oldest, when nobody reads for long."""
+    """Tokens, states, marks: the oldest is dropped, once the agent has not read for long."""
     PROMPTS = "prompts"
-    """Waits for room; dropped is only what comes when there is none."""
+    """A prompt: waits, and is dropped only if there is no space when it is posted."""
     PROBE = "probe"
-    """The same, and it waits beside the others."""
+    """A probe: as a prompt, in a separate queue."""
 
 
 class FrameJob(Protocol):
@@ -65,19 +65,19 @@ class FrameJob(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """What it holds on the host."""
+        """Size in the host's memory."""
 
     def split(self) -> "Sequence[FrameJob]":
         """Parts of it that are dropped in different ways."""
 
     def ready(self) -> bool:
-        """They can be built without waiting."""
+        """Return true if the frames can be built without waiting."""
 
     def build(self) -> Iterable[Frame]:
         """The frames, which may be made one by one."""
 
     def marks(self) -> Sequence[Frame]:
-        """What is told in place of those that have not been built."""
+        """Build frames that replace those that have not been built."""
 
 
 class ReadyFrames:
@@ -88,28 +88,28 @@ class ReadyFrames:
 
     @property
     def kind(self) -> DropPolicy:
-        """Small things."""
+        """Policy of small frames."""
         return DropPolicy.NEWS
 
     @property
     def nbytes(self) -> int:
-        """Of their bodies."""
+        """Size of all bodies."""
         return sum(len(frame.body) for frame in self._frames)
 
     def split(self) -> "Sequence[FrameJob]":
-        """One."""
+        """Return this job: all of it is dropped alike."""
         return [self]
 
     def ready(self) -> bool:
-        """Always."""
+        """Return true: the frames exist."""
         return True
 
     def build(self) -> Iterable[Frame]:
-        """They."""
+        """Return the frames, which exist already."""
         return self._frames
 
     def marks(self) -> Sequence[Frame]:
-        """None: parts without numbers can be as short themselves."""
+        """Return nothing: parts without numbers are no longer than marks."""
         return ()
 
 
@@ -166,7 +166,7 @@ class FrameQueue:
         self.dropped = 0
 
     def put(self, job: FrameJob) -> None:
-        """Let it wait, or its marks; drops steps that it leaves no room for."""
+        """Queue a job, or its marks if it does not fit; drop older steps that no longer fit."""
         with self._lock:
             lane = self._queues[job.kind is DropPolicy.PROBE]
             if job.kind in {DropPolicy.PROMPTS, DropPolicy.PROBE} and not self._fits(job):
@@ -180,7 +180,7 @@ class FrameQueue:
             self._drop_oldest(self._queues[False])
 
     def take(self, *, probes: bool) -> FrameJob | None:
-        """The oldest one, if it is ready. It counts until it is `over`."""
+        """Take the oldest job, if it is ready. Its size is counted until `release`."""
         with self._lock:
             lane = self._queues[probes]
             if not lane or not next(iter(lane.values())).ready():
@@ -191,22 +191,22 @@ class FrameQueue:
             return job
 
     def release(self, kind: DropPolicy, cost: int) -> None:
-        """What was taken is held no more."""
+        """Free the space of a job that was taken."""
         with self._lock:
             self._held[kind] -= cost
 
     @property
     def held_bytes(self) -> int:
-        """Of everything that waits."""
+        """Size of all waiting jobs."""
         return sum(self._held.values())
 
     @property
     def count(self) -> int:
-        """Jobs that wait."""
+        """Number of waiting jobs."""
         return sum(map(len, self._queues.values()))
 
     def _fits(self, job: FrameJob) -> bool:
-        """One that is larger than the bound goes alone: it would fit at no time."""
+        """Return true if the job fits. One larger than the limit may wait alone, as it would never fit otherwise."""
         held = self._held[DropPolicy.PROMPTS] + self._held[DropPolicy.PROBE]
         return not held or held + cost_of(job) <= self._bounds[job.kind]
 
@@ -217,14 +217,14 @@ class FrameQueue:
         self._held[job.kind] += cost_of(job)
 
     def _drop_steps(self, lane: collections.OrderedDict[int, FrameJob]) -> None:
-        """The oldest that wait, but never the newest; marks stand in their place."""
+        """Replace the oldest steps by their marks, but never the newest step."""
         while self._held[DropPolicy.STEP] > self._bounds[DropPolicy.STEP] and len(self._steps) > 1:
             if (number := self._steps.popleft()) in lane:
                 self.dropped += 1
                 self._set(lane, number, ReadyFrames(lane[number].marks()))
 
     def _drop_oldest(self, lane: collections.OrderedDict[int, FrameJob]) -> None:
-        """The oldest, when nobody has read for long."""
+        """Drop the oldest tokens and states, once the agent has not read for long."""
         if self._held[DropPolicy.NEWS] <= self._bounds[DropPolicy.NEWS]:
             return
         for number in [number for number, job in lane.items() if job.kind is DropPolicy.NEWS][:-1]:
@@ -235,12 +235,12 @@ class FrameQueue:
 
 
 def cost_of(job: FrameJob) -> int:
-    """What a job counts while it waits, in bytes."""
+    """Return the bytes that a waiting job is charged."""
     return job.nbytes + FRAME_COST
 
 
 class FramePublisher:
-    """Sends in a thread of its own, from `start` to `close`."""
+    """Sends frames in a thread, from `start` to `close`."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class FramePublisher:
         waiting_bytes: int = WAITING_BYTES,
         idle_window: IdleWindow | None = None,
     ) -> None:
-        """`idle_window`: when to work; None: at any time."""
+        """`idle_window`: the thread works within it; None: at any time."""
         self._path = path
         self._window = idle_window
         self._hello = encode(hello)
@@ -260,11 +260,11 @@ class FramePublisher:
         self._frames = {False: self._next_frames(probes=False), True: self._next_frames(probes=True)}
         self._is_probe_next = True
         self._is_overdue = False
-        """No lull came: all that can be sent is."""
+        """True after a time without an idle window: the thread sends all that is ready."""
         self._numbers = PartNumberer()
         self._socket: socket.socket | None = None
         self._frame = b""
-        """What is being sent, from its beginning. A peer that goes away leaves it to the next one as a whole."""
+        """The frame that is being sent. After a lost connection all of it is sent again."""
         self._unsent = memoryview(b"")
         self._news = threading.Event()
         if idle_window is not None:
@@ -272,10 +272,10 @@ class FramePublisher:
         self._until_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="scope-publisher", daemon=True)
         self.failures: collections.deque[str] = collections.deque(maxlen=8)
-        """Why steps could not be told; the newest reasons."""
+        """The newest reasons why steps could not be sent."""
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start the thread that sends."""
         self._thread.start()
 
     def post(self, job: FrameJob) -> None:
@@ -283,7 +283,7 @@ class FramePublisher:
         self._coming.append(job)
         for one in job.split():
             self._waiting.put(one)
-        if self._may_work:  # else the lull wakes it
+        if self._may_work:  # otherwise the idle window wakes it
             self._news.set()
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -294,12 +294,12 @@ class FramePublisher:
 
     @property
     def held_bytes(self) -> int:
-        """That wait to be sent."""
+        """Size of all jobs that wait to be sent."""
         return self._waiting.held_bytes
 
     @property
     def dropped(self) -> int:
-        """Steps, prompts and probes that a mark was told of instead, and news that nobody will see."""
+        """Number of steps, prompts and probes that marks replaced, and of tokens and states that were dropped."""
         return self._waiting.dropped
 
     def _run(self) -> None:
@@ -317,12 +317,12 @@ class FramePublisher:
 
     @property
     def _is_through(self) -> bool:
-        """Everything has been sent, or there is nobody to send it to."""
+        """True if everything has been sent, or there is no connection."""
         return self._socket is None or not (self._waiting.held_bytes or self._unsent)
 
     @property
     def _may_work(self) -> bool:
-        """Also where it falls behind, because the device waits for the host and lulls are short."""
+        """True within the idle window, or if the queue is long because the device waits for the host."""
         is_urgent = self._is_overdue or self._until_s is not None or self._waiting.count > _MAX_LAG_STEPS
         return self._window is None or self._window.is_on or is_urgent
 
@@ -332,7 +332,7 @@ class FramePublisher:
             self._news.clear()
 
     def _rest(self) -> None:
-        """Until there may be something to do: a full socket that drains, a copy that comes, a new job, a new try."""
+        """Wait until there may be work: a socket that drains, a copy that is ready, a new job, or time to connect."""
         wait_s = _POLL_S if self._coming else _IDLE_S if self._socket is not None else _RETRY_S
         if self._socket is not None and self._unsent:
             with contextlib.suppress(OSError, ValueError):
@@ -371,7 +371,7 @@ class FramePublisher:
         return None
 
     def _next_frames(self, *, probes: bool) -> Iterator[bytes | None]:
-        """Frames of one lane, whatever comes; None where nothing is ready."""
+        """Give the frames of one queue without end; None if nothing is ready."""
         while True:
             if (job := self._waiting.take(probes=probes)) is None:
                 yield None
@@ -389,7 +389,7 @@ class FramePublisher:
             self._waiting.release(kind, cost)
 
     def _note(self, failure: str) -> None:
-        """What fails at each step is said once."""
+        """Log a failure once, as it may repeat at each step."""
         if failure not in self.failures:
             log.warning("a step cannot be shown: %s", failure)
             self.failures.append(failure)

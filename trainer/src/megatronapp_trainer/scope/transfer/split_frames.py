@@ -1,7 +1,7 @@
 """Numbers of some rows, cut into pieces that fit into frames. Pure.
 
-All tensors of some rows go together where they fit. Where one row is too large, its tensors go one behind the other,
-cut along their layers and then along heads or features; every row is cut alike, so that pieces of equal names tile.
+All tensors of some rows share a frame if they fit. If a single row is too large, its tensors follow each other, cut
+along their layers and then along heads or features; every row is cut alike, so that pieces of equal names tile.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from megatronapp_common.filters.shard import MERGE
 from megatronapp_common.scope.protocol import Tensor
 
 MOST_ROWS = 1 << 14
-"""Of a frame: a header says which they are."""
+"""Most rows of a frame, since its header lists them."""
 _ENTRY_BYTES = 256
 """About what a header says of a tensor, without its layers."""
 _LAYER_BYTES = 5
@@ -31,7 +31,7 @@ class RowTensor:
     code: str
     values: NDArray[Any]
     select: NDArray[np.intp] | None = None
-    """Where the rows stand in `values`; None: from the first on."""
+    """Places of the rows in `values`; None: from the first on."""
     layers: tuple[int, ...] | None = None
     header: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_picture: bool = False
@@ -63,7 +63,7 @@ class RowTensor:
                 yield TensorChunk(self, layers, part, (part.stop - part.start) * unit + self._header_bytes)
 
     def _is_divisible(self, cell: Sequence[int]) -> bool:
-        """Its numbers are not pixels, which stand for more heads or features than there are of them, nor states."""
+        """Return false for pixels, each of which represents several heads or features, and for states."""
         if MERGE in self.header:
             return False
         span = next((self.header[word] for word in _WORDS if word in self.header), None)
@@ -77,13 +77,13 @@ class RowTensor:
 
 
 class TensorChunk(NamedTuple):
-    """A part of each row of a sheet."""
+    """A part of each row of a tensor."""
 
     tensor_source: RowTensor
     layers: slice
     """Places among the layers."""
     part: slice
-    """Of the axis behind them."""
+    """Range on the axis after the layers."""
     row_bytes: int
 
     def tensor(self, rows: slice) -> Tensor:
@@ -110,7 +110,7 @@ class TensorChunk(NamedTuple):
 
 
 class FrameContent(NamedTuple):
-    """What one frame holds."""
+    """Rows and tensors of one frame."""
 
     rows: slice
     tensors: list[Tensor]
@@ -118,7 +118,7 @@ class FrameContent(NamedTuple):
 
 
 def split_into_frames(sheets: Sequence[RowTensor], count: int, limit: int) -> Iterator[FrameContent]:
-    """Frames of so many rows of these tensors, each of about `limit` bytes at most; at least one, be it empty."""
+    """Split `count` rows into frames of at most about `limit` bytes; at least one frame, which may be empty."""
     row_bytes = sum(sheet.row_bytes for sheet in sheets)
     groups = [[sheet.whole() for sheet in sheets]] if row_bytes <= limit else _groups(sheets, limit)
     at_once = max(1, min(MOST_ROWS, limit // max(1, row_bytes)))
