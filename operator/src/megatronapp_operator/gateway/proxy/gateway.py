@@ -124,7 +124,7 @@ def concurrency_keys(caller: Caller, job: CatalogJob) -> dict[str, int]:
 
 
 def rate_limit_keys(caller: Caller, job: CatalogJob, role: TokenRole) -> dict[str, int]:
-    """Return the keys of a controlling call. No viewer, who may make ranks slow, can use up that of controllers."""
+    """Return keys and weights of a controlling call. Viewers cannot use up the rate of controllers."""
     hub = hub_of(job)
     return {f"{caller.identity} at the {hub}": 1, f"a {role} at the {hub}": JOBS_CONTROLS}
 
