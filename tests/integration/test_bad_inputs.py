@@ -176,8 +176,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     ("suffix", "size_bytes", "said"),
     [
         (None, 0, "corpus_text_document.idx does not exist; make it with `megatronapp data prepare`"),
-        (".bin", 100, "corpus_text_document.bin holds 100 bytes where"),
-        (".bin", 0, "corpus_text_document.bin holds 0 bytes where"),
+        (".bin", 100, "corpus_text_document.bin has 100 bytes where"),
+        (".bin", 0, "corpus_text_document.bin has 0 bytes where"),
         (".idx", 20, "corpus_text_document.idx is only 20 bytes long"),
         (".bin", -1, "corpus_text_document.bin does not exist"),
     ],
