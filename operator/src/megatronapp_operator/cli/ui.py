@@ -1,7 +1,6 @@
 """`megatronapp ui` for jobs of this machine."""
 
 import argparse
-import subprocess
 import sys
 import time
 import webbrowser
@@ -53,16 +52,12 @@ def show_stored(job: JobView, *, print_only: bool) -> int:
     with stored_hub(job, hub_command()) as (url, process):
         wait_ready(url, ended=lambda: process.poll() is not None)
         show(login_address(url, job.paths, mode=None), print_only=print_only)
-        print(f"{job.name} has ended as {job.phase}; Ctrl-C closes its pages", file=sys.stderr, flush=True)
-        return _wait(process)
-
-
-def _wait(process: "subprocess.Popen[bytes]") -> int:
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        return 0
-    raise HubError(f"the hub ended with code {code}; see hub.log in the job's state folder")
+        try:
+            print(f"{job.name} has ended as {job.phase}; Ctrl-C closes its pages", file=sys.stderr, flush=True)
+            code = process.wait()
+        except KeyboardInterrupt:
+            return 0
+        raise HubError(f"the hub ended with code {code}; see hub.log in the job's state folder")
 
 
 def wait_ready(url: str, *, ended: Callable[[], bool] = lambda: False) -> None:
