@@ -1,1 +1,1 @@
-"""Hub of one job: takes in the traces of all workers, names slow ranks, answers people, Prometheus and the operator."""
+"""Hub of one job: takes in the traces of all workers, names slow ranks, serves users, Prometheus and the operator."""

@@ -25,7 +25,7 @@ LOG = logging.getLogger("megatronapp_analyzer.hub")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Flags of the hub; the rest comes from the environment (names.Env)."""
+    """Build the parser of the hub's flags; the other settings are read from the environment (names.Env)."""
     parser = argparse.ArgumentParser(prog="python -m megatronapp_analyzer.hub", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, required=True, help="port to listen on; 0 takes a free one")
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def load_secret(environment: Mapping[str, str]) -> str:
-    """The job's secret. Raises SettingsError if it is not named or not there."""
+    """Return the job's secret. Raises SettingsError if it is not named or does not exist."""
     path = environment.get(Env.SECRET_FILE)
     if not path:
         raise SettingsError(f"{Env.SECRET_FILE.value} is not set; name the file with the job's secret in it")
@@ -58,7 +58,7 @@ def load_secret(environment: Mapping[str, str]) -> str:
 
 
 def make_state_dir(path: pathlib.Path) -> None:
-    """Make the folder for traces and verdicts. Raises SettingsError if that cannot be."""
+    """Create the folder for traces and verdicts. Raises SettingsError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,7 +66,7 @@ def make_state_dir(path: pathlib.Path) -> None:
 
 
 def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> ExitCode:
-    """Serve until a signal comes, or a task of the hub fails, which the exit code tells."""
+    """Serve until a signal is received or a task of the hub fails; the exit code says which."""
     check_bind(arguments.host, allow_remote=arguments.allow_remote)
     secret = load_secret(environment)
     make_state_dir(arguments.state_dir)
@@ -92,7 +92,7 @@ def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Exit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the hub; returns the exit code."""
     parent = os.getppid()
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s hub %(levelname)s %(message)s")

@@ -28,7 +28,7 @@ from megatronapp_analyzer.model import SubjectType, Verdict
 TOP_RANKS = 32
 RECENT_STEPS = 16
 SCRAPE_SPANS = 100_000
-"""Spans that one scrape looks at, about 20 ms."""
+"""Number of spans that one scrape reads, about 20 ms."""
 
 
 def build_registry(hub: HubReader) -> CollectorRegistry:
@@ -39,25 +39,25 @@ def build_registry(hub: HubReader) -> CollectorRegistry:
 
 
 def histogram(totals: HubTotals) -> list[tuple[str, float]]:
-    """Cumulative buckets as Prometheus wants them."""
+    """Return cumulative buckets in the form of Prometheus."""
     cumulative = np.cumsum(totals.buckets)
     bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
     return [(bound, float(count)) for bound, count in zip(bounds, cumulative, strict=True)]
 
 
 class HubCollector(Collector):
-    """Reads one hub."""
+    """Collector of the metrics of one hub."""
 
     def __init__(self, hub: HubReader) -> None:
         self._hub = hub
         self._job = hub.identity.name
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing up front, so that registering does not scrape."""
+        """Return no metrics in advance, so that registering does not scrape."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families of metrics."""
         yield from self._steps()
         yield from self._suspects()
         yield from self._links()
@@ -133,7 +133,7 @@ class HubCollector(Collector):
         yield from (info, confidence, slowdown)
 
     def _top_ranks(self) -> list[tuple[int, Verdict]]:
-        """The costliest verdict of each named rank, costliest first."""
+        """Return the costliest verdict of each named rank, costliest first."""
         named: dict[int, Verdict] = {}
         for verdict in sorted(self._hub.verdicts.active(), key=lambda verdict: verdict.seconds_per_step):
             if verdict.subject.type != SubjectType.LINK:
@@ -161,7 +161,7 @@ class HubCollector(Collector):
         yield links
 
     def _sums(self) -> Iterator[Metric]:
-        """Waits of the TOP_RANKS that impose most; what the newest whole steps say of data and tracer."""
+        """Yield waits of the TOP_RANKS that impose most; uneven data and cost of tracing in the newest whole steps."""
         waits = CounterMetricFamily(
             "megascan_imposed_wait_seconds",
             "Time that others waited for this rank, outside compute spans.",
@@ -191,7 +191,7 @@ class HubCollector(Collector):
         )
 
     def _newest_whole(self) -> list[StoredStep]:
-        """Those of the newest steps that are of the newest attempt and whole, few enough for one scrape."""
+        """Return the newest steps that are whole and of the newest attempt, few enough for one scrape."""
         state, newest = self._hub.ingest.newest, self._hub.ingest.store.newest(RECENT_STEPS)
         attempt = None if state is None else state.attempt
         chosen = [step for step in newest if step.digest.complete and step.view.attempt == attempt]
@@ -214,7 +214,7 @@ class HubCollector(Collector):
         return phases
 
     def _clock_residual(self) -> Metric:
-        """Absent for workers whose clock nothing ties to the first one's."""
+        """Return the uncertainty of the workers' clocks, without those that nothing ties to the first one."""
         family = GaugeMetricFamily(
             "megascan_clock_residual_seconds",
             "What times of this worker may be wrong by against the first worker's.",
@@ -231,7 +231,7 @@ class HubCollector(Collector):
         return family
 
     def _shared_memory(self) -> Iterator[Metric]:
-        """Of workers whose agent is connected."""
+        """Yield size and free bytes of the shared memory of workers whose agent is connected."""
         for name, text, field in (
             ("megascan_shared_memory_bytes", "Size of a worker's shared memory.", "total"),
             ("megascan_shared_memory_free_bytes", "What is left of it for rings, pages and data loaders.", "free"),

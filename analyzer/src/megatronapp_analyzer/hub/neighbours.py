@@ -31,15 +31,15 @@ class NeighbourJob:
 
 
 class UserJobs:
-    """Reads the folder anew for each list. What cannot be read is no job."""
+    """Jobs of this user, read from the folder again for each list. A folder that cannot be read is no job."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self._metadata: dict[pathlib.Path, tuple[int, dict[str, Any]]] = {}
-        """A manifest is read again when its time changes."""
+        """Manifests by path, with their modification times; a manifest is read again when its time changes."""
 
     def entries(self, own: str) -> list[NeighbourJob]:
-        """All jobs but that with the uid `own`, by name."""
+        """Return all jobs but that with the uid `own`, by name."""
         found = []
         with contextlib.suppress(OSError):
             for folder in sorted(self._folder.iterdir()):

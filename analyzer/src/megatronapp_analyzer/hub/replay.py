@@ -23,17 +23,17 @@ HOST = "127.0.0.1"
 FRONTEND_ENV = "MEGATRONAPP_FRONTEND"
 CHECKOUT = pathlib.Path(__file__).resolve().parents[4]
 SPEEDS = ("1", "10", "step", "all")
-"""As it was, ten times as fast, one step for each line that is typed, all at once."""
+"""Speeds of a replay: as recorded, ten times as fast, one step for each line that is typed, all at once."""
 
 
 def frontend() -> pathlib.Path | None:
-    """Folder of the built page, if it has been built."""
+    """Return the folder of the built page, if it has been built."""
     folder = pathlib.Path(os.environ.get(FRONTEND_ENV) or CHECKOUT / "frontend" / "dist")
     return folder if (folder / "index.html").exists() else None
 
 
 def replay(file: pathlib.Path, *, speed: str, port: int) -> int:
-    """Serve until a signal comes. Raises SessionError for a file of which nothing can be read."""
+    """Serve until a signal is received. Raises SessionError for a file of which nothing can be read."""
     session = session_file.load(file)
     if session.broken:
         print(f"warning: {file}: {session.broken}", file=sys.stderr)
@@ -62,7 +62,7 @@ async def _serve(hub: Hub, player: SessionPlayer, secret: str, *, speed: str, po
 
 
 async def _play(player: SessionPlayer, hub: Hub, speed: str) -> None:
-    """The prefill at once; what comes after it once a page looks."""
+    """Play the prefill at once, and the steps after it once a page is connected."""
     steps = player.steps()
     next(steps, None)
     if speed == "all":
@@ -76,7 +76,7 @@ async def _play(player: SessionPlayer, hub: Hub, speed: str) -> None:
 
 
 async def _step_times(player: SessionPlayer, speed: str) -> AsyncIterator[None]:
-    """When to play the next step."""
+    """Yield when the next step is to be played."""
     if speed != "step":
         while True:
             await asyncio.sleep(1 / (player.rate * float(speed)))

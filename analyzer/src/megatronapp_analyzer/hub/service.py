@@ -1,6 +1,6 @@
-"""The hub itself: takes what agents send and lets the detector judge finished steps. Knows nothing of HTTP.
+"""The hub itself: receives frames of agents and lets the detector judge finished steps. Knows nothing of HTTP.
 
-Everything here runs on one event loop; only the detector works in a thread, on values that nobody changes.
+Everything here runs on one event loop; only the detector works in a thread, on values that are never changed.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SCOPE_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
 
 
 class Hub:
-    """State of one job as its agents tell it."""
+    """State of one job as its agents report it."""
 
     def __init__(self, settings: HubSettings, detector: DetectorFactory) -> None:
         self.settings = settings
@@ -55,7 +55,7 @@ class Hub:
         self.links: dict[tuple[int, int], AgentLink] = {}
         self.ready = False
         self.failed = False
-        """Whether a task of the hub ended by itself, which none should."""
+        """True once a task of the hub has ended by itself, which none should."""
         self.on_failure: Callable[[], None] = lambda: None
         self._said_bye: set[tuple[int, int]] = set()
         self._fresh_steps: list[StoredStep] = []
@@ -88,7 +88,7 @@ class Hub:
             self._spooled.close()
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        """A hub that only answers and does not analyse any more is worse than one that its backend starts again."""
+        """End the hub: one that answers but no longer analyses is worse than one that its backend starts again."""
         if task.cancelled():
             return
         LOG.critical("%s ended; the hub ends, too", task.get_coro(), exc_info=task.exception())
@@ -104,7 +104,7 @@ class Hub:
     # ---- agents
 
     def connect(self, link: AgentLink) -> dict[str, Any]:
-        """A new agent; returns the header of its WELCOME. An older connection of the same worker ends."""
+        """Add an agent; returns the header of its WELCOME. An older connection of the same worker ends."""
         key = (link.attempt, link.worker)
         if (older := self.links.get(key)) is not None:
             older.replace()
@@ -120,14 +120,14 @@ class Hub:
         return {"server": "megatronapp-hub", "rings": [{"rank": rank, "next": index} for rank, index in have.items()]}
 
     def disconnect(self, link: AgentLink) -> None:
-        """An agent is gone."""
+        """Remove an agent that has disconnected."""
         key = (link.attempt, link.worker)
         if self.links.get(key) is link:
             del self.links[key]
             self.scope.core.ingest.on_agent_lost(link.attempt, link.worker)
 
     def take_frame(self, link: AgentLink, frame: Frame, raw: bytes) -> None:
-        """One frame of an agent. Raises ProtocolError; types of a newer release are skipped."""
+        """Take one frame of an agent. Raises ProtocolError; types of a newer release are skipped."""
         if frame.type == FrameType.RECORDS:
             self._take_records(link, frame, raw)
         elif frame.type == FrameType.STATUS:
@@ -140,7 +140,7 @@ class Hub:
             self.scope.core.ingest.take_frame(link.attempt, link.worker, frame)
 
     def _take_bye(self, link: AgentLink, reason: str) -> None:
-        """A worker ended; after the last one, unfinished steps of the attempt are finished as they are."""
+        """Note that a worker ended; after the last one, unfinished steps of the attempt are finished as they are."""
         LOG.info("agent of worker %d, attempt %d, ended: %s", link.worker, link.attempt, reason)
         self._said_bye.add((link.attempt, link.worker))
         self.scope.core.ingest.on_agent_lost(link.attempt, link.worker, for_good=True)

@@ -1,4 +1,4 @@
-"""Settings of the hub, and what it knows of the job before any agent has spoken."""
+"""Settings of the hub, and what it knows of the job before any agent has connected."""
 
 import dataclasses
 import hashlib
@@ -20,21 +20,21 @@ from megatronapp_common.job import parse_manifest
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobIdentity:
-    """Which job this hub belongs to."""
+    """Identity of the job that this hub belongs to."""
 
     name: str
     uid: str
     namespace: str = "default"
     spec_digest: str = ""
     traced: bool = True
-    """Whether the ranks record spans."""
+    """True if the ranks record spans."""
     faults: tuple[Fault, ...] = ()
-    """Faults that the manifest asks for; the ranks have them from their arguments."""
+    """Faults of the manifest; the ranks have them from their arguments."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EndedJob:
-    """How a job ended whose stored pages are opened again."""
+    """Outcome of an ended job whose stored pages are opened again."""
 
     phase: str
     progress: Progress | None
@@ -42,27 +42,27 @@ class EndedJob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HubSettings:
-    """Everything that differs between hubs."""
+    """Settings that differ between hubs."""
 
     job: JobIdentity
     state_dir: pathlib.Path | None
-    """Stored traces, faults and verdicts; None keeps nothing on disk."""
+    """Folder of stored traces, faults and verdicts; None stores nothing on disk."""
     store: StoreLimits = dataclasses.field(default_factory=StoreLimits)
     spool: SpoolLimits = dataclasses.field(default_factory=SpoolLimits)
     restore_segments: int = 4
-    """Newest record segments of each attempt that are read again at the start."""
+    """Number of the newest record segments of each attempt that are read again at the start."""
     tick_s: float = 0.25
-    """How often pages are served and ranks are looked at."""
+    """Seconds between updates of pages and checks of ranks."""
     serve: Rank0Client | None = None
-    """The model that generates in this job; None: none does."""
+    """Client of the model that generates in this job; None if none does."""
     ended: EndedJob | None = None
-    """The job has ended: what is stored is shown as it is, and nothing is judged or written."""
+    """Outcome of the job if it has ended: stored data is shown unchanged, and nothing is judged or written."""
     neighbours: UserJobs | None = None
-    """Other jobs of this user, for the list; None: it has this job alone."""
+    """Other jobs of this user, for the list; None lists this job alone."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host to bind is reachable from this machine only."""
+    """Return true if a host to bind is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -72,13 +72,13 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, *, allow_remote: bool) -> None:
-    """Raises SettingsError for an address that others can reach, unless that was asked for."""
+    """Raise SettingsError for an address that others can reach, unless remote access is allowed."""
     if not is_loopback(host) and not allow_remote:
         raise SettingsError(f"--host {host} can be reached from other machines; use 127.0.0.1, or add --allow-remote")
 
 
 def load_job_file(path: pathlib.Path, *, name: str | None, uid: str | None) -> JobIdentity:
-    """Identity from a MegatronJob (YAML or JSON). `name` and `uid` of the environment win. Raises SettingsError."""
+    """Return the identity in a MegatronJob (YAML or JSON); `name` and `uid` take precedence. Raises SettingsError."""
     try:
         document = parse_manifest(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, JobError) as error:
@@ -97,7 +97,7 @@ def load_job_file(path: pathlib.Path, *, name: str | None, uid: str | None) -> J
 
 
 def load_ended(path: pathlib.Path) -> EndedJob:
-    """How a job ended, from its status. Raises SettingsError."""
+    """Return how a job ended, from its status. Raises SettingsError."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
         page = status.get("progress")
@@ -108,7 +108,7 @@ def load_ended(path: pathlib.Path) -> EndedJob:
 
 
 def spec_digest(spec: dict[str, Any]) -> str:
-    """Short digest of a spec, the same for equal specs."""
+    """Return a short digest of a spec, the same for equal specs."""
     text = json.dumps(spec, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

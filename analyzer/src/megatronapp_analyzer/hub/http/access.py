@@ -1,9 +1,9 @@
-"""Who may talk to the hub: tokens, cookie and origin, checked before any route of the interface is reached.
+"""Access to the hub: tokens, cookie and origin, checked before any route of the interface is reached.
 
 Agents prove the `agent` token; programs the `viewer` or `controller` token, as a Bearer header; browsers show the
-cookie that `POST /login` sets. Routes find the role by `role_of`. What a cookie opens must come from the hub's own
-page, because browsers send cookies with whatever any page asks (see `megatronapp_common.web.origin`). The page itself
-holds nothing of the job and is open.
+cookie that `POST /login` sets. Routes find the role by `role_of`. A request that is allowed by a cookie must be sent
+from the hub's own page, because browsers add cookies to the requests of any page (see
+`megatronapp_common.web.origin`). The page itself holds nothing of the job and is open.
 """
 
 from typing import Annotated, cast
@@ -29,7 +29,7 @@ UNAUTHORISED = "Send 'Authorization: Bearer <viewer token>', or open the address
 
 
 def hub_of(connection: HTTPConnection) -> Hub:
-    """The hub that serves this connection."""
+    """Return the hub that serves this connection."""
     return cast(Hub, connection.app.state.hub)
 
 
@@ -70,7 +70,7 @@ class TokenGuard:
 
 
 def _refusal(role: TokenRole | None, method: str, headers: Headers) -> Response | None:
-    """Why a request does not come through; None if it does."""
+    """Return the answer that refuses a request; None if the request is allowed."""
     if role is None:
         return problem_response(401, "unauthorised", "missing or wrong token", UNAUTHORISED)
     ours = is_same_site_navigation(headers) and (method in READING or is_same_origin(headers))

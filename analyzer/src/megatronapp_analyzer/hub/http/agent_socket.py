@@ -1,4 +1,4 @@
-"""One agent's connection: HELLO, then what it has to say, and commands the other way."""
+"""Connection of one agent: HELLO, then the agent's frames, and commands in the other direction."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ router = APIRouter()
 
 
 def parse_hello(frame: Frame, job: str, uid: str) -> AgentLink:
-    """The agent that introduces itself. Raises ProtocolError if it belongs elsewhere."""
+    """Return the agent that introduces itself. Raises ProtocolError if it belongs to another job."""
     header = frame.header
     if frame.type != FrameType.HELLO:
         raise ProtocolError("no-hello", f"the first frame is of type {frame.type}", "Send HELLO first.")

@@ -1,4 +1,4 @@
-"""The web application of the hub: routes, guard and error answers put together."""
+"""Web application of the hub: routes, guard and error answers."""
 
 import contextlib
 import pathlib
@@ -30,7 +30,7 @@ API_VERSION = "1"
 
 
 def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
-    """All routes of the interface without a hub behind them; enough to write the OpenAPI document."""
+    """Return all routes of the interface without a hub; enough to write the OpenAPI document."""
     app = FastAPI(
         title=TITLE,
         version=API_VERSION,
@@ -46,7 +46,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
 
 
 def create_app(hub: Hub, *, secret: str, frontend: pathlib.Path | None, named: bool = False) -> FastAPI:
-    """The application that serves `hub`; it starts and stops the hub's own tasks.
+    """Return the application that serves `hub`; it starts and stops the hub's tasks.
 
     `named`: names below `localhost` lead to this hub alone, so that its page may have one.
     """

@@ -1,4 +1,4 @@
-"""Bodies of requests are bounded before any route reads them: whoever may only look has nothing long to say."""
+"""Limits of request bodies, applied before any route reads them; lower for those who may not send prompts."""
 
 import asyncio
 
@@ -11,17 +11,17 @@ from megatronapp_common.web.origin import READING
 from megatronapp_common.web.tokens import TokenRole
 
 MAX_BODY_BYTES = 64 << 10
-"""Of what people and programs send as JSON."""
+"""Limit of JSON that users and programs send."""
 MAX_PROMPT_BYTES = 4 << 20
-"""Of prompts, from controllers alone; rank 0 takes no more."""
+"""Limit of prompts, which only controllers send; rank 0 accepts no more."""
 MAX_DISCARDED_BYTES = 16 << 20
 BODY_S = 30.0
-"""So long may a body take."""
+"""Longest time in which a body must be received."""
 PROMPTS_PATH = "/api/v1/scope/runs"
 
 
 class BodyLimit:
-    """ASGI layer behind the guard. Answers 413 for a body that is too long; reads no more of it than the limit."""
+    """ASGI layer after the guard. Answers 413 for a body that is too long; reads no more of it than the limit."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,15 +50,15 @@ class BodyLimit:
 
 
 def limit_of(scope: Scope) -> int:
-    """Bytes that a request may bring."""
+    """Return the number of bytes that the body of a request may have."""
     prompts = scope["path"].rstrip("/") == PROMPTS_PATH and scope.get(ROLE) == TokenRole.CONTROLLER
     return MAX_PROMPT_BYTES if prompts else MAX_BODY_BYTES
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:
-    """The body; None if it is longer, or its sender went away, who then hears nothing.
+    """Return the body; None if it is longer, or if its sender disconnected, which then gets no answer.
 
-    What is too much is read and thrown away, up to a bound: who still writes would not hear the answer.
+    The excess is read and dropped, up to a bound: a sender that is still writing would not receive the answer.
     """
     body, size = bytearray(), 0
     while size <= MAX_DISCARDED_BYTES:
@@ -75,7 +75,7 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
 
 
 def _refuse(status: int, code: str, text: str) -> ASGIApp:
-    """The connection ends, for its sender may still have more."""
+    """Return an answer that ends the connection, because its sender may have more to send."""
     response = problem_response(status, code, text, "Send less, or at once.")
     response.headers["Connection"] = "close"
     return response

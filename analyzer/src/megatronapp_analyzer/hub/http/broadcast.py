@@ -1,4 +1,4 @@
-"""Pages that listen: one bounded queue each, so that a slow page loses its connection and nobody else anything."""
+"""Frames for pages: one bounded queue each, so that a slow page loses its own connection and delays no other page."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ router = APIRouter()
 
 
 class Broadcaster:
-    """Hands every frame to every page."""
+    """Sender of every frame to every page."""
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[bytes | None]] = set()
@@ -38,13 +38,13 @@ class Broadcaster:
         return len(self._queues)
 
     def subscribe(self) -> "asyncio.Queue[bytes | None]":
-        """A queue of frames; None in it means that the page was too slow and is let go."""
+        """Return a queue of frames for a new page; None in it means that the page was too slow and is disconnected."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE_FRAMES)
         self._queues.add(queue)
         return queue
 
     def unsubscribe(self, queue: "asyncio.Queue[bytes | None]") -> None:
-        """Forget a page."""
+        """Remove the queue of a page."""
         self._queues.discard(queue)
 
     def publish(self, frame: bytes) -> None:
@@ -63,7 +63,7 @@ class Broadcaster:
 
 
 def steps_frame(attempt: int, digests: Iterable[StepDigest]) -> bytes:
-    """STEPS frame of steps of one attempt; body float32 [metric][rank][step]."""
+    """Return a STEPS frame of steps of one attempt; body float32 [metric][rank][step]."""
     chosen = list(digests)
     body = np.stack([digest.values for digest in chosen], axis=-1).astype("<f4")
     header = {
@@ -78,7 +78,7 @@ def steps_frame(attempt: int, digests: Iterable[StepDigest]) -> bytes:
 
 
 def metrics_frame(points: Iterable[CurvePoint]) -> bytes:
-    """METRICS frame."""
+    """Return a METRICS frame of the newest points."""
     series: dict[str, dict[str, list[float]]] = {}
     for point in points:
         curve = series.setdefault(point.name, {"attempts": [], "steps": [], "values": []})
@@ -89,7 +89,7 @@ def metrics_frame(points: Iterable[CurvePoint]) -> bytes:
 
 
 class LiveFeed:
-    """Sends pages a snapshot first, then what is new in the hub at each tick."""
+    """Sender of a snapshot to new pages, and of what is new in the hub to all pages at each tick."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -98,13 +98,13 @@ class LiveFeed:
         self._sent_snapshot: tuple[float, dict[str, Any]] = (0.0, {})
 
     async def run(self) -> None:
-        """Publish until cancelled."""
+        """Publish updates until cancelled."""
         while True:
             await asyncio.sleep(self._hub.settings.tick_s)
             self.publish_updates(time.monotonic())
 
     def greeting(self) -> list[bytes]:
-        """Frames that a page gets first."""
+        """Return the frames that a page gets first."""
         return [_snapshot_frame(views.snapshot(self._hub)), self._verdicts_frame()]
 
     def publish_updates(self, now_s: float) -> None:
@@ -140,7 +140,7 @@ def _snapshot_frame(snapshot: dict[str, Any]) -> bytes:
 
 @router.websocket("/api/v1/live")
 async def page(socket: WebSocket) -> None:
-    """Send to one page until it disconnects or is too slow. What the page sends is ignored."""
+    """Serve one page until it disconnects or is too slow. Frames from the page are ignored."""
     await socket.accept()
     feed: LiveFeed = socket.app.state.live
     queue = feed.pages.subscribe()

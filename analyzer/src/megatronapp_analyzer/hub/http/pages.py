@@ -1,4 +1,4 @@
-"""Serves the built page: one HTML document that is asked for again each time, and assets named by their content."""
+"""The built page over HTTP: one HTML document that is requested each time, and assets named by their content."""
 
 import pathlib
 
@@ -19,7 +19,7 @@ from megatronapp_common.web.origin import (
 
 
 def resolve(root: pathlib.Path, path: str) -> pathlib.Path | None:
-    """The file under `root` that a URL path names, or None. Never leaves `root`, not even by links."""
+    """Return the file under `root` that a URL path names, or None. Never leaves `root`, not even by links."""
     try:
         candidate = (root / path).resolve()
         return candidate if candidate.is_relative_to(root.resolve()) and candidate.is_file() else None
@@ -28,10 +28,10 @@ def resolve(root: pathlib.Path, path: str) -> pathlib.Path | None:
 
 
 def build_router(root: pathlib.Path, *, named: bool) -> APIRouter:
-    """Routes of the page built into `root`.
+    """Return the routes of the page built into `root`.
 
-    If `named`, names below `localhost` lead here alone, and browsers at one that all servers of the machine share get
-    another. Else they stay: somebody else may answer to such a name.
+    If `named`, names below `localhost` lead here alone, and browsers at a name that all servers of the node share are
+    redirected to another. Otherwise they stay, because another server may answer to such a name.
     """
     router = APIRouter(include_in_schema=False)
 
@@ -52,7 +52,7 @@ def build_router(root: pathlib.Path, *, named: bool) -> APIRouter:
 
 
 def _file(root: pathlib.Path, path: str, marks: tuple[str, ...]) -> Response:
-    """A file of the page; plain words without a file are the page's own route."""
+    """Return a file of the page; a path of plain words without a file is the page's own route."""
     found = resolve(root, path) if path else None
     if found is not None and found.suffix != ".html":
         return FileResponse(found, headers=ASSET_HEADERS if path.startswith("assets/") else PAGE_HEADERS)

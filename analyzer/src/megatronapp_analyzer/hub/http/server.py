@@ -1,4 +1,4 @@
-"""How a hub's server is set."""
+"""Settings of the hub's server."""
 
 import uvicorn
 from fastapi import FastAPI
@@ -8,7 +8,7 @@ SHUTDOWN_S = 3
 
 
 def build_server(app: FastAPI) -> uvicorn.Server:
-    """A server that compresses nothing, logs no requests, and takes messages of bounded size."""
+    """Return a server that compresses nothing, logs no requests, and accepts messages of bounded size."""
     config = uvicorn.Config(
         app,
         ws="websockets-sansio",

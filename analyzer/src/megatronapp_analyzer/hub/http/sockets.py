@@ -1,4 +1,4 @@
-"""The sockets on which a hub listens, and whether a name below `localhost` leads to them alone."""
+"""Sockets on which a hub listens, and whether a name below `localhost` leads to them alone."""
 
 import contextlib
 import socket
@@ -11,21 +11,21 @@ from megatronapp_common.web.tcp_nodelay import set_tcp_nodelay
 
 BACKLOG = 2048
 STALL_S = 30.0
-"""A peer that takes no byte for so long is gone: what was written, and is closed here, would wait for it for ever."""
+"""Time after which a peer that accepts no byte is disconnected: data of closed sockets would wait without limit."""
 TRIES = 64
-"""For a port that is free at both addresses."""
+"""Number of attempts to find a port that is free at both addresses."""
 
 
 class HubSockets(NamedTuple):
-    """Sockets that listen already, so that nobody else can: connections wait until the hub takes them."""
+    """Sockets that listen already, so that no other process can: connections wait until the hub accepts them."""
 
     sockets: tuple[socket.socket, ...]
     named: bool
-    """Whether every address at which browsers look for a name below `localhost` is ours."""
+    """True if every address that browsers try for a name below `localhost` belongs to this hub."""
 
     @property
     def url(self) -> str:
-        """Where people and programs find it."""
+        """Return the address for users and programs."""
         host, port = self.sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -59,7 +59,7 @@ def _pair(port: int) -> HubSockets:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A second time for a port that the same user holds for this hub: such a socket shares it by SO_REUSEPORT only."""
+    """Listen; a port that the same user holds for this hub is shared, which only SO_REUSEPORT allows."""
     try:
         return _bound(host, port, socket.SO_REUSEADDR)
     except OSError:

@@ -1,4 +1,4 @@
-"""Answers of the HTTP interface, made from what the hub holds."""
+"""Answers of the HTTP interface, made from the state of the hub."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ SERVED = {"ready": "Running", "restarting": "Restarting"}
 
 
 def phase(hub: HubReader) -> str:
-    """Phase of the job as far as its hub can see; the operator knows better."""
+    """Return the phase of the job as far as its hub can see; the operator knows better."""
     if hub.ended is not None:
         return hub.ended.phase
     states = hub.ranks.states()
@@ -43,13 +43,13 @@ def phase(hub: HubReader) -> str:
 
 
 def job_entry(hub: HubReader) -> schemas.JobEntry:
-    """The job in a list."""
+    """Return the job as an entry of a list."""
     job = hub.identity
     return schemas.JobEntry(name=job.name, namespace=job.namespace, phase=phase(hub), uid=job.uid)
 
 
 def neighbour_entries(jobs: Iterable[NeighbourJob]) -> list[schemas.JobEntry]:
-    """Other jobs in a list; a job whose status has values of other types is omitted."""
+    """Return other jobs as entries of a list; a job whose status has values of other types is omitted."""
     entries = []
     for job in jobs:
         with contextlib.suppress(ValidationError):
@@ -58,7 +58,7 @@ def neighbour_entries(jobs: Iterable[NeighbourJob]) -> list[schemas.JobEntry]:
 
 
 def job_view(hub: HubReader) -> schemas.JobView:
-    """State of the job and its ranks."""
+    """Return the state of the job and its ranks."""
     newest = hub.ingest.newest
     rings = newest.rings if newest else {}
     any_ring = next(iter(rings.values()), None)
@@ -85,12 +85,12 @@ def job_view(hub: HubReader) -> schemas.JobView:
 
 
 def snapshot(hub: HubReader) -> dict[str, Any]:
-    """Header of a SNAPSHOT frame, without its time."""
+    """Return the header of a SNAPSHOT frame, without its time."""
     return job_view(hub).model_dump(exclude={"server_time"})
 
 
 def rank_view(ring: RankRing, state: RankState, status: RankStatus | None, step: int | None) -> schemas.RankView:
-    """One rank."""
+    """Return the state of one rank."""
     place = ring.coordinates
     return schemas.RankView(
         rank=ring.rank,
@@ -110,7 +110,7 @@ def rank_view(ring: RankRing, state: RankState, status: RankStatus | None, step:
 
 
 def open_span(status: RankStatus | None) -> schemas.OpenSpan | None:
-    """What a rank is inside of."""
+    """Return the span that a rank is inside of."""
     span = status.liveness.open_span if status and not status.ended else None
     if status is None or span is None:
         return None
@@ -123,7 +123,7 @@ def open_span(status: RankStatus | None) -> schemas.OpenSpan | None:
 
 
 def tracer_health(hub: HubReader) -> schemas.TracerHealth:
-    """Whether the trace is whole."""
+    """Return how complete the trace is."""
     newest = hub.ingest.newest
     rings = len(newest.rings) if newest else 0
     lost = sum(hub.ingest.lost_by_worker().values())
@@ -139,12 +139,12 @@ def tracer_health(hub: HubReader) -> schemas.TracerHealth:
 
 
 def verdicts(hub: HubReader) -> list[schemas.VerdictView]:
-    """All verdicts, newest first."""
+    """Return all verdicts, newest first."""
     return [schemas.VerdictView.model_validate(verdict) for verdict in hub.verdicts.all()]
 
 
 def summary(hub: HubReader) -> schemas.Summary:
-    """What the operator polls; only verdicts that stand. One that is cleared is gone from here."""
+    """Return what the operator polls, with the reported verdicts that are not cleared."""
     newest = hub.ingest.newest
     return schemas.Summary(
         attempt=newest.attempt if newest else 0,
@@ -165,7 +165,7 @@ def summary(hub: HubReader) -> schemas.Summary:
 
 
 def series(hub: HubReader, name: str, first: int | None, last: int | None) -> schemas.Series:
-    """One curve; NaN and Inf become null."""
+    """Return one curve; NaN and Inf become null."""
     points = [point for point in hub.ingest.curves.curve(name) if in_range(point.step, first, last)]
     return schemas.Series(
         name=name,
@@ -176,7 +176,7 @@ def series(hub: HubReader, name: str, first: int | None, last: int | None) -> sc
 
 
 def steps(hub: HubReader, first: int | None, last: int | None) -> list[schemas.StepView]:
-    """Finished steps."""
+    """Return finished steps, oldest first."""
     return [
         schemas.StepView(
             attempt=digest.attempt,
@@ -190,7 +190,7 @@ def steps(hub: HubReader, first: int | None, last: int | None) -> list[schemas.S
 
 
 def heatmap(hub: HubReader, metric: schemas.HeatmapMetric, first: int | None, last: int | None) -> schemas.Heatmap:
-    """One metric, ranks by steps; attempts may differ in their number of ranks."""
+    """Return one metric, ranks by steps; attempts may differ in their number of ranks."""
     chosen = list(hub.ingest.store.digests(first, last))[-HEATMAP_STEPS:]
     world = max((digest.values.shape[1] for digest in chosen), default=0)
     table = np.full((world, len(chosen)), np.nan)
@@ -211,12 +211,12 @@ def _nullable(values: NDArray[np.float64], *, decimals: int) -> list[JsonNumber]
 
 
 def _where(chosen: NDArray[np.bool_], values: NDArray[Any]) -> list[int | None]:
-    """Values where `chosen`, else null."""
+    """Return values where `chosen`, null elsewhere."""
     return [int(value) if keep else None for keep, value in zip(chosen.tolist(), values.tolist(), strict=True)]
 
 
 def real_starts_ns(step: StoredStep) -> NDArray[np.int64]:
-    """Start of every span in real time."""
+    """Return the start of every span in real time."""
     records = step.view.records
     starts: NDArray[np.int64] = records["start_ns"].astype(np.int64) + step.offsets_ns[records["rank"]]
     return starts
@@ -228,7 +228,7 @@ def _flag(records: RankRecords, flag: Flag) -> NDArray[np.bool_]:
 
 
 def timeline(step: StoredStep) -> schemas.Timeline:
-    """Spans of one step as columns."""
+    """Return the spans of one step as columns."""
     records = step.view.records
     starts = real_starts_ns(step)
     origin = int(starts.min())

@@ -1,1 +1,1 @@
-"""From frames of agents to complete steps, in memory and on disk."""
+"""Assembly of complete steps from frames of agents, in memory and on disk."""

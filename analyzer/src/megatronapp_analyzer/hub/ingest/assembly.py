@@ -1,13 +1,13 @@
-"""Puts the records of all ranks of one attempt together into steps. Pure: no clock, no files.
+"""Assembly of the records of all ranks of one attempt into steps. Pure: no clock, no files.
 
-A step is whole once every rank has delivered its STEP record. A rank that is two steps on has lost it and is not
-waited for; nor is anybody once the first rank is PATIENCE_STEPS ahead, so that memory stays bounded when a ring is
-missing. Who made the others wait that long is absent, and is waited for again once it is within REJOIN_STEPS of the
-first: it need not overtake anybody, and what it then still lacks is well within the patience.
+A step is whole once every rank has delivered its STEP record. A rank that has reached the step after the next has lost
+it and is not waited for; nor is any rank once the first rank is PATIENCE_STEPS ahead, so that memory stays bounded when
+a ring is missing. A rank that made the others wait that long is absent, and is waited for again once it is within
+REJOIN_STEPS of the first: it need not overtake another rank, and what it then still lacks is well within the patience.
 
 A step number is believed if the job can have it and it is within PATIENCE_STEPS of the newest known one. One that is
-further ahead waits until the rank's next records are of that step or later ones; else it was garbled and is dropped,
-before it would make all other ranks absent.
+further ahead waits until the rank's next records are of that step or later ones; if they are not, it was garbled and is
+dropped, before it would make all other ranks absent.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ REJOIN_STEPS = PATIENCE_STEPS // 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AssembledStep:
-    """One step. `complete`: every rank has delivered its STEP record and no ring lost any meanwhile."""
+    """A step's records. `complete`: every rank has delivered its STEP record and no ring lost any meanwhile."""
 
     attempt: int
     step: int
@@ -43,7 +43,7 @@ class _PendingStep:
 
 
 def split_by_step(records: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.void]]]:
-    """Each step's records, in the order in which they came."""
+    """Yield the records of each step, in the order in which they were received."""
     steps = records["step"]
     if len(steps) and (steps == steps[0]).all():
         yield int(steps[0]), records
@@ -53,7 +53,7 @@ def split_by_step(records: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.v
 
 
 def with_ranks(parts: Sequence[tuple[int, NDArray[np.void]]]) -> RankRecords:
-    """RECORD rows of several ranks as RANK_RECORD rows, sorted by rank and start."""
+    """Return RECORD rows of several ranks as RANK_RECORD rows, sorted by rank and start."""
     # Joined as bytes: np.concatenate compares all fields of the types for every single part.
     records = np.frombuffer(b"".join(part.tobytes() for _, part in parts), RECORD)
     out = np.empty(len(records), RANK_RECORD)
@@ -64,23 +64,23 @@ def with_ranks(parts: Sequence[tuple[int, NDArray[np.void]]]) -> RankRecords:
 
 
 def in_order(rows: RankRecords) -> RankRecords:
-    """Rows sorted by rank, then start."""
+    """Return the rows sorted by rank, then start."""
     ordered: RankRecords = rows[np.lexsort((rows["start_ns"], rows["rank"]))]
     return ordered
 
 
 class StepAssembler:
-    """Collects records of one attempt until steps are whole; hands them out in order of their numbers."""
+    """Collector of the records of one attempt until steps are whole; returns steps in order of their numbers."""
 
     def __init__(self, attempt: int, world: int, total_steps: int | None = None) -> None:
-        """`total_steps`: the job has no step after this one; None: nobody knows."""
+        """Begin an attempt. `total_steps`: the job has no step after this one; None if unknown."""
         self._attempt = attempt
         self._world = world
         self._total_steps = total_steps
         self._doubtful: dict[int, list[NDArray[np.void]]] = {}
-        """Of each rank: records whose steps are far ahead of all."""
+        """Records of each rank whose steps are far ahead of all."""
         self.garbled = 0
-        """Records whose steps were not believed."""
+        """Number of records whose steps were not believed."""
         self._pending: dict[int, _PendingStep] = {}
         self._newest: dict[int, int] = {}
         self._closed_below = 0
@@ -88,12 +88,12 @@ class StepAssembler:
 
     @property
     def absent(self) -> frozenset[int]:
-        """Ranks whose steps are not waited for, because they never came or stopped coming."""
+        """Return the ranks that are not waited for, because their steps never arrived or no longer arrive."""
         return frozenset(self._absent)
 
     @property
     def newest(self) -> dict[int, int]:
-        """Newest finished step of each rank."""
+        """Return the newest finished step of each rank."""
         return dict(self._newest)
 
     def add(
@@ -123,7 +123,7 @@ class StepAssembler:
         return list(self._whole()), late
 
     def _believed(self, rank: int, records: NDArray[np.void]) -> NDArray[np.void]:
-        """The records without those of garbled steps, and with those that waited for the rank's next ones."""
+        """Return the records without those of garbled steps, and with those that waited for the rank's next ones."""
         if self._total_steps is not None:
             possible = records["step"] <= self._total_steps
             self.garbled += len(records) - int(possible.sum())
@@ -146,11 +146,11 @@ class StepAssembler:
         return records[~ahead]
 
     def flush(self) -> list[AssembledStep]:
-        """What is left, as incomplete steps; for the end of an attempt."""
+        """Return the steps that are left, as incomplete ones; for the end of an attempt."""
         return [self._hand_out(step) for step in sorted(self._pending)]
 
     def _front(self) -> int:
-        """Newest finished step of the first rank; 0 before any."""
+        """Return the newest finished step of the first rank; 0 before any."""
         return max(self._newest.values(), default=0)
 
     def _note_loss(self, lost: int) -> None:

@@ -35,12 +35,12 @@ class CurvePoint:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Name, attempt and step."""
+        """Return name, attempt and step."""
         return self.name, self.attempt, self.step
 
 
 def points_of(attempt: int, rank: int, records: NDArray[np.void]) -> Iterator[CurvePoint]:
-    """The samples among `records`; metrics of a newer release are skipped."""
+    """Yield the samples among `records`; metrics of a newer release are skipped."""
     samples = records[records["kind"] == RecordKind.METRIC]
     values = samples["aux"].astype("<u4").view("<f4")
     for row, value in zip(samples, values, strict=True):
@@ -49,19 +49,19 @@ def points_of(attempt: int, rank: int, records: NDArray[np.void]) -> Iterator[Cu
 
 
 class Curves:
-    """All curves, each in order of arrival."""
+    """All curves, each in the order in which its points were added."""
 
     def __init__(self) -> None:
         self._curves: dict[str, ThinningList[CurvePoint]] = {name: ThinningList(POINTS) for name in NAMES.values()}
 
     def add(self, point: CurvePoint) -> None:
-        """Append a point."""
+        """Append a point to its curve."""
         self._curves[point.name].append(point)
 
     def curve(self, name: str) -> Iterator[CurvePoint]:
-        """Points of one curve."""
+        """Return the points of one curve."""
         return iter(self._curves[name])
 
     def points(self) -> list[CurvePoint]:
-        """Every point of every curve."""
+        """Return every point of every curve."""
         return [point for curve in self._curves.values() for point in curve]

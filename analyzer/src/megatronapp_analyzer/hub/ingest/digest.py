@@ -28,18 +28,18 @@ Floats = NDArray[np.float64]
 
 
 def durations_ns(records: RankRecords) -> NDArray[np.int64]:
-    """Length of every span in nanoseconds."""
+    """Return the length of every span in nanoseconds."""
     return records["duration"].astype(np.int64) * DURATION_UNIT_NS
 
 
 def run_queue_ns(records: RankRecords) -> NDArray[np.int64]:
-    """Wait for a processor within every span in nanoseconds; 0 where unknown."""
+    """Return the wait for a processor within every span in nanoseconds; 0 where unknown."""
     known = (records["flags"] & Flag.AUX_RUN_QUEUE) != 0
     return np.where(known, records["aux"].astype(np.int64) * DURATION_UNIT_NS, 0)
 
 
 def is_kind(records: RankRecords, kinds: frozenset[RecordKind] | tuple[RecordKind, ...]) -> NDArray[np.bool_]:
-    """Which rows are of one of `kinds`."""
+    """Return which rows are of one of `kinds`."""
     table = np.zeros(256, np.bool_)
     table[[int(kind) for kind in kinds]] = True
     mask: NDArray[np.bool_] = table[records["kind"]]
@@ -54,7 +54,7 @@ def _sums(records: RankRecords, chosen: NDArray[np.bool_], seconds: NDArray[Any]
 
 
 def stage_groups(layout: JobLayout) -> list[NDArray[np.int64]]:
-    """Ranks of each pipeline stage: they do the same work."""
+    """Return the ranks of each pipeline stage: they do the same work."""
     stages: dict[int, list[int]] = {}
     for rank, place in enumerate(layout.coordinates):
         stages.setdefault(place.pp, []).append(rank)
@@ -62,7 +62,7 @@ def stage_groups(layout: JobLayout) -> list[NDArray[np.int64]]:
 
 
 def against_others(values: Floats) -> Floats:
-    """Each value over the median of the others; NaN without others. Order n² log n, for groups of up to thousands."""
+    """Divide each value by the median of the others; NaN without others. Order n² log n, for thousands at most."""
     if len(values) < 2:
         return np.full(len(values), np.nan)
     others = np.broadcast_to(values, (len(values), len(values)))[~np.eye(len(values), dtype=bool)]
@@ -73,7 +73,7 @@ def against_others(values: Floats) -> Floats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepDigest:
-    """`values` is float32 [metric][rank], NaN where the rank has not reported."""
+    """Digest of one step. `values` is float32 [metric][rank], NaN where the rank has not reported."""
 
     attempt: int
     step: int
@@ -84,7 +84,7 @@ class StepDigest:
 
 
 class StepDigester:
-    """Boils down the steps of one attempt in order; remembers HISTORY_STEPS of each rank's pass times."""
+    """Maker of the digests of one attempt, in order; remembers HISTORY_STEPS of each rank's pass times."""
 
     def __init__(self, world: int, layout: JobLayout | None) -> None:
         self._world = world
@@ -92,7 +92,7 @@ class StepDigester:
         self._history: deque[Floats] = deque(maxlen=HISTORY_STEPS)
 
     def values(self, records: RankRecords) -> NDArray[np.float32]:
-        """The [metric][rank] table of one step."""
+        """Return the [metric][rank] table of one step."""
         seconds = durations_ns(records) * 1e-9
         busy = np.maximum(seconds - run_queue_ns(records) * 1e-9, 0)
         out = np.full((len(METRICS), self._world), np.nan, np.float32)
@@ -108,7 +108,7 @@ class StepDigester:
         for group in self._groups:
             ratio[group] = against_others(passes[group])
             if len(group) == PAIR:
-                # Beside a slow peer a healthy rank would look fast: which one differs only its own history can say.
+                # Next to a slow peer a healthy rank would seem fast: which one differs only its own history shows.
                 ratio[group[ratio[group] < 1]] = np.nan
         alone = np.isnan(ratio)
         if alone.any() and len(self._history) >= MIN_HISTORY:
@@ -121,7 +121,7 @@ class StepDigester:
 
 
 def phase_seconds(records: RankRecords, workers: Mapping[int, int]) -> dict[tuple[int, int], tuple[float, int]]:
-    """Seconds and number of the spans of each (worker, kind)."""
+    """Return seconds and number of the spans of each (worker, kind)."""
     worker_of = np.array([workers.get(rank, -1) for rank in range(int(records["rank"].max(initial=-1)) + 1)])
     keys = worker_of[records["rank"]] * 256 + records["kind"]
     names, where = np.unique(keys, return_inverse=True)

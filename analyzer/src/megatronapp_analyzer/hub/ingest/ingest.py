@@ -1,4 +1,4 @@
-"""From RING and RECORDS frames to finished steps, curves and counters. No sockets, files or clock."""
+"""Finished steps, curves and counters from RING and RECORDS frames. No sockets, files or clock."""
 
 import dataclasses
 import logging
@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 COUNTER_SAMPLES = 20_000
 USUAL_STEPS = 16
 RingKey = tuple[int, int | None]
-"""(worker, rank); rank None is the worker's own ring."""
+"""Key (worker, rank) of a ring; rank None is the worker's own ring."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class CounterSample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class IngestResult:
-    """What one RECORDS frame brought."""
+    """New records, steps and curve points of one RECORDS frame."""
 
     finished: list[StoredStep]
     points: list[CurvePoint]
     records: int
-    """Records that were new."""
+    """Number of records that were new."""
 
 
 class AttemptState:
@@ -59,15 +59,15 @@ class AttemptState:
         self.lost: dict[RingKey, int] = {}
         self.assembler: StepAssembler | None = None
         self._laid_out = 0
-        """Rings that `layout` was made from."""
+        """Number of rings that `layout` was made from."""
         self._digester: StepDigester | None = None
         self._aligner: ClockAligner | None = None
         self.clock_uncertainty_s: dict[int, float] = {}
-        """Of each rank against the first rank's clock, newest estimate; infinite where nothing ties them together."""
+        """Newest uncertainty of each rank's clock against the first rank's; infinite where no message ties them."""
 
     @property
     def world(self) -> int:
-        """Number of ranks; 0 before the first ring."""
+        """Return the number of ranks; 0 before the first ring."""
         return next(iter(self.rings.values())).world if self.rings else 0
 
     def add_ring(self, ring: RankRing) -> None:
@@ -83,7 +83,7 @@ class AttemptState:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks without which steps are judged, because nothing was heard of them for long."""
+        """Return ranks without which steps are judged, because they have not reported for long."""
         return sorted(self.assembler.absent) if self.assembler else []
 
     def _lay_out(self) -> None:
@@ -97,9 +97,9 @@ class AttemptState:
             self._aligner = ClockAligner(layout)
 
     def _lay_out_partly(self) -> None:
-        """As `_lay_out`; rings that do not fit leave the layout as it was.
+        """Make a layout as `_lay_out` does; rings that do not fit leave the layout unchanged.
 
-        Who brings the step has nothing to do with the rings, and the step is out of the assembler already.
+        The agent that sends the step is not to blame for the rings, and the step has left the assembler already.
         """
         try:
             self._lay_out()
@@ -107,7 +107,7 @@ class AttemptState:
             LOG.warning("rings of attempt %d do not fit; its layout stays as it was: %s", self.attempt, error)
 
     def store_form(self, step: AssembledStep) -> StoredStep:
-        """An assembled step with the tables that reading it needs."""
+        """Return an assembled step with the tables that reading it needs."""
         if self.missing:
             self._lay_out_partly()
         assert self._digester is not None
@@ -134,10 +134,10 @@ class AttemptState:
         return StoredStep(view=view, digest=digest, offsets_ns=offsets)
 
     def _offsets(self, view: StepRecords) -> NDArray[np.int64]:
-        """Real time minus each rank's clock.
+        """Return real time minus each rank's clock.
 
         Real clocks of nodes differ by milliseconds; where the traffic of the step ties the clocks together more
-        tightly, all ranks count by the real clock of the first.
+        tightly, all ranks use the real clock of the first.
         """
         known = self.rings[min(self.rings)]
         offsets = np.array([self.rings.get(rank, known).real_offset_ns for rank in range(self.world)], np.int64)
@@ -150,7 +150,7 @@ class AttemptState:
 
 
 def step_interval(records: RankRecords, offsets_ns: NDArray[np.int64]) -> tuple[int, int]:
-    """Real time of a step's start and its length, from its STEP spans, or from all spans where there is none."""
+    """Return the real time of a step's start and its length, from its STEP spans, or from all spans if it has none."""
     own = records[is_kind(records, (RecordKind.STEP,))]
     rows = own if len(own) else records
     starts = rows["start_ns"].astype(np.int64) + offsets_ns[rows["rank"]]
@@ -161,7 +161,7 @@ def step_interval(records: RankRecords, offsets_ns: NDArray[np.int64]) -> tuple[
 
 
 def read_body(body: bytes | memoryview) -> NDArray[np.void]:
-    """The records of a RECORDS frame. Raises ProtocolError if the body is not whole records."""
+    """Return the records of a RECORDS frame. Raises ProtocolError if the body is not whole records."""
     if len(body) % RECORD_BYTES:
         raise ProtocolError("bad-records", f"RECORDS frame of {len(body)} bytes is not whole records")
     return np.frombuffer(body, RECORD)
@@ -180,22 +180,22 @@ class TraceIngest:
 
     @property
     def newest(self) -> AttemptState | None:
-        """The newest attempt that has a ring."""
+        """Return the newest attempt that has a ring."""
         begun = [attempt for attempt, state in self.attempts.items() if state.rings]
         return self.attempts[max(begun)] if begun else None
 
     def newest_step(self) -> int | None:
-        """The newest finished step of the newest attempt; None before its first."""
+        """Return the newest finished step of the newest attempt; None before its first."""
         attempt, recent = self.newest, self.store.recent(1)
         return recent[0].step if attempt is not None and recent and recent[0].attempt == attempt.attempt else None
 
     def usual_step_s(self) -> float | None:
-        """Median length of the newest steps."""
+        """Return the median length of the newest steps."""
         recent = self.store.recent(USUAL_STEPS)
         return statistics.median(digest.duration_ns for digest in recent) * 1e-9 if recent else None
 
     def lost_by_worker(self) -> dict[int, int]:
-        """Records that rings or agents lost, over all attempts."""
+        """Return the number of records that rings or agents lost, over all attempts."""
         lost: dict[int, int] = {}
         for state in self.attempts.values():
             for (worker, _), count in state.lost.items():
@@ -213,7 +213,7 @@ class TraceIngest:
         return self._end_older(attempt) if is_new else []
 
     def add_records(self, attempt: int, header: Mapping[str, Any], body: bytes | memoryview) -> IngestResult:
-        """Take a RECORDS frame; records that came before are skipped. Raises ProtocolError."""
+        """Take a RECORDS frame; records that were received before are skipped. Raises ProtocolError."""
         records, lost = self._new_records(attempt, header, body)
         if header.get("rank") is None:
             self._add_counters(int(header["worker"]), records)
@@ -232,12 +232,12 @@ class TraceIngest:
         return IngestResult(finished=self._keep(state, assembled), points=points, records=len(records))
 
     def begin_replay(self, steps: set[StepKey]) -> None:
-        """From here on, records are read again: `steps` have their digests and present points are not added twice."""
+        """Expect stored records: `steps` have their digests and present points are not added twice."""
         self._known_steps = steps
         self._known_points = {point.key for point in self.curves.points()}
 
     def end_replay(self) -> None:
-        """Back to new records."""
+        """Expect new records again."""
         self._known_steps, self._known_points = set(), set()
 
     def end_attempt(self, attempt: int) -> list[StoredStep]:

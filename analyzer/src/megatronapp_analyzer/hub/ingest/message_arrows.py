@@ -1,4 +1,4 @@
-"""Messages of one step as arrows between spans, and the other end of every transfer. Pure NumPy."""
+"""Arrows between spans for the messages of one step, and the other end of every transfer. Pure NumPy."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,9 @@ from megatronapp_common.trace import P2P_KINDS
 
 
 def match_transfers(view: StepRecords) -> NDArray[np.int64]:
-    """Pairs [n, 2]: index of the span that sends, index of the span that receives.
+    """Return pairs [n, 2]: index of the span that sends, index of the span that receives.
 
-    From the post of the send to the wait of the receive, where both are there; else the other half of either.
+    An arrow leads from the post of the send to the wait of the receive; where one is missing, the other half is used.
     """
     messages = match_messages(view.records, view.comms)
     send = np.where(messages.send_post >= 0, messages.send_post, messages.send_wait)
@@ -23,7 +23,7 @@ def match_transfers(view: StepRecords) -> NDArray[np.int64]:
 
 
 def peers(view: StepRecords) -> NDArray[np.int64]:
-    """Rank at the other end of every transfer; -1 for spans that are none."""
+    """Return the rank at the other end of every transfer; -1 for spans that are none."""
     records = view.records
     out = np.full(len(records), -1, np.int64)
     transfers = np.flatnonzero(is_kind(records, P2P_KINDS))

@@ -1,4 +1,4 @@
-"""Between what the hub holds in memory and what its spool keeps on disk."""
+"""Conversion between what the hub holds in memory and what its spool stores on disk."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from megatronapp_common.frames import Frame
 
 
 def digest_frame(digest: StepDigest) -> bytes:
-    """A digest as the spool keeps it."""
+    """Return a digest as the spool stores it."""
     header = {
         "step": digest.step,
         "startNs": digest.start_real_ns,
@@ -24,7 +24,7 @@ def digest_frame(digest: StepDigest) -> bytes:
 
 
 def parse_digest(attempt: int, frame: Frame) -> StepDigest:
-    """The reverse of `digest_frame`."""
+    """Parse a frame of `digest_frame`."""
     return StepDigest(
         attempt=attempt,
         step=frame.header["step"],
@@ -36,7 +36,7 @@ def parse_digest(attempt: int, frame: Frame) -> StepDigest:
 
 
 def curve_frame(points: list[CurvePoint]) -> bytes:
-    """Points of one frame of records as the spool keeps them."""
+    """Return the points of one frame of records as the spool stores them."""
     rows = [[point.name, point.step, point.value, point.start_ns, point.rank] for point in points]
     return frames.encode(Frame(SpoolFrame.CURVE, {"points": rows}))
 
@@ -56,7 +56,7 @@ def restore(reader: SpoolReader, ingest: TraceIngest, *, newest_segments: int | 
 
 
 def _restore_sums(reader: SpoolReader, ingest: TraceIngest, attempt: int) -> set[tuple[int, int]]:
-    """Digests and curves; returns the keys of the digests."""
+    """Restore digests and curves; returns the keys of the digests."""
     known = set()
     for frame in reader.digests(attempt):
         digest = parse_digest(attempt, frame)

@@ -1,4 +1,4 @@
-"""What agents told about the rings: who writes each one, which communicators it names, and how its clock runs."""
+"""Metadata of rings as agents report it: writer, communicators and clock of each ring."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from megatronapp_common.topology import Coordinates, Topology
 COORDINATES = ("tp", "cp", "ep", "dp", "pp")
 MAX_WORLD = 65536
 NOWHERE = -1
-"""Worker of a rank of which nothing was heard."""
+"""Worker of a rank that has not reported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,16 +34,16 @@ class RankRing:
     """Real time minus the monotonic clock of the rank's node."""
     total_iterations: int | None = None
     record_cost_ns: float | None = None
-    """What a record costs the rank, as it measured when it began; None if it did not say."""
+    """Cost of a record for the rank, as it measured when it began; None if it did not report it."""
 
 
 def real_offset_ns(pairs: Sequence[Sequence[int]]) -> int:
-    """Real time minus monotonic time from (monotonic, real) pairs; the newest counts, 0 without any."""
+    """Return real time minus monotonic time of the newest of (monotonic, real) pairs; 0 without any."""
     return int(pairs[-1][1]) - int(pairs[-1][0]) if pairs else 0
 
 
 def _count(told: Any) -> int | None:  # noqa: ANN401 - JSON of another process
-    """A number of steps above 0; a job that only loads and ends has none."""
+    """Return a number of steps above 0; None for a job that only loads and ends."""
     return int(told) or None if told is not None else None
 
 
@@ -59,7 +59,7 @@ def _comms(table: Iterable[Mapping[str, Any]]) -> dict[int, Communicator]:
 
 
 def parse_ring(attempt: int, header: Mapping[str, Any]) -> RankRing:
-    """The ring that a RING frame describes. Raises ProtocolError if the header lacks or garbles a field."""
+    """Return the ring that a RING frame describes. Raises ProtocolError if the header lacks or garbles a field."""
     try:
         metadata = header["metadata"]
         ring = RankRing(
@@ -86,7 +86,7 @@ def parse_ring(attempt: int, header: Mapping[str, Any]) -> RankRing:
 
 
 def build_layout(rings: Mapping[int, RankRing], *, partial: bool = False) -> JobLayout | None:
-    """Layout of the job once every rank's ring is known; None before that. Raises LayoutError if they disagree.
+    """Return the layout of the job once every rank's ring is known; None before. Raises LayoutError if rings disagree.
 
     `partial`: also with rings missing. Where those ranks run is not known (worker -1, node ""); what they do follows
     from their number, in the usual order of ranks. None if the known ranks are in another order.
@@ -115,7 +115,7 @@ def build_layout(rings: Mapping[int, RankRing], *, partial: bool = False) -> Job
 
 
 def _usual_places(ring: RankRing) -> dict[int, Coordinates]:
-    """What each rank does in Megatron's default order; empty for sizes that do not make up the world."""
+    """Return the coordinates of each rank in Megatron's default order; empty if the sizes do not make up the world."""
     sizes = {name: ring.layout.get(name, 1) for name in ("tensor", "context", "expert", "data", "pipeline")}
     try:
         topology = Topology(**sizes)
@@ -125,7 +125,7 @@ def _usual_places(ring: RankRing) -> dict[int, Coordinates]:
 
 
 def p2p_peer(comm: Communicator | None, rank: int) -> int | None:
-    """The other end of a directed pair, seen from `rank`; None for anything else."""
+    """Return the other end of a directed pair, seen from `rank`; None for any other communicator."""
     if comm is None or comm.kind != "p2p" or len(comm.members) != 2:
         return None
     source, destination = comm.members

@@ -1,13 +1,13 @@
-"""Traces on disk, so that a hub that was killed comes back with them and `trace export` works after the job.
+"""Traces on disk, so that a hub that was killed has them when it restarts and `trace export` works after the job.
 
-    <directory>/attempt-<n>/rings.frames            RING frames, the newest of a ring counts
+    <directory>/attempt-<n>/rings.frames            RING frames, the newest of a ring is used
                             digests.frames          one DIGEST frame per finished step
                             curves.frames           CURVE frames: points of the curves
-                            records-<seq>.frames    RECORDS frames as they came, in segments
+                            records-<seq>.frames    RECORDS frames as they were received, in segments
 
-Every file is a run of wire frames; a frame that was cut off at the end of a file is left out when reading. Each append
-is one write() to a file opened with O_APPEND, so what a killed hub has written is whole. The record segments of all
-attempts together stay under a budget: the oldest segment is deleted.
+Every file is a run of wire frames; an incomplete frame at the end of a file is skipped when reading. Each append is one
+write() to a file opened with O_APPEND, so what a killed hub has written is whole. The record segments of all attempts
+together stay under a budget: the oldest segment is deleted.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ class SpoolFrame(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SpoolLimits:
-    """How much disk the hub takes."""
+    """Limits of the disk space that the hub uses."""
 
     segment_bytes: int = 16 << 20
     total_bytes: int = 512 << 20
-    """Record segments of all attempts; digests and curves come on top, some 100 bytes per step and rank."""
+    """Bytes of record segments of all attempts; digests and curves are extra, some 100 bytes per step and rank."""
 
 
 def read_frames(path: pathlib.Path) -> Iterator[frames.Frame]:
-    """Whole frames of a file; nothing if it is missing. Stops at a frame that was cut off or garbled."""
+    """Yield the whole frames of a file; none if it is missing. Stops at an incomplete or garbled frame."""
     try:
         data = memoryview(path.read_bytes())
     except FileNotFoundError:
@@ -61,7 +61,7 @@ def read_frames(path: pathlib.Path) -> Iterator[frames.Frame]:
 
 
 class JsonFile:
-    """A JSON document on disk, always whole. It may get old while the disk is full, which is told once."""
+    """A JSON document on disk, always whole. While the disk is full it may become old, which is logged once."""
 
     def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
         self._path = path
@@ -69,7 +69,7 @@ class JsonFile:
         self._failed = False
 
     def read(self) -> Any:  # noqa: ANN401 (JSON has no narrower type)
-        """The document, or None if there is none."""
+        """Return the document, or None if it is missing."""
         if self._path is None:
             return None
         try:
@@ -100,23 +100,23 @@ class SpoolReader:
         self._directory = directory
 
     def attempts(self) -> list[int]:
-        """Attempts that left traces, ascending."""
+        """Return the attempts that left traces, ascending."""
         return sorted(int(path.name.removeprefix("attempt-")) for path in self._directory.glob("attempt-*"))
 
     def rings(self, attempt: int) -> Iterator[frames.Frame]:
-        """RING frames."""
+        """Yield the RING frames of an attempt."""
         return read_frames(self._folder(attempt) / "rings.frames")
 
     def digests(self, attempt: int) -> Iterator[frames.Frame]:
-        """DIGEST frames."""
+        """Yield the DIGEST frames of an attempt."""
         return read_frames(self._folder(attempt) / "digests.frames")
 
     def curves(self, attempt: int) -> Iterator[frames.Frame]:
-        """CURVE frames."""
+        """Yield the CURVE frames of an attempt."""
         return read_frames(self._folder(attempt) / "curves.frames")
 
     def segments(self, attempt: int) -> list[pathlib.Path]:
-        """Files with records, oldest first."""
+        """Return the files with records, oldest first."""
         return sorted(self._folder(attempt).glob("records-*.frames"))
 
     def _folder(self, attempt: int) -> pathlib.Path:
@@ -124,7 +124,7 @@ class SpoolReader:
 
 
 class SpoolWriter:
-    """Appends to the stored traces. When the disk is full it stops writing, says so once and counts."""
+    """Writer of stored traces. When the disk is full it stops writing, logs that once and counts."""
 
     def __init__(self, directory: pathlib.Path, limits: SpoolLimits) -> None:
         self._directory = directory
@@ -135,19 +135,19 @@ class SpoolWriter:
         self._closed_segments = self._existing_segments()
 
     def append_ring(self, attempt: int, frame: bytes) -> None:
-        """Keep a RING frame."""
+        """Append a RING frame."""
         self._append(self._folder(attempt) / "rings.frames", frame)
 
     def append_digest(self, attempt: int, frame: bytes) -> None:
-        """Keep a DIGEST frame."""
+        """Append a DIGEST frame."""
         self._append(self._folder(attempt) / "digests.frames", frame)
 
     def append_curve(self, attempt: int, frame: bytes) -> None:
-        """Keep a CURVE frame."""
+        """Append a CURVE frame."""
         self._append(self._folder(attempt) / "curves.frames", frame)
 
     def append_records(self, attempt: int, frame: bytes) -> None:
-        """Keep a RECORDS frame; begins a new segment, and deletes the oldest, as the limits ask."""
+        """Append a RECORDS frame; begins a new segment, and deletes the oldest, as the limits require."""
         path, size = self._segment.get(attempt) or (self._next_segment(attempt), 0)
         if size and size + len(frame) > self._limits.segment_bytes:
             self._close_segment(path, size)
@@ -156,7 +156,7 @@ class SpoolWriter:
         self._segment[attempt] = (path, size + len(frame))
 
     def close(self) -> None:
-        """Close all files."""
+        """Close the files of all attempts."""
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()

@@ -12,7 +12,7 @@ from megatronapp_common.frames import Frame
 
 
 class SpooledIngest:
-    """Adds frames to memory and to the spool. Nothing is written without a folder, nor if it is not `writable`."""
+    """Ingest in memory and in the spool. Without a folder, or if it is not `writable`, nothing is written."""
 
     def __init__(
         self, ingest: TraceIngest, directory: pathlib.Path | None, limits: SpoolLimits, *, writable: bool = True
@@ -55,13 +55,13 @@ class SpooledIngest:
         return result
 
     def end_attempt(self, attempt: int) -> list[StoredStep]:
-        """Finish what is left of an attempt, as incomplete steps."""
+        """Finish the unfinished steps of an attempt, as incomplete ones."""
         finished = self._ingest.end_attempt(attempt)
         self._append_digests(finished)
         return finished
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of the spool."""
         if self._writer:
             self._writer.close()
 

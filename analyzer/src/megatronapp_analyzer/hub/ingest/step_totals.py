@@ -1,4 +1,4 @@
-"""Sums over whole steps for Prometheus: cost of tracing, uneven data, who makes others wait. Pure NumPy."""
+"""Sums over whole steps for Prometheus: cost of tracing, uneven data, ranks that make others wait. Pure NumPy."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -13,11 +13,11 @@ from megatronapp_analyzer.model import RankRecords
 from megatronapp_common.trace import RecordKind
 
 LEAST_PASSES = 32
-"""Forward and backward pairs below which a correlation says nothing."""
+"""Number of forward and backward pairs below which a correlation has no meaning."""
 
 
 def overhead_ratio(steps: Iterable[StoredStep], cost_ns: Mapping[int, float]) -> float | None:
-    """Cost of the records over the length of the step, median of the steps, of the rank where it is largest.
+    """Return the cost of records over the length of the step, median of the steps, of the rank where it is largest.
 
     `cost_ns` is what a record costs each rank, as it measured when it began. None without such a rank and a step.
     """
@@ -35,10 +35,10 @@ def _overhead(records: RankRecords, cost_ns: Mapping[int, float]) -> float | Non
 
 
 def skew_correlation(steps: Iterable[StoredStep], left_out: Collection[int]) -> float | None:
-    """Correlation of forward and backward times over the microbatches of each rank and step; None with too few.
+    """Return the correlation of forward and backward times over microbatches of each rank and step; None with too few.
 
-    Deviations count from the mean of the rank in the step, so that neither a slow rank nor a slow step makes one; ranks
-    that a verdict names are left out. Near 1 where some microbatches hold more work than others.
+    Deviations are from the mean of the rank in the step, so that neither a slow rank nor a slow step makes one; ranks
+    that a verdict names are omitted. Near 1 where some microbatches hold more work than others.
     """
     pairs = [_deviations(step.view.records, left_out) for step in steps]
     table = np.concatenate([np.empty((0, 2)), *pairs])
@@ -48,7 +48,7 @@ def skew_correlation(steps: Iterable[StoredStep], left_out: Collection[int]) -> 
 
 
 def _deviations(records: RankRecords, left_out: Collection[int]) -> NDArray[np.float64]:
-    """[n, 2] forward and backward seconds of one step less their rank's mean; ranks that lack a pass are left out."""
+    """Return [n, 2] forward and backward seconds of a step less their rank's mean, without ranks that lack a pass."""
     spans = records[is_kind(records, PASS_KINDS) & ~np.isin(records["rank"], list(left_out))]
     seconds = np.maximum(durations_ns(spans) - run_queue_ns(spans), 0) * 1e-9
     key = (spans["rank"].astype(np.int64) << 32) | (spans["chunk"].astype(np.int64) << 16) | spans["microbatch"]
@@ -64,7 +64,7 @@ def _deviations(records: RankRecords, left_out: Collection[int]) -> NDArray[np.f
 
 
 def imposed_s(step: StoredStep) -> dict[tuple[int, str], float]:
-    """Seconds that each rank made others wait in this step, by kind of communicator, on the clocks of the store."""
+    """Return how long each rank made others wait in this step, by kind of communicator, on the clocks of the store."""
     records = step.view.records.copy()
     starts = records["start_ns"].astype(np.int64) + step.offsets_ns[records["rank"]]
     records["start_ns"] = np.maximum(starts, 0).astype(np.uint64)

@@ -15,19 +15,19 @@ from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
 from megatronapp_analyzer.model import RankRecords, StepRecords
 
 StepKey = tuple[int, int]
-"""(attempt, step): step numbers repeat after a resume."""
+"""Key (attempt, step): step numbers repeat after a resume."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StoreLimits:
-    """How much the hub keeps in memory."""
+    """Limits of the memory that the hub uses."""
 
     full_steps: int = 2000
-    """Steps held with all their spans."""
+    """Number of steps held with all their spans."""
     full_bytes: int = 256 << 20
-    """Spans held at most; beats full_steps."""
+    """Bytes of spans held at most; takes precedence over full_steps."""
     digest_steps: int = 20_000
-    """Digests held; older ones are thinned out."""
+    """Number of digests held; older ones are thinned out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +41,12 @@ class StoredStep:
 
     @property
     def key(self) -> StepKey:
-        """(attempt, step)."""
+        """Return the key (attempt, step)."""
         return self.view.attempt, self.view.step
 
 
 class StepStore(Protocol):
-    """Finished steps of all attempts, wherever they are stored. Values handed out are never changed afterwards."""
+    """Finished steps of all attempts, in any storage. Values handed out are never changed afterwards."""
 
     @property
     def full_bytes(self) -> int: ...
@@ -122,12 +122,12 @@ class MemoryStepStore:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of spans held."""
+        """Return the bytes of spans held."""
         return self._full_bytes
 
     @property
     def full_steps(self) -> int:
-        """Steps held in full."""
+        """Return the number of steps held in full."""
         return len(self._full)
 
     def find(self, step: int | None, attempt: int | None) -> StoredStep | None:
@@ -151,5 +151,5 @@ class MemoryStepStore:
 
 
 def in_range(value: int, first: int | None, last: int | None) -> bool:
-    """Whether `value` lies in [first, last], where None is open."""
+    """Return true if `value` is in [first, last], where None is open."""
     return (first is None or value >= first) and (last is None or value <= last)

@@ -1,4 +1,4 @@
-"""A list that never grows past its capacity: when full it forgets every second item of its older half."""
+"""A list that never grows past its capacity: when full it drops every second item of its older half."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class ThinningList(Generic[T]):
-    """Append-only; the newest `capacity` / 2 items are always whole, the older the sparser."""
+    """List that is only appended to; the newest `capacity` / 2 items are always whole, the older the sparser."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -27,9 +27,9 @@ class ThinningList(Generic[T]):
         return iter(self._items)
 
     def newest(self) -> T | None:
-        """The last item."""
+        """Return the last item; None if the list is empty."""
         return self._items[-1] if self._items else None
 
     def tail(self, count: int) -> list[T]:
-        """The newest `count` items, oldest first."""
+        """Return the newest `count` items, oldest first."""
         return self._items[-count:] if count > 0 else []

@@ -1,1 +1,1 @@
-"""State of a job that the hub keeps beside its steps: ranks, faults and verdicts."""
+"""State of a job that the hub stores next to its steps: ranks, faults and verdicts."""

@@ -21,7 +21,7 @@ class AgentLink:
     """Shared memory of the worker, as its agent reported it last."""
 
     def command(self, page: Mapping[str, Any]) -> None:
-        """Send this control page next, instead of one that still waits."""
+        """Send this control document next, instead of one that still waits."""
         while not self.outbox.empty():
             self.outbox.get_nowait()
         self.outbox.put_nowait(page)

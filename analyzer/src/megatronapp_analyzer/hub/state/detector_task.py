@@ -1,4 +1,4 @@
-"""Runs the detector beside the event loop: finished steps in order, then liveness at every tick."""
+"""Detector in parallel with the event loop: finished steps in order, then liveness at every tick."""
 
 import asyncio
 import dataclasses
@@ -15,18 +15,18 @@ from megatronapp_analyzer.model import JobLayout, RankLiveness, StepRecords, Ver
 
 LOG = logging.getLogger(__name__)
 MAX_WAITING = 2000
-"""Steps that may wait for the detector; beyond, the oldest are judged by nobody and counted."""
+"""Number of steps that may wait for the detector; beyond it, the oldest are counted and not judged."""
 BATCH = 32
 
 
 class StepJudge(Protocol):
-    """What judges; `detect.engine.Detector` is the real one."""
+    """Judge of steps and liveness; `detect.engine.Detector` is the implementation."""
 
     def observe(self, step: StepRecords) -> list[Verdict]:
         """Judge one finished step."""
 
     def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
-        """Judge who does not get on."""
+        """Judge which ranks make no progress."""
 
 
 DetectorFactory = Callable[[JobLayout], StepJudge]
@@ -34,7 +34,7 @@ DetectorFactory = Callable[[JobLayout], StepJudge]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LivenessReport:
-    """Who was heard of lately; `now_ns` is real time."""
+    """Ranks that have reported lately; `now_ns` is real time."""
 
     layout: JobLayout
     now_ns: int
@@ -61,7 +61,7 @@ class DetectorTask:
         self._detector: StepJudge | None = None
         self._layout: JobLayout | None = None
         self.caught_up = False
-        """Whether the steps that were there at the start have been judged."""
+        """True once the steps that were there at the start have been judged."""
         self.skipped = 0
         self.failures = 0
         self.lag_s: float | None = None
@@ -71,7 +71,7 @@ class DetectorTask:
         """Seconds that each rank made others wait since the start, by kind of communicator."""
 
     def add(self, layout: JobLayout, steps: Iterable[StoredStep]) -> None:
-        """Queue finished steps."""
+        """Queue finished steps for the detector."""
         self._waiting.extend((layout, step) for step in steps)
         while len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
@@ -80,7 +80,7 @@ class DetectorTask:
             self._wake.set()
 
     async def run(self, tick_s: float) -> None:
-        """Judge until cancelled. What was queued before, on a restart, tells which old verdicts still hold."""
+        """Judge until cancelled. After a restart, the steps queued before show which old verdicts still hold."""
         while self._waiting:
             await self.drain_batch()
         self._book.clear_unreported(self._real_time_s())
@@ -111,9 +111,9 @@ class DetectorTask:
         self.lag_s = max(0.0, self._real_time_s() - (newest.start_real_ns + newest.duration_ns) * 1e-9)
 
     def _judge(self, batch: Sequence[tuple[JobLayout, StoredStep]]) -> list[tuple[bool, list[Verdict]]]:
-        """Per step, whether a fresh detector judged it (what an older one said is over then) and its verdicts.
+        """Return for each step if a fresh detector judged it (verdicts of an older one are over then) and its verdicts.
 
-        A detector that fails is replaced; the hub must go on without it.
+        A detector that fails is replaced; the hub must continue without it.
         """
         found = []
         for layout, step in batch:
@@ -129,7 +129,7 @@ class DetectorTask:
         return found
 
     def _count_waits(self, step: StoredStep) -> None:
-        """What cannot be counted is left out: verdicts matter more."""
+        """Add the waits that a step's ranks impose; on an error the step is skipped, because verdicts matter more."""
         total = dict(self.imposed_s)
         try:
             found = step_totals.imposed_s(step) if len(step.view.records) else {}
@@ -142,7 +142,7 @@ class DetectorTask:
         self.imposed_s = total  # replaced at once: a scrape reads it from another thread
 
     def _prepare(self, layout: JobLayout) -> tuple[StepJudge, bool]:
-        """The detector for `layout`, and whether it replaces one that has judged."""
+        """Return the detector for `layout`, and whether it replaces one that has judged."""
         if self._detector is not None and layout == self._layout:
             return self._detector, False
         replaces = self._layout is not None

@@ -1,4 +1,4 @@
-"""Faults that were given to the ranks, with a version that grows with every change and survives a restart."""
+"""Faults that were sent to the ranks, with a version that grows with every change and survives a restart."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ from megatronapp_analyzer.web.models import ApiModel
 from megatronapp_common.pages import PAGE_ROOM
 
 MAX_ENDED = 100
-"""Faults that are over and still shown."""
+"""Number of faults that are over and still shown."""
 
 
 FaultKind = Literal["compute", "host", "link"]
@@ -43,10 +43,10 @@ class Fault(FaultRequest):
 
 
 class FaultStore:
-    """The list behind every worker's control page. `on_change` is called after each change.
+    """Faults in every worker's control document. `on_change` is called after each change.
 
-    Faults of the manifest are shown, but never stand on the page: the ranks have them already. Nor do those whose
-    steps are over, because the page is small.
+    Faults of the manifest are shown, but never written to the document: the ranks have them already. Nor are those
+    whose steps are over, because the document is small.
     """
 
     def __init__(self, path: pathlib.Path | None, manifest: Iterable[Fault] = (), *, writable: bool = True) -> None:
@@ -60,21 +60,21 @@ class FaultStore:
         self.on_change: Callable[[], None] = lambda: None
 
     def current(self) -> list[Fault]:
-        """Faults of the manifest, and those that were given and not taken back."""
+        """Return the faults of the manifest, and those that were added and not removed."""
         return [*self._manifest, *self._ended.values(), *self._faults.values()]
 
     def is_of_manifest(self, fault_id: str) -> bool:
-        """Whether a fault stands in the manifest and so cannot be ended here."""
+        """Return true if a fault is in the manifest and so cannot be ended here."""
         return any(fault.id == fault_id for fault in self._manifest)
 
     def control_page(self) -> dict[str, Any]:
-        """What agents write to the control page; also the header of a COMMAND frame."""
+        """Return what agents write to the control document; also the header of a COMMAND frame."""
         return {"version": self.version, "faults": [fault.model_dump() for fault in self._faults.values()]}
 
     def add(self, request: FaultRequest, *, newest_step: int | None = None) -> Fault | None:
-        """Take a fault and give it an id; None if the page is full.
+        """Take a fault and give it an id; None if the document is full.
 
-        Faults that ended by `newest_step`, the newest finished one, make room.
+        Faults that ended by `newest_step`, the newest finished one, are retired to free space.
         """
         self._retire(newest_step)
         fault = Fault(id=f"fault-{self.version + 1}", **request.model_dump())
@@ -86,7 +86,7 @@ class FaultStore:
         return fault
 
     def remove(self, fault_id: str) -> bool:
-        """End a fault; False if there is none of that id."""
+        """End a fault; False if no fault has that id."""
         if self._faults.pop(fault_id, None) is None and self._ended.pop(fault_id, None) is None:
             return False
         self._changed()

@@ -13,7 +13,7 @@ def _finite_or_none(value: object) -> object:
 
 
 FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
-"""JSON has no NaN and no Inf, which a loss may well become: they are null."""
+"""Number for JSON, which has no NaN and no Inf, as a loss may well become: they are null."""
 
 
 class Progress(ApiModel):

@@ -30,7 +30,7 @@ class RankMonitor:
             self.progress = Progress.model_validate(status.progress)
 
     def states(self) -> dict[int, ranks.RankState]:
-        """State of every rank of the newest attempt."""
+        """Return the state of every rank of the newest attempt."""
         newest = self._ingest.newest
         if self._ended:
             return dict.fromkeys(sorted(newest.rings if newest else ()), ranks.RankState.ENDED)
@@ -43,7 +43,7 @@ class RankMonitor:
         }
 
     def live(self) -> set[int]:
-        """Ranks that have not ended."""
+        """Return the ranks that have not ended."""
         return {rank for rank, state in self.states().items() if state != ranks.RankState.ENDED}
 
     def liveness(self) -> LivenessReport | None:

@@ -1,8 +1,8 @@
 """State of every rank: training, silent, hung or ended. Pure: the caller gives the time.
 
-silent: nothing was heard of the rank's agent for STATUS_TIMEOUT_S, or the rank itself has made no progress for much
-longer than its steps last. Which of several silent ranks holds up the others is for the detector to say; the rank that
-it names is `hung`.
+silent: the rank's agent has not reported for STATUS_TIMEOUT_S, or the rank itself has made no progress for much longer
+than its steps last. Which of several silent ranks holds up the others is for the detector to decide; the rank that it
+names is `hung`.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 
 STATUS_TIMEOUT_S = 5.0
 SILENT_STEPS = 8.0
-"""Usual step times without progress after which a rank counts as silent."""
+"""Number of usual step times without progress after which a rank is silent."""
 SILENT_MIN_S = 3.0
 SILENT_FIRST_S = 120.0
 """The same before the first step is finished: start-up and compilation take long."""
 NS = 1_000_000_000
 PAUSES = {"evaluating": RecordKind.EVALUATE, "saving": RecordKind.CHECKPOINT}
-"""States of the progress page in which ranks are quiet for long."""
+"""States of the progress document in which ranks are quiet for long."""
 
 
 class RankState(enum.StrEnum):
-    """What a rank does, as far as the hub knows."""
+    """Activity of a rank, as far as the hub knows."""
 
     TRAINING = "training"
     SILENT = "silent"
@@ -45,12 +45,12 @@ class RankStatus:
 
     @property
     def ended(self) -> bool:
-        """Whether its ring was closed or its process is gone."""
+        """Return true if its ring was closed or its process has ended."""
         return self.liveness.closed or not self.liveness.alive
 
     @property
     def open_span_age_s(self) -> float:
-        """Seconds from the open span's begin to the status; 0 without one."""
+        """Return seconds from the open span's begin to the status; 0 without one."""
         span = self.liveness.open_span
         return max(0, self.liveness.now_ns - span.start_ns) / NS if span else 0.0
 
@@ -68,7 +68,7 @@ def _open_span(entry: Mapping[str, Any] | None) -> CurrentSpan | None:
 
 
 def parse_status(entry: Mapping[str, Any], received_ns: int, attempt: int | None = None) -> RankStatus:
-    """One entry of a STATUS frame's `rings`. Raises ProtocolError if a field is missing or garbled."""
+    """Return one entry of a STATUS frame's `rings`. Raises ProtocolError if a field is missing or garbled."""
     try:
         liveness = RankLiveness(
             rank=int(entry["rank"]),
@@ -87,16 +87,16 @@ def parse_status(entry: Mapping[str, Any], received_ns: int, attempt: int | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AgentStatus:
-    """What a STATUS frame says."""
+    """Content of a STATUS frame."""
 
     ranks: list[RankStatus]
     progress: Mapping[str, Any] | None
     shared_memory: SharedMemorySpace | None
-    """Shared memory of the worker; None: the agent does not report it."""
+    """Shared memory of the worker; None if the agent does not report it."""
 
 
 def parse_agent_status(header: Mapping[str, Any], received_ns: int, attempt: int | None = None) -> AgentStatus:
-    """A STATUS frame; the worker's own ring says nothing of ranks. Raises ProtocolError."""
+    """Parse a STATUS frame; the worker's own ring contains nothing about ranks. Raises ProtocolError."""
     rings, progress = header.get("rings"), header.get("progress")
     if not isinstance(rings, list) or not all(isinstance(entry, dict) and "rank" in entry for entry in rings):
         raise ProtocolError("bad-status", "STATUS frame: rings is not a list of maps with a rank")
@@ -112,7 +112,7 @@ def parse_agent_status(header: Mapping[str, Any], received_ns: int, attempt: int
 
 
 def kind_name(kind: int) -> str:
-    """Lower-case name of a kind; its number if a newer release wrote it."""
+    """Return the lower-case name of a kind; its number if a newer release wrote it."""
     try:
         return RecordKind(kind).name.lower()
     except ValueError:
@@ -120,14 +120,14 @@ def kind_name(kind: int) -> str:
 
 
 def silent_after_s(usual_step_s: float | None) -> float:
-    """Seconds without progress after which a rank is silent."""
+    """Return seconds without progress after which a rank is silent."""
     return max(SILENT_MIN_S, SILENT_STEPS * usual_step_s) if usual_step_s else SILENT_FIRST_S
 
 
 def rank_state(
     status: RankStatus | None, *, now_ns: int, usual_step_s: float | None, hung: Collection[int]
 ) -> RankState:
-    """State of one rank at `now_ns` of the hub's monotonic clock."""
+    """Return the state of one rank at `now_ns` of the hub's monotonic clock."""
     if status is None:
         return RankState.SILENT
     if status.ended:
@@ -142,7 +142,7 @@ def rank_state(
 
 
 def in_pause(heard: Iterable[RankLiveness], state: str | None) -> list[RankLiveness]:
-    """The same ranks; those without an open span are inside what the progress page says that the job does.
+    """Return the ranks; those without an open span get one of what the job does according to the progress document.
 
     Evaluation and checkpoints take long without a record, and their spans may enclose others or be shown by none.
     """
@@ -160,7 +160,7 @@ def in_pause(heard: Iterable[RankLiveness], state: str | None) -> list[RankLiven
 
 
 def fresh(statuses: Mapping[int, RankStatus], now_ns: int) -> list[RankLiveness]:
-    """What the detector may judge: ranks whose agent was heard of lately."""
+    """Return what the detector may judge: ranks whose agent has reported lately."""
     return [
         status.liveness
         for _, status in sorted(statuses.items())

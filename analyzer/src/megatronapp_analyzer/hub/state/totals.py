@@ -19,7 +19,7 @@ class HubTotals:
     step_seconds: float = 0.0
     buckets: list[int] = dataclasses.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     phases: dict[tuple[int, int], tuple[float, int]] = dataclasses.field(default_factory=dict)
-    """(worker, kind) to seconds and spans."""
+    """Seconds and number of spans of each (worker, kind)."""
 
     def add_step(self, step: StoredStep, workers: dict[int, int]) -> None:
         """Count one finished step."""

@@ -9,16 +9,16 @@ from megatronapp_analyzer.model import Cause, Verdict, VerdictState
 
 ACTIVE = frozenset({VerdictState.SUSPECT, VerdictState.CONFIRMED, VerdictState.RECOVERING})
 MAX_VERDICTS = 1000
-"""Verdicts kept; the oldest cleared ones go first."""
+"""Number of verdicts kept; the oldest cleared ones are dropped first."""
 
 
 def sort_key(verdict: dict[str, Any]) -> tuple[float, int]:
-    """Time and step at which it began."""
+    """Return time and step at which it began."""
     return verdict["since"]["time"], verdict["since"]["step"]
 
 
 class VerdictStore:
-    """What the detector has said. `version` grows with every change."""
+    """Verdicts of the detector. `version` grows with every change."""
 
     def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
         self._file = JsonFile(path, writable=writable)
@@ -41,11 +41,11 @@ class VerdictStore:
         return changed
 
     def clear_unreported(self, now_s: float) -> None:
-        """After a restart: what the detector has not said again is over."""
+        """Clear what the detector has not reported again after a restart."""
         self._clear([verdict for id_, verdict in self._verdicts.items() if id_ not in self._live], now_s)
 
     def clear_all(self, now_s: float) -> None:
-        """The detector that said these is gone."""
+        """Clear all verdicts, because their detector was replaced."""
         self._clear(list(self._verdicts.values()), now_s)
         self._live.clear()
 
@@ -60,27 +60,27 @@ class VerdictStore:
             self._save()
 
     def all(self) -> list[dict[str, Any]]:
-        """Newest first, in the form of the contract."""
+        """Return all verdicts, newest first, in the form of the contract."""
         return sorted(self._verdicts.values(), key=sort_key, reverse=True)
 
     def active(self) -> list[Verdict]:
-        """Those that are not cleared."""
+        """Return verdicts that are not cleared."""
         return [verdict for verdict in self._live.values() if verdict.state in ACTIVE]
 
     def confirmed(self) -> list[Verdict]:
-        """Those that hold now."""
+        """Return verdicts that hold now."""
         return [verdict for verdict in self.active() if verdict.state == VerdictState.CONFIRMED]
 
     def standing(self) -> list[Verdict]:
-        """Those that were told and are not cleared: confirmed, or recovering and perhaps soon confirmed again."""
+        """Return verdicts that were reported and are not cleared: confirmed, or recovering and perhaps not for good."""
         return [verdict for verdict in self.active() if verdict.state != VerdictState.SUSPECT]
 
     def slowing(self) -> list[Verdict]:
-        """Those that make each step longer; a hang does not, it ends them."""
+        """Return verdicts that make each step longer; a hang does not, it ends them."""
         return [verdict for verdict in self.confirmed() if verdict.cause != Cause.HANG and verdict.seconds_per_step > 0]
 
     def hung_ranks(self) -> list[int]:
-        """Ranks that a confirmed verdict names as hung."""
+        """Return the ranks that a confirmed verdict names as hung."""
         return sorted(
             {rank for verdict in self.confirmed() if verdict.cause == Cause.HANG for rank in verdict.subject.ranks}
         )
