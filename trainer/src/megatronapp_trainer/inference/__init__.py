@@ -1,5 +1,5 @@
 """Generation with megatron-core's GPT model: a cache of keys and values, batches that requests join and leave.
 
-Rank 0 holds the `Engine`; every other rank runs `Gang.follow`. A step of the engine is one `Plan`, which says all that
-the ranks need, so only rank 0 knows requests, and a follower knows nothing but its cache.
+Rank 0 holds the `Engine`; every other rank runs `WorkerGroup.follow`. A step of the engine is one `StepPlan`, which
+contains all that the ranks need, so only rank 0 knows requests, and a follower knows nothing but its cache.
 """

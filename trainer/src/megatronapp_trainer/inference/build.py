@@ -1,4 +1,4 @@
-"""From flags and a checkpoint to a rank of a gang that generates. All ranks call these together."""
+"""Construction of a rank that generates, from flags and a checkpoint. All ranks call these functions together."""
 
 import dataclasses
 import datetime
@@ -32,11 +32,11 @@ _TRAINING_ALONE = (
     *("--train-iters", "1", "--lr", "1", "--eval-iters", "0"),
     *("--micro-batch-size", "1", "--global-batch-size", "1"),
 )
-"""What the parser wants to hear and generation does not use."""
+"""Flags that the parser requires and generation does not use."""
 
 
 def generation_config(config: TrainerConfig) -> TrainerConfig:
-    """The configuration without what concerns training alone: sequence parallelism, model chunks, recomputation."""
+    """Return the configuration without the settings of training alone: sequence parallelism, chunks, recomputation."""
     parallel = dataclasses.replace(
         config.parallel,
         sequence_parallel=False,
@@ -54,10 +54,10 @@ def generation_config(config: TrainerConfig) -> TrainerConfig:
 
 
 def checkpoint_config(directory: pathlib.Path, flags: Sequence[str] = (), *, bf16: bool | None = None) -> TrainerConfig:
-    """The configuration to generate with the model of a directory's newest whole checkpoint. Reads files only.
+    """Return the configuration to generate with the model of a directory's newest whole checkpoint. Reads files only.
 
-    `flags` say the rest, as for training: sizes of the groups, `--distributed-backend`. `bf16`: None takes what the
-    checkpoint was trained in.
+    `flags` give the rest, as for training: sizes of the groups, `--distributed-backend`. `bf16`: None uses the type
+    that the checkpoint was trained in.
 
     Raises:
         CheckpointError: the directory holds no whole checkpoint.
@@ -71,7 +71,7 @@ def checkpoint_config(directory: pathlib.Path, flags: Sequence[str] = (), *, bf1
 
 
 def generation_layout(config: TrainerConfig) -> Layout:
-    """This rank's place. Raises UsageError unless the ranks are exactly one replica of the model."""
+    """Return this rank's layout. Raises UsageError unless the ranks are exactly one replica of the model."""
     tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     layout = layout_from_environment(tensor_size=tensor, pipeline_size=pipeline, virtual_size=1)
     if layout.data_size != 1:
@@ -83,19 +83,19 @@ def generation_layout(config: TrainerConfig) -> Layout:
 
 
 def build_model(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True) -> Any:  # noqa: ANN401 - GPTModel
-    """This stage's GPTModel in evaluation mode and without gradients, with initial weights (`drawn`) or any."""
+    """Return this stage's GPTModel in evaluation mode, without gradients, with initial weights (`drawn`) or any."""
     config = generation_config(config)
-    # On a GPU megatron-core draws weights from states of its own, which have to be there though ours replace them.
+    # On a GPU megatron-core draws weights from separate states, which have to exist though ours replace them.
     seed_everything(config, layout)
     model = model_family(config).build_stage(config, layout, device, vocab_size=vocab_size, drawn=drawn)
     return model.eval().requires_grad_(False)
 
 
 def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> pathlib.Path:  # noqa: ANN401
-    """Fill the model from the newest whole checkpoint, whatever layout it was written in; where that lies. Collective.
+    """Fill the model from the newest whole checkpoint, written in any layout; return its path. Collective.
 
     Raises:
-        CheckpointError: there is none, or it is of another model.
+        CheckpointError: no checkpoint is whole, or it is of another model.
     """
     found = broadcast_from_zero(lambda: _inspected(directory))
     for index, one in enumerate(found):
@@ -123,7 +123,7 @@ class _InspectedCheckpoint:
 
 
 def _inspected(directory: pathlib.Path) -> list[_InspectedCheckpoint]:
-    """The directory's checkpoints, newest first."""
+    """Return the directory's checkpoints, newest first."""
     found = []
     for path in CheckpointDirectory(directory).checkpoints():
         try:

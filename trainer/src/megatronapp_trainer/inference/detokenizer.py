@@ -1,4 +1,4 @@
-"""Text out of tokens as they come: whole characters only, and never the beginning of a stop text."""
+"""Text from a stream of tokens: whole characters only, and never the beginning of a stop text."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,33 +6,33 @@ Decode = Callable[[Sequence[int]], str]
 """Text of some tokens, special ones included."""
 
 _INCOMPLETE = "\ufffd"
-"""What a decoder writes for bytes that are no character; at the end of a text, for one that is not whole yet."""
+"""Character that a decoder writes for invalid bytes; at the end of a text, for a character that is not whole yet."""
 _MOST_HELD = 64
-"""Tokens that may end in no whole character one after the other. More of them are no text at all."""
+"""Number of tokens in a row that may end in no whole character. More of them are not text."""
 
 
 class TextStream:
-    """Feed tokens, get text. `matched` is the stop text that was found; after that nothing more comes."""
+    """Text of the tokens that are fed. `matched` is the stop text that was found; after it no text is returned."""
 
     def __init__(self, decode: Decode, stops: tuple[str, ...] = ()) -> None:
         self._decode = decode
         self._stops = stops
         self._window: list[int] = []
         self._context = 0
-        """Tokens at the window's beginning whose text is all told: that of the others depends on them."""
+        """Number of tokens at the window's beginning whose text is all returned: that of the others depends on them."""
         self._told = 0
-        """Characters of the window's text that are told."""
+        """Number of characters of the window's text that are returned."""
         self._held = ""
         self.matched: str | None = None
 
     def feed(self, token: int) -> str:
-        """The text that has become certain with this token."""
+        """Return the text that has become certain with this token."""
         self._window.append(token)
         self._held += self._complete_characters()
         return self._release()
 
     def finish(self) -> str:
-        """What was held back, where no stop text came."""
+        """Return the text that was held back, if no stop text was found."""
         if self.matched is not None:
             return ""
         held, self._held = self._held + self._decode(self._window)[self._told :], ""
@@ -40,7 +40,7 @@ class TextStream:
         return held
 
     def _complete_characters(self) -> str:
-        """Text of the window that is not told yet, but for a character at its end that is not whole."""
+        """Return text of the window that is not returned yet, but for a character at its end that is not whole."""
         whole = self._decode(self._window)
         incomplete = whole.endswith(_INCOMPLETE) and len(self._window) - self._context < _MOST_HELD
         certain = whole[:-1] if incomplete else whole
@@ -64,6 +64,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest end of `text` that `stop` begins with."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

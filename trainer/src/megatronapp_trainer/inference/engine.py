@@ -1,4 +1,4 @@
-"""The engine of rank 0: requests in, events out, one step at a time.
+"""Engine of rank 0: requests in, events out, one step at a time.
 
     engine = Engine(gang, decode=tokenizer.detokenize, end_tokens={tokenizer.eod})
     engine.submit(GenerationRequest(id="a", prompt=(1, 2, 3), max_new_tokens=20))
@@ -28,7 +28,7 @@ from megatronapp_trainer.parallel.agreement import is_peer_lost_error
 
 
 class Engine:
-    """Generates for many requests at a time; they join and leave at the borders of steps."""
+    """Generator of tokens for many requests at a time; they join and leave at step boundaries."""
 
     def __init__(
         self,
@@ -40,10 +40,11 @@ class Engine:
         most_waiting: int = 64,
         admitted: Callable[[str], None] | None = None,
     ) -> None:
-        """`decode` gives the text of tokens, for events and stop texts; `decode_plain` that without special tokens, for
-        requests with `skip_special`; `end_tokens` end a document.
+        """Create the engine of a gang.
 
-        `admitted` hears the id of each request that waits no more, in the thread of `step`.
+        `decode` gives the text of tokens, for events and stop texts; `decode_plain` that without special tokens, for
+        requests with `skip_special`; `end_tokens` end a document. `admitted` receives the id of each request that no
+        longer waits, in the thread of `step`.
         """
         self._gang = gang
         self._decode = decode
@@ -57,10 +58,10 @@ class Engine:
         self._cancelled: set[str] = set()
         self._commands: list[tuple[str, Any]] = []
         self.failure: EngineLostError | None = None
-        """Set once a rank was lost or failed: the process should end, so that the gang is started again."""
+        """Error that a rank was lost or failed: the process should end, so that the gang is started again."""
 
     def submit(self, *requests: GenerationRequest) -> None:
-        """Take all of these requests or none; their events come out of `step`. Requests of a group come together.
+        """Take all of these requests or none; `step` returns their events. Requests of a group are submitted together.
 
         Raises:
             RequestError: one cannot be served by this engine.
@@ -82,28 +83,28 @@ class Engine:
             self._work.notify_all()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at the next step, which gives its FinishedEvent. False where no such request is open."""
+        """End a request at the next step, which gives its FinishedEvent. Returns false if no such request is open."""
         with self._lock:
             if request_id not in self._board.open_ids():
                 return False
             self._cancelled.add(request_id)
             return True
 
-    def command(self, topic: str, payload: Any = None) -> None:  # noqa: ANN401 - whatever the handlers take
+    def command(self, topic: str, payload: Any = None) -> None:  # noqa: ANN401 - payload of the handlers
         """Let all ranks handle a command (`WorkerGroup.handle`) before the next step."""
         with self._lock:
             self._commands.append((topic, payload))
             self._work.notify_all()
 
     def queue_position(self, request_id: str) -> int | None:
-        """How many wait before this request; None where it does not wait (any more)."""
+        """Return how many wait before this request; None if it does not wait (any more)."""
         with self._lock:
             ids = [request.id for request in self._board.waiting]
             return ids.index(request_id) if request_id in ids else None
 
     @property
     def is_busy(self) -> bool:
-        """Some request is open."""
+        """Return true if some request is open."""
         with self._lock:
             return bool(self._board.waiting or self._board.running)
 
@@ -119,7 +120,7 @@ class Engine:
                 self._gang.execute(StepPlan(segments=segments, outputs=(OutputRequest(row=0),), decode=is_decode))
 
     def wait_for_work(self, timeout_s: float) -> bool:
-        """Sleep until something is open or commanded, at most so long; whether it is. Keep below 30 s between steps."""
+        """Sleep until a request or command is there, at most `timeout_s` (below 30 s between steps); true if one is."""
         with self._lock:
             if self._has_work():
                 return True
@@ -127,16 +128,16 @@ class Engine:
             return self._work.wait_for(self._has_work, timeout_s)
 
     def defer(self, work: Callable[[], None]) -> None:
-        """In the thread of `step`: do this when no device waits for it any more; before long."""
+        """Run `work` soon in the thread of `step`, when no device waits for that thread."""
         self._gang.idle_window.defer(work)
 
     def _has_work(self) -> bool:
         return bool(self._board.waiting or self._board.running or self._commands)
 
     def step(self) -> list[Event]:
-        """Do one step and tell what came of it. Without open requests it returns at once; call it every 30 s or so.
+        """Run one step and return its events. Without open requests it returns at once; call it every 30 s or so.
 
-        Where a rank is lost or fails, each open request ends with an EngineLostError and `failure` is set.
+        If a rank is lost or fails, each open request ends with an EngineLostError and `failure` is set.
 
         Raises:
             EngineLostError: the engine had failed before.
@@ -152,12 +153,12 @@ class Engine:
                 self._gang.send_heartbeat()
             else:
                 events += self._observe(planned, self._gang.execute(planned.plan))
-        except Exception as error:  # whatever it is, those who wait for their tokens must hear of it
+        except Exception as error:  # any error must reach the clients that wait for their tokens
             events += self._fail(error)
         return events
 
     def close(self) -> None:
-        """Let the other ranks return. What is open gets no more events."""
+        """Let the other ranks return. Open requests get no more events."""
         if self.failure is None:
             self._gang.close()
 
@@ -187,7 +188,7 @@ class Engine:
                     self._admitted(one.request.id)
 
     def _observe(self, planned: ScheduledStep, readings: tuple[SampledOutput, ...]) -> list[Event]:
-        """Bring the sequences up to date with a step that has been done."""
+        """Bring the sequences up to date with a step that has been computed."""
         slots = {segment.slot: segment for segment in planned.plan.segments}
         for sequence in self._board.running:
             if sequence.slot in slots:
@@ -243,7 +244,7 @@ class Engine:
         )
 
     def _fail(self, error: Exception) -> list[Event]:
-        """End everything that is open."""
+        """End all open requests."""
         what = "a rank of the gang was lost" if is_peer_lost_error(error) else f"a step failed ({type(error).__name__})"
         failure = EngineLostError(f"{what}: {error}; the gang must be started again")
         failure.__cause__ = error

@@ -26,7 +26,7 @@ class RequestError(GenerationError):
 
 
 class QueueFullError(GenerationError):
-    """As many requests wait as may."""
+    """Refusal of a request because as many wait as may."""
 
 
 class CacheTooLargeError(GenerationError):
@@ -36,6 +36,6 @@ class CacheTooLargeError(GenerationError):
 
 
 class EngineLostError(GenerationError):
-    """A rank died or failed. Open requests have ended, and the gang must be started again."""
+    """Loss or failure of a rank. Open requests have ended, and the gang must be started again."""
 
     exit_code = ExitCode.PEER_LOST

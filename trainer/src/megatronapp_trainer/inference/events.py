@@ -14,32 +14,32 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PromptEvent:
-    """A position of the prompt was read; only where `prompt_logprobs` or `logits` asked for it."""
+    """Event of a prompt position that was read; only if `prompt_logprobs` or `logits` requested it."""
 
     request_id: str
     index: int
     """Position in the prompt whose logits these are."""
     target: int | None
-    """The token of the prompt that follows; None at its last position."""
+    """Token of the prompt that follows; None at its last position."""
     logprob: float | None
     """Log-probability of `target`."""
     candidates: tuple[TokenCandidate, ...]
     logits: torch.Tensor | None
-    """fp32 [vocabulary] on the CPU, where asked for."""
+    """Logits, fp32 [vocabulary] on the CPU, if requested."""
     measures: PendingStatistics | None = None
     """Statistics of the distribution, if requested."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenEvent:
-    """A token was generated."""
+    """Event of a generated token."""
 
     request_id: str
     index: int
-    """0 for the first generated one."""
+    """Number of the generated token, from 0."""
     token: int
     logprob: float
-    """Under the model (temperature 1, nothing filtered)."""
+    """Log-probability under the model (temperature 1, nothing filtered)."""
     candidates: tuple[TokenCandidate, ...]
     text: str | None
     """Text that is certain now: whole characters, without the beginning of a stop text. None without a tokenizer."""
@@ -56,7 +56,7 @@ class FinishedEvent:
     request_id: str
     reason: FinishReason
     matched: int | tuple[int, ...] | str | None = None
-    """With `stop`: the end-of-document token, the sequence of tokens, or the text."""
+    """Cause of `stop`: the end-of-document token, the sequence of tokens, or the text."""
     text: str | None = None
     """Text that was held back until now."""
     prompt_tokens: int

@@ -1,13 +1,14 @@
-"""Python's collector of cycles, kept away from what lives as long as the process does."""
+"""Exemption of objects that live as long as the process from Python's collector of cycles."""
 
 import gc
 
 
 def freeze_gc() -> None:
-    """The model is loaded and ready: what is in memory now stays, and no later collection goes through it.
+    """Exempt what is in memory now, once the model is loaded, from later collections.
 
-    One through all of torch and megatron-core took 264 ms on one core: as long as a hundred tokens of a small model.
+    A collection of all of torch and megatron-core took 264 ms on one core: as long as a hundred tokens of a small
+    model.
     """
-    gc.unfreeze()  # of an earlier engine
+    gc.unfreeze()  # release what an earlier engine froze
     gc.collect()
     gc.freeze()

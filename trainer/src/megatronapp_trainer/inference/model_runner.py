@@ -1,4 +1,4 @@
-"""The forward pass of one rank: its layers of the model, its part of the cache, and transfers to its neighbours.
+"""Forward pass of one rank: its layers of the model, its part of the cache, and transfers to its neighbours.
 
 Shapes: N tokens of the step, packed; B slots of a decode step; H here the hidden size; R outputs, V vocabulary.
 """
@@ -36,16 +36,16 @@ _LEAST_ATTENDED = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOptions:
-    """How a rank computes."""
+    """Settings of how a rank computes."""
 
     slots: int = 8
-    """Sequences at a time."""
+    """Number of sequences at a time."""
     capacity: int = 2048
-    """Tokens of a sequence, prompt and generated ones together."""
+    """Number of tokens of a sequence, prompt and generated ones together."""
     prefill_chunk: int = 512
-    """Tokens of prompts that one step reads at most, over all sequences."""
+    """Number of prompt tokens that one step reads at most, over all sequences."""
     decode_kernel: DecodeKernel = "auto"
-    """flash: torch's flash kernel (CUDA, fp16 or bf16); mask: any device; auto: flash where it runs."""
+    """Kernel flash: torch's flash kernel (CUDA, fp16 or bf16); mask: any device; auto: flash where it runs."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; without effect on a CPU."""
     fuse: bool = True
@@ -59,7 +59,7 @@ class RunnerOptions:
 
 
 def cache_shape(model: Any, options: RunnerOptions) -> KvCacheShape:  # noqa: ANN401 - GPTModel
-    """Size of this rank's cache. Raises UsageError where the model has fewer positions than a slot has tokens."""
+    """Return the size of this rank's cache. Raises UsageError if a slot has more tokens than the model positions."""
     learned = model.position_embedding_type == "learned_absolute"
     if learned and options.capacity > model.max_sequence_length:
         raise UsageError(
@@ -95,10 +95,11 @@ class ModelRunner:
         self.options = options
         self.layout = layout
         self.observer: ForwardObserver | None = None
-        """Called at the boundaries of each step; may be set between steps."""
+        """Observer that is called at the boundaries of each step; may be set between steps."""
         self.plan: StepPlan | None = None
-        """The last one that was begun. Forward hooks find here whose tokens they see: at prefill those of the segments
-        one after the other, at decode one per slot, those of idle slots included."""
+        """Plan that was begun last. Forward hooks find here whose tokens they see: at prefill those of the segments in
+        sequence, at decode one per slot, those of idle slots included.
+        """
         self._device = device
         self._shape = cache_shape(model, options)
         self._holder = CurrentStep()
@@ -121,7 +122,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> torch.Tensor | None:
         """Compute a plan together with the other ranks.
 
-        Logits [R, V] of its outputs on the last stage, of no meaning where it has none; None on other stages.
+        Returns logits [R, V] of its outputs on the last stage, without meaning if it has none; None on other stages.
         """
         self.plan = plan
         with torch.no_grad():
@@ -133,26 +134,26 @@ class ModelRunner:
 
     @property
     def uses_graphs(self) -> bool:
-        """True if decode steps are replayed as CUDA graphs."""
+        """Return true if decode steps are replayed as CUDA graphs."""
         return self._graphs.enabled
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a sequence, prompt and generated ones together."""
+        """Return the most tokens of a sequence, prompt and generated ones together."""
         return self.options.capacity
 
     @property
     def keys_LZTGD(self) -> torch.Tensor:
-        """Cached keys of this rank's layers, by slot, position, key head and channel."""
+        """Return the cached keys of this rank's layers, by slot, position, key head and channel."""
         return self.cache.keys_LZTGD
 
     @property
     def decode_sizes(self) -> list[int]:
-        """The numbers of slots that decode steps have."""
+        """Return the numbers of slots that decode steps have."""
         return sorted({_bucket(count, least=1, most=self.options.slots) for count in range(1, self.options.slots + 1)})
 
     def forget_graphs(self) -> None:
-        """Capture anew from the next step on; needed where forward hooks of the model have changed."""
+        """Capture graphs again from the next step on; needed after the forward hooks of the model have changed."""
         self._graphs.clear()
 
     def _prefill(self, plan: StepPlan) -> torch.Tensor:
@@ -168,14 +169,14 @@ class ModelRunner:
         return result
 
     def _decode(self, plan: StepPlan) -> torch.Tensor:
-        """All slots up to the last used one take part, so that shapes are few; what the idle ones compute is unused."""
+        """Decode all slots up to the last used one, so that shapes are few; results of idle slots are unused."""
         slots = _bucket(max(segment.slot for segment in plan.segments) + 1, least=1, most=self.options.slots)
         longest = max(segment.end for segment in plan.segments)
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
         self._fill_inputs(plan, slots)
-        # First the watcher: what looks at an earlier step on a stream of its own reads buffers that are written below.
+        # First the observer: its reading of an earlier step on a separate stream uses buffers that are written below.
         looks = self._begin(plan, self._inputs[slots])
-        # Two sets of buffers take turns where somebody looks: one is read beside the step that fills the other.
+        # Two sets of buffers alternate while a step is observed: one is read while the step fills the other.
         self._turn ^= looks is not None
         hidden = self._transfer.receive_decode(slots, None if looks is None else self._turn)
 
@@ -224,7 +225,7 @@ class ModelRunner:
         *,
         fused: bool = False,
     ) -> torch.Tensor:
-        """Through this stage's layers: hidden states [N, 1, H], or logits [R, V] on the last stage."""
+        """Run this stage's layers; return hidden states [N, 1, H], or logits [R, V] on the last stage."""
         tokens_N, positions_N, rows_N = inputs_3N.unbind()
         self._holder.step = AttentionStep(
             rows_N=rows_N,
@@ -275,12 +276,12 @@ class ModelRunner:
         )
 
     def _inputs_of(self, tokens: Sequence[int], places: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """int64 [3, N] on the host: tokens, positions, rows of the cache."""
+        """Return int64 [3, N] on the host: tokens, positions, rows of the cache."""
         rows = [slot * self._shape.rows_per_slot + position for slot, position in places]
         return torch.tensor([list(tokens), [position for _, position in places], rows])
 
     def _fill_inputs(self, plan: StepPlan, slots: int) -> None:
-        """Write the step into the buffer that the graph of this size reads. Idle slots store where nobody looks."""
+        """Write the step into the buffer that the graph of this size reads. Rows of idle slots are never read."""
         used = {segment.slot: segment for segment in plan.segments}
         tokens = [used[slot].tokens[0] if slot in used else 0 for slot in range(slots)]
         places = [(slot, used[slot].start if slot in used else self._shape.capacity) for slot in range(slots)]
@@ -292,7 +293,7 @@ class ModelRunner:
         self._inputs[slots].copy_(source, non_blocking=True)
 
     def _selected(self, rows: list[int], count: int) -> torch.Tensor | None:
-        """The rows on the device, or None where they are all rows in order."""
+        """Return the rows on the device, or None if they are all rows in order."""
         return None if rows == list(range(count)) else self._device.to_device(torch.tensor(rows, dtype=torch.int64))
 
 
@@ -301,12 +302,12 @@ def _angles(table_TD: torch.Tensor | None, positions_N: torch.Tensor) -> torch.T
 
 
 def _bucket(count: int, *, least: int, most: int) -> int:
-    """The smallest power of two that holds `count`, within bounds."""
+    """Return the smallest power of two that holds `count`, within bounds."""
     return min(max(1 << (count - 1).bit_length(), least), most)
 
 
 def _window(config: Any) -> int | None:  # noqa: ANN401 - TransformerConfig
-    """Tokens that a query sees before itself, where megatron-core's `window_size` says so."""
+    """Return the tokens that a query sees before itself, if megatron-core's `window_size` limits them."""
     window = getattr(config, "window_size", None)
     return None if window is None or window[0] < 0 else int(window[0])
 
@@ -327,7 +328,7 @@ def _fuse_swiglu(model: Any, *, fuse: bool) -> None:  # noqa: ANN401 - GPTModel
 
 
 def _rotary_tables(model: Any, shape: KvCacheShape) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # noqa: ANN401
-    """Cosines and sines [T, D] of all positions in the model's type, the first half of the sines negated."""
+    """Return cosines and sines [T, D] of all positions in the model's type, the first half of the sines negated."""
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is None:
         return None, None

@@ -1,6 +1,6 @@
-"""Small messages between the ranks of a gang at step borders, through gloo and the hosts' memory.
+"""Small messages between the ranks of a gang at step boundaries, through gloo and the hosts' memory.
 
-Each message is one transfer of a fixed size, and a second one where it is larger.
+Each message is one transfer of a fixed size, and a second one if it is larger.
 """
 
 import dataclasses
@@ -19,50 +19,50 @@ _HEADER = 8
 
 
 class ControlMessage(enum.Enum):
-    """Messages that carry nothing."""
+    """Messages that carry no content."""
 
     BEAT = "beat"
-    """Nothing to do; the gang lives."""
+    """Heartbeat: nothing to do, the gang lives."""
     CLOSE = "close"
-    """Rank 0 generates no more."""
+    """End of the generation by rank 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCommand:
-    """Something that all ranks do at the next step border, by what they have agreed to do for this topic."""
+    """Command that all ranks handle at the next step boundary, with their handler of this topic."""
 
     topic: str
     payload: Any
-    """Picklable."""
+    """Content that can be pickled."""
 
 
 class RankChannel:
-    """From rank 0 to all others, and back from the first rank of the last stage. Collective to make."""
+    """Channel from rank 0 to all others, and back from the first rank of the last stage. Collective to make."""
 
     def __init__(self, layout: Layout, *, timeout: datetime.timedelta) -> None:
         self.leader = layout.world_size - layout.tensor_size
-        """The rank that reads the logits."""
+        """Rank that reads the logits."""
         self._alone = layout.world_size == 1
         self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
 
     def broadcast(self, message: object) -> None:
-        """Rank 0: to every other rank."""
+        """Send a message from rank 0 to every other rank."""
         if self._alone:
             return
         for part in _packed(message):
             dist.broadcast(part, src=0, group=self._group)
 
-    def receive_broadcast(self) -> Any:  # noqa: ANN401 - whatever was told
-        """Other ranks: wait for a message of rank 0."""
+    def receive_broadcast(self) -> Any:  # noqa: ANN401 - the message of rank 0
+        """Wait for a message of rank 0, on other ranks."""
         return _unpacked(lambda part: dist.broadcast(part, src=0, group=self._group))
 
     def send_reply(self, message: object) -> None:
-        """The leader, where it is not rank 0: to rank 0."""
+        """Send a message from the leader to rank 0, if they differ."""
         for part in _packed(message):
             dist.send(part, dst=0, group=self._group)
 
-    def receive_reply(self) -> Any:  # noqa: ANN401 - whatever the leader answered
-        """Rank 0: wait for the leader."""
+    def receive_reply(self) -> Any:  # noqa: ANN401 - the message of the leader
+        """Wait for the leader, on rank 0."""
         return _unpacked(lambda part: dist.recv(part, src=self.leader, group=self._group))
 
 

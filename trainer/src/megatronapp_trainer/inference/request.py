@@ -1,4 +1,4 @@
-"""What a client asks for, and the checks that need no model."""
+"""Requests of clients, and the checks that need no model."""
 
 import dataclasses
 import math
@@ -13,43 +13,44 @@ _SEEDS = 2**64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One prompt and how to go on from it. Raises RequestError, which names the field, where a value cannot work."""
+    """A prompt and how to continue it. Raises RequestError, which names the field, if a value cannot work."""
 
     id: str
     prompt: tuple[int, ...]
     """Ids of tokens, at least one."""
     max_new_tokens: int = 16
-    """0 reads the prompt only, for `prompt_logprobs` or `logits`."""
+    """Number of tokens to generate; 0 reads the prompt only, for `prompt_logprobs` or `logits`."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """Temperature of the choice; 0 takes the likeliest token."""
     top_k: int = 0
     """Choose among this many of the likeliest tokens; 0: among all."""
     top_p: float = 1.0
     """Choose among the fewest likeliest tokens that have this probability together, after `top_k`."""
     seed: int = 0
-    """The same request with the same seed gives the same tokens, in whatever batch and layout it runs."""
+    """Seed of the choice: the same request gives the same tokens with it, in any batch and layout."""
     stop_tokens: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that end the generation when they have been generated."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end it; they are left out of the text of the events."""
+    """Texts that end it; they are omitted from the text of the events."""
     ignore_end: bool = False
-    """Go on after the end-of-document token."""
+    """Continue after the end-of-document token."""
     skip_special: bool = False
     """Leave special tokens out of the text."""
     candidates: int = 0
-    """How many of the likeliest tokens each step tells, with their log-probabilities."""
+    """Number of the likeliest tokens that each step reports, with their log-probabilities."""
     prompt_logprobs: bool = False
-    """Tell the log-probability of each token of the prompt but the first."""
+    """Report the log-probability of each token of the prompt but the first."""
     logits: bool = False
     """Give the logits of all positions, those of the prompt included: a vocabulary of floats per token."""
     group: str = ""
     """Requests of a group are submitted together, at most as many as an engine has slots, and generate in step: none
     before the prompts of all have been read."""
     measures: int = 0
-    """Tell so many of the likeliest tokens, entropy and partition sums of the distribution that each token was chosen
-    from, as plain lists; 0: nothing of that. With `prompt_logprobs` or `logits` of the prompt's tokens, too."""
+    """Number of the likeliest tokens to report with entropy and partition sums of the distribution that each token was
+    chosen from, as plain lists; 0: no statistics. With `prompt_logprobs` or `logits` for the prompt's tokens, too.
+    """
     is_background: bool = False
-    """Waits behind all that are not. Requests of a group are alike in this."""
+    """Wait after all requests that are not in the background. Requests of a group are alike in this."""
 
     def __post_init__(self) -> None:
         _check_tokens("prompt", self.prompt)
@@ -80,7 +81,7 @@ def check_fits(request: GenerationRequest, *, capacity: int, vocab_size: int, ha
 
 
 def _check_tokens(field: str, tokens: object) -> None:
-    """What came as JSON may be anything; a list would never equal the tuple that it is compared with."""
+    """Check the type of tokens: JSON may have any, and a list would never equal the tuple that it is compared with."""
     if not isinstance(tokens, tuple) or not all(type(token) is int for token in tokens):
         raise RequestError(field, "tokens must come as tuples of whole numbers")
 

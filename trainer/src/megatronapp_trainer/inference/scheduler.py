@@ -1,4 +1,4 @@
-"""The requests of an engine: which wait, which have a slot, and what the next step is. Calls no torch."""
+"""Requests of an engine: which wait, which have a slot, and what the next step is. Calls no torch."""
 
 import collections
 import dataclasses
@@ -21,21 +21,21 @@ class Sequence:
     slot: int
     text: TextStream | None
     read: int = 0
-    """Tokens whose keys and values are in the cache."""
+    """Number of tokens whose keys and values are in the cache."""
     generated: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def is_prefilling(self) -> bool:
-        """Some of the prompt is not read yet."""
+        """Return true while some of the prompt is not read."""
         return self.read < len(self.request.prompt)
 
     @property
     def reports_prompt(self) -> bool:
-        """Each position of the prompt is told of."""
+        """Return true if each position of the prompt is reported."""
         return self.request.logits or self.request.prompt_logprobs
 
     def output(self, row: int, position: int) -> OutputRequest | None:
-        """What is wanted of the token at this position, the `row`-th of its plan."""
+        """Return the requested output for the token at this position, the `row`-th of its plan; None without one."""
         request, following = self.request, position + 1
         in_prompt = following < len(request.prompt)
         if in_prompt and not self.reports_prompt:
@@ -61,7 +61,7 @@ class Sequence:
         )
 
     def stopped(self, end_tokens: frozenset[int]) -> tuple[FinishReason, int | tuple[int, ...] | str | None] | None:
-        """Why the generation is over after its newest token, and what matched; None where it goes on."""
+        """Return why the generation ends after its newest token, and what matched; None if it continues."""
         request, generated = self.request, self.generated
         if not request.ignore_end and generated[-1] in end_tokens:
             return "stop", generated[-1]
@@ -75,7 +75,7 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledRow:
-    """Whose position an output is about."""
+    """Sequence and position that an output belongs to."""
 
     sequence: Sequence
     position: int
@@ -83,14 +83,14 @@ class ScheduledRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledStep:
-    """A plan and, for each of its outputs, whose it is."""
+    """A plan and the sequence and position of each of its outputs."""
 
     plan: StepPlan
     rows: tuple[ScheduledRow, ...]
 
 
 MOST_AHEAD = 8
-"""Requests that pass one of the background before its turn comes."""
+"""Number of requests that may overtake one of the background before it is admitted."""
 
 
 class Scheduler:
@@ -105,10 +105,10 @@ class Scheduler:
         self._most_waiting = most_waiting
         self._decoded_last = True
         self._ahead = 0
-        """Requests that came to a slot while one of the background waited."""
+        """Number of requests that were admitted while one of the background waited."""
 
     def add(self, *requests: GenerationRequest) -> None:
-        """Put these at the end of the line, those of the background behind all others; or none of them.
+        """Append these to the queue, those of the background after all others; or none of them.
 
         Raises RequestError for an id in use, QueueFullError.
         """
@@ -128,28 +128,28 @@ class Scheduler:
         self.waiting = deque(sorted((*self.waiting, *requests), key=lambda one: one.is_background))
 
     def _groups_prefilling(self) -> set[str]:
-        """Groups of which some have not been read yet."""
+        """Return groups of which some have not been read yet."""
         waiting = {request.group for request in list(self.waiting)}
         reading = {one.request.group for one in self.running if one.is_prefilling}
         return (waiting | reading) - {""}
 
     def open_ids(self) -> set[str]:
-        """Ids of all requests that have not ended."""
+        """Return the ids of all requests that have not ended."""
         return {one.id for one in self.waiting} | {one.request.id for one in self.running}
 
     def next_admissible(self) -> bool:
-        """A request waits and a slot is free."""
+        """Return true if a request waits and a slot is free."""
         return bool(self.waiting and self._free)
 
     @property
     def next_in_line(self) -> GenerationRequest:
-        """Who is admitted next: the first in the line, or one of the background that let enough others go ahead."""
+        """Return the request to admit next: the first one, or one of the background that let enough others pass."""
         if self._ahead < MOST_AHEAD:
             return self.waiting[0]
         return next((one for one in self.waiting if one.is_background), self.waiting[0])
 
     def admit(self, text: TextStream | None) -> Sequence:
-        """Give the next one the lowest free slot: the fewer slots are in use, the smaller a decode step is."""
+        """Give the next request the lowest free slot: the fewer slots are in use, the smaller a decode step is."""
         slot = min(self._free)
         self._free.remove(slot)
         request = self.next_in_line
@@ -166,7 +166,7 @@ class Scheduler:
         self._free.append(sequence.slot)
 
     def plan(self) -> ScheduledStep | None:
-        """The next step. Where some read prompts and others generate, the two take turns. None: nothing to do."""
+        """Return the next step; None without work. Reading prompts and generating alternate if both are due."""
         prefilling = [one for one in self.running if one.is_prefilling]
         held = self._groups_prefilling()
         decoding = [one for one in self.running if not one.is_prefilling and one.request.group not in held]
@@ -177,7 +177,7 @@ class Scheduler:
 
 
 def _decode(sequences: list[Sequence]) -> ScheduledStep:
-    """The newest token of each sequence."""
+    """Plan the newest token of each sequence."""
     segments, outputs, rows = [], [], []
     for row, one in enumerate(sequences):
         segments.append(Segment(slot=one.slot, start=one.read, tokens=(one.generated[-1],), request_id=one.request.id))
@@ -189,7 +189,7 @@ def _decode(sequences: list[Sequence]) -> ScheduledStep:
 
 
 def _prefill(sequences: list[Sequence], chunk: int) -> ScheduledStep:
-    """The next tokens of prompts, first come first served, `chunk` in all."""
+    """Plan the next tokens of prompts in the order of admission, `chunk` in all."""
     segments: list[Segment] = []
     outputs: list[OutputRequest] = []
     rows: list[ScheduledRow] = []

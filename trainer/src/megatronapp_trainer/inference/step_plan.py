@@ -1,4 +1,4 @@
-"""One step of generation as the ranks receive it. A plan is complete: the ranks keep nothing but their caches.
+"""Plan of one step of generation as the ranks receive it. It is complete: the ranks store nothing but their caches.
 
 All tokens of a step are packed into one sequence, so prompts of unequal length need no padding.
 """
@@ -10,7 +10,7 @@ from megatronapp_trainer.hooks.forward_observer import Segment
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to choose one token. `noise` is a pure function of the request's seed and the token's position."""
+    """Choice of one token. `noise` is a pure function of the request's seed and the token's position."""
 
     temperature: float
     top_k: int
@@ -26,20 +26,20 @@ class OutputRequest:
     row: int
     """Index among the tokens of the plan, in the order of its segments."""
     sampling: SamplingParams | None = None
-    """Choose a token; None: the likeliest one."""
+    """Choose a token with these parameters; None: the likeliest one."""
     target: int | None = None
     """Report this token and choose none."""
     candidates: int = 0
     logits: bool = False
     measures: int = 0
-    """Likeliest tokens in the statistics; 0: no statistics."""
+    """Number of likeliest tokens in the statistics; 0: no statistics."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """A step: read these tokens, report those positions.
 
-    `decode`: each segment is the one newest token of its sequence, and no slot comes twice.
+    `decode`: each segment is the one newest token of its sequence, and no slot is used twice.
     """
 
     segments: tuple[Segment, ...]
@@ -48,5 +48,5 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all segments."""
+        """Return the number of tokens of all segments."""
         return sum(len(segment.tokens) for segment in self.segments)

@@ -1,4 +1,4 @@
-"""The ranks that generate together: rank 0 tells plans, all compute them, and the last stage's first rank reads."""
+"""Ranks that generate together: rank 0 sends plans, all compute them, and the last stage's first rank reads logits."""
 
 import dataclasses
 import datetime
@@ -16,11 +16,11 @@ from megatronapp_trainer.inference.step_plan import StepPlan
 from megatronapp_trainer.parallel.agreement import is_peer_lost_error
 
 _BEAT_S = 30.0
-"""Without a message for as long, followers hear that the gang lives, so that they do not give it up."""
+"""Seconds without a message after which followers receive a heartbeat, so that they do not give the gang up."""
 
 
 class WorkerGroup:
-    """This rank's end of the gang. Collective to make."""
+    """Interface of this rank to the gang. Collective to make."""
 
     def __init__(self, stage: ModelRunner, *, timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> None:
         self.stage = stage
@@ -29,25 +29,25 @@ class WorkerGroup:
         self._broadcast_at = time.monotonic()
         self._measurer = StatisticsLauncher(rows=stage.options.slots, graphs=stage.uses_graphs)
         self.idle_window = IdleWindow()
-        """When this rank's thread waits."""
+        """Window of the time in which this rank's thread waits."""
         self._handlers: dict[str, Callable[[Any], None]] = {"forget_graphs": lambda _payload: stage.forget_graphs()}
 
     def handle(self, topic: str, handler: Callable[[Any], None]) -> None:
-        """Say what this rank does at a command of this topic; each rank says so for itself, before rank 0 commands."""
+        """Set the handler of commands of a topic on this rank; each rank sets its own before rank 0 sends commands."""
         self._handlers[topic] = handler
 
-    def command(self, topic: str, payload: Any = None) -> None:  # noqa: ANN401 - whatever the handlers take
-        """Rank 0: let every rank, this one too, handle a command; at a step border, so not from within a step.
+    def command(self, topic: str, payload: Any = None) -> None:  # noqa: ANN401 - payload of the handlers
+        """Let every rank, rank 0 too, handle a command of rank 0; at a step boundary, so not from within a step.
 
-        The topic `forget_graphs`, which every gang has, lets CUDA graphs be captured anew.
+        The topic `forget_graphs`, which every gang has, lets CUDA graphs be captured again.
         """
         self._broadcast(EngineCommand(topic=topic, payload=payload))
         self._handlers[topic](payload)
 
     def execute(self, plan: StepPlan) -> tuple[SampledOutput, ...]:
-        """Rank 0: compute a plan with all ranks; the answers to its outputs, in their order.
+        """Compute a plan of rank 0 with all ranks; return the answers to its outputs, in their order.
 
-        Raises RuntimeError, as torch does, where a rank was lost.
+        Raises RuntimeError, as torch does, if a rank was lost.
         """
         self._broadcast(plan)
         mine = self._compute(plan)
@@ -60,17 +60,17 @@ class WorkerGroup:
         return readings
 
     def send_heartbeat(self) -> None:
-        """Rank 0: tell the others that the gang lives, where they have heard nothing for 30 s."""
+        """Send a heartbeat from rank 0 to the others, if they have received nothing for 30 s."""
         if time.monotonic() - self._broadcast_at > _BEAT_S:
             self._broadcast(ControlMessage.BEAT)
 
     def close(self) -> None:
-        """Rank 0: let the others' `follow` return."""
+        """Let `follow` return on the other ranks; on rank 0."""
         self._broadcast(ControlMessage.CLOSE)
         self._let_go()
 
     def follow(self) -> None:
-        """Every rank but 0: compute what rank 0 plans until it closes.
+        """Compute what rank 0 plans until it closes; on every other rank.
 
         Raises:
             EngineLostError: a peer was lost.
@@ -88,10 +88,10 @@ class WorkerGroup:
             raise
 
     def _let_go(self) -> None:
-        """NCCL ends no communicator as long as there is a graph that holds collectives of it."""
+        """Delete the graphs: NCCL ends no communicator while a graph holds collectives of it."""
         self.stage.forget_graphs()
 
-    def _receive(self) -> Any:  # noqa: ANN401 - whatever rank 0 told
+    def _receive(self) -> Any:  # noqa: ANN401 - the message of rank 0
         with self.idle_window:
             return self._channel.receive_broadcast()
 
@@ -103,7 +103,7 @@ class WorkerGroup:
             self._channel.send_reply(answer)
 
     def _compute(self, plan: StepPlan) -> tuple[SampledOutput, ...] | None:
-        """This rank's share; readings on the leader alone, None elsewhere."""
+        """Compute this rank's part; return readings on the leader alone, None elsewhere."""
         logits = self.stage.run(plan)
         if logits is None or self._layout.rank != self._channel.leader:
             return None
@@ -115,6 +115,6 @@ class WorkerGroup:
 
 
 def _arrived(reading: SampledOutput) -> SampledOutput:
-    """As it can be sent."""
+    """Return the reading in a form that can be sent."""
     measures = reading.measures
     return reading if measures is None else dataclasses.replace(reading, measures=measures.get())

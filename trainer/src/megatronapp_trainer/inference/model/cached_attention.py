@@ -1,7 +1,7 @@
-"""Core attention over the cache, which takes the place of the model's own while it generates.
+"""Core attention over the cache, which replaces the model's own while it generates.
 
-megatron-core's attention modules stay as they are: they make queries, keys and values, call core attention, and project
-what it gives. Rotation happens here, in a module of its own, so that forward hooks see queries and keys before it (its
+megatron-core's attention modules stay unchanged: they make queries, keys and values, call core attention, and project
+its result. Rotation happens here, in a separate module, so that forward hooks see queries and keys before it (its
 input) and after it (its output), at prefill and at decode alike.
 
 Shapes: N tokens of the step, packed; B sequences; H query heads and G key heads of this rank, R = H / G, D channels of
@@ -21,32 +21,32 @@ from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.inference.model.kv_cache import LayerKvCache
 
 Attend = Callable[[torch.Tensor, LayerKvCache], torch.Tensor]
-"""Queries [N, H, D] and the cache, which holds the step's own keys already -> context [N, H, D]."""
+"""Function from queries [N, H, D] and the cache, which holds the step's own keys already, to context [N, H, D]."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class AttentionStep:
-    """What all layers of one step share."""
+    """Inputs that all layers of one step share."""
 
     rows_N: torch.Tensor
-    """Where in the flat cache each token goes."""
+    """Row of each token in the flat cache."""
     cos_N1D: torch.Tensor | None
     sin_N1D: torch.Tensor | None
-    """Of the rotary angles at the tokens' positions, the first half of the sines negated; None without rotation."""
+    """Sines of the rotary angles at the tokens' positions, the first half negated; None without rotation."""
     attend: Attend
     fused: bool = False
     """Rotate by the compiled function."""
 
 
 class CurrentStep:
-    """Where the layers find the step that is being computed."""
+    """Holder of the step that is being computed, for the layers."""
 
     def __init__(self) -> None:
         self.step: AttentionStep | None = None
 
     @property
     def current(self) -> AttentionStep:
-        """The step. Layers of a generating model cannot be called outside one."""
+        """Return the step. Layers of a generating model cannot be called outside one."""
         if self.step is None:
             raise RuntimeError("a model that generates was called outside a step of its engine")
         return self.step
@@ -71,7 +71,7 @@ class Rotation(torch.nn.Module):
 def rotated_pair(
     query_NHD: torch.Tensor, key_NGD: torch.Tensor, cos_N1D: torch.Tensor, signed_sin_N1D: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both rotated: one function, so that it compiles to as few kernels as may be."""
+    """Rotate queries and keys in one function, so that it compiles to as few kernels as possible."""
     return rotated(query_NHD, cos_N1D, signed_sin_N1D), rotated(key_NGD, cos_N1D, signed_sin_N1D)
 
 
@@ -90,7 +90,7 @@ def rotated(heads_NHD: torch.Tensor, cos_N1D: torch.Tensor, signed_sin_N1D: torc
 
 
 class CachedAttention(torch.nn.Module):
-    """Called as megatron-core's core attention is: query [N, 1, H, D], key and value [N, 1, G, D] -> [N, 1, HD]."""
+    """Replacement of megatron-core's core attention: query [N, 1, H, D], key and value [N, 1, G, D] -> [N, 1, HD]."""
 
     def __init__(self, holder: CurrentStep, cache: LayerKvCache) -> None:
         super().__init__()
@@ -104,9 +104,9 @@ class CachedAttention(torch.nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         _attention_mask: torch.Tensor | None,
-        **_options: Any,  # noqa: ANN401 - what megatron-core passes besides; none of it applies here
+        **_options: Any,  # noqa: ANN401 - other arguments of megatron-core; none of them applies here
     ) -> torch.Tensor:
-        """Add the step's keys and values to the cache and look at all that its queries may see."""
+        """Add the step's keys and values to the cache and attend to all that its queries may see."""
         step = self._holder.current
         query_NHD, key_NGD = self.rotation(query.squeeze(1), key.squeeze(1))
         self._cache.write(step.rows_N, key_NGD, value.squeeze(1))
@@ -116,15 +116,15 @@ class CachedAttention(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillAttention:
-    """Each segment looks at its own sequence up to each token, wherever in the prompt it begins."""
+    """Attention of each segment to its own sequence up to each token; it may begin anywhere in the prompt."""
 
     segments: tuple[Segment, ...]
     scale: float
     window: int | None
-    """Tokens that a query sees before itself; None: all."""
+    """Number of tokens that a query sees before itself; None: all."""
 
     def __call__(self, query_NHD: torch.Tensor, cache: LayerKvCache) -> torch.Tensor:
-        """One call of the fused kernel per segment."""
+        """Call the fused kernel once per segment."""
         parts = torch.split(query_NHD, [len(segment.tokens) for segment in self.segments])
         return torch.cat([self._segment(part, one, cache) for part, one in zip(parts, self.segments, strict=True)])
 
@@ -142,7 +142,7 @@ class PrefillAttention:
         return context_1HND.squeeze(0).transpose(0, 1)
 
     def _mask(self, segment: Segment, device: torch.device) -> torch.Tensor:
-        """True where to look. Without a window it is a rule that the kernels know, not a tensor."""
+        """Return true at the keys to attend to. Without a window it is a rule that the kernels know, not a tensor."""
         if self.window is None or segment.end <= self.window:
             mask: torch.Tensor = causal_lower_right(len(segment.tokens), segment.end)
             return mask
@@ -153,14 +153,14 @@ class PrefillAttention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedDecode:
-    """One token per slot looks at the first T of its slot, under a mask. Any device, any type."""
+    """Attention of one token per slot to the first T of its slot, under a mask. Any device, any type."""
 
     mask_B11T: torch.Tensor
-    """Added to the scores, in the model's type: made once for all layers, and not once in each of them."""
+    """Mask added to the scores, in the model's type: made once for all layers, and not once in each of them."""
     scale: float
 
     def __call__(self, query_BHD: torch.Tensor, cache: LayerKvCache) -> torch.Tensor:
-        """Query heads that share a key head stand as its queries, so that no key is copied."""
+        """Attend with the query heads that share a key head as its queries, so that no key is copied."""
         (slots, heads, channels), attended = query_BHD.shape, self.mask_B11T.size(-1)
         keys_BGTD = cache.keys_ZTGD[:slots, :attended].transpose(1, 2)
         values_BGTD = cache.values_ZTGD[:slots, :attended].transpose(1, 2)
@@ -176,7 +176,7 @@ class MaskedDecode:
 
 
 def decode_mask(positions_B: torch.Tensor, attended: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """[B, 1, 1, T]: 0 at the keys that the token at this position sees, minus infinity elsewhere."""
+    """Return [B, 1, 1, T]: 0 at the keys that the token at this position sees, minus infinity elsewhere."""
     key_T = torch.arange(attended, device=positions_B.device)
     seen_BT = key_T <= positions_B[:, None]
     if window is not None:
@@ -187,23 +187,23 @@ def decode_mask(positions_B: torch.Tensor, attended: int, window: int | None, dt
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FlashDecode:
-    """The same through torch's flash kernel for sequences of unequal length, which reads no key beyond a length.
+    """Attention as of `MaskedDecode` by torch's flash kernel for unequal lengths, which reads no key beyond a length.
 
     CUDA, fp16 or bf16. It shares key heads by itself, and splits long sequences over the multiprocessors.
     """
 
     lengths_B: torch.Tensor
-    """int32: keys of each slot, this step's included."""
+    """Number of keys of each slot, this step's included; int32."""
     query_starts_B1: torch.Tensor
-    """int32 0, 1, .. B."""
+    """Starts of the queries 0, 1, .. B; int32."""
     key_starts_B1: torch.Tensor
-    """int32: where each slot begins in the flat cache, and the end."""
+    """Starts of the slots in the flat cache, and the end; int32."""
     rows_per_slot: int
     scale: float
     window: int | None
 
     def __call__(self, query_BHD: torch.Tensor, cache: LayerKvCache) -> torch.Tensor:
-        """One call for all slots."""
+        """Call the kernel once for all slots."""
         slots = query_BHD.size(0)
         context_BHD: torch.Tensor = torch.ops.aten._flash_attention_forward(
             query_BHD,

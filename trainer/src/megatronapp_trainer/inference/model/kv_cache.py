@@ -1,4 +1,4 @@
-"""The cache of keys and values: its size, the check before it is allocated, and the tensors.
+"""Cache of keys and values: its size, the check before it is allocated, and the tensors.
 
 Shapes: L layers of this rank, Z slots, T tokens of a slot and one more, G key heads of this rank, D channels of a head.
 """
@@ -13,7 +13,7 @@ from megatronapp_trainer.device.host_memory import free_host_bytes
 from megatronapp_trainer.inference.errors import CacheTooLargeError
 
 _MEMORY_FRACTION = 0.9
-"""Of the free memory; the rest is for activations."""
+"""Fraction of the free memory for the cache; the rest is for activations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,31 +22,31 @@ class KvCacheShape:
 
     layers: int
     slots: int
-    """Sequences at a time."""
+    """Number of sequences at a time."""
     capacity: int
-    """Tokens of a sequence, prompt and generated ones together."""
+    """Number of tokens of a sequence, prompt and generated ones together."""
     key_heads: int
     channels: int
     dtype: torch.dtype
 
     @property
     def rows_per_slot(self) -> int:
-        """One more than tokens: what padding writes goes there, and nobody reads it."""
+        """Return one more than the tokens: the last row takes what padding writes, and is never read."""
         return self.capacity + 1
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values of all layers."""
+        """Return the bytes of keys and values of all layers."""
         return self.slots * self.bytes_per_slot
 
     @property
     def bytes_per_slot(self) -> int:
-        """Keys and values of one slot in all layers."""
+        """Return the bytes of keys and values of one slot in all layers."""
         return self.rows_per_slot * self.bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:
-        """Key and value of one token in all layers."""
+        """Return the bytes of key and value of one token in all layers."""
         return 2 * self.layers * self.key_heads * self.channels * self.dtype.itemsize
 
 
@@ -70,7 +70,7 @@ def check_memory(shape: KvCacheShape, *, free_bytes: int, place: str) -> None:
 
 
 def free_bytes(device: Device) -> int:
-    """Memory of the device that is free now, torch's own unused blocks included; of a host this rank's share of it."""
+    """Return the free memory of the device, torch's unused blocks included; of a host this rank's part of it."""
     if not device.is_cuda:
         return free_host_bytes()
     free, _ = torch.cuda.mem_get_info(device.torch_device)
@@ -84,7 +84,7 @@ def _gib(count: int) -> str:
 
 
 class KvCache:
-    """All layers of this rank, side by side: who looks at all of them reads one tensor."""
+    """Keys and values of all layers of this rank, one tensor each, so that a reader of all layers needs only one."""
 
     def __init__(self, shape: KvCacheShape, device: torch.device) -> None:
         size = (shape.layers, shape.slots, shape.rows_per_slot, shape.key_heads, shape.channels)
@@ -92,7 +92,7 @@ class KvCache:
         self._values_LZTGD = torch.zeros_like(self.keys_LZTGD)
 
     def layers(self) -> "list[LayerKvCache]":
-        """Each layer's share."""
+        """Return the cache of each layer."""
         return [LayerKvCache(*pair) for pair in zip(self.keys_LZTGD, self._values_LZTGD, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits: temperature, top-k, top-p, and noise that depends on seed and position alone.
+"""Choice of tokens from logits: temperature, top-k, top-p, and noise that depends on seed and position alone.
 
 Shapes: R positions, V vocabulary, K candidates.
 
@@ -31,7 +31,7 @@ class TokenCandidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampledOutput:
-    """The answer to one `OutputRequest`."""
+    """Answer to one `OutputRequest`."""
 
     token: int
     logprob: float
@@ -41,13 +41,13 @@ class SampledOutput:
 
 
 def noise_keys(seed: int, position: int) -> tuple[int, int]:
-    """Two keys of 32 bits for the token at this position of its sequence."""
+    """Return two keys of 32 bits for the token at this position of its sequence."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def gumbel_noise(keys_R2: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """fp32 [R, V] of Gumbel noise from int64 keys. Mixes with the finaliser of MurmurHash3 (Appleby)."""
+    """Return fp32 [R, V] of Gumbel noise from int64 keys. Mixes with the finaliser of MurmurHash3 (Appleby)."""
     index_V = torch.arange(vocab_size, device=keys_R2.device) * _GOLDEN
     bits_RV = _mixed(_mixed((index_V + keys_R2[:, :1]) & _MASK) ^ keys_R2[:, 1:])
     uniform_RV = (bits_RV.double() + 0.5) * 2.0**-32
@@ -69,7 +69,7 @@ def choose(
     *,
     filters: bool,
 ) -> torch.Tensor:
-    """int64 [R]: one token per row of fp32 logits. Temperature 0 takes the likeliest, top_k 0 and top_p 1 all tokens.
+    """Choose int64 [R], a token per row of fp32 logits. Temperature 0 takes the likeliest, top_k 0 and top_p 1 all.
 
     `filters`: some row has a top_k or top_p, for which the vocabulary is sorted.
     """
@@ -86,7 +86,7 @@ def choose(
 
 
 def _sampling_mask(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
-    """Which of the logits, sorted from the largest on, may be drawn. The first one always may."""
+    """Return which of the logits, sorted from the largest on, may be drawn. The first one always may."""
     place_V = torch.arange(ordered_RV.size(1), device=ordered_RV.device)
     kept_RV = (top_k_R[:, None] == 0) | (place_V < top_k_R[:, None])
     probability_RV = torch.where(kept_RV, ordered_RV, float("-inf")).softmax(1)
@@ -99,7 +99,7 @@ def _sampling_mask(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: tor
 def read(
     logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...], measurer: StatisticsLauncher, lull: IdleWindow
 ) -> tuple[SampledOutput, ...]:
-    """The answers for these positions; waits for the device once, beside the logits that were asked for."""
+    """Return the answers for these positions; waits for the device once, and again for requested logits."""
     measured_RV, logits_RV = logits_RV, logits_RV.float()
     token_R = _tokens(logits_RV, outputs)
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
@@ -121,7 +121,7 @@ def read(
 def _reading(
     output: OutputRequest, row: list[float], logits_V: torch.Tensor, measures: PendingStatistics | None
 ) -> SampledOutput:
-    """`row`: token, log-probability, then candidates and their log-probabilities."""
+    """Read `row`: token, log-probability, then candidates and their log-probabilities."""
     most = len(row) // 2 - 1
     pairs = list(zip(row[2 : 2 + most], row[2 + most :], strict=True))[: output.candidates]
     return SampledOutput(
@@ -134,7 +134,7 @@ def _reading(
 
 
 def _tokens(logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> torch.Tensor:
-    """int64 [R]: the target where there is one, else the chosen token."""
+    """Return int64 [R]: the target if the request has one, otherwise the chosen token."""
     free = [row for row, output in enumerate(outputs) if output.target is None]
     if len(free) == len(outputs):
         return _chosen(logits_RV, [output.sampling for output in outputs])
@@ -146,7 +146,7 @@ def _tokens(logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...]) -> torc
 
 
 def _chosen(logits_RV: torch.Tensor, samplings: list[SamplingParams | None]) -> torch.Tensor:
-    """int64 [R]: a token for each row."""
+    """Return int64 [R]: a token for each row."""
     if any(sampling is not None and sampling.temperature > 0 for sampling in samplings):
         return _drawn(logits_RV, [sampling or _LIKELIEST for sampling in samplings])
     return logits_RV.argmax(1)

@@ -1,4 +1,4 @@
-"""Hidden states between pipeline stages while the model generates."""
+"""Transfer of hidden states between pipeline stages while the model generates."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatronapp_trainer.parallel.layout import Layout
 
 
 class StageTransfer:
-    """Receives and sends the hidden states [N, 1, H] of one rank."""
+    """Receiver and sender of the hidden states [N, 1, H] of one rank."""
 
     def __init__(self, layout: Layout, *, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self._layout = layout

@@ -1,6 +1,6 @@
 """Statistics of the distributions that tokens were chosen from, computed and copied during the next step.
 
-Nobody needs these numbers to generate, so nobody waits for them: on a GPU they are made on a stream of their own.
+Generation does not need these numbers, so it does not wait for them: on a GPU they are made on a separate stream.
 Shapes as in `sampling`.
 """
 
@@ -24,16 +24,16 @@ class TokenStatistics:
     """Statistics of a whole distribution; nothing filtered."""
 
     entropy: float
-    """At temperature 1, in nats."""
+    """Entropy at temperature 1, in nats."""
     partition: Numbers
     """Logarithm of the sum of exp(logit / t), for each t of `megatronapp_common.scope.protocol.TEMPERATURES`."""
     tokens: Numbers
-    """The likeliest ones, from the first on; whole numbers."""
+    """Tokens in order of probability, from the likeliest on; whole numbers."""
     logprobs: Numbers
 
     @property
     def count(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return len(self.tokens)
 
     def ready(self) -> bool:
@@ -41,7 +41,7 @@ class TokenStatistics:
         return True
 
     def get(self) -> "TokenStatistics":
-        """Return these statistics."""
+        """Return the statistics themselves."""
         return self
 
 
@@ -50,7 +50,7 @@ class PendingStatistics(Protocol):
 
     @property
     def count(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
 
     def ready(self) -> bool:
         """Return true if `get` does not wait."""
@@ -60,7 +60,7 @@ class PendingStatistics(Protocol):
 
 
 class StatisticsLauncher:
-    """Launches measures, those of `rows` rows at a time, on one device, as CUDA graphs where `graphs`."""
+    """Launcher of statistics, of `rows` rows at a time, on one device, as CUDA graphs if `graphs`."""
 
     def __init__(self, *, rows: int, graphs: bool = False) -> None:
         self._graphs = GraphCache(enabled=graphs)
@@ -70,7 +70,7 @@ class StatisticsLauncher:
         self._stream: torch.cuda.Stream | None = None
 
     def launch(self, logits_RV: torch.Tensor, wanted: Sequence[int]) -> list[PendingStatistics | None]:
-        """For each row of logits as many likeliest tokens as are wanted, or nothing where 0 are. Waits for nothing."""
+        """Launch statistics of each row with the `wanted` number of likeliest tokens; None for 0. Waits for nothing."""
         rows = [row for row, count in enumerate(wanted) if count]
         if not rows:
             return [None] * len(wanted)
@@ -85,16 +85,16 @@ class StatisticsLauncher:
         ]
 
     def _table(self, logits_RV: torch.Tensor, most: int) -> "_StatisticsTable":
-        """Launch the measures of at most `rows` rows, which there is memory for; a prompt that is scored has more."""
+        """Launch the measures of at most `rows` rows, which fit into memory; a prompt that is scored has more."""
         if logits_RV.is_cuda:
             return self._launch_on_copy(logits_RV, most)
         return _StatisticsTable(HostCopy(_columns(logits_RV.float(), most), is_cuda=False), most)
 
     def _launch_on_copy(self, logits_RV: torch.Tensor, most: int) -> "_StatisticsTable":
-        """From a copy: the next step writes over the logits."""
+        """Launch the measures of a copy of the logits, because the next step writes over them."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(logits_RV.device)  # type: ignore[no-untyped-call] # torch's own gap
-        torch.cuda.current_stream().wait_stream(self._stream)  # which reads the copy of the last step
+        torch.cuda.current_stream().wait_stream(self._stream)  # this stream may still read the copy of the last step
         count = logits_RV.size(0)
         copy_RV = self._copy(logits_RV)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -103,7 +103,7 @@ class StatisticsLauncher:
             return _StatisticsTable(HostCopy(columns, is_cuda=True), most)
 
     def _copy(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """In fp32, as the first rows of a power of two of them: so there are few graphs."""
+        """Copy to fp32, as the first rows of a power of two of them: so that few graphs are needed."""
         count, vocabulary = logits_RV.shape
         if self._logits is None:
             self._logits = torch.zeros((_power(self._rows), vocabulary), device=logits_RV.device)
@@ -149,7 +149,7 @@ class _StatisticsRow:
 
 
 def _columns(logits_RV: torch.Tensor, most: int) -> torch.Tensor:
-    """fp64, which holds every token exactly: [R, tokens, their log-probabilities, entropy, partition sums]."""
+    """Return fp64, which holds tokens exactly: [R, tokens, their log-probabilities, entropy, partition sums]."""
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
     best_RK, token_RK = logits_RV.topk(most, dim=1)
     parts = (token_RK, best_RK - total_R1, _entropy(logits_RV, total_R1), _partition(logits_RV))
@@ -157,11 +157,11 @@ def _columns(logits_RV: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _entropy(logits_RV: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
-    """[R, 1], in nats."""
+    """Return the entropy [R, 1] in nats."""
     logs_RV = logits_RV - total_R1
     return -(logs_RV.exp() * logs_RV).sum(1, keepdim=True)
 
 
 def _partition(logits_RV: torch.Tensor) -> torch.Tensor:
-    """[R, temperatures]; one after the other, since all at once would take many times the memory of the logits."""
+    """Return [R, temperatures]; computed in sequence, since all together take many times the memory of the logits."""
     return torch.stack([(logits_RV * (1 / one)).logsumexp(1) for one in TEMPERATURES], 1)
