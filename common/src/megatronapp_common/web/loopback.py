@@ -1,7 +1,7 @@
-"""The two addresses at which browsers look for a name below `localhost`.
+"""Addresses that browsers try for a name below `localhost`.
 
-Browsers lead `*.localhost` to [::1] and 127.0.0.1 of their own machine, Chromium to [::1] first. Who holds only one of
-them shares such a name with whoever takes the other: its page, codes and cookies may go to either.
+Browsers lead `*.localhost` to [::1] and 127.0.0.1 of their own machine, Chromium to [::1] first. A server that holds
+only one of them shares such a name with the holder of the other: its page, codes and cookies may be sent to either.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ _NO_SUCH_ADDRESS = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 
 def is_shared(host: str) -> bool:
-    """Whether a host to listen on is the address behind names below `localhost`, and not, say, 127.0.0.5."""
+    """Return true if a host to listen on is the address of names below `localhost`, and not, say, 127.0.0.5."""
     return host in {V4, "localhost"}
 
 
 def has_ipv6() -> bool:
-    """Whether this machine has [::1]; where that cannot be told it may have."""
+    """Return true if this machine has [::1], or if that cannot be determined."""
     try:
         with contextlib.closing(socket.socket(socket.AF_INET6, socket.SOCK_STREAM)) as probe:
             probe.bind((V6, 0))
@@ -29,10 +29,10 @@ def has_ipv6() -> bool:
 
 
 def addresses() -> tuple[str, ...]:
-    """All addresses behind a name below `localhost` on this machine, 127.0.0.1 first."""
+    """Return all addresses of a name below `localhost` on this machine, 127.0.0.1 first."""
     return (V4, V6) if has_ipv6() else (V4,)
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """IPv6 for its addresses, else IPv4."""
+    """Return IPv6 for its addresses, otherwise IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

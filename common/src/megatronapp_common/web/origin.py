@@ -1,8 +1,8 @@
-"""What servers of ours ask of browsers: where a request comes from, and under which name a forwarded port is opened.
+"""Checks of where a browser's request originates, and names under which a forwarded port is opened.
 
-Browsers send cookies to a host whatever the port, and with WebSocket handshakes of any page. So what a cookie opens
-must come from a page of the server itself: what only reads by what the browser says of its page (Sec-Fetch-Site), the
-rest by Origin, which must equal Host.
+Browsers send cookies to a host on any port, and with WebSocket handshakes of any page. So a request that is allowed by
+a cookie must originate from a page of the server itself: one that only reads is judged by Sec-Fetch-Site, which the
+browser sets, the rest by Origin, which must equal Host.
 """
 
 import html
@@ -25,41 +25,41 @@ PAGE_HEADERS = {
 }
 ASSET_HEADERS = {"Cache-Control": "public, max-age=31536000, immutable"}
 ELSEWHERE_MARK = '<meta name="megatronapp-led-from" content="elsewhere" />'
-"""In a page that a link of another site opened: a code in its address may be somebody else's, and logs nobody in."""
+"""Mark of a page that a link of another site opened: a code in its address may be foreign, and logs no user in."""
 _FORM = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>MegatronApp: log in</title></head>
 <body><p>{why}</p><form method="post" action="login">
 <label>Token <input type="password" name="token" autocomplete="off" required></label> <button>Log in</button>
 </form></body></html>
 """
 _SHARED = frozenset({"localhost", "127.0.0.1", "::1"})
-"""Hosts that a name below `localhost` can stand for; it leads to no other address, say 127.0.0.5."""
+"""Hosts that a name below `localhost` can replace; it leads to no other address, say 127.0.0.5."""
 _MAX_ROUTE = 256
 _ROUTE = re.compile(r"[\w~-]+(?:/[\w~-]+)*/?", re.ASCII)
 
 
 def bearer_token(headers: Mapping[str, str]) -> str | None:
-    """Token of an `Authorization: Bearer` header."""
+    """Return the token of an `Authorization: Bearer` header."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return (token.strip() or None) if scheme.lower() == "bearer" else None
 
 
 def is_same_origin(headers: Mapping[str, str]) -> bool:
-    """Whether a request comes from our own page, or from no page at all."""
+    """Return true if a request originates from our own page, or from no page."""
     origin = headers.get("origin")
     return origin is None or re.sub("^https?://", "", origin) == headers.get("host")
 
 
 def is_same_site_navigation(headers: Mapping[str, str]) -> bool:
-    """Whether a person or our own page opened an address, as far as the browser says; a link elsewhere did not."""
+    """Return true if a user or our own page opened an address, according to the browser; false for a link elsewhere."""
     return headers.get("sec-fetch-site", "none") in {"none", "same-origin"}
 
 
 def loopback_alias(host: str | None, kind: str) -> str | None:
-    """A fresh name for this machine in place of its own; None where `host` is another, or has a name already.
+    """Return a fresh name for this machine; None if `host` is another machine, or has such a name already.
 
-    A cookie of 127.0.0.1 goes to all servers of the machine, whatever their port: to another forward, or to what
-    anybody else runs there. Browsers resolve names below `localhost` by themselves, and a cookie stays with its name.
-    But they try [::1] before 127.0.0.1: only who holds both (see `loopback`) may lead a browser to a name.
+    A cookie of 127.0.0.1 is sent to all servers of the machine, on any port: to another forward, or to a server of
+    another user. Browsers resolve names below `localhost` by themselves, and a cookie stays with its name. But they
+    try [::1] before 127.0.0.1: only a server that holds both (see `loopback`) may lead a browser to a name.
     """
     try:
         url = urllib.parse.urlsplit(f"//{host or ''}")
@@ -72,7 +72,7 @@ def loopback_alias(host: str | None, kind: str) -> str | None:
 
 
 def can_open_localhost_name(headers: Mapping[str, str]) -> bool:
-    """Whether a browser loads a document, and is none that finds no names below `localhost`, as WebKit's (Safari)."""
+    """Return true if a browser loads a document and resolves names below `localhost`, as WebKit's (Safari) does not."""
     agent = headers.get("user-agent", "")
     webkit = "Safari/" in agent and "Chrome/" not in agent
     loads = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
@@ -80,15 +80,15 @@ def can_open_localhost_name(headers: Mapping[str, str]) -> bool:
 
 
 def is_route(path: str) -> bool:
-    """Whether a path without a file may be one that the page itself knows: plain words and slashes, not too long."""
+    """Return true if a path without a file may be a route of the page: plain words and slashes, not too long."""
     return path == "" or (len(path) <= _MAX_ROUTE and _ROUTE.fullmatch(path) is not None)
 
 
 def add_meta_tags(page: str, *marks: str) -> str:
-    """A page that says of itself what its server knows."""
+    """Return the page with tags of what its server knows."""
     return page.replace("<head>", f"<head>{''.join(marks)}", 1)
 
 
 def login_form(why: str) -> str:
-    """A page that asks for a token once more, and says why."""
+    """Return a page that asks for a token once more, and says why."""
     return _FORM.format(why=html.escape(why))

@@ -1,4 +1,4 @@
-"""An ASGI layer that adds headers to every answer, for all servers of ours. It needs no framework (ASGI 3)."""
+"""ASGI layer that adds headers to every answer, for all servers of ours. It needs no framework (ASGI 3)."""
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
@@ -14,11 +14,11 @@ SAFE_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""No guessing of types, no address to other sites, nothing of ours within their pages, nothing kept in caches."""
+"""Headers against guessing of types, disclosure of addresses, embedding in other pages, and caching."""
 
 
 class SecurityHeaders:
-    """Adds SAFE_HEADERS, and `more`, wherever a route says nothing else."""
+    """Layer that adds SAFE_HEADERS, and `more`, to answers whose route does not set them."""
 
     def __init__(self, app: App, more: Mapping[str, str] | None = None) -> None:
         self._app = app
@@ -26,7 +26,7 @@ class SecurityHeaders:
         self._headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in both.items()]
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Pass the request on to the application."""
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":

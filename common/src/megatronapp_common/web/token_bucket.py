@@ -1,4 +1,4 @@
-"""How often something may be done: a bucket of turns for each key, which fills up again with time. Pure."""
+"""Rate limits: a bucket of tokens for each key, which fills up again with time. Pure."""
 
 import math
 from collections import OrderedDict
@@ -6,38 +6,38 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 SLACK = 1e-9
-"""Of a turn: whoever waits as long as told is served, however numbers are rounded."""
+"""Fraction of a token by which rounding may err, so that a caller that waits as long as required is served."""
 
 
 class BucketSize(NamedTuple):
-    """Of a bucket: so many turns at once after a rest, and so many in a second from then on."""
+    """Size of a bucket: `burst` tokens at once after a rest, and `per_s` tokens in a second from then on."""
 
     burst: float
     per_s: float
 
 
 class BucketEmpty(NamedTuple):
-    """A bucket with too few turns, and after how many whole seconds it has enough."""
+    """A bucket with too few tokens, and after how many whole seconds it has enough."""
 
     key: str
     wait_s: int
 
 
 class TokenBuckets:
-    """Buckets by key; beyond `most_keys`, who was not heard of for longest begins anew. Times are in seconds."""
+    """Buckets by key; beyond `most_keys`, the key that was unused for longest is dropped. Times are in seconds."""
 
     def __init__(self, most_keys: int) -> None:
         self._most = most_keys
         self._spent: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Turns that were taken and have not come back, and when that was."""
+        """Tokens that were taken and are not refilled, and the time of that."""
 
     def __len__(self) -> int:
         return len(self._spent)
 
     def consume(self, wanted: Mapping[str, BucketSize], now_s: float, turns: int = 1) -> BucketEmpty | None:
-        """So many turns of each key; of none, if one of them has too few left: the first such, and how long to wait.
+        """Take `turns` tokens of each key; none if a bucket has too few: return the first such, and how long to wait.
 
-        More turns than a burst are never there.
+        A bucket never has more tokens than its burst.
         """
         spent = {key: self._spent_of(key, size, now_s) for key, size in wanted.items()}
         for key, size in wanted.items():

@@ -1,4 +1,4 @@
-"""Tokens of a job: derived from its one secret, so that only one thing has to be kept."""
+"""Tokens of a job: derived from its one secret, so that only one value has to be stored."""
 
 import enum
 import hashlib
@@ -10,37 +10,37 @@ SECRET_BYTES = 32
 
 
 class TokenRole(enum.StrEnum):
-    """Who may prove what."""
+    """Roles that a token may prove."""
 
     GATHER = "gather"
     AGENT = "agent"
     VIEWER = "viewer"
     CONTROLLER = "controller"
-    """Sees what a viewer sees, and may generate, pin and cancel."""
+    """Role that sees what a viewer sees, and may generate, pin and cancel."""
     SERVE = "serve"
-    """The hub in front of rank 0."""
+    """Role of the hub in front of rank 0."""
 
 
 def new_secret() -> str:
-    """A fresh secret as 64 hex digits."""
+    """Return a fresh secret as 64 hex digits."""
     return secrets.token_hex(SECRET_BYTES)
 
 
 def job_secret(key: str, uid: str) -> str:
-    """The secret of the job with this uid, derived from an installation's key (64 hex digits), in hex."""
+    """Return the secret of the job with this uid, derived from an installation's key (64 hex digits), in hex."""
     return hmac.new(bytes.fromhex(key), f"megatronapp:job:{uid}".encode(), hashlib.sha256).hexdigest()
 
 
 def derive_token(secret: str, role: TokenRole) -> str:
-    """Token of `role`: HMAC-SHA256 (RFC 2104) keyed with the secret, in hex."""
+    """Return the token of `role`: HMAC-SHA256 (RFC 2104) keyed with the secret, in hex."""
     return hmac.new(bytes.fromhex(secret), f"megatronapp:{role}".encode(), hashlib.sha256).hexdigest()
 
 
 def is_valid_token(secret: str, role: TokenRole, token: str) -> bool:
-    """Whether `token` proves `role`; takes the same time for every wrong token."""
+    """Return true if `token` proves `role`; takes the same time for every wrong token."""
     return hmac.compare_digest(derive_token(secret, role).encode(), token.encode("utf-8", "surrogatepass"))
 
 
 def read_secret(path: pathlib.Path) -> str:
-    """The secret in a file, without its line end."""
+    """Return the secret in a file, without its line end."""
     return path.read_text(encoding="ascii").strip()
