@@ -1,4 +1,4 @@
-"""Ranks that generate while they are looked at, for tests: what each sends, and what plain torch says."""
+"""Ranks that generate while their sites are captured, for tests: what each sends, and what plain torch computes."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def basis_frame(hidden: int) -> Frame:
 
 @functools.cache
 def large_basis() -> SetBasis:
-    """Of 32 layers of 4,096 numbers: 4.5 MiB, more than any part may have; as it came in a frame."""
+    """Return a basis of 32 layers of 4,096 numbers: 4.5 MiB, more than any part may have; decoded from a frame."""
     axes = np.arange(32 * 8 * 4096, dtype="<f4").reshape(32, 8, 4096)
     tensors = [Tensor("mean", "f32", axes[:, 0].copy()), Tensor("basis", "f32", axes)]
     data = encode(build_frame(FrameType.SCOPE_BASIS, {"version": 1, "layers": list(range(32))}, tensors))
@@ -51,7 +51,7 @@ def large_basis() -> SetBasis:
 
 
 def same_basis(one: SetBasis, other: SetBasis) -> bool:
-    """The same bits."""
+    """Compare two bases bit by bit."""
     return one.layers == other.layers and one.axes.tobytes() + one.mean.tobytes() == other.axes.tobytes() + (
         other.mean.tobytes()
     )
@@ -59,7 +59,7 @@ def same_basis(one: SetBasis, other: SetBasis) -> bool:
 
 @dataclasses.dataclass
 class Sent:
-    """What a rank hands to its publisher."""
+    """Values that a rank passes to its publisher."""
 
     jobs: list[FrameJob] = dataclasses.field(default_factory=list)
     _numbers: PartNumberer = dataclasses.field(default_factory=PartNumberer)
@@ -173,7 +173,7 @@ def reference(variants: dict[str, str], tokens: dict[str, dict[str, list[int]]])
 
 
 def plain_tokens(flags: str, variants: dict[str, str]) -> dict[str, dict[str, list[int]]]:
-    """What is generated where nobody looks, and whether MegaScope was imported."""
+    """Return what is generated without a capture, and whether MegaScope was imported."""
     import sys
 
     out = {}

@@ -20,7 +20,7 @@ STARTUP_SHARE = 0.25
 AFTER_MAX_S = 4.0
 """A process of a training job is hit at a random moment within this time."""
 STEPS = 3
-"""Iterations that count as going on."""
+"""Iterations after which a gang is regarded as running."""
 
 START_LIMIT_S = 300.0
 NAMED_LIMIT_S = 90.0
@@ -30,30 +30,30 @@ GONE_LIMIT_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is done to which kind of process."""
+    """One action on one kind of process."""
 
     role: str
     number: signal.Signals
     in_startup: bool = False
     after_s: float = 0.0
     leave: bool = False
-    """A stopped process is not continued: the job is deleted as it stands."""
+    """A stopped process is not continued: the job is deleted in its present state."""
     pick: float = 0.0
     """Which process of that role, as a share of their number."""
 
     @property
     def killed(self) -> bool:
-        """By kill -9; else stopped."""
+        """By kill -9; if not, stopped."""
         return self.number is KILL
 
     @property
     def kind(self) -> str:
-        """For tables."""
+        """Name of the case in tables."""
         return f"{'kill -9' if self.killed else 'SIGSTOP'} {self.role}"
 
 
 def draw_cases(count: int, seed: int) -> list[Case]:
-    """Random cases in which no kind comes twice more often than another."""
+    """Return random cases; the counts of two kinds differ by one at most."""
     draw = random.Random(seed)
     cases: list[Case] = []
     while len(cases) < count:
@@ -81,7 +81,7 @@ class Chaos:
         """How long things took in the newest case, from the blow (for `deleted`, from the command) on."""
 
     def run(self, case: Case) -> None:
-        """One case with all its checks. Raises Unmet; the job is gone then."""
+        """Run one case with all its checks. Raises Unmet; the job is removed at the end."""
         self.times_s = {}
         try:
             job = self._job_for(case)
@@ -259,7 +259,8 @@ def goes_on(job: ChaosJob) -> None:
 
 
 def shown_is_true(job: ChaosJob, *, hung: list[int] | None = None, stale: bool = False) -> dict[str, Any]:
-    """What `get -o json` shows becomes what is, and is never ahead of it. `stale`: nobody can bring it up to date."""
+    """Wait until `get -o json` shows the truth, and check that it is never ahead of it. `stale`: no process can update
+    it."""
     floor = 0 if stale else job.iteration()
     end = time.monotonic() + SHOWN_LIMIT_S
     while True:

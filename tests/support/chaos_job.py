@@ -1,4 +1,4 @@
-"""A small real job for kill tests: started by the CLI, looked at from outside (/proc, logs, hub, `get -o json`)."""
+"""A small real job for kill tests: started by the CLI, observed from outside (/proc, logs, hub, `get -o json`)."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ def require(condition: object, what: str) -> None:
 
 
 def until(condition: Callable[[], Any], what: str, limit_s: float) -> None:
-    """Wait for the condition. Raises Unmet if it does not come true in time."""
+    """Wait for the condition. Raises Unmet if it does not hold in time."""
     end = time.monotonic() + limit_s
     while not condition():
         require(time.monotonic() < end, f"not within {limit_s:.0f} s: {what}")
@@ -98,7 +98,7 @@ def manifest(folder: pathlib.Path, name: str) -> dict[str, Any]:
 
 
 class Cli:
-    """The command line with a state folder of its own."""
+    """Command line with a separate state folder."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -107,7 +107,7 @@ class Cli:
         self._environment.pop("MEGATRONAPP_SHM_DIR", None)
 
     def __call__(self, *words: str, limit_s: float = 300) -> subprocess.CompletedProcess[str]:
-        """Run a subcommand."""
+        """Run a subcommand of the CLI."""
         return subprocess.run(
             [*MEGATRONAPP, *words],
             env=self._environment,
@@ -197,14 +197,14 @@ class ChaosJob:
         return None if summary is None else sorted(summary["hungRanks"])
 
     def wipe(self) -> None:
-        """Kill whatever is left; for the end of a case that failed."""
+        """Kill all remaining processes; for the end of a case that failed."""
         for one in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 one.send(signal.SIGKILL)
 
 
 def alive(pid: int) -> bool:
-    """Whether this process runs (a zombie does not)."""
+    """Return whether this process runs (a zombie does not)."""
     try:
         return (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:

@@ -84,7 +84,7 @@ def logits_of(model: Any) -> Any:
 
 
 def tokens() -> Any:
-    """int64 [B, S]."""
+    """Return token ids, int64 [B, S]."""
     import torch
 
     return torch.randint(VOCABULARY, TOKENS, generator=torch.Generator().manual_seed(3))

@@ -87,7 +87,7 @@ def nodes(plane: kube.ControlPlane, *names: str) -> Iterator[None]:
 
 
 def add(client: httpx.Client, name: str) -> None:
-    """One such node."""
+    """Add one such node."""
     room = {"cpu": "1", "memory": "64Gi", "pods": "110", "ephemeral-storage": "1Ti"}
     labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
     status = {"allocatable": room, "capacity": room}

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 
 class Wire:
-    """Forwards bytes to one port while it is `joined`; cut off, it swallows what comes and answers nothing."""
+    """Proxy that forwards bytes to one port while it is `joined`; cut off, it swallows what it receives and answers
+    nothing."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -15,15 +16,15 @@ class Wire:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self) -> None:
-        """Nothing goes through any more."""
+        """Stop forwarding bytes either way."""
         self._joined.clear()
 
     def join(self) -> None:
-        """What was held back goes through, too."""
+        """Forward again, beginning with the bytes that were withheld."""
         self._joined.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one accepted connection."""
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             task = asyncio.create_task(self._pump(source, sink))
@@ -31,7 +32,7 @@ class Wire:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all open connections."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -14,7 +14,7 @@ MODEL = (
     "--attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
 )
 SYNCHRONISES = "called a synchronizing CUDA operation"
-"""What torch warns of while torch.cuda.set_sync_debug_mode("warn") is on."""
+"""Warning of torch while torch.cuda.set_sync_debug_mode("warn") is on."""
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ def train(flags: str) -> dict[str, Any]:
 
 
 def _adam(optimizer: Any) -> dict[str, Any]:
-    """Whether each group of Adam is fused, and the devices of its counts of steps."""
+    """Return whether each group of Adam is fused, and the devices of its counts of steps."""
     from megatronapp_trainer.checkpoint.optimizer_state import inner_optimizers
 
     parts = [part.optimizer for part in inner_optimizers(optimizer)]

@@ -1,4 +1,4 @@
-"""A gateway as a real process, with service accounts, jobs and hubs on a real API server for it to look at."""
+"""Gateway as a real process, with service accounts, jobs and hubs on a real API server that it reads."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ GATEWAY_RULES = (
     {"apiGroups": [GROUP], "resources": ["megatronjobs"], "verbs": ["get", "list"]},
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]},
 )
-"""All that the gateway may do beside system:auth-delegator."""
+"""Rights of the gateway in addition to system:auth-delegator."""
 _ADDRESSES = (str(ipaddress.ip_address("127.77.0.1") + number) for number in itertools.count())
 
 
@@ -88,7 +88,7 @@ def kubeconfig(
 
 
 def make_authority(folder: pathlib.Path) -> pathlib.Path:
-    """A certificate authority for people; the API server takes its file as --client-ca-file."""
+    """Make a certificate authority for users; the API server takes its file as --client-ca-file."""
     key, certificate = folder / "people.key", folder / "people.crt"
     words = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=people")
     _openssl(*words, "-keyout", str(key), "-out", str(certificate))
@@ -96,7 +96,7 @@ def make_authority(folder: pathlib.Path) -> pathlib.Path:
 
 
 def certified(plane: kube.ControlPlane, folder: pathlib.Path, user: str, *, namespace: str) -> pathlib.Path:
-    """A kubeconfig of somebody who shows a certificate and has no token."""
+    """Write a kubeconfig of a user who shows a certificate and has no token."""
     key, request, certificate = (folder / f"{user}.{end}" for end in ("key", "csr", "crt"))
     words = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={user}")
     _openssl(*words, "-keyout", str(key), "-out", str(request))
@@ -115,7 +115,7 @@ def _openssl(*words: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gateway:
-    """A running gateway."""
+    """Gateway process and its address."""
 
     url: str
     key: str
@@ -124,7 +124,7 @@ class Gateway:
     metrics_port: int
 
     def client(self, token: str | None = None, **how: Any) -> httpx.Client:
-        """Somebody with a token, or with none."""
+        """Return a client with a token, or with none."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False, **how)
 
@@ -143,7 +143,7 @@ def gateway(
     built: pathlib.Path | None = None,
     flags: Sequence[str] = (),
 ) -> Iterator[Gateway]:
-    """Start a gateway with the rights of the chart and the built page, or a small one; it is gone at the end."""
+    """Start a gateway with the rights of the chart and the built page, or a small one, and stop it at the end."""
     namespace = f"gateway-{'reviews' if reviews else 'tokens'}-{os.getpid()}-{folder.name}".replace("_", "-")
     create(plane, "/api/v1/namespaces", {"metadata": {"name": namespace}})
     rules = {"metadata": {"name": namespace}, "rules": list(GATEWAY_RULES)}
@@ -217,7 +217,7 @@ class Job:
 
     @property
     def path(self) -> str:
-        """What is below it at the gateway."""
+        """Return the path of the job below the gateway."""
         return f"/api/v1/jobs/{self.namespace}/{self.name}"
 
 
@@ -239,7 +239,7 @@ def make_job(plane: kube.ControlPlane, namespace: str, name: str, *, hub: bool =
 
 
 def set_status(plane: kube.ControlPlane, job: Job, **status: Any) -> None:
-    """What the operator reports of a job."""
+    """Write the status that the operator reports of a job."""
     patch(plane, f"{JOBS}/{job.namespace}/megatronjobs/{job.name}/status", {"status": status})
 
 

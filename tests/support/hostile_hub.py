@@ -1,4 +1,4 @@
-"""A hub that somebody else has written: it answers with whatever might harm who asks, and keeps what it was told."""
+"""Hub by a hostile author: it gives any answer that might harm its client, and stores what it received."""
 
 import asyncio
 import contextlib
@@ -67,20 +67,20 @@ class Asked:
 
 @dataclasses.dataclass
 class HostileHub:
-    """What it was asked, and what its live socket does next."""
+    """Requests that it received, and what its live socket does next."""
 
     address: str
     port: int
     victim: "HostileHub | None" = None
-    """Where its redirects lead, which must not be asked."""
+    """Target of its redirects, which must not receive a request."""
     asked: list[Asked] = dataclasses.field(default_factory=list)
     live: str = "frames"
     protocol: str | None = None
     """Subprotocol that its sockets say they speak."""
     flood: bytes = b""
-    """What a socket sends again and again."""
+    """Bytes that a socket sends again and again."""
     sent: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Bytes that each flooded socket has taken, by how many had asked when it came."""
+    """Bytes that each flooded socket has taken, by the number of requests when it connected."""
 
     @property
     def elsewhere(self) -> str:
@@ -89,7 +89,7 @@ class HostileHub:
 
     @property
     def led_somebody_away(self) -> bool:
-        """Whether the victim was asked."""
+        """Return whether the victim received a request."""
         return self.victim is not None and bool(self.victim.asked)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -158,7 +158,7 @@ class HostileHub:
 
 @contextlib.contextmanager
 def hostile_hub(address: str, port: int, *, victim: HostileHub | None = None) -> Iterator[HostileHub]:
-    """Serve it in a thread of its own."""
+    """Serve it in a separate thread."""
     hub, loop, ready = HostileHub(address, port, victim), asyncio.new_event_loop(), threading.Event()
 
     async def serve() -> None:

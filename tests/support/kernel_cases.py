@@ -1,4 +1,4 @@
-"""The kernels of MegaScope beside plain torch. Where there is no GPU, run with TRITON_INTERPRET=1."""
+"""Comparison of the kernels of MegaScope with plain torch. On a machine without GPU, run with TRITON_INTERPRET=1."""
 
 import os
 from typing import Any

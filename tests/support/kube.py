@@ -32,7 +32,7 @@ _DIE_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
 
 
 class KubeError(Exception):
-    """A program of the control plane does not come up."""
+    """Failure of a program of the control plane to start."""
 
 
 def programs(group: str = "api") -> pathlib.Path:
@@ -54,11 +54,11 @@ class ControlPlane:
 
     @property
     def certificate(self) -> pathlib.Path:
-        """What the API server shows, which is its own authority."""
+        """Certificate that the API server shows, which is its own authority."""
         return self.folder / "certificates" / "apiserver.crt"
 
     def context(self) -> ssl.SSLContext:
-        """What trusts the API server."""
+        """TLS context that trusts the API server."""
         return ssl.create_default_context(cafile=str(self.certificate))
 
     def client(self, user: str = ADMIN) -> httpx.Client:
@@ -102,7 +102,7 @@ class ControlPlane:
 def control_plane(
     folder: pathlib.Path, *, users: tuple[str, ...] = (), flags: tuple[str, ...] = (), group: str = "api"
 ) -> Iterator[ControlPlane]:
-    """Start etcd and the API server; everything is gone at the end. `users` have no rights but what RBAC gives them."""
+    """Start etcd and the API server, and remove both at the end. `users` have no rights but what RBAC gives them."""
     binaries = programs(group)
     tokens = {user: secrets.token_hex(16) for user in (ADMIN, *users)}
     _write_keys(folder, tokens)

@@ -1,6 +1,6 @@
-"""A real Kueue beside a real API server: the CRDs and webhooks of its own chart, and its controller as a process.
+"""Real Kueue with a real API server: the CRDs and webhooks of its chart, and its controller as a process.
 
-The API server calls the webhooks at an address of loopback instead of a Service; nothing else of them is changed.
+The API server calls the webhooks at an address of loopback instead of a Service; all other fields are unchanged.
 """
 
 import base64
@@ -27,7 +27,7 @@ _EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kueue:
-    """A running Kueue."""
+    """Controller of Kueue as a process."""
 
     plane: kube.ControlPlane
     folder: pathlib.Path
@@ -36,11 +36,11 @@ class Kueue:
 
     @property
     def log(self) -> pathlib.Path:
-        """What it writes."""
+        """Path of its log."""
         return self.folder / "kueue.log"
 
     def ready(self) -> bool:
-        """Whether its webhooks answer."""
+        """Return whether its webhooks answer."""
         try:
             return httpx.get(f"http://127.0.0.1:{self.health_port}/readyz", trust_env=False).is_success
         except httpx.TransportError:
@@ -101,7 +101,7 @@ def _running(command: list[Any], log: IO[bytes]) -> Iterator["subprocess.Popen[b
 
 
 def queue(plane: kube.ControlPlane, namespace: str, name: str, *, cpus: int) -> None:
-    """A queue of a namespace, with a quota of its own. Workloads of a higher priority preempt others."""
+    """Create a queue of a namespace, with a separate quota. Workloads of a higher priority preempt others."""
     whole = f"{namespace}-{name}"
     flavor = {"name": whole, "resources": [{"name": "cpu", "nominalQuota": cpus}]}
     _apply(

@@ -94,7 +94,7 @@ class Worker:
         return int(path.read_text())
 
     def end(self, limit_s: float = DEADLINE_S) -> int:
-        """Exit code."""
+        """Wait for its end and return the exit code."""
         return self.process.wait(limit_s)
 
     def record(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Worker:
         return document
 
     def output(self) -> str:
-        """What the launcher wrote."""
+        """Output of the launcher."""
         return (self.run_dir / "launcher.log").read_text()
 
 
@@ -124,7 +124,7 @@ class Gang:
         self.workers: list[Worker] = []
 
     def environment(self, index: int, **changes: str) -> dict[str, str]:
-        """What a backend gives to a launcher."""
+        """Return the environment that a backend gives to a launcher."""
         run_dir = self.tmp / f"worker-{index}"
         run_dir.mkdir(exist_ok=True)
         own = {
@@ -195,5 +195,5 @@ class Gang:
 
 
 def alive(pid: int) -> bool:
-    """Whether this process runs (a zombie does not)."""
+    """Return whether this process runs (a zombie does not)."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

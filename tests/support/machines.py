@@ -1,4 +1,4 @@
-"""What kubelets and schedulers do to pods, done by hand on a real API server: placing, starting, ending, removing."""
+"""Work of kubelets and schedulers on pods, done by hand on a real API server: placing, starting, ending, removing."""
 
 import dataclasses
 import datetime
@@ -38,7 +38,7 @@ class Machines:
         return changed
 
     async def start(self, pod: Object) -> None:
-        """Place a pod on a machine of its own and start its containers."""
+        """Place a pod on a separate machine and start its containers."""
         name = pod["metadata"]["name"]
         if not pod["spec"].get("nodeName"):
             await self.bind(name)
@@ -48,7 +48,7 @@ class Machines:
         await self._send("PATCH", f"{name}/status", {"status": status})
 
     async def bind(self, name: str) -> None:
-        """Place a pod on a machine of its own."""
+        """Place a pod on a separate machine."""
         target = {"apiVersion": "v1", "kind": "Node", "name": f"node-of-{name}"}
         body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
         await self._send("POST", f"{name}/binding", body)

@@ -1,8 +1,8 @@
-"""Who may reach whom under a set of NetworkPolicies, by the rules of networking.k8s.io/v1.
+"""Permitted connections under a set of NetworkPolicies, by the rules of networking.k8s.io/v1.
 
 No network plugin enforces policies where the tests run, so the objects are judged by what Kubernetes says they mean:
-a pod that no ingress policy selects lets everybody in; one that some select lets in what any rule of any of them
-allows. Only what our policies use is understood, and anything else is an error, never a guess.
+a pod that no ingress policy selects lets every connection in; one that some select lets in what any rule of any of them
+allows. Only what our policies use is understood, and any other field is an error, never a guess.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ class Place:
     namespace: str
     labels: Mapping[str, str]
     host_network: bool = False
-    """Its connections come from its node, and policies do not hold for it."""
+    """Its connections have the address of its node, and policies do not hold for it."""
 
 
 def may_connect(policies: Iterable[Object], source: Place, target: Place, port: int) -> bool:
-    """Whether a TCP connection is let in."""
+    """Return whether a TCP connection is permitted."""
     if target.host_network:
         return True
     chosen = [policy for policy in policies if _selects(policy, target)]
@@ -42,7 +42,7 @@ def may_connect(policies: Iterable[Object], source: Place, target: Place, port: 
 
 
 def fits(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a label selector selects these labels; an empty one selects all."""
+    """Return whether a label selector selects these labels; an empty one selects all."""
     _only(selector, "selector")
     pairs = selector.get("matchLabels", {}).items()
     return all(labels.get(key) == value for key, value in pairs) and all(

@@ -1,4 +1,4 @@
-"""An operator in this process, on a real API server, that can be cut off at any request and begin anew."""
+"""Operator in this process, on a real API server, that can be stopped at any request and started again."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ def refuse(kind: str) -> None:
 
 class CutApi(KubernetesApi):
     """Counts requests; `cut_at(number)` may say "before" or "after": the operator ends
-    before or after that request; or "lost": the answer does not come."""
+    before or after that request; or "lost": the answer is lost."""
 
     cut_at: Callable[[int], str | None] = staticmethod(lambda _number: None)
     count = 0
@@ -95,7 +95,7 @@ def manifest(namespace: str, name: str = "job", **spec: Any) -> Object:
 
 @dataclasses.dataclass(slots=True)
 class Play:
-    """One operator after another, and the machines under them. Time goes on by `pass_time` and by itself."""
+    """Sequence of operators, and the machines under them. Time passes by `pass_time` and by itself."""
 
     api: CutApi
     machines: Machines
@@ -131,14 +131,14 @@ class Play:
         await self.look()
 
     async def look(self) -> None:
-        """What the watches would bring."""
+        """Read the objects that the watches would deliver."""
         jobs = await KubernetesApi.list_objects(self.machines.api, JOBS, self.namespace)
         self.store.replace_jobs(jobs.items, int(jobs.resource_version))
         pods = await KubernetesApi.list_objects(self.machines.api, PODS, self.namespace)
         self.store.replace_pods(map(read_pod, pods.items), int(pods.resource_version))
 
     async def reconcile(self) -> bool:
-        """One look at every job; whether anybody is to look again at once. Comes to life again after a cut."""
+        """Reconcile every job once; return whether another pass is due at once. Starts a new operator after a cut."""
         again = False
         for key in self.store.keys:
             try:
@@ -157,7 +157,7 @@ class Play:
         return again
 
     async def rest(self, *, machines: bool = True) -> None:
-        """Go on until nothing happens any more by itself."""
+        """Continue until nothing more happens by itself."""
         for _ in range(MAX_ROUNDS):
             before = self.api.count
             await self.look()
@@ -173,14 +173,14 @@ class Play:
         await self.rest()
 
     def tell(self, name: str, **progress: Any) -> None:
-        """What the hub or the launcher of a job would tell."""
+        """Send the operator a report of the hub or the launcher of a job."""
         memory = self.reconciler.memory((self.namespace, name))
         assert memory is not None
         page = Progress(attempt=memory.status.attempt, **({"iteration": 1} | progress))
         memory.poll_result = PollResult(progress=page)
 
     async def job(self, name: str = "job") -> Object:
-        """A job as it stands."""
+        """Return the job with its present status."""
         found = await self.machines.api.get(JOBS, self.namespace, name)
         assert found is not None
         return found
@@ -188,7 +188,7 @@ class Play:
 
 @contextlib.asynccontextmanager
 async def play(plane: kube.ControlPlane, namespace: str, **settings: Any) -> AsyncIterator[Play]:
-    """An operator with all rights in a namespace of its own; `settings` are fields of RenderSettings."""
+    """Yield an operator with all rights in a separate namespace; `settings` are fields of RenderSettings."""
     headers = {"Authorization": f"Bearer {plane.tokens[kube.ADMIN]}"}
     async with (
         connect(kubeconfig=str(plane.kubeconfig())) as api,

@@ -1,4 +1,4 @@
-"""The operator as a process of its own, beside a real API server."""
+"""Operator as a separate process, next to a real API server."""
 
 import contextlib
 import os
@@ -60,18 +60,18 @@ class Operator:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | environment)
 
     def text(self) -> str:
-        """What it has said."""
+        """Return the text of its log."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     @property
     def url(self) -> str:
-        """Of its probes and metrics."""
+        """Address of its probes and metrics."""
         found = re.search(r"probes at port (\d+)", self.text())
         assert found, self.text()
         return f"http://127.0.0.1:{found[1]}"
 
     def leads(self) -> bool:
-        """Whether it has taken the lease."""
+        """Return whether it has taken the lease."""
         return "leading as" in self.text()
 
     def metrics(self) -> str:
@@ -100,7 +100,7 @@ def started(
     lease: str = "operator",
     **more: Any,
 ) -> Iterator[Operator]:
-    """An operator that is gone at the end."""
+    """Start an operator and stop it at the end."""
     operator = Operator(plane, folder, namespace, name, lease, **more)
     try:
         yield operator

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the weights do not tell."""
+    """Properties of the model that its weights do not show."""
 
     layers: int
     heads: int
@@ -36,7 +36,7 @@ class PlainGpt:
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """fp32 [S, vocabulary]."""
+        """Return the logits, fp32 [S, vocabulary]."""
         embedding = self._weights["embedding.word_embeddings.weight"]
         x = embedding[torch.tensor(tokens)]
         if self._shape.rotary_base is None:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class SeenGpt(PlainGpt):
-    """Tells every site of docs/scope-protocol.md, section 2."""
+    """Model that records every site of docs/scope-protocol.md, section 2."""
 
     @torch.no_grad()
     def sites(self, tokens: list[int]) -> dict[str, Any]:

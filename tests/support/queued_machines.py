@@ -1,4 +1,4 @@
-"""Machines under a queue: they take no pod behind a scheduling gate, and a pod that a finalizer holds stays."""
+"""Machines under a queue: they take no pod with a scheduling gate, and a pod that a finalizer holds stays."""
 
 import dataclasses
 
@@ -20,7 +20,8 @@ class QueuedMachines(Machines):
     """Pods (uids) whose machine does not answer any more."""
 
     async def settle(self) -> bool:
-        """As kubelets do it: end containers before a pod goes. What has no machine is not theirs to remove."""
+        """Settle as kubelets do it: end containers before a pod is removed. A pod without machine is not theirs to
+        remove."""
         changed = False
         for name, pod in (await self.pods()).items():
             if pod["metadata"]["uid"] in self.lost:

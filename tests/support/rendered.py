@@ -178,9 +178,9 @@ VARIETY: dict[str, Object] = {
         },
     },
 }
-"""What jobs say beside `BASE`."""
+"""Specs of jobs, as additions to `BASE`."""
 UNRESTRICTED = {"rdma-host-devices", "rdma", "rdma-analyzed", "host-network"}
-"""Those of them whose workers need more than the pod security standard `restricted` allows."""
+"""Names of jobs whose workers need more than the pod security standard `restricted` allows."""
 
 
 def joined(base: Mapping[str, Any], patch: Mapping[str, Any]) -> Object:
@@ -200,7 +200,7 @@ def make_job(patch: Mapping[str, Any] | None = None, *, name: str = "gpt", names
 
 
 def with_template(job: MegatronJob, spec: Object, metadata: Object | None = None) -> MegatronJob:
-    """The job with a pod template that nobody has judged: a cluster may lack the policy that does."""
+    """Return the job with an unchecked pod template: a cluster may lack the policy that checks it."""
     template = job.spec.pod_template.model_copy(
         update={"spec": spec, "metadata": PodMetadata.model_validate(metadata or {})}
     )

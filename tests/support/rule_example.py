@@ -30,13 +30,13 @@ class Example:
     good: bool
     change: Changes
     field: str = ""
-    """Where a bad one is refused."""
+    """Path of the field that is refused in a bad one."""
     words: str = ""
     """A piece of what is said then."""
     server_words: str = ""
-    """What an API server says instead where its schema says it, not a rule (`Rule.in_schema`)."""
+    """Message of an API server where its schema refuses the manifest, not a rule (`Rule.in_schema`)."""
     old: Changes | None = None
-    """For a rule about changes, what makes BASE the manifest before; else None."""
+    """Changes that make BASE the manifest before, for a rule about changes; None for others."""
 
 
 def manifest(example: Example) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def old_manifest(example: Example) -> dict[str, Any] | None:
 
 
 def changed(changes: Changes) -> dict[str, Any]:
-    """BASE with changes."""
+    """Return BASE with changes."""
     document = copy.deepcopy(BASE)
     for path, value in changes.items():
         *parents, name = path.split(".")

@@ -18,7 +18,7 @@ def _container(name: str = "trainer", **fields: Any) -> Changes:
 
 
 def _refused(name: str, value: Any, words: str) -> list[Example]:
-    """A field of the pod: it may be left out and nothing else."""
+    """Return examples of a field of the pod that must be omitted."""
     return [
         *good(f"pod-{name}", _pod(dnsPolicy="Default", nodeName="a")),
         *bad(f"pod-{name}", f"{_POD}.{name}", (_pod(**{name: value}), words)),
@@ -35,7 +35,7 @@ def _own(name: str, value: Any, words: str) -> list[Example]:
 
 
 def _shm(size: str | None, container: str, memory: str) -> Changes:
-    """A size of shared memory beside a container's memory limit."""
+    """Return changes with a size of shared memory next to a container's memory limit."""
     return _container(container, resources={"limits": {"memory": memory}}) | {"spec.shm.sizeLimit": size}
 
 

@@ -1,4 +1,4 @@
-"""An interface keeps to its OpenAPI document, whatever it is asked: schemathesis over one operation.
+"""Check that an interface keeps to its OpenAPI document for any request: schemathesis over one operation.
 
 Tests draw from the same few seeds each time. SCHEMA_RANDOM=1 draws new seeds, and SCHEMA_EXAMPLES sets the number of
 requests to each operation.
@@ -31,7 +31,7 @@ Change = Callable[["Case[Any]"], None]
 
 
 def seeds() -> tuple[int, ...]:
-    """Those of the tests, or fresh ones, which are printed."""
+    """Return the seeds of the tests, or fresh ones, which are printed."""
     if "SCHEMA_RANDOM" not in os.environ:
         return SEEDS
     drawn = tuple(random.randrange(1 << 32) for _ in SEEDS)
@@ -52,7 +52,7 @@ def check(
 ) -> None:
     """Ask the operation with requests that fit its description, or with ones that do not; all answers must.
 
-    `but`: a check that does not hold for this operation; `more`: checks beside the usual ones;
+    `but`: a check that does not hold for this operation; `more`: checks besides the usual ones;
     `examples`: how many requests over all seeds.
     """
     wanted = [one for one in (*CHECKS, *more) if one is not but]

@@ -36,7 +36,7 @@ CAPTURE: dict[str, Any] = {
 
 
 def request_of(tokens: int = TOKENS, prompts: tuple[str, ...] = PROMPTS) -> dict[str, Any]:
-    """A run: greedy, so that plain torch can say what must come."""
+    """Return a request for a run: greedy, so that plain torch can predict its tokens."""
     return {"prompts": list(prompts), "tokens": tokens, "sampling": {"temperature": 0}, "capture": CAPTURE}
 
 

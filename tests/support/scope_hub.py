@@ -61,7 +61,7 @@ def replaying(job: gateway.Job, file: pathlib.Path, *, port: int, key: str) -> I
 
 @contextlib.contextmanager
 def generating(job: gateway.Job, recording: scope_session.Recording, *, port: int, key: str) -> Iterator[ScopeHub]:
-    """A hub with a model that generates the recorded run, whatever it is asked for."""
+    """Start a hub with a model that generates the recorded run for any request."""
     token = derive_token(job_secret(key, job.uid), TokenRole.SERVE)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording, token)) as rank:
         client = Rank0Client(rank.url, token)
@@ -74,7 +74,7 @@ def generating(job: gateway.Job, recording: scope_session.Recording, *, port: in
 
 
 def generate(running: ScopeHub, recording: scope_session.Recording) -> None:
-    """What the ranks send of the run, from its begin to its end."""
+    """Send what the ranks send of the run, from its begin to its end."""
     for rank, frame in scope_session.rank_frames(recording):
         running.take(rank, frame)
 

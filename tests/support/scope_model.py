@@ -26,7 +26,7 @@ class Shape:
         return self.hidden // self.heads
 
     def model(self) -> dict[str, Any]:
-        """As SCOPE_HELLO tells it."""
+        """Return the model as SCOPE_HELLO describes it."""
         return {
             "layers": self.layers,
             "hidden": self.hidden,

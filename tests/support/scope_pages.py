@@ -72,7 +72,7 @@ async def play(hub: Any, workers: list[Any], *, until: Any, **layout: Any) -> No
 
 @contextlib.asynccontextmanager
 async def shown(hub: Any, fake_job: Any, until: Any, rank: Any = None) -> AsyncIterator[Any]:
-    """A client of a hub that has seen the run; probes' answers come by the agent."""
+    """Yield a client of a hub that has seen the run; answers of probes are delivered by the agent."""
     async with agents(hub, fake_job) as workers:
         if rank is not None:
             rank.publish = scope_rank_zero.sender(workers[0].connection)
@@ -83,7 +83,7 @@ async def shown(hub: Any, fake_job: Any, until: Any, rank: Any = None) -> AsyncI
 
 
 async def pca_was_asked(hub: Any, rank: scope_rank_zero.RankZero, until: Any) -> None:
-    """The hub's own probe, which comes first."""
+    """Receive the hub's own probe, which is the first request."""
 
     async def asked() -> bool:
         return any(path == "probes" for _, path, _ in rank.asked) and len(hub.hub.scope.core.probes) == 1

@@ -143,7 +143,7 @@ def sender(connection: Any) -> Callable[[Frame], None]:
 
 @contextlib.contextmanager
 def serve(rank: RankZero) -> Iterator[RankZero]:
-    """`rank` behind a real server on loopback."""
+    """Serve `rank` through a real server on loopback."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()

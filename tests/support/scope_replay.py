@@ -1,4 +1,4 @@
-"""`megatronapp scope replay` as a process of its own."""
+"""Program `megatronapp scope replay` as a separate process."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ class Replay:
 
 @contextlib.contextmanager
 def replaying(file: pathlib.Path, log: pathlib.Path, *, speed: str = "all", port: int = 0) -> Iterator[Replay]:
-    """Serve a session until the block ends. Raises TimeoutError if it does not come up."""
+    """Serve a session until the block ends. Raises TimeoutError if it does not start."""
     command = [sys.executable, "-m", "megatronapp_common.cli", "scope", "replay", str(file)]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What ranks of any layout would publish of a run of the tiny model: true numbers, and sessions made of them.
+"""Frames that ranks of any layout would publish of a run of the tiny model: true numbers, and sessions made of them.
 
     python tests/support/scope_session.py FILE.scope
 
@@ -37,9 +37,9 @@ CAPTURE: dict[str, Any] = {
 }
 SAMPLING = {"temperature": 0.8, "topK": 0, "topP": 1.0, "seed": 7, "stop": []}
 VERSION = 1
-"""Of the basis."""
+"""Version of the basis."""
 VERSION = 1
-"""Of the basis."""
+"""Version of the basis."""
 FIRST_HALF, SECOND_HALF = 94, 95
 """Tokens that make one character together."""
 
@@ -59,7 +59,7 @@ class Recording:
         return max(map(len, self.generated))
 
     def rows(self, step: int) -> list[tuple[int, int]]:
-        """Rows that tokens come out of."""
+        """Return the rows that produce tokens."""
         ends = [(len(prompt), len(found)) for prompt, found in zip(self.prompts, self.generated, strict=True)]
         return [(sample, end - 1 + step) for sample, (end, count) in enumerate(ends) if step < count]
 
@@ -83,7 +83,7 @@ def text_of(token: int) -> str:
 
 
 def offsets_of(ids: Sequence[int]) -> list[list[int] | None]:
-    """Where the text of each token stands, in UTF-16 units."""
+    """Return the offset of each token's text, in UTF-16 units."""
     out: list[list[int] | None] = []
     end = 0
     for token in ids:
@@ -152,7 +152,7 @@ def pixels(vectors: Array, count: int) -> Array:
 
 @functools.lru_cache(maxsize=16)
 def tables(recording: Recording, sample: int) -> dict[str, Array]:
-    """What pages see of each row of a sample, before any code: the reference for all frames."""
+    """Return what pages see of each row of a sample, before any code: the reference for all frames."""
     sites, shape = recording.sites[sample], recording.shape
     third, mlp = recording.capture["pixels"]["qkv"] // 3, recording.capture["pixels"]["mlp"]
     rows = len(sites["residual"])
@@ -174,7 +174,7 @@ def residual_measures(sites: dict[str, Array]) -> dict[str, Array]:
 
 
 def head_measures(attention: Array) -> dict[str, Array]:
-    """Of every row and head: entropy over the logarithm of keys (0 with one key), largest, and that of key 0."""
+    """Measure every row and head: entropy over the logarithm of keys (0 with one key), largest, and that of key 0."""
     chances = attention.astype(np.float64).transpose(2, 0, 1, 3)
     keys = np.arange(1, len(chances) + 1)[:, None, None]
     logs = np.log(chances, out=np.zeros_like(chances), where=chances > 0)
@@ -184,7 +184,7 @@ def head_measures(attention: Array) -> dict[str, Array]:
 
 
 def codes_of(chances: Array) -> Array:
-    """Code u8s."""
+    """Encode an array with code u8s."""
     return np.asarray(np.rint(255 * np.sqrt(chances)), dtype=np.uint8)
 
 
@@ -222,12 +222,12 @@ def scores_frame(recording: Recording, ids: list[int], candidates: int) -> Frame
 
 
 def texts_alone(best: Array) -> list[list[str]]:
-    """The text of each candidate as if it stood alone."""
+    """Return the text of each candidate, decoded alone."""
     return [[text_of(int(token)) or "\ufffd" for token in row] for row in best]
 
 
 def distributions(logits: Array, ids: list[int], candidates: int) -> tuple[Array, list[Tensor]]:
-    """The candidates of each row, and the tensors that tell of its distribution."""
+    """Return the candidates of each row, and the tensors that describe its distribution."""
     logs = logits - _logsumexp(logits)[:, None]
     best = np.argsort(-logs, axis=-1, kind="stable")[:, :candidates]
     partition = np.stack([_logsumexp(logits / t) for t in TEMPERATURES], axis=-1)
@@ -256,7 +256,7 @@ def part(
     sequence_parallel: bool = False,
     with_pca: bool = False,
 ) -> Iterator[Frame]:
-    """PART frames of one rank for a step; under sequence parallel replicated tensors come in a frame of their own."""
+    """Yield PART frames of one rank for a step; under sequence parallel replicated tensors are in a separate frame."""
     wanted = (
         [(sample, place) for sample, ids in enumerate(recording.prompts) for place in range(len(ids))]
         if step == 0
@@ -326,7 +326,7 @@ class _Part:
         return out + (self.attention(rows) if self.step else [])
 
     def whole(self, rows: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """What every tensor rank holds."""
+        """Return the tensors that every tensor rank holds whole."""
         names = ["mlp2", "residual.norm", "residual.change", "residual.cosine", *(["pca"] if self.with_pca else [])]
         return [Tensor(name, "f32", self.table(name, rows), None, self._said(name, replicated=True)) for name in names]
 

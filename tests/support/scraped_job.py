@@ -79,7 +79,7 @@ class Prometheus:
         self._client = httpx.Client(base_url=f"{url}/api/v1", timeout=30, trust_env=False)
 
     def close(self) -> None:
-        """End the connections."""
+        """End the open connections."""
         self._client.close()
 
     def get(self, path: str, **parameters: str | float) -> Any:
@@ -108,7 +108,7 @@ class Prometheus:
 
 
 def until(condition: Callable[[], object], what: str, limit_s: float = PATIENCE_S) -> None:
-    """Wait for it."""
+    """Wait until the condition holds."""
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"
@@ -126,7 +126,7 @@ def monitors() -> dict[str, Object]:
 
 
 def discovered_hub(job: str, target: str) -> dict[str, str]:
-    """What Prometheus finds out about a hub by its Service, as far as our rules look at it."""
+    """Return the labels that Prometheus discovers of a hub by its Service, as far as our rules read them."""
     meta = "__meta_kubernetes"
     names = {f"{meta}_{kind}_label_megatronapp_io_job_name": job for kind in ("service", "pod")}
     address = target.rpartition(":")[0].strip("[]")
@@ -134,7 +134,7 @@ def discovered_hub(job: str, target: str) -> dict[str, str]:
 
 
 def scrape_config(name: str, endpoint: Mapping[str, Any], target: str, labels: Mapping[str, str]) -> Object:
-    """What Prometheus's operator makes of an endpoint, for one target whose labels are given."""
+    """Return what Prometheus's operator makes of an endpoint, for one target whose labels are given."""
 
     def snake(rule: Mapping[str, Any]) -> Object:
         return {re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", key): value for key, value in rule.items()}
@@ -218,7 +218,7 @@ def operator_endpoint() -> Iterator[tuple[OperatorMetrics, str]]:
 
 
 class Jobs:
-    """Tells the metrics what an operator would: statuses of the real job, and of one that the plan restarts."""
+    """Operator that feeds the metrics: statuses of the real job, and of one that the plan restarts."""
 
     def __init__(self, metrics: OperatorMetrics, root: pathlib.Path) -> None:
         self._metrics, self._root = metrics, root
@@ -228,7 +228,7 @@ class Jobs:
         )
 
     def look(self) -> bool:
-        """One look at both; whether the real job has been given its slow nodes."""
+        """Read both jobs; return whether the real one has been given its slow nodes."""
         began = time.monotonic()
         path = self._root / "status.json"
         document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

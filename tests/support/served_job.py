@@ -1,4 +1,4 @@
-"""`megatronapp serve` of a tiny model as people start it: a gang of real ranks with its hub, on this machine."""
+"""Job `megatronapp serve` of a tiny model as users start it: a gang of real ranks with its hub, on this machine."""
 
 import contextlib
 import json
@@ -64,7 +64,7 @@ class Served:
         return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
 
     def entry(self, role: TokenRole) -> str:
-        """Address of the page that logs somebody of this role in, once."""
+        """Return the address of the page that logs a user of this role in, once."""
         with self.hub(role) as hub:
             code = hub.post("codes").raise_for_status().json()["code"]
             return f"{str(hub.base_url).removesuffix('/api/v1/')}/#code={code}"
@@ -89,7 +89,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(state: pathlib.Path, model: pathlib.Path, name: str, *words: str) -> Iterator[Served]:
-    """In the background."""
+    """Serve in the background."""
     job = Served(state, name)
     job.cli(*command(model, name), "--detach", *words)
     try:

@@ -37,7 +37,7 @@ def write_model(folder: str) -> None:
 
 
 class Server:
-    """A process of `megatronapp_trainer.serve`, one rank, with a secret of its own."""
+    """Process of `megatronapp_trainer.serve`: one rank with its secret."""
 
     def __init__(self, folder: pathlib.Path, model: pathlib.Path, *words: str) -> None:
         folder.mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Address of its API."""
         return self.address.read_text().strip()
 
     def client(self, token: str | None = None) -> httpx.Client:
@@ -83,7 +83,7 @@ class Server:
 
 @contextlib.contextmanager
 def started(folder: pathlib.Path, model: pathlib.Path, *words: str) -> Iterator[Server]:
-    """A server that is ready, and gone at the end."""
+    """Start a server, wait until it is ready, and stop it at the end."""
     server = Server(folder, model, *words)
     try:
         server.until_ready()

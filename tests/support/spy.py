@@ -1,4 +1,4 @@
-"""Another server of this machine, which keeps what cookies browsers send to it, and shows them what it is told to."""
+"""Another server of this machine, which stores the cookies that browsers send to it, and shows them a given page."""
 
 import contextlib
 import socket
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Spy:
-    """What it has seen, and what it shows."""
+    """Requests that it has seen, and the page that it shows."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -18,7 +18,7 @@ class Spy:
 
 @contextlib.contextmanager
 def spying(address: str = "127.0.0.1", port: int = 0) -> Iterator[Spy]:
-    """One at this port, or a free one; it is gone at the end."""
+    """Start one at this port, or a free one, and stop it at the end."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -30,7 +30,7 @@ def spying(address: str = "127.0.0.1", port: int = 0) -> Iterator[Spy]:
                 self.wfile.write(kept.page.encode())
 
         def log_message(self, format: str, *_: object) -> None:
-            """Say nothing."""
+            """Write no log lines."""
 
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Pods of jobs on a real API server beside a real operator process, and the launchers that it asks over HTTP."""
+"""Pods of jobs on a real API server next to a real operator process, and the launchers that it queries over HTTP."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def launcher(uid: str) -> Iterator[Launcher]:
-    """The launcher of a job's worker 0, at an address of its own."""
+    """Serve as the launcher of a job's worker 0, at a separate address."""
     made = Launcher(uid, next(ADDRESSES), GangStatus(0))
     good = f"Bearer {derive_token(job_secret(KEY, uid), TokenRole.VIEWER)}"
 
@@ -55,7 +55,7 @@ def launcher(uid: str) -> Iterator[Launcher]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Write no log lines."""
 
     with http.server.ThreadingHTTPServer((made.address, STATUS_PORT), Answer) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -44,8 +44,8 @@ _IMPORTED_LATE = (
     "torch._dynamo",
     "torch.onnx",
 )
-"""What ranks and files of tests import when they run, which would cost each rank seconds. Nothing of the tracer: that
-it stays away where it is off is tested."""
+"""Imports of ranks and files of tests at run time, which would cost each rank seconds. No module of the tracer is among
+them: tests check that it is not imported where it is off."""
 
 
 _DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -58,7 +58,7 @@ class RanksFailedError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to run on every rank."""
+    """Request to run a function on every rank."""
 
     file: str
     function: str
@@ -70,7 +70,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one rank."""
+    """Result or error of one rank."""
 
     ok: bool
     value: Any
@@ -99,7 +99,7 @@ class ForkServer:
     ) -> list[Any]:
         """Call ``function(*arguments)`` on ``world`` ranks; their results by rank.
 
-        The function is found again by file and name, so it must stand at the top of a file. Ranks find RANK,
+        The function is found again by file and name, so it must be at the top of a file. Ranks find RANK,
         WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises RanksFailedError.
         """
         self._ensure_started()
@@ -177,7 +177,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def serve(path: str, *, devices: bool) -> None:
-    """Import, then fork a handler for each request, for ever."""
+    """Import, then fork a handler for each request, without end."""
 
     from megatronapp_trainer.device import cpu
     from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
@@ -232,7 +232,7 @@ def _handle(connection: socket.socket) -> None:
 
 
 def _fork_rank(request: Request, environment: dict[str, str], log: pathlib.Path) -> tuple[int, int]:
-    """Process id of the rank, and the pipe that its pickled outcome comes through."""
+    """Return the process id of the rank, and the pipe through which its pickled outcome is sent."""
     reading, writing = os.pipe()
     handler = os.getpid()
     pid = os.fork()
@@ -267,7 +267,7 @@ def _rank_environment(request: Request, rank: int, port: int) -> dict[str, str]:
 
 
 def _call(request: Request) -> bytes:
-    """The pickled outcome of the function, whatever it raises."""
+    """Call the function and return its pickled outcome, also of any error."""
     try:
         spec = importlib.util.spec_from_file_location("forked_rank", request.file)
         assert spec is not None
@@ -281,9 +281,9 @@ def _call(request: Request) -> bytes:
 
 
 def _collect(pipes: list[int], deadline: float) -> list[bytes | None]:
-    """What came through each pipe until it was closed; None for those still open at the deadline.
+    """Return what was sent through each pipe until it was closed; None for those still open at the deadline.
 
-    Once a rank has failed, the others get five seconds: they may wait for it for ever.
+    Once a rank has failed, the others get five seconds: they may wait for it without limit.
     """
     received: list[bytes] = [b""] * len(pipes)
     done: list[bytes | None] = [None] * len(pipes)

@@ -1,7 +1,7 @@
 """A scheduler that keeps pod groups as Volcano 1.12 does, and machines that take pods when it lets them.
 
-After its sources: a group without enough pods becomes Pending, whoever owns it (`jobStatus`); a Pending group becomes
-Inqueue when it fits beside what is in use and what other Inqueue groups reserve (`proportion`, `enqueue`); pods are
+After its sources: a group without enough pods becomes Pending, under any owner (`jobStatus`); a Pending group becomes
+Inqueue when it fits next to what is in use and what other Inqueue groups reserve (`proportion`, `enqueue`); pods are
 placed when their group is Inqueue or Running.
 """
 
@@ -18,11 +18,11 @@ PENDING, INQUEUE, RUNNING = "Pending", "Inqueue", "Running"
 
 @dataclasses.dataclass(slots=True)
 class VolcanoMachines(Machines):
-    """One queue of so many CPUs."""
+    """Machines with one queue of this number of CPUs."""
 
     cpus: int = 2
     phases: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Of each group, by uid."""
+    """Phase of each group, by uid."""
 
     async def settle(self) -> bool:
         """One session of the scheduler, and what kubelets do after it."""

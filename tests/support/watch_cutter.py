@@ -1,4 +1,4 @@
-"""A proxy in front of an API server that cuts watches off and lets them begin anew at another version."""
+"""Proxy in front of an API server that ends watches and lets them begin again at another version."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ class WatchCutter:
     _connections: set["asyncio.Task[None]"] = dataclasses.field(default_factory=set)
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the request of a new connection in a task of its own."""
+        """Answer the request of a new connection in a separate task."""
         task = asyncio.create_task(self._serve(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)

@@ -1,4 +1,4 @@
-"""Run inside a hub's pod: `ask.py PATH` prints what the hub answers to whoever holds the job's secret."""
+"""Program for a hub's pod: `ask.py PATH` prints what the hub answers to a client with the job's secret."""
 
 import pathlib
 import sys

@@ -13,7 +13,7 @@ READY_S = 400
 
 
 def helm(cluster: Cluster, *words: object, seconds: float = READY_S) -> str:
-    """What helm prints. Fails with all that is known of the cluster."""
+    """Run helm and return its output. Fails with all that is known of the cluster."""
     program = kube.programs("helm") / "helm"
     config = ("--kubeconfig", cluster.layout.kubeconfig("admin"), "--namespace", HOME)
     done: subprocess.CompletedProcess[str] = cluster.inside(program, *words, *config, seconds=seconds)

@@ -1,4 +1,4 @@
-"""Programs that go on when their starter has ended, and are found again by a file with their number."""
+"""Programs that outlive their starter, and are identified by a file with their number."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ from cluster.layout import ClusterError
 STOP_S = 10.0
 POLL_S = 0.05
 _STARTED: list["subprocess.Popen[bytes]"] = []
-"""Those of this process. They may outlive it, of which Python would warn when it forgets them."""
+"""Programs started by this process. They may outlive it, of which Python would warn when it forgets them."""
 
 
 def start(folder: pathlib.Path, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
-    """Start a program; its output goes to NAME.log and its number to NAME.pid in the folder."""
+    """Start a program that writes its output to NAME.log, and write its number to NAME.pid in the folder."""
     with (folder / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -32,7 +32,7 @@ def start(folder: pathlib.Path, name: str, command: list[str], environment: dict
 
 
 def alive(folder: pathlib.Path, name: str) -> bool:
-    """Whether the program that was started under this name still runs."""
+    """Return whether the program that was started under this name still runs."""
     return _number(folder, name) is not None
 
 

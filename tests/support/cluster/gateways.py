@@ -1,4 +1,4 @@
-"""Ways to the gateway, as people take them, and a browser that goes them: all in the first node's network."""
+"""Ways to the gateway, as users reach it, and a browser for each: all in the first node's network."""
 
 import contextlib
 import os
@@ -51,7 +51,7 @@ def chromium(cluster: Cluster, folder: pathlib.Path) -> Iterator[pw.Browser]:
 
 
 def person(cluster: Cluster, namespace: str, role: str, name: str = "ada") -> str:
-    """A token of somebody who has this role in a namespace, and nowhere else."""
+    """Return a token of a user who has this role in a namespace, and no other rights."""
     cluster.kubectl("create", "serviceaccount", name, "-n", namespace)
     account = f"--serviceaccount={namespace}:{name}"
     cluster.kubectl("create", "rolebinding", name, "-n", namespace, f"--clusterrole={role}", account)
@@ -60,7 +60,7 @@ def person(cluster: Cluster, namespace: str, role: str, name: str = "ada") -> st
 
 @contextlib.contextmanager
 def _told(cluster: Cluster, command: list[str]) -> Iterator[str]:
-    """The first line of a program that goes on until it is ended."""
+    """Yield the first line of a program that runs until the block ends."""
     path = f"{cluster.programs}:{os.environ.get('PATH', '')}"
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PATH": path}

@@ -37,7 +37,7 @@ def name(part: str) -> str:
 
 
 class Builder:
-    """buildah with a storage of its own, which outlives the cluster: layers that did not change are not built again."""
+    """Program buildah with separate storage, which outlives the cluster: unchanged layers are not built again."""
 
     def __init__(self) -> None:
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
@@ -50,7 +50,7 @@ class Builder:
         self.environment = {**os.environ, "CONTAINERS_STORAGE_CONF": str(path), "BUILDAH_ISOLATION": "chroot"}
 
     def build(self) -> None:
-        """Build our images and what they stand on."""
+        """Build our images and those that they are based on."""
         self._run([ROOT / "scripts" / "cluster" / "base_images.sh"])
         suite = _suite()
         stand = {

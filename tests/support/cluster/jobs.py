@@ -17,7 +17,7 @@ ASK = pathlib.Path(__file__).with_name("ask.py")
 LONG_S = 600
 """Patience with a machine that others use, too."""
 SHARED = "/shared"
-"""Where workers see the volume."""
+"""Path at which workers mount the volume."""
 SAVE_INTERVAL = 50
 PREPARE = [
     *("megatronapp", "data", "prepare", "--input", "/usr/lib/python3.11/email", "--pattern", "*.py"),
@@ -71,13 +71,14 @@ class Job:
         return int(self.status().get("attempt", 0))
 
     def iteration(self, attempt: int) -> int:
-        """Finished steps that this attempt, or a later one, has told of; 0 before it has."""
+        """Return the number of finished steps that this attempt, or a later one, has reported; 0 before its first
+        report."""
         progress = self.status().get("progress") or {}
         trains = progress.get("attempt", -1) >= attempt and progress.get("state") == "training"
         return int(progress.get("iteration") or 0) if trains else 0
 
     def goes_on(self, attempt: int, beyond: int, what: str) -> None:
-        """Wait until this attempt, or a later one, has gone on beyond a step."""
+        """Wait until this attempt, or a later one, has passed a step."""
         self.wait(lambda: self.iteration(attempt) > beyond, f"training goes on {what}")
 
     def pods(self, kind: str = "worker") -> list[dict[str, Any]]:
@@ -92,30 +93,30 @@ class Job:
         return {str(item["reason"]): str(item["message"]) for item in items}
 
     def uids(self) -> set[str]:
-        """What tells its worker pods from later ones of the same names."""
+        """Return the uids of its worker pods, which distinguish them from later ones of the same names."""
         return {str(item["metadata"]["uid"]) for item in self.pods()}
 
     def losses(self) -> dict[int, dict[int, float]]:
-        """What its hub has heard: attempt to step to loss. Step n follows iteration n."""
+        """Return the losses that its hub has received: attempt to step to loss. Step n follows iteration n."""
         series, found = self.hub("/api/v1/metrics/series?name=loss"), dict[int, dict[int, float]]()
         for attempt, step, value in zip(series["attempts"], series["steps"], series["values"], strict=True):
             found.setdefault(attempt, {})[step] = value
         return found
 
     def hub(self, path: str) -> Any:
-        """What its hub answers, asked from within the hub's pod."""
+        """Query the job's hub from within the hub's pod."""
         words = ("--", "python", "-c", ASK.read_text(encoding="utf-8"), path)
         return json.loads(self.cluster.kubectl("exec", f"{self.name}-hub", "-n", self.namespace, *words))
 
 
 def example(name: str = "gpt-tiny-cpu") -> dict[str, Any]:
-    """An example; left out: that of the README."""
+    """Return an example; by default that of the README."""
     document: dict[str, Any] = yaml.safe_load((ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8"))
     return document
 
 
 def lasting(name: str, claim: str) -> dict[str, Any]:
-    """A job of two ranks that goes on until it is deleted, on text that it prepares on a volume first."""
+    """Return a job of two ranks that runs until it is deleted, on text that it prepares on a volume first."""
     document = copy.deepcopy(example())
     document["metadata"]["name"] = name
     spec = document["spec"]
@@ -147,7 +148,7 @@ def lasting(name: str, claim: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def space(cluster: Cluster, name: str) -> Iterator[str]:
-    """A namespace under the restricted standard, gone at the end."""
+    """Create a namespace under the restricted standard, and delete it at the end."""
     cluster.namespace(name)
     yield name
     # Jobs first: a namespace ends its pods first of all, and looks again only after half of their grace period.

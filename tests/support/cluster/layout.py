@@ -11,7 +11,7 @@ FIRST_SERVICE = "10.96.0.1"
 POD_RANGE = "10.244.0.0/16"
 PAUSE_IMAGE = "registry.local/pause:1"
 PREFIX = "megatronapp-e2e"
-"""Of all names that the machine sees."""
+"""Prefix of all names that are visible on the machine."""
 
 
 class ClusterError(Exception):
@@ -20,7 +20,7 @@ class ClusterError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A pretended machine: a network namespace with a container runtime and a kubelet of its own."""
+    """Pretended machine: a network namespace with a separate container runtime and kubelet."""
 
     index: int
     """Counted from 1."""
@@ -33,12 +33,12 @@ class Node:
 
     @property
     def namespace(self) -> str:
-        """Its network namespace."""
+        """Name of its network namespace."""
         return f"{name_of(self.folder.parent)}-{self.index}"
 
     @property
     def network(self) -> pathlib.Path:
-        """Where the kernel shows it."""
+        """Path under which the kernel shows its network namespace."""
         return pathlib.Path("/run/netns", self.namespace)
 
     @property
@@ -53,7 +53,7 @@ class Node:
 
     @property
     def socket(self) -> pathlib.Path:
-        """Of its container runtime."""
+        """Socket of its container runtime."""
         return self.folder / "containerd.sock"
 
     @property
@@ -72,7 +72,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where everything of one cluster lies."""
+    """Paths of all files of one cluster."""
 
     folder: pathlib.Path
     nodes: tuple[Node, ...]
@@ -98,16 +98,16 @@ class Layout:
 
 
 def name_of(folder: pathlib.Path) -> str:
-    """How network namespaces and control groups of a cluster are called: two clusters may stand side by side."""
+    """Return the name of network namespaces and control groups of a cluster: two clusters may run in parallel."""
     return folder.name if folder.name.startswith(PREFIX) else f"{PREFIX}-{folder.name}"
 
 
 def layout(folder: pathlib.Path, nodes: int) -> Layout:
-    """The layout of a cluster of so many nodes."""
+    """Return the layout of a cluster with this number of nodes."""
     members = (Node(index=index, folder=folder / f"node-{index}") for index in range(1, nodes + 1))
     return Layout(folder=folder, nodes=tuple(members))
 
 
 def default_folder() -> pathlib.Path:
-    """Where the cluster lies unless told otherwise: on a disk, for overlays need one."""
+    """Return the default folder of the cluster: on a disk, for overlays need one."""
     return pathlib.Path(os.environ.get("MEGATRONAPP_E2E_FOLDER", "/var/lib/megatronapp-e2e"))

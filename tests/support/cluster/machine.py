@@ -1,4 +1,4 @@
-"""What a machine must have to run the cluster, and what the cluster costs."""
+"""Requirements on a machine that runs the cluster, and the resources that the cluster takes."""
 
 import os
 import pathlib
@@ -18,7 +18,7 @@ PROGRAMS = (
 )
 PLUGINS = pathlib.Path("/usr/lib/cni")
 DEVICES = ("/sys/fs/cgroup", "/proc/sys/net/ipv4/ip_forward")
-"""Of settings of the kernel a file: their folders may not be written by root either."""
+"""One file for each group of kernel settings: their folders may not be written by root either."""
 
 
 def missing(folder: pathlib.Path | None = None) -> str | None:

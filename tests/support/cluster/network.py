@@ -1,4 +1,4 @@
-"""Network namespaces of the nodes: joined with each other by a bridge, and with nothing else."""
+"""Network namespaces of the nodes: joined with each other by a bridge, and with no other network."""
 
 import contextlib
 import subprocess
@@ -14,7 +14,7 @@ SETTINGS = (
 
 
 def make_network(cluster: Layout) -> None:
-    """Make the namespaces, join them, and tell each where the others' pods are."""
+    """Make the namespaces, join them, and add to each the routes to the others' pods."""
     for node in cluster.nodes:
         _run("ip", "netns", "add", node.namespace)
         _run(*node.inside("ip", "link", "set", "lo", "up"))

@@ -1,4 +1,4 @@
-"""One node: containerd, the kubelet and kube-proxy, with control groups and folders of its own."""
+"""One node: containerd, the kubelet and kube-proxy, with separate control groups and folders."""
 
 import pathlib
 import re
@@ -30,7 +30,7 @@ def start_runtime(node: Node) -> None:
 
 
 def start_proxy(cluster: Layout, node: Node, programs: pathlib.Path) -> None:
-    """Start kube-proxy."""
+    """Start the node's kube-proxy."""
     path = node.folder / "proxy.yaml"
     path.write_text(settings.proxy(cluster, node), encoding="utf-8")
     daemons.start(node.folder, "proxy", node.inside(programs / "kube-proxy", f"--config={path}"))
@@ -59,7 +59,7 @@ def stop_kubelet(node: Node) -> None:
 
 
 def running_pods(node: Node) -> set[str]:
-    """Uids of the pods of which a process runs, whatever the API server knows."""
+    """Return the uids of the pods of which a process runs, known to the API server or not."""
     groups = HIERARCHIES.glob(f"pids/{node.cgroup}/**/cgroup.procs")
     busy = (group.parent for group in groups if group.read_text(encoding="utf-8").strip())
     found = (re.search(r"/pod([0-9a-f-]{36})/", f"{group}/") for group in busy)
@@ -67,7 +67,7 @@ def running_pods(node: Node) -> set[str]:
 
 
 def stop(node: Node) -> None:
-    """End the node's pods and programs: the kubelet first, else it would start the pods again."""
+    """End the node's pods and programs: the kubelet first, because it would start the pods again."""
     daemons.stop(node.folder, "kubelet")
     daemons.stop(node.folder, "proxy")
     if daemons.alive(node.folder, "containerd"):

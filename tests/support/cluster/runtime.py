@@ -21,13 +21,13 @@ MOST_NODES = 2
 START_S = 120
 POLL_S = 0.1
 KERNEL = ("vm/overcommit_memory", "kernel/panic", "kernel/panic_on_oops")
-"""What a kubelet changes on the machine itself."""
+"""Kernel settings that a kubelet changes on the machine itself."""
 LEFT_BEHIND = ("/var/lib/kubelet", "/var/log/containers", "/var/lib/cni")
-"""What a kubelet and CNI plugins make outside of the folders they are given."""
+"""Folders that a kubelet and CNI plugins make outside of the folders they are given."""
 
 
 class Cluster:
-    """A running cluster."""
+    """Cluster whose programs run."""
 
     def __init__(self, places: Layout, programs: pathlib.Path) -> None:
         self.layout = places
@@ -39,7 +39,7 @@ class Cluster:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
 
     def kubectl(self, *words: str, stdin: str | None = None, seconds: float = 300) -> str:
-        """What kubectl prints. Raises ClusterError if it fails."""
+        """Run kubectl and return its output. Raises ClusterError if it fails."""
         full = self.layout.first.inside(*self.command(), *words)
         done = subprocess.run(full, input=stdin, capture_output=True, text=True, check=False, timeout=seconds)
         if done.returncode != 0:
@@ -56,7 +56,7 @@ class Cluster:
         return found
 
     def apply(self, *documents: dict[str, Any], namespace: str = "default") -> None:
-        """Apply objects."""
+        """Apply these objects with kubectl."""
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
         self.kubectl("apply", "-n", namespace, "-f", "-", stdin=text)
 
@@ -67,7 +67,7 @@ class Cluster:
         self.wait(lambda: bool(self.get("serviceaccounts", "-n", name)["items"]), f"the account of {name}")
 
     def ready(self) -> bool:
-        """Whether all nodes are. Raises ClusterError if a kubelet has ended."""
+        """Return whether all nodes are ready. Raises ClusterError if a kubelet has ended."""
         for member in self.layout.nodes:
             if not daemons.alive(member.folder, "kubelet"):
                 raise ClusterError(f"the kubelet of {member.name} ended:\n{daemons.tail(member.folder, 'kubelet')}")
@@ -88,7 +88,7 @@ class Cluster:
             time.sleep(POLL_S)
 
     def problems(self) -> str:
-        """What the cluster says about pods that are not well."""
+        """Return what the cluster reports about pods that are not well."""
         with contextlib.suppress(ClusterError, subprocess.TimeoutExpired):
             pods = self.kubectl("get", "pods", "-A", "-o", "wide", seconds=20)
             events = self.kubectl("get", "events", "-A", "--field-selector=type!=Normal", seconds=20)
@@ -97,7 +97,7 @@ class Cluster:
 
 
 def up(folder: pathlib.Path | None = None, *, nodes: int = MOST_NODES, images: Sequence[str] = OURS) -> Cluster:
-    """Bring a cluster up; one that stands or lies there in pieces is taken down first, but for its images."""
+    """Bring a cluster up; take down an earlier one first, whole or incomplete, but keep its images."""
     places = layout(folder or default_folder(), nodes)
     down(places.folder, keep_images=True)
     builder = Builder()
@@ -121,7 +121,8 @@ def up(folder: pathlib.Path | None = None, *, nodes: int = MOST_NODES, images: S
 
 
 def down(folder: pathlib.Path | None = None, *, keep_images: bool = False) -> None:
-    """Take down whatever stands, also after a failure: programs, pods, mounts, networks, control groups, folders."""
+    """Take down all that exists of a cluster, also after a failure: programs, pods, mounts, networks, control groups,
+    folders."""
     places = layout(folder or default_folder(), MOST_NODES)
     for member in places.nodes:
         node.stop(member)
@@ -155,7 +156,7 @@ def running(
 
 
 def remains(folder: pathlib.Path | None = None) -> list[str]:
-    """What is there of a cluster: programs, networks, control groups, mounts, folders."""
+    """Return what is left of a cluster: programs, networks, control groups, mounts, folders."""
     places = layout(folder or default_folder(), MOST_NODES)
     found = [f"network {member.namespace}" for member in places.nodes if member.network.exists()]
     found += [f"control group {path}" for path in node.HIERARCHIES.glob(f"*/{places.cgroup}")]
@@ -165,7 +166,7 @@ def remains(folder: pathlib.Path | None = None) -> list[str]:
 
 
 def standing(folder: pathlib.Path | None = None, *, nodes: int = MOST_NODES) -> Cluster:
-    """The cluster that stands. Raises ClusterError if there is none."""
+    """Return the running cluster. Raises ClusterError if none runs."""
     places = layout(folder or default_folder(), nodes)
     if not daemons.alive(places.folder, "apiserver"):
         raise ClusterError(f"no cluster stands in {places.folder}")

@@ -49,7 +49,7 @@ _NAMES = """\
 
 
 def runtime(node: Node) -> str:
-    """Settings of containerd."""
+    """Return the settings of containerd."""
     return _RUNTIME.format(folder=node.folder, socket=node.socket, pause=PAUSE_IMAGE, plugins=PLUGINS)
 
 
@@ -105,7 +105,7 @@ def kubelet(cluster: Layout, node: Node) -> str:
 
 
 def proxy(cluster: Layout, node: Node) -> str:
-    """Settings of kube-proxy."""
+    """Return the settings of kube-proxy."""
     untouched = {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
     document: dict[str, Any] = {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
@@ -123,5 +123,5 @@ def proxy(cluster: Layout, node: Node) -> str:
 
 
 def names(cluster: Layout) -> str:
-    """Settings of CoreDNS."""
+    """Return the settings of CoreDNS."""
     return _NAMES.format(address=cluster.first.address, kubeconfig=cluster.kubeconfig("dns"))

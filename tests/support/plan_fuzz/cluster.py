@@ -1,4 +1,4 @@
-"""What queues, schedulers and kubelets do to the model within one tick."""
+"""Actions of queues, schedulers and kubelets on the model within one tick."""
 
 import dataclasses
 import random
@@ -9,7 +9,7 @@ from plan_fuzz.pods import Node, Pod, whole
 from plan_fuzz.world import World
 
 EVICTED_AFTER_S = 300.0
-"""The cluster deletes the pods of a node that is not heard of for so long."""
+"""Seconds without a report from a node after which the cluster deletes its pods."""
 EVICTION_GRACE_S = 30.0
 STATES = ("training", "training", "training", "training", "saving", "starting")
 
@@ -54,7 +54,7 @@ def place(world: World) -> None:
 
 
 def waits_for_node(pod: Pod) -> bool:
-    """Whether a scheduler has to do with it."""
+    """Return whether a scheduler has to place the pod."""
     return pod.node is None and pod.live and pod.deletion is None and not pod.gated
 
 
@@ -82,7 +82,7 @@ def let_go(world: World) -> None:
 
 
 def evict(world: World, pod: Pod) -> None:
-    """The node controller deletes pods of nodes that are not heard of."""
+    """Delete pods of nodes that do not report, as the node controller does."""
     node = None if pod.node is None else world.nodes[pod.node]
     if node is None or node.down_since is None or pod.deletion is not None:
         return
@@ -92,7 +92,7 @@ def evict(world: World, pod: Pod) -> None:
 
 
 def delete(world: World, pod: Pod, grace_s: float) -> None:
-    """Somebody other than the operator asks a pod to go."""
+    """Request the deletion of a pod, as clients other than the operator may."""
     if pod.deletion is None:
         pod.deletion = Deletion(since=whole(world.now), grace_s=grace_s)
         world.note("deleted by others", pod.index, pod.attempt)
@@ -149,13 +149,13 @@ def _gang(world: World, pod: Pod) -> list[Pod]:
 
 
 def _all_alive(world: World, attempt: int) -> bool:
-    """Whether no running pod of the gang is on a machine that is down."""
+    """Return whether no running pod of the gang is on a machine that is down."""
     gang = [one for one in world.pods.values() if one.attempt == attempt and one.runs]
     return all(map(world.healthy, gang))
 
 
 def initialize(world: World) -> None:
-    """The initializer pod goes its way."""
+    """Advance the initializer pod to its next phase."""
     init = world.init
     if init is None or world.random.random() < 0.5:
         return
@@ -168,7 +168,7 @@ def initialize(world: World) -> None:
 
 
 def serve_hub(world: World) -> None:
-    """The hub starts, or goes."""
+    """Start the hub, or remove it."""
     hub = world.hub
     if hub is None:
         return
@@ -179,7 +179,7 @@ def serve_hub(world: World) -> None:
 
 
 def crash(world: World) -> None:
-    """A program with a fault of its own ends with it, again and again."""
+    """Crash a program with a permanent fault, again and again."""
     if world.crashes_with is None or not world.trains() or world.random.random() < 0.5:
         return
     gang = [one for one in world.pods.values() if one.attempt == world.job.status.attempt]
@@ -201,7 +201,7 @@ def make_progress(world: World) -> None:
 
 
 def set_down(world: World, node: Node, random_: random.Random) -> None:
-    """A machine is not heard of any more."""
+    """Let a machine stop reporting."""
     node.down_since = world.now
     for pod in world.pods.values():
         if pod.node == node.name and pod.live:
@@ -210,7 +210,7 @@ def set_down(world: World, node: Node, random_: random.Random) -> None:
 
 
 def set_up(world: World, node: Node) -> None:
-    """It is heard of again, with the pods that are still on it."""
+    """Let a machine report again, with the pods that are still on it."""
     node.down_since = None
     for pod in world.pods.values():
         if pod.node == node.name and pod.unreachable is not None:

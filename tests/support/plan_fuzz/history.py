@@ -1,4 +1,4 @@
-"""One generated history: a job, its cluster, what goes wrong, and whether the job comes to its end."""
+"""One generated history: a job, its cluster, its faults, and whether the job reaches its end."""
 
 import dataclasses
 import random
@@ -64,7 +64,7 @@ def play(seed: int) -> str:
 
 
 def step(world: World, operator: Operator) -> None:
-    """Something may go wrong, the cluster may move, the operator may look, and time goes on."""
+    """Maybe inject a fault, advance the cluster and reconcile; then let time pass."""
     draw = world.random
     if draw.random() < 0.35:
         draw.choice(TROUBLES)(world)
@@ -103,7 +103,7 @@ def make_world(draw: random.Random, seed: int) -> World:
 
 
 def make_spec(draw: random.Random, seed: int, workers: int, queue: str) -> JobSpec:
-    """What the user wants."""
+    """Return the spec that the user writes."""
     return JobSpec(
         name="job",
         uid=f"uid-{seed}",

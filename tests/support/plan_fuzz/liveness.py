@@ -1,7 +1,7 @@
-"""Whether a job comes to its end, or trains, in a world that stays as bad as it is.
+"""Checks that a job reaches its end, or trains, in a world that stays as bad as it is.
 
 A world stays healthy, or keeps nodes that are dead, a node that is slow, a node that has failed once, an image that
-nobody can pull, too few nodes for a while, or a quota that is used up for a while. That a gang trains is asked of the
+no node can pull, too few nodes for a while, or a quota that is used up for a while. That a gang trains is read from the
 world, never of the status.
 """
 
@@ -62,7 +62,7 @@ def calm(world: World) -> None:
 
 
 def heal(world: World) -> None:
-    """All machines work."""
+    """Let all machines work."""
     for node in world.nodes.values():
         set_up(world, node)
         node.starts_pods = True
@@ -76,7 +76,7 @@ def keep_healthy(world: World, _: Operator) -> bool:
 
 
 def keep_dead_nodes(world: World, operator: Operator) -> bool:
-    """What is dead stays so, and one more node dies under a worker; for every worker there is a node that works."""
+    """Keep dead nodes dead, and let one more die under a worker; for every worker there is a node that works."""
     world.polled = world.random.random() < 0.5
     under = [one.node for one in world.pods.values() if one.node is not None and world.healthy(one)]
     if under:
@@ -88,7 +88,7 @@ def keep_dead_nodes(world: World, operator: Operator) -> bool:
 
 
 def keep_slow_node(world: World, operator: Operator) -> bool:
-    """One of the nodes is slow for ever, and the hub says so whenever a worker is on it: the gang must still train."""
+    """Keep one of the nodes slow, and let the hub report it whenever a worker is on it: the gang must still train."""
     heal(world)
     if not _may_train(world) or any(one.phase is WorkerPhase.SUCCEEDED for one in world.pods.values()):
         return False
@@ -159,14 +159,14 @@ def _trains_within(world: World, operator: Operator, seconds: float) -> bool:
 
 
 def _may_train(world: World) -> bool:
-    """Whether nothing but the cluster keeps the gang from training."""
+    """Return whether nothing but the cluster keeps the gang from training."""
     status = world.job.status
     failing = status.phase in TERMINAL_PHASES or status.is_true(ConditionType.FAILURE_TARGET)
     return not (failing or world.spec.suspend or world.job.deletion_requested or world.gone)
 
 
 def keep_hanging(world: World, operator: Operator) -> bool:
-    """Its ranks hang, or some never come to the gathering: where a deadline says so, the gang is restarted."""
+    """Let ranks hang, or some never reach the gathering: where a deadline applies, the gang is restarted."""
     heal(world)
     status = world.job.status
     gathers = status.current_progress is None and (world.progress is None or world.progress.attempt != status.attempt)
@@ -179,7 +179,7 @@ def keep_hanging(world: World, operator: Operator) -> bool:
 
 
 def keep_denied(world: World, operator: Operator) -> bool:
-    """Something denies all new pods for ever: a job that has never run fails, another one goes on trying."""
+    """Deny all new pods permanently: a job that has never run fails, another one continues to try."""
     heal(world)
     world.refuses = "denied"
     until = world.now + 2 * SHORTAGE_S
@@ -197,14 +197,14 @@ def keep_denied(world: World, operator: Operator) -> bool:
 
 
 def keep_image_away(world: World, operator: Operator) -> bool:
-    """No container of a new gang ever starts: the job fails, it does not hold its machines for ever."""
+    """Let no container of a new gang ever start: the job fails, it does not hold its machines without limit."""
     heal(world)
     world.image_fails = True
     return False
 
 
 def keep_short_of_nodes(world: World, operator: Operator) -> bool:
-    """There is a node too few for a while: what is placed is given back in time, and the gang comes when there is."""
+    """Keep one node too few for a while: what is placed is released in time, and the gang starts when there is one."""
     up = [one for one in world.nodes.values() if one.up]
     for node in up[world.spec.workers - 1 :]:
         set_down(world, node, world.random)
@@ -255,7 +255,7 @@ WORLDS: tuple[tuple[str, Callable[[World, Operator], bool]], ...] = (
 
 
 def settle(world: World, operator: Operator) -> str:
-    """Go on until the job rests. Raises Broken where it never does."""
+    """Continue until the job rests. Raises Broken where it never does."""
     trained, trained_in = 0, -1
     for _ in range(LOOKS):
         tick(world)
@@ -320,7 +320,7 @@ def _some_succeeded(world: World) -> bool:
 
 
 def _leap(world: World, operator: Operator) -> float:
-    """Go on to the next look that the plan asked for, or by minutes; returns the seconds."""
+    """Skip to the next reconciliation that the plan requested, or by minutes; return the seconds."""
     due = world.now + 300.0 if operator.wake_at is None else operator.wake_at
     seconds = min(max(due - world.now, 5.0), 300.0)
     world.now += seconds
@@ -328,7 +328,7 @@ def _leap(world: World, operator: Operator) -> float:
 
 
 def pass_time(world: World, operator: Operator) -> None:
-    """Go on a little, or to the next look that the plan asked for."""
+    """Let a little time pass, or the time to the next reconciliation that the plan requested."""
     due = operator.wake_at
     if due is None or due <= world.now or world.random.random() < 0.5:
         seconds = float(world.random.choice([1, 2, 5, 30]))

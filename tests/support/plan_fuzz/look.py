@@ -33,7 +33,7 @@ class Operator:
         self.wake_at: float | None = None
 
     def look(self, *, cut_after: int | None = None, stale: bool = False) -> Plan:
-        """One look at the job. `cut_after`: the operator ends after so many actions."""
+        """Reconcile the job once. `cut_after`: the operator ends after this number of actions."""
         world = self._world
         seen = self._stale if stale and self._stale is not None else world.observe()
         made = plan(world.job, seen, world.now)
@@ -67,7 +67,7 @@ class Operator:
             )
 
     def _carry_out(self, actions: tuple[Action, ...], cut_after: int | None) -> None:
-        """What is removed goes first."""
+        """Carry out the actions, removals first."""
         starts = (CreateWorker, CreateInit)
         ordered = sorted(actions, key=lambda one: isinstance(one, starts))
         for action in ordered[:cut_after]:
@@ -75,7 +75,7 @@ class Operator:
             self._world.do(action)
 
     def _check_memory(self, seen: Observed, made: Plan) -> None:
-        """The status can be written and read, and feeding it back changes nothing and tells nothing again."""
+        """Check that the status can be written and read, and that feeding it back changes and reports nothing again."""
         world = self._world
         if read_status(status_document(made.status)) != made.status:
             promises.broken("the status is read otherwise than it was written")

@@ -40,12 +40,12 @@ class Pod:
 
     @property
     def live(self) -> bool:
-        """Whether its trainer may still run."""
+        """Return whether its trainer may still run."""
         return self.phase in LIVE
 
     @property
     def runs(self) -> bool:
-        """Whether its trainer runs, as far as the API server knows."""
+        """Return whether its trainer runs, as far as the API server knows."""
         return self.phase is WorkerPhase.RUNNING
 
     def view(self) -> Worker:
@@ -80,13 +80,13 @@ class Node:
 
     name: str
     down_since: float | None = None
-    """Its kubelet is not heard of."""
+    """Time since which its kubelet does not report."""
     starts_pods: bool = True
     """False: no container ever starts on it."""
 
     @property
     def up(self) -> bool:
-        """Whether its kubelet works."""
+        """Return whether its kubelet works."""
         return self.down_since is None
 
 

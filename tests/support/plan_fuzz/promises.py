@@ -1,4 +1,4 @@
-"""What must hold at every look at the job, whatever has happened."""
+"""Invariants of every plan for the job, after any history."""
 
 from typing import NoReturn
 
@@ -28,7 +28,7 @@ class Broken(AssertionError):
 
 
 def broken(what: str, *details: object) -> NoReturn:
-    """Say which."""
+    """Raise Broken for a promise."""
     raise Broken(": ".join(map(str, (what, *details))))
 
 
@@ -38,7 +38,7 @@ def deeds(made: Plan) -> list[Action]:
 
 
 def check(world: World, seen: Observed, made: Plan) -> None:
-    """All promises about one plan; `world` is as it was before its actions."""
+    """Check all promises about one plan; `world` is the state before its actions."""
     before, after = world.job.status, made.status
     check_creation(world, seen, made)
     check_counters(world, before, after)
@@ -125,7 +125,7 @@ def check_conditions(world: World, before: Status, after: Status) -> None:
 
 
 def check_waking(world: World, seen: Observed, made: Plan) -> None:
-    """A look that waits for something has a time at which it looks again, unless news will come."""
+    """Check that a plan that waits has a time of its next reconciliation, unless an event will trigger one."""
     if made.wake_at is not None and made.wake_at <= world.now:
         broken("the next look is in the past", made.wake_at - world.now)
     status = made.status
@@ -148,7 +148,7 @@ def check_exclusion(world: World, after: Status) -> None:
 
 
 def check_place_in_queue(world: World, seen: Observed, before: Status, after: Status) -> None:
-    """A gang that waits in a queue is not made anew for a node, unless a scheduler has found none."""
+    """Check that a gang that waits in a queue is not recreated for a node, unless a scheduler has found none."""
     gang = [one for one in seen.workers if one.attempt == before.attempt]
     waits = before.holding_time is None and len(gang) == world.spec.workers and all(map(_only_waits, gang))
     placed = after.condition(ConditionType.PODS_SCHEDULED)
@@ -162,7 +162,7 @@ def _only_waits(worker: Worker) -> bool:
 
 
 def check_pods(world: World) -> None:
-    """What the cluster holds: one attempt at a time, of one template."""
+    """Check the pods of the cluster: one attempt at a time, of one template."""
     live = [one for one in world.pods.values() if one.live]
     if len({one.attempt for one in live}) > 1:
         broken("two attempts are alive")

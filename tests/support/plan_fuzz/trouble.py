@@ -1,4 +1,4 @@
-"""What goes wrong in the model, one thing at a time; each function is named after it."""
+"""Faults of the model, one at a time; each function is named after its fault."""
 
 import dataclasses
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def node_is_allowed(world: World) -> None:
 
 
 def edit(world: World, **changes: object) -> None:
-    """Somebody edits the job."""
+    """Edit the job as a user may."""
     generation = world.spec.generation + 1
     spec = dataclasses.replace(world.spec, generation=generation, **changes)  # type: ignore[arg-type]
     world.job = dataclasses.replace(world.job, spec=spec)
@@ -155,7 +155,7 @@ def init_changes(world: World) -> None:
 
 
 def operator_restarts(world: World) -> None:
-    """A new process remembers the status alone, as it was written down."""
+    """Start a new operator, which remembers the status alone, as the last one wrote it."""
     world.since = world.now
     world.refusal = world.heard = None
     world.job = dataclasses.replace(world.job, status=read_status(status_document(world.job.status)))

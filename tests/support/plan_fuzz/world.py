@@ -48,9 +48,9 @@ class World:
     queue: str = "none"
     """none; gated: pods wait for admission, then are placed one by one; whole: all are placed together or none."""
     admits: bool = True
-    """Whether the queue has room."""
+    """True while the queue has capacity."""
     refuses: str = ""
-    """What the API server does to new pods: nothing, "quota", "denied" or "final"."""
+    """Reaction of the API server to new pods: nothing, "quota", "denied" or "final"."""
     removes_groups: bool = True
     """True if the operator may remove workloads."""
     refused_groups: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -58,17 +58,17 @@ class World:
     image_fails: bool = False
     """No container of the job ever starts."""
     peers_notice: bool = True
-    """Whether ranks notice that a peer is gone; else they hang."""
+    """True if ranks notice the loss of a peer; if not, they hang."""
     crashes_with: int | None = None
     """Exit code that ends every gang soon."""
     polled: bool = True
-    """Whether hub and launcher can be asked."""
+    """True while hub and launcher answer requests."""
     table_known: bool = True
     pods: dict[int, Pod] = dataclasses.field(default_factory=dict)
     broken: set[int] = dataclasses.field(default_factory=set)
     """Attempts that have lost a rank whose machine still works: the others notice it, and they never train again."""
     hung: set[int] = dataclasses.field(default_factory=set)
-    """Attempts whose ranks stand still."""
+    """Attempts whose ranks hang."""
     groups: set[int] = dataclasses.field(default_factory=set)
     """Attempts whose pod group exists."""
     hub: HubState | None = None
@@ -93,7 +93,7 @@ class World:
 
     @property
     def spec(self) -> JobSpec:
-        """The job's spec."""
+        """Spec of the job, decoded."""
         return self.job.spec
 
     def note(self, *words: object) -> None:
@@ -133,17 +133,17 @@ class World:
         return attempt % self.spec.workers if told else None
 
     def healthy(self, pod: Pod) -> bool:
-        """Whether the pod is on a machine that works."""
+        """Return whether the pod is on a machine that works."""
         return pod.node is not None and self.nodes[pod.node].up
 
     def trains(self) -> bool:
-        """Whether the whole gang runs on machines that work, and has lost nobody."""
+        """Return whether the whole gang runs on machines that work, and has lost no worker."""
         gang = [one for one in self.pods.values() if one.attempt == self.job.status.attempt and one.runs]
         whole_gang = len(gang) == self.spec.workers and all(map(self.healthy, gang))
         return whole_gang and self.job.status.attempt not in self.broken | self.hung
 
     def end(self, pod: Pod, code: int, *, disrupted: str | None = None) -> None:
-        """Its trainer ends."""
+        """Let its trainer end."""
         if not pod.live:
             return
         ran = pod.runs
@@ -156,7 +156,7 @@ class World:
         self.note("ends", pod.index, pod.attempt, code)
 
     def remove(self, pod: Pod) -> None:
-        """The object goes."""
+        """Remove the object from the cluster."""
         if self.pods.get(pod.index) is pod:
             del self.pods[pod.index]
             if pod.runs and self.healthy(pod) and self.spec.workers > 1:
@@ -164,7 +164,7 @@ class World:
             self.note("gone", pod.index, pod.attempt)
 
     def do(self, action: Action) -> None:
-        """Carry out what the plan asks for. An action that comes twice does no harm."""
+        """Carry out what the plan requests. An action that is repeated does no harm."""
         if isinstance(action, RecordEvent):
             return
         self.note("do", action)
@@ -216,7 +216,7 @@ class World:
         )
 
     def _remove_group(self, attempt: int) -> None:
-        """A workload that goes takes its finalizers and its pods along."""
+        """Remove a workload with its finalizers and its pods."""
         if not self.removes_groups and self.spec.group is PodGroupKey.WORKLOAD:
             self.refused_groups[attempt] = self.now
             return
