@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, of another model, or cannot be written; and what is left behind."""
+"""Checkpoints that are damaged, of another model, or cannot be written; and the files that remain."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ def train_and_save_in_small_blocks(flags: str) -> None:
 
 
 def resume(flags: str) -> tuple[bool, int, list[str]]:
-    """Whether there was something to resume, at which iteration, and what was said."""
+    """Return whether there was a checkpoint to resume, at which iteration, and the messages."""
     import logging
 
     said: list[str] = []
@@ -86,7 +86,7 @@ def failing(action: str, flags: str) -> tuple[str, str]:
 
 
 def losing_a_peer(words: str, flags: str) -> tuple[str, str, list[str]]:
-    """What saving ends with where a peer is lost while the others write, and the names left behind."""
+    """Return how saving ends when a peer is lost while the others write, and the names that remain."""
     run, manager = build(flags)
     manager.load(run.state)
     folder = pathlib.Path(flags.removeprefix("--save "))

@@ -1,4 +1,4 @@
-"""What other programs have written is named, with the command that makes it usable; files alone are looked at."""
+"""Files of other programs are named, with the command that makes them usable; only files are inspected."""
 
 import json
 import pathlib

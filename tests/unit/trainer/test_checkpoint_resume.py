@@ -100,7 +100,7 @@ def forget_after(save: pathlib.Path, iteration: int) -> None:
 
 
 def test_a_third_life_resumes_what_the_second_saved(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
-    """State that belongs to other stages must not stay behind in the optimizer."""
+    """Check that state that belongs to other stages does not remain in the optimizer."""
     save = f"--save {tmp_path / 'save'}"
     whole = losses_of(run_ranks, 1, STEADY)
     lives = [
@@ -128,7 +128,7 @@ def test_what_lies_in_the_directory(run_ranks: RunRanks, tmp_path: pathlib.Path)
 
 
 def learn_on(folder: str) -> list[str]:
-    """text_tokens.json of a model, of it fine-tuned, and once that was gone on with."""
+    """Return text_tokens.json of a model, of it fine-tuned, and of a continuation of that."""
     from megatronapp_trainer.parallel.groups import destroy_groups
 
     first, second = pathlib.Path(folder) / "first", pathlib.Path(folder) / "second"

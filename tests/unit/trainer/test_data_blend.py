@@ -1,4 +1,4 @@
-"""What --data-path and --split mean, and which spellings are refused."""
+"""Meaning of --data-path and --split, and the spellings that are refused."""
 
 import pytest
 

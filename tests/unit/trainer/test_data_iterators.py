@@ -119,7 +119,7 @@ def test_a_ramp_up_may_keep_the_order_of_an_earlier_count(flags: str, call: RunR
 
 
 def warnings_of_building(flags: str) -> list[str]:
-    """What is warned of while the datasets are built on this rank."""
+    """Return the warnings while the datasets are built on this rank."""
     with warnings.catch_warnings(record=True) as caught:
         open_iterators(flags, filtered="always")
     return [str(warning.message) for warning in caught]
@@ -196,7 +196,7 @@ def test_blends_hold_both_corpora(flags: str, call: RunRanks, corpus: pathlib.Pa
 
 
 def off_tensor_rank(flags: str) -> tuple[list[Any], bool]:
-    """What a rank's training iterator holds at first, and whether it has a validation iterator at all."""
+    """Return what a rank's training iterator holds at first, and whether the rank has a validation iterator."""
     iterators = open_iterators(f"{flags} --tensor-model-parallel-size 2")
     return [batch["tokens"].tolist() for batch in [next(iterators.train, None)] if batch], iterators.valid is not None
 
@@ -208,7 +208,7 @@ def test_only_the_first_of_a_tensor_group_reads(flags: str, call: RunRanks) -> N
 
 
 def test_nodes_need_not_share_the_cache(flags: str, call: RunRanks, tmp_path: pathlib.Path) -> None:
-    """Each rank is a node here, with a cache of its own; both orders are the same as one process has."""
+    """Treat each rank as a node, with a separate cache; both orders are the same as those of one process."""
     (alone,) = call(1, rows, flags, 4)
     together = call(2, rows_with_own_cache, flags, str(tmp_path), 2)
     assert interleaved(together, 2) == [list(row) for row in alone]
@@ -267,7 +267,7 @@ def test_every_rank_hears_why_there_is_no_data(
 
 
 def test_tokens_beyond_the_vocabulary(flags: str, call: RunRanks, corpus: pathlib.Path) -> None:
-    """Without the note of `data prepare` the ends of the corpus are looked at, and every batch."""
+    """Check that without the note of `data prepare` the ends of the corpus are inspected, and every batch."""
     for suffix in (".bin", ".idx"):
         shutil.copy(corpus / f"a_text_document{suffix}", corpus / f"bare_text_document{suffix}")
     bare = f"{FLAGS} --data-path {corpus}/bare_text_document --vocab-size 20"

@@ -274,7 +274,7 @@ def test_two_runs_for_one_output(run: Run, tmp_path: pathlib.Path, capsys: Any) 
 
 
 def test_a_full_disk(run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """What is there is kept, and the next run goes on."""
+    """Check that existing files are kept, and that the next run continues."""
     from megatronapp_trainer.data.prepare.corpus import CorpusFiles
 
     def full(*_args: object, **_keywords: object) -> None:

@@ -7,7 +7,7 @@ from megatronapp_trainer.data.sampler import SampleOrder
 
 
 def taken(consumed: int, microbatches: int, micro_batch_size: int, replicas: int, size: int = 10**9) -> list[int]:
-    """Samples that all replicas take in so many microbatches, in order."""
+    """Return the samples that all replicas take in this number of microbatches, in order."""
     samplers = [
         SampleOrder(
             consumed_samples=consumed,

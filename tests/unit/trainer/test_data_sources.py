@@ -1,4 +1,4 @@
-"""Finding files and cutting them into batches that a restart can go on from."""
+"""Search for files, and division into batches that a restart can continue from."""
 
 import pathlib
 

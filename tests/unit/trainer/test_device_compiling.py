@@ -1,4 +1,4 @@
-"""What compiling kernels needs, and what is said where it is missing."""
+"""Requirements of compiling kernels, and the message where one is missing."""
 
 import pathlib
 import shutil

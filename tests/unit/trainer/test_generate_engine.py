@@ -1,4 +1,4 @@
-"""What an engine does besides choosing tokens: joining, stopping, cancelling, telling of prompts, failing."""
+"""Work of an engine besides choosing tokens: joining, stopping, cancelling, reporting of prompts, failing."""
 
 import contextlib
 import pathlib
@@ -66,7 +66,8 @@ def run(engine: Engine, *requests: GenerationRequest) -> list[Event]:
 
 
 def joins(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
-    """A request that comes while another generates, and reads its prompt in between, changes nothing for either."""
+    """Check that a request that is received while another generates, and is read in between, changes nothing for
+    either."""
     apart = [generated(run(engine, greedy(name, PROMPTS[place])), name) for name, place in (("a", 0), ("d", 3))]
     engine.submit(greedy("a", PROMPTS[0]))
     events = engine.step() + engine.step()
@@ -83,7 +84,7 @@ def joins(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
 
 
 def mixes(gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
-    """Requests that come whenever they like, many more than slots, some of them cancelled: each as if it were alone."""
+    """Check requests at random times, many more than slots, some of them cancelled: each as if it were alone."""
     source = random.Random(3)
     wanted = [
         GenerationRequest(
@@ -128,7 +129,7 @@ def stops(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
 
 
 def ends_of_documents(gang: WorkerGroup, _engine: Engine, _plain: Any) -> None:
-    """The second token of this prompt's answer stands for the end of a document."""
+    """Check with the end of a document as the second token of this prompt's answer."""
     tokens = generated(run(Engine(gang), greedy("whole", PROMPTS[2])), "whole")
     engine = Engine(gang, decode=decode, end_tokens={tokens[1]})
     ended = run(engine, greedy("end", PROMPTS[2]), greedy("on", PROMPTS[2], ignore_end=True))
@@ -215,7 +216,7 @@ def waits_in_line(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
 
 
 def wakes(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
-    """Whoever waits for work sleeps until another thread brings some."""
+    """Check that a thread that waits for work sleeps until another thread adds some."""
     assert not engine.wait_for_work(timeout_s=0)
     other = threading.Thread(target=engine.submit, args=(greedy("a", PROMPTS[0], 1),))
     other.start()
@@ -299,7 +300,7 @@ class Gone(Exception):
 
 
 def with_a_dead_rank(flags: str, dead: int) -> Any:
-    """One rank ends in the middle of a step; what rank 0 then tells."""
+    """End one rank in the middle of a step; return what rank 0 then reports."""
     with groups_of(flags) as (layout, device):
         config = config_of(f"{flags} {VARIANTS['learned-tied']}")
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device, slots=2, prefill_chunk=32)
@@ -340,7 +341,7 @@ def test_a_dead_rank_ends_what_is_open(run_ranks: RunRanks, layout: str, dead: i
 
 
 def with_a_dead_first_rank(flags: str) -> str | None:
-    """What the other rank says when rank 0 is gone between two steps."""
+    """Return the error of the other rank when rank 0 is lost between two steps."""
     with groups_of(flags) as (layout, device):
         config = config_of(f"{flags} {VARIANTS['learned-tied']}")
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
@@ -358,7 +359,7 @@ def test_followers_learn_that_the_first_rank_is_dead(run_ranks: RunRanks) -> Non
 
 
 def commands(flags: str) -> list[Any]:
-    """What each rank heard, in between of steps."""
+    """Return the commands that each rank received between steps."""
     heard: list[Any] = []
     with groups_of(flags) as (layout, device):
         config = config_of(f"{flags} {VARIANTS['learned-tied']}")

@@ -1,4 +1,4 @@
-"""What is kept of graphs: families that share memory, and of those the ones that ran last."""
+"""Storage of graphs: families that share memory, and of those the ones that ran last."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def test_the_last_ones_are_kept_and_every_other_is_told_of(asked: list[int], mos
 
 @dataclasses.dataclass
 class Captures:
-    """Stands for the device: numbers memory, and counts what is replayed."""
+    """Fake device that numbers memory and counts what is replayed."""
 
     pools: list[int | None] = dataclasses.field(default_factory=list)
     replays: int = 0

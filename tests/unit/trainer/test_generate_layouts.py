@@ -40,7 +40,7 @@ TOLERANCE = 1e-4
 SPLIT = VARIANTS | {"rotary-one-key-head": MORE_VARIANTS["rotary-one-key-head"]}
 """The last has fewer key heads than ranks: all hold the one."""
 BOTH = {name: SPLIT[name] for name in ("learned-tied", "rotary-one-key-head", "rotary-tied-window")}
-"""Where tensors and layers are split at once: each split alone has met all of them."""
+"""Models for splits of tensors and layers at once: each split alone is tested with all of them."""
 ONE_BY_ONE = {name: (VARIANTS | MORE_VARIANTS)[name] for name in ("rotary-tied-window", "half-rotary-local")}
 """Prompts that are read token by token take long."""
 LENGTHS = (3, 17, 9, 1, 30, 2)
@@ -92,14 +92,14 @@ def generate_with(model: Any, config: Any, layout: Any, device: Any, **options: 
 
 
 class Replays:
-    """Stands for CUDA graphs: what was captured stays what it was, and says when it is let go."""
+    """Fake of CUDA graphs: a captured graph never changes, and reports when it is released."""
 
     def __init__(self) -> None:
         self.kept: list[weakref.ref[Any]] = []
 
     def __call__(self, compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
         def replay() -> None:
-            """Nothing."""
+            """Do nothing in place of a replay."""
 
         self.kept.append(weakref.ref(replay))
         return replay, compute(), pool
@@ -189,7 +189,7 @@ def test_layouts_say_the_same(run_ranks: RunRanks, alone: list[Answers], layout:
 
 
 class Reader:
-    """Looks at what a stage was given by the one before until the next step begins, as MegaScope does on a GPU."""
+    """Reader of a stage's input until the next step begins, as MegaScope reads it on a GPU."""
 
     def __init__(self, stage: Any) -> None:
         self.unchanged: list[bool] = []

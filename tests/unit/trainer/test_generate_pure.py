@@ -52,7 +52,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], field: str) -> None:
 
 
 def drawn(logits: list[float], draws: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Any:
-    """How often each token comes, as shares."""
+    """Return how often each token is drawn, as fractions."""
     keys = torch.tensor([noise_keys(7, position) for position in range(draws)])
     tokens = choose(
         torch.tensor(logits).expand(draws, -1),
@@ -138,7 +138,7 @@ def test_measures_of_more_rows_than_there_is_memory_for() -> None:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """Tokens are bytes."""
+    """Return the text of tokens that are bytes."""
     return bytes(tokens).decode(errors="replace")
 
 

@@ -24,7 +24,7 @@ SECOND = 10**9
 
 
 class NvmlError(Exception):
-    """What the pretended driver raises."""
+    """Error that the pretended driver raises."""
 
 
 def driver(count: int = 2, broken: tuple[str, ...] = ()) -> types.SimpleNamespace:

@@ -450,7 +450,7 @@ async def test_parting_in_order_is_none(endpoint: Endpoint) -> None:
 
 @pytest.mark.asyncio
 async def test_the_secret_never_travels(endpoint: Endpoint) -> None:
-    """A stand-in for worker 0 sees all that a member sends before it is satisfied."""
+    """Check all that a member sends to a fake worker 0 before it is satisfied."""
     seen = bytearray()
     got_join = asyncio.Event()
 
@@ -475,7 +475,8 @@ async def test_the_secret_never_travels(endpoint: Endpoint) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("line", [b"[" * 200_000 + b"\n", b"x" * 2000, b"[" * 1000 + b"\n"])
 async def test_a_greeting_that_is_none_is_refused_and_the_gang_still_gathers(endpoint: Endpoint, line: bytes) -> None:
-    """Nested brackets raised RecursionError in a task that nobody looked after, and the connection stayed open."""
+    """Check that nested brackets, which raised RecursionError in an unobserved task, do not leave the connection
+    open."""
     async with coordinating(endpoint) as task:
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         writer.write(line)

@@ -1,4 +1,4 @@
-"""What a launcher looks at before its ranks start: rules on made-up machines, reach over real sockets."""
+"""Checks of a launcher before its ranks start: rules on made-up machines, reach over real sockets."""
 
 import asyncio
 import pathlib

@@ -60,7 +60,7 @@ def operations_of_the_norm(flags: str) -> tuple[int, int, int]:
 
 
 def weights_with_and_without(flags: str) -> tuple[bool, list[float], list[float]]:
-    """Whether weights after three steps are equal to those of megatron-core's own functions, and all gradient norms."""
+    """Return whether weights after three steps equal those of megatron-core's own functions, and all gradient norms."""
     import torch
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads

@@ -27,7 +27,7 @@ OPTIMIZERS = [
 
 
 def resume_of_earlier_release(folder: str, first: str, second: str) -> Any:
-    """As `resume`, of a checkpoint as it was written before the groups of --decoupled-lr had a mark."""
+    """Resume as `resume` does, from a checkpoint written before the groups of --decoupled-lr had a mark."""
     from megatron.core.optimizer import get_standard_config_overrides
 
     from megatronapp_trainer.checkpoint import schedules
@@ -51,7 +51,8 @@ def forget_new_arguments(folder: pathlib.Path) -> None:
 
 
 def orders_of_lives(folder: str) -> list[int | None]:
-    """The samples that the order of a ramp-up is drawn for, of a new run and of two that go on with an earlier one."""
+    """Return the samples that the order of a ramp-up is drawn for, of a new run and of two that continue an earlier
+    one."""
     found = []
     for life in range(3):
         run, manager = small_training.resumed(f"{MODEL} {FIRST} --rampup-batch-size 2 2 20 --save {folder}")

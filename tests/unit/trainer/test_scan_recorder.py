@@ -14,7 +14,7 @@ from megatronapp_trainer.scan.recorder import Recorder, RecordKey, float_bits
 
 
 class Clock:
-    """A host clock that the test turns, and the run-queue delay that goes with it."""
+    """Host clock that the test sets, with its run-queue delay."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000
@@ -22,14 +22,14 @@ class Clock:
         self.ticks_ns = 0
 
     def read_ns(self) -> int:
-        """The time; it goes on by itself where the test sets `ticks_ns`."""
+        """Return the time; it advances by itself where the test sets `ticks_ns`."""
         self.now_ns += self.ticks_ns
         return self.now_ns
 
 
 class Device:
-    """A stream that is `lag_ns` behind its host and whose events are passed when the test says; `drift` is the speed of
-    its clock."""
+    """Stream that runs `lag_ns` after its host and whose events pass when the test says; `drift` is the speed of its
+    clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -201,7 +201,7 @@ def test_the_device_clock_follows_drift(clock: Clock) -> None:
 
 @pytest.mark.parametrize("drift", [1.00001, 0.99999])
 def test_leads_stay_right_however_long_a_run_lasts(ring_path: pathlib.Path, clock: Clock, drift: float) -> None:
-    """The device ends each span just behind its host, and its clock is wrong by 10 us a second."""
+    """Let the device end each span just after its host, with a clock that is wrong by 10 us a second."""
     device = Device(clock)
     device.drift = drift
     recorder = device_recorder(ring_path, clock, device)

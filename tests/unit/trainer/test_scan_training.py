@@ -1,4 +1,4 @@
-"""The tracer in real training: it changes no bit, and its records tell the step exactly."""
+"""Traces of real training: the tracer changes no bit, and its records describe the step exactly."""
 
 import itertools
 import json

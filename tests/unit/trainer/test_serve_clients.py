@@ -1,4 +1,4 @@
-"""A real server with a tiny model, asked by the clients that people use."""
+"""Real server with a tiny model, queried by common clients."""
 
 import pathlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The desk and the runs of a server over a real engine of one process, step by step."""
+"""Request broker and runs of a server over a real engine of one process, step by step."""
 
 import asyncio
 import pathlib
@@ -39,7 +39,7 @@ def with_desk(check: str) -> None:
 
 
 def publisher_limits() -> object:
-    """What rank 0 tells its agent of what a run may ask for."""
+    """Return the limits of a run that rank 0 sends to its agent."""
     with groups_of("") as (layout, device), tempfile.TemporaryDirectory() as folder:
         config = config_of(VARIANTS["rotary-grouped"])
         gang, _ = open_engine(model_of(config, layout, device), config, layout, device)

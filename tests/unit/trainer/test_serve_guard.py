@@ -1,4 +1,4 @@
-"""What stands in front of the API, over real sockets and without a model: connections, sizes, names of hosts."""
+"""Checks in front of the API, over real sockets and without a model: connections, sizes, names of hosts."""
 
 import asyncio
 import concurrent.futures
@@ -302,7 +302,7 @@ def test_a_body_of_unknown_size_is_read_up_to_its_bound(serve: Any) -> None:
 
 
 def request(path: str, body: bytes = b"") -> bytes:
-    """A request of the API, as it goes over the wire."""
+    """Return a request of the API as bytes on the wire."""
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 

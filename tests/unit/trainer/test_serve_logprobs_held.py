@@ -79,13 +79,13 @@ class IdleEngine:
     """Takes requests and never works on them."""
 
     def submit(self, *requests: GenerationRequest) -> None:
-        """Do nothing."""
+        """Do nothing with the request."""
 
     def cancel(self, request_id: str) -> None:
-        """Do nothing."""
+        """Do nothing with the identifier."""
 
     def queue_position(self, request_id: str) -> int | None:
-        """Nothing waits."""
+        """Return None, as no request waits."""
 
 
 def with_desk(check: Callable[[RequestBroker], None]) -> None:

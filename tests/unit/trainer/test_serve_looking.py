@@ -1,4 +1,5 @@
-"""When what a step gave is told: tokens in the next lull, ends at once and behind all tokens before them."""
+"""Time at which a step's results are reported: tokens in the next idle window, ends at once and after all earlier
+tokens."""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 
 class Told:
-    """Stands where rank 0's leader is: notes what it hears."""
+    """Fake of rank 0's leader that records what it receives."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -1,4 +1,5 @@
-"""When rank 0 tells its agent that it is there, a run is taken and looked at: a page may offer it from then on."""
+"""Order of events when rank 0 reports to its agent: from then on a run is accepted and captured, so a page may offer
+it."""
 
 import concurrent.futures
 import os
@@ -22,7 +23,8 @@ from megatronapp_trainer.serve.rank_main import ADDRESS_FILE, main
 
 pytestmark = pytest.mark.torch
 TIME_TO_TELL_S = 0.5
-"""After the model is ready, and before the server is; who hears of rank 0 in it is answered before it goes on."""
+"""Seconds after the model is ready and before the server is; a message that follows rank 0's report is answered in
+them."""
 ASKED = {"prompts": ["hello"], "tokens": 2, "sampling": {"temperature": 0}}
 
 
@@ -32,7 +34,7 @@ def next_frame(stream: BinaryIO) -> Frame:
 
 
 def ask_at_once(folder: pathlib.Path, listener: socket.socket, heard: threading.Event) -> tuple[int, set[int]]:
-    """As a page that is faster than any: the answer to a run, and the kinds of frames that come of it."""
+    """Request a run faster than a page can: return the answer, and the kinds of frames that follow."""
     try:
         with listener.accept()[0] as peer, peer.makefile("rb") as stream:
             assert next_frame(stream).type == FrameType.SCOPE_PUBLISHER

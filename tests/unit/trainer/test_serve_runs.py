@@ -1,4 +1,4 @@
-"""A run as rank 0 keeps it: when it has ended, and what it told of its tokens."""
+"""Run as rank 0 stores it: when it has ended, and what it reported of its tokens."""
 
 import asyncio
 import dataclasses

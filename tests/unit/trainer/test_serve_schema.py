@@ -1,4 +1,4 @@
-"""The server keeps to its OpenAPI document, whatever it is asked (schemathesis)."""
+"""Conformance of the server to its OpenAPI document for any request (schemathesis)."""
 
 import copy
 import pathlib

@@ -1,4 +1,4 @@
-"""What a server is told before it loads anything: flags, the checkpoint's manifest, address, and who may ask."""
+"""Settings of a server before it loads anything: flags, the checkpoint's manifest, address, and who may use it."""
 
 import itertools
 import json

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 
 def outcomes(failing_rank: int, kind: str) -> tuple[str, str, int | None]:
-    """What `on_all_ranks` raises or gives here, when one rank fails with this error."""
+    """Return what `on_all_ranks` raises or returns here, when one rank fails with this error."""
     import torch.distributed as dist
 
     from megatronapp_trainer import errors

@@ -381,12 +381,13 @@ MISTAKES = {
     "--recompute-method uniform": "--recompute-method and --recompute-num-layers need --recompute-granularity full",
     "--group-query-attention --num-query-groups 3": "is not a multiple of --num-query-groups 3",
 }
-"""Words of a command line, and a piece of the one sentence that they get."""
+"""Parts of command lines, each with a part of the one sentence that reports it."""
 _MISTAKEN_FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 def _apart(drawn: list[str]) -> list[str]:
-    """Those of which no flag is in the sentence of another: one wrong flag silences rules that name it."""
+    """Return the mistakes whose flags are in the sentence of no other one: one wrong flag silences rules that name
+    it."""
     names = {mistake: set(_MISTAKEN_FLAG.findall(f"{mistake} {MISTAKES[mistake]}")) for mistake in drawn}
     chosen: list[str] = []
     for mistake in drawn:

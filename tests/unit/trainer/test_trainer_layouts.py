@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 
 class Recorder:
-    """A reporter that keeps what it is told."""
+    """Reporter that stores what it receives."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

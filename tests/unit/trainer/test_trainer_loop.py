@@ -1,4 +1,4 @@
-"""What happens at the borders of steps: stopping, evaluating, refusing losses that are not finite, being observed."""
+"""Events at step boundaries: stopping, evaluating, refusing losses that are not finite, being observed."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ VPP = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 
 
 class Recorder:
-    """Stands for reporter, checkpoints and observer, and keeps what it is told."""
+    """Fake of reporter, checkpoints and observer that stores what it receives."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -86,7 +86,7 @@ def prepared(flags: str) -> tuple[Any, Any]:
 
 
 def train(flags: str) -> dict[str, Any]:
-    """What a run told on this rank."""
+    """Return what a run reported on this rank."""
     from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
@@ -109,7 +109,7 @@ def at_step(iterator: Iterator[Any], microbatches: int, step: int, act: Callable
 
 
 def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
-    """Exit code and words of a run that was asked to stop and cannot save."""
+    """Return the exit code and the message of a run that was requested to stop and cannot save."""
     from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import UnsavedStopError
     from megatronapp_trainer.training.build import build_schedule
@@ -244,7 +244,7 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
 
 
 def train_and_test(flags: str) -> Any:
-    """States that a whole run goes through."""
+    """Return the states that a whole run passes through."""
     from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
@@ -366,7 +366,7 @@ def test_a_stop_does_not_wait_for_an_evaluation_that_is_due(run_ranks: RunRanks)
 
 
 def test_a_stop_without_a_checkpoint_is_no_preemption(run_ranks: RunRanks) -> None:
-    """The operator restarts preempted jobs for free; this one would begin again for ever."""
+    """Check that no preemption is reported: the operator restarts preempted jobs for free, this one without end."""
     ((code, words),) = run_ranks(1, train_with_a_signal_and_no_checkpoints)
     assert code == ExitCode.OWN_FAILURE
     assert "stopped after 2 steps, as asked, without a checkpoint (no --save)" in words

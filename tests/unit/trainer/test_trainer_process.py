@@ -30,7 +30,7 @@ Start = Callable[..., list["subprocess.Popen[str]"]]
 
 @pytest.fixture
 def start(tmp_path: pathlib.Path) -> Iterator[Start]:
-    """Start two ranks; rank 1 reports on its stdout. Whatever is left is killed."""
+    """Start two ranks; rank 1 reports on its stdout. Remaining ranks are killed."""
     started: list[subprocess.Popen[str]] = []
 
     def ranks(flags: str) -> list[subprocess.Popen[str]]:
@@ -65,7 +65,7 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
 
 
 def meeting_at_a_taken_port() -> tuple[int, str]:
-    """Exit code and words of a rank 0 whose port belongs to somebody else."""
+    """Return the exit code and the message of a rank 0 whose port belongs to another process."""
     import io
     import warnings
 

@@ -1,4 +1,4 @@
-"""Only what megatron-core says without need is left out."""
+"""Filter that drops only needless messages of megatron-core."""
 
 import logging
 from typing import Any
@@ -10,7 +10,7 @@ from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports,
 
 
 def told(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What rank 1 says of its state when rank 0 has another, without a process group."""
+    """Return the message of rank 1 when rank 0 has another state, without a process group."""
     with silence_megatron_imports():
         import torch.distributed as dist
         from megatron.core.dist_checkpointing import validation

@@ -18,7 +18,7 @@ FLAGS = (
 
 
 def numbers_after_seeding(seed: int) -> list[tuple[float, float]]:
-    """What Python and numpy draw after seeding, twice."""
+    """Return what Python and numpy draw after seeding, twice."""
     warnings.simplefilter("ignore")
     import numpy as np
 

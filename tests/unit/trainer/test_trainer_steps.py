@@ -261,7 +261,7 @@ def test_a_resume_is_told_at_once(
 
 
 class Events:
-    """Stands for TensorBoard's writer."""
+    """Fake of TensorBoard's writer."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[str, float, int]] = []
@@ -338,7 +338,7 @@ def test_no_page_without_a_worker_and_a_warning_without_room(
 
 
 class Spans:
-    """Keeps what an observer is told of spans."""
+    """Observer that stores the spans it receives."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, RecordKind, int, int]] = []

@@ -65,7 +65,7 @@ def test_unequal_tokens_train_alike(run_ranks: RunRanks, weighting: str) -> None
 
 
 def test_the_two_weightings_differ_where_tokens_do(run_ranks: RunRanks) -> None:
-    """Else the test above would not see one taken for the other."""
+    """Check that the test above would notice one in place of the other."""
     (first, norm, *_), (other, other_norm, *_) = (values_of(run_ranks, 1, flags) for flags in (PER_TOKEN, ""))
     assert first == pytest.approx(other)
     assert norm != pytest.approx(other_norm, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Conversions of whole folders: what is refused and with which words, and that a target is whole or as it was."""
+"""Conversions of whole folders: what is refused and with which message, and that a target is whole or unchanged."""
 
 import argparse
 import fcntl
@@ -298,7 +298,8 @@ def test_a_conversion_that_fails_leaves_the_target_as_it_was(
 
 
 def test_what_killed_conversions_left_is_cleared(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """One killed while it wrote, and one between taking the old name away and giving it to the new folder."""
+    """Check a conversion killed while it wrote, and one killed between moving the old folder and renaming the new
+    one."""
     (tmp_path / "ours.converting" / "half").mkdir(parents=True)
     (tmp_path / "ours.converting" / "file").write_text("half")
     (tmp_path / "ours.replaced").mkdir()

@@ -75,7 +75,7 @@ def differences(root: str, flags: str) -> dict[str, float | None]:
 
 @pytest.fixture(scope="module")
 def root(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """All models, converted."""
+    """Return the folder of all models, converted."""
     path = tmp_path_factory.mktemp("models")
     run_ranks(1, make_and_convert, str(path), environment=OFFLINE)
     return path
@@ -106,7 +106,7 @@ def tensors_of(folder: str) -> dict[str, tuple[str, list[int], bytes]]:
 
 
 def way_back(root: str) -> dict[str, list[str]]:
-    """What is not the same after the way back, for each model; and that transformers computes the same bits with it."""
+    """Return what differs after converting back, for each model; transformers must compute the same bits with it."""
     warnings.simplefilter("ignore")
     import torch
     import transformers
@@ -132,7 +132,7 @@ def test_the_way_back_gives_the_same_bits_names_and_types(run_ranks: RunRanks, r
 
 
 def resume(root: str) -> str:
-    """What is said to somebody who goes on with converted weights as with a training."""
+    """Return the message to a user who continues with converted weights as with a training."""
     import dataclasses
 
     from megatronapp_trainer.checkpoint.arguments import model_flags

@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core wrote as Megatron-LM does compute the same here, whatever layout wrote them."""
+"""Checkpoints that megatron-core wrote as Megatron-LM does compute the same here from any layout."""
 
 import json
 import pathlib

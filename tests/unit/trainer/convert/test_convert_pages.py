@@ -1,4 +1,4 @@
-"""The conversions that the pages of MegatronApp print, typed as they stand there: the tokenizer goes along."""
+"""Conversions that the pages of MegatronApp print, typed exactly as printed: the tokenizer is converted, too."""
 
 import argparse
 import pathlib
@@ -51,7 +51,7 @@ python tools/checkpoint/convert.py \\
 
 
 def typed(printed: str, there: pathlib.Path) -> int:
-    """The exit code of our command with the words behind the script's name."""
+    """Return the exit code of our command with the arguments after the script's name."""
     _python, _script, *words = shlex.split(printed.format(there=there).replace("\\\n", " "))
     return run(words)
 

@@ -1,4 +1,4 @@
-"""What the model families need of our model: a window, GELU by tanh, long rotary contexts; and how manifests say it."""
+"""Needs of the model families: a window, GELU by tanh, long rotary contexts; and their fields in manifests."""
 
 import json
 import math

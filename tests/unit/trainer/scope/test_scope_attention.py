@@ -105,7 +105,7 @@ def test_a_long_prompt_needs_no_square_of_all_heads(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_value_is_read_from_the_device() -> None:
-    """Tensors of the meta device have no values: whoever asks for one fails."""
+    """Check with tensors of the meta device, which have no values: reading one fails."""
     meta = torch.device("meta")
     query, keys = (one.to(meta) for one in drawn(4, 2))
     positions, rule = torch.empty(1, TOKENS, dtype=torch.int64, device=meta), AttentionRule(scale=1.0, window=5)

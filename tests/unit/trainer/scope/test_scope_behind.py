@@ -1,4 +1,4 @@
-"""What steps leave behind is done in its order, at most one step late."""
+"""Deferred work of steps is done in its order, at most one step late."""
 
 import functools
 
@@ -10,7 +10,7 @@ from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.scope.transfer.deferred_work import DeferredWork
 
 STEPS = st.lists(st.tuples(st.booleans(), st.booleans()))
-"""Whether a step decodes, and whether there is a lull in it."""
+"""Steps as two flags: it decodes, and it has an idle window."""
 
 
 @given(STEPS)

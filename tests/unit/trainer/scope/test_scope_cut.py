@@ -28,7 +28,7 @@ from megatronapp_trainer.scope.transfer.split_frames import RowTensor, split_int
 
 HEADER: dict[str, Any] = {"rank": 0, "run": "r", "step": 1, "timeUs": 0, "more": False}
 SMALLEST = 1 << 10
-"""What a header says of a tensor must fit, too."""
+"""Smallest limit of bytes of a part: the header's description of a tensor must fit, too."""
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Kernels that read keys where they lie, beside plain torch, by Triton's interpreter where there is no GPU."""
+"""Kernels that read keys in place, compared with plain torch, by Triton's interpreter where there is no GPU."""
 
 import os
 import pathlib

@@ -1,5 +1,5 @@
-"""What a step's graph depends on: the sites that are hooked, on every rank of a tensor group the same. And what ranks
-tell of sites of people's own, which is the same in every layout."""
+"""Dependencies of a step's graph: the sites that are hooked, on every rank of a tensor group the same. Also what ranks
+report of users' sites, which is the same in every layout."""
 
 import dataclasses
 from typing import Any
@@ -96,7 +96,7 @@ def seen(share: RankShard, width: int, *, gated: bool) -> HookCollector:
 
 
 def own_pixels(share: RankShard, width: int, *, gated: bool = False, **how: Any) -> dict[tuple[int, ...], torch.Tensor]:
-    """What a rank tells of a registered site, by the span that it says."""
+    """Return what a rank reports of a registered site, by the span in its header."""
     register_site("own", "mlp", **how)
     try:
         found = PixelReductions(recipe({"states": dict.fromkeys(STATES, False)}), share, torch.device("cpu"))

@@ -1,4 +1,5 @@
-"""Pixels that lie on several tensor ranks: what ranks tell of them, merged by the hub, is what one rank would tell."""
+"""Pixels that are spread over several tensor ranks: the reports of ranks, merged by the hub, equal those of one
+rank."""
 
 import dataclasses
 from collections import defaultdict
@@ -84,7 +85,7 @@ def truth_of(key_heads: int, *, gated: bool) -> Truth:
 
 
 def seen(share: RankShard, truth: Truth) -> HookCollector:
-    """What the hooks of a rank keep of it."""
+    """Return what the hooks of a rank store of it."""
 
     def kept(values: np.ndarray) -> SiteValues:
         return SiteValues(values={layer: torch.from_numpy(values[:, place]) for place, layer in enumerate(LAYERS)})
@@ -115,7 +116,7 @@ def recipe(qkv: int, mlp: int, reducer: str) -> CaptureSpec:
 
 
 def pieces(wanted: CaptureSpec, ranks: list[RankShard], truth: Truth) -> dict[str, list[ShardTensor]]:
-    """What the hub reads of the frames of all ranks, by name."""
+    """Return what the hub reads of the frames of all ranks, by name."""
     named: dict[str, list[ShardTensor]] = defaultdict(list)
     for share in ranks:
         tensors = []
@@ -129,7 +130,7 @@ def pieces(wanted: CaptureSpec, ranks: list[RankShard], truth: Truth) -> dict[st
 
 
 def check(table: MergedTensor, whole: np.ndarray, reducer: str, pixels: int) -> None:
-    """As one rank computes it, with so many pixels."""
+    """Check against what one rank computes, with this number of pixels."""
     plan = compile_reduction_plan(parse_reducer(reducer), width=whole.shape[-1], pixels=pixels)
     wanted = plan.combine([run(plan.program(0), whole)]).reshape(*whole.shape[:-1], -1)
     assert (table.rows, table.layers) == (((0, 4), (0, 5), (0, 6)), LAYERS)

@@ -171,7 +171,7 @@ MERGED = [(text, 1, 4) for text in ["mean", "std", "data.abs().max() / data.sum(
 
 @pytest.mark.parametrize(("text", "pixels", "shards"), [*OF_TWO_WIDTHS, *MERGED])
 def test_no_value_is_read_from_the_device(text: str, pixels: int, shards: int) -> None:
-    """Tensors of the meta device have no values: whoever asks for one fails."""
+    """Check with tensors of the meta device, which have no values: reading one fails."""
     meta = torch.device("meta")
     plan = compile_reduction_plan(parse_reducer(text), width=40, pixels=pixels, shards=shards)
     program = DeviceProgram(plan.program(0), meta)

@@ -1,4 +1,4 @@
-"""The thread that sends: whatever its peer does, nobody waits for it, and what is lost is counted."""
+"""Thread that sends: for any behaviour of its peer, no thread waits for it, and what is lost is counted."""
 
 import asyncio
 import pathlib
@@ -192,7 +192,7 @@ def test_a_slow_reader_loses_nothing_of_probes_and_prompts(data: st.DataObject) 
 
 
 def heard(one: FramePublisher, path: pathlib.Path, count: int) -> list[Mapping[str, Any]]:
-    """Headers of what a publisher says first, behind who it is."""
+    """Return the headers of a publisher's first frames, after the one that names it."""
     with listening(path) as listener:
         one.start()
         with accepted(listener) as peer:

@@ -1,4 +1,4 @@
-"""Runs that begin, change and end beside others; sites of people's own; a model that is as it was afterwards."""
+"""Runs that begin, change and end in parallel with others; sites of users; a model that is unchanged afterwards."""
 
 import itertools
 import threading
@@ -78,7 +78,7 @@ def names_by_step(parts: list[Frame]) -> dict[int, set[str]]:
 
 
 def seen_and_unseen(variant: str) -> tuple[bool, list[int]]:
-    """Whether logits are the same bits, and hooks before, during and after."""
+    """Return whether logits are the same bits, and the hooks before, during and after."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device, variant)
         hooks = [opened.hooks()]
@@ -109,7 +109,7 @@ def test_outputs_are_the_same_bits(run_ranks: RunRanks, variant: str) -> None:
 
 
 def changed() -> tuple[dict[int, set[str]], dict[int, set[str]], int]:
-    """A run that changes to lite after three steps, and one that looks at nothing beside it."""
+    """Change a run to lite after three steps, in parallel with one that captures nothing."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
         opened.begin(CaptureSettings.model_validate({"pinned": [{"layer": 0, "head": 0}]}))
@@ -165,7 +165,7 @@ def beside_each_other() -> list[bool]:
 
 
 def unseen_between() -> list[str]:
-    """A prompt of several chunks is looked at, and between them somebody decodes whom nobody looks at."""
+    """Capture a prompt of several chunks, and between them decode a sequence without a capture."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
         opened.engine.submit(GenerationRequest(id="unseen", prompt=prompts((4,))[0], max_new_tokens=9))
@@ -234,7 +234,7 @@ def test_sites_of_people_s_own(run_ranks: RunRanks) -> None:
 
 
 def refused() -> list[str]:
-    """What is said of things that cannot be looked at."""
+    """Return the errors for what cannot be captured."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
         leader, told = opened.leader, []
@@ -281,7 +281,7 @@ def test_what_cannot_be_looked_at_is_refused_before_it_begins(run_ranks: RunRank
 
 
 def cancelled_in_prefill() -> tuple[list[str], list[Any], int, list[str]]:
-    """A run that is cancelled when its first prompt has been read alone, and what is told while one begins."""
+    """Cancel a run when its first prompt has been read alone; return also what is reported while another begins."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
         opened.begin(CaptureSettings(), max_new_tokens=2)
@@ -308,7 +308,7 @@ def _steps(opened: Opened, looking: CaptureController) -> None:
 
 
 def _in_order(opened: Opened) -> list[str]:
-    """Tokens of a run that come before its first state has been told wait for it."""
+    """Check that tokens of a run that are ready before its first state has been reported wait for it."""
     looking = CaptureController(opened.leader)
     before = len(opened.sent.jobs)
     with looking.quiet():
@@ -332,7 +332,8 @@ def test_a_run_that_is_cancelled_in_its_prefill_tells_what_came_and_ends(run_ran
 
 
 def told_of(opened: Opened, run: str, **fields: Any) -> list[tuple[dict[str, Any], bytes]]:
-    """What parts of a run tell, in order. Another one comes between, whose prompt takes a slot that is free again."""
+    """Return the reports of parts of a run, in order. Another run in between has a prompt that takes a slot that is
+    free again."""
     capture = CaptureSettings.model_validate({"pinned": [{"layer": 0, "head": 1}], "expression": {"qkv": "data.max()"}})
     opened.begin(capture, run=run, **fields)
     observed(opened.engine, opened.leader)
@@ -346,7 +347,7 @@ def told_of(opened: Opened, run: str, **fields: Any) -> list[tuple[dict[str, Any
 
 
 def put_off() -> list[bool]:
-    """As on a GPU: what steps leave behind is done in lulls. The same is told."""
+    """Check as on a GPU: deferred work of steps is done in idle windows. The same is reported."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
         runs = [f"{number:012x}" for number in range(4)]

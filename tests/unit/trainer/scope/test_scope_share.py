@@ -1,4 +1,4 @@
-"""What ranks make of the heads that people pin."""
+"""Treatment of pinned heads on each rank."""
 
 from hypothesis import given
 from hypothesis import strategies as st
