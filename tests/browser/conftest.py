@@ -100,7 +100,7 @@ class Feed:
         self._thread = threading.Thread(target=self._play, daemon=True)
 
     def start(self) -> None:
-        """Go on from now on; it may have begun already."""
+        """Continue from now on; it may have begun already."""
         if not self._thread.is_alive():
             self._thread.start()
 
@@ -213,7 +213,8 @@ def start(module: str, arguments: list[str], environment: dict[str, str], log: p
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Agents drain for long after one signal, and end at once after a second one: nobody reads what they would send."""
+    """End all at once: agents drain for long after one signal, and end at once after a second one; no hub reads what
+    they would send."""
     process.send_signal(signal.SIGCONT)
     for patience_s in (0.3, 10):
         process.terminate()
@@ -316,7 +317,7 @@ def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def healthy_stack(tmp_path: pathlib.Path) -> Iterator[Stack]:
-    """A job that nothing is wrong with; its ranks have come up and no step has ended until feed.start()."""
+    """Start a healthy job; its ranks are up and no step has ended until feed.start()."""
     with running_stack(tmp_path, Feed(shm=tmp_path)) as stack:
         yield stack
 

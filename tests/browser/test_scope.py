@@ -35,7 +35,7 @@ PROBABILITY_DARK = [
     (10, 10, 22), (34, 17, 80), (85, 22, 128), (136, 39, 129), (187, 56, 120),
     (231, 84, 99), (251, 137, 97), (254, 196, 137), (252, 253, 191),
 ]  # fmt: skip
-"""What frontend/src/render/maps.ts says."""
+"""Constants of frontend/src/render/maps.ts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replay]:
 
 @pytest.fixture
 def scope(page: pw.Page, replay: Replay) -> pw.Page:
-    """A page that may look at the replay."""
+    """Open a page that may read the replay."""
     page.context.set_extra_http_headers({"Authorization": f"Bearer {replay.token}"})
     page.goto(replay.url)
     pw.expect(page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens", timeout=30_000)
@@ -320,7 +320,7 @@ STRIDE = 4
 TOLD = [0, 4, 8, 12, 16, 19]
 LAYERS = 2
 LOGITS = np.array([3, 2, 1, 0, -1, -2, -3, -4, -5, -6])
-"""Of the whole vocabulary; the first six are candidates."""
+"""Logits of the whole vocabulary; the first six are candidates."""
 SAMPLING = {"temperature": 0.5, "topK": 0, "topP": 0.9, "seed": 1, "stop": []}
 HELLO: dict[str, Any] = {
     "protocol": 1, "role": "controller", "job": "long", "source": "live", "state": "ready",

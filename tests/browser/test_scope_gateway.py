@@ -1,4 +1,4 @@
-"""MegaScope through the gateway, as people on a cluster see it: a real API server, gateway and hubs, and Chromium."""
+"""MegaScope through the gateway, as users of a cluster see it: a real API server, gateway and hubs, and Chromium."""
 
 import dataclasses
 import io
@@ -32,7 +32,7 @@ class Cluster:
     recorded: gateway.Job
     serving: gateway.Job
     hub: scope_hub.ScopeHub
-    """Of the job that serves."""
+    """Hub of the job that serves."""
     viewer: str
     controller: str
     recording: scope_session.Recording

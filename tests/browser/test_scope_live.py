@@ -1,4 +1,4 @@
-"""MegaScope's screen over a live model of two ranks: typing, looking, stopping, changing, and a rank that is killed."""
+"""MegaScope's screen over a live model of two ranks: typing, viewing, stopping, changing, and a rank that is killed."""
 
 import math
 import os
@@ -35,7 +35,7 @@ POST = """async (asked) => {
   return (await fetch("/api/v1/scope/runs", {method: "POST", headers, body: JSON.stringify(asked)})).status;
 }"""
 CODE_STEP = 1 / 255
-"""Of `u8s`: the root of a probability is off by half of it at most."""
+"""Step of code `u8s`: the root of a probability is off by half of it at most."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def job(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFa
 
 
 class Screen:
-    """MegaScope as somebody of a role sees it."""
+    """MegaScope as a user of a role sees it."""
 
     def __init__(self, page: pw.Page, job: Served, role: TokenRole = TokenRole.CONTROLLER) -> None:
         self.page, self.job = page, job
@@ -74,7 +74,7 @@ class Screen:
         self.page.get_by_label("Temperature", exact=True).fill("0")
 
     def generate(self, text: str) -> dict[str, Any]:
-        """Press Generate, and wait until the new run is so far. Returns what the hub tells of it."""
+        """Press Generate, wait until the new run is in this state, and return what the hub reports of it."""
         before = urllib.parse.urlsplit(self.page.url).query
         self.go.click(timeout=PATIENCE_MS)
         self.page.wait_for_url(lambda url: urllib.parse.urlsplit(url).query != before, timeout=PATIENCE_MS)
@@ -86,7 +86,7 @@ class Screen:
         pw.expect(self.state).to_contain_text(text, timeout=PATIENCE_MS)
 
     def sees(self, wanted: Callable[[Frame], bool]) -> Any:
-        """A block at whose end such a frame has come since its beginning."""
+        """Return a block that ends when such a frame has been received since its beginning."""
         return self.socket.expect_event("framereceived", lambda data: wanted(frames.decode(data)))
 
     @property
@@ -96,13 +96,13 @@ class Screen:
         return found["run"]
 
     def header(self) -> dict[str, Any]:
-        """What the hub tells of that run."""
+        """Return what the hub reports of that run."""
         with self.job.hub() as hub:
             found: dict[str, Any] = hub.get(f"scope/runs/{self.run}").raise_for_status().json()
         return found
 
     def values(self, site: str, **place: int) -> np.ndarray:
-        """The hub's numbers of a site; whoever waits asks again."""
+        """Return the hub's numbers of a site; repeat the request until they are ready."""
         with self.job.hub() as hub:
             path, given = f"scope/runs/{self.run}/values/{site}", {"sample": 0, **place}
             while (answer := hub.get(path, params=given)).status_code == 202:

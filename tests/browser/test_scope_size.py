@@ -1,4 +1,4 @@
-"""MegaScope's screen stays small while thousands of tokens come: nodes, memory, pictures."""
+"""MegaScope's screen stays small while thousands of tokens are received: nodes, memory, pictures."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ RUN_HEADER = {
 
 
 def tensors(generator: np.random.Generator) -> list[Tensor]:
-    """What a step carries by default at 32 layers of 32 heads, without the pixels of the MLP."""
+    """Return what a step carries by default at 32 layers of 32 heads, without the pixels of the MLP."""
     q = [
         Tensor(name, "i8", generator.integers(-126, 127, (1, LAYERS, 32), np.int8), np.ones((1, LAYERS), np.float32))
         for name in "qkv"

@@ -1,4 +1,4 @@
-"""How a browser logs in at a hub: by a code after `#` or by a token, and nobody else on this machine sees it."""
+"""Login of a browser at a hub: by a code after `#` or by a token, invisible to all others on this machine."""
 
 import re
 from collections.abc import Iterator
@@ -83,7 +83,8 @@ def test_a_wrong_token_is_told_and_can_be_mended(page: pw.Page, shared_stack: An
 
 
 def test_who_has_the_other_address_of_the_port_sees_neither_code_nor_cookie(page: pw.Page, healthy_stack: Any) -> None:
-    """Chromium leads a name below `localhost` to [::1] first, where anybody of the machine may listen."""
+    """Check with a listener at [::1], the first address of a name below `localhost` in Chromium, open to all on the
+    machine."""
     port = int(healthy_stack.url.rpartition(":")[2])
     healthy_stack.kill_hub()
     with spy.spying("::1", port) as other:

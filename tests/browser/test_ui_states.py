@@ -1,4 +1,4 @@
-"""What the page looks like while there is nothing, nothing yet, nothing any more, or no access."""
+"""Page while there is nothing, nothing yet, nothing any more, or no access."""
 
 import re
 from typing import Any

@@ -34,7 +34,7 @@ spec:
 
 @pytest.fixture
 def address(tmp_path: pathlib.Path) -> Iterator[str]:
-    """Where the pages of the running job are."""
+    """Serve the pages of the running job and return their address."""
     manifest = tmp_path / "job.yaml"
     manifest.write_text(MANIFEST)
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}

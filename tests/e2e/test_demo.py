@@ -1,6 +1,6 @@
 """The demonstration as a person runs it, once for each kind of fault, at ranks and steps drawn from a seed.
 
-Slow compute as it stands; the other two, which `make test-full` runs, with two thirds of the steps.
+Slow compute is run unchanged; the other two, which `make test-full` runs, with two thirds of the steps.
 """
 
 import os

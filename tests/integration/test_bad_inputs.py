@@ -1,8 +1,8 @@
 """Bad input through the real commands: one clear message, and an exit code that is not 0.
 
-Fields of manifests, flags and checkpoints have tables of their own beside their parts (test_common_bad_manifests,
+Fields of manifests, flags and checkpoints have separate tables next to their parts (test_common_bad_manifests,
 test_trainer_flags, test_data_prepare, test_checkpoint_failures, test_hub_restart); a port in use is in
-test_process_commands. Here is what people see of it in the end.
+test_process_commands. Here is what users see of it in the end.
 """
 
 import copy
@@ -58,7 +58,7 @@ MOUNTING = ("unshare", "--mount", "--map-root-user")
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """Runs the command line on a state folder of its own."""
+    """Runner of the command line on a separate state folder."""
 
     folder: pathlib.Path
 

@@ -1,4 +1,4 @@
-"""A gang of real ranks with uneven workers: one launcher is asked to stop, all save at the same step, and go on."""
+"""Gang of real ranks with uneven workers: one launcher is asked to stop, all save at the same step, and continue."""
 
 import json
 import pathlib
@@ -29,7 +29,7 @@ def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
 
 
 def start(gang: Gang, steps: int, attempt: int, *flags: str) -> None:
-    """The ranks of worker 1 come first; so the last stage, which reports, runs on worker 0."""
+    """Start the ranks of worker 1 first; so the last stage, which reports, runs on worker 0."""
     gang.arguments = [*FLAGS.split(), "--train-iters", str(steps), "--save", str(gang.tmp / "checkpoints")]
     gang.arguments += ["--load", str(gang.tmp / "checkpoints"), *flags]
     cpu = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}

@@ -20,11 +20,11 @@ INLINE = re.compile(r"`(megatronapp [^`]+)`")
 TYPED = re.compile(r"^ *(?:[a-z]+=\"?\$\(|eval \"\$\()?(megatronapp .*)$", re.MULTILINE)
 NUMBERS = {"N", "R"}
 PARTS = 3
-"""Words of a command that is only named, such as `megatronapp data prepare`, at most."""
+"""Largest number of words in a command that is only named, such as `megatronapp data prepare`."""
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of all that are written out whole."""
+    """Yield the arguments of all commands that are written out whole."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
     blocks = "\n".join(re.findall(r"^(?: {4}.*|```[a-z]*\n.*?```)$", text, re.MULTILINE | re.DOTALL))
     for found in (*INLINE.findall(text), *TYPED.findall(blocks)):

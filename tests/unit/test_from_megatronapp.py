@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_ours(words: list[str], parser: argparse.ArgumentParser) -> None:
-    """Parse a command of `megatronapp`, and look at its options as the command itself does before it begins."""
+    """Parse a command of `megatronapp`, and check its options as the command itself does before it begins."""
     values = parser.parse_args(words)
     if words[0] == "checkpoint":
         convert_options(values)

@@ -1,4 +1,4 @@
-"""What images install by hash is what our parts need, whole, in the versions of constraints.txt."""
+"""Requirements that images install by hash are those of our parts, whole, in the versions of constraints.txt."""
 
 import importlib.metadata
 import pathlib

@@ -1,4 +1,4 @@
-"""Tests that run in lanes clean up when somebody ends them."""
+"""Tests that run in lanes clean up when they are interrupted."""
 
 import os
 import pathlib

@@ -51,7 +51,7 @@ def browser(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def complaints() -> list[str]:
-    """What the page has complained about; whatever is left at the end of a test fails it."""
+    """Complaints of the page; those left at the end of a test fail it."""
     return []
 
 

@@ -1,4 +1,4 @@
-"""Run inside an image: `look.py MODULE...` imports the modules and prints what it sees, as JSON behind LOOK."""
+"""Program inside an image: `look.py MODULE...` imports the modules and prints what it sees, as JSON after LOOK."""
 
 import importlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""An image of the agent that cannot be had: the training does without, and people are told why the page is empty."""
+"""Missing image of the agent: the training does without, and users can read why the page is empty."""
 
 import pytest
 from cluster.jobs import Job, example

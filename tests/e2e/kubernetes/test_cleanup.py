@@ -1,4 +1,4 @@
-"""A cluster that breaks is taken away without a trace, as one that works is."""
+"""Removal of a cluster that breaks: without a trace, as of one that works."""
 
 import signal
 

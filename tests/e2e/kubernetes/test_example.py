@@ -51,7 +51,7 @@ def test_slow_rank_is_named_everywhere(cluster: Cluster, job: Job, release: str)
 
 
 def scraped(cluster: Cluster, what: str) -> str:
-    """What a Prometheus finds by one of the chart's ServiceMonitors."""
+    """Return what a Prometheus discovers by one of the chart's ServiceMonitors."""
     text = chart.helm(cluster, "template", chart.HOME, chart.CHART, "--kube-version=1.35", f"--api-versions={MONITORS}")
     monitors = [item for item in yaml.safe_load_all(text) if item and item["kind"] == "ServiceMonitor"]
     spec = next(item["spec"] for item in monitors if item["metadata"]["name"] == f"{chart.HOME}-{what}")

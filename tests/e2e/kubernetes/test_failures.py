@@ -1,4 +1,4 @@
-"""What happens to a running gang on real nodes, one thing after the other: it goes on each time, and so does the loss.
+"""Failures of a running gang on real nodes, one after the other: it continues each time, and so does the loss.
 
 One job lives through all tests: its initializer has prepared text on a volume, and its checkpoints lie there, too.
 """

@@ -1,4 +1,5 @@
-"""MegaScope's example on real nodes: its text brought, its model trained and served, and looked at by the gateway."""
+"""MegaScope's example on real nodes: its text is fetched, its model trained, served and captured through the
+gateway."""
 
 import json
 import pathlib
@@ -48,7 +49,7 @@ def served(cluster: Cluster, trained: Job) -> Job:
 
 @pytest.fixture(scope="module")
 def completion(served: Job) -> dict[str, Any]:
-    """What the model says to a program of the namespace, by the Service."""
+    """Return the model's answer to a program of the namespace, by the Service."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True})
     words = (COMPLETE.read_text(encoding="utf-8"), f"http://{served.name}-serve:8000/v1/completions", body)
     pod = (f"{served.name}-hub", "-n", served.namespace)
@@ -115,7 +116,7 @@ def log_in(page: pw.Page, address: str, token: str, job: Job) -> None:
 
 
 def to_scope(page: pw.Page) -> None:
-    """Where a job that serves lands."""
+    """Wait for MegaScope's screen, with which the page of a job that serves begins."""
     pw.expect(page.get_by_role("heading", name="MegaScope")).to_be_visible(timeout=PAGE_MS)
 
 

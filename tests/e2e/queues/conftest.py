@@ -26,7 +26,7 @@ def queued_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.Cont
 
 @pytest.fixture
 def collectors(queued_plane: kube.ControlPlane, tmp_path: pathlib.Path) -> Iterator[None]:
-    """The cluster's collectors of objects whose owner is gone, and of pods that no kubelet ends."""
+    """Start the cluster's collectors of objects whose owner is deleted, and of pods that no kubelet ends."""
     with kueue.collectors(queued_plane, tmp_path):
         yield
 

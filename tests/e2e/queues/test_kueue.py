@@ -29,7 +29,7 @@ def wanted(namespace: str, name: str = "job", **spec: Any) -> Object:
 
 @contextlib.asynccontextmanager
 async def stage_of(plane: kube.ControlPlane, namespace: str, *, cpus: int) -> AsyncIterator[Play]:
-    """An operator, machines, and a queue with so many CPUs."""
+    """Start an operator, machines, and a queue with this number of CPUs."""
     kueue.queue(plane, namespace, QUEUE, cpus=cpus)
     async with play(plane, namespace) as stage:
         stage.machines = QueuedMachines(stage.machines.api, namespace, stage.machines.client)
@@ -49,7 +49,7 @@ async def until(stage: Play, condition: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def state(stage: Play) -> list[Any]:
-    """What to show of a test that waits in vain."""
+    """Return the state to show of a test that waits in vain."""
     pods = (await stage.machines.pods()).values()
     jobs = await stage.machines.api.list_objects(JOBS, stage.namespace)
     shown = ("name", "deletionTimestamp", "finalizers")
@@ -70,7 +70,7 @@ def group(pod: Object) -> str:
 
 
 def runs(stage: Play, name: str = "job", attempt: int = 0) -> Callable[[], Awaitable[bool]]:
-    """Whether all workers of this attempt run."""
+    """Return a check whether all workers of this attempt run."""
 
     async def asked() -> bool:
         pods = [one for one in (await stage.machines.pods()).values() if group(one) == f"{name}-a{attempt}"]
@@ -80,7 +80,7 @@ def runs(stage: Play, name: str = "job", attempt: int = 0) -> Callable[[], Await
 
 
 def queued(stage: Play, attempt: int = 0, *, placed: int = 0) -> Callable[[], Awaitable[bool]]:
-    """Whether a workload stands for the attempt, and so many of its workers run."""
+    """Return a check whether a workload exists for the attempt, and this number of its workers run."""
 
     async def asked() -> bool:
         pods = [one for one in (await stage.machines.pods()).values() if group(one) == f"job-a{attempt}"]
@@ -206,7 +206,7 @@ async def test_the_log_of_a_worker_that_failed_stays(queued_plane: kube.ControlP
 async def test_a_job_that_is_not_whole_is_deleted_and_another_takes_its_name(
     queued_plane: kube.ControlPlane, namespace: str, placed: int, how: str
 ) -> None:
-    """Also in the background, where the job has gone before its operator could do anything."""
+    """Check also background deletion, where the job is deleted before its operator could act."""
     async with stage_of(queued_plane, namespace, cpus=2 * placed) as stage:
         assert isinstance(stage.machines, QueuedMachines)
         stage.machines.full = frozenset({"job-worker-1"})

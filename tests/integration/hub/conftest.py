@@ -133,7 +133,7 @@ class FakeJob:
 
 
 class FakeAgent:
-    """Speaks the agent's side of the protocol, nothing else."""
+    """Client that speaks only the agent's side of the protocol."""
 
     def __init__(self, job: FakeJob, worker: int, connection: websockets.asyncio.client.ClientConnection) -> None:
         self.job = job
@@ -225,7 +225,7 @@ class Script:
 
 @dataclasses.dataclass
 class RunningHub:
-    """A hub behind a real uvicorn server on loopback."""
+    """Hub with a real uvicorn server on loopback."""
 
     hub: Hub
     live: LiveFeed
@@ -331,7 +331,7 @@ def rank_zero(hub: RunningHub) -> Iterator[scope_rank_zero.RankZero]:
 
 @pytest.fixture
 def fake_job() -> Callable[..., FakeJob]:
-    """Build a FakeJob."""
+    """Return a function that builds a FakeJob."""
     return FakeJob
 
 

@@ -211,7 +211,7 @@ PAGE = "<html><head><title>page</title></head></html>"
 
 @pytest.fixture
 def dist(tmp_path: Path) -> Path:
-    """A built page."""
+    """Folder of a built page."""
     dist = tmp_path / "dist"
     (dist / "assets").mkdir(parents=True)
     (dist / "index.html").write_text(PAGE)

@@ -1,4 +1,4 @@
-"""A hub that is killed comes back with what it had, and agents bring what it missed."""
+"""Hub that is killed: it restarts with what it had, and agents bring what it missed."""
 
 import asyncio
 import contextlib

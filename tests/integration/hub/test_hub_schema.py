@@ -1,4 +1,4 @@
-"""The hub keeps to its OpenAPI document, whatever it is asked (schemathesis)."""
+"""Conformance of the hub to its OpenAPI document for any request (schemathesis)."""
 
 import functools
 from collections.abc import Iterator

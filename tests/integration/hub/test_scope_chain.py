@@ -1,4 +1,4 @@
-"""Every number that the page can export is plain torch's, whatever layout it came from, by the way that people get it.
+"""Numbers that the page can export equal plain torch's, for any layout, by the path that users take.
 
 Ranks over gloo -> a Unix socket -> a real agent -> a real hub -> WebSocket and HTTP. Tolerances are of the numbers'
 own precision: exact ones within some roundings of 32 bits, coded ones within half a step of their code.
@@ -64,7 +64,7 @@ def truth(run_ranks: RunRanks, folder: str, variant: str, texts: tuple[tuple[int
 
 
 class Page:
-    """What a page with the controller's role sees and asks."""
+    """View and requests of a page with the controller's role."""
 
     def __init__(self, hub: Any, client: httpx.AsyncClient, connection: Any) -> None:
         self.hub = hub
@@ -82,7 +82,7 @@ class Page:
                 return frame
 
     async def generate(self, request: dict[str, Any]) -> str:
-        """A run, until it is done; asked for again while the model comes up."""
+        """Start a run and wait until it is done; repeat the request while the model starts."""
         async with asyncio.timeout(DEADLINE_S):
             while (answer := await self._client.post(RUNS, json=request)).status_code == 503:
                 await asyncio.sleep(0.05)
@@ -163,7 +163,7 @@ async def chain(
 
 
 class Case:
-    """A run as plain torch has it, beside what the page was told of it."""
+    """Run as plain torch computes it, and what the page received of it."""
 
     def __init__(self, page: Page, run: str, detail: dict[str, Any], sites: list[dict[str, Array]]) -> None:
         self.page = page
@@ -227,7 +227,7 @@ def check_steps(case: Case) -> None:
 
 
 def check_greedy(case: Case) -> None:
-    """What was generated is the most likely token of plain torch, each time."""
+    """Check that each generated token is the most likely one of plain torch."""
     for ids, came, sites in zip(case.recording.prompts, case.recording.generated, case.sites, strict=True):
         best = sites["logits"][len(ids) - 1 :]
         chosen = best[np.arange(len(came)), came]
@@ -274,7 +274,7 @@ def check_rows(case: Case) -> None:
 
 
 def places(site: str, key_heads: int) -> list[str]:
-    """Where a site is asked for."""
+    """Return the places at which a site is requested."""
     if site in export_values.LAYERLESS:
         return [""]
     if site not in export_values.HEADED:

@@ -1,4 +1,4 @@
-"""What MegaScope's hub answers: runs, tiles, exact numbers, sessions; rank 0 is asked for more, within bounds."""
+"""Answers of MegaScope's hub: runs, tiles, exact numbers, sessions; rank 0 is queried for more, within bounds."""
 
 import asyncio
 import functools

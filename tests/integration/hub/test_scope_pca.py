@@ -1,4 +1,5 @@
-"""Axes of PCA through a real hub: fitted, kept over lives of the model, fitted anew, and shown in one version alone."""
+"""Axes of PCA through a real hub: fitted, kept over lives of the model, fitted again, and shown in one version
+alone."""
 
 import asyncio
 import contextlib
@@ -78,7 +79,7 @@ def states(rows: list[list[int]]) -> Any:
 
 
 async def given(hub: Any, rank: scope_rank_zero.RankZero, until: Any, count: int, rows: int) -> None:
-    """So many bases have come to rank 0, and the newest picture has so many rows."""
+    """Wait until rank 0 has received this number of bases, and the newest picture has this number of rows."""
 
     async def come() -> bool:
         if len(bases(rank)) < count or not any(frame.type == FrameType.SCOPE_PCA for frame in told(hub)):

@@ -1,4 +1,5 @@
-"""`megatronapp scope replay` as people start it: the same routes, from a file; broken files give what they hold."""
+"""Command `megatronapp scope replay` as users start it: the same routes, from a file; broken files give what they
+hold."""
 
 import asyncio
 import contextlib

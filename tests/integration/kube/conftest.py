@@ -32,7 +32,7 @@ def reviewing(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def by_tokens(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[gateway.Gateway]:
-    """A gateway without the right to ask, at which nobody controls a job more than three times at once."""
+    """Start a gateway without the right to ask, at which no user controls a job more than three times at once."""
     folder = tmp_path_factory.mktemp("tokens")
     with gateway.gateway(plane, folder, reviews=False, page=False, flags=("--controls=3",)) as running:
         yield running
@@ -48,7 +48,7 @@ RIGHTS = (
     {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list", "delete"]},
     {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
 )
-"""Of somebody who works in a namespace."""
+"""Rules of a user who works in a namespace."""
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def token(plane: kube.ControlPlane, namespace: str) -> str:
 
 @pytest.fixture
 def config(plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, token: str) -> pathlib.Path:
-    """The kubeconfig of somebody with all rights in one namespace, which is its context's."""
+    """Return the kubeconfig of a user with all rights in one namespace, which is its context's."""
     return gateway.kubeconfig(plane, tmp_path, token, namespace=namespace)
 
 

@@ -18,7 +18,7 @@ ACTIVE_S = 60
 
 @pytest.fixture(scope="module")
 def older(plane: kube.ControlPlane) -> str:
-    """Address of a job that was taken before the policy came into force, which would refuse it."""
+    """Return the address of a job that was accepted before the policy took effect, which would refuse it."""
     document = changed({"spec.podTemplate.spec": {"hostname": "a"}}) | {"metadata": {"name": "older"}}
     with plane.client() as client:
         assert client.post(JOBS.path("default"), json=document).is_success
@@ -27,7 +27,7 @@ def older(plane: kube.ControlPlane) -> str:
 
 @pytest.fixture(scope="module")
 def client(plane: kube.ControlPlane, older: str) -> Any:
-    """A client of an API server on which the policy holds; it is gone afterwards."""
+    """Yield a client of an API server with the policy in force, and remove the policy afterwards."""
     assert plane.kubectl("apply", "--server-side", "-f", str(FILE)).returncode == 0
     with plane.client() as client:
         deadline = time.monotonic() + ACTIVE_S

@@ -1,4 +1,4 @@
-"""Who may write a MegatronJob where: the chart's second policy, on the real API server with real Roles."""
+"""Authors of a MegatronJob in each namespace: the chart's second policy, on the real API server with real Roles."""
 
 import subprocess
 import time
@@ -55,7 +55,7 @@ def job(name: str) -> Object:
 
 
 class People:
-    """Asks the API server as somebody."""
+    """Client of the API server that impersonates a user in each request."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
@@ -71,7 +71,7 @@ class People:
 
 @pytest.fixture(scope="module")
 def people(plane: kube.ControlPlane) -> Iterator[People]:
-    """With the policy in force; it is gone afterwards."""
+    """Put the policy in force, and remove it afterwards."""
     for namespace in (HOME, TEAM):
         assert plane.kubectl("create", "namespace", namespace).returncode == 0
         for user in (WRITER, AUTHOR):

@@ -12,7 +12,7 @@ HOST = "kubernetes.io/hostname"
 
 
 def pods(*settings: str) -> dict[str, dict[str, Any]]:
-    """Specs of the pods of all deployments, with their labels, by the last word of their names."""
+    """Return the specs of the pods of all deployments, with their labels, by the last part of their names."""
     words = [word for setting in settings for word in ("--set", setting)]
     helm = str(kube.programs("helm") / "helm")
     command = [helm, "template", "megatronapp", str(CHART), "--kube-version", "1.35.4", *words]

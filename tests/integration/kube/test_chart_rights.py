@@ -1,4 +1,5 @@
-"""The rights that the chart gives, on the real API server: what is needed works, and nothing else does."""
+"""Rights that the chart gives, on the real API server: what is needed is permitted, and all other requests are
+refused."""
 
 import contextlib
 import pathlib
@@ -104,7 +105,7 @@ class Account:
         self._client.close()
 
     def ask(self, method: str, path: str, document: Object | None = None) -> httpx.Response:
-        """The answer; asked again for as long as the API server says that it is not ready to tell."""
+        """Return the answer; repeat the request for as long as the API server is not ready to answer."""
         while True:
             answer = self._client.request(method, path, json=document, headers=self._headers)
             if answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
@@ -225,7 +226,7 @@ def test_people_get_what_their_role_says() -> None:
 
 
 def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlane) -> None:
-    """And nothing else: neither other Services, nor logs, nor commands in its pods."""
+    """Check that they have no further rights: neither other Services, nor logs, nor commands in its pods."""
     for namespace in (HOME, OTHER):
         plane.kubectl("create", "namespace", namespace)
     settings = ("--set", "gateway.users[0].kind=Group", "--set", "gateway.users[0].name=researchers")
@@ -281,7 +282,7 @@ def test_the_viewers_account_may_only_look(plane: kube.ControlPlane) -> None:
 
 
 def test_the_lists_here_are_what_the_code_asks_for() -> None:
-    """Every kind of object that the operator's code names stands in the tables above."""
+    """Check that every kind of object that the operator's code names is listed in the tables above."""
     source = kube.ROOT / "operator" / "src" / "megatronapp_operator" / "backends" / "kubernetes"
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(source).rglob("*.py")))
     plurals = set(re.findall(r'Resource\("[^"]*", "([a-z]+)"\)', text))

@@ -225,12 +225,12 @@ class _Kubelet(BaseHTTPRequestHandler):
         self.wfile.write(LOG.encode() if good else b"")
 
     def log_message(self, format: str, *_: object) -> None:
-        """Say nothing."""
+        """Write no log lines."""
 
 
 @pytest.fixture
 def kubelet(plane: kube.ControlPlane, namespace: str) -> Iterator[str]:
-    """A node whose kubelet knows one log; its certificate is the API server's own, which nobody checks here."""
+    """Start a node whose kubelet knows one log; its certificate is the API server's own, which is not checked here."""
     name = f"node-{namespace}"
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Kubelet)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

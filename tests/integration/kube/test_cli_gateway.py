@@ -129,7 +129,7 @@ def gateway_before_megascope(taken: str) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Write no log lines."""
 
     with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -150,7 +150,7 @@ def asked(config: pathlib.Path, service_account: str | None = None) -> argparse.
 
 @pytest.fixture
 def jane(plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path) -> pathlib.Path:
-    """Somebody with a certificate and no token, who may see jobs here."""
+    """Return the kubeconfig of a user with a certificate and no token, who may see jobs here."""
     user = f"jane-{namespace}"
     rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
     gateway.create(plane, f"{rbac}/roles", {"metadata": {"name": user}, "rules": [ALL]})
@@ -343,7 +343,7 @@ def _let_read_definitions(plane: kube.ControlPlane, namespace: str) -> None:
 
 @contextlib.contextmanager
 def _released_in(plane: kube.ControlPlane, namespace: str) -> Iterator[None]:
-    """What helm writes on the definition."""
+    """Write what helm writes on the definition."""
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/megatronjobs.megatronapp.io"
     name = "meta.helm.sh/release-namespace"
     gateway.patch(plane, path, {"metadata": {"annotations": {name: namespace}}})

@@ -1,4 +1,4 @@
-"""The gateway as a real process on a real API server: who may see what, and what comes through from a real hub."""
+"""Gateway as a real process on a real API server: who may see what, and which answers of a real hub pass."""
 
 import contextlib
 import dataclasses
@@ -243,7 +243,7 @@ def test_no_path_is_too_odd(reviewing: gateway.Gateway, path: str) -> None:
 
 
 def test_a_gateway_leads_nobody_to_another_name(reviewing: gateway.Gateway) -> None:
-    """It cannot know who else of the browser's machine answers to a name below `localhost`."""
+    """Check a name below `localhost`: the gateway cannot know which processes of the browser's machine answer to it."""
     opens = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     port = reviewing.url.rpartition(":")[2]
     with reviewing.client() as client:
@@ -338,7 +338,7 @@ def test_a_hub_is_that_of_this_life_of_the_job(
 def test_a_hub_that_is_ending_is_asked_nothing(
     plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway
 ) -> None:
-    """Its address may be given to a pod of somebody else at any moment."""
+    """Check that no request is sent: its address may be given to another user's pod at any moment."""
     token = gateway.account(plane, namespace, "alice", grants=[VIEWER])
     job = gateway.make_job(plane, namespace, "demo", hub=False)
     gateway.make_pod(plane, job, "demo-hub", address=job.address, nodeName="none")  # a kubelet would end it

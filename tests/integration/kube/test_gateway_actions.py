@@ -1,4 +1,4 @@
-"""What a hub of the author's own making tells of changes, as Events on a real API server."""
+"""Changes that a hub of the author's own making reports, as Events on a real API server."""
 
 import kube
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def events(stage: Play, *numbers: int) -> int:
-    """How many events there are, after the hub has told these."""
+    """Return the number of events after the hub has reported these."""
     memory = stage.reconciler.memory((stage.namespace, "job"))
     assert memory is not None
     memory.poll_result = PollResult(

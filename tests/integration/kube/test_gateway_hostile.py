@@ -1,4 +1,4 @@
-"""A hub that somebody else has written gets nothing of the caller through the gateway, and gives nothing but JSON."""
+"""Hub by a foreign author: it gets nothing of the caller through the gateway, and gives nothing but JSON."""
 
 import contextlib
 import pathlib
@@ -51,7 +51,7 @@ def hub(
 
 @pytest.fixture
 def victim(plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway) -> Iterator[hostile_hub.HostileHub]:
-    """Something else within reach of the gateway, which must not be asked."""
+    """Start another server within reach of the gateway, which must not receive a request."""
     good = gateway.make_job(plane, namespace, "good")
     with hostile_hub.hostile_hub(good.address, reviewing.hub_port) as running:
         yield running
@@ -201,7 +201,7 @@ def scope(reviewing: gateway.Gateway, job: gateway.Job, token: str) -> Iterator[
 
 
 def end_of(page: ClientConnection) -> bytes | str:
-    """What a page hears: its first frame, the code of an error, or why the socket was closed."""
+    """Return what a page receives: its first frame, the code of an error, or why the socket was closed."""
     try:
         message = page.recv(gateway.DEADLINE_S, decode=False)
     except ConnectionClosed as closed:

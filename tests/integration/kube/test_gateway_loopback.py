@@ -1,4 +1,4 @@
-"""A port under a name of its own in a real Chromium: a login stays with it, whatever else this machine serves."""
+"""Port under a separate name in a real Chromium: a login stays with it, next to all other servers of this machine."""
 
 import pathlib
 import re
@@ -37,7 +37,7 @@ def page() -> Iterator[pw.Page]:
 
 @pytest.fixture
 def paged(plane: kube.ControlPlane, tmp_path: pathlib.Path) -> Iterator[gateway.Gateway]:
-    """A gateway with the page that people get."""
+    """Start a gateway with the page that users get."""
     assert (DIST / "index.html").exists(), "the page is not built; run `make setup`"
     with gateway.gateway(plane, tmp_path, built=DIST) as running:
         yield running

@@ -1,4 +1,4 @@
-"""The gateway keeps to its own OpenAPI document, whatever it is asked (schemathesis), in front of a real hub."""
+"""Conformance of the gateway to its own OpenAPI document for any request (schemathesis), in front of a real hub."""
 
 import os
 import pathlib

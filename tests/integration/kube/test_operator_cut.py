@@ -1,8 +1,8 @@
-"""R1: an operator that is cut off at any request to the API server, and begun anew, comes to the same end.
+"""R1: an operator that is cut off at any request to the API server, and started again, reaches the same end.
 
 A history is first played through without a cut, to count its requests and to see its end. Then it is played again for
 a request after the other, cut off before it was sent or after it was answered. R2: the same with answers that say that
-something went wrong: conflicts, throttling, faults of the server, answers that never come.
+something went wrong: conflicts, throttling, faults of the server, answers that are never received.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, Obje
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23"))
-"""Every so many requests are cut; 1: all of them."""
+"""Distance between the requests that are cut; 1: all of them."""
 UNSTEADY = 20
-"""Requests by which two runs of a history may differ: objects of a job are restored at an hour of its own."""
+"""Requests by which two runs of a history may differ: objects of a job are restored at an hour of the job's own."""
 
 
 async def fails_and_ends(stage: Play) -> None:
@@ -50,7 +50,7 @@ async def run(stage: Play, name: str) -> None:
 
 
 async def train(stage: Play, name: str) -> None:
-    """The ranks begin, whoever the operator is by now."""
+    """Let the ranks begin, under any operator."""
     for _ in range(3):
         if stage.reconciler.memory((stage.namespace, name)) is None:
             await stage.rest()
@@ -60,7 +60,7 @@ async def train(stage: Play, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """What must not depend on when the operator was cut off."""
+    """State that must not depend on when the operator was cut off."""
 
     phase: str
     attempt: int
@@ -83,7 +83,7 @@ async def played(
     change: Callable[[CutApi], None],
     history: Callable[[Play], Awaitable[None]],
 ) -> tuple[End, Play]:
-    """One history in a namespace of its own."""
+    """Play one history in a separate namespace."""
     assert plane.kubectl("create", "namespace", namespace).returncode == 0
     async with play(plane, namespace) as stage:
         change(stage.api)
@@ -123,7 +123,7 @@ async def test_an_operator_that_is_cut_off_at_any_request_comes_to_the_same_end(
 
 
 class Faulty:
-    """Makes requests go wrong in one way, one in five by chance; a lost answer comes after the deed."""
+    """Faults of requests in one way, one in five by chance; a lost answer follows the completed request."""
 
     def __init__(self, seed: int, kind: str) -> None:
         self._random, self._kind = random.Random(seed), kind

@@ -1,4 +1,4 @@
-"""What changes around a job before its gang runs: its own spec, and what denies its pods."""
+"""Changes around a job before its gang runs: its own spec, and what denies its pods."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def created(stage: Play, **spec: Any) -> Object:
-    """A job that the operator has looked at, and whose pods no machine has started."""
+    """Return a job that the operator has reconciled, and whose pods no machine has started."""
     await stage.api.create(JOBS, manifest(stage.namespace, **spec))
     await stage.begin()
     with contextlib.suppress(AssertionError):  # one that is denied does not come to rest

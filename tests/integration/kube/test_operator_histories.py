@@ -54,7 +54,7 @@ def groups_known(plane: kube.ControlPlane) -> kube.ControlPlane:
 
 @dataclasses.dataclass(slots=True)
 class GangMachines(Machines):
-    """Machines that look at the workers whenever they do something."""
+    """Machines that check with each of their actions that only one gang exists."""
 
     async def pods(self) -> dict[str, Object]:
         found = await Machines.pods(self)
@@ -201,7 +201,7 @@ async def delete(stage: Play) -> None:
 
 
 async def finish(stage: Play) -> None:
-    """Nothing fails any more: the job ends, and goes when its time is over."""
+    """Let nothing fail any more: the job ends, and is deleted when its time is over."""
     await set_suspend(stage, suspend=False)
     for _ in range(MAX_ROUNDS):
         await go_on(stage)
@@ -239,7 +239,7 @@ async def everything(stage: Play) -> dict[tuple[str, str], str]:
 
 
 async def collect_garbage(stage: Play) -> None:
-    """Delete objects whose owner is gone, as the controller of a whole cluster does."""
+    """Delete objects whose owner is deleted, as the controller of a whole cluster does."""
     for resource in OWNED:
         for one in (await stage.machines.api.list_objects(resource, stage.namespace)).items:
             if one["metadata"].get("ownerReferences"):

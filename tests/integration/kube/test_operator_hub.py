@@ -38,7 +38,7 @@ def uid(pods: dict[str, Object]) -> str:
 
 
 def images(pods: dict[str, Object]) -> set[str]:
-    """Of hub and agents."""
+    """Return the images of hub and agents."""
     found = {one["image"] for pod in pods.values() for one in pod["spec"]["containers"]}
     return {image for image in found if "analyzer" in image}
 

@@ -46,7 +46,7 @@ async def until_running(stage: Play, attempt: int) -> None:
 
 
 def end_lease(plane: kube.ControlPlane, namespace: str) -> None:
-    """Take away the lease of a killed operator, so that the next one need not wait until it runs out."""
+    """Delete the lease of a killed operator, so that the next one need not wait until it runs out."""
     done = plane.kubectl("delete", "lease", "operator", "-n", namespace, "--ignore-not-found")
     assert done.returncode == 0, done.stderr
 

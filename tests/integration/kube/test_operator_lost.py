@@ -1,4 +1,4 @@
-"""Lost machines, pods that the cluster takes away and hubs that cannot start, as a real API server shows them."""
+"""Lost machines, pods that the cluster removes and hubs that cannot start, as a real API server shows them."""
 
 import datetime
 from typing import Any
@@ -26,7 +26,7 @@ def condition(kind: str, status: bool, **others: str) -> Object:
 
 
 async def change(stage: Play, pod: str, **status: Any) -> None:
-    """What a controller or a kubelet writes into the status of a pod."""
+    """Write into the status of a pod what a controller or a kubelet writes."""
     await stage.machines._send("PATCH", f"{pod}/status", {"status": status})
 
 

@@ -1,4 +1,4 @@
-"""What stands around a gang: restored where it was deleted, removed where it is not wanted, never in the way."""
+"""Objects around a gang: restored where they were deleted, removed where they are not wanted, never in the way."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def controls(stage: Play, *numbers: int) -> list[str]:
-    """The events of control actions, after the hub has told these, in the order of time."""
+    """Return the events of control actions, after the hub has reported these, in the order of time."""
     memory = stage.reconciler.memory((stage.namespace, "job"))
     assert memory is not None
     actions = tuple(ControlAction(id=number, text=f"jane cancelled run {number}") for number in numbers)

@@ -1,4 +1,4 @@
-"""The operator's own loop on a real API server: what goes wrong once ends nothing, and is not told for ever."""
+"""Main loop of the operator on a real API server: a single error ends nothing, and is not reported without end."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 
 class FailingApi(KubernetesApi):
-    """Lists of jobs fail with what stands in `failures`, one after the other."""
+    """API whose lists of jobs fail with the errors in `failures`, one after the other."""
 
     failures: list[Exception]
     lists = 0

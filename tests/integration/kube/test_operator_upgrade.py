@@ -1,6 +1,6 @@
-"""An upgrade of the operator beside jobs in every state, and the way back: a former build, then ours, then the former.
+"""Upgrade of the operator with jobs in every state, and the way back: a former build, then ours, then the former.
 
-The former build and its definition come from the history of this repository; both run as processes on one API server.
+The former build and its definition are of this repository's history; both run as processes on one API server.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif("MEGATRONAPP_FULL" not in os.environ, reason="takes minutes; `make test-full` runs it"),
 ]
 FORMER = "2115fd5ea80327a5949a0132820bd6f9df48d546"
-"""The last build before pod groups were removed, keys were rotated and installations were told apart."""
+"""Last build before pod groups were removed, keys were rotated and installations were distinguished."""
 PARTS = ("operator/src", "common/src", "crds")
 CRD = pathlib.Path("crds", "megatronjob.yaml")
 NAMESPACE = "team"
@@ -64,7 +64,7 @@ def former(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 class Cluster:
-    """Jobs beside one operator after the other."""
+    """Jobs under one operator after the other."""
 
     def __init__(self, plane: kube.ControlPlane, machines: ToldMachines, folder: pathlib.Path) -> None:
         self.plane, self.machines, self._folder = plane, machines, folder

@@ -1,4 +1,4 @@
-"""An operator that is older than the definition, and what a cluster can do beside its version."""
+"""Operator that is older than the definition, and what a cluster can do besides its version."""
 
 import kube
 import pytest

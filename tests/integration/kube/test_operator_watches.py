@@ -1,4 +1,4 @@
-"""Watches that end amid their events, are replayed or are refused as too old: jobs still come to their right end."""
+"""Watches that end amid their events, are replayed or are refused as too old: jobs still reach their right end."""
 
 import asyncio
 import os

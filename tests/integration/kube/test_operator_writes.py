@@ -19,20 +19,20 @@ SMALL: dict[str, Any] = {"nodes": 1, "analyzer": {"enabled": True}, "trace": {"e
 
 @dataclasses.dataclass(slots=True)
 class Watched:
-    """A job of one pod and a hub, looked at step by step, and what was written of it."""
+    """Job of one pod and a hub, reconciled step by step, and what was written of it."""
 
     stage: Play
     written: list[Object] = dataclasses.field(default_factory=list)
 
     async def look(self, after_s: float = LOOK_S) -> None:
-        """What happens in the operator after news, so many seconds later."""
+        """Reconcile as after an event, this number of seconds later."""
         self.stage.skipped_s += after_s
         await self.stage.look()
         while await self.stage.reconcile():
             pass
 
     async def create(self) -> None:
-        """The job comes, its pods are made, and the operator sees that they are."""
+        """Create the job and its pods, and let the operator see them."""
         await self.stage.machines.api.create(JOBS, manifest(self.stage.namespace, **SMALL))
         await self.stage.begin()
         await self.look()
@@ -45,7 +45,7 @@ class Watched:
             await self.look()
 
     async def run(self) -> None:
-        """They run."""
+        """Let the pods run."""
         for pod in (await self.stage.machines.pods()).values():
             await self.stage.machines.start(pod)
             await self.look()

@@ -43,7 +43,7 @@ def running(command: list[str], log: pathlib.Path) -> Iterator[None]:
 
 @pytest.fixture
 def client(tmp_path: pathlib.Path) -> Iterator[httpx.Client]:
-    """A cluster with these nodes, kwok behind them, and a scheduler."""
+    """Start a cluster with these nodes, simulated by kwok, and a scheduler."""
     with kube.control_plane(tmp_path) as plane, plane.client() as client, held_ports(1) as (port,):
         assert plane.kubectl("create", "namespace", NAMESPACE).returncode == 0
         for name, room in NODES.items():

@@ -86,7 +86,8 @@ def test_pods_without_special_rights_pass_the_restricted_standard(server: httpx.
 
 
 def violations(server: httpx.Client, patch: rendered.Object) -> list[str]:
-    """What the restricted standard finds in the first worker of a job, one text for each of its checks."""
+    """Return the violations of the restricted standard in the first worker of a job, one text for each of its
+    checks."""
     job = rendered.make_job(patch, namespace="restricted")
     answer = try_out(server, next(pods(job)))
     assert answer.status_code == httpx.codes.FORBIDDEN, answer.text

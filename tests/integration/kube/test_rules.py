@@ -26,7 +26,7 @@ def named(examples: list[Example]) -> pytest.MarkDecorator:
 
 
 def check(example: Example, answer: httpx.Response) -> None:
-    """A good example is taken; a bad one is refused once, at its field, in the words of its rule."""
+    """Check that a good example is taken, and a bad one refused once, at its field, with the message of its rule."""
     if example.good:
         assert answer.is_success, answer.text
         return

@@ -41,7 +41,7 @@ def job(changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def client(plane: kube.ControlPlane, tmp_path: Any) -> Iterator[httpx.Client]:
-    """A client of a server that has stored jobs which break rules that came into force afterwards."""
+    """Yield a client of a server that has stored jobs which break rules that took effect afterwards."""
     with plane.client() as client:
         apply(plane, tmp_path, definition(rules=False))
         gateway.wait_for(lambda: client.post(JOBS, json=job(RESERVED)).status_code in {201, 409})

@@ -1,4 +1,4 @@
-"""Every alert has a runbook and a test of its own, in which it fires and stays quiet; promtool runs them."""
+"""Alerts each have a runbook and a separate test, in which they fire and stay quiet; promtool runs them."""
 
 import pathlib
 import re

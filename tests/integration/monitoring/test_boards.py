@@ -40,7 +40,7 @@ def filled(query: str, job: str) -> str:
 
 
 def answers(prometheus: Prometheus, target: Object, began: float) -> bool:
-    """Whether the query has data for one of the two jobs that a person can choose."""
+    """Return whether the query has data for one of the two jobs that a user can choose."""
     since = None if target.get("instant") else began
     return any(prometheus.values(filled(target["expr"], job), since=since) for job in (JOB, RESTARTED))
 

@@ -1,4 +1,4 @@
-"""A desk to run jobs on: real backend, real processes, stand-ins for launcher, agent and hub."""
+"""Bench to run jobs on: real backend, real processes, substitutes for launcher, agent and hub."""
 
 import contextlib
 import dataclasses
@@ -178,7 +178,7 @@ class Desk:
         return str(path)
 
     def run(self, *words: str) -> subprocess.Popen[bytes]:
-        """`megatronapp run` in the foreground, in a session of its own, as in a terminal."""
+        """Start `megatronapp run` in the foreground, in a separate session, as in a terminal."""
         with (self.folder / "backend.out").open("ab") as out:
             command = [sys.executable, str(self.folder / "driver.py"), "run", *words]
             backend = subprocess.Popen(
@@ -233,7 +233,7 @@ class Desk:
         self.until(reached, f"phase {phase} of attempt {attempt}")
 
     def end(self, code: int = 0, which: str = "") -> None:
-        """Tell the launchers to end with this code: all of them, '-WORKER' or '-WORKER-ATTEMPT'."""
+        """Let the launchers end with this code: all of them, '-WORKER' or '-WORKER-ATTEMPT'."""
         draft = self.control / "draft"
         draft.write_text(str(code))
         draft.rename(self.control / f"end{which}")

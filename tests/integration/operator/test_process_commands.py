@@ -1,4 +1,4 @@
-"""The commands beside `run`, against a backend that runs."""
+"""Commands other than `run`, against a backend that runs."""
 
 import json
 import pathlib
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def shown(desk: Any) -> Any:
-    """A desk with a detached job that runs, its agents and its hub, which stays after the end."""
+    """Start a detached job with its agents and its hub, which stays after the end."""
     started = desk.cli("run", desk.manifest(analyzer=True, grace_s=5, retain_s=3600), "--detach")
     assert started.returncode == 0, started.stderr
     desk.until_phase("Running")

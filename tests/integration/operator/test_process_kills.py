@@ -1,4 +1,4 @@
-"""The process backend when something is killed or stopped: nothing stays behind, and what is shown is true."""
+"""Process backend when a process is killed or stopped: no process remains, and what is shown is true."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:
 
 @pytest.fixture
 def running(desk: Any) -> Any:
-    """A desk with a job that runs, its agents and its hub."""
+    """Start a job that runs, with its agents and its hub."""
     desk.backend = desk.run(desk.manifest(analyzer=True, grace_s=2))
     desk.until_phase("Running")
     desk.job_uid = desk.uid()
@@ -29,12 +29,12 @@ def running(desk: Any) -> Any:
 
 
 def agents_of(desk: Any) -> set[int]:
-    """Children of the backend that only sleep; the ranks of the stand-ins sleep, too, but below a launcher."""
+    """Return the children of the backend that only sleep; the substitutes of ranks sleep, too, but below a launcher."""
     return {one.pid for one in psutil.Process(desk.backend.pid).children() if sleeps(one)}
 
 
 def sleeps(process: psutil.Process) -> bool:
-    """Whether it only sleeps; one that ends meanwhile does not."""
+    """Return whether it only sleeps; one that ends meanwhile does not."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE and "time.sleep" in process.cmdline()[-1]
     except (psutil.NoSuchProcess, IndexError):

@@ -136,7 +136,7 @@ def test_a_detached_job_has_left_the_session_and_ends_by_delete(desk: Any) -> No
 
 
 def test_a_detached_job_keeps_no_descriptor_of_its_caller(desk: Any) -> None:
-    """A script's lock and a pipe that somebody reads to its end are free as soon as the command returns."""
+    """Check that a script's lock and a pipe that is read to its end are free as soon as the command returns."""
     lock = desk.folder / "lock"
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

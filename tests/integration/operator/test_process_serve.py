@@ -93,7 +93,7 @@ def test_gangs_answer_alike_come_back_when_a_rank_is_killed_and_tell_of_their_en
 
 
 def check_hang(two: Served, client: httpx.Client) -> None:
-    """Rank 1 answers no more, so rank 0 hangs in a collective with it; a third one dies, and all hear of it."""
+    """Stop rank 1, so that rank 0 hangs in a collective with it; a third one dies, and all ranks are notified."""
     dying, log = two.rank(3), two.folder / "attempt-0" / "worker-0" / "rank-0.log"
     os.kill(two.rank(1), signal.SIGSTOP)
     with client.stream("POST", "completions", json=LONG) as response:
@@ -114,7 +114,7 @@ def is_taken(metrics: str) -> bool:
 
 
 def check_scope(two: Served) -> None:
-    """A run that a page asks for goes to the ranks, and what they see comes back to the hub."""
+    """Request a run as a page does: the ranks receive it, and what they capture reaches the hub."""
     with two.hub() as hub:
         while hub.get("scope").json()["state"] != "ready":
             time.sleep(0.05)

@@ -69,7 +69,7 @@ def build_ring_header(rank: int, *, boot_id: str = "boot", offset_ns: int = BOOT
 
 @pytest.fixture
 def rows() -> RowBuilder:
-    """Records from dictionaries."""
+    """Return a function that makes records from dictionaries."""
     return build_rows
 
 

@@ -28,7 +28,7 @@ class FakeRingError(Exception):
 
 @dataclasses.dataclass
 class Info:
-    """What a fake ring says of itself."""
+    """Header of a fake ring."""
 
     attempt: int = 0
     capacity: int = 1024
@@ -225,7 +225,8 @@ def test_process_state() -> None:
 def test_a_process_of_another_namespace_is_not_taken_for_one_of_ours(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, namespace: int | None, state: str | None
 ) -> None:
-    """In a pod the agent does not share the trainer's processes: the same number may be anybody's, and end."""
+    """Check a number of another pod's process: the agent does not share the trainer's processes, so any process may
+    have it, and end."""
     found = {"state": "R"}
     monkeypatch.setattr(rings, "process_state", lambda _pid: found["state"])
     metadata = json.dumps({"world": 1, "pidNamespace": namespace}).encode()

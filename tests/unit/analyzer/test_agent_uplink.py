@@ -68,7 +68,7 @@ async def test_one_frame_of_each_ring_waits_while_the_hub_is_away(settings: Agen
 
 
 def answer(status: int) -> InvalidStatus:
-    """What a handshake ends with that was answered so."""
+    """Return the error of a handshake that was answered so."""
     return InvalidStatus(Response(status, "", Headers()))
 
 

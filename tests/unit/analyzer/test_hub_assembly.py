@@ -164,7 +164,7 @@ def in_step(assembler: StepAssembler, steps: range) -> list[int]:
 @pytest.mark.parametrize("total", [None, 1000])
 @pytest.mark.parametrize("batch", ["alone", "in front of the next", "behind the last"])
 def test_a_garbled_step_number_closes_no_step(total: int | None, batch: str) -> None:
-    """It made every other rank absent, and all steps until then were handed out as incomplete."""
+    """Check that no step is closed as incomplete because every other rank is regarded as absent."""
     assembler = StepAssembler(0, 2, total)
     wild = spans(1 << 31, spans_before=0)
     assert in_step(assembler, range(5)) == list(range(5))
@@ -182,7 +182,7 @@ def test_a_garbled_step_number_closes_no_step(total: int | None, batch: str) -> 
 
 
 def test_a_rank_that_truly_went_on_is_believed_with_its_next_records() -> None:
-    """An agent that was away for long brings steps far ahead."""
+    """Send steps far ahead, as an agent does that was unreachable for long."""
     assembler = StepAssembler(0, 2)
     in_step(assembler, range(3))
     far = 3 + 10 * PATIENCE_STEPS

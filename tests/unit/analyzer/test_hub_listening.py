@@ -14,7 +14,7 @@ LONGER_S = 20.0
 
 
 def stranger(address: str, port: int) -> socket.socket:
-    """Somebody else of this machine, who takes what Linux gives."""
+    """Open a socket as another process of this machine does, which takes any port that Linux gives."""
     return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 

@@ -90,7 +90,7 @@ def test_each_rank_is_measured_against_the_others() -> None:
 
 
 def slowdowns(digester: StepDigester, *milliseconds: float) -> list[float]:
-    """Of a step in which each rank has one forward pass of this length."""
+    """Return the slowdowns of a step in which each rank has one forward pass of this length."""
     records = np.zeros(2 * len(milliseconds), RANK_RECORD)
     for rank, length in enumerate(milliseconds):
         for row, kind in ((2 * rank, RecordKind.STEP), (2 * rank + 1, RecordKind.FORWARD)):

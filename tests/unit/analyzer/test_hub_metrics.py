@@ -56,7 +56,7 @@ def test_steps_that_lost_records_say_nothing_of_the_tracers_cost(hub: Hub, step_
 
 
 def test_shared_memory_is_a_metric_and_a_full_one_is_in_the_summary(hub: Hub) -> None:
-    """Of an attempt whose rings found no room, too: nothing but the agent's status says so."""
+    """Check also an attempt whose rings found no memory: only the agent's status reports it."""
     full = SharedMemorySpace(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
     rooms: dict[int, SharedMemorySpace | None] = {0: full, 1: dataclasses.replace(full, free=LEAST_BYTES), 2: None}
     for worker, room in rooms.items():

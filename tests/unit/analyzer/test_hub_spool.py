@@ -20,7 +20,7 @@ def records_frame(rank: int, first: int, body: bytes) -> bytes:
 
 
 def spool_steps(writer: SpoolWriter, step_rows: Any, ring_header: Any, steps: range, attempt: int = 0) -> None:
-    """What a hub writes while it takes in `steps` of two ranks."""
+    """Write what a hub writes while it takes in `steps` of two ranks."""
     ingest = TraceIngest(StoreLimits())
     first = [0, 0]
     for rank in (0, 1):

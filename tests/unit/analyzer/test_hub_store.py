@@ -164,7 +164,7 @@ def test_rings_must_agree_on_the_world(feeder: Feeder, ring_header: Any) -> None
 
 
 def test_a_layout_that_does_not_fit_loses_no_steps(feeder: Feeder, step_rows: Any, ring_header: Any) -> None:
-    """The one ring that is known says a world of 2 and sizes for 4; rank 0's agent goes on in spite of that."""
+    """Let the one known ring give a world of 2 and sizes for 4; rank 0's agent continues in spite of that."""
     ring = ring_header(0)
     ring["metadata"]["layout"] |= {"data": 2}
     feeder.ingest.add_ring(0, ring)

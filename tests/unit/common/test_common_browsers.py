@@ -1,4 +1,4 @@
-"""What servers ask of browsers: origins, names of this machine, and paths of the page."""
+"""Checks of servers on browsers: origins, names of this machine, and paths of the page."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""Turns: nobody gets more than the burst and the rate, whoever waits as long as told is served, all keys or none."""
+"""Token buckets: no key gets more than the burst and the rate, a caller that waits as long as required is served, all
+keys or none."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -143,7 +143,7 @@ def test_bash_completes(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_a_reader_that_left_is_no_error(tmp_path: pathlib.Path) -> None:
-    """The output of help passes into a pipe that nobody reads."""
+    """Write the output of help into a pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "megatronapp_common.cli", "completion", "bash"]

@@ -162,7 +162,8 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def conforms(value: Any, schema: Schema, path: str = "") -> list[str]:
-    """What the API server would find wrong with a value, as far as types, choices, lower limits and presence go."""
+    """Return what the API server would refuse of a value, as far as types, choices, lower limits and presence are
+    concerned."""
     if "x-kubernetes-int-or-string" in schema:
         return [] if type(value) in {int, str} else [f"{path}: {value!r} is no quantity"]
     kind = TYPES[schema["type"]]

@@ -1,4 +1,4 @@
-"""The codec: what goes in comes out, and bytes that are no frame give FrameError and nothing else."""
+"""Codec of frames: decoding returns what was encoded, and bytes that are no frame give FrameError, no other error."""
 
 import contextlib
 import struct

@@ -1,4 +1,4 @@
-"""Whatever is written into a manifest: a job comes out, or a JobError, and nothing else."""
+"""Any manifest gives a job or a JobError, never another error."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ from megatronapp_common.job.problems import PATTERNS
 
 PATHS = [path for path, _ in walk(MegatronJob) if "[]" not in path and not path.startswith("status")]
 HAVE_REQUIRED_FIELDS = ("recompute.", "volume.", "topology.")
-"""Blocks that may be left out, but not half of them."""
+"""Blocks that may be omitted, but not half of them."""
 WHOLE = [path for path in PATHS if not any(block in path for block in HAVE_REQUIRED_FIELDS)]
 scalars = st.none() | st.booleans() | st.integers(-5, 5000) | st.integers() | st.floats() | st.text(max_size=10)
 values = st.recursive(
@@ -47,7 +47,7 @@ def test_any_value_in_any_field(build: Any, changes: dict[str, Any]) -> None:
 @settings(max_examples=300)
 @given(changed=st.sets(st.sampled_from(WHOLE), min_size=1, max_size=4))
 def test_a_wrong_field_makes_no_other_one_wrong(build: Any, changed: set[str]) -> None:
-    """A list in a list is right nowhere; rules between fields must not judge what stands there instead."""
+    """Put a list in a list, which is right nowhere; rules between fields must not judge what is in its place."""
     try:
         document = build({path: [[]] for path in sorted(changed)})
     except (TypeError, AttributeError):

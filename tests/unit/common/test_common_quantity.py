@@ -1,4 +1,4 @@
-"""Quantities are worth what Kubernetes says, and nothing else is one."""
+"""Quantities have the value that Kubernetes defines, and other texts are refused."""
 
 import fractions
 import re

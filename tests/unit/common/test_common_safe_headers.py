@@ -10,7 +10,7 @@ Pairs = list[tuple[bytes, bytes]]
 
 
 def answered(said: Pairs, **how: Any) -> list[Message]:
-    """What a server is told by an application that says these headers."""
+    """Return what a server receives from an application with these headers."""
     told: list[Message] = []
 
     async def app(_: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

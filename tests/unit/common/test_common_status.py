@@ -1,4 +1,4 @@
-"""What the backend writes into the status is what the types (and so the CRD) say."""
+"""Status that the backend writes has the fields of its types (and so of the CRD)."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tokens are derived from one secret and cannot stand in for each other."""
+"""Tokens are derived from one secret, and none can replace another."""
 
 import hashlib
 import hmac

@@ -18,7 +18,7 @@ _SIMULATOR = pathlib.Path(__file__).parents[3] / "bench" / "pipeline_simulator.p
 
 @pytest.fixture(scope="session")
 def sim() -> ModuleType:
-    """The module bench/pipeline_simulator.py."""
+    """Return the module bench/pipeline_simulator.py."""
     spec = importlib.util.spec_from_file_location("pipeline_simulator", _SIMULATOR)
     assert spec is not None
     assert spec.loader is not None
@@ -30,7 +30,7 @@ def sim() -> ModuleType:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Told:
-    """What the detector said: every verdict at the step at which it came."""
+    """Reports of the detector: every verdict with the step at which it was made."""
 
     said: list[tuple[int, Verdict]]
 

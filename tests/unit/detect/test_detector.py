@@ -325,7 +325,7 @@ def test_late_launches_on_one_rank_hide_no_other_rank(watch: Watch, sim: ModuleT
 
 
 def test_a_host_too_weak_to_be_told_of_hides_no_slow_compute(watch: Watch, sim: ModuleType) -> None:
-    """Beside another rank's slowness the stalls of rank 3 are not worth telling, but its compute is."""
+    """Check that next to another rank's slowness the stalls of rank 3 are not worth a verdict, but its compute is."""
     faults = (
         sim.Fault(rank=0, kind="compute", factor=1.9, from_step=25),
         sim.Fault(rank=3, kind="compute", factor=1.5, from_step=25),
@@ -372,7 +372,7 @@ def test_the_cost_of_a_stalling_host_includes_its_late_launches(
 
 
 def test_a_crowded_machine_is_no_slow_rank(watch: Watch, sim: ModuleType) -> None:
-    """Where what crowds a rank is hardly to be told from slowness, silence is the rule, not certain."""
+    """Check that silence is the rule, not certain, where a crowded rank can hardly be distinguished from a slow one."""
     layouts = (JobLayout.grid(dp=2), JobLayout.grid(pp=2), JobLayout.grid(tp=2), LAYOUTS["single"])
     runs = [watch(layout, seed=seed, steps=60, noise=sim.CROWDED_CPU).said for layout in layouts for seed in range(3)]
     assert sum(bool(said) for said in runs) <= 1

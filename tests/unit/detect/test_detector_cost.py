@@ -1,4 +1,4 @@
-"""What a fault costs: no verdict without a cost, and the cost is what the fault adds to a step."""
+"""Cost of a fault: no verdict without a cost, and the cost is what the fault adds to a step."""
 
 import dataclasses
 from collections.abc import Callable

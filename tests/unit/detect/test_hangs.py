@@ -1,4 +1,4 @@
-"""Who hangs, and who only waits for it."""
+"""Culprits of a hang, and the ranks that only wait for them."""
 
 import dataclasses
 from types import ModuleType
@@ -140,7 +140,7 @@ def test_ranks_of_a_new_attempt_are_starting_whatever_the_old_one_did(sim: Modul
 
 
 def test_ranks_that_all_wait_are_named_only_if_that_lasts() -> None:
-    """As when a stopped rank goes on: the last news of its victims are old for a moment."""
+    """Continue a stopped rank: for a moment the last events of its victims are old."""
     detector = Detector(JobLayout.grid(pp=2), DetectorSettings(startup_s=5.0))
     stopped = [_rank(0, 12, RecordKind.RECV_WAIT), _rank(1, 12, RecordKind.RECV_WAIT, state="T")]
     (verdict,) = detector.observe_liveness(NOW_NS, stopped)

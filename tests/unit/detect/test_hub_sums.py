@@ -1,4 +1,4 @@
-"""What the hub sums up of simulated steps for Prometheus."""
+"""Sums of simulated steps that the hub exports to Prometheus."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A real trace of other people's cluster (OSDI'25 artifact): the known slow worker is named, at the published cost."""
+"""Real trace of a foreign cluster (OSDI'25 artifact): the known slow worker is named, at the published cost."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def _comms(stage: int, replica: int) -> dict[int, Communicator]:
 
 COMMS = {_rank(stage, replica): _comms(stage, replica) for stage in range(STAGES) for replica in range(REPLICAS)}
 BOOTS = {rank: f"machine-{rank}" for rank in COMMS}
-"""The workers' clocks differ, so every worker counts as a machine."""
+"""One machine for each worker, as the workers' clocks differ."""
 
 
 class _Rows:

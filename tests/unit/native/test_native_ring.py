@@ -1,4 +1,4 @@
-"""The native ring, read with the numpy type that everyone else reads it with."""
+"""Native ring, read with the numpy type that all other readers use."""
 
 import contextlib
 import os
@@ -197,7 +197,7 @@ def test_no_room_is_an_error_at_creation_and_leaves_no_file(path: str) -> None:
 
 
 def test_a_full_file_system_is_an_error_at_creation(tmp_path: pathlib.Path) -> None:
-    """On a real tmpfs of 1 MiB, in a mount namespace of its own; needs the right to mount."""
+    """Use a real tmpfs of 1 MiB, in a separate mount namespace; needs the right to mount."""
     folder = tmp_path / "small"
     folder.mkdir()
     script = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1/ring"'

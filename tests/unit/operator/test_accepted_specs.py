@@ -1,4 +1,4 @@
-"""Jobs whose stored spec breaks a rule that came after it was accepted."""
+"""Jobs whose stored spec breaks a rule that was added after it was accepted."""
 
 from typing import Any, cast
 

@@ -1,6 +1,6 @@
 """The port that `megatronapp` has forwarded: its page has a name only where all addresses of the name are kubectl's.
 
-kubectl needs a kubelet, which is not here: a program of its name takes ports and tells of them as it does.
+kubectl needs a kubelet, which is not here: a program of its name takes ports and reports them as it does.
 """
 
 import argparse

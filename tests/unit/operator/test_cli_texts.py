@@ -1,4 +1,4 @@
-"""What others wrote into a status never moves a terminal."""
+"""Texts that others wrote into a status never move a terminal."""
 
 import argparse
 import json
@@ -76,7 +76,8 @@ def test_plain_keeps_all_but_what_moves(text: str) -> None:
 
 
 def test_errors_are_told_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`megatronapp` itself prints what any part raises, such as the words of an API server about a pod."""
+    """Check `megatronapp` itself, which prints what any part raises, such as the message of an API server about a
+    pod."""
 
     def fail(_: argparse.Namespace) -> int:
         raise OperatorError(EVIL)

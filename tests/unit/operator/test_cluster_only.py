@@ -1,4 +1,5 @@
-"""What a laptop says about fields that only a cluster knows, and about runtimes that the trainer does not have yet."""
+"""Messages of a laptop about fields that only a cluster knows, and about runtimes that the trainer does not have
+yet."""
 
 import pathlib
 from typing import Any

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Cluster:
-    """An API server with one job, which may be away."""
+    """API server with one job, which may be unreachable."""
 
     def __init__(self) -> None:
         self.away = False

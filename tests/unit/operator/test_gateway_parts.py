@@ -112,7 +112,7 @@ class NoJobs:
 
 @pytest.mark.asyncio
 async def test_a_token_of_a_job_that_is_gone_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every request of a browser that kept some would wait for one more listing for each of them."""
+    """Check that requests of a browser with several such tokens do not wait for one more listing for each of them."""
     monkeypatch.setattr("megatronapp_operator.gateway.job_catalog.FRESH_S", 1.0)
     api = NoJobs()
     catalog = JobCatalog(cast(KubernetesApi, api), keys=KeyRing(["ab" * 32]))

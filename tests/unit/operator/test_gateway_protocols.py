@@ -1,4 +1,4 @@
-"""Nobody holds a connection of the gateway for nothing: real sockets, short limits."""
+"""Idle peers hold no connection of the gateway: real sockets, short limits."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with more than anybody reads, or with little."""
+    """Answer with more than the peer reads, or with little."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.accept"})
@@ -78,7 +78,7 @@ async def served() -> AsyncIterator[Callable[[], Any]]:
 
 
 async def end(peer: Peer) -> bytes:
-    """What a peer hears until it is let go."""
+    """Return what a peer receives until it is disconnected."""
     heard = b""
     with contextlib.suppress(ConnectionError):
         while piece := await peer[0].read(1 << 16):
@@ -90,7 +90,7 @@ async def end(peer: Peer) -> bytes:
 
 
 def stop_reading(peer: Peer) -> None:
-    """From now on what comes stays in the kernel."""
+    """Leave all further bytes in the kernel."""
     transport = peer[1].transport
     assert isinstance(transport, asyncio.Transport)
     transport.pause_reading()

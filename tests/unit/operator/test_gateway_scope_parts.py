@@ -1,4 +1,4 @@
-"""Parts of the gateway that MegaScope needs, and that need no cluster: what may come back, names, turns, frames."""
+"""Parts of the gateway that MegaScope needs, and that need no cluster: permitted answers, names, rates, frames."""
 
 import re
 import urllib.parse

@@ -1,4 +1,4 @@
-"""The queue of keys: many wishes are one look, no key is taken twice at a time, and none is forgotten."""
+"""Queue of keys: many requests are one reconciliation, no key is taken twice at a time, and none is forgotten."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ async def taken(queue: KeyedQueue[str]) -> str | None:
 
 
 async def play(steps: list[tuple[object, ...]]) -> None:
-    """Beside the queue, a model of it: sets of keys that wait, are busy, and have a time."""
+    """Compare the queue with a model of it: sets of keys that wait, are busy, and have a time."""
     clock = Clock()
     queue: KeyedQueue[str] = KeyedQueue(clock)
     waiting: list[str] = []

@@ -1,4 +1,4 @@
-"""What is known of jobs and pods does not depend on the order in which news come, and late news revive nothing."""
+"""Store of jobs and pods: its content does not depend on the order of events, and late events revive nothing."""
 
 import copy
 import json

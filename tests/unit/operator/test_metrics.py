@@ -1,4 +1,4 @@
-"""The operator's metrics: what statuses become, what goes, and that nothing is counted twice."""
+"""Metrics of the operator: what statuses become, what is removed, and that nothing is counted twice."""
 
 import dataclasses
 

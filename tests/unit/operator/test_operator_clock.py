@@ -8,14 +8,14 @@ from megatronapp_operator.controller.clock import AGREED, AGREED_S, SLACK_S, SLE
 
 
 class Machine:
-    """A machine whose wall clock is off by so many seconds."""
+    """Machine whose wall clock is off by a number of seconds."""
 
     def __init__(self, off_s: float) -> None:
         self.now, self.off_s = 5_000_000.0, off_s
         self.clock = ServerClock(wall=lambda: self.now + off_s, monotonic=lambda: self.now - 4_000_000.0)
 
     def ask(self, took_s: float = 0.2, wrong_s: float = 0.0) -> None:
-        """Ask an API server whose clock is wrong by so many seconds; it says whole seconds."""
+        """Ask an API server whose clock is wrong by this number of seconds; it answers in whole seconds."""
         sent = self.now - 4_000_000.0
         date = float(int(self.now + took_s / 2 + wrong_s))
         self.now += took_s

@@ -1,4 +1,4 @@
-"""What people and programs are shown of a job."""
+"""Documents of a job for users and programs."""
 
 import argparse
 import dataclasses

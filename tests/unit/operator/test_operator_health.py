@@ -1,4 +1,4 @@
-"""What the liveness probe says of an operator, and what of an API server's refusals tells that a namespace ends."""
+"""Answers of an operator's liveness probe, and the refusals of an API server that show that a namespace ends."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""What `megatronapp inject` refuses by itself."""
+"""Refusals of `megatronapp inject` itself."""
 
 import argparse
 import pathlib

@@ -1,4 +1,4 @@
-"""What a new leader asks the cluster, and how long it waits for an answer."""
+"""Requests of a new leader to the cluster, and how long it waits for an answer."""
 
 import asyncio
 import pathlib
@@ -81,12 +81,12 @@ class CuriousServer:
         self.renewing = False
 
     async def hold(self) -> None:
-        """Like LeaseHolder.hold."""
+        """Hold the lease as LeaseHolder.hold does."""
         self.renewing = True
         await asyncio.Event().wait()
 
     async def create(self, *_words: Any, **_options: Any) -> Object:
-        """Like Api.create."""
+        """Create the object as Api.create does."""
         await asyncio.sleep(0)
         self.renewals.append(self.renewing)
         raise Asked

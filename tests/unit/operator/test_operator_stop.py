@@ -1,4 +1,4 @@
-"""What `megatronapp run` says about a stop and about a broken manifest."""
+"""Messages of `megatronapp run` about a stop and about a broken manifest."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""Words of failures, of one worker alone, and of a deletion."""
+"""Messages about failures, about one worker alone, and about a deletion."""
 
 import pathlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Events of what people change through a hub, which whoever wrote the job may have replaced."""
+"""Events of what users change through a hub, which the author of the job may have replaced."""
 
 import dataclasses
 

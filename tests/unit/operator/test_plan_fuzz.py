@@ -1,4 +1,4 @@
-"""Generated histories of the plan in a small cluster: every promise holds, and every job comes to its end.
+"""Generated histories of the plan in a small cluster: every promise holds, and every job reaches its end.
 
 `make fuzz` plays 50,000 of them. That they can fail is shown by plans that lack one of their policies.
 """
@@ -24,7 +24,8 @@ FOUND_OUT = (
     "guard_terminal", "initialize", "judge_end", "judge_lost_node", "judge_missing", "judge_refusal", "judge_start",
     "judge_success", "progress", "resume", "running", "suspend",
 )  # fmt: skip
-"""Those of clusters. `judge_change`, `slow_nodes` and `exclusion.readmit` take a thousand histories (`make fuzz`)."""
+"""Policies of clusters that few histories need. `judge_change`, `slow_nodes` and `exclusion.readmit` take a thousand
+(`make fuzz`)."""
 
 
 def test_promises_hold_in_generated_histories() -> None:

@@ -21,7 +21,7 @@ Maker = Callable[..., Any]
 
 @pytest.fixture
 def gathering(scene: Maker, worker: Maker) -> Callable[..., Any]:
-    """A gang that runs, whose worker 0 waits for worker 1; somebody has asked it now."""
+    """Make a gang that runs, whose worker 0 waits for worker 1 and has just been asked."""
 
     def make(**policy: Any) -> Any:
         made = scene(start_deadline_s=900, silent_start_s=300, **policy)

@@ -1,4 +1,5 @@
-"""The plan against generated histories: a world that fails, lies late, and carries out only part of what it is told."""
+"""Plan against generated histories: a world that fails, reports falsely or late, and carries out only part of the
+actions."""
 
 import dataclasses
 import json
@@ -77,7 +78,7 @@ LONG_ENOUGH = 400
 
 
 class History(RuleBasedStateMachine):
-    """One job's life."""
+    """Life of one job."""
 
     @initialize(
         workers=st.integers(1, 4),
@@ -193,7 +194,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.world.workers)
     @rule(data=st.data(), reason=st.none() | st.just("Evicted"), grace=st.floats(1, 60))
     def worker_is_taken_away(self, data: st.DataObject, reason: str | None, grace: float) -> None:
-        """By the cluster, or by somebody's hand."""
+        """Remove a worker as the cluster or a user may."""
         worker = data.draw(st.sampled_from(self.world.workers))
         if worker.live and worker.deletion is None:
             self.replace(worker, disrupted=reason, deletion=Deletion(since=self.now, grace_s=grace))
@@ -318,7 +319,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def a_job_has_one_end(self) -> None:
-        """What is true says the same as the phase."""
+        """Check that the conditions that are true agree with the phase."""
         if hasattr(self, "job"):
             status = self.job.status
             told = {phase for phase, kind in ENDS.items() if status.is_true(kind)}
@@ -338,7 +339,7 @@ class History(RuleBasedStateMachine):
             assert len(nodes) == len(set(nodes)) <= policy.exclusion.max_nodes
 
     def check_memory(self) -> None:
-        """An operator that starts again here goes on as this one would."""
+        """Check that an operator that starts again here continues as this one would."""
         written = json.loads(json.dumps(status_document(self.job.status)))
         assert read_status(written) == self.job.status
 
@@ -360,7 +361,7 @@ class History(RuleBasedStateMachine):
         assert dataclasses.replace(again.status, replicas=self.job.status.replicas) == self.job.status
 
     def check_wakes(self, made: Plan) -> None:
-        """Whatever can time out has a time at which it is looked at again."""
+        """Check that all that can time out has a time of its next reconciliation."""
         status, policy = made.status, self.job.spec.policy
         spec = self.job.spec
         open_end = (spec.initializers and not status.initialized) or (spec.gang and status.holding_time is None)
@@ -377,7 +378,7 @@ class History(RuleBasedStateMachine):
             assert made.wake_at is not None
 
     def teardown(self) -> None:
-        """From here on nobody says a word, and workers go by force alone: the job must still come to its end."""
+        """Stop all reports, so that workers end by force alone: the job must still reach its end."""
         if not hasattr(self, "job"):
             return
         self.all_is_placed()
@@ -402,7 +403,7 @@ class History(RuleBasedStateMachine):
         assert self.job.spec.group is not PodGroupKey.POD_GROUP or not self.groups
 
     def all_is_placed(self) -> None:
-        """A queue, and initializers that run, may take for ever; the silence begins after them."""
+        """Place all workers and end the initializer: both may take any time, so the silence begins after them."""
         self.room = True
         for worker in self.world.workers:
             self.replace(worker, scheduled=True)

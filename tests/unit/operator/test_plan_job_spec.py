@@ -1,4 +1,4 @@
-"""What of a manifest reaches the plan, on a cluster and on one machine."""
+"""Fields of a manifest that reach the plan, on a cluster and on one machine."""
 
 import dataclasses
 

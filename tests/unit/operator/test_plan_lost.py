@@ -1,4 +1,4 @@
-"""Machines that are lost, pods that are taken away, and news that do not come: none of it is the job's own failure."""
+"""Lost machines, pods that are removed, and events that are never received: none of it is the job's own failure."""
 
 import dataclasses
 import signal
@@ -272,7 +272,8 @@ def test_time_in_which_nobody_could_be_asked_is_no_lack_of_progress(running: Mak
 
 
 def test_an_answer_from_before_the_deadline_in_its_second_takes_nothing_back(running: Maker) -> None:
-    """Conditions know the second of their change only: the warning came again with each look."""
+    """Check that the warning is not repeated with each reconciliation: conditions know only the second of their
+    change."""
     made = running(progress_deadline_s=20, unheard_s=100)
     made.now += 0.5
     made.see(*made.observed.workers, progress=Progress(attempt=0, iteration=1), last_contact=made.now)

@@ -70,7 +70,7 @@ def test_the_first_rule_that_fits_decides(rules: list[tuple[bool, FailureAction]
 
 
 def judged(made: Any) -> tuple[FailureAction, int]:
-    """What was done about the first failure, and how much of the budget it took."""
+    """Return the action on the first failure, and how much of the budget it took."""
     status = made.plan().status
     return status.failures[-1].action, status.restarts_towards_max
 

@@ -1,4 +1,4 @@
-"""What the workers of an attempt are made of, and which of them holds rank 0."""
+"""Templates of the workers of an attempt, and the worker that holds rank 0."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Machines that are not heard of: given up in their time, unless the gang is seen to go on without a word of theirs."""
+"""Machines that do not report: given up in their time, unless the gang is seen to train without their reports."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Asking hub and launcher over real HTTP, as they answer, answer nonsense, or do not answer at all."""
+"""Requests to hub and launcher over real HTTP, as they answer, answer nonsense, or do not answer."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ async def answering(host: str, port: int, body: bytes, *, status: str = "200 OK"
 
 @contextlib.asynccontextmanager
 async def silent(host: str, port: int) -> AsyncIterator[None]:
-    """A server that listens and never answers, until whoever asks has gone."""
+    """Listen and never answer, until the client has disconnected."""
     tasks: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -229,7 +229,7 @@ def summary(updated_at: float | None, *, attempt: int = 1, agents: int | None = 
 
 
 async def heard(poller: HubPoller, before: PollResult, body: bytes, port: int = HUB_PORT) -> PollResult:
-    """What is known after this answer of the hub, or of the launcher."""
+    """Return what is known after this answer of the hub, or of the launcher."""
     async with answering(HUB if port == HUB_PORT else LAUNCHER, port, body):
         return await poller.poll("uid", PODS, before, attempt=1, workers=2, key_id="")
 

@@ -1,4 +1,4 @@
-"""What becomes of the answer of a check before the start."""
+"""Effects of the answer of a check before the start."""
 
 import json
 import pathlib

@@ -331,7 +331,7 @@ with signals.blocked() as numbers:
 
 
 def test_signals_are_waited_for_and_ignored_ones_stay_ignored() -> None:
-    """In a process of one thread: a signal goes to any thread that does not hold it back, and ends the process."""
+    """Run in a process of one thread: any thread that does not block a signal receives it, which ends the process."""
     done = subprocess.run([sys.executable, "-c", WAITS_FOR_SIGNALS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

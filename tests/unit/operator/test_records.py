@@ -1,4 +1,4 @@
-"""What a pod's containers say of a job: only real troubles are told, and only what prepares a worker is waited for."""
+"""Records of a pod's containers: only real problems are reported, and only what prepares a worker is waited for."""
 
 from typing import Any
 

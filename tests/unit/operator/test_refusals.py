@@ -1,4 +1,4 @@
-"""What an API server refuses, and whether that can ever change."""
+"""Refusals of an API server, and whether they can ever change."""
 
 import pytest
 

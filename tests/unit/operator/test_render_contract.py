@@ -1,4 +1,4 @@
-"""The programs of the other parts understand what rendered pods tell them."""
+"""Programs of the other parts understand the arguments and variables of rendered pods."""
 
 import pathlib
 
@@ -23,7 +23,7 @@ FIELDS = {
     "metadata.annotations['megatronapp.io/topology']": "rack-2",
     "metadata.annotations['k8s.v1.cni.cncf.io/network-status']": '[{"name": "fabric/ib-a", "ips": ["192.168.7.4"]}]',
 }
-"""What the kubelet puts in the place of fields."""
+"""Values that the kubelet puts in the place of fields."""
 
 
 def kubelet(pod: rendered.Object, name: str = "trainer") -> dict[str, str]:
@@ -74,7 +74,7 @@ def test_agents_understand_their_environment(tmp_path: pathlib.Path) -> None:
 
 
 def test_agents_know_their_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes as far as its settings, which are not there."""
+    """Check that each agent gets as far as its settings, which are missing."""
     for name in Env:
         monkeypatch.delenv(name, raising=False)
     command = rendered.container(rendered.make_worker(rendered.make_job(rendered.ANALYZED)), "agent")["command"]

@@ -1,4 +1,4 @@
-"""What holds of the objects of every job."""
+"""Properties of the objects of every job."""
 
 import json
 import re

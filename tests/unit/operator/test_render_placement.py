@@ -1,4 +1,4 @@
-"""Where workers may go: exclusion, topology, and what the user and the template say."""
+"""Placement of workers: exclusion, topology, and the requirements of the user and the template."""
 
 import pytest
 import rendered
@@ -14,7 +14,7 @@ LABELS = ("x", "y")
 
 
 def admits(affinity: rendered.Object, node: str, labels: rendered.Object) -> bool:
-    """Whether a node affinity lets a pod go to a node: any term, all of its requirements, an empty term never."""
+    """Return whether a node affinity admits a pod to a node: any term, all of its requirements, an empty term never."""
     required = affinity.get(REQUIRED)
     if required is None:
         return True

@@ -1,4 +1,4 @@
-"""Who may reach a job's pods, judged over the policies that are rendered."""
+"""Connections to a job's pods that the rendered policies permit."""
 
 import itertools
 
@@ -83,7 +83,7 @@ def test_only_these_flows_are_let_in(target: str) -> None:
 
 
 def test_without_a_policy_everybody_is_let_in() -> None:
-    """What the policies are for, and what `policy: None` means."""
+    """Check what the policies are for, and what `policy: None` means."""
     patch = {**FETCHED, "network": {"policy": "None"}}
     assert objects(rendered.make_job(patch)) == []
     assert may_connect([], OUTSIDE["stranger"], OURS["hub"], HUB_PORT)

@@ -1,4 +1,4 @@
-"""What schedulers of gangs see of a job."""
+"""Properties of a job that schedulers of gangs see."""
 
 import fractions
 
@@ -46,7 +46,7 @@ def test_kueue_sees_a_group_of_plain_pods() -> None:
 
 
 def shape(pod: rendered.Object) -> rendered.Object:
-    """What Kueue tells pod sets apart by; a workload may have few of them."""
+    """Return what Kueue distinguishes pod sets by; a workload may have few of them."""
     parts = ("nodeSelector", "affinity", "tolerations", "runtimeClassName", "topologySpreadConstraints", "overhead")
     containers = [
         [(one.get("resources", {}).get("requests"), one.get("ports")) for one in pod["spec"].get(kind, [])]

@@ -1,4 +1,4 @@
-"""The user's pod template: it comes last, but for what the gang rests on."""
+"""Pod template of the user: it is applied last, but for what the gang rests on."""
 
 import copy
 from typing import Any

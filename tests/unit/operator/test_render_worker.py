@@ -1,4 +1,4 @@
-"""What the pod of a worker says."""
+"""Fields of the pod of a worker."""
 
 import json
 from typing import Any
@@ -37,7 +37,7 @@ def test_the_launcher_gets_the_flags_of_its_ranks() -> None:
 
 
 def test_dollar_signs_reach_the_ranks_as_they_are_written() -> None:
-    """The kubelet expands $(NAME) in commands and variables; without a cluster nobody does."""
+    """Check the escapes: the kubelet expands $(NAME) in commands and variables; without a cluster nothing does."""
     pod = rendered.make_worker(
         rendered.make_job({"args": ["--save", "/c/$(JOB)"], "env": [{"name": "A", "value": "$$(B) $C"}]})
     )
@@ -326,6 +326,7 @@ def test_a_job_whose_numbers_do_not_agree_is_refused() -> None:
 
 
 def test_workers_of_an_earlier_release_keep_the_digest_of_their_template() -> None:
-    """Another digest makes all gangs anew that do not run yet. One that must change is written down here anew."""
+    """Compare with the digests that are written down here: another digest recreates all gangs that do not run yet. A
+    digest that must change is updated here."""
     digests = {name: render.template_hash(rendered.make_job(rendered.VARIETY[name]), rendered.SETTINGS) for name in OLD}
     assert digests == OLD

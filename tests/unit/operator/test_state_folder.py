@@ -76,7 +76,7 @@ def test_a_file_in_place_of_the_state_folder_is_named(
 
 
 def run_on_a_mount(tmp_path: pathlib.Path, fault: str) -> list[list[str]]:
-    """The answer of each command, in lines, on a small file system of its own."""
+    """Return the answer of each command, in lines, on a small separate file system."""
     state, manifest, script = tmp_path / "state", tmp_path / "job.yaml", tmp_path / "script.py"
     state.mkdir()
     manifest.write_text(MANIFEST)

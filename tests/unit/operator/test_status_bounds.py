@@ -1,4 +1,4 @@
-"""Whatever hub, launcher and containers say becomes a status that the API server takes."""
+"""Any report of hub, launcher and containers becomes a status that the API server takes."""
 
 import dataclasses
 import json

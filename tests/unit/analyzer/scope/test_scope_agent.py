@@ -1,4 +1,4 @@
-"""The agent's side: ranks at its socket, a bounded buffer, and what a new hub is told again."""
+"""Agent's side of MegaScope: ranks at its socket, a bounded buffer, and what is sent again to a new hub."""
 
 import asyncio
 import contextlib

@@ -71,7 +71,7 @@ async def test_fits_that_meet_are_told_with_their_own_versions(monkeypatch: pyte
 
 
 class Model:
-    """Rank 0 behind a real client. `refusals`: answers to probes, or to those of one text, before it brings any."""
+    """Rank 0 with a real client. `refusals`: answers to probes, or to those of one text, before it delivers any."""
 
     def __init__(self, scope: ScopeService, refusals: tuple[int, ...] = (), *, silent: bool = False) -> None:
         self.rank = scope_rank_zero.RankZero(recording(), "token")
@@ -97,7 +97,7 @@ class Model:
 
 
 def seen(scope: ScopeService, until: str) -> ScopeRun:
-    """A run that the core has heard of, without coordinates, up to a state."""
+    """Return a run that the core has received, without coordinates, up to a state."""
     for rank, frame in scope_session.rank_frames(recording(), with_pca=False):
         scope.core.ingest.take_frame(0, rank, frame)
         if frame.header.get("state") == until:
@@ -106,7 +106,7 @@ def seen(scope: ScopeService, until: str) -> ScopeRun:
 
 
 async def turns(condition: Callable[[], bool]) -> None:
-    """Let the loop go on until then."""
+    """Let the loop run until then."""
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What a session file or a page says is bounded."""
+"""Contents of a session file and messages of a page are bounded."""
 
 from typing import Any
 

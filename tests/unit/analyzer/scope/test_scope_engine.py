@@ -1,4 +1,4 @@
-"""Runs end, whatever becomes of the model; tokens that were missed are noticed."""
+"""Runs end even if the model is lost; tokens that were missed are noticed."""
 
 import asyncio
 import functools

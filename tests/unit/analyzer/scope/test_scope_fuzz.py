@@ -1,4 +1,4 @@
-"""Whatever bytes come: frames of ranks and session files are refused by name, or understood."""
+"""Random bytes: frames of ranks and session files are refused by name, or understood."""
 
 import functools
 import pathlib

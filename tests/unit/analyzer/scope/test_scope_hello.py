@@ -1,4 +1,4 @@
-"""What a hub says of itself and of the model's ranks when a page greets it."""
+"""Description of the hub and of the model's ranks when a page greets it."""
 
 import dataclasses
 from typing import Any

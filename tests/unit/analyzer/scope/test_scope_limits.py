@@ -1,4 +1,4 @@
-"""What callers may have, and what they see while a run goes on."""
+"""Limits of callers, and what they see during a run."""
 
 import functools
 import unittest.mock

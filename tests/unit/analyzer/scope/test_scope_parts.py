@@ -1,4 +1,4 @@
-"""Ring, journal, outbox, tiles, exact numbers and PCA: what holds whatever comes."""
+"""Ring, journal, outbox, tiles, exact numbers and PCA: what holds for any input."""
 
 import functools
 import io

@@ -25,7 +25,7 @@ def played(data: bytes) -> ScopeCore:
 
 
 def without_values() -> bytes:
-    """A session in which rows of attention stand in frames ROWS alone."""
+    """Return a session in which rows of attention are stored in frames ROWS alone."""
     found = session_file.parse(scope_session.session(scope_session.record(tokens=4))).frames
     return b"".join(frames.encode(frame) for frame in found if frame.type != FrameType.SCOPE_VALUES)
 

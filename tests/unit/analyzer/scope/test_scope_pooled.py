@@ -1,4 +1,4 @@
-"""Attention of texts whose rows the hub cannot keep: tiles come all the same, or are refused with what fits."""
+"""Attention of texts whose rows the hub cannot keep: tiles are served all the same, or refused with what fits."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def codes(length: int = LENGTH) -> NDArray[np.uint8]:
 
 
 class LongRank:
-    """Rank 0 of a model that has read a long text: each probe's rows come at once."""
+    """Rank 0 of a model that has read a long text: it sends each probe's rows at once."""
 
     def __init__(self) -> None:
         self.core = ScopeCore(ScopeSettings(job="tiny", ring_bytes=RING_BYTES), clock=lambda: 0.0)

@@ -1,4 +1,4 @@
-"""What the page of a server shows: the counts that rank 0 exposes, and quantiles as Prometheus computes them."""
+"""Page of a server: the counts that rank 0 exposes, and quantiles as Prometheus computes them."""
 
 import httpx
 import pytest

@@ -1,4 +1,5 @@
-"""Codes of numbers: what stands in frames, the worst error of each, and the vectors that page and ranks are held to."""
+"""Codes of numbers: their bytes in frames, the worst error of each, and the vectors that page and ranks must
+reproduce."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""What people type as a vector filter, and what they are told."""
+"""Vector filters that users type, and the messages about them."""
 
 import contextlib
 import inspect

@@ -16,7 +16,7 @@ from megatronapp_common.filters.shard_plan import ReductionPlan, compile_reducti
 SHARDS = [1, 2, 4]
 WIDTH = 24
 TOLERANCE = 1e-5
-"""Of sharded against unsharded results, relative, where rounding changes little."""
+"""Relative tolerance of sharded against unsharded results, where rounding changes little."""
 
 
 def sharded(plan: ReductionPlan, data: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What tensors of states say of themselves: read back as it was written, and nothing else taken from anybody."""
+"""Headers of tensors of states: they are read back unchanged, and any other header is refused."""
 
 import itertools
 import json
