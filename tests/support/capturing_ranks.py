@@ -93,7 +93,7 @@ def requests(count: int = NEW) -> list[GenerationRequest]:
 def capture(
     flags: str, variants: dict[str, str], change: dict[str, Any] | None = None
 ) -> dict[str, tuple[list[bytes], dict[str, list[int]] | None, dict[str, str]]]:
-    """On every rank: frames of each variant, its tokens and the ids of its probes (rank 0)."""
+    """Return on every rank the frames of each variant, its tokens and the ids of its probes (rank 0)."""
     out = {}
     with groups_of(flags) as (layout, device):
         for name, variant in variants.items():

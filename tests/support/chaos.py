@@ -43,7 +43,7 @@ class Case:
 
     @property
     def killed(self) -> bool:
-        """By kill -9; if not, stopped."""
+        """True if the process is killed by kill -9; if not, it is stopped."""
         return self.number is KILL
 
     @property
@@ -200,7 +200,7 @@ class Chaos:
         self._no_false_hang(job)
 
     def _check_end(self, job: ChaosJob) -> None:
-        """Without its backend everything ends, and the CLI says so."""
+        """Check that without its backend everything ends, and the CLI reports it."""
         self.job = None
         self._nothing_is_left(job)
         self._note("all gone")

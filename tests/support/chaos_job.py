@@ -152,12 +152,12 @@ class ChaosJob:
         return found
 
     def of(self, role: str) -> list[Process]:
-        """Its living processes of this role, in a stable order."""
+        """Return its living processes of this role, in a stable order."""
         found = [one for one in self.processes() if one.role == role]
         return sorted(found, key=lambda one: (one.worker or 0, one.rank or 0, one.pid))
 
     def shared_memory(self) -> list[str]:
-        """Its files in shared memory."""
+        """Return its files in shared memory."""
         return sorted(path.name for path in SHM.iterdir() if self.uid in path.name)
 
     def losses(self) -> dict[int, dict[int, str]]:

@@ -99,7 +99,7 @@ def generated(events: list[Event], request_id: str) -> list[int]:
 
 
 def finish_of(events: list[Event], request_id: str) -> FinishedEvent:
-    """How one request ended: once."""
+    """Return how one request ended; it must end once."""
     (one,) = [one for one in events if isinstance(one, FinishedEvent) and one.request_id == request_id]
     return one
 

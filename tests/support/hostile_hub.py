@@ -93,7 +93,7 @@ class HostileHub:
         return self.victim is not None and bool(self.victim.asked)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """By the `do` of the query."""
+        """Answer by the `do` of the query."""
         self.asked.append(Asked(str(request.rel_url), dict(request.headers)))
         if request.path.endswith(("/live", "/scope")) and "Upgrade" in request.headers:
             return await self._live(request)

@@ -79,14 +79,14 @@ class Operator:
         return httpx.get(f"{self.url}/metrics", trust_env=False).raise_for_status().text
 
     def wait(self, what: Callable[[], bool]) -> None:
-        """Until something is so."""
+        """Wait until the condition holds."""
         deadline = time.monotonic() + DEADLINE_S
         while not what():
             assert self.process.poll() is None and time.monotonic() < deadline, self.text()
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """As the kernel does it."""
+        """Kill it as the kernel does."""
         self.process.kill()
         self.process.wait()
 

@@ -39,7 +39,7 @@ class ScopeHub:
     rank_zero: scope_rank_zero.RankZero | None = None
 
     def take(self, rank: int, frame: Frame) -> None:
-        """As an agent would."""
+        """Take a frame as an agent would."""
         self.loop.call_soon_threadsafe(self.hub.scope.core.ingest.take_frame, 0, rank, frame)
 
 

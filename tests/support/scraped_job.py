@@ -246,7 +246,7 @@ class Jobs:
         return {one.cause for one in status.slow_ranks} >= {"compute", "link"}
 
     def _restart(self) -> None:
-        """Its only worker runs at one look and has failed at the next."""
+        """Let its only worker run at one reconciliation and have failed at the next."""
         status = self._restarted.status
         worker = Worker(index=0, attempt=status.attempt, phase=WorkerPhase.RUNNING, started_at=time.time())
         if status.running_time is not None:

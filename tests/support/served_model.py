@@ -63,7 +63,7 @@ class Server:
         return self.address.read_text().strip()
 
     def client(self, token: str | None = None) -> httpx.Client:
-        """With the key, unless another is given."""
+        """Return a client with the key, unless another is given."""
         key = derive_token(self.secret, TokenRole.SERVE) if token is None else token
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False)

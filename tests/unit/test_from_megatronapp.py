@@ -1,7 +1,4 @@
-"""Everything that MegatronApp's pages print is answered, and every command in an answer is one that passes.
-
-The list is tests/fixtures/megatronapp-pages.txt, apart from the table that answers.
-"""
+"""Commands that MegatronApp's pages print are all answered, and every command in an answer is one that passes."""
 
 import argparse
 import importlib.metadata

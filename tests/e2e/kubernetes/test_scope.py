@@ -106,7 +106,7 @@ def test_page_by_megatronapp_ui(served: Job, completion: dict[str, Any], page: p
 
 
 def log_in(page: pw.Page, address: str, token: str, job: Job) -> None:
-    """With a token of the cluster, and from the list of jobs to the model."""
+    """Log in with a token of the cluster, and open the model from the list of jobs."""
     page.goto(address)
     page.get_by_label("Token").fill(token, timeout=PAGE_MS)
     page.get_by_role("button", name="Log in").click()

@@ -126,7 +126,7 @@ async def test_a_gang_waits_for_its_quota_without_a_deadline_and_runs_to_its_end
 async def test_a_gang_that_is_not_whole_is_suspended_and_resumed(
     queued_plane: kube.ControlPlane, namespace: str, placed: int
 ) -> None:
-    """Without the cluster's collector of pods, which needs up to 20 s for those without a machine."""
+    """Run without the cluster's collector of pods, which needs up to 20 s for those without a machine."""
     async with stage_of(queued_plane, namespace, cpus=2 * placed) as stage:
         assert isinstance(stage.machines, QueuedMachines)
         stage.machines.full = frozenset({"job-worker-1"})

@@ -302,7 +302,7 @@ async def test_a_page_knows_that_another_site_led_to_it(paged: Any) -> None:
 
 
 async def test_a_browser_at_a_shared_name_is_led_to_one_of_its_own(tmp_path: Path, dist: Path, serve: Any) -> None:
-    """Only where the hub knows that such a name leads to it alone."""
+    """Check that this happens only where the hub knows that such a name leads to it alone."""
     opens = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     for named in (True, False):
         with serve(tmp_path / str(named), frontend=dist, named=named) as hub:

@@ -122,7 +122,7 @@ async def test_killed_hub_loses_nothing(hub: HubProcess, worker: Any, fake_job: 
 async def test_the_pages_of_a_job_that_has_ended_open_again(
     hub: HubProcess, worker: Any, fake_job: Any, until: Any
 ) -> None:
-    """With curves, step map, timeline and verdicts as they were at its end, and nothing on disk is changed."""
+    """Check curves, step map, timeline and verdicts of its end, and that nothing on disk is changed."""
     folder, job = hub.folder, fake_job(data=2)
     workers = [worker(hub.url, index=index, job=job) for index in range(job.workers)]
     async with contextlib.AsyncExitStack() as agents:

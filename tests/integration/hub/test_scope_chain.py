@@ -189,14 +189,14 @@ class Case:
 
 
 def close(found: Array, wanted: Array, what: object) -> None:
-    """Within some roundings of the largest number."""
+    """Compare within some roundings of the largest number."""
     largest = max(1.0, float(np.abs(wanted).max()))
     assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * largest, err_msg=str(what))
 
 
 def close_coded(tensor: Tensor, wanted: Array, what: object) -> None:
-    """Within half a step of the code."""
+    """Compare within half a step of the code."""
     found: Array = tensor.data.astype(np.float64)
     atol = 1e-4 * max(1.0, float(np.abs(wanted).max()))
     if tensor.code == "i8":

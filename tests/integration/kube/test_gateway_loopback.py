@@ -60,7 +60,7 @@ def token(plane: kube.ControlPlane, namespace: str) -> str:
 
 
 def named(paged: gateway.Gateway) -> str:
-    """As `megatronapp ui` names a port that it forwards."""
+    """Return the address as `megatronapp ui` names a port that it forwards."""
     return f"http://{loopback_alias(paged.url.partition('//')[2], 'gateway')}"
 
 

@@ -128,7 +128,7 @@ async def test_what_was_changed_is_made_as_it_was_and_what_was_added_stays(
 async def test_without_the_right_to_list_all_is_applied_every_hour(
     plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after an upgrade without the chart's new rights."""
+    """Run as after an upgrade without the chart's new rights."""
     real = CutApi.list_objects
 
     async def refusing(api: CutApi, resource: Resource, *words: Any, **options: Any) -> ObjectList:
@@ -156,7 +156,7 @@ async def see(stage: Play) -> list[Key]:
 
 
 async def test_nothing_is_restored_while_the_job_is_being_deleted(plane: kube.ControlPlane, namespace: str) -> None:
-    """Like a deletion in the foreground, which keeps the job until the garbage collector has removed what it owns."""
+    """Delete in the foreground, which keeps the job until the garbage collector has removed what it owns."""
     async with play(plane, namespace) as stage:
         await train(stage)
         job = await stage.job()

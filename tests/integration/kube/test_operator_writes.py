@@ -1,4 +1,4 @@
-"""How often the status of a small job is written: each write costs the API server more than any other request."""
+"""Number of writes of a small job's status: each write costs the API server more than any other request."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ class Watched:
         await self.look()
 
     async def bind(self) -> None:
-        """Its pods get their machines."""
+        """Give machines to its pods."""
         for name in ("job-hub", "job-worker-0"):
             await self.stage.machines.bind(name)
             await self.look()

@@ -113,7 +113,7 @@ async def test_a_group_that_is_left_by_an_operator_that_ends_is_removed_by_the_n
 async def test_a_group_that_may_not_be_removed_is_told_of_once_and_holds_nothing_up(
     schedulers: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an upgrade without the chart's new rights."""
+    """Run as after an upgrade without the chart's new rights."""
     real = CutApi.delete
 
     async def refusing(api: CutApi, resource: Any, obj: Object, **options: Any) -> Object | None:

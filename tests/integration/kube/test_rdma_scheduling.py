@@ -81,7 +81,7 @@ def pods(client: httpx.Client) -> dict[str, dict[str, Any]]:
 
 
 def unscheduled(pod: dict[str, Any]) -> str:
-    """Why the scheduler finds no node; empty: it has not said."""
+    """Return why the scheduler finds no node; empty: it has not reported."""
     conditions = pod["status"].get("conditions", ())
     return next(
         (one["message"] for one in conditions if one["type"] == "PodScheduled" and one["status"] == "False"), ""

@@ -1,4 +1,4 @@
-"""Everything that is rendered, judged by a real API server: schemas, pod security, pod groups of other projects."""
+"""Rendered objects, judged by a real API server: schemas, pod security, pod groups of other projects."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which targets Prometheus keeps of all that call themselves hubs, as promtool applies the monitor's rules."""
+"""Targets that Prometheus keeps of all that call themselves hubs, as promtool applies the monitor's rules."""
 
 import json
 import pathlib

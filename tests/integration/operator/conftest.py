@@ -138,7 +138,7 @@ class Terminal:
         os.set_blocking(fd, False)
 
     def read(self) -> str:
-        """Everything that was printed so far."""
+        """Return all output so far."""
         with contextlib.suppress(BlockingIOError):
             self._text += os.read(self._fd, 65536).decode()
         return self._text

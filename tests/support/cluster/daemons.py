@@ -76,7 +76,7 @@ def _number(folder: pathlib.Path, name: str) -> int | None:
 
 
 def _birth(pid: int) -> str:
-    """When a process began: another one may have its number by now. Empty if it has ended."""
+    """Return when a process began: another one may have its number by now. Empty if it has ended."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):

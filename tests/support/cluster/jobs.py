@@ -60,7 +60,7 @@ class Job:
         self.cluster.wait(reached, what, seconds)
 
     def status(self) -> dict[str, Any]:
-        """Its status. A failed job fails the test with all that is known."""
+        """Return its status. A failed job fails the test with all that is known."""
         found: dict[str, Any] = self.cluster.get("megatronjob", self.name, "-n", self.namespace).get("status", {})
         assert found.get("phase") != "Failed", json.dumps(found, indent=1)
         return found
@@ -82,7 +82,7 @@ class Job:
         self.wait(lambda: self.iteration(attempt) > beyond, f"training goes on {what}")
 
     def pods(self, kind: str = "worker") -> list[dict[str, Any]]:
-        """Its pods of a kind, by name."""
+        """Return its pods of a kind, by name."""
         label = f"megatronapp.io/job-name={self.name},megatronapp.io/replica-type={kind}"
         items: list[dict[str, Any]] = self.cluster.get("pods", "-n", self.namespace, "-l", label)["items"]
         return sorted(items, key=lambda item: str(item["metadata"]["name"]))

@@ -28,7 +28,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """As the API server knows it."""
+        """Name under which the API server knows it."""
         return f"node-{self.index}"
 
     @property
@@ -93,7 +93,7 @@ class Layout:
         return self.nodes[0]
 
     def kubeconfig(self, user: str) -> pathlib.Path:
-        """How a component, or "admin", reaches the API server."""
+        """Return the kubeconfig by which a component, or "admin", reaches the API server."""
         return self.keys / f"{user}.kubeconfig"
 
 

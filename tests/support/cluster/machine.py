@@ -22,7 +22,7 @@ DEVICES = ("/sys/fs/cgroup", "/proc/sys/net/ipv4/ip_forward")
 
 
 def missing(folder: pathlib.Path | None = None) -> str | None:
-    """Why this machine cannot run the cluster, or None."""
+    """Return why this machine cannot run the cluster, or None."""
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, for network namespaces and a container runtime"
     if absent := [program for program in PROGRAMS if not shutil.which(program, path=_path())]:

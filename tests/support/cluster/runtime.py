@@ -183,7 +183,7 @@ def _prepare(places: Layout) -> None:
 
 
 def _take_images(places: Layout, builder: Builder, images: Sequence[str]) -> None:
-    """Into the first node, and from there to the others."""
+    """Copy the images into the first node, and from there to the others."""
     first, *others = places.nodes
     node.start_runtime(first)
     taken = [builder.give(image, first) for image in images]

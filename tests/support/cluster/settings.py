@@ -54,7 +54,7 @@ def runtime(node: Node) -> str:
 
 
 def pod_network(node: Node) -> str:
-    """How pods are wired: a bridge per node, every address reached as it is."""
+    """Return the network of pods: a bridge per node, every address reached unchanged."""
     addresses = {
         "type": "host-local",
         "dataDir": str(node.folder / "addresses"),

@@ -278,7 +278,7 @@ def settle(world: World, operator: Operator) -> str:
 
 
 def rest_of(world: World) -> str | None:
-    """How the job rests; None: it does not yet."""
+    """Return how the job rests, or None if it does not yet."""
     status = world.job.status
     if world.gone:
         return "gone"
@@ -297,7 +297,7 @@ def rest_of(world: World) -> str | None:
 
 
 def failing_for(world: World) -> str | None:
-    """Why the job is failing, in a word."""
+    """Return the reason why the job is failing, or None."""
     target = world.job.status.condition(ConditionType.FAILURE_TARGET)
     return None if target is None else target.reason
 

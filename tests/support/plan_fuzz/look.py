@@ -59,7 +59,7 @@ class Operator:
         return made
 
     def _pin(self) -> None:
-        """As the reconciler does: what a gang is made of is settled with the decision to create it."""
+        """Pin the template as the reconciler does: that of a gang is settled with the decision to create it."""
         world, status = self._world, self._world.job.status
         if status.attempt_time is not None and (world.made is None or world.made.attempt != status.attempt):
             world.made = AttemptTemplate(

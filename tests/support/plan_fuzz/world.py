@@ -101,7 +101,7 @@ class World:
         self.log.append(f"{self.now - self.since:10.1f} {' '.join(map(str, words))}")
 
     def observe(self) -> Observed:
-        """Everything of the job as a look sees it now."""
+        """Return all of the job that a reconciliation sees now."""
         workers = tuple(one.view() for one in sorted(self.pods.values(), key=lambda one: (one.attempt, one.index)))
         return Observed(
             secret=True,

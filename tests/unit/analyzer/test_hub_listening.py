@@ -1,4 +1,4 @@
-"""At which addresses a hub listens, and when its page may have a name below `localhost`."""
+"""Addresses at which a hub listens, and when its page may have a name below `localhost`."""
 
 import contextlib
 import socket

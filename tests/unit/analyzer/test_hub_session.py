@@ -1,4 +1,4 @@
-"""Which agents a hub takes, by their first frame."""
+"""Agents that a hub takes, by their first frame."""
 
 import pathlib
 

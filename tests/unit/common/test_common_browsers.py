@@ -59,7 +59,7 @@ def test_this_machine_gets_a_name_for_each_forward(host: str, port: str) -> None
     ],
 )
 def test_other_hosts_keep_their_name(host: str | None) -> None:
-    """Also those of this machine to which no name below `localhost` leads."""
+    """Check also those of this machine to which no name below `localhost` leads."""
     assert loopback_alias(host, "gateway") is None
 
 

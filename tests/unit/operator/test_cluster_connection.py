@@ -1,4 +1,4 @@
-"""How the subcommands find their cluster."""
+"""Search of the subcommands for their cluster."""
 
 import argparse
 import pathlib

@@ -166,7 +166,7 @@ def run_wait(seconds: str, *words: pathlib.Path | str) -> "subprocess.Popen[str]
 
 
 def test_waiting_ends_when_the_annotation_is_there(tmp_path: pathlib.Path) -> None:
-    """As the kubelet does it: the file is there, empty, and is replaced."""
+    """Replace the file as the kubelet does: it exists, empty, and is replaced."""
     status, draft = tmp_path / "network-status", tmp_path / "draft"
     status.touch()
     with run_wait("60", status, "--") as waiting:

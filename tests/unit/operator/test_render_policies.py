@@ -151,7 +151,7 @@ def test_what_an_edit_takes_out_of_a_job_is_not_wanted_any_more() -> None:
 
 
 def objects_of(job: MegatronJob) -> set[tuple[str, str]]:
-    """Everything around the pods of a job."""
+    """Return all objects around the pods of a job."""
     owner, settings = rendered.owner_of(job), rendered.SETTINGS
     made = render.gang_objects(job, owner, AttemptSettings(number=0), settings)
     made += render.hub_objects(job, owner, settings) if job.spec.analyzer.enabled else ()

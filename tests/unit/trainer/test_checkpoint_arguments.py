@@ -1,4 +1,4 @@
-"""Which arguments must match, and what is said when they do not."""
+"""Arguments that must match, and the messages when they do not."""
 
 import json
 from dataclasses import replace
@@ -69,7 +69,7 @@ def of_run(stored: dict[str, Any], order_samples: int | None = None) -> Manifest
 
 
 def test_a_run_of_an_earlier_release_keeps_its_order_under_a_ramp_up() -> None:
-    """There all steps counted in full, and neither flag was kept."""
+    """Check a release in which all steps counted in full, and neither flag was kept."""
     ramp = replace(CONFIG, training=replace(CONFIG.training, global_batch_size=16, rampup_batch_size=(2, 2, 100)))
     new = json.loads(json.dumps(arguments.record(ramp)))
     old = {flag: value for flag, value in new.items() if flag not in ("--train-samples", "--rampup-batch-size")}

@@ -56,7 +56,7 @@ def resume(flags: str) -> tuple[bool, int, list[str]]:
 
 
 def resume_beside_a_deletion(flags: str) -> tuple[bool, int, list[str]]:
-    """As `resume`; the newest checkpoint is deleted once it is verified."""
+    """Resume as `resume` does; the newest checkpoint is deleted once it is verified."""
     from megatronapp_trainer.checkpoint import manager, storage
 
     def verified(directory: pathlib.Path, *arguments: Any, **keywords: Any) -> None:
@@ -105,7 +105,7 @@ def losing_a_peer(words: str, flags: str) -> tuple[str, str, list[str]]:
 
 @contextlib.contextmanager
 def no_room(rank: int) -> Any:
-    """On the last rank alone a file cannot grow beyond 4 KiB, like on a full disk."""
+    """Limit files to 4 KiB on the last rank alone, like on a full disk."""
     import torch.distributed as dist
 
     if rank == dist.get_world_size() - 1:

@@ -63,7 +63,7 @@ def stop_and_resume(
     ],
 )
 def test_resume_is_bit_equal(run_ranks: RunRanks, tmp_path: pathlib.Path, world: int, flags: str) -> None:
-    """With dropout, so that random states count too."""
+    """Train with dropout, so that random states matter, too."""
     whole = losses_of(run_ranks, world, flags)
     before, after = stop_and_resume(run_ranks, tmp_path / "save", (world, flags), (world, flags))
     assert len(before) == 6
@@ -94,7 +94,7 @@ def test_resume_in_another_layout(
 
 
 def forget_after(save: pathlib.Path, iteration: int) -> None:
-    """As if the run had ended after this checkpoint."""
+    """Change the folder as if the run had ended after this checkpoint."""
     shutil.rmtree(save / "iter_0000010")
     (save / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 

@@ -23,7 +23,7 @@ def config_with(train_iters: int = 3000, **optimizer: Any) -> TrainerConfig:
 
 
 class NoOptimizer:
-    """As much of an optimizer as megatron-core's scheduler touches."""
+    """Part of an optimizer that megatron-core's scheduler touches."""
 
     param_groups: tuple[Any, ...] = ()
 

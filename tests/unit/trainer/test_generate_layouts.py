@@ -63,7 +63,7 @@ def requests() -> list[GenerationRequest]:
 
 
 def generate(flags: str, variants: dict[str, str], chunks: tuple[int, ...]) -> list[Answers] | None:
-    """On every rank of a layout: what the engine says for each size of chunk; on rank 0 alone."""
+    """Run on every rank of a layout; return the engine's answers for each size of chunk on rank 0 alone."""
     answers: list[Answers] = [{} for _ in chunks]
     with groups_of(flags) as (layout, device):
         for name, variant in variants.items():
@@ -110,7 +110,7 @@ class Replays:
 
 
 def let_go() -> tuple[int, int]:
-    """On every rank: how many graphs there are while it generates, and when its gang has closed."""
+    """Return on every rank how many graphs there are while it generates, and when its gang has closed."""
     with groups_of("--tensor-model-parallel-size 2") as (layout, device):
         config = config_of(f"--tensor-model-parallel-size 2 {VARIANTS['learned-tied']}")
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device)

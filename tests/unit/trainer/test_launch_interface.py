@@ -1,4 +1,4 @@
-"""Which address a worker gives to the gang."""
+"""Address that a worker gives to the gang."""
 
 import json
 import socket

@@ -59,7 +59,7 @@ def environment_of(gang: Gang, worker: int, rank: int) -> dict[str, str]:
 
 
 def test_uneven_workers_in_the_order_of_their_racks(tmp_path: pathlib.Path) -> None:
-    """And with a preflight that finds nothing."""
+    """Run with a preflight that finds nothing, too."""
     gang = Gang(tmp_path, "1,2,1")
     racks = [{"TOPOLOGY": "zone,rack-3"}, {"TOPOLOGY": "zone,rack-1"}, {"TOPOLOGY": "zone,rack-2"}]
     try:

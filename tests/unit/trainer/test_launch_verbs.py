@@ -22,7 +22,7 @@ void ibv_free_device_list(struct device **devices) { (void)devices; }
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """By the number of adapters that it lists; -1: it fails."""
+    """Build a library for each number of adapters that it lists; -1: it fails."""
     folder, made = tmp_path_factory.mktemp("verbs"), {}
     (folder / "verbs.c").write_text(SOURCE)
     for count in (-1, 0, 2):

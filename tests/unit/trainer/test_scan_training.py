@@ -150,7 +150,8 @@ def test_every_send_has_its_receive(layout: str, request: pytest.FixtureRequest)
 
 @pytest.mark.parametrize("layout", ["pipeline", "interleaved"])
 def test_every_receive_is_waited_for(layout: str, request: pytest.FixtureRequest) -> None:
-    """And no send that was not posted; the interleaved schedule of megatron-core leaves its last sends alone."""
+    """Check also that no send is waited for that was not posted; megatron-core's interleaved schedule leaves its last
+    sends alone."""
     for result in request.getfixturevalue(layout):
         keys = [(int(r["kind"]), int(r["step"]), int(r["comm"]), int(r["ordinal"])) for r in records(result)]
         of = {kind: {key[1:] for key in keys if key[0] == kind} for kind in P2P_KINDS}

@@ -23,7 +23,7 @@ RAMP = "--rampup-batch-size 2 2 100"
 
 
 class OneGroup:
-    """As much of an optimizer as megatron-core's scheduler touches."""
+    """Part of an optimizer that megatron-core's scheduler touches."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [{"wd_mult": 1.0}]

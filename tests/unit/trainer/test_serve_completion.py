@@ -1,4 +1,4 @@
-"""From events to answers, without a model: names of candidates, and clients that do not read."""
+"""Conversion of events to answers, without a model: names of candidates, and clients that do not read."""
 
 import asyncio
 import json

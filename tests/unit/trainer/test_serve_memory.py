@@ -1,4 +1,4 @@
-"""How much memory a rank may take for its cache: the machine's, the container's, and its share among ranks."""
+"""Memory that a rank may take for its cache: the machine's, the container's, and its share among ranks."""
 
 import pathlib
 

@@ -51,7 +51,7 @@ def make(root: str) -> dict[str, list[list[float]]]:
 
 
 def ask(root: str, flags: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """On every rank of a layout: the answers to these requests; on rank 0 alone."""
+    """Run on every rank of a layout; return the answers to these requests on rank 0 alone."""
     warnings.simplefilter("ignore")
     from serving_ranks import served
 
@@ -160,7 +160,7 @@ def test_the_first_piece_of_a_text_is_its_prompt(run_ranks: RunRanks, root: path
 
 
 def asked_thrice(root: str, body: dict[str, Any]) -> list[Any]:
-    """Without the prompt, with it, and with it as a stream."""
+    """Request without the prompt, with it, and with it as a stream."""
     from serving_ranks import served
 
     from megatronapp_trainer.serve.rank_main import load

@@ -220,7 +220,8 @@ def train_with_poisoned_weights() -> str:
 
 
 def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
-    """In step 2 a gradient of replica 1 is NaN although its loss is finite: the error, saves, if weights are finite."""
+    """Return the error, saves, and if weights are finite, where in step 2 a gradient of replica 1 is NaN and its loss
+    finite."""
     import torch
 
     from megatronapp_trainer.data.microbatches import DataIterators

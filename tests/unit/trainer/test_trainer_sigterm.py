@@ -67,7 +67,8 @@ def signal_at(place: str, call: int) -> Iterator[None]:
 
 
 def lives(folder: str) -> dict[str, tuple[Any, ...]]:
-    """For each phase: exit code and checkpoints of the run that is stopped there, code and last page of its restart."""
+    """Return for each phase the exit code and checkpoints of the run that is stopped there, and code and last page of
+    its restart."""
     import warnings
 
     from megatronapp_trainer.pretrain import main

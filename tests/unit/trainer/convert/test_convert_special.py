@@ -16,7 +16,7 @@ END, BEGIN = "</s>", "<s>"
 
 
 def byte_level(*, template: bool) -> Tokenizer:
-    """As GPT-2, Qwen2 and Llama 3 have it; Llama 3 with a template."""
+    """Make a byte-level tokenizer as GPT-2, Qwen2 and Llama 3 have it; Llama 3 with a template."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def byte_level(*, template: bool) -> Tokenizer:
 
 
 def sentence_pieces(*, template: bool, end: bool = False) -> Tokenizer:
-    """As Llama 2 and Mistral have it."""
+    """Make a tokenizer as Llama 2 and Mistral have it."""
     letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "▁")} | {"▁", "\n", "<", ">"})
     vocab = {name: index for index, name in enumerate(["<unk>", BEGIN, END, *letters])}
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a")]

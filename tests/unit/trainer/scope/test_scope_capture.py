@@ -69,7 +69,7 @@ def layout_seen(run_ranks: RunRanks, layout: str) -> dict[str, Seen]:
 
 
 def close(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
-    """Within some roundings of the largest number."""
+    """Compare within some roundings of the largest number."""
     largest = max(1.0, float(np.abs(wanted).max()))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * largest, err_msg=what)
 

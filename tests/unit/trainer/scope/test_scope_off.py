@@ -1,4 +1,4 @@
-"""Without a capture nothing of MegaScope is imported, and no module has a hook. Nor does this file import it."""
+"""Absence of a capture: nothing of MegaScope is imported, and no module has a hook. Nor does this file import it."""
 
 import sys
 from collections.abc import Callable
