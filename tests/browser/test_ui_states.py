@@ -85,7 +85,7 @@ def test_refused_page_says_how_to_open_it(page: pw.Page, shared_stack: Any) -> N
     page.route("**/api/v1/**", lambda route: route.fulfill(status=401, json=refusal))
     page.goto(shared_stack.entry)
     pw.expect(page.get_by_role("heading", name="This page needs to know that you may see this job")).to_be_visible()
-    told = re.compile("^megatronapp ui (tiny-gpt|<your job>)$")  # the live socket may have told its name before
+    told = re.compile("^megatronapp ui (tiny-gpt|<your job>)$")  # the live socket may have sent its name before
     pw.expect(page.locator("pre")).to_have_text(told)
 
 

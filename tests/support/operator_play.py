@@ -149,7 +149,7 @@ class Play:
                 RetryReconcileError,
                 ApiError,
                 Cut,
-            ):  # of requests beside each other another one may have failed first
+            ):  # of parallel requests another one may have failed first
                 again = True
             if self.api.dead:
                 await self.begin()

@@ -83,7 +83,7 @@ async def shown(hub: Any, fake_job: Any, until: Any, rank: Any = None) -> AsyncI
 
 
 async def pca_was_asked(hub: Any, rank: scope_rank_zero.RankZero, until: Any) -> None:
-    """Receive the hub's own probe, which is the first request."""
+    """Wait for the hub's own probe, which is the first request."""
 
     async def asked() -> bool:
         return any(path == "probes" for _, path, _ in rank.asked) and len(hub.hub.scope.core.probes) == 1

@@ -15,7 +15,7 @@ CRD = kube.ROOT / "crds" / "megatronjob.yaml"
 @pytest.fixture(scope="session")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlane]:
     folder = tmp_path_factory.mktemp("control-plane")
-    authority = gateway.make_authority(folder)  # of people who show certificates
+    authority = gateway.make_authority(folder)  # for users who show certificates
     with kube.control_plane(folder, users=("nobody",), flags=(f"--client-ca-file={authority}",)) as plane:
         apply(plane, CRD)
         with plane.client() as client:

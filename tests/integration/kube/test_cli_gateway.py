@@ -296,7 +296,7 @@ def test_a_gateway_that_cannot_be_reached_is_told_with_what_to_write(
     assert "write NAMESPACE/SERVICE" in problem("--gateway", "none")
     labels = {"app.kubernetes.io/component": "gateway", "app.kubernetes.io/part-of": "megatronapp"}
     body = {"metadata": {"name": "megatronapp", "labels": labels}, "spec": {"ports": [{"port": 8080}]}}
-    gateway.create(plane, f"/api/v1/namespaces/{namespace}/services", body)  # anybody's, with labels that all know
+    gateway.create(plane, f"/api/v1/namespaces/{namespace}/services", body)  # of any user, with labels that all know
     assert "which names the gateway's namespace; request the rights" in problem()
     _let_read_definitions(plane, namespace)
     assert "has no annotation meta.helm.sh/release-namespace" in problem()

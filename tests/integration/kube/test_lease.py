@@ -99,7 +99,7 @@ async def test_a_holder_that_is_cut_off_stops_before_another_one_leads(
         assert not first.is_held
         assert not waiting.done(), "nobody leads while the one who is cut off might still believe it does"
         await waiting
-        wire.join()  # what it sent before comes late, and must change nothing
+        wire.join()  # its earlier requests arrive late, and must change nothing
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(first.acquire(), 1)
         assert await holder_of(api, namespace) == ("second", 2)
@@ -116,7 +116,7 @@ async def test_who_slept_through_its_lease_knows_it_before_it_acts(plane: kube.C
         await sleeper.acquire()
         asleep_s = BRISK.renew_deadline_s
         assert not sleeper.is_held
-        with pytest.raises(LeaseLostError):  # although nobody else has taken it yet
+        with pytest.raises(LeaseLostError):  # although no other holder has taken it yet
             await sleeper.hold()
         await candidate(api, namespace, "other").acquire()
         assert await holder_of(api, namespace) == ("other", 2)

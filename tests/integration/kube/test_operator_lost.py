@@ -87,7 +87,7 @@ async def test_pods_whose_deletion_no_watch_reported_hold_no_restart_up(
         while await stage.machines.settle():
             pass
         assert await stage.machines.pods() == {}
-        for _ in range(3):  # without a look: a watch that began anew has not brought the deletions
+        for _ in range(3):  # without a look: a watch that began again has not delivered the deletions
             stage.skipped_s += 40
             await stage.reconcile()
         assert {"job-worker-0", "job-worker-1"} <= set(await stage.machines.pods())

@@ -32,7 +32,7 @@ def test_a_job_runs_to_its_end_and_leaves_nothing(desk: Any) -> None:
 
 
 def test_the_first_ctrl_c_asks_for_a_checkpoint(desk: Any) -> None:
-    backend = desk.run(desk.manifest(grace_s=3600))  # on a busy machine nobody is killed before it could answer
+    backend = desk.run(desk.manifest(grace_s=3600))  # on a busy machine no process is killed before it could answer
     desk.until_phase("Running")
     uid = desk.uid()
     backend.send_signal(signal.SIGINT)

@@ -155,7 +155,7 @@ def _all_alive(world: World, attempt: int) -> bool:
 
 
 def initialize(world: World) -> None:
-    """Advance the initializer pod to its next phase."""
+    """Advance the initializer pod to its next phase, or remove it."""
     init = world.init
     if init is None or world.random.random() < 0.5:
         return
@@ -179,7 +179,7 @@ def serve_hub(world: World) -> None:
 
 
 def crash(world: World) -> None:
-    """Crash a program with a permanent fault, again and again."""
+    """End a worker by a permanent fault of its program, again and again."""
     if world.crashes_with is None or not world.trains() or world.random.random() < 0.5:
         return
     gang = [one for one in world.pods.values() if one.attempt == world.job.status.attempt]

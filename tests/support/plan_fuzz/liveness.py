@@ -94,7 +94,7 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
         return False
     excluded = {one.node for one in world.job.status.excluded_nodes}
     others = [name for name in world.nodes if name not in excluded]
-    if not others:  # a node that is excluded already is no reason for a restart, whatever the action is now
+    if not others:  # a node that is excluded already is no reason for a restart, with any action
         return False
     limits = NodeExclusion(enabled=world.random.random() < 0.8, ttl_s=2 * SLOW_S)
     policy = dataclasses.replace(world.spec.policy, exclusion=limits, active_deadline_s=None, progress_deadline_s=None)

@@ -88,7 +88,7 @@ def test_budget_holds_over_attempts(tmp_path: Path, step_rows: Any, ring_header:
     reader = SpoolReader(tmp_path)
     assert reader.attempts() == [0, 1, 2]
     sizes = [path.stat().st_size for attempt in reader.attempts() for path in reader.segments(attempt)]
-    # Each attempt's open segment may come on top.
+    # Each attempt's open segment may be added.
     assert sum(sizes) <= limits.total_bytes + 2 * limits.segment_bytes
 
 

@@ -148,7 +148,7 @@ def test_values_arrive_in_the_trainer(build: Any) -> None:
     assert config.precision.bf16
     assert config.precision.recompute_granularity == "full"
     assert config.training.rampup_batch_size == (4, 4, 100)
-    assert config.training.seed == 9  # spec.args come last
+    assert config.training.seed == 9  # spec.args are last
     assert config.optimizer.adam_eps == 1e-6
     assert config.data.data_path == ("0.3", "a", "0.7", "b")
     assert config.checkpoint.keep_last == 3

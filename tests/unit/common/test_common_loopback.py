@@ -9,7 +9,7 @@ from megatronapp_common.web import loopback
 
 
 def test_all_addresses_of_a_name_below_localhost_are_told() -> None:
-    """Compare with the C library, which may know such names too (RFC 6761)."""
+    """Check both families: the C library may not resolve such names itself (RFC 6761)."""
     assert loopback.addresses()[0] == "127.0.0.1"
     with socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::1", 0))  # this machine has it

@@ -124,7 +124,7 @@ async def test_pieces_of_a_head_give_no_more_time() -> None:
     ("asked", "more"),
     [
         (HEAD.replace(b"/ ", b"/much ") + b"\r\n", b"\r\n"),
-        (UPGRADE.replace(b"/ ", b"/?frames "), b"\x8a\x80" + bytes(4)),  # answers (pong) that nobody asked for
+        (UPGRADE.replace(b"/ ", b"/?frames "), b"\x8a\x80" + bytes(4)),  # answers (pong) without a request
     ],
     ids=["http", "websocket"],
 )

@@ -34,7 +34,7 @@ LATE_S = STUCK_S + 1
     ("found", "word"),
     [
         ({}, None),
-        ({"oldest_s": LATE_S}, None),  # looks come to their end: there is much to do
+        ({"oldest_s": LATE_S}, None),  # reconciliations end: there is much to do
         ({"finished_ago_s": LATE_S}, None),  # nothing is to do
         ({"oldest_s": LATE_S, "finished_ago_s": LATE_S}, "jobs wait"),
         ({"turned_ago_s": LOOP_LATE_S + 1}, "watches"),

@@ -39,7 +39,7 @@ def test_who_does_not_reach_worker_0_ends_the_attempt_when_the_deadline_is_over(
     made.now += 899
     assert (made.plan().status.failures, made.job.status.phase) == ((), Phase.STARTING)
     made.now += 1
-    assert made.plan().status.failures == ()  # nobody was asked since
+    assert made.plan().status.failures == ()  # no worker was asked since
     assert made.plan().wake_at == made.now + 15
     made.now += 15
     made.see(*made.observed.workers, last_contact=made.now)

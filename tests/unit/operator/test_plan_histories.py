@@ -350,7 +350,7 @@ class History(RuleBasedStateMachine):
             and (action.grace_s == 0 or self.job.spec.group is PodGroupKey.WORKLOAD))
             for action in self.last_actions()
         ):  # fmt: skip
-            return  # what went by force or with a group is gone by now, so the next look is at another world
+            return  # what was removed by force or with a group is deleted by now, so the next plan sees another world
         again = plan(self.job, self.world, self.now)
         if any(isinstance(action, EnsureHub | CreateInit | CreateWorker) for action in self.last_actions()):
             # what was created is seen now for the first time; only the count of replicas may follow from it

@@ -316,7 +316,7 @@ def test_the_same_attempt_started_twice_and_another_job(directory: CheckpointDir
 
 
 def test_two_claims_of_one_attempt_write_into_different_folders(directory: CheckpointDirectory) -> None:
-    """Let ranks of the earlier one continue to write until they ask for the owner."""
+    """Check that no folder is shared: ranks of the earlier claim may continue to write until they ask for the owner."""
     first = claimed(directory, attempt=0)
     early = directory.begin(5, first)
     second = claimed(directory, attempt=0)

@@ -216,7 +216,7 @@ def waits_in_line(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
 
 
 def wakes(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
-    """Check that a thread that waits for work sleeps until another thread adds some."""
+    """Wait for work until another thread submits some."""
     assert not engine.wait_for_work(timeout_s=0)
     other = threading.Thread(target=engine.submit, args=(greedy("a", PROMPTS[0], 1),))
     other.start()

@@ -258,7 +258,7 @@ def test_the_background_waits_for_so_many_and_no_more(kinds: list[bool]) -> None
         assert ahead <= MOST_AHEAD
         seen.append(one.request)
         line.release(one)
-    for kind in (False, True):  # each kind in its order, and whoever is not of the background first
+    for kind in (False, True):  # each kind in its order, and the background last
         assert [int(one.id) for one in seen if one.is_background is kind] == [
             place for place, one in enumerate(kinds) if one is kind
         ]

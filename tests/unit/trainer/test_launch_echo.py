@@ -70,7 +70,7 @@ def test_a_stdout_that_takes_nothing_holds_nobody_up(tmp_path: pathlib.Path, mon
     path = tmp_path / "rank-0.log"
     path.write_bytes(b"y" * 100 + b"\n")
     with path.open("ab") as rank:
-        rank.write(b"z\n" * 200_000)  # far more than a pipe holds, and nobody reads it
+        rank.write(b"z\n" * 200_000)  # far more than a pipe holds, and no process reads it
     reader, writer = os.pipe()
     with LogRelay(writer, {0: path}) as stuck:
         pass

@@ -481,7 +481,7 @@ async def test_a_greeting_that_is_none_is_refused_and_the_gang_still_gathers(end
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         writer.write(line)
         async with asyncio.timeout(DEADLINE_S):
-            with contextlib.suppress(ConnectionError):  # what was sent behind the limit is not read any more
+            with contextlib.suppress(ConnectionError):  # what was sent after the limit is not read any more
                 said = await reader.read()
                 assert b'"refused"' in said
         writer.close()

@@ -288,7 +288,7 @@ def test_a_basis_may_be_larger_than_other_bodies_for_who_has_the_token(
 ) -> None:
     port, (method, path) = serve(SECRET), route
     told = {"content_length": str(size), "authorization": f"Bearer {KEY if known else 'wrong'}"}
-    body = b"a" * size if status == 503 else b"a"  # what is refused is refused before it has come
+    body = b"a" * size if status == 503 else b"a"  # a large body is refused before it is received
     assert ask(port, path, method=method, body=body, **told) == status
 
 

@@ -36,7 +36,7 @@ OPERATIONS = (
 TAKING_NOTHING = {("GET", path) for path in ("/healthz", "/readyz", "/metrics", "/v1/models", "/tokenizer_info")} | {
     ("GET", "/scope/v1/runs"),
     ("GET", "/v1/models/{name}"),  # each text could be a name
-    ("PUT", "/scope/v1/basis"),  # bytes, whatever they are
+    ("PUT", "/scope/v1/basis"),  # any bytes
 }
 """There is no request that these could refuse."""
 CASES = [

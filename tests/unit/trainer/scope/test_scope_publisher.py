@@ -389,5 +389,5 @@ def test_it_works_in_lulls_or_where_it_falls_behind(path: pathlib.Path, monkeypa
             with lull:
                 assert [read(peer).header["step"] for _ in range(8)] == list(range(4, 12))
             one.post(Step(12, body=1))
-            one.close()  # what is left goes without one
+            one.close()  # the rest is sent without an idle window
             assert read(peer).header["step"] == 12
