@@ -77,7 +77,8 @@ def load_simulator() -> types.ModuleType:
 
 @dataclasses.dataclass
 class Feed:
-    """Plays the trainer: writes simulated steps of 2 workers x 2 ranks (PP2 x DP2) into real rings, in real time."""
+    """Substitute for the trainer: it writes simulated steps of 2 workers x 2 ranks (PP2 x DP2) into real rings, in real
+    time."""
 
     shm: pathlib.Path
     faults: tuple[dict[str, Any], ...] = ()
@@ -231,7 +232,7 @@ def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def hub_url(log: pathlib.Path, process: subprocess.Popen[bytes]) -> Callable[[], str | None]:
-    """Reads the hub's address from its log."""
+    """Return the hub's address, read from its log."""
 
     def probe() -> str | None:
         text = log.read_text(encoding="utf-8")

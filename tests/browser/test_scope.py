@@ -381,7 +381,7 @@ Scripted = Callable[..., None]
 
 @pytest.fixture
 def scripted(page: pw.Page, replay: Replay) -> Scripted:
-    """Lets a test play the hub's socket: it is given every connection and its number from 0."""
+    """Let a test act as the hub's socket, with every connection and its number from 0."""
     page.context.set_extra_http_headers({"Authorization": f"Bearer {replay.token}"})
     page.route("**/api/v1/scope", lambda route: route.fulfill(json=HELLO))
     page.route("**/attention/**", lambda route: route.fulfill(status=404, json={"message": "none", "hint": ""}))

@@ -75,7 +75,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def keep(answers: list[pw.Response]) -> Callable[[pw.Response], None]:
-    """Takes answers down; Playwright asks for a function that was written."""
+    """Record answers; Playwright asks for a function that was written."""
 
     def take(answer: pw.Response) -> None:
         answers.append(answer)

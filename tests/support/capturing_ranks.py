@@ -128,7 +128,7 @@ def _capture_one(model: Any, config: Any, layout: Any, device: Any, change: dict
 
 
 def observed(engine: Any, leader: CaptureCoordinator) -> list[Event]:
-    """Steps until nothing is open, as a server does them."""
+    """Step until nothing is open, as a server does."""
     events: list[Event] = []
     while engine.is_busy:
         step = engine.step()

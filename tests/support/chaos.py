@@ -66,7 +66,7 @@ def draw_cases(count: int, seed: int) -> list[Case]:
 
 
 class Chaos:
-    """Runs cases one after another; a job that is healthy after a case serves the next one, too."""
+    """Runner of cases, one after another; a job that is healthy after a case serves the next one, too."""
 
     def __init__(self, cli: Cli, *, cases_per_job: int) -> None:
         self._cli = cli

@@ -86,7 +86,7 @@ def open_engine(
 
 
 def drain(engine: Engine) -> list[Event]:
-    """Steps until nothing is open."""
+    """Step until nothing is open."""
     events: list[Event] = []
     while engine.is_busy:
         events += engine.step()

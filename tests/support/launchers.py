@@ -73,7 +73,7 @@ if action in ("wait", "polite", "victim"):
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = DEADLINE_S) -> None:
-    """Fails after a time that only a broken program needs."""
+    """Wait until the condition holds; fail after a time that only a broken program needs."""
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "deadline passed"
@@ -108,7 +108,7 @@ class Worker:
 
 
 class Gang:
-    """Starts launchers as a backend would."""
+    """Launchers of one gang, started as a backend would."""
 
     def __init__(self, tmp: pathlib.Path, proc_per_node: str = "2,2", program: str | None = None) -> None:
         self.tmp = tmp

@@ -1,4 +1,4 @@
-"""Starts ranks of torch by forking a process that has already imported torch and megatron-core.
+"""Fork server that starts ranks of torch from a process that has already imported torch and megatron-core.
 
 Importing the two costs seconds of CPU and 0.7 GB per process; a fork costs neither. The server only imports: it never
 computes, opens a process group or asks CUDA, because children forked after an OpenMP region hang.

@@ -18,7 +18,7 @@ EXPIRED = "1"
 
 @dataclasses.dataclass(slots=True)
 class WatchCutter:
-    """Speaks plain HTTP, one request for each connection. Watches end amid their events, by chance."""
+    """Proxy for plain HTTP, one request for each connection. Watches end amid their events, by chance."""
 
     plane: kube.ControlPlane
     chance: random.Random

@@ -196,7 +196,7 @@ class FakeAgent:
 
 
 class FakeDetector:
-    """Says what a test put into `script`: by step for finished steps, once for liveness."""
+    """Detector that returns what a test put into `script`: by step for finished steps, once for liveness."""
 
     def __init__(self, script: "Script", layout: JobLayout) -> None:
         self._script = script

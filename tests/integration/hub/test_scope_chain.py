@@ -131,7 +131,7 @@ async def come_up(ranks: asyncio.Task[Any], condition: Callable[[], bool]) -> No
 async def chain(
     case: tuple[str, str], *, serve: Any, worker: Any, run_ranks: RunRanks, folder: str, place: pathlib.Path
 ) -> AsyncIterator[Page]:
-    """Everything between a rank's model and a page."""
+    """Connect a rank's model with a page."""
     layout, variant = case
     run_dir, stop = place / "run", place / "stop"
     run_dir.mkdir()

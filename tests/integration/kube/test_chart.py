@@ -39,7 +39,7 @@ def helm() -> pathlib.Path:
 
 
 class Chart:
-    """Runs helm on our chart."""
+    """Helm with our chart."""
 
     def __init__(self, helm: pathlib.Path, plane: kube.ControlPlane) -> None:
         self._helm, self._plane = helm, plane

@@ -216,7 +216,7 @@ def event(plane: kube.ControlPlane, job: gateway.Job, note: str, *, kind: str = 
 
 
 class _Kubelet(BaseHTTPRequestHandler):
-    """Answers the one request of a kubelet that `logs` leads to."""
+    """Handler of the one request of a kubelet that `logs` leads to."""
 
     def do_GET(self) -> None:
         good = self.path.startswith("/containerLogs/") and "/trainer" in self.path

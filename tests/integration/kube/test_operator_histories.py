@@ -64,7 +64,7 @@ class GangMachines(Machines):
 
 
 class Trouble:
-    """Lets requests fail by chance: refused, not sent, not answered, or the end of the operator."""
+    """Random failures of requests: refused, not sent, not answered, or the end of the operator."""
 
     def __init__(self, seed: int, rate: float) -> None:
         self._random, self._rate = random.Random(seed), rate

@@ -33,7 +33,7 @@ async def running(stage: Play, attempt: int) -> bool:
 
 
 async def ended(stage: Play, attempt: int) -> bool:
-    """Lets the last gang end well; whether all is over."""
+    """Let the last gang end well, and return whether all is over."""
     if await running(stage, attempt):
         for name in WORKERS:
             await stage.machines.end(name, 0)

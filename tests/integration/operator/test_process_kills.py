@@ -122,7 +122,7 @@ def test_delete_ends_a_backend_that_is_stopped(running: Any) -> None:
 
 
 def test_a_backend_that_was_stopped_goes_on(running: Any) -> None:
-    """Longer than it waits for signals: its wait is over when it is continued."""
+    """Stop it for longer than it waits for signals: its wait is over when it is continued."""
     running.backend.send_signal(signal.SIGSTOP)
     time.sleep(1.5)
     running.backend.send_signal(signal.SIGCONT)

@@ -42,7 +42,7 @@ class Info:
 
 
 class FakeRing:
-    """Hands out `count` records; loses what a test says."""
+    """Ring that returns `count` records, and loses what a test sets."""
 
     def __init__(self, path: str) -> None:
         if not Path(path).read_bytes():
@@ -70,7 +70,7 @@ class FakeRing:
 
 
 class Shelf:
-    """Makes ring files and remembers the readers that were opened on them."""
+    """Factory of ring files that remembers the readers that were opened on them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -15,7 +15,7 @@ from megatronapp_common.trace import RecordKind
 
 
 class Feeder:
-    """Brings steps of two ranks, one frame per rank and step."""
+    """Source of steps of two ranks, one frame per rank and step."""
 
     def __init__(self, ingest: TraceIngest, step_rows: Any, ring_header: Any) -> None:
         self.ingest = ingest

@@ -43,7 +43,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command line with one extra part, and without the trainer."""
+    """Run the command line with one extra part, and without the trainer."""
     (tmp_path / "a_part_for_this_test.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     points = [

@@ -380,7 +380,7 @@ def test_a_crowded_machine_is_no_slow_rank(watch: Watch, sim: ModuleType) -> Non
 
 @pytest.mark.parametrize("kind", ["compute", "host"])
 def test_a_slow_rank_is_named_on_a_crowded_machine(watch: Watch, sim: ModuleType, kind: str) -> None:
-    """Nearly always: noise of this size may hide it, as it does with seed 10000."""
+    """Check a few seeds: noise of this size may hide the rank, as it does with seed 10000."""
     named = 0
     for seed in range(6):
         fault = sim.Fault(rank=seed % 2, kind=kind, factor=2.5, from_step=30)
@@ -429,7 +429,7 @@ def test_the_others_are_judged_without_a_rank_that_never_reports(
 
 
 def test_a_slow_unit_with_a_member_missing_is_not_judged(sim: ModuleType, judge: Callable[..., Any]) -> None:
-    """Its spans hold waits for a rank that nothing is known of."""
+    """Check a unit whose spans hold waits for a rank that nothing is known of."""
     layout = LAYOUTS["tp2-pp2"]
     job = sim.Job(
         layout=layout,

@@ -19,7 +19,7 @@ from megatronapp_operator.metrics import OperatorMetrics
 
 
 class Server:
-    """Answers a dry run with an error, or as a server that drops the field."""
+    """API server that answers a dry run with an error, or as one that drops the field."""
 
     def __init__(self, error: Exception | None, minor: int) -> None:
         self._error, self._minor = error, minor
@@ -54,7 +54,7 @@ async def test_a_feature_that_a_provider_switched_off_is_not_used(
 
 
 class SilentServer(Server):
-    """Answers no dry run."""
+    """API server that answers no dry run."""
 
     async def create(self, _resource: Any, _obj: Object, *, dry_run: bool) -> Object:
         assert dry_run
@@ -74,7 +74,7 @@ class Asked(Exception):
 
 
 class CuriousServer:
-    """Ends the operator at its first question."""
+    """API server that ends the operator at its first question."""
 
     def __init__(self) -> None:
         self.renewals: list[bool] = []

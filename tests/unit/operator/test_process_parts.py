@@ -68,7 +68,7 @@ def until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts processes that carry a job's environment."""
+    """Start processes that carry a job's environment."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(uid: str, worker: int = 0) -> subprocess.Popen[bytes]:

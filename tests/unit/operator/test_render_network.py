@@ -203,7 +203,7 @@ def test_the_network_of_the_node() -> None:
 
 
 def test_two_workers_in_the_network_of_the_node_are_kept_on_two_nodes() -> None:
-    """Both take the same ports of their node, so each refuses a node with the other one, whose labels it matches."""
+    """Check that each refuses a node with the other one, whose labels it matches, as both take the same ports."""
     job = rendered.make_job({**rendered.GPUS, "nodes": 2, "network": {"mode": "HostNetwork", "policy": "None"}})
     pods = [rendered.make_worker(job, index) for index in (0, 1)]
     taken = [{one["hostPort"] for one in pod["spec"]["containers"][0]["ports"]} for pod in pods]

@@ -29,7 +29,7 @@ def test_containers_are_merged_by_name_and_variables_too() -> None:
 
 
 def test_a_variable_may_come_from_elsewhere() -> None:
-    """Half of one entry and half of another would be none."""
+    """Check that no variable is merged from half of one entry and half of another."""
     source = {"secretKeyRef": {"name": "s", "key": "k"}}
     pod = with_template({"containers": [{"name": "trainer", "env": [{"name": "A", "valueFrom": source}]}]})
     entry = next(one for one in rendered.container(pod)["env"] if one["name"] == "A")

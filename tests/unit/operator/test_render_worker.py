@@ -82,7 +82,7 @@ def test_without_an_analyzer_there_is_neither_agent_nor_hub() -> None:
 
 
 def test_the_agent_is_an_ordinary_container_behind_the_trainer() -> None:
-    """One that starts before the trainer could keep it from starting (docs/adr/0010)."""
+    """Check the order: an agent that starts before the trainer could keep it from starting (docs/adr/0010)."""
     spec = spec_of(rendered.ANALYZED)
     assert [one["name"] for one in spec["containers"]] == ["trainer", "agent"]
     assert "initContainers" not in spec

@@ -113,7 +113,8 @@ def test_what_cannot_be_resumed_from_does_not_count(directory: CheckpointDirecto
 
 
 def test_a_later_checkpoint_does_not_push_the_new_one_out(directory: CheckpointDirectory) -> None:
-    """Its files have their sizes, but this run could not read them and resumed from an earlier one."""
+    """Check a later one whose files have their sizes, but which this run could not read before it resumed from an
+    earlier one."""
     claim = claimed(directory)
     for iteration in (50, 100, 200, 150):
         write(directory, iteration, claim)

@@ -162,7 +162,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_out(save: pathlib
 
 
 def test_a_damaged_common_part_of_the_first_release_is_left_out(save: pathlib.Path, call: RunRanks) -> None:
-    """Its manifest has no checksums, and does not say whether --decoupled-lr was given."""
+    """Check a manifest that has no checksums, and does not say whether --decoupled-lr was given."""
     newest = save / "iter_0000006"
     manifest = json.loads((newest / "megatronapp.json").read_text())
     del manifest["arguments"]["--decoupled-lr"]

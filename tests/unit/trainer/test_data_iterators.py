@@ -170,7 +170,7 @@ def test_a_batch(flags: str, call: RunRanks) -> None:
 
 
 def test_masks_and_positions_within_documents(flags: str, call: RunRanks, corpus: pathlib.Path) -> None:
-    """Checked against a slow, direct construction from the tokens."""
+    """Compare with a slow, direct construction from the tokens."""
     resets = "--eod-mask-loss --reset-position-ids --reset-attention-mask --micro-batch-size 8"
     ((_, values, *_),) = call(1, shapes, f"{flags} {resets}")
     eod, ends = 0, 0

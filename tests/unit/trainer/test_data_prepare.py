@@ -103,7 +103,7 @@ def test_worker_processes_give_the_same_files(run: Run, tmp_path: pathlib.Path, 
 
 
 class StopHereError(Exception):
-    """Takes the place of a power cut."""
+    """Error in place of a power cut."""
 
 
 @pytest.mark.parametrize("batches_before_the_stop", [1, 5, 9])

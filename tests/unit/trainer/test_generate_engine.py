@@ -379,7 +379,7 @@ def commands(flags: str) -> list[Any]:
 
 
 def test_commands_reach_all_ranks_at_step_borders(run_ranks: RunRanks) -> None:
-    """One is larger than a message has room for at first."""
+    """Send a command that is larger than a message has space for at first."""
     ranks = run_ranks(2, commands, LAYOUTS["TP2"][1])
     assert ranks == [[({"large": "x" * 20000}, True), (2, False)]] * 2
 

@@ -126,7 +126,7 @@ def let_go() -> tuple[int, int]:
 
 
 def test_graphs_are_let_go_before_communicators_end(run_ranks: RunRanks) -> None:
-    """NCCL waits for them."""
+    """Check the order, as NCCL waits for graphs."""
     first, second = run_ranks(2, let_go)
     assert first == second
     assert first[0] > 0
@@ -202,14 +202,14 @@ class Reader:
         return "all"
 
     def collect(self) -> None:
-        """Nothing but the buffer."""
+        """Collect nothing; only the buffer is read."""
 
     def step_end(self, _result: object) -> None:
         buffers = list(self._stage._transfer.buffers.values())
         self._seen = (buffers[-1], buffers[-1].clone()) if buffers else None
 
     def forget(self, _looked: object) -> None:
-        """There are no graphs."""
+        """Do nothing, as there are no graphs."""
 
 
 def read_between_steps(flags: str) -> list[bool]:
@@ -275,7 +275,7 @@ def same_as_drawn(model: Any, config: Any, layout: Any, device: Any, load: str) 
 
 
 def test_a_checkpoint_trained_with_sequence_parallelism(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
-    """Trained at TP2 with slices of the sequence; generates at TP2 and alone, from what the manifest says."""
+    """Train at TP2 with slices of the sequence; generate at TP2 and alone, from what the manifest says."""
     two = LAYOUTS["TP2"][1]
     variant = VARIANTS["rotary-grouped"]
     steps = "--train-iters 3 --eval-iters 0"

@@ -53,7 +53,7 @@ def test_who_finds_no_interface_is_told_what_there_is() -> None:
 
 
 def test_the_interface_of_the_own_address_is_the_libraries_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left to themselves gloo and NCCL take what the host's name leads to, or any bridge of a node."""
+    """Check the defaults: without it gloo and NCCL take what the host's name leads to, or any bridge of a node."""
     monkeypatch.setattr(interface, "own_interfaces", lambda: FOUND | {"cni0": ("10.244.0.1",), "bond0": ("10.7.0.3",)})
     table = build_table([JoinRequest(uid="u", attempt=0, index=0, address="10.7.0.3", node="n", num_ranks=1, port=1)])
     place = find_worker_address({Env.ADDRESS: "10.7.0.3"}, "x")

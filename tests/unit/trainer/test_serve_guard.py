@@ -176,7 +176,7 @@ async def large_answer() -> Any:
 
 
 def reader(port: int) -> socket.socket:
-    """Asks for a large answer, of which little fits between it and the server."""
+    """Request a large answer, of which little fits between it and the server."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
     sock.settimeout(30)
@@ -187,7 +187,7 @@ def reader(port: int) -> socket.socket:
 
 
 class Stalls:
-    """Lets the time of the connection's reader run out whenever a test says so."""
+    """Stalls of the connection's reader, whose time runs out when a test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatronapp_trainer.serve.bounded_protocols import BoundedProtocol

@@ -76,7 +76,7 @@ def test_generated_tokens_count_unless_they_are_streamed(monkeypatch: pytest.Mon
 
 
 class IdleEngine:
-    """Takes requests and never works on them."""
+    """Engine that takes requests and never works on them."""
 
     def submit(self, *requests: GenerationRequest) -> None:
         """Do nothing with the request."""

@@ -51,7 +51,7 @@ class Recorder:
 
 
 class Observer:
-    """Keeps spans; its transport is the one that it is given."""
+    """Observer that stores spans; its transport is the one that it is given."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int, int]] = []

@@ -51,6 +51,6 @@ def test_any_other_difference_is_told(here: dict[str, Any], caplog: pytest.LogCa
 
 
 def test_without_the_filter_megatron_speaks(caplog: pytest.LogCaptureFixture) -> None:
-    """Or the filter is no longer needed."""
+    """Check that the filter is still needed."""
     with mock.patch("megatronapp_trainer.utils.silence_megatron._is_relevant", lambda _record: True):
         assert len(told({"optimizer": {"param_state": None, "step": 3}}, caplog)) == 1

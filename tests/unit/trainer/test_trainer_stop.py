@@ -19,7 +19,7 @@ MODEL = (
 
 
 class Reporter:
-    """Keeps the results of evaluations."""
+    """Reporter that stores the results of evaluations."""
 
     def __init__(self) -> None:
         self.validations: list[tuple[int, float, str]] = []

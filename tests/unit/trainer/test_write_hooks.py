@@ -15,7 +15,7 @@ WIDTH, TOKENS, LAYERS = 8, 5, 3
 
 
 class Linear(torch.nn.Linear):
-    """Returns the bias separately, as layers of megatron-core do."""
+    """Layer that returns the bias separately, as layers of megatron-core do."""
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         return hidden @ self.weight.t(), self.bias

@@ -201,7 +201,7 @@ OLD = {
 def test_names_and_orders_from_before_megatron_core(
     split: pathlib.Path, tmp_path: pathlib.Path, version: float
 ) -> None:
-    """Nested dictionaries, other names, and query, key and value in the orders that they once had."""
+    """Convert nested dictionaries, other names, and query, key and value in the orders that they once had."""
     import torch
 
     def old(content: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ def test_names_and_orders_from_before_megatron_core(
 
 
 class Runs:
-    """Runs code where it is read by Python's own pickle."""
+    """Object whose code runs when Python's own pickle reads it."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return exec, ("raise SystemExit('the code of a checkpoint ran')",)
