@@ -11,7 +11,7 @@ from megatronapp_trainer.hooks.sites import register_site
 
 
 def gate(inputs: tuple[Any, ...], _output: Any) -> torch.Tensor:  # noqa: ANN401 - of megatron-core
-    """What the second linear layer of the MLP is given: the activations, [tokens, width of this rank's share]."""
+    """Return the input of the second linear layer of the MLP: the activations, [tokens, width of this rank's share]."""
     hidden: torch.Tensor = inputs[0]
     return hidden.squeeze(1)
 

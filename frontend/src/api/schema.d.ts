@@ -77,7 +77,7 @@ export interface paths {
         };
         /**
          * Heatmap
-         * @description Ranks by steps.
+         * @description Return a heat map of ranks by steps.
          */
         get: operations["getHeatmap"];
         put?: never;
@@ -450,7 +450,7 @@ export interface paths {
         };
         /**
          * Summary
-         * @description What an operator needs to know; 503 while a hub that was started again judges the stored steps.
+         * @description Summarise the job for the operator; 503 while a hub that was started again judges the stored steps.
          */
         get: operations["getSummary"];
         put?: never;
@@ -530,7 +530,7 @@ export interface paths {
         };
         /**
          * Healthz
-         * @description The process answers.
+         * @description Answer as long as the process runs.
          */
         get: operations["healthz"];
         put?: never;
@@ -550,7 +550,7 @@ export interface paths {
         };
         /**
          * Metrics
-         * @description Prometheus text format.
+         * @description Return the metrics in Prometheus' text format.
          */
         get: operations["metrics"];
         put?: never;
@@ -587,7 +587,7 @@ export interface components {
     schemas: {
         /**
          * Action
-         * @description What somebody changed through the hub. Ids grow, over restarts of the hub, too.
+         * @description A change that a user made through the hub. Ids grow, also over restarts of the hub.
          */
         Action: {
             /** At */
@@ -691,7 +691,7 @@ export interface components {
         };
         /**
          * Effect
-         * @description What it costs.
+         * @description Cost of a fault per step.
          */
         Effect: {
             /** Secondsperstep */
@@ -1003,7 +1003,7 @@ export interface components {
         };
         /**
          * OpenSpan
-         * @description What a rank is inside of right now; its record is written when it ends.
+         * @description The span that a rank is inside of now; its record is written when it ends.
          */
         OpenSpan: {
             /**
@@ -1498,7 +1498,7 @@ export interface components {
         };
         /**
          * StepView
-         * @description One finished step.
+         * @description Figures of one finished step.
          */
         StepView: {
             /** Attempt */
@@ -1537,7 +1537,7 @@ export interface components {
         };
         /**
          * Summary
-         * @description What the operator polls.
+         * @description Summary of the job that the operator polls.
          */
         Summary: {
             /**
@@ -1659,7 +1659,7 @@ export interface components {
         };
         /**
          * TracerHealth
-         * @description Whether the trace is whole.
+         * @description Completeness of the trace.
          */
         TracerHealth: {
             /**

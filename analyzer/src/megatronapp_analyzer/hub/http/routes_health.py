@@ -11,7 +11,7 @@ router = APIRouter()
 
 @router.get("/healthz", operation_id="healthz")
 async def healthz() -> schemas.Health:
-    """The process answers."""
+    """Answer as long as the process runs."""
     return schemas.Health(status="ok")
 
 
@@ -26,5 +26,5 @@ async def readyz(hub: HubOf, response: Response) -> schemas.Health:
 
 @router.get("/metrics", operation_id="metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Prometheus text format."""
+    """Return the metrics in Prometheus' text format."""
     return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""What people, the operator and the page read over HTTP."""
+"""Routes for reading, by users, the operator and the page."""
 
 import asyncio
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ async def job(hub: HubOf) -> schemas.JobView:
 
 @router.get("/summary", operation_id="getSummary", responses={503: {"model": Problem}})
 async def summary(hub: HubOf) -> schemas.Summary:
-    """What an operator needs to know; 503 while a hub that was started again judges the stored steps."""
+    """Summarise the job for the operator; 503 while a hub that was started again judges the stored steps."""
     if not hub.analysis.caught_up:
         raise ApiError(503, "starting", "the stored steps are being judged again", "Ask again in a second.")
     return views.summary(hub)
@@ -63,7 +63,7 @@ async def steps(hub: HubOf, first: From = None, to: To = None) -> list[schemas.S
 async def heatmap(
     hub: HubOf, metric: schemas.HeatmapMetric = "slowdown", first: From = None, to: To = None
 ) -> schemas.Heatmap:
-    """Ranks by steps."""
+    """Return a heat map of ranks by steps."""
     return views.heatmap(hub, metric, first, to)
 
 

@@ -1,4 +1,4 @@
-"""What the hub's HTTP interface takes and gives. The OpenAPI document is made from these models."""
+"""Models of the hub's requests and answers. The OpenAPI document is made from these models."""
 
 from typing import Annotated, Any, Literal
 
@@ -47,7 +47,7 @@ class Layout(ApiModel):
 
 
 class OpenSpan(ApiModel):
-    """What a rank is inside of right now; its record is written when it ends."""
+    """The span that a rank is inside of now; its record is written when it ends."""
 
     kind: str
     step: int
@@ -74,7 +74,7 @@ class RankView(ApiModel):
 
 
 class TracerHealth(ApiModel):
-    """Whether the trace is whole."""
+    """Completeness of the trace."""
 
     state: Literal["ok", "lossy", "off"]
     lost: Annotated[int, Field(description="Records overwritten in a ring or dropped by an agent.")]
@@ -114,7 +114,7 @@ class Subject(ApiModel):
 
 
 class Effect(ApiModel):
-    """What it costs."""
+    """Cost of a fault per step."""
 
     seconds_per_step: float
     slowdown: Annotated[float | None, Field(description="Step time over the step time without this cause.")]
@@ -151,7 +151,7 @@ class VerdictView(ApiModel):
 
 
 class Action(ApiModel):
-    """What somebody changed through the hub. Ids grow, over restarts of the hub, too."""
+    """A change that a user made through the hub. Ids grow, also over restarts of the hub."""
 
     id: int
     at: str
@@ -172,7 +172,7 @@ class SharedMemory(ApiModel):
 
 
 class Summary(ApiModel):
-    """What the operator polls."""
+    """Summary of the job that the operator polls."""
 
     attempt: int
     progress: Progress | None
@@ -199,7 +199,7 @@ class Series(ApiModel):
 
 
 class StepView(ApiModel):
-    """One finished step."""
+    """Figures of one finished step."""
 
     attempt: int
     step: int
