@@ -28,7 +28,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "support" / "control_plane")]
 
 from operator_phases import Measured, Side, idle, large, many_jobs, one_gang  # noqa: E402 - found by the path above
 

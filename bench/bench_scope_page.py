@@ -27,7 +27,7 @@ import playwright.sync_api as pw
 from scope_job import machine
 from scope_recording import Drawn, Head, session
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "support" / "scope"))
 from scope_replay import Replay, replaying
 from scope_session import RUN
 

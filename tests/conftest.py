@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 
-_FORK_SERVER = pathlib.Path(__file__).parent / "support" / "torch_forkserver.py"
+_FORK_SERVER = pathlib.Path(__file__).parent / "support" / "training" / "torch_forkserver.py"
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from ports import held_ports
 
 from megatronapp_common.processes import terminate
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 START_S = 120
 STOP_S = 20
 POLL_S = 0.05

@@ -1,6 +1,6 @@
 """Frames that ranks of any layout would publish of a run of the tiny model: true numbers, and sessions made of them.
 
-    python tests/support/scope_session.py FILE.scope
+    python tests/support/scope/scope_session.py FILE.scope
 
 writes a recorded session for the tests of the page.
 """
