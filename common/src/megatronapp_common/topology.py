@@ -39,6 +39,22 @@ class Group(enum.StrEnum):
     """The first stage, which alone holds learned positions."""
 
 
+class RankRole(enum.StrEnum):
+    """Passes that a rank runs, or that the ranks of a worker run."""
+
+    ALL = "all"
+    """Forward and backward; with MegaFBD on shared workers the trainer assigns the roles."""
+    BACKWARD = "backward"
+    """Backward only: MegaFBD with separate forward workers."""
+    FORWARD = "forward"
+    """Forward only, on separate workers of MegaFBD."""
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True if the rank updates weights; a forward rank receives them."""
+        return self is not RankRole.FORWARD
+
+
 _EXPERT_GROUPS = frozenset(
     {Group.EXPERT, Group.EXPERT_DATA, Group.EXPERT_TENSOR, Group.EXPERT_TENSOR_PIPELINE}
 )  # these see the world as tp x ep x edp x pp, all others as tp x cp x dp x pp

@@ -23,14 +23,13 @@ from megatronapp_common.job import (
     Spec,
     Status,
     Training,
-    WorkerRole,
     derive_world,
     load_job,
     load_stored_job,
     parse_manifest,
 )
 from megatronapp_common.job.api.model import MAX_PROC_PER_NODE
-from megatronapp_common.topology import fbd_world, fbd_world_of
+from megatronapp_common.topology import RankRole, fbd_world, fbd_world_of
 
 
 def test_every_example_is_accepted(repository: pathlib.Path) -> None:
@@ -189,7 +188,7 @@ def test_forward_and_backward_beside_each_other_are_the_doubled_world(
         assert world.fbd == expected
         assert world.fbd == fbd_world_of(world.world_size, tensor=tensor, pipeline=pipeline, merged=merged)
         assert (world.data_parallel_size, world.proc_per_node) == (data, (per_node,) * data)
-        assert [group.role for group in world.worker_groups] == [WorkerRole.ALL]
+        assert [group.role for group in world.worker_groups] == [RankRole.ALL]
 
 
 @given(tensor=sizes, pipeline=sizes, data=sizes, merged=st.booleans(), per_node=st.integers(1, 4))
@@ -206,12 +205,12 @@ def test_forward_workers_come_last_with_ranks_of_their_own(
     world = derive_world(make_spec(data, None, 0, fbd=fbd, tensor=tensor, pipeline=pipeline, data=data))
     backward, apart = world.worker_groups
     assert world.fbd == expected
-    assert (backward.role, apart.role) == (WorkerRole.BACKWARD, WorkerRole.FORWARD)
-    assert [*backward.workers, *apart.workers] == list(range(world.nodes))
+    assert (backward.role, apart.role) == (RankRole.BACKWARD, RankRole.FORWARD)
+    assert [*backward.indices, *apart.indices] == list(range(world.nodes))
     assert world.world_size == world.placement.world_size == expected.world_size
     first = world.placement.ranks_of(apart.first)[0]
     assert first == expected.backward_ranks == world.topology.world_size
-    assert {rank for worker in apart.workers for rank in world.placement.ranks_of(worker)} == set(
+    assert {rank for worker in apart.indices for rank in world.placement.ranks_of(worker)} == set(
         range(first, expected.world_size)
     )
     assert (apart.node_selector, apart.resources.limits) == ({"pool": "cpu"}, {"cpu": "4"})

@@ -59,7 +59,7 @@ def shape(pod: rendered.Object) -> rendered.Object:
 def test_workers_have_one_shape_for_each_group_of_workers(kind: str) -> None:
     job = rendered.make_job(rendered.VARIETY[kind])
     for alike in job.world.worker_groups:
-        shapes = [shape(rendered.make_worker(job, index, excluded=("a",))) for index in alike.workers]
+        shapes = [shape(rendered.make_worker(job, index, excluded=("a",))) for index in alike.indices]
         assert all(one == shapes[0] for one in shapes)
 
 

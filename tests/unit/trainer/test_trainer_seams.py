@@ -10,10 +10,9 @@ import small_training
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.topology import Topology
+from megatronapp_common.topology import RankRole, Topology
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.parallel.layout import Layout
-from megatronapp_trainer.parallel.roles import RankRole
 
 pytestmark = pytest.mark.torch
 

@@ -44,7 +44,7 @@ from megatronapp_common.job.api.types import MegatronJob
 from megatronapp_common.job.arguments import megatron_arguments, place_of
 from megatronapp_common.job.judge import check_update
 from megatronapp_common.job.load import load_job, load_stored_job, parse_manifest, skipped_rules
-from megatronapp_common.job.world import WorkerGroup, WorkerRole, World, derive_world
+from megatronapp_common.job.world import WorkerGroup, World, derive_world
 
 __all__ = [
     "TERMINAL_PHASES",
@@ -95,7 +95,6 @@ __all__ = [
     "Training",
     "Volume",
     "WorkerGroup",
-    "WorkerRole",
     "World",
     "check_update",
     "derive_world",

@@ -1,7 +1,6 @@
 """The world of a job, derived from nodes, procPerNode, gpusPerNode, parallelism and fbd."""
 
 import dataclasses
-import enum
 from collections.abc import Mapping
 
 from megatronapp_common.errors import JobError, TopologyError
@@ -9,26 +8,15 @@ from megatronapp_common.job.api.cluster import Resources
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
 from megatronapp_common.job.api.runtimes import ForwardWorkers
 from megatronapp_common.job.api.spec import Spec
-from megatronapp_common.topology import FbdWorld, Placement, Topology
-
-
-class WorkerRole(enum.StrEnum):
-    """Work of the ranks of a worker."""
-
-    ALL = "all"
-    """Forward and backward; with MegaFBD on shared workers the trainer assigns the roles."""
-    BACKWARD = "backward"
-    """Backward only: MegaFBD with separate forward workers."""
-    FORWARD = "forward"
-    """Forward only, on separate workers of MegaFBD."""
+from megatronapp_common.topology import FbdWorld, Placement, RankRole, Topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerGroup:
     """Workers of one role with equal resources."""
 
-    role: WorkerRole
-    """Work of their ranks."""
+    role: RankRole
+    """Passes that their ranks run."""
     first: int
     """Index of the first worker; the others follow."""
     nodes: int
@@ -43,7 +31,7 @@ class WorkerGroup:
     """Resources of the trainer's container, without GPUs and RDMA devices."""
 
     @property
-    def workers(self) -> range:
+    def indices(self) -> range:
         """Indices of the workers."""
         return range(self.first, self.first + self.nodes)
 
@@ -66,7 +54,7 @@ class World:
     @property
     def proc_per_node(self) -> tuple[int, ...]:
         """Ranks of each worker, in worker order; forward workers may have another number than backward ones."""
-        return tuple(group.proc_per_node for group in self.worker_groups for _ in group.workers)
+        return tuple(group.proc_per_node for group in self.worker_groups for _ in group.indices)
 
     @property
     def data_parallel_size(self) -> int:
@@ -90,7 +78,7 @@ class World:
     def group_of(self, worker: int) -> WorkerGroup:
         """Return the group of a worker. Raises TopologyError for a worker that does not exist."""
         for group in self.worker_groups:
-            if worker in group.workers:
+            if worker in group.indices:
                 return group
         raise TopologyError(f"worker {worker} does not exist; there are {self.nodes}")
 
@@ -113,7 +101,7 @@ def derive_world(spec: Spec) -> World:
     topology = _topology(spec, replicas)
     fbd = FbdWorld(trained=topology, merged=spec.fbd.ignore_forward_tensor_parallel) if spec.fbd.enabled else None
     group = WorkerGroup(
-        role=WorkerRole.ALL if apart is None else WorkerRole.BACKWARD,
+        role=RankRole.ALL if apart is None else RankRole.BACKWARD,
         first=0,
         nodes=nodes,
         proc_per_node=per_node,
@@ -181,7 +169,7 @@ def _forward_group(spec: Spec, forward: ForwardWorkers, ranks: int, first: int) 
             f"{forward.gpus_per_node} GPUs on each; change one of them"
         )
     return WorkerGroup(
-        role=WorkerRole.FORWARD,
+        role=RankRole.FORWARD,
         first=first,
         nodes=nodes,
         proc_per_node=per_node,

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from megatronapp_common.topology import RankRole
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.parallel.layout import Layout
-from megatronapp_trainer.parallel.roles import RankRole
 
 
 def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> None:

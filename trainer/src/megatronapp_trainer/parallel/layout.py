@@ -3,9 +3,8 @@
 import dataclasses
 import os
 
-from megatronapp_common.topology import Coordinates, Topology
+from megatronapp_common.topology import Coordinates, RankRole, Topology
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.parallel.roles import RankRole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
