@@ -289,7 +289,7 @@ async def test_what_belongs_to_others_is_not_taken_over(plane: kube.ControlPlane
 async def test_a_stranger_in_the_place_of_the_hub_does_not_keep_the_gang(
     plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatronapp_operator.backends.kubernetes.executor.HUB_SHORT_PAUSE_S", 0.0)
+    monkeypatch.setattr("megatronapp_operator.backends.kubernetes.execution.executor.HUB_SHORT_PAUSE_S", 0.0)
     spec = {"selector": {"app": "shop"}, "ports": [{"port": 80}]}
     stranger = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "job-hub", "namespace": namespace}}
     assert plane.kubectl("create", "-f", "-", stdin=stranger | {"spec": spec}).returncode == 0

@@ -18,7 +18,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     ThrottledError,
     UnavailableError,
 )
-from megatronapp_operator.backends.kubernetes.executor import Executor
+from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler

@@ -8,7 +8,9 @@ import rendered
 from megatronapp_common.errors import JobError
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object, ObjectList
 from megatronapp_operator.backends.kubernetes.errands import JobMaintenance
-from megatronapp_operator.backends.kubernetes.executor import Executor, JobContext
+from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
+from megatronapp_operator.backends.kubernetes.execution.executor import Executor
+from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.render import template_hash
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner
@@ -81,20 +83,29 @@ def test_an_edit_of_a_job_that_an_earlier_release_accepted_is_managed(restarted:
     assert reconciler.skipped() == ()
 
 
-class Listener(Executor):
-    """An executor that only keeps the events it is given."""
+class EventList(EventWriter):
+    """A writer that only keeps the events it is given."""
 
     def __init__(self) -> None:
-        self.told: list[RecordEvent] = []
+        self.written: list[RecordEvent] = []
 
-    async def record_event(self, owner: JobOwner, event: RecordEvent) -> None:
-        self.told.append(event)
+    async def record(self, owner: JobOwner, event: RecordEvent) -> None:
+        self.written.append(event)
+
+
+class EventExecutor(Executor):
+    """An executor that only keeps the events it is given."""
+
+    events: EventList
+
+    def __init__(self) -> None:
+        self.events = EventList()
 
 
 @pytest.mark.asyncio
 async def test_rules_that_are_not_enforced_are_named_in_one_warning() -> None:
-    reconciler, listener = Remembering(), Listener()
-    errands = JobMaintenance(cast("ObjectStore", Empty()), listener, lambda: 0.0)
+    reconciler, executor = Remembering(), EventExecutor()
+    errands = JobMaintenance(cast("ObjectStore", Empty()), executor, lambda: 0.0)
     reconciler.read(stored())
     memory = reconciler.memory(("default", "gpt"))
     assert memory is not None
@@ -104,7 +115,7 @@ async def test_rules_that_are_not_enforced_are_named_in_one_warning() -> None:
     )  # fmt: skip
     for _ in range(3):
         await errands.run(memory, work)
-    (event,) = listener.told
+    (event,) = executor.events.written
     assert (event.type, event.reason) == (EventType.WARNING, "RulesSkipped")
     assert "spec.env: " in event.message and "rule reserved-variable" in event.message
 
@@ -131,7 +142,7 @@ class Comparing(Reconciler):
 
     def __init__(self, store: ObjectStore) -> None:
         keys = KeyRing(["0" * 64])
-        super().__init__(NoObjects(), store, Listener(), rendered.SETTINGS, keys=keys, installation="ns/lease")
+        super().__init__(NoObjects(), store, EventExecutor(), rendered.SETTINGS, keys=keys, installation="ns/lease")
 
     def know(self, document: Object, *, template: str | None = None) -> None:
         memory = self._remember(key_of(document), document)

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object, ObjectList
-from megatronapp_operator.backends.kubernetes.executor import Executor, JobContext
+from megatronapp_operator.backends.kubernetes.execution.executor import Executor
+from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings
 from megatronapp_operator.backends.kubernetes.store import ObjectStore

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatronapp_common.job import Status as StatusDocument
 from megatronapp_common.text.terminal import to_single_line
-from megatronapp_operator.backends.kubernetes.executor import MAX_NOTE, _event
+from megatronapp_operator.backends.kubernetes.execution.events import MAX_NOTE, _event
 from megatronapp_operator.backends.kubernetes.pod_record import _number
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 from megatronapp_operator.plan import EventType, JobSpec, JobState, Observed, RecordEvent, Status

@@ -25,7 +25,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     RetryReconcileError,
     ThrottledError,
 )
-from megatronapp_operator.backends.kubernetes.executor import Executor
+from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.hub_poller import POLL_S, HubPoller
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.keyed_queue import KeyedQueue

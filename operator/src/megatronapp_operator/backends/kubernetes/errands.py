@@ -16,7 +16,9 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     NamespaceTerminatingError,
     NameTakenError,
 )
-from megatronapp_operator.backends.kubernetes.executor import Executor, JobContext, surroundings_of
+from megatronapp_operator.backends.kubernetes.execution.executor import Executor
+from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
+from megatronapp_operator.backends.kubernetes.execution.objects import surroundings_of
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.status_facts import is_long
 from megatronapp_operator.backends.kubernetes.store import ObjectStore
@@ -84,7 +86,7 @@ class JobMaintenance:
             fields = ", ".join(memory.unknown_fields)
             message = f"the definition is newer than this operator, which ignores {fields}; upgrade it"
             event = RecordEvent(type=EventType.WARNING, reason="UnknownFields", message=message)
-            await self._executor.record_event(work.owner, event)
+            await self._executor.events.record(work.owner, event)
         memory.ignored = memory.unknown_fields
 
     async def _report_skipped(self, memory: JobMemory, work: JobContext) -> None:
@@ -97,14 +99,14 @@ class JobMaintenance:
                 f"{'; '.join(rules[:RULES_NAMED])}{more}"
             )
             event = RecordEvent(type=EventType.WARNING, reason="RulesSkipped", message=message)
-            await self._executor.record_event(work.owner, event)
+            await self._executor.events.record(work.owner, event)
         memory.skipped_reported = rules
 
     async def _report(self, work: JobContext, error: Exception) -> None:
         log.warning("%s/%s: %s", work.owner.namespace, work.owner.name, error)
         if isinstance(error, LASTING):
             reason = type(error).__name__.removesuffix("Error")
-            await self._executor.record_event(
+            await self._executor.events.record(
                 work.owner, RecordEvent(type=EventType.WARNING, reason=reason, message=str(error))
             )
 
@@ -112,10 +114,10 @@ class JobMaintenance:
         """Publish the topology that workers wait for, and a rank table that is too long for the status."""
         if not _lives(memory, work):
             return
-        await self._executor.write_topology(work)
+        await self._executor.pods.write_topology(work)
         table = memory.poll_result.rank_table
         if table is not None and is_long(table) and memory.table_written != table.get("digest"):
-            await self._executor.write_rank_table(work, table)
+            await self._executor.objects.write_rank_table(work, table)
             memory.table_written = table.get("digest")
 
     async def _report_agents(self, memory: JobMemory, work: JobContext) -> None:
@@ -126,7 +128,7 @@ class JobMaintenance:
         if news:
             message = f"the trace of {len(news)} workers is missing; {news[0]}"
             event = RecordEvent(type=EventType.WARNING, reason="AgentNotRunning", message=message)
-            await self._executor.record_event(work.owner, event)
+            await self._executor.events.record(work.owner, event)
         memory.agents_reported = (memory.agents_reported & {one.uid for one in pods}) | troubled.keys()
 
     async def _tend(self, memory: JobMemory, work: JobContext) -> None:
@@ -144,7 +146,7 @@ class JobMaintenance:
             return
         if render.template_hash(memory.job, work.settings) == pinned.template_hash:
             whole = edited or bool(differing) or memory.inherited or not self.lists
-            await self._executor.reapply_objects(work, edited=edited, whole=whole)
+            await self._executor.objects.reapply(work, edited=edited, whole=whole)
             memory.inherited, memory.table_written = False, None
             if differing:
                 log.info("%s/%s: restored %s", work.owner.namespace, work.owner.name, ", ".join(differing))

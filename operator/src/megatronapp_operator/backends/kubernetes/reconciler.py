@@ -33,7 +33,8 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     RetryReconcileError,
 )
 from megatronapp_operator.backends.kubernetes.errands import JobMaintenance
-from megatronapp_operator.backends.kubernetes.executor import Executor, JobContext
+from megatronapp_operator.backends.kubernetes.execution.executor import Executor
+from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.observe import observe
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
@@ -193,7 +194,7 @@ class Reconciler:
         )
         log.warning("%s/%s: %s", *key, text)
         event = RecordEvent(type=EventType.WARNING, reason="OtherManager", message=text)
-        await self._executor.record_event(JobOwner(namespace=key[0], name=key[1], uid=uid), event)
+        await self._executor.events.record(JobOwner(namespace=key[0], name=key[1], uid=uid), event)
 
     def _remember(self, key: Key, document: Object) -> JobMemory:
         """Return the state of the job, updated from the object. Raises JobError for a spec that we cannot read."""
@@ -397,7 +398,7 @@ class Reconciler:
         self._troubles[key] = text
         owner = JobOwner(namespace=key[0], name=key[1], uid=document["metadata"]["uid"])
         reason = type(error).__name__.removesuffix("Error")
-        await self._executor.record_event(owner, RecordEvent(type=EventType.WARNING, reason=reason, message=text))
+        await self._executor.events.record(owner, RecordEvent(type=EventType.WARNING, reason=reason, message=text))
 
     async def _verify(self, key: Key) -> None:
         """Read the job before creating pods. Raises RetryReconcileError if it has changed or does not exist."""

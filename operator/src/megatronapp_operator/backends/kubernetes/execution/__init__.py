@@ -1,0 +1,1 @@
+"""Execution of the plan's actions on a cluster."""

@@ -1,0 +1,156 @@
+"""Execution of the plan's actions. Every step may be done twice: again after a failure, or by the next leader."""
+
+import time
+from collections.abc import Sequence
+
+from megatronapp_common.names import ReplicaType
+from megatronapp_operator.backends.kubernetes import render
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError, NameTakenError
+from megatronapp_operator.backends.kubernetes.client.rejections import classify_rejection
+from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
+from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, run_all
+from megatronapp_operator.backends.kubernetes.execution.objects import ObjectApplier
+from megatronapp_operator.backends.kubernetes.execution.pods import PodWriter
+from megatronapp_operator.backends.kubernetes.groups import PodGroupRemover
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
+from megatronapp_operator.backends.kubernetes.store import ObjectStore
+from megatronapp_operator.errors import OperatorError
+from megatronapp_operator.keys import KeyRing
+from megatronapp_operator.plan import (
+    Action,
+    CreateInit,
+    CreateWorker,
+    DeleteHub,
+    DeleteInit,
+    DeleteJob,
+    DeleteWorker,
+    EnsureHub,
+    EventType,
+    PodRejection,
+    RecordEvent,
+    RemoveGroup,
+)
+
+HUB_SHORT_PAUSE_S, HUB_PAUSE_S = 3.0, 60.0
+"""Seconds until a rejected hub is tried again: the first time that its name is taken, and otherwise."""
+ENDED = frozenset({"Succeeded", "Failed"})
+
+
+class Executor:
+    """Executor for all jobs of one process."""
+
+    def __init__(self, api: KubernetesApi, store: ObjectStore, *, keys: KeyRing, identity: str) -> None:
+        self._api = api
+        self.groups = PodGroupRemover(api)
+        self.events = EventWriter(api, identity)
+        self.objects = ObjectApplier(api, keys, self.events)
+        self.pods = PodWriter(api, store)
+        self._hub_pauses: dict[str, float] = {}
+        """Until when (monotonic) a rejected hub is not tried again, by the job's uid."""
+
+    async def run(self, work: JobContext, actions: Sequence[Action]) -> PodRejection | None:
+        """Carry out the actions; return the rejection of a pod, if any. Raises ApiError, NameTakenError."""
+        await run_all([self.events.record(work.owner, action) for action in actions if isinstance(action, RecordEvent)])
+        await run_all([self._remove(work, action) for action in actions])
+        if any(isinstance(action, EnsureHub) for action in actions):
+            await self._try_hub(work)
+        starting = [action for action in actions if isinstance(action, CreateInit | CreateWorker)]
+        try:
+            if starting:
+                await self.objects.ensure(work)
+                await self._retire_hub(work)
+                await self.pods.start(work, [_pod(work, action) for action in starting])
+        except ApiError as error:
+            refusal = classify_rejection(error, work.attempt.number)
+            if refusal is None:
+                raise
+            return refusal
+        return None
+
+    async def _try_hub(self, work: JobContext) -> None:
+        """Create the hub, and retry later if the API server rejects it; the gang does not wait for it."""
+        if time.monotonic() < self._hub_pauses.get(work.owner.uid, 0.0):
+            return
+        try:
+            await self.objects.ensure(work)  # a name of these that is taken keeps the gang, too
+            try:
+                await self._ensure_hub(work)
+            except NameTakenError as error:
+                await self._pause_hub(work.owner, error)
+        except ApiError as error:
+            if classify_rejection(error, work.attempt.number) is None:
+                raise
+            await self._pause_hub(work.owner, error)
+
+    async def _ensure_hub(self, work: JobContext) -> None:
+        """Ensure the hub's Service, and its pod, which replaces one that has ended."""
+        await self.objects.put(work, render.hub_objects(work.job, work.owner, work.settings))
+        ended = [one for one in self.pods.of_type(work, ReplicaType.HUB) if one.phase in ENDED or one.deleted_at]
+        await self.pods.delete_all(ended, 0)
+        starts = 1 + max((one.starts for one in ended), default=0)
+        await self.pods.create(work, render.hub_pod(work.job, work.owner, work.settings, starts=starts))
+
+    async def _retire_hub(self, work: JobContext) -> None:
+        """Delete a hub with another spec, or one that the job no longer has, before a gang starts.
+
+        The plan then creates the right one. The old one may be of an earlier release, whose hub does not understand the
+        agents of this gang. Once a worker of the attempt exists, the hub stays: what it knows of the attempt is worth
+        more.
+        """
+        workers = self.pods.of_type(work, ReplicaType.WORKER)
+        hubs = [one for one in self.pods.of_type(work, ReplicaType.HUB) if one.deleted_at is None]
+        if not hubs or any(one.attempt == work.attempt.number for one in workers):
+            return
+        enabled = work.job.spec.analyzer.enabled
+        wanted = render.hub_hash(work.job, work.owner, work.settings) if enabled else None
+        await self.pods.delete_all([one for one in hubs if one.template != wanted])
+
+    def hub_pause_s(self, uid: str) -> float:
+        """Return the seconds until a rejected hub of a job is tried again."""
+        return max(0.0, self._hub_pauses.get(uid, 0.0) - time.monotonic())
+
+    async def _pause_hub(self, owner: JobOwner, error: OperatorError) -> None:
+        """Defer the hub after a rejection.
+
+        Leftovers of the hub of an earlier job of this name vanish within seconds.
+        """
+        now, first = time.monotonic(), owner.uid not in self._hub_pauses
+        short = first and isinstance(error, NameTakenError)
+        pauses = {uid: until for uid, until in self._hub_pauses.items() if until > now - HUB_PAUSE_S}
+        self._hub_pauses = pauses | {owner.uid: now + (HUB_SHORT_PAUSE_S if short else HUB_PAUSE_S)}
+        if not short:
+            await self.events.record(
+                owner, RecordEvent(type=EventType.WARNING, reason="HubRefused", message=str(error))
+            )
+
+    async def _remove(self, work: JobContext, action: Action) -> None:
+        match action:
+            case DeleteHub():
+                await self.pods.delete_all(self.pods.of_type(work, ReplicaType.HUB))
+            case DeleteInit():
+                grace_s = 0.0 if action.force else None
+                await self.pods.delete_all(self.pods.of_type(work, ReplicaType.INIT), grace_s)
+            case DeleteWorker():
+                found = [one for one in self.pods.of_type(work, ReplicaType.WORKER) if one.index == action.index]
+                await self.pods.delete_all([one for one in found if one.attempt == action.attempt], action.grace_s)
+            case RemoveGroup():
+                await self._remove_group(work, action.attempt)
+            case DeleteJob():
+                await self._api.delete(JOBS, work.document)
+
+    async def _remove_group(self, work: JobContext, attempt: int) -> None:
+        pods = [one.uid for one in self.pods.of_type(work, ReplicaType.WORKER) if one.attempt == attempt]
+        refused = await self.groups.remove(work.owner, work.job.spec.scheduling.gang, attempt, pods)
+        if refused is not None:
+            await self.events.record(
+                work.owner, RecordEvent(type=EventType.WARNING, reason="GroupNotRemoved", message=refused)
+            )
+
+
+def _pod(work: JobContext, action: CreateInit | CreateWorker) -> Object:
+    if isinstance(action, CreateWorker):
+        return render.worker_pod(work.job, work.owner, work.attempt, action.index, work.settings)
+    pod = render.init_pod(work.job, work.owner, work.settings)
+    assert pod is not None, "the plan wants initializers only where there are some"
+    return pod
