@@ -15,7 +15,7 @@ import pytest
 from coscheduling import PlacedMachines
 from operator_play import Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.client.api import COSCHEDULING_POD_GROUPS, JOBS, PODS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import COSCHEDULING_POD_GROUPS, JOBS, PODS, Object
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]
 DEADLINE_S = 120.0

@@ -12,7 +12,7 @@ import pytest
 from operator_play import Play, manifest, play
 from queued_machines import QueuedMachines
 
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, WORKLOADS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, WORKLOADS, Object
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 120.0

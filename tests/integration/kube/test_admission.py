@@ -9,7 +9,7 @@ import pytest
 from rule_examples import ADMISSION_EXAMPLES, Example, changed, manifest
 
 from megatronapp_common.job.admission import POLICY
-from megatronapp_operator.backends.kubernetes.client.api import JOBS
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 
 DRY = {"fieldValidation": "Strict", "dryRun": "All"}
 FILE = kube.ROOT / "charts" / "megatronapp" / "files" / "admission-policy.yaml"

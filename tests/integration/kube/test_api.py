@@ -12,14 +12,8 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 from ports import held_ports
 
 from megatronapp_operator.backends.kubernetes.client import errors
-from megatronapp_operator.backends.kubernetes.client.api import (
-    CONFIG_MAPS,
-    PODS,
-    KubernetesApi,
-    Object,
-    Resource,
-    connect,
-)
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
+from megatronapp_operator.backends.kubernetes.client.resources import CONFIG_MAPS, PODS, Object, Resource
 
 pytestmark = pytest.mark.asyncio
 

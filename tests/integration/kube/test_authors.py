@@ -10,7 +10,7 @@ import kube
 import pytest
 from rule_example import BASE
 
-from megatronapp_operator.backends.kubernetes.client.api import JOBS
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 
 Object = dict[str, Any]
 HOME, TEAM = "authors-home", "authors-team"

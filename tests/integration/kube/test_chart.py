@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megatronapp_common.job import load_job
-from megatronapp_operator.backends.kubernetes.client.api import SERVICES
+from megatronapp_operator.backends.kubernetes.client.resources import SERVICES
 from megatronapp_operator.backends.kubernetes.render.hub import hub_objects
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, RenderSettings
 from megatronapp_operator.controller import settings as controller

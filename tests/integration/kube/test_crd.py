@@ -12,7 +12,7 @@ import yaml
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import load_job
-from megatronapp_operator.backends.kubernetes.client.api import JOBS
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 
 EXAMPLES = sorted((kube.ROOT / "examples").glob("*.yaml"))
 

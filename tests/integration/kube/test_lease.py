@@ -10,8 +10,9 @@ import pytest
 from cut_off import Wire, wire_to
 from kubernetes_asyncio.client import ApiClient, Configuration
 
-from megatronapp_operator.backends.kubernetes.client.api import LEASES, KubernetesApi, connect
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
 from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
+from megatronapp_operator.backends.kubernetes.client.resources import LEASES
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder, LeaseSettings
 
 pytestmark = pytest.mark.asyncio

@@ -18,7 +18,7 @@ from operator_process import Operator, started
 from scraped_job import CHART, Prometheus, running_prometheus, scrape_operator
 from told_gangs import Launcher, ToldMachines, launcher, told_machines
 
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
 
 pytestmark = [
     pytest.mark.asyncio,

@@ -16,7 +16,7 @@ import kube
 import pytest
 from operator_play import CutApi, Play, manifest, play, refuse
 
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23"))

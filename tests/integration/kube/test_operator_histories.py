@@ -19,7 +19,8 @@ from machines import Machines
 from operator_play import CutApi, Play, manifest, play, refuse
 
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.client.api import (
+from megatronapp_operator.backends.kubernetes.client.errors import ConflictError, UnavailableError
+from megatronapp_operator.backends.kubernetes.client.resources import (
     CONFIG_MAPS,
     COSCHEDULING_POD_GROUPS,
     JOBS,
@@ -30,7 +31,6 @@ from megatronapp_operator.backends.kubernetes.client.api import (
     Object,
     Resource,
 )
-from megatronapp_operator.backends.kubernetes.client.errors import ConflictError, UnavailableError
 
 pytestmark = pytest.mark.timeout(3600)
 EXAMPLES = int(os.environ.get("MEGATRONAPP_HISTORIES", "2"))

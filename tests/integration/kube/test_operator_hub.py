@@ -9,7 +9,7 @@ import pytest
 from operator_play import KEY, SETTINGS, Play, manifest, play
 
 from megatronapp_common.web.tokens import job_secret
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, SECRETS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, SECRETS, Object
 from megatronapp_operator.keys import KeyRing
 
 pytestmark = pytest.mark.asyncio

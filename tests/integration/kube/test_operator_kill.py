@@ -10,7 +10,7 @@ import pytest
 from operator_play import Play, manifest, play
 from operator_process import started
 
-from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS
+from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(3600)]
 KILLS = int(os.environ.get("MEGATRONAPP_KILLS", "2"))

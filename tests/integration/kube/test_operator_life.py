@@ -8,7 +8,8 @@ import kube
 import pytest
 from operator_play import Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.client.api import (
+from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, NameTakenError
+from megatronapp_operator.backends.kubernetes.client.resources import (
     CONFIG_MAPS,
     EVENTS,
     JOBS,
@@ -19,7 +20,6 @@ from megatronapp_operator.backends.kubernetes.client.api import (
     Object,
     Resource,
 )
-from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, NameTakenError
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 
 pytestmark = pytest.mark.asyncio

@@ -7,7 +7,7 @@ import kube
 import pytest
 from operator_play import Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS, Object
 
 pytestmark = pytest.mark.asyncio
 

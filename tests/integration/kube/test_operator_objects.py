@@ -6,17 +6,17 @@ import kube
 import pytest
 from operator_play import CutApi, Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.client.api import (
+from megatronapp_operator.backends.kubernetes.client.api import ObjectList
+from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
+from megatronapp_operator.backends.kubernetes.client.resources import (
     CONFIG_MAPS,
     EVENTS,
     JOBS,
     NETWORK_POLICIES,
     SERVICES,
     Object,
-    ObjectList,
     Resource,
 )
-from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.errands import RETRY_S, TEND_S
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.backends.kubernetes.reconciler import RECONCILE_RETRY_S

@@ -4,7 +4,7 @@ import kube
 import pytest
 from operator_play import Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS, PODS, SERVICES
+from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS, PODS, SERVICES
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.plan import ControlAction
 from megatronapp_operator.plan_io.hub_summary import HubSummary

@@ -15,8 +15,9 @@ from operator_play import KEY, SETTINGS, manifest
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common.names import STATUS_PORT
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, KubernetesApi, Object, ObjectList, connect
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList, connect
 from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
 from megatronapp_operator.controller.service import ControllerHealth, LeaderService
 from megatronapp_operator.controller.settings import ControllerSettings
 from megatronapp_operator.keys import KeyRing

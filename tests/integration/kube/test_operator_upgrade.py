@@ -21,7 +21,7 @@ from operator_play import manifest
 from operator_process import Operator, started
 from told_gangs import ToldMachines, launcher, told_machines
 
-from megatronapp_operator.backends.kubernetes.client.api import (
+from megatronapp_operator.backends.kubernetes.client.resources import (
     EVENTS,
     JOBS,
     NETWORK_POLICIES,

@@ -4,7 +4,7 @@ import kube
 import pytest
 from operator_play import manifest, play
 
-from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS, Object
 from megatronapp_operator.controller.capabilities import CONTAINER_RESTARTS, has_container_restarts
 
 pytestmark = pytest.mark.asyncio

@@ -10,7 +10,7 @@ from operator_play import Play, manifest, play
 from operator_process import started
 from watch_cutter import cutting
 
-from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS
+from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS
 
 pytestmark = [
     pytest.mark.asyncio,

@@ -9,7 +9,7 @@ import kube
 import pytest
 from operator_play import Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
 from megatronapp_operator.backends.kubernetes.reconciler import COUNTS_S
 
 pytestmark = pytest.mark.asyncio

@@ -7,8 +7,8 @@ import pytest
 from operator_play import CutApi, Play, manifest, play
 from volcano import VolcanoMachines
 
-from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS, PODS, Object
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
+from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS, PODS, Object
 from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS
 
 pytestmark = pytest.mark.asyncio

@@ -10,7 +10,7 @@ import rendered
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.client.api import PODS
+from megatronapp_operator.backends.kubernetes.client.resources import PODS
 from megatronapp_operator.backends.kubernetes.render import AttemptSettings, Rendered
 from megatronapp_operator.controller.capabilities import CONTAINER_RESTARTS
 

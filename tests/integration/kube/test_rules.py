@@ -7,7 +7,7 @@ import kube
 import pytest
 from rule_examples import EXAMPLES, Example, manifest, old_manifest
 
-from megatronapp_operator.backends.kubernetes.client.api import JOBS
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 
 STRICT = {"fieldValidation": "Strict"}
 DRY = STRICT | {"dryRun": "All"}

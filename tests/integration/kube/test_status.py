@@ -7,7 +7,7 @@ import kube
 import pytest
 import yaml
 
-from megatronapp_operator.backends.kubernetes.client.api import JOBS
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 from megatronapp_operator.plan import (
     Condition,
     ConditionType,

@@ -16,7 +16,7 @@ import kube
 import yaml
 from queued_machines import QueuedMachines
 
-from megatronapp_operator.backends.kubernetes.client.api import COSCHEDULING_POD_GROUPS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import COSCHEDULING_POD_GROUPS, Object
 from megatronapp_operator.backends.kubernetes.render.queueing import SCHEDULERS
 
 SERVER = "api-1.30"

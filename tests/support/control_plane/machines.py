@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from megatronapp_common.names import LABEL_JOB
-from megatronapp_operator.backends.kubernetes.client.api import PODS, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
+from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 
 NOT_OURS = 404, 409
 

@@ -10,7 +10,7 @@ import httpx
 import kube
 from machines import Machines
 
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, KubernetesApi, Object, connect
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
 from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
     ConflictError,
@@ -18,6 +18,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     ThrottledError,
     UnavailableError,
 )
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod

@@ -4,7 +4,7 @@ import dataclasses
 
 from machines import Machines
 
-from megatronapp_operator.backends.kubernetes.client.api import PODS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 
 TERMINATED = 143
 ENDED = frozenset({"Succeeded", "Failed"})

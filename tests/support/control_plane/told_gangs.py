@@ -15,7 +15,8 @@ from operator_play import KEY
 
 from megatronapp_common.names import LABEL_JOB, STATUS_PORT
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
-from megatronapp_operator.backends.kubernetes.client.api import Object, connect
+from megatronapp_operator.backends.kubernetes.client.api import connect
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_trainer.launch.rendezvous.gang_status import GangPhase, GangStatus
 
 ADDRESSES = iter(f"127.{70 + os.getpid() % 50}.{os.getpid() % 251}.{last}" for last in range(1, 255))

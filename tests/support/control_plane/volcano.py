@@ -10,7 +10,7 @@ import dataclasses
 from machines import Machines
 
 from megatronapp_common.job.api.quantity import quantity_value
-from megatronapp_operator.backends.kubernetes.client.api import PODS, VOLCANO_POD_GROUPS, Object
+from megatronapp_operator.backends.kubernetes.client.resources import PODS, VOLCANO_POD_GROUPS, Object
 
 ANNOTATION = "scheduling.k8s.io/group-name"
 PENDING, INQUEUE, RUNNING = "Pending", "Inqueue", "Running"

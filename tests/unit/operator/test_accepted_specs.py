@@ -6,7 +6,8 @@ import pytest
 import rendered
 
 from megatronapp_common.errors import JobError
-from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object, ObjectList
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.errands import JobMaintenance
 from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor

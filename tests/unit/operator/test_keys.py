@@ -11,7 +11,8 @@ import rendered
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
-from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object, ObjectList
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames

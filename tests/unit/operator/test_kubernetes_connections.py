@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from megatronapp_operator.backends.kubernetes.client import connections
-from megatronapp_operator.backends.kubernetes.client.api import PODS, connect
+from megatronapp_operator.backends.kubernetes.client.api import connect
+from megatronapp_operator.backends.kubernetes.client.resources import PODS
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.names import ReplicaType
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.observe import PollResult, observe
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
 from megatronapp_operator.backends.kubernetes.store import ObjectStore

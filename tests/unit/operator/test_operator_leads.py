@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, InvalidError
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
 from megatronapp_operator.controller import capabilities
 from megatronapp_operator.controller.capabilities import has_container_restarts

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.observe import PollResult, observe
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 

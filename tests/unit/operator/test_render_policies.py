@@ -9,7 +9,7 @@ from network_policy import Place, fits, may_connect
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.client.api import NETWORK_POLICIES
+from megatronapp_operator.backends.kubernetes.client.resources import NETWORK_POLICIES
 from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 
 OTHER_UID = "00000000-0000-4000-8000-000000000000"

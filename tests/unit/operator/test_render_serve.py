@@ -8,7 +8,7 @@ from network_policy import Place, may_connect
 
 from megatronapp_common.names import LABEL_REPLICA_INDEX, LABEL_REPLICA_TYPE, SERVE_PORT, STATUS_PORT, Env
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.client.api import NETWORK_POLICIES, SERVICES
+from megatronapp_operator.backends.kubernetes.client.resources import NETWORK_POLICIES, SERVICES
 from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 
 JOB = rendered.make_job(rendered.VARIETY["served"])

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 
-from megatronapp_operator.backends.kubernetes.client.api import PODS, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, InvalidError
+from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import httpx
 from megatronapp_common.errors import JobError
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
     ForbiddenError,
@@ -25,6 +25,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     RetryReconcileError,
     ThrottledError,
 )
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.hub_poller import POLL_S, HubPoller
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory

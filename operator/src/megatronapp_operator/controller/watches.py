@@ -16,7 +16,7 @@ import kopf
 
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import GROUP, LABEL_JOB_UID, VERSION
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.controller.storages import NullDiffBaseStorage, NullProgressStorage
 
 log = logging.getLogger(__name__)

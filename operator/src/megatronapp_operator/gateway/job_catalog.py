@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
 from megatronapp_operator.backends.kubernetes.status_facts import read_pinned
 from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.gateway.ttl_cache import TtlCache

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import GROUP
-from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
+from megatronapp_operator.backends.kubernetes.client.resources import Object, Resource
 from megatronapp_operator.gateway.ttl_cache import TtlCache
 
 TOKEN_REVIEWS = Resource("authentication.k8s.io/v1", "tokenreviews")

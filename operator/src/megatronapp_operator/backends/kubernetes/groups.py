@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.client.api import WORKLOADS, KubernetesApi, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
+from megatronapp_operator.backends.kubernetes.client.resources import WORKLOADS, Object, Resource
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames
 from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner

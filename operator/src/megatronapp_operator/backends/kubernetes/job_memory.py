@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.backends.kubernetes.status_facts import PinnedAttempt
 from megatronapp_operator.plan import PodRejection, Status

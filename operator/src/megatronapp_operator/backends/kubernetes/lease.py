@@ -13,8 +13,9 @@ import datetime
 import time
 from collections.abc import Callable
 
-from megatronapp_operator.backends.kubernetes.client.api import LEASES, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, LeaseLostError
+from megatronapp_operator.backends.kubernetes.client.resources import LEASES, Object
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

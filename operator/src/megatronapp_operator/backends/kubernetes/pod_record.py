@@ -20,7 +20,7 @@ from megatronapp_common.names import (
     ExitCode,
     ReplicaType,
 )
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS
 from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY
 from megatronapp_operator.plan import WorkerOutcome

@@ -18,13 +18,7 @@ from megatronapp_common.job import MegatronJob, load_stored_job, skipped_rules
 from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.client.api import (
-    JOBS,
-    PERSISTENT_VOLUME_CLAIMS,
-    PODS,
-    KubernetesApi,
-    Object,
-)
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
     ConflictError,
@@ -32,6 +26,7 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     NotFoundError,
     RetryReconcileError,
 )
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Object
 from megatronapp_operator.backends.kubernetes.errands import JobMaintenance
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext

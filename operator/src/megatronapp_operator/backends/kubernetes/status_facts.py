@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.plan import AttemptTemplate, Status
 
 TABLE_ENTRIES = 32

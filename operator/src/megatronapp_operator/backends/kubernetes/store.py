@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 
 Key = tuple[str, str]

@@ -4,13 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.client.api import (
-    NETWORK_POLICIES,
-    SERVICES,
-    KubernetesApi,
-    Object,
-    Resource,
-)
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
+from megatronapp_operator.backends.kubernetes.client.resources import NETWORK_POLICIES, SERVICES, Object, Resource
 
 LISTED = frozenset({SERVICES, NETWORK_POLICIES})
 """Kinds whose content the operator may read. ConfigMaps and Secrets it may only write."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod.storage import claims
 
 SHARED = frozenset({"ReadWriteMany"})

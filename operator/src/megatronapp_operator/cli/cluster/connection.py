@@ -16,8 +16,9 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 from kubernetes_asyncio.config import ConfigException
 
 from megatronapp_common.job import TERMINAL_PHASES
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, KubernetesApi, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError, api_error_for
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object, Resource
 from megatronapp_operator.cli.cluster import CONTEXT_VARIABLE
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 

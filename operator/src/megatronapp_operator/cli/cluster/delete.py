@@ -3,7 +3,7 @@
 import argparse
 
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS
 from megatronapp_operator.cli.cluster.connection import opened
 from megatronapp_operator.errors import JobNotFoundError
 

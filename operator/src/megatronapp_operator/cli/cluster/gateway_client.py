@@ -21,8 +21,8 @@ from megatronapp_common.names import GATEWAY_PORT, GROUP
 from megatronapp_common.processes import terminate
 from megatronapp_common.web import loopback
 from megatronapp_common.web.origin import loopback_alias
-from megatronapp_operator.backends.kubernetes.client.api import SERVICES, Object, Resource
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
+from megatronapp_operator.backends.kubernetes.client.resources import SERVICES, Object, Resource
 from megatronapp_operator.cli.cluster.connection import Cluster
 from megatronapp_operator.errors import HubError, OperatorError
 

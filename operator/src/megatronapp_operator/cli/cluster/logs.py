@@ -17,8 +17,8 @@ from megatronapp_common.job import MegatronJob, load_stored_job
 from megatronapp_common.names import LABEL_ATTEMPT
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_common.topology import Placement
-from megatronapp_operator.backends.kubernetes.client.api import PODS, Object
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, UnavailableError
+from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.follower import reporting_rank
 from megatronapp_operator.errors import JobNotFoundError, OperatorError

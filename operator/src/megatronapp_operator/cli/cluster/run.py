@@ -5,7 +5,7 @@ import time
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.text.terminal import replace_control_characters
-from megatronapp_operator.backends.kubernetes.client.api import JOBS
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest
 from megatronapp_operator.cli.text.tables import iteration, number

@@ -17,8 +17,8 @@ from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_common.web.tokens import TokenRole, derive_token
-from megatronapp_operator.backends.kubernetes.client.api import SECRETS, Object, Resource
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
+from megatronapp_operator.backends.kubernetes.client.resources import SECRETS, Object, Resource
 from megatronapp_operator.backends.kubernetes.render import ObjectNames
 from megatronapp_operator.backends.kubernetes.status_facts import read_pinned
 from megatronapp_operator.cli.cluster import gateway_client

@@ -7,7 +7,8 @@ for its name. The pod must belong to this life of the job: its controller is the
 import ipaddress
 
 from megatronapp_common.names import HUB_PORT, KIND
-from megatronapp_operator.backends.kubernetes.client.api import PODS, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
+from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 from megatronapp_operator.gateway.job_catalog import CatalogJob
 from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.gateway.ttl_cache import TtlCache

@@ -12,8 +12,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
@@ -21,8 +20,6 @@ from kubernetes_asyncio import config
 from kubernetes_asyncio.client import ApiClient, Configuration
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from megatronapp_common.job.crd import PLURAL
-from megatronapp_common.names import GROUP, VERSION
 from megatronapp_operator.backends.kubernetes.client.connections import SocketTracker
 from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
@@ -33,8 +30,8 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     UnavailableError,
     api_error_for,
 )
+from megatronapp_operator.backends.kubernetes.client.resources import VERSIONS, Object, Resource
 
-Object = dict[str, Any]
 FIELD_MANAGER = "megatron-operator"
 REQUEST_S = 30.0
 """Seconds for one request to the API server."""
@@ -45,39 +42,6 @@ READ_BUFFER = 1 << 21
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Resource:
-    """Kind of objects, with its names in paths."""
-
-    api_version: str
-    plural: str
-
-    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """Return the path of all objects, those of a namespace, one object, or a part of it."""
-        root = "/api" if "/" not in self.api_version else "/apis"
-        parts = [root, self.api_version]
-        parts += ["namespaces", namespace] if namespace is not None else []
-        parts += [part for part in (self.plural, name, subresource) if part is not None]
-        return "/".join([parts[0], parts[1], *(quote(part, safe="") for part in parts[2:])])
-
-
-JOBS = Resource(f"{GROUP}/{VERSION}", PLURAL)
-PODS = Resource("v1", "pods")
-SERVICES = Resource("v1", "services")
-SECRETS = Resource("v1", "secrets")
-CONFIG_MAPS = Resource("v1", "configmaps")
-LEASES = Resource("coordination.k8s.io/v1", "leases")
-NETWORK_POLICIES = Resource("networking.k8s.io/v1", "networkpolicies")
-PERSISTENT_VOLUME_CLAIMS = Resource("v1", "persistentvolumeclaims")
-VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh/v1beta1", "podgroups")
-COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "podgroups")
-WORKLOADS = Resource("kueue.x-k8s.io/v1beta1", "workloads")
-KAI_POD_GROUPS = Resource("scheduling.run.ai/v2alpha2", "podgroups")
-NODES = Resource("v1", "nodes")
-VERSIONS = Resource("", "version")
-EVENTS = Resource("events.k8s.io/v1", "events")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

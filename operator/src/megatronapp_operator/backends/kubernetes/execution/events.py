@@ -5,8 +5,9 @@ import logging
 import secrets
 
 from megatronapp_common.names import API_VERSION, KIND
-from megatronapp_operator.backends.kubernetes.client.api import EVENTS, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, NamespaceTerminatingError
+from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, Object
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 from megatronapp_operator.plan import RecordEvent
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.client.api import JOBS, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, NameTakenError
 from megatronapp_operator.backends.kubernetes.client.rejections import classify_rejection
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
 from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, run_all
 from megatronapp_operator.backends.kubernetes.execution.objects import ObjectApplier

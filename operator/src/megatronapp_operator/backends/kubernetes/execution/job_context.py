@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Awaitable, Sequence
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_operator.backends.kubernetes.client.api import Object, Resource
 from megatronapp_operator.backends.kubernetes.client.errors import NameTakenError
+from megatronapp_operator.backends.kubernetes.client.resources import Object, Resource
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import AlreadyExistsError, ForbiddenError
+from megatronapp_operator.backends.kubernetes.client.resources import Object, Resource
 from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, name_taken, run_all
 from megatronapp_operator.backends.kubernetes.surroundings import LISTED

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.client.api import NODES, PODS, KubernetesApi, Object
+from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import AlreadyExistsError, NotFoundError
+from megatronapp_operator.backends.kubernetes.client.resources import NODES, PODS, Object
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, name_taken, run_all
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
 from megatronapp_operator.backends.kubernetes.store import ObjectStore

@@ -11,7 +11,7 @@ import yaml
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import COORDINATOR_PORT, LABEL_REPLICA_INDEX, SERVE_PORT, STATUS_PORT, ReplicaType
-from megatronapp_operator.backends.kubernetes.client.api import CONFIG_MAPS, SECRETS, SERVICES, Object
+from megatronapp_operator.backends.kubernetes.client.resources import CONFIG_MAPS, SECRETS, SERVICES, Object
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, labels, make, metadata, selector
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
 from megatronapp_operator.backends.kubernetes.render.pod.worker import render_worker

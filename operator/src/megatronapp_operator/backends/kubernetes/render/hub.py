@@ -4,7 +4,7 @@ from typing import Any
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, GROUP, HUB_PORT, Env, ReplicaType
-from megatronapp_operator.backends.kubernetes.client.api import (
+from megatronapp_operator.backends.kubernetes.client.resources import (
     CONFIG_MAPS,
     NETWORK_POLICIES,
     SERVICES,

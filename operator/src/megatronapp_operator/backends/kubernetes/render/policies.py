@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import HUB_PORT, SERVE_PORT, STATUS_PORT, ReplicaType
-from megatronapp_operator.backends.kubernetes.client.api import NETWORK_POLICIES, Object
+from megatronapp_operator.backends.kubernetes.client.resources import NETWORK_POLICIES, Object
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, labels, make, metadata, selector
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, Rendered, RenderSettings
 

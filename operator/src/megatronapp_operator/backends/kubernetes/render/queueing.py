@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatronapp_common.names import LABEL_REPLICA_INDEX
-from megatronapp_operator.backends.kubernetes.client.api import (
+from megatronapp_operator.backends.kubernetes.client.resources import (
     COSCHEDULING_POD_GROUPS,
     KAI_POD_GROUPS,
     VOLCANO_POD_GROUPS,

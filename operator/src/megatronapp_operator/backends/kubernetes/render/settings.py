@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from megatronapp_operator.backends.kubernetes.client.api import Object, Resource
+from megatronapp_operator.backends.kubernetes.client.resources import Object, Resource
 
 Rendered = tuple[Resource, Object]
 """Object and its resource."""

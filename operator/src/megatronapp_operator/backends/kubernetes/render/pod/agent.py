@@ -7,7 +7,7 @@ keep the training from starting (docs/adr/0010).
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.cluster import Resources
 from megatronapp_common.names import Env
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod import storage
 from megatronapp_operator.backends.kubernetes.render.pod.environment import shared_environment, variables
 from megatronapp_operator.backends.kubernetes.render.pod.security import container_security

@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatronapp_common.names import RankOrder
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod import network
 from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY, rank_order
 from megatronapp_operator.backends.kubernetes.render.pod.security import container_security

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronapp_common.names import COORDINATOR_PORT, GROUP, HUB_PORT, SERVE_PORT, STATUS_PORT, Env, RankOrder
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.objects import host_of
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft

@@ -5,7 +5,7 @@ import hashlib
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.cluster import Initializer
 from megatronapp_common.names import ReplicaType
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.objects import ObjectNames, make, metadata, pod_labels
 from megatronapp_operator.backends.kubernetes.render.pod import storage
 from megatronapp_operator.backends.kubernetes.render.pod.environment import UNPRIVILEGED_HOME, variables

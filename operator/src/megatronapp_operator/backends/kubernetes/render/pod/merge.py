@@ -7,7 +7,7 @@ the same key. All other lists are replaced.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 
 DEEP = {"containers": ("name",), "initContainers": ("name",)}
 """Lists whose items are merged field by field, and the fields that identify an item."""

@@ -1,7 +1,7 @@
 """InfiniBand, attached networks and the node's own network."""
 
 from megatronapp_common.names import COORDINATOR_PORT, SERVE_PORT, STATUS_PORT
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 
 ANNOTATION_NETWORKS = "k8s.v1.cni.cncf.io/networks"

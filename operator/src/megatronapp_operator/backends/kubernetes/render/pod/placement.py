@@ -5,7 +5,7 @@ from typing import Any
 
 from megatronapp_common.job import Spec
 from megatronapp_common.names import ReplicaType
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.objects import selector
 from megatronapp_operator.backends.kubernetes.render.pod.network import LABEL_HOST_NETWORK
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft

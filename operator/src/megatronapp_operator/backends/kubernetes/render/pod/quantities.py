@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from megatronapp_common.job.api.quantity import quantity_value
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 
 Amounts = dict[str, fractions.Fraction]
 

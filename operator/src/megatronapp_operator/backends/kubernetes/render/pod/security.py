@@ -1,6 +1,6 @@
 """Security contexts: no privileges, unless memory must be pinned."""
 
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 
 USER = 65532
 """User of every container without root, and group of the volumes."""

@@ -7,7 +7,7 @@ from typing import Any
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.cluster import Initializer, Volume
 from megatronapp_common.job.api.quantity import quantity_value
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod.quantities import text_of
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, WorkerDraft
 

@@ -5,7 +5,7 @@ import functools
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import ANNOTATION_EXCLUDED_NODES, ANNOTATION_TEMPLATE_HASH, ReplicaType
-from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.facts import REMEMBERED, IdentityKey, facts_of
 from megatronapp_operator.backends.kubernetes.render.objects import digest, make, metadata, pod_labels
 from megatronapp_operator.backends.kubernetes.render.pod import network, storage
