@@ -3,10 +3,25 @@ import { defineConfig } from "vitest/config";
 
 const hub = process.env.VITE_HUB ?? "http://127.0.0.1:8080";
 
+/** Tests of folders below src; what knows no Vue runs without a document, which each file would wait for. */
+const tests = (folders: string): string[] => [`src/{${folders}}/**/*.test.ts`];
+
 export default defineConfig({
   base: "./",
   plugins: [vue()],
   server: { proxy: { "/api": { target: hub, ws: true } } },
   build: { target: "es2022", assetsInlineLimit: 0, reportCompressedSize: false },
-  test: { environment: "happy-dom", include: ["src/**/*.test.ts"], restoreMocks: true },
+  test: {
+    restoreMocks: true,
+    projects: [
+      {
+        extends: true,
+        test: { name: "logic", environment: "node", include: tests("api,wire,store,render,trace,scope") },
+      },
+      {
+        extends: true,
+        test: { name: "page", environment: "happy-dom", include: tests("app,composables,features,ui") },
+      },
+    ],
+  },
 });

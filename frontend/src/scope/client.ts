@@ -3,7 +3,7 @@ import { ApiError, type ApiClient } from "../api/client";
 import type { Schemas } from "../api/types";
 import { decodeFrame } from "../wire/frames";
 import type { Capture, EarlyHello, RunHeader, RunRequest } from "./protocol";
-import { readTensors, type Tensor } from "./tensors";
+import { readTensors, type Tensor } from "./tensors/tensors";
 
 export type Format = "json" | "csv" | "npy";
 

@@ -1,5 +1,5 @@
 import { describe, expect, it, vi } from "vitest";
-import { FrameStore } from "./frameStore";
+import { FrameStore } from "./store/frameStore";
 import { ScopeFrame } from "./protocol";
 import { ScopeStream } from "./stream";
 import { scopeFrame } from "./testFrames";

@@ -1,7 +1,7 @@
 /** The socket of a scope screen: frames into the store, credit back after painting, and what was missed after a reconnect. */
 import { LiveConnection, type LiveState, type LiveWorld, browserWorld } from "../wire/live";
 import { FrameType, type Frame } from "../wire/frames";
-import type { FrameStore } from "./frameStore";
+import type { FrameStore } from "./store/frameStore";
 import { ScopeFrame, SUBPROTOCOL, type EarlyHello, type ScopeStatus } from "./protocol";
 
 /** A hub with nothing to tell may be silent for long; a closed socket is noticed at once. */

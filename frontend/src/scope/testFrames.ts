@@ -1,6 +1,6 @@
 /** Frames as a hub writes them, for tests. */
 import { encodeFrame } from "../wire/frames";
-import type { Code } from "./tensors";
+import type { Code } from "./tensors/tensors";
 
 export interface Given {
   readonly n: string;

@@ -1,8 +1,8 @@
 /** Words of the scope screens. */
 import type { AxesSource, Gap, Hello, RunState, RunSummary } from "../../scope/protocol";
 import { duration, rankList } from "../../store/format";
-import type { SampleStore } from "../../scope/sampleStore";
-import { pieces } from "../../scope/tokenText";
+import type { SampleStore } from "../../scope/store/sampleStore";
+import { pieces } from "../../scope/views/tokenText";
 
 const TITLE_LENGTH = 40;
 

@@ -1,0 +1,46 @@
+/** Which page of a job is shown where the address names none, and whether there is a model to look at. */
+import { computed, onBeforeUnmount, ref, watch, type ComputedRef, type Ref } from "vue";
+import type { ApiClient } from "../api/client";
+import type { JobView } from "../api/types";
+import { useScopeLink, type ScopeSource } from "../composables/useScopeLink";
+import { useSelection } from "../composables/useSelection";
+
+/** While a model is there that this page has not seen yet, it is asked for so often. */
+const AGAIN_MS = 2000;
+/** Phases of a job without ranks that mean that there is a model, ready or not. */
+const SERVED: ReadonlySet<string> = new Set(["Running", "Restarting"]);
+
+export interface EntryRoute {
+  /** null: there is none, or not known yet. */
+  readonly scope: Ref<ScopeSource>;
+  /** There is a model, and nothing trains. */
+  readonly serves: ComputedRef<boolean>;
+  readonly page: ComputedRef<"job" | "jobs" | "scope">;
+}
+
+/** Ranks train here: there is no model to generate with. */
+export const trains = (job: JobView | null): boolean => job !== null && job.ranks.length > 0;
+const hasModel = (job: JobView | null): boolean => job !== null && !trains(job) && SERVED.has(job.phase);
+
+/** A model that serves, or was recorded, is what people came for; where ranks train, their page is. */
+export function useEntryRoute(api: ApiClient, job: Readonly<Ref<JobView | null>>): EntryRoute {
+  const { selection } = useSelection();
+  const scope = ref<ScopeSource>(null);
+  const ask = (): void => {
+    watch(useScopeLink(api), (source) => (scope.value = source), { once: true });
+  };
+  ask();
+  const timer = setInterval(() => {
+    if (scope.value === null && hasModel(job.value) && !document.hidden) ask();
+  }, AGAIN_MS);
+  onBeforeUnmount(() => clearInterval(timer));
+
+  const serves = computed(
+    () => scope.value === "replay" || (scope.value === "live" && job.value !== null && !trains(job.value)),
+  );
+  const page = computed(() => {
+    const { page: asked, run } = selection.value;
+    return asked ?? (serves.value || run !== null ? "scope" : "job");
+  });
+  return { scope, serves, page };
+}

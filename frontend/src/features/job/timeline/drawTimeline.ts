@@ -1,0 +1,188 @@
+/** Draws one step over all ranks. */
+import type { ThemeName } from "../../../render/colour";
+import type { Palette } from "../../../render/palette";
+import type { Box, Surface } from "../../../render/surface";
+import { tickStep, ticks } from "../../../render/ticks";
+import type { Scale, Span } from "../../../render/viewport";
+import { secondsTick } from "../../../store/format";
+import { GROUPS, kindStyle } from "../../../trace/kinds";
+import { spanAt, trackOf, type SpanView, type TimelineModel } from "../../../trace/timeline";
+import { frameOf, labelStride } from "../trackLayout";
+
+export const AXIS_TOP = 24;
+const LANES_HEIGHT = 560;
+const ARROW_LIMIT = 200;
+
+export interface TimelinePicture {
+  readonly model: TimelineModel;
+  readonly view: Span;
+  readonly scale: Scale;
+  readonly theme: ThemeName;
+  readonly palette: Palette;
+  readonly suspects: ReadonlySet<number>;
+  readonly selectedRank: number | null;
+  readonly selectedSpan: number | null;
+  readonly hoveredSpan: number | null;
+}
+
+export const laneHeight = (lanes: number): number =>
+  Math.min(42, Math.max(6, Math.floor(LANES_HEIGHT / Math.max(lanes, 1))));
+
+export const timelineHeight = (lanes: number): number => AXIS_TOP + laneHeight(lanes) * lanes + 4;
+
+/** The lane under a pixel, which may lie outside of all. */
+export const laneAt = (y: number, lanes: number): number => Math.floor((y - AXIS_TOP) / laneHeight(lanes));
+
+/** Box of a span in its lane: main spans fill it, steps, layers and faults are strips at its edges. */
+export function spanBox(span: SpanView, lane: number, lanes: number, scale: Scale): Box {
+  const size = laneHeight(lanes);
+  const top = AXIS_TOP + lane * size;
+  const x = scale.toPixel(span.startNs);
+  const width = Math.max(scale.toPixel(span.endNs) - x, 1);
+  const inset = size >= 16 ? 4 : 1;
+  switch (trackOf(span.kind)) {
+    case "frame":
+      return { x, y: top + 1, width, height: Math.min(2, inset) };
+    case "fault":
+      return { x, y: top + size - inset - 1, width, height: inset };
+    case "layer":
+      return { x, y: top + size - inset - size * 0.25, width, height: size * 0.2 };
+    default:
+      return { x, y: top + inset, width, height: size - 2 * inset };
+  }
+}
+
+export function drawTimeline(surface: Surface, picture: TimelinePicture): void {
+  const { model, palette } = picture;
+  const frame = frameOf(surface.width);
+  drawTimeAxis(surface, picture);
+  model.lanes.forEach((lane, index) => drawLaneBack(surface, picture, lane.rank, index));
+  surface.clipped(
+    { x: frame.left, y: AXIS_TOP, width: frame.right - frame.left, height: surface.height },
+    () => {
+      model.lanes.forEach((_, index) => drawSpans(surface, picture, index));
+      drawFlows(surface, picture);
+      for (const [index, colour] of [
+        [picture.hoveredSpan, palette.muted],
+        [picture.selectedSpan, palette.text],
+      ] as const) {
+        const span = index === null ? undefined : spanAt(model.source, index);
+        if (span) surface.outline(grown(boxOf(picture, span)), colour, 2);
+      }
+    },
+  );
+}
+
+const boxOf = (picture: TimelinePicture, span: SpanView): Box =>
+  spanBox(span, picture.model.laneOf.get(span.rank) ?? 0, picture.model.lanes.length, picture.scale);
+
+const grown = ({ x, y, width, height }: Box): Box => ({
+  x: x - 1.5,
+  y: y - 1.5,
+  width: width + 3,
+  height: height + 3,
+});
+
+function drawTimeAxis(surface: Surface, { view, scale, palette, model }: TimelinePicture): void {
+  const frame = frameOf(surface.width);
+  const count = Math.max(2, Math.floor((frame.right - frame.left) / 100));
+  const [from, to] = [view.from - model.fromNs, view.to - model.fromNs];
+  const step = tickStep(to - from, count) / 1e9;
+  for (const tick of ticks(from, to, count)) {
+    const x = surface.snap(scale.toPixel(tick + model.fromNs));
+    surface.rect({ x, y: AXIS_TOP - 6, width: 1, height: surface.height }, palette.grid);
+    if (x < frame.right - 44)
+      surface.text(secondsTick(tick / 1e9, step), x + 4, 10, { colour: palette.muted });
+  }
+}
+
+function drawLaneBack(surface: Surface, picture: TimelinePicture, rank: number, lane: number): void {
+  const { palette, suspects, selectedRank, model } = picture;
+  const size = laneHeight(model.lanes.length);
+  const y = AXIS_TOP + lane * size;
+  const [suspect, selected] = [suspects.has(rank), rank === selectedRank];
+  surface.rect({ x: 0, y: y + size - 0.5, width: surface.width, height: 1 }, palette.grid);
+  if (selected) surface.rect({ x: 0, y, width: 3, height: size }, palette.accent);
+  if (lane % labelStride(size) !== 0 && !suspect) return;
+  const colour = suspect ? palette.alarm : selected ? palette.text : palette.muted;
+  const text = suspect ? `▲ rank ${rank}` : `rank ${rank}`;
+  const weight = suspect || selected ? 650 : 400;
+  surface.text(text, frameOf(surface.width).left - 8, y + size / 2, { colour, weight, align: "right" });
+}
+
+/** Spans that would fall on a pixel that one of the same kind has already taken are left out. */
+function drawSpans(surface: Surface, picture: TimelinePicture, lane: number): void {
+  const { model, view } = picture;
+  const taken = new Map<number, number>();
+  for (const index of model.lanes[lane]?.all ?? []) {
+    const span = spanAt(model.source, index);
+    if (!span || span.endNs < view.from || span.startNs > view.to) continue;
+    const box = spanBox(span, lane, model.lanes.length, picture.scale);
+    if (box.width <= 1) {
+      const pixel = Math.floor(box.x);
+      if (taken.get(span.kind) === pixel) continue;
+      taken.set(span.kind, pixel);
+    }
+    drawSpan(surface, picture, span, box);
+  }
+}
+
+function drawSpan(surface: Surface, { theme, palette }: TimelinePicture, span: SpanView, box: Box): void {
+  const { group, short } = kindStyle(span.kind);
+  const style = GROUPS[group];
+  if (trackOf(span.kind) === "frame") {
+    surface.rect(box, palette.border);
+    return;
+  }
+  const body = box.width > 3 ? { ...box, width: box.width - 1 } : box;
+  surface.rect(body, style.colour[theme]);
+  if (style.hatched && box.width > 4) surface.hatch(body, group === "fault" ? palette.panel : palette.border);
+  if (span.runQueueNs && box.width > 8) drawRunQueue(surface, span, body, style.ink[theme]);
+  if (span.injected) surface.rect({ ...body, height: 3 }, palette.alarm);
+  if (box.width >= 22 && box.height >= 13) drawLabel(surface, span, box, short, style.ink[theme]);
+}
+
+function drawLabel(surface: Surface, span: SpanView, box: Box, short: string, ink: string): void {
+  const [left, right] = [
+    Math.max(box.x, frameOf(surface.width).left),
+    Math.min(box.x + box.width, surface.width),
+  ];
+  const label =
+    span.microbatch === null ? short : `${short}${short.length === 1 ? "" : " "}${span.microbatch}`;
+  surface.text(label, left + 6, box.y + box.height / 2, {
+    colour: ink,
+    weight: 550,
+    maxWidth: right - left - 10,
+  });
+}
+
+/** How much of the span the thread waited for a processor: a line near its foot, as long as that share. */
+function drawRunQueue(surface: Surface, span: SpanView, box: Box, colour: string): void {
+  const share = Math.min(1, (span.runQueueNs ?? 0) / Math.max(span.durationNs, 1));
+  if (share < 0.02 || box.height < 10) return;
+  surface.rect(
+    { x: box.x + 2, y: box.y + box.height - 5, width: (box.width - 4) * share, height: 2 },
+    colour,
+  );
+}
+
+/** Arrows of the selected transfer, or of all transfers of the selected rank. */
+function drawFlows(surface: Surface, picture: TimelinePicture): void {
+  const { model, selectedSpan, selectedRank, palette } = picture;
+  const own = selectedSpan === null ? undefined : model.flowsOf.get(selectedSpan);
+  const ofRank = ([send, receive]: readonly [number, number]): boolean =>
+    model.source.rank[send] === selectedRank || model.source.rank[receive] === selectedRank;
+  const flows =
+    own ?? (selectedRank === null || selectedSpan !== null ? [] : model.source.flows.filter(ofRank));
+  for (const [send, receive] of flows.slice(0, ARROW_LIMIT)) {
+    const [from, to] = [spanAt(model.source, send), spanAt(model.source, receive)];
+    if (!from || !to) continue;
+    const [start, end] = [boxOf(picture, from), boxOf(picture, to)];
+    surface.arrow(
+      [start.x + start.width, start.y + start.height / 2],
+      [end.x + end.width, end.y + end.height / 2],
+      own ? palette.text : palette.muted,
+      own ? 2 : 1,
+    );
+  }
+}

@@ -1,0 +1,136 @@
+/** What the next run is asked for, and the actions on runs; shared by the controls and the panels that pin. */
+import { computed, inject, provide, reactive, ref, shallowRef, type InjectionKey } from "vue";
+import { asApiError, type ApiError } from "../../../api/client";
+import {
+  DEFAULT_CAPTURE,
+  DEFAULT_SAMPLING,
+  isActive,
+  type Capture,
+  type Head,
+  type RunHeader,
+} from "../../../scope/protocol";
+import { problemPlaces } from "../../../scope/problems";
+import { useScope } from "../useScope";
+import { useSelection } from "../../../composables/useSelection";
+
+type Writable<T> = { -readonly [K in keyof T]: T[K] extends object ? Writable<T[K]> : T[K] };
+
+const KEPT = "megatronapp-scope-form";
+const DEFAULT_TOKENS = 32;
+
+function initial() {
+  return {
+    prompts: ["The quick brown fox jumps over"],
+    tokens: DEFAULT_TOKENS,
+    sampling: { ...DEFAULT_SAMPLING, stop: [] as string[] },
+    capture: structuredClone(DEFAULT_CAPTURE) as Writable<Capture>,
+  };
+}
+type Draft = ReturnType<typeof initial>;
+
+/** What the last run of this tab was asked for; anything unreadable counts as nothing. */
+function kept(): Draft {
+  try {
+    const { prompts, tokens, sampling } = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}") as Partial<Draft>;
+    const known = Array.isArray(prompts) && prompts.every((text) => typeof text === "string");
+    const counted = typeof tokens === "number" && Array.isArray(sampling?.stop);
+    return known && prompts.length > 0 && counted
+      ? { ...initial(), prompts, tokens, sampling: { ...initial().sampling, ...sampling } }
+      : initial();
+  } catch {
+    return initial();
+  }
+}
+
+/** What a run was asked for; the seed is the one that it got. */
+export function settingsOf({ prompts = [], tokens, sampling, capture }: RunHeader): Draft {
+  const fresh = initial();
+  return {
+    prompts: prompts.map(({ text }) => text),
+    tokens: tokens ?? fresh.tokens,
+    sampling: { ...fresh.sampling, ...sampling, stop: [...(sampling?.stop ?? [])] },
+    capture: structuredClone({ ...fresh.capture, ...capture }) as Writable<Capture>,
+  };
+}
+
+const sameHead = (a: Head, b: Head): boolean => a.layer === b.layer && a.head === b.head;
+
+function createForm() {
+  const scope = useScope();
+  const { select } = useSelection();
+  const draft = reactive(kept());
+  const problem = shallowRef<ApiError | null>(null);
+  const busy = ref(false);
+  const places = computed(() => problemPlaces(problem.value));
+  const running = computed(() => {
+    const run = scope.version.value >= 0 ? scope.run.value : null;
+    return run && isActive(run.header.state) ? run.header.run : null;
+  });
+
+  async function attempt(action: () => Promise<void>): Promise<void> {
+    [busy.value, problem.value] = [true, null];
+    try {
+      await action();
+    } catch (error) {
+      problem.value = asApiError(error);
+    }
+    busy.value = false;
+  }
+  /** What is looked at changes from the next step on. */
+  const applyCapture = async (): Promise<void> => {
+    const { value: run } = running;
+    if (run === null) return;
+    // One run shows q and k in one way: pixels from before and after the rotation would stand side by side.
+    const { rotary = draft.capture.rotary } = scope.run.value?.header.capture ?? {};
+    await attempt(() => scope.client.setCapture(run, { ...(draft.capture as Capture), rotary }));
+  };
+  return {
+    draft,
+    problem,
+    places,
+    busy,
+    running,
+    applyCapture,
+    generate: () =>
+      attempt(async () => {
+        const { prompts, tokens, sampling } = draft;
+        sessionStorage.setItem(KEPT, JSON.stringify({ prompts, tokens, sampling }));
+        const { run } = await scope.client.start({ ...draft, capture: draft.capture as Capture });
+        select({ run, prompt: 0, token: null });
+      }),
+    /** The next run is asked for as the one that is shown: with the same seed it gives the same tokens. */
+    takeSettings: () => {
+      const shown = scope.run.value?.header;
+      if (shown?.prompts?.length) Object.assign(draft, settingsOf(shown));
+    },
+    stop: () =>
+      attempt(async () => {
+        if (running.value !== null) await scope.client.stop(running.value);
+      }),
+    pinned: computed(() => draft.capture.pinned as readonly Head[]),
+    /** Pins a head, or lets it go. */
+    pin: async (head: Head): Promise<void> => {
+      const { pinned } = draft.capture;
+      const others = pinned.filter((one) => !sameHead(one, head));
+      draft.capture.pinned = others.length < pinned.length ? others : [...pinned, { ...head }];
+      await applyCapture();
+    },
+    isPinned: (head: Head): boolean => draft.capture.pinned.some((one) => sameHead(one, head)),
+  };
+}
+
+export type RunForm = ReturnType<typeof createForm>;
+
+const KEY: InjectionKey<RunForm> = Symbol("run form");
+
+export function provideRunForm(): RunForm {
+  const form = createForm();
+  provide(KEY, form);
+  return form;
+}
+
+export function useRunForm(): RunForm {
+  const form = inject(KEY);
+  if (!form) throw new Error("useRunForm outside of a scope screen");
+  return form;
+}

@@ -1,0 +1,81 @@
+import { describe, expect, it } from "vitest";
+import type { Timeline } from "../api/types";
+import { Flag, Kind } from "./kinds";
+import { buildTimeline, neighbour, otherEnd, pick, trackOf } from "./timeline";
+
+type Row = readonly [rank: number, kind: number, microbatch: number | null, start: number, duration: number];
+
+function timelineOf(rows: readonly Row[], flows: [number, number][] = []): Timeline {
+  return {
+    attempt: 0,
+    step: 7,
+    originNs: 0,
+    complete: true,
+    ranks: [...new Set(rows.map(([rank]) => rank))],
+    kindNames: {},
+    rank: rows.map(([rank]) => rank),
+    kind: rows.map(([, kind]) => kind),
+    chunk: rows.map(() => 0),
+    microbatch: rows.map(([, , microbatch]) => microbatch),
+    startNs: rows.map(([, , , start]) => start),
+    durationNs: rows.map(([, , , , duration]) => duration),
+    flags: rows.map(([, kind]) => (kind === Kind.FORWARD ? Flag.INJECTED : 0)),
+    runQueueNs: rows.map(() => 5),
+    bytes: rows.map(() => null),
+    peer: rows.map(() => null),
+    flows,
+  };
+}
+
+const rows: readonly Row[] = [
+  [0, Kind.STEP, null, 0, 100],
+  [0, Kind.FORWARD, 0, 10, 20],
+  [0, Kind.SEND_POST, 0, 30, 2],
+  [0, Kind.BACKWARD, 0, 60, 30],
+  [1, Kind.STEP, null, 2, 99],
+  [1, Kind.RECV_WAIT, 0, 5, 30],
+  [1, Kind.FORWARD, 0, 35, 60],
+  [1, Kind.METRIC, null, 500, 0],
+];
+
+const model = buildTimeline(timelineOf(rows, [[2, 5]]));
+
+describe("timeline", () => {
+  it("has a lane per rank and covers its spans, samples left out", () => {
+    expect(model.lanes.map((lane) => lane.rank)).toEqual([0, 1]);
+    expect([model.fromNs, model.toNs]).toEqual([0, 101]);
+    expect(model.lanes[0]?.main).toEqual([1, 2, 3]);
+    expect(model.lanes[0]?.all[0]).toBe(0);
+    expect(trackOf(Kind.FAULT)).toBe("fault");
+  });
+
+  it("survives a step without spans", () => {
+    const empty = buildTimeline(timelineOf([]));
+    expect(empty.lanes).toEqual([]);
+    expect(pick(empty, 0, 5, 1)).toBeUndefined();
+  });
+
+  it("finds the span under the pointer, or one close by", () => {
+    expect(pick(model, 0, 15, 0)).toBe(1);
+    expect(pick(model, 0, 33, 3)).toBe(2);
+    expect(pick(model, 0, 45, 3)).toBeUndefined();
+    expect(pick(model, 5, 15, 3)).toBeUndefined();
+  });
+
+  it("moves by keys along and across lanes", () => {
+    expect(neighbour(model, null, 1, "next")).toBe(5);
+    expect(neighbour(model, 1, 0, "next")).toBe(2);
+    expect(neighbour(model, 1, 0, "previous")).toBe(1);
+    expect(neighbour(model, 3, 0, "down")).toBe(6);
+    expect(neighbour(model, 6, 1, "up")).toBe(3);
+    expect(neighbour(model, 6, 1, "down")).toBe(6);
+    expect(neighbour(model, 3, 0, "first")).toBe(1);
+    expect(neighbour(model, 5, 1, "last")).toBe(6);
+  });
+
+  it("knows the other end of a transfer", () => {
+    expect(otherEnd(model, 2)).toBe(5);
+    expect(otherEnd(model, 5)).toBe(2);
+    expect(otherEnd(model, 1)).toBeUndefined();
+  });
+});
