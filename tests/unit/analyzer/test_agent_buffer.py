@@ -58,7 +58,7 @@ def test_rewind_sends_again_what_the_hub_lacks() -> None:
     assert send_all(buffer) == [10, 20, 30]
 
 
-def test_rewind_without_knowledge_sends_all_that_is_kept() -> None:
+def test_rewind_without_acknowledgement_resends_the_whole_buffer() -> None:
     buffer = SendBuffer(limit_bytes=1000, resend_bytes=20)
     for first in (0, 10, 20):
         buffer.push(packet(first))
@@ -116,7 +116,7 @@ def test_socket_address(settings: AgentSettings) -> None:
     assert settings.socket_url == "ws://127.0.0.1:8000/api/v1/agent"
 
 
-def test_welcome_tells_what_the_hub_has() -> None:
+def test_welcome_frame_lists_the_rings_the_hub_already_has() -> None:
     header = {"server": "x", "rings": [{"rank": 3, "next": 7}, {"rank": None, "next": 1}]}
     assert parse_welcome(Frame(FrameType.WELCOME, header)) == {3: 7, None: 1}
     assert parse_welcome(Frame(FrameType.WELCOME, {"server": "older"})) == {}

@@ -124,7 +124,7 @@ def test_records_carry_their_index_and_what_was_lost(shelf: Shelf) -> None:
     assert source.status(9)["lost"] == 7
 
 
-def test_one_ring_does_not_starve_the_others(shelf: Shelf) -> None:
+def test_a_long_ring_does_not_starve_the_others(shelf: Shelf) -> None:
     shelf.put("job.rank0.ring")
     (source,) = shelf.directory.discover()
     shelf.opened["job.rank0.ring"].count = 100 * FRAME_RECORDS
@@ -188,7 +188,7 @@ def test_a_process_that_was_never_seen_counts_as_alive(shelf: Shelf, monkeypatch
     }
 
 
-def test_a_garbled_ring_counts_as_gone(shelf: Shelf) -> None:
+def test_a_garbled_ring_is_treated_as_ended(shelf: Shelf) -> None:
     shelf.put("job.rank0.ring")
     (source,) = shelf.directory.discover()
     shelf.opened["job.rank0.ring"].broken = True
@@ -196,7 +196,7 @@ def test_a_garbled_ring_counts_as_gone(shelf: Shelf) -> None:
     assert source.ended
 
 
-def test_clock_pairs_are_told_now_and_then(shelf: Shelf) -> None:
+def test_clock_pairs_are_resent_on_change_and_periodically(shelf: Shelf) -> None:
     shelf.put("job.rank0.ring")
     (source,) = shelf.directory.discover()
     info = shelf.opened["job.rank0.ring"].ring_info
@@ -222,7 +222,7 @@ def test_process_state() -> None:
 
 
 @pytest.mark.parametrize(("namespace", "state"), [(None, "R"), (pid_namespace(), "R"), (1, None)])
-def test_a_process_of_another_namespace_is_not_taken_for_one_of_ours(
+def test_a_pid_of_another_namespace_is_not_taken_for_a_local_process(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch, namespace: int | None, state: str | None
 ) -> None:
     """Check a number of another pod's process: the agent does not share the trainer's processes, so any process may

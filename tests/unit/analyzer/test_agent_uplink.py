@@ -36,7 +36,7 @@ def settings(tmp_path: pathlib.Path) -> AgentSettings:
     )
 
 
-class Wire:
+class FakeHubConnection:
     """A connection that keeps what is sent."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Wire:
 
 
 @pytest.mark.asyncio
-async def test_one_frame_of_each_ring_waits_while_the_hub_is_away(settings: AgentSettings) -> None:
+async def test_only_one_frame_per_ring_is_buffered_while_the_hub_is_unreachable(settings: AgentSettings) -> None:
     uplink = Uplink(
         settings,
         SendBuffer(limit_bytes=1000, resend_bytes=1000),
@@ -58,7 +58,7 @@ async def test_one_frame_of_each_ring_waits_while_the_hub_is_away(settings: Agen
     for number in range(1000):
         uplink.send_first("ring 0", f"0: {number}".encode())
         uplink.send_first("ring 1", f"1: {number}".encode())
-    wire = Wire()
+    wire = FakeHubConnection()
     sender = asyncio.create_task(uplink._send_all(wire))  # type: ignore[arg-type]
     async with asyncio.timeout(SETTLED_S):
         await uplink.flushed()
@@ -73,7 +73,7 @@ def answer(status: int) -> InvalidStatus:
 
 
 @pytest.mark.parametrize(
-    ("met", "wanted"),
+    ("met", "expected"),
     [
         ([InvalidMessage("did not receive a valid HTTP response"), OSError("refused")], [1, 2]),
         ([answer(500), answer(503), OSError("refused")], [1, 2, 3]),
@@ -83,8 +83,8 @@ def answer(status: int) -> InvalidStatus:
     ids=["ends while it greets", "fails", "refuses the token", "refuses the agent"],
 )
 @pytest.mark.asyncio
-async def test_a_hub_that_is_away_is_asked_again_soon(
-    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch, met: list[Exception], wanted: list[int]
+async def test_an_unreachable_hub_is_retried_soon(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch, met: list[Exception], expected: list[int]
 ) -> None:
     uplink = Uplink(
         settings,
@@ -107,7 +107,7 @@ async def test_a_hub_that_is_away_is_asked_again_soon(
     monkeypatch.setattr("megatronapp_analyzer.agent.uplink.backoff_s", wait_s)
     with pytest.raises(asyncio.CancelledError):
         await uplink.run()
-    assert waits == wanted
+    assert waits == expected
 
 
 @pytest.mark.asyncio

@@ -30,8 +30,8 @@ def deliveries(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, Any]]]:
     queues = []
     for _ in range(world):
         whole = np.concatenate([spans(step, spans_before=draw(st.integers(0, 3))) for step in range(steps)])
-        cuts = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=4)))
-        queues.append([part for part in np.split(whole, cuts) if len(part)])
+        splits = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=4)))
+        queues.append([part for part in np.split(whole, splits) if len(part)])
     order = draw(st.permutations([rank for rank, queue in enumerate(queues) for _ in queue]))
     places = iter(order)
     chunks = [(rank, queues[rank].pop(0)) for rank in places]

@@ -19,7 +19,7 @@ def stranger(address: str, port: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_nobody_else_gets_either_address_of_a_hub_whose_page_has_a_name(host: str) -> None:
+def test_both_loopback_addresses_of_a_named_hub_are_reserved(host: str) -> None:
     with open_sockets(host, 0) as found:
         assert found.named
         port = found.sockets[0].getsockname()[1]
@@ -32,7 +32,7 @@ def test_nobody_else_gets_either_address_of_a_hub_whose_page_has_a_name(host: st
         stranger(address, port).close()
 
 
-def test_a_port_that_somebody_has_at_the_other_address_gives_no_name() -> None:
+def test_a_port_in_use_at_the_other_address_gives_no_name() -> None:
     with stranger("::1", 0) as other:
         port = other.getsockname()[1]
         with open_sockets("127.0.0.1", port) as found:
@@ -40,7 +40,7 @@ def test_a_port_that_somebody_has_at_the_other_address_gives_no_name() -> None:
             assert [sock.getsockname()[:2] for sock in found.sockets] == [("127.0.0.1", port)]
 
 
-def test_a_hub_without_a_port_of_its_own_takes_one_that_is_free_at_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_without_a_configured_port_picks_a_port_free_at_both_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     listen, others = sockets._listen, contextlib.ExitStack()
     seized: list[int] = []
 
@@ -59,7 +59,7 @@ def test_a_hub_without_a_port_of_its_own_takes_one_that_is_free_at_both(monkeypa
         assert found.sockets[0].getsockname()[1] not in seized
 
 
-def test_a_machine_without_the_other_address_has_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_ipv6_still_gives_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "has_ipv6", lambda: False)
     with open_sockets("127.0.0.1", 0) as found:
         assert (len(found.sockets), found.named) == (1, True)
@@ -72,7 +72,7 @@ def test_an_address_without_names_is_listened_on_alone(host: str, url: str) -> N
         assert found.url.startswith(url)
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with (
         stranger("127.0.0.1", 0) as other,
         pytest.raises(SettingsError, match="choose another --port"),
@@ -81,7 +81,7 @@ def test_a_port_that_is_taken_is_told() -> None:
         pass
 
 
-def test_two_hubs_do_not_share_a_port() -> None:
+def test_two_hubs_cannot_listen_on_the_same_port() -> None:
     with (
         open_sockets("127.0.0.1", 0) as first,
         pytest.raises(SettingsError, match="cannot listen"),
@@ -90,12 +90,12 @@ def test_two_hubs_do_not_share_a_port() -> None:
         pass
 
 
-def test_a_hub_shares_a_port_that_is_held_for_it() -> None:
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("127.0.0.1", 0))
+def test_a_hub_can_listen_on_a_port_reserved_for_it() -> None:
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
         for _ in range(2):
-            with open_sockets("127.0.0.1", held.getsockname()[1]) as found:
+            with open_sockets("127.0.0.1", reserved.getsockname()[1]) as found:
                 assert found.named
 
 

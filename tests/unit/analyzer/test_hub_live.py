@@ -32,12 +32,12 @@ LAYOUT = JobLayout.grid(pp=2)
 
 def test_every_page_gets_every_frame() -> None:
     pages = Broadcaster()
-    one, two = pages.subscribe(), pages.subscribe()
+    first, second = pages.subscribe(), pages.subscribe()
     pages.publish(b"a")
-    pages.unsubscribe(two)
+    pages.unsubscribe(second)
     pages.publish(b"b")
-    assert [one.get_nowait(), one.get_nowait()] == [b"a", b"b"]
-    assert two.qsize() == 1
+    assert [first.get_nowait(), first.get_nowait()] == [b"a", b"b"]
+    assert second.qsize() == 1
 
 
 def test_a_slow_page_is_let_go_and_others_are_not() -> None:
@@ -96,10 +96,10 @@ def slowdowns(digester: StepDigester, *milliseconds: float) -> list[float]:
         for row, kind in ((2 * rank, RecordKind.STEP), (2 * rank + 1, RecordKind.FORWARD)):
             records[row]["rank"], records[row]["kind"] = rank, int(kind)
             records[row]["duration"] = int(length * 1e6 / DURATION_UNIT_NS)
-    return [round(float(one), 2) for one in digester.values(records)[METRICS.index("slowdown")]]
+    return [round(float(slowdown), 2) for slowdown in digester.values(records)[METRICS.index("slowdown")]]
 
 
-def test_beside_one_slow_peer_a_healthy_rank_is_like_its_own_history() -> None:
+def test_a_healthy_rank_next_to_a_slow_peer_matches_its_own_history() -> None:
     digester = StepDigester(2, JobLayout.grid(dp=2))
     first = slowdowns(digester, 10, 30)
     assert (np.isnan(first[0]), first[1]) == (True, 3), "no history yet: nothing is said of the healthy one"
@@ -130,7 +130,7 @@ class Judge:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.heard: list[list[int]] = []
+        self.seen_ranks: list[list[int]] = []
 
     def observe(self, step: StepRecords) -> list[Verdict]:
         self.steps.append(step.step)
@@ -139,7 +139,7 @@ class Judge:
         return [verdict()] if step.step == 1 else []
 
     def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
-        self.heard.append([rank.rank for rank in ranks])
+        self.seen_ranks.append([rank.rank for rank in ranks])
         return []
 
 
@@ -159,19 +159,19 @@ def stored(step_rows: Any, ring_header: Any) -> list[StoredStep]:
     return found
 
 
-def analysis(judges: list[Judge], book: VerdictStore, now_s: float = 1_700_000_002.0) -> DetectorTask:
+def analysis(judges: list[Judge], store: VerdictStore, now_s: float = 1_700_000_002.0) -> DetectorTask:
     def make(layout: JobLayout) -> Judge:
         judges.append(Judge())
         return judges[-1]
 
-    return DetectorTask(make, book, liveness=lambda: None, real_time_s=lambda: now_s)
+    return DetectorTask(make, store, liveness=lambda: None, real_time_s=lambda: now_s)
 
 
 @pytest.mark.asyncio
 async def test_steps_are_judged_in_order_and_waste_adds_up(stored: list[StoredStep]) -> None:
     judges: list[Judge] = []
-    book = VerdictStore(None)
-    queue = analysis(judges, book)
+    store = VerdictStore(None)
+    queue = analysis(judges, store)
     queue.add(LAYOUT, stored[:3])
     await queue.drain_batch()
     assert judges[0].steps == [0, 1, 2]
@@ -182,29 +182,29 @@ async def test_steps_are_judged_in_order_and_waste_adds_up(stored: list[StoredSt
 @pytest.mark.asyncio
 async def test_a_failing_detector_is_replaced_and_its_verdicts_end(stored: list[StoredStep]) -> None:
     judges: list[Judge] = []
-    book = VerdictStore(None)
-    queue = analysis(judges, book)
+    store = VerdictStore(None)
+    queue = analysis(judges, store)
     queue.add(LAYOUT, stored)
     await queue.drain_batch()
     assert [judge.steps for judge in judges] == [[0, 1, 2, 3], [4]]
     assert queue.failures == 1
-    assert book.active() == []
-    assert [entry["state"] for entry in book.all()] == ["cleared"]
+    assert store.active() == []
+    assert [entry["state"] for entry in store.all()] == ["cleared"]
 
 
 @pytest.mark.asyncio
 async def test_another_layout_begins_afresh(stored: list[StoredStep]) -> None:
     judges: list[Judge] = []
-    book = VerdictStore(None)
-    queue = analysis(judges, book)
+    store = VerdictStore(None)
+    queue = analysis(judges, store)
     queue.add(LAYOUT, stored[:2])
     await queue.drain_batch()
-    assert [entry.id for entry in book.active()] == ["v"]
+    assert [entry.id for entry in store.active()] == ["v"]
     queue.add(JobLayout.grid(pp=2, ranks_per_node=1), stored[2:3])
     await queue.drain_batch()
     assert len(judges) == 2
-    assert book.active() == []
-    assert [entry["state"] for entry in book.all()] == ["cleared"]
+    assert store.active() == []
+    assert [entry["state"] for entry in store.all()] == ["cleared"]
 
 
 def test_a_detector_that_is_too_slow_skips_the_oldest(stored: list[StoredStep]) -> None:
@@ -218,24 +218,24 @@ def test_a_detector_that_is_too_slow_skips_the_oldest(stored: list[StoredStep]) 
 async def test_liveness_is_judged_at_every_tick() -> None:
     judges: list[Judge] = []
     done = asyncio.Event()
-    asked = 0
+    polls = 0
 
-    def heard() -> LivenessReport | None:
-        nonlocal asked
-        asked += 1
-        if asked == 3:
+    def report_liveness() -> LivenessReport | None:
+        nonlocal polls
+        polls += 1
+        if polls == 3:
             done.set()
-        return LivenessReport(layout=LAYOUT, now_ns=asked, ranks=[]) if asked > 1 else None
+        return LivenessReport(layout=LAYOUT, now_ns=polls, ranks=[]) if polls > 1 else None
 
     def make(layout: JobLayout) -> Judge:
         judges.append(Judge())
         return judges[-1]
 
-    queue = DetectorTask(make, VerdictStore(None), liveness=heard)
+    queue = DetectorTask(make, VerdictStore(None), liveness=report_liveness)
     task = asyncio.create_task(queue.run(0.001))
     async with asyncio.timeout(20):
         await done.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert len(judges) == 1
-    assert judges[0].heard[:1] == [[]]
+    assert judges[0].seen_ranks[:1] == [[]]

@@ -17,7 +17,7 @@ from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 SECRET = "ab" * 32
 
 
-class Clock:
+class FakeClock:
     def __init__(self) -> None:
         self.now = 1000.0
 
@@ -26,11 +26,11 @@ class Clock:
 
 
 def test_a_code_is_good_once_and_for_a_minute() -> None:
-    clock = Clock()
+    clock = FakeClock()
     codes = LoginCodes(clock=clock)
     first, late = codes.make(TokenRole.VIEWER), codes.make(TokenRole.CONTROLLER)
     assert first != late
-    assert [codes.take(word) for word in (first, first, "other", "")] == [TokenRole.VIEWER, None, None, None]
+    assert [codes.take(code) for code in (first, first, "other", "")] == [TokenRole.VIEWER, None, None, None]
     clock.now += CODE_LIFE_S - 1
     assert codes.take(codes.make(TokenRole.CONTROLLER)) is TokenRole.CONTROLLER
     clock.now += 1
@@ -43,7 +43,7 @@ def test_the_oldest_of_too_many_codes_go_first() -> None:
     assert [codes.take(code) for code in (made[0], made[1], made[-1])] == [None, TokenRole.VIEWER, TokenRole.VIEWER]
 
 
-def test_codes_of_one_role_push_out_none_of_another() -> None:
+def test_codes_of_one_role_do_not_evict_codes_of_another() -> None:
     codes = LoginCodes()
     mine = codes.make(TokenRole.CONTROLLER)
     for _ in range(2 * MAX_CODES):
@@ -53,7 +53,7 @@ def test_codes_of_one_role_push_out_none_of_another() -> None:
 
 
 def test_a_session_survives_the_hub_and_ends_with_its_time() -> None:
-    clock = Clock()
+    clock = FakeClock()
     session = LoginSessions(SECRET, clock=clock).make(TokenRole.CONTROLLER)
     again = LoginSessions(SECRET, clock=clock)
     assert again.role_of(session) is TokenRole.CONTROLLER
@@ -65,7 +65,7 @@ def test_a_session_survives_the_hub_and_ends_with_its_time() -> None:
 
 
 @given(st.text(), st.integers(min_value=0, max_value=200))
-def test_no_other_word_is_a_session(text: str, at: int) -> None:
+def test_no_altered_text_is_a_session(text: str, at: int) -> None:
     sessions = LoginSessions(SECRET)
     session = sessions.make(TokenRole.VIEWER)
     changed = session[:at] + text + session[at + 1 :]

@@ -38,7 +38,7 @@ def hub(ring_header: Any) -> Hub:
     return hub
 
 
-def test_steps_that_lost_records_say_nothing_of_the_tracers_cost(hub: Hub, step_rows: Any) -> None:
+def test_steps_with_lost_records_do_not_count_for_the_tracer_cost(hub: Hub, step_rows: Any) -> None:
     """A step of which only the end is left would look as if it had cost hardly anything."""
     first = [0, 0]
     for step in range(3):
@@ -55,14 +55,14 @@ def test_steps_that_lost_records_say_nothing_of_the_tracers_cost(hub: Hub, step_
         assert overhead(hub) == ([] if step == 0 else pytest.approx([5 * COST_NS / 10_000_000]))
 
 
-def test_shared_memory_is_a_metric_and_a_full_one_is_in_the_summary(hub: Hub) -> None:
+def test_shared_memory_is_a_metric_and_a_full_segment_is_in_the_summary(hub: Hub) -> None:
     """Check also an attempt whose rings found no memory: only the agent's status reports it."""
     full = SharedMemorySpace(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
-    rooms: dict[int, SharedMemorySpace | None] = {0: full, 1: dataclasses.replace(full, free=LEAST_BYTES), 2: None}
-    for worker, room in rooms.items():
+    spaces: dict[int, SharedMemorySpace | None] = {0: full, 1: dataclasses.replace(full, free=LEAST_BYTES), 2: None}
+    for worker, space in spaces.items():
         link = AgentLink(attempt=7, worker=worker, node=f"n{worker}")
         hub.connect(link)
-        status: dict[str, Any] = {"rings": [], "progress": None, "sharedMemory": room and room.to_json()}
+        status: dict[str, Any] = {"rings": [], "progress": None, "sharedMemory": space and space.to_json()}
         hub.take_frame(link, Frame(FrameType.STATUS, status), b"")
     (entry,) = views.summary(hub).full_shared_memory
     assert (entry.worker, entry.node, entry.free_bytes) == (0, "n0", LEAST_BYTES - 1)

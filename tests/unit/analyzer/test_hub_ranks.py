@@ -51,7 +51,7 @@ def test_rank_state(
     assert state == expected
 
 
-def test_a_rank_that_was_never_heard_of_is_silent() -> None:
+def test_a_rank_without_any_report_is_silent() -> None:
     assert ranks.rank_state(None, now_ns=0, usual_step_s=None, hung=()) == "silent"
 
 
@@ -110,17 +110,17 @@ def test_kind_of_a_newer_release_has_a_name() -> None:
 
 def test_faults_survive_and_their_version_grows(tmp_path: Path) -> None:
     manifest = Fault(id="manifest-0", rank=1, kind="host", factor=2, from_step=0, steps=1)
-    book = FaultStore(tmp_path / "faults.json", [manifest])
+    store = FaultStore(tmp_path / "faults.json", [manifest])
     seen: list[int] = []
-    book.on_change = lambda: seen.append(book.version)
-    given = book.add(FaultRequest(rank=0, kind="link", factor=3, from_step=5, steps=2, peer=1))
+    store.on_change = lambda: seen.append(store.version)
+    given = store.add(FaultRequest(rank=0, kind="link", factor=3, from_step=5, steps=2, peer=1))
     assert given is not None
-    assert book.current() == [manifest, given]
-    assert book.control_page()["faults"] == [given.model_dump()]
+    assert store.current() == [manifest, given]
+    assert store.control_page()["faults"] == [given.model_dump()]
     assert given.model_dump()["fromStep"] == 5
     again = FaultStore(tmp_path / "faults.json", [manifest])
     assert again.current() == [manifest, given]
-    assert again.version > book.version
+    assert again.version > store.version
     other = again.add(FaultRequest(rank=0, kind="host", factor=3, from_step=5, steps=2))
     assert other is not None and other.id != given.id
     assert again.remove(given.id)
@@ -155,36 +155,36 @@ def verdict(
 
 
 def test_verdicts_newest_first_and_versions() -> None:
-    book = VerdictStore(None)
-    assert book.update([verdict("a", time=1.0), verdict("b", time=2.0, cause=Cause.HANG)])
-    assert not book.update([verdict("a", time=1.0)])
-    assert book.version == 1
-    assert [entry["id"] for entry in book.all()] == ["b", "a"]
-    assert book.hung_ranks() == [3]
-    book.update([verdict("b", VerdictState.CLEARED, time=2.0, cause=Cause.HANG)])
-    assert book.hung_ranks() == []
-    assert [entry.id for entry in book.active()] == ["a"]
+    store = VerdictStore(None)
+    assert store.update([verdict("a", time=1.0), verdict("b", time=2.0, cause=Cause.HANG)])
+    assert not store.update([verdict("a", time=1.0)])
+    assert store.version == 1
+    assert [entry["id"] for entry in store.all()] == ["b", "a"]
+    assert store.hung_ranks() == [3]
+    store.update([verdict("b", VerdictState.CLEARED, time=2.0, cause=Cause.HANG)])
+    assert store.hung_ranks() == []
+    assert [entry.id for entry in store.active()] == ["a"]
 
 
-def test_verdicts_not_said_again_after_a_restart_are_over(tmp_path: Path) -> None:
+def test_verdicts_not_repeated_after_a_restart_are_cleared(tmp_path: Path) -> None:
     VerdictStore(tmp_path / "v.json").update([verdict("a"), verdict("b")])
-    book = VerdictStore(tmp_path / "v.json")
-    book.update([verdict("a")])
-    book.clear_unreported(9.0)
+    store = VerdictStore(tmp_path / "v.json")
+    store.update([verdict("a")])
+    store.clear_unreported(9.0)
     by_id = {entry["id"]: entry for entry in VerdictStore(tmp_path / "v.json").all()}
     assert by_id["a"]["state"] == "confirmed"
     assert by_id["b"]["state"] == "cleared"
     assert by_id["b"]["until"] == {"attempt": 0, "step": 8, "time": 9.0}
-    book.clear_all(10.0)
-    assert {entry["state"] for entry in book.all()} == {"cleared"}
-    assert book.active() == []
+    store.clear_all(10.0)
+    assert {entry["state"] for entry in store.all()} == {"cleared"}
+    assert store.active() == []
 
 
 def test_old_cleared_verdicts_are_forgotten() -> None:
-    book = VerdictStore(None)
-    book.update([verdict("first", time=0.0)])
-    book.update(verdict(str(n), VerdictState.CLEARED, time=float(n + 1)) for n in range(2 * MAX_VERDICTS))
-    ids = [entry["id"] for entry in book.all()]
+    store = VerdictStore(None)
+    store.update([verdict("first", time=0.0)])
+    store.update(verdict(str(n), VerdictState.CLEARED, time=float(n + 1)) for n in range(2 * MAX_VERDICTS))
+    ids = [entry["id"] for entry in store.all()]
     assert len(ids) <= MAX_VERDICTS + 1
     assert "first" in ids
 

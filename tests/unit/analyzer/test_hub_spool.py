@@ -39,7 +39,7 @@ def spool_steps(writer: SpoolWriter, step_rows: Any, ring_header: Any, steps: ra
                 writer.append_digest(attempt, digest_frame(stored.digest))
 
 
-def test_everything_comes_back(tmp_path: Path, step_rows: Any, ring_header: Any) -> None:
+def test_all_steps_are_restored_from_the_spool(tmp_path: Path, step_rows: Any, ring_header: Any) -> None:
     writer = SpoolWriter(tmp_path, SpoolLimits())
     spool_steps(writer, step_rows, ring_header, range(6))
     writer.close()
@@ -92,17 +92,17 @@ def test_budget_holds_over_attempts(tmp_path: Path, step_rows: Any, ring_header:
     assert sum(sizes) <= limits.total_bytes + 2 * limits.segment_bytes
 
 
-@given(cut=st.integers(0, 150), garbage=st.binary(max_size=40))
-def test_a_torn_tail_is_left_out(tmp_path_factory: pytest.TempPathFactory, cut: int, garbage: bytes) -> None:
+@given(truncated=st.integers(0, 150), garbage=st.binary(max_size=40))
+def test_a_torn_tail_is_left_out(tmp_path_factory: pytest.TempPathFactory, truncated: int, garbage: bytes) -> None:
     path = tmp_path_factory.mktemp("spool") / "x.frames"
     whole = [frames.encode(Frame(200, {"n": n}, bytes(n))) for n in range(5)]
     data = b"".join(whole)
-    path.write_bytes(data[: len(data) - cut] if cut else data)
+    path.write_bytes(data[: len(data) - truncated] if truncated else data)
     found = [frame.header["n"] for frame in read_frames(path)]
-    kept, size = 0, len(data) - cut
-    while kept < 5 and sum(map(len, whole[: kept + 1])) <= size:
-        kept += 1
-    assert found == list(range(kept))
+    complete, size = 0, len(data) - truncated
+    while complete < 5 and sum(map(len, whole[: complete + 1])) <= size:
+        complete += 1
+    assert found == list(range(complete))
     path.write_bytes(data + garbage)
     assert [frame.header["n"] for frame in read_frames(path)][:5] == list(range(5))
 
@@ -115,7 +115,7 @@ def test_missing_files_are_empty(tmp_path: Path) -> None:
     assert JsonFile(tmp_path / "some.json").read() == {"a": [1]}
 
 
-def test_a_json_file_on_a_full_disk_gets_old_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_json_file_on_a_full_disk_stays_old_and_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = JsonFile(tmp_path / "some.json")
     file.write(1)
     (tmp_path / "some.new").symlink_to("/dev/full")

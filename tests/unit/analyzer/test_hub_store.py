@@ -68,7 +68,7 @@ def test_slowdown_without_peers_is_against_own_history(feeder: Feeder) -> None:
     assert stored.digest.values[3] == pytest.approx([2.0, 2.0])
 
 
-def test_only_the_newest_steps_are_held_in_full(feeder: Feeder) -> None:
+def test_only_the_newest_steps_are_stored_in_full(feeder: Feeder) -> None:
     feeder.rings()
     for step in range(10):
         feeder.step(step)
@@ -79,9 +79,9 @@ def test_only_the_newest_steps_are_held_in_full(feeder: Feeder) -> None:
     newest = store.find(None, None)
     assert newest is not None
     assert newest.view.step == 9
-    assert [held.view.step for held in store.select(7, 8, newest=1)] == [7, 8]
-    assert [held.view.step for held in store.select(None, None, newest=2)] == [8, 9]
-    assert store.full_bytes == sum(held.view.records.nbytes for held in store.select(0, None, newest=0))
+    assert [stored.view.step for stored in store.select(7, 8, newest=1)] == [7, 8]
+    assert [stored.view.step for stored in store.select(None, None, newest=2)] == [8, 9]
+    assert store.full_bytes == sum(stored.view.records.nbytes for stored in store.select(0, None, newest=0))
 
 
 def test_byte_budget_beats_the_number_of_steps(step_rows: Any, ring_header: Any) -> None:
@@ -107,7 +107,7 @@ def test_repeated_records_are_skipped_and_gaps_are_lost(feeder: Feeder, step_row
     assert state.lost == {(0, 0): 7}
 
 
-def test_first_contact_counts_what_the_ring_says_it_lost(feeder: Feeder, step_rows: Any) -> None:
+def test_first_contact_counts_the_losses_reported_by_the_ring(feeder: Feeder, step_rows: Any) -> None:
     feeder.rings()
     feeder.send(0, step_rows(0, 40), lost=3, skip=500)
     assert feeder.ingest.attempts[0].lost == {(0, 0): 3}
@@ -117,13 +117,13 @@ def test_late_span_joins_its_step(feeder: Feeder, rows: Any) -> None:
     feeder.rings()
     (before,) = feeder.step(0)
     feeder.send(0, rows([{"kind": RecordKind.CHECKPOINT, "step": 0, "start_ns": 2_000_000_000, "duration": 5}]))
-    held = feeder.ingest.store.find(0, 0)
-    assert held is not None
-    assert len(held.view.records) == len(before.view.records) + 1
+    stored = feeder.ingest.store.find(0, 0)
+    assert stored is not None
+    assert len(stored.view.records) == len(before.view.records) + 1
     assert len([digest for digest in feeder.ingest.store.digests(None, None)]) == 1
 
 
-def test_new_attempt_ends_the_old_one(feeder: Feeder, step_rows: Any, ring_header: Any) -> None:
+def test_a_new_attempt_ends_the_previous_attempt(feeder: Feeder, step_rows: Any, ring_header: Any) -> None:
     feeder.rings()
     feeder.step(0)
     feeder.send(0, step_rows(0, 1))
@@ -134,7 +134,7 @@ def test_new_attempt_ends_the_old_one(feeder: Feeder, step_rows: Any, ring_heade
     assert newest.attempt == 1
 
 
-def test_curves_come_from_metric_records(feeder: Feeder) -> None:
+def test_curves_are_built_from_metric_records(feeder: Feeder) -> None:
     feeder.rings()
     for step in range(3):
         feeder.step(step)
@@ -143,15 +143,15 @@ def test_curves_come_from_metric_records(feeder: Feeder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"rank": 2}, "rank 2 of a world of 2"),
         ({"bootId": None, "metadata": {}}, "localRank"),
         ({"clockPairs": [["x"]]}, "RING"),
     ],
 )
-def test_bad_ring_is_refused(feeder: Feeder, ring_header: Any, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ProtocolError, match=said):
+def test_bad_ring_is_refused(feeder: Feeder, ring_header: Any, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
         feeder.ingest.add_ring(0, ring_header(0) | change)
 
 
@@ -201,18 +201,18 @@ def test_nodes_with_other_clocks_are_tied_by_their_messages(step_rows: Any, ring
 
 @given(st.integers(2, 50), st.integers(0, 300))
 def test_thinning_keeps_the_newest_and_the_order(capacity: int, count: int) -> None:
-    kept: ThinningList[int] = ThinningList(capacity)
+    newest: ThinningList[int] = ThinningList(capacity)
     for value in range(count):
-        kept.append(value)
-    values = list(kept)
+        newest.append(value)
+    values = list(newest)
     assert len(values) <= capacity
     assert values == sorted(set(values))
     assert values[-(capacity // 2) :] == list(range(count))[-len(values[-(capacity // 2) :]) :] or not values
     if values:
         assert values[0] == 0
-        assert kept.newest() == count - 1
-    assert kept.tail(3) == values[-3:]
-    assert kept.tail(0) == []
+        assert newest.newest() == count - 1
+    assert newest.tail(3) == values[-3:]
+    assert newest.tail(0) == []
 
 
 def test_stored_values_are_not_changed_by_late_spans(feeder: Feeder, rows: Any) -> None:

@@ -90,10 +90,10 @@ def test_no_steps_are_an_error(ingest: TraceIngest) -> None:
         export_all(ingest, 100)
 
 
-def parse(words: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     cli.register(parser.add_subparsers())
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_export_after_the_job_reads_the_stored_traces(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (["other"], 'megatronjobs.megatronapp.io "other" not found; "megatronapp get" lists the jobs'),
         (["../demo"], "not found"),
@@ -139,20 +139,20 @@ def test_export_after_the_job_reads_the_stored_traces(
         (["demo", "--from", "2", "--to", "1"], "--to is before --from"),
     ],
 )
-def test_export_says_what_is_wrong(job: Path, tmp_path: Path, words: list[str], said: str) -> None:
-    arguments = parse(["trace", "export", *words, "-o", str(tmp_path / "trace.json")])
-    with pytest.raises(AnalyzerError, match=said):
+def test_export_explains_bad_arguments(job: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    arguments = parse(["trace", "export", *options, "-o", str(tmp_path / "trace.json")])
+    with pytest.raises(AnalyzerError, match=message):
         arguments.func(arguments)
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_unwritable_output_is_said(job: Path, tmp_path: Path) -> None:
+def test_unwritable_output_is_reported(job: Path, tmp_path: Path) -> None:
     arguments = parse(["trace", "export", "demo", "-o", str(tmp_path / "none" / "trace.json")])
     with pytest.raises(ExportError, match="cannot write"):
         arguments.func(arguments)
 
 
-def test_garbled_hub_address_is_said(job: Path) -> None:
+def test_garbled_hub_address_is_reported(job: Path) -> None:
     (job / "hub.json").write_text("[]")
     with pytest.raises(HubError, match=r"hub\.json"):
         fetch.from_hub(job, None, None)

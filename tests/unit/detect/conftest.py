@@ -29,40 +29,40 @@ def sim() -> ModuleType:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
+class DetectorRun:
     """Reports of the detector: every verdict with the step at which it was made."""
 
-    said: list[tuple[int, Verdict]]
+    verdicts: list[tuple[int, Verdict]]
 
     @property
     def subjects(self) -> set[tuple[str, tuple[int, ...], str]]:
         """All (type, ranks, cause) that were ever named."""
-        return {(str(v.subject.type), v.subject.ranks, str(v.cause)) for _, v in self.said}
+        return {(str(v.subject.type), v.subject.ranks, str(v.cause)) for _, v in self.verdicts}
 
     def first_step(self) -> int:
-        return self.said[0][0]
+        return self.verdicts[0][0]
 
     @property
     def last(self) -> Verdict:
-        return self.said[-1][1]
+        return self.verdicts[-1][1]
 
 
 @pytest.fixture
-def judge() -> Callable[[JobLayout, Iterable[StepRecords]], Told]:
+def judge() -> Callable[[JobLayout, Iterable[StepRecords]], DetectorRun]:
     """Run a fresh detector over steps."""
 
-    def run(layout: JobLayout, views: Iterable[StepRecords]) -> Told:
+    def run(layout: JobLayout, views: Iterable[StepRecords]) -> DetectorRun:
         detector = Detector(layout)
-        return Told([(view.step, verdict) for view in views for verdict in detector.observe(view)])
+        return DetectorRun([(view.step, verdict) for view in views for verdict in detector.observe(view)])
 
     return run
 
 
 @pytest.fixture
-def watch(sim: ModuleType, judge: Callable[..., Told]) -> Callable[..., Told]:
+def watch(sim: ModuleType, judge: Callable[..., DetectorRun]) -> Callable[..., DetectorRun]:
     """Simulate a job and judge it: watch(layout, seed, steps, **fields of Job)."""
 
-    def run(layout: JobLayout, *, seed: int = 1, steps: int = 60, **job: Any) -> Told:
+    def run(layout: JobLayout, *, seed: int = 1, steps: int = 60, **job: Any) -> DetectorRun:
         simulator = sim.Simulator(sim.Job(layout=layout, **{"noise": sim.SHARED_CPU, **job}), seed)
         return judge(layout, simulator.steps(0, steps))
 

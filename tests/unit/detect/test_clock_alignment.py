@@ -48,7 +48,7 @@ def test_offsets_are_found_within_their_stated_uncertainty(
     assert error.max() < 1e-3
 
 
-def test_an_aligned_step_replays_as_one_recorded_on_one_clock(sim: ModuleType) -> None:
+def test_an_aligned_step_replays_as_if_recorded_on_a_single_clock(sim: ModuleType) -> None:
     layout = JobLayout.grid(pp=2, dp=2, ranks_per_worker=2)
     _, view, model = _learn(sim, layout, 4, 12, noise=sim.GPU, clock_offset_s=3.0)
     graph = build(model.apply(view), tolerance_s=1e-3)
@@ -57,7 +57,7 @@ def test_an_aligned_step_replays_as_one_recorded_on_one_clock(sim: ModuleType) -
     assert abs((graph.end_s.max() - graph.start_s.min()) - 0.53) < 0.1
 
 
-def test_one_boot_id_needs_no_alignment(sim: ModuleType) -> None:
+def test_a_single_boot_id_needs_no_alignment(sim: ModuleType) -> None:
     layout = JobLayout.grid(pp=2, dp=2)
     view = sim.Simulator(sim.Job(layout=layout), 1).step(0)
     model = ClockAligner(layout).observe(view)

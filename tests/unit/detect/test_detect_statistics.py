@@ -55,7 +55,7 @@ def test_a_history_holds_the_last_accepted_values(values: list[float]) -> None:
     assert math.isnan(history.median()[1])
 
 
-def test_columns_that_come_later_start_empty() -> None:
+def test_columns_added_later_start_empty() -> None:
     history = ColumnHistory(1, 4)
     history.add(np.array([5.0]), np.array([True]))
     history.grow(3)
@@ -80,12 +80,12 @@ def test_confidence_rises_with_votes_and_falls_with_columns(steps: int, columns:
     assert confidence(steps, steps, columns) >= confidence(steps, steps, columns + 1)
 
 
-@given(values=st.lists(st.floats(0, 10), min_size=1, max_size=20), share=st.floats(0, 1))
-def test_the_level_cuts_exactly_the_excess(values: list[float], share: float) -> None:
+@given(values=st.lists(st.floats(0, 10), min_size=1, max_size=20), fraction=st.floats(0, 1))
+def test_the_level_removes_exactly_the_excess(values: list[float], fraction: float) -> None:
     array = np.array(values)
-    excess = share * array.sum()
-    cut = np.minimum(array, level(array, excess))
-    assert array.sum() - cut.sum() == pytest.approx(excess, abs=1e-9)
+    excess = fraction * array.sum()
+    levelled = np.minimum(array, level(array, excess))
+    assert array.sum() - levelled.sum() == pytest.approx(excess, abs=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ LAYOUTS = {
 @FAST
 @given(name=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 10_000))
 def test_silence_when_nothing_is_wrong(watch: Watch, name: str, seed: int) -> None:
-    assert watch(LAYOUTS[name], seed=seed, steps=60).said == []
+    assert watch(LAYOUTS[name], seed=seed, steps=60).verdicts == []
 
 
 @FAST
@@ -45,21 +45,21 @@ def test_silence_when_nothing_is_wrong(watch: Watch, name: str, seed: int) -> No
     where=st.tuples(st.integers(0, 10_000), st.integers(0, 100)),
     factor=st.floats(2, 3),
 )
-def test_a_slow_rank_is_named_and_nobody_else(
+def test_only_the_slow_rank_is_named(
     watch: Watch, sim: ModuleType, name: str, where: tuple[int, int], factor: float
 ) -> None:
     layout, (seed, pick) = LAYOUTS[name], where
     rank = pick % layout.world
     factor = max(factor, 2.5) if layout.tp > 1 else factor  # what their network threads wait for hides the rest
     fault = sim.Fault(rank=rank, kind="compute", factor=factor, from_step=25)
-    told = watch(layout, seed=seed, steps=55, faults=(fault,))
-    assert told.subjects == {("rank", (rank,), "compute")}
-    assert told.last.slowdown == pytest.approx(factor, rel=0.25)
-    assert 25 <= told.first_step() <= 45
+    run = watch(layout, seed=seed, steps=55, faults=(fault,))
+    assert run.subjects == {("rank", (rank,), "compute")}
+    assert run.last.slowdown == pytest.approx(factor, rel=0.25)
+    assert 25 <= run.first_step() <= 45
 
 
 @pytest.mark.parametrize(("steps", "named"), [(5, set()), (12, {("rank", (2,), "compute")})])
-def test_a_processor_that_is_taken_away_for_a_moment_is_no_finding(
+def test_a_processor_that_is_taken_for_a_moment_is_no_finding(
     watch: Watch, sim: ModuleType, steps: int, named: set[Any]
 ) -> None:
     fault = sim.Fault(rank=2, kind="compute", factor=2.5, from_step=25, steps=steps)
@@ -68,25 +68,25 @@ def test_a_processor_that_is_taken_away_for_a_moment_is_no_finding(
 
 @FAST
 @given(name=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 10_000), pick=st.integers(0, 100))
-def test_a_stalling_host_is_told_from_slow_compute(
+def test_a_stalling_host_is_distinguished_from_slow_compute(
     watch: Watch, sim: ModuleType, name: str, seed: int, pick: int
 ) -> None:
     layout = LAYOUTS[name]
     rank = pick % layout.world
     fault = sim.Fault(rank=rank, kind="host", factor=2.5, from_step=25)
-    told = watch(layout, seed=seed, steps=50, faults=(fault,))
-    assert told.subjects == {("rank", (rank,), "host")}
+    run = watch(layout, seed=seed, steps=50, faults=(fault,))
+    assert run.subjects == {("rank", (rank,), "host")}
 
 
 @FAST
 @given(seed=st.integers(0, 10_000), rank=st.integers(0, 3), from_step=st.sampled_from([0, 25]))
 def test_a_late_link_is_named_by_its_pair(watch: Watch, sim: ModuleType, seed: int, rank: int, from_step: int) -> None:
     fault = sim.Fault(rank=rank, kind="link", factor=2.5, from_step=from_step)
-    told = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=50, faults=(fault,))
-    assert told.subjects == {("link", ((rank + 2) % 4, rank), "link")}
+    run = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=50, faults=(fault,))
+    assert run.subjects == {("link", ((rank + 2) % 4, rank), "link")}
 
 
-def test_one_of_two_links_into_a_middle_stage(watch: Watch, sim: ModuleType) -> None:
+def test_a_slow_link_into_a_middle_stage_is_named_by_its_pair(watch: Watch, sim: ModuleType) -> None:
     fault = sim.Fault(rank=2, kind="link", factor=2.5, from_step=20, peer=3)
     assert watch(LAYOUTS["dp1-pp4"], faults=(fault,)).subjects == {("link", (3, 2), "link")}
 
@@ -98,43 +98,43 @@ def test_a_rank_that_receives_everything_late(watch: Watch, sim: ModuleType) -> 
 
 @FAST
 @given(seed=st.integers(0, 10_000), rank=st.integers(0, 7), kind=st.sampled_from(["compute", "host"]))
-def test_a_fault_from_the_first_step_is_told_by_peers(
+def test_a_fault_from_the_first_step_is_found_by_comparing_peers(
     watch: Watch, sim: ModuleType, seed: int, rank: int, kind: str
 ) -> None:
     fault = sim.Fault(rank=rank, kind=kind, factor=2.5)
-    told = watch(LAYOUTS["dp4-pp2"], seed=seed, steps=40, faults=(fault,))
-    assert told.subjects == {("rank", (rank,), kind)}
-    assert told.said[0][1].confidence <= 0.95
+    run = watch(LAYOUTS["dp4-pp2"], seed=seed, steps=40, faults=(fault,))
+    assert run.subjects == {("rank", (rank,), kind)}
+    assert run.verdicts[0][1].confidence <= 0.95
 
 
 def test_without_peers_and_history_it_is_left_open(watch: Watch, sim: ModuleType) -> None:
     fault = sim.Fault(rank=1, kind="compute", factor=3.0)
-    told = watch(LAYOUTS["dp1-pp4"], faults=(fault,))
-    assert told.subjects == {("stage", (1,), "undetermined")}
-    assert "stage imbalance or slow rank, undetermined" in told.last.sentence
-    assert told.last.confidence <= 0.6
+    run = watch(LAYOUTS["dp1-pp4"], faults=(fault,))
+    assert run.subjects == {("stage", (1,), "undetermined")}
+    assert "stage imbalance or slow rank, undetermined" in run.last.sentence
+    assert run.last.confidence <= 0.6
 
 
 def test_a_heavy_last_stage_with_peers_is_no_finding(watch: Watch) -> None:
-    assert watch(LAYOUTS["dp2-pp2"], stage_weight=(1.0, 2.5)).said == []
+    assert watch(LAYOUTS["dp2-pp2"], stage_weight=(1.0, 2.5)).verdicts == []
 
 
 def test_a_last_stage_with_a_large_vocabulary_is_no_finding(watch: Watch) -> None:
-    assert watch(LAYOUTS["dp1-pp4"], stage_weight=(1.0, 1.0, 1.0, 2.2)).said == []
+    assert watch(LAYOUTS["dp1-pp4"], stage_weight=(1.0, 1.0, 1.0, 2.2)).verdicts == []
 
 
-def test_a_slow_node_is_named_as_one(watch: Watch, sim: ModuleType) -> None:
+def test_slow_ranks_of_a_single_node_are_named_as_the_node(watch: Watch, sim: ModuleType) -> None:
     faults = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=25) for rank in (2, 3))
-    told = watch(LAYOUTS["dp2-pp2"], faults=faults)
-    assert told.subjects == {("node", (2, 3), "compute")}
-    assert told.last.subject.node == "node-1"
+    run = watch(LAYOUTS["dp2-pp2"], faults=faults)
+    assert run.subjects == {("node", (2, 3), "compute")}
+    assert run.last.subject.node == "node-1"
 
 
-def test_a_slow_worker_is_told_from_its_node(watch: Watch, sim: ModuleType) -> None:
+def test_a_slow_worker_is_distinguished_from_its_node(watch: Watch, sim: ModuleType) -> None:
     layout = JobLayout.grid(dp=8, ranks_per_worker=2, ranks_per_node=4)
     faults = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=25) for rank in (2, 3))
-    told = watch(layout, faults=faults)
-    assert {(kind, ranks) for kind, ranks, _ in told.subjects} == {("worker", (2, 3))}
+    run = watch(layout, faults=faults)
+    assert {(kind, ranks) for kind, ranks, _ in run.subjects} == {("worker", (2, 3))}
 
 
 def test_all_replicas_of_a_stage_on_different_nodes_are_left_open(watch: Watch, sim: ModuleType) -> None:
@@ -153,27 +153,27 @@ def test_two_slow_ranks_at_once(watch: Watch, sim: ModuleType) -> None:
 
 @FAST
 @given(seed=st.integers(0, 10_000), slow=st.floats(1.3, 3.0))
-def test_a_machine_that_is_slow_for_all_is_no_slow_rank(watch: Watch, seed: int, slow: float) -> None:
-    told = watch(LAYOUTS["dp2-pp2"], seed=seed, global_slowdown=lambda step: slow if step >= 25 else 1.0)
-    assert told.said == []
+def test_a_host_that_is_slow_for_all_ranks_is_no_slow_rank(watch: Watch, seed: int, slow: float) -> None:
+    run = watch(LAYOUTS["dp2-pp2"], seed=seed, global_slowdown=lambda step: slow if step >= 25 else 1.0)
+    assert run.verdicts == []
 
 
 def test_two_slow_steps_are_not_enough(watch: Watch, sim: ModuleType) -> None:
     faults = tuple(sim.Fault(rank=1, kind="compute", factor=4.0, from_step=step, steps=2) for step in (20, 30, 40))
-    assert watch(LAYOUTS["dp2-pp2"], faults=faults).said == []
+    assert watch(LAYOUTS["dp2-pp2"], faults=faults).verdicts == []
 
 
 def test_a_finding_lives_and_ends(watch: Watch, sim: ModuleType) -> None:
     fault = sim.Fault(rank=1, kind="compute", factor=2.5, from_step=25, steps=15)
-    told = watch(LAYOUTS["dp2-pp2"], faults=(fault,), steps=70)
-    states = [verdict.state for _, verdict in told.said]
+    run = watch(LAYOUTS["dp2-pp2"], faults=(fault,), steps=70)
+    states = [verdict.state for _, verdict in run.verdicts]
     order = list(dict.fromkeys(states))
     assert order == [VerdictState.CONFIRMED, VerdictState.RECOVERING, VerdictState.CLEARED]
-    assert len({verdict.id for _, verdict in told.said}) == 1
-    assert told.last.since.step in range(24, 28)
-    assert told.last.until is not None
-    assert told.last.until.step >= 40
-    assert set(told.last.evidence_steps) <= set(range(24, 42))
+    assert len({verdict.id for _, verdict in run.verdicts}) == 1
+    assert run.last.since.step in range(24, 28)
+    assert run.last.until is not None
+    assert run.last.until.step >= 40
+    assert set(run.last.evidence_steps) <= set(range(24, 42))
 
 
 def test_notes_about_injected_faults_are_never_used(sim: ModuleType, judge: Callable[..., Any]) -> None:
@@ -183,7 +183,7 @@ def test_notes_about_injected_faults_are_never_used(sim: ModuleType, judge: Call
     views = list(sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, faults=faults), 3).steps(0, 40))
     blind = [_blind(view) for view in views]
     assert any((view.records["kind"] == RecordKind.FAULT).any() for view in views)
-    assert judge(layout, blind).said == judge(layout, views).said != []
+    assert judge(layout, blind).verdicts == judge(layout, views).verdicts != []
 
 
 def _blind(view: StepRecords) -> StepRecords:
@@ -193,16 +193,18 @@ def _blind(view: StepRecords) -> StepRecords:
 
 
 @FAST
-@given(seed=st.integers(0, 10_000), rank=st.integers(0, 3), share=st.floats(0.0, 0.2))
-def test_lost_records_do_not_make_culprits(watch: Watch, sim: ModuleType, seed: int, rank: int, share: float) -> None:
+@given(seed=st.integers(0, 10_000), rank=st.integers(0, 3), lost_fraction=st.floats(0.0, 0.2))
+def test_lost_records_do_not_make_culprits(
+    watch: Watch, sim: ModuleType, seed: int, rank: int, lost_fraction: float
+) -> None:
     fault = sim.Fault(rank=rank, kind="compute", factor=2.5, from_step=30)
-    told = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=60, microbatches=8, faults=(fault,), lost_share=share)
-    assert told.subjects == {("rank", (rank,), "compute")}
+    run = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=60, microbatches=8, faults=(fault,), lost_share=lost_fraction)
+    assert run.subjects == {("rank", (rank,), "compute")}
 
 
 def test_clocks_that_differ_between_nodes(watch: Watch, sim: ModuleType) -> None:
     fault = sim.Fault(rank=2, kind="link", factor=2.5, from_step=20)
-    told = watch(
+    run = watch(
         LAYOUTS["dp2-pp2"],
         faults=(fault,),
         boot_per_node=True,
@@ -210,13 +212,13 @@ def test_clocks_that_differ_between_nodes(watch: Watch, sim: ModuleType) -> None
         clock_drift_ppm=30.0,
         microbatches=8,
     )
-    assert told.subjects == {("link", (0, 2), "link")}
+    assert run.subjects == {("link", (0, 2), "link")}
 
 
 def test_device_clocks_show_small_slowdowns(watch: Watch, sim: ModuleType) -> None:
     fault = sim.Fault(rank=5, kind="compute", factor=1.12, from_step=25)
-    told = watch(LAYOUTS["dp8"], noise=sim.GPU, faults=(fault,))
-    assert told.subjects == {("rank", (5,), "compute")}
+    run = watch(LAYOUTS["dp8"], noise=sim.GPU, faults=(fault,))
+    assert run.subjects == {("rank", (5,), "compute")}
 
 
 @FAST
@@ -226,9 +228,9 @@ def test_kernels_that_a_stalling_host_launches_late_are_no_slow_compute(
 ) -> None:
     rank = seed % 4
     fault = sim.Fault(rank=rank, kind="host", factor=factor, from_step=25)
-    told = watch(LAYOUTS["dp2-pp2"], seed=seed, noise=sim.GPU, launch_ratio=launch, faults=(fault,))
-    assert told.subjects == {("rank", (rank,), "host")}
-    assert any("launched late" in line for line in told.last.evidence_text)
+    run = watch(LAYOUTS["dp2-pp2"], seed=seed, noise=sim.GPU, launch_ratio=launch, faults=(fault,))
+    assert run.subjects == {("rank", (rank,), "host")}
+    assert any("launched late" in line for line in run.last.evidence_text)
 
 
 @FAST
@@ -243,10 +245,10 @@ def test_a_crowded_host_that_launches_slowly_is_no_slow_device(
     """Nothing shows but the device's spans: as long as on a device many times as slow, but without a lead."""
     rank, (healthy, crowded) = seed % 4, launch
     fault = sim.Fault(rank=rank, kind="launch", factor=crowded / healthy, from_step=25)
-    told = watch(LAYOUTS[layout], seed=seed, noise=sim.GPU, healthy_launch=healthy, faults=(fault,))
-    assert told.subjects == {("rank", (rank,), "host")}
-    assert told.last.slowdown == pytest.approx(crowded / max(1.0, healthy), rel=0.15)
-    assert any("launched late" in line for line in told.last.evidence_text)
+    run = watch(LAYOUTS[layout], seed=seed, noise=sim.GPU, healthy_launch=healthy, faults=(fault,))
+    assert run.subjects == {("rank", (rank,), "host")}
+    assert run.last.slowdown == pytest.approx(crowded / max(1.0, healthy), rel=0.15)
+    assert any("launched late" in line for line in run.last.evidence_text)
 
 
 @FAST
@@ -256,17 +258,15 @@ def test_a_slow_device_is_named_where_devices_usually_wait_for_launches(
 ) -> None:
     rank = seed % 4
     fault = sim.Fault(rank=rank, kind="compute", factor=factor, from_step=25)
-    told = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=80, noise=sim.GPU, healthy_launch=1.2, faults=(fault,))
-    assert told.subjects == {("rank", (rank,), "compute")}
-    assert told.last.state is VerdictState.CONFIRMED, "what is slow for ever is never over"
+    run = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=80, noise=sim.GPU, healthy_launch=1.2, faults=(fault,))
+    assert run.subjects == {("rank", (rank,), "compute")}
+    assert run.last.state is VerdictState.CONFIRMED, "what is slow for ever is never over"
 
 
 @pytest.mark.parametrize("layout", ["dp2-pp2", "tp2-pp2"])
 @pytest.mark.parametrize("launch", [0.9, 1.5])
-def test_where_devices_wait_for_launches_now_and_then_nobody_is_named(
-    watch: Watch, sim: ModuleType, layout: str, launch: float
-) -> None:
-    assert watch(LAYOUTS[layout], noise=sim.GPU, healthy_launch=launch, launch_jitter=0.2).said == []
+def test_occasional_waits_for_launches_name_no_rank(watch: Watch, sim: ModuleType, layout: str, launch: float) -> None:
+    assert watch(LAYOUTS[layout], noise=sim.GPU, healthy_launch=launch, launch_jitter=0.2).verdicts == []
 
 
 @FAST
@@ -281,9 +281,9 @@ def test_a_host_that_is_late_in_forward_passes_only_is_no_slow_device(
     rank, (layout, microbatches) = seed % 4, shape
     fault = sim.Fault(rank=rank, kind="launch", factor=length / 0.5, from_step=25)
     job = {"healthy_launch": 0.5, "backward_launch": 0.15, "microbatches": microbatches}
-    told = watch(LAYOUTS[layout], seed=seed, noise=sim.GPU, faults=(fault,), **job)
-    assert {cause for _, _, cause in told.subjects} == {"host"}
-    assert {ranks for _, ranks, _ in told.subjects} == {(rank,)}
+    run = watch(LAYOUTS[layout], seed=seed, noise=sim.GPU, faults=(fault,), **job)
+    assert {cause for _, _, cause in run.subjects} == {"host"}
+    assert {ranks for _, ranks, _ in run.subjects} == {(rank,)}
 
 
 @pytest.mark.parametrize("layout", ["dp2-pp2", "tp2-pp2"])
@@ -295,10 +295,10 @@ def test_the_cost_of_late_launches_is_that_of_all_who_wait_inside(
         job = sim.Job(layout=LAYOUTS[layout], microbatches=8, noise=sim.Noise(device=True), faults=faults)
         views = list(sim.Simulator(job, 1).steps(0, 40))
         lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
-    told = judge(LAYOUTS[layout], views)
-    assert told.subjects == {("rank", (1,), "host")}
-    assert told.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.1)
-    assert "launches kernels" in told.last.sentence
+    run = judge(LAYOUTS[layout], views)
+    assert run.subjects == {("rank", (1,), "host")}
+    assert run.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.1)
+    assert "launches kernels" in run.last.sentence
 
 
 @FAST
@@ -310,29 +310,29 @@ def test_a_stalling_host_does_not_hide_slow_compute(
         sim.Fault(rank=rank, kind="host", factor=3.0, from_step=25),
         sim.Fault(rank=rank, kind="compute", factor=factor, from_step=25),
     )
-    told = watch(LAYOUTS["dp2-pp2"], seed=seed, noise=sim.GPU, launch_ratio=1.3, faults=faults)
-    assert ("rank", (rank,), "compute") in told.subjects
-    assert told.subjects <= {("rank", (rank,), "host"), ("rank", (rank,), "compute")}
+    run = watch(LAYOUTS["dp2-pp2"], seed=seed, noise=sim.GPU, launch_ratio=1.3, faults=faults)
+    assert ("rank", (rank,), "compute") in run.subjects
+    assert run.subjects <= {("rank", (rank,), "host"), ("rank", (rank,), "compute")}
 
 
-def test_late_launches_on_one_rank_hide_no_other_rank(watch: Watch, sim: ModuleType) -> None:
+def test_late_launches_on_a_rank_hide_no_other_rank(watch: Watch, sim: ModuleType) -> None:
     faults = (
         sim.Fault(rank=0, kind="host", factor=3.0, from_step=25),
         sim.Fault(rank=1, kind="compute", factor=1.4, from_step=25),
     )
-    told = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, launch_ratio=1.2, faults=faults)
-    assert told.subjects == {("rank", (0,), "host"), ("rank", (1,), "compute")}
+    run = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, launch_ratio=1.2, faults=faults)
+    assert run.subjects == {("rank", (0,), "host"), ("rank", (1,), "compute")}
 
 
-def test_a_host_too_weak_to_be_told_of_hides_no_slow_compute(watch: Watch, sim: ModuleType) -> None:
+def test_a_host_too_weakly_stalling_for_a_verdict_hides_no_slow_compute(watch: Watch, sim: ModuleType) -> None:
     """Check that next to another rank's slowness the stalls of rank 3 are not worth a verdict, but its compute is."""
     faults = (
         sim.Fault(rank=0, kind="compute", factor=1.9, from_step=25),
         sim.Fault(rank=3, kind="compute", factor=1.5, from_step=25),
         sim.Fault(rank=3, kind="host", factor=1.6, from_step=25),
     )
-    told = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, faults=faults)
-    assert told.subjects == {("rank", (0,), "compute"), ("rank", (3,), "compute")}
+    run = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, faults=faults)
+    assert run.subjects == {("rank", (0,), "compute"), ("rank", (3,), "compute")}
 
 
 def test_stalls_below_the_limit_now_and_then_hide_no_slow_compute(watch: Watch, sim: ModuleType) -> None:
@@ -342,8 +342,8 @@ def test_stalls_below_the_limit_now_and_then_hide_no_slow_compute(watch: Watch, 
         for step in range(25, 60)
     ]
     slow = sim.Fault(rank=1, kind="compute", factor=1.08, from_step=25)
-    told = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, faults=(slow, *stalls))
-    assert told.subjects == {("rank", (1,), "compute")}
+    run = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, faults=(slow, *stalls))
+    assert run.subjects == {("rank", (1,), "compute")}
 
 
 def test_a_host_that_was_named_still_explains_late_launches_when_it_stalls_less(watch: Watch, sim: ModuleType) -> None:
@@ -351,8 +351,8 @@ def test_a_host_that_was_named_still_explains_late_launches_when_it_stalls_less(
         sim.Fault(rank=1, kind="host", factor=1.4 if step < 40 or step % 5 < 3 else 1.11, from_step=step, steps=1)
         for step in range(25, 60)
     ]
-    told = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, launch_ratio=1.07, faults=tuple(stalls))
-    assert told.subjects == {("rank", (1,), "host")}
+    run = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, launch_ratio=1.07, faults=tuple(stalls))
+    assert run.subjects == {("rank", (1,), "host")}
 
 
 @pytest.mark.parametrize("ranks", [(1,), (2, 3)])
@@ -365,27 +365,29 @@ def test_the_cost_of_a_stalling_host_includes_its_late_launches(
         job = sim.Job(layout=layout, microbatches=8, noise=sim.Noise(device=True), launch_ratio=1.3, faults=faults)
         views = list(sim.Simulator(job, 1).steps(0, 40))
         lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
-    told = judge(layout, views)
-    assert {(ranks, cause) for _, ranks, cause in told.subjects} == {(ranks, "host")}
-    assert told.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.05)
-    assert any("the cost includes it" in line for line in told.last.evidence_text)
+    run = judge(layout, views)
+    assert {(ranks, cause) for _, ranks, cause in run.subjects} == {(ranks, "host")}
+    assert run.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.05)
+    assert any("the cost includes it" in line for line in run.last.evidence_text)
 
 
-def test_a_crowded_machine_is_no_slow_rank(watch: Watch, sim: ModuleType) -> None:
+def test_a_crowded_host_is_no_slow_rank(watch: Watch, sim: ModuleType) -> None:
     """Check that silence is the rule, not certain, where a crowded rank can hardly be distinguished from a slow one."""
     layouts = (JobLayout.grid(dp=2), JobLayout.grid(pp=2), JobLayout.grid(tp=2), LAYOUTS["single"])
-    runs = [watch(layout, seed=seed, steps=60, noise=sim.CROWDED_CPU).said for layout in layouts for seed in range(3)]
-    assert sum(bool(said) for said in runs) <= 1
+    runs = [
+        watch(layout, seed=seed, steps=60, noise=sim.CROWDED_CPU).verdicts for layout in layouts for seed in range(3)
+    ]
+    assert sum(bool(verdicts) for verdicts in runs) <= 1
 
 
 @pytest.mark.parametrize("kind", ["compute", "host"])
-def test_a_slow_rank_is_named_on_a_crowded_machine(watch: Watch, sim: ModuleType, kind: str) -> None:
+def test_a_slow_rank_is_named_on_a_crowded_host(watch: Watch, sim: ModuleType, kind: str) -> None:
     """Check a few seeds: noise of this size may hide the rank, as it does with seed 10000."""
     named = 0
     for seed in range(6):
         fault = sim.Fault(rank=seed % 2, kind=kind, factor=2.5, from_step=30)
-        told = watch(JobLayout.grid(dp=2), seed=seed, steps=60, noise=sim.CROWDED_CPU, faults=(fault,))
-        named += ("rank", (fault.rank,), kind) in told.subjects
+        run = watch(JobLayout.grid(dp=2), seed=seed, steps=60, noise=sim.CROWDED_CPU, faults=(fault,))
+        named += ("rank", (fault.rank,), kind) in run.subjects
     assert named >= 5
 
 
@@ -394,14 +396,14 @@ def test_another_attempt_ends_findings_and_starts_afresh(sim: ModuleType) -> Non
     fault = sim.Fault(rank=1, kind="compute", factor=2.5, from_step=20)
     detector = Detector(layout)
     simulator = sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, faults=(fault,)), 1)
-    said: list[Verdict] = []
+    verdicts: list[Verdict] = []
     for view in simulator.steps(0, 30):
-        said += detector.observe(view)
-    assert said[-1].state is VerdictState.CONFIRMED
+        verdicts += detector.observe(view)
+    assert verdicts[-1].state is VerdictState.CONFIRMED
     late = dataclasses.replace(simulator.step(30), attempt=1)
     (ended,) = detector.observe(late)
     assert ended.state is VerdictState.CLEARED
-    assert ended.id == said[-1].id
+    assert ended.id == verdicts[-1].id
     assert detector.observe(dataclasses.replace(late, attempt=0)) == []
 
 
@@ -411,7 +413,7 @@ def test_ranks_that_do_not_report_are_not_blamed(sim: ModuleType, judge: Callabl
         dataclasses.replace(view, records=view.records[view.records["rank"] != 3]) if view.step > 20 else view
         for view in sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU), 2).steps(0, 50)
     ]
-    assert judge(layout, views).said == []
+    assert judge(layout, views).verdicts == []
 
 
 @pytest.mark.parametrize(("name", "missing"), [("dp2-pp2", 3), ("tp2-pp2", 3), ("dp1-pp4", 0)])
@@ -441,7 +443,7 @@ def test_a_slow_unit_with_a_member_missing_is_not_judged(sim: ModuleType, judge:
         dataclasses.replace(view, records=view.records[view.records["rank"] != 3])
         for view in sim.Simulator(job, 2).steps(0, 50)
     ]
-    assert judge(layout, views).said == []
+    assert judge(layout, views).verdicts == []
 
 
 def test_memory_stays_bounded(sim: ModuleType) -> None:

@@ -28,25 +28,25 @@ def test_late_messages_that_nothing_waits_for_are_not_named(
 def test_the_cost_is_what_the_fault_adds_to_a_step(sim: ModuleType, judge: Callable[..., Any]) -> None:
     fault = sim.Fault(rank=1, kind="compute", factor=3.0, from_step=20)
     for kind, expected in (("compute", "compute"), ("host", "host"), ("link", "link")):
-        one = dataclasses.replace(fault, kind=kind, rank=1)
+        fault_on_rank_1 = dataclasses.replace(fault, kind=kind, rank=1)
         lengths = []
-        for faults in ((), (one,)):
+        for faults in ((), (fault_on_rank_1,)):
             simulator = sim.Simulator(sim.Job(layout=DP2_PP2, microbatches=8, faults=faults), 1)
             views = list(simulator.steps(0, 40))
             lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
-        told = judge(DP2_PP2, views)
-        assert str(told.last.cause) == expected
-        assert told.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.05)
+        run = judge(DP2_PP2, views)
+        assert str(run.last.cause) == expected
+        assert run.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.05)
 
 
-def test_two_equally_slow_ranks_share_what_both_cost(sim: ModuleType, judge: Callable[..., Any]) -> None:
+def test_two_equally_slow_ranks_split_their_common_cost(sim: ModuleType, judge: Callable[..., Any]) -> None:
     both = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=20) for rank in (0, 3))
     lengths = []
     for faults in ((), both):
         simulator = sim.Simulator(sim.Job(layout=DP2_PP2, microbatches=8, noise=sim.GPU, faults=faults), 1)
         views = list(simulator.steps(0, 40))
         lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
-    latest = {verdict.subject.ranks: verdict.seconds_per_step for _, verdict in judge(DP2_PP2, views).said}
+    latest = {verdict.subject.ranks: verdict.seconds_per_step for _, verdict in judge(DP2_PP2, views).verdicts}
     assert set(latest) == {(0,), (3,)}
     assert sum(latest.values()) == pytest.approx(lengths[1] - lengths[0], rel=0.05)
     assert latest[(0,)] == pytest.approx(latest[(3,)], rel=0.2)
@@ -63,7 +63,7 @@ def test_a_suspect_is_named_only_once_steps_can_be_replayed(
 
     monkeypatch.setattr(engine, "build", refused_before_step_40)
     fault = sim.Fault(rank=1, kind=kind, factor=3.0, from_step=20)
-    told = watch(DP2_PP2, microbatches=8, faults=(fault,))
-    assert told.first_step() > 40
-    assert {str(verdict.cause) for _, verdict in told.said} == {kind}
-    assert all(verdict.seconds_per_step > 0 for _, verdict in told.said)
+    run = watch(DP2_PP2, microbatches=8, faults=(fault,))
+    assert run.first_step() > 40
+    assert {str(verdict.cause) for _, verdict in run.verdicts} == {kind}
+    assert all(verdict.seconds_per_step > 0 for _, verdict in run.verdicts)

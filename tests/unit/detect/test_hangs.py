@@ -109,7 +109,7 @@ def test_no_hang(ranks: list[RankLiveness], usual_step_s: float | None) -> None:
     assert find(ranks, usual_step_s, SETTINGS) is None
 
 
-def test_the_verdict_is_told_once_and_cleared_when_the_rank_moves_again() -> None:
+def test_the_verdict_is_reported_once_and_cleared_when_the_rank_moves_again() -> None:
     detector = Detector(JobLayout.grid(pp=2), DetectorSettings(startup_s=5.0))
     hung = [_rank(0, 20, RecordKind.FORWARD), _rank(1, 20, RecordKind.RECV_WAIT)]
     (verdict,) = detector.observe_liveness(NOW_NS, hung)
@@ -123,7 +123,7 @@ def test_the_verdict_is_told_once_and_cleared_when_the_rank_moves_again() -> Non
     assert over.until is not None
 
 
-def test_ranks_of_a_new_attempt_are_starting_whatever_the_old_one_did(sim: ModuleType) -> None:
+def test_ranks_of_a_new_attempt_are_starting_whatever_the_previous_attempt_did(sim: ModuleType) -> None:
     """The steps before a gang restart say nothing about how long ranks take to start."""
     layout = JobLayout.grid(pp=2)
     detector = Detector(layout)
@@ -132,7 +132,7 @@ def test_ranks_of_a_new_attempt_are_starting_whatever_the_old_one_did(sim: Modul
     silent = [_rank(0, 60, None, attempt=0), _rank(1, 60, RecordKind.RECV_WAIT, attempt=0)]
     (found,) = detector.observe_liveness(NOW_NS, silent)
     assert (found.subject.ranks, found.since.attempt) == ((0,), 0)
-    (over,) = detector.observe_liveness(NOW_NS, [dataclasses.replace(one, attempt=1) for one in silent])
+    (over,) = detector.observe_liveness(NOW_NS, [dataclasses.replace(liveness, attempt=1) for liveness in silent])
     assert over.state is VerdictState.CLEARED
     stopped = [_rank(0, 60, None, attempt=1, state="T"), _rank(1, 60, None, attempt=1)]
     (again,) = detector.observe_liveness(NOW_NS, stopped)
@@ -146,7 +146,9 @@ def test_ranks_that_all_wait_are_named_only_if_that_lasts() -> None:
     (verdict,) = detector.observe_liveness(NOW_NS, stopped)
     assert verdict.subject.ranks == (1,)
     waiting = [_rank(0, 12, RecordKind.RECV_WAIT), _rank(1, 12, RecordKind.RECV_WAIT)]
-    assert [one.state for one in detector.observe_liveness(NOW_NS + 500_000_000, waiting)] == [VerdictState.CLEARED]
+    assert [verdict.state for verdict in detector.observe_liveness(NOW_NS + 500_000_000, waiting)] == [
+        VerdictState.CLEARED
+    ]
     assert detector.observe_liveness(NOW_NS + 3_000_000_000, waiting) == []
     named = detector.observe_liveness(NOW_NS + 4_000_000_000, waiting)
-    assert [one.subject.ranks for one in named] == [(0,), (1,)]
+    assert [verdict.subject.ranks for verdict in named] == [(0,), (1,)]

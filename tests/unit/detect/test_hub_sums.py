@@ -74,7 +74,9 @@ def test_the_slow_rank_makes_the_others_wait_whatever_the_clocks(sim: ModuleType
     view = simulator.step(1)
     offsets = [-round(simulator.offset[view.boot_ids[rank]] * 1e9) for rank in range(LAYOUT.world)]
     by_kind = imposed_s(stored(view, offsets))
-    of_rank = {rank: sum(s for (one, _), s in by_kind.items() if one == rank) for rank in range(LAYOUT.world)}
+    of_rank = {
+        rank: sum(s for (waiting_rank, _), s in by_kind.items() if waiting_rank == rank) for rank in range(LAYOUT.world)
+    }
     assert max(of_rank, key=lambda rank: of_rank[rank]) == 1
     assert {kind for rank, kind in by_kind if rank == 1} >= {"p2p", "dp"}
     straight = sim.Simulator(sim.Job(layout=LAYOUT, faults=faults, microbatches=8), 3).step(1)

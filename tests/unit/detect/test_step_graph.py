@@ -70,12 +70,12 @@ def test_replay_with_recorded_durations_gives_the_recorded_step(
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(kwargs=LAYOUTS, seed=st.integers(0, 10_000), share=st.floats(0.01, 0.4))
+@given(kwargs=LAYOUTS, seed=st.integers(0, 10_000), fraction=st.floats(0.01, 0.4))
 def test_lost_records_leave_an_ordered_graph_and_are_counted(
-    sim: ModuleType, kwargs: dict[str, int], seed: int, share: float
+    sim: ModuleType, kwargs: dict[str, int], seed: int, fraction: float
 ) -> None:
     layout = JobLayout.grid(**kwargs)
-    graph = build(_step(sim, layout, seed, lost_share=share))
+    graph = build(_step(sim, layout, seed, lost_share=fraction))
     whole = build(_step(sim, layout, seed))
 
     assert np.isfinite(replay(graph, graph.edges.weight)).all()

@@ -83,7 +83,7 @@ class _Rows:
 
 
 def _slot(rank: int, comm: Communicator) -> int:
-    return next(slot for slot, one in COMMS[rank].items() if one == comm)
+    return next(slot for slot, slot_comm in COMMS[rank].items() if slot_comm == comm)
 
 
 def _transfer(rows: _Rows, op: dict[str, Any], rank: int, batched: set[tuple[int, float]]) -> None:
@@ -142,10 +142,10 @@ def _views() -> Iterator[StepRecords]:
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"outside data is absent: {DATA} (set MEGATRONAPP_TEST_DATA)")
 def test_the_known_slow_worker_is_named_at_its_published_cost(judge: Callable[..., Any]) -> None:
     views = list(_views())
-    told = judge(JobLayout.grid(pp=STAGES, dp=REPLICAS, ranks_per_worker=2), views)
+    run = judge(JobLayout.grid(pp=STAGES, dp=REPLICAS, ranks_per_worker=2), views)
 
-    assert told.subjects == {("rank", (_rank(0, 0),), "compute")}
+    assert run.subjects == {("rank", (_rank(0, 0),), "compute")}
     recorded = [view.step for view in views]
-    assert recorded.index(told.first_step()) <= 7, "named within four steps after warm-up"
+    assert recorded.index(run.first_step()) <= 7, "named within four steps after warm-up"
     published = json.loads((DATA / "mw-AR.json").read_text())
-    assert told.last.seconds_per_step == pytest.approx(published["tori"] - published["trem"], rel=0.05)
+    assert run.last.seconds_per_step == pytest.approx(published["tori"] - published["trem"], rel=0.05)

@@ -29,7 +29,7 @@ PART, TOKENS = FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS
 
 
 @given(st.lists(st.one_of(st.integers(1, 90), st.none()), max_size=60))
-def test_who_pushes_waits_for_room_and_nothing_is_dropped(items: list[int | None]) -> None:
+def test_pushes_to_a_full_buffer_wait_and_nothing_is_dropped(items: list[int | None]) -> None:
     async def pushed() -> None:
         buffer, sent, got = ScopeBuffer(200), list[bytes](), list[bytes | None]()
         for number, size in enumerate(items):
@@ -70,7 +70,7 @@ async def test_a_hub_that_takes_nothing_lets_ranks_wait_and_then_gets_all(tmp_pa
                 got.append(popped)
             await asyncio.sleep(0)
         assert got == sent
-        await gone((reader, writer))
+        await wait_until_closed((reader, writer))
 
 
 @pytest.mark.asyncio
@@ -87,14 +87,14 @@ async def test_a_part_that_is_too_large_leaves_a_mark_and_anything_else_its_conn
         first[1].write(frames.encode(Frame(TOKENS, {"run": "1"}, bytes(MAX_PART_BYTES))))
         assert await first[0].read() == b""
         assert scope.pop() is None
-        await gone(first)
+        await wait_until_closed(first)
 
 
 def framed(kind: int, **header: Any) -> bytes:
     return frames.encode(Frame(kind, header))
 
 
-def test_a_new_hub_hears_who_publishes_and_what_goes_on() -> None:
+def test_a_new_hub_receives_the_publishers_and_unfinished_runs() -> None:
     standing = ScopeResumeState()
     for kind, header in (
         (FrameType.SCOPE_PUBLISHER, {"rank": 0}),
@@ -106,9 +106,11 @@ def test_a_new_hub_hears_who_publishes_and_what_goes_on() -> None:
     ):
         standing.note(Frame(kind, header), framed(kind, **header))
     standing.note(Frame(FrameType.SCOPE_LEFT, {"rank": 1}), framed(FrameType.SCOPE_LEFT, rank=1))
-    told = [frames.decode(data) for data in standing.frames()]
-    done, goes_on = {"run": "2", "state": "done"}, {"run": "1", "state": "decoding"}
-    assert [frame.header for frame in told] == [{"rank": 0}, done, goes_on], "the end may have been lost on its way"
+    replayed = [frames.decode(data) for data in standing.frames()]
+    done, unfinished = {"run": "2", "state": "done"}, {"run": "1", "state": "decoding"}
+    assert [frame.header for frame in replayed] == [{"rank": 0}, done, unfinished], (
+        "the end may have been lost on its way"
+    )
     for run, state in itertools.product(range(100), ("queued", "cancelled")):
         header = {"run": f"{state}{run}", "state": state}
         standing.note(Frame(FrameType.SCOPE_RUN_STATE, header), framed(FrameType.SCOPE_RUN_STATE, **header))
@@ -143,7 +145,7 @@ async def test_frames_of_ranks_pass_and_garbage_ends_its_connection_alone(tmp_pa
             bad = await rank(link / SOCKET)
             bad[1].write(garbage)
             assert await bad[0].read() == b""
-            await gone(bad)
+            await wait_until_closed(bad)
         good[1].write(framed(PART, step=1))
         await woken.wait()
         assert scope.pop() == framed(PART, step=1)
@@ -151,15 +153,15 @@ async def test_frames_of_ranks_pass_and_garbage_ends_its_connection_alone(tmp_pa
         again[1].write(sent[0])
         while scope.pop() != sent[0]:
             await asyncio.sleep(0)
-        await gone(good)
+        await wait_until_closed(good)
         again[1].write(framed(PART, step=2))
-        while (came := scope.pop()) is None:
+        while (received := scope.pop()) is None:
             await asyncio.sleep(0)
-        assert came == framed(PART, step=2), "a rank that has come back has not left"
-        await gone(again)
-        while (came := scope.pop()) is None:
+        assert received == framed(PART, step=2), "a rank that has come back has not left"
+        await wait_until_closed(again)
+        while (received := scope.pop()) is None:
             await asyncio.sleep(0)
-        assert came == framed(FrameType.SCOPE_LEFT, rank=0)
+        assert received == framed(FrameType.SCOPE_LEFT, rank=0)
         assert not list(scope.standing.frames())
     assert not (folder / SOCKET).exists()
 
@@ -168,7 +170,7 @@ async def rank(path: pathlib.Path) -> tuple[asyncio.StreamReader, asyncio.Stream
     return await asyncio.open_unix_connection(str(path))
 
 
-async def gone(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+async def wait_until_closed(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
     streams[1].close()
     with contextlib.suppress(ConnectionError):
         await streams[1].wait_closed()
@@ -181,9 +183,9 @@ async def test_a_socket_of_an_earlier_life_is_replaced_and_none_at_all_is_no_rea
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(tmp_path / SOCKET))
     async with ScopeSocket(tmp_path, lambda: None).running():
-        heard = await rank(tmp_path / SOCKET)
-        heard[1].write(b"\0" * 64)
-        assert await heard[0].read() == b""
-        await gone(heard)
+        accepted = await rank(tmp_path / SOCKET)
+        accepted[1].write(b"\0" * 64)
+        assert await accepted[0].read() == b""
+        await wait_until_closed(accepted)
     async with ScopeSocket(tmp_path / "nowhere", lambda: None).running():
         pass

@@ -31,8 +31,8 @@ def recording() -> scope_session.Recording:
     return scope_session.record(tokens=6)
 
 
-def told(run: ScopeRun) -> list[Frame]:
-    found = [frames.decode(one.whole) for one in run.journal.after(0) if one.whole]
+def journal_frames(run: ScopeRun) -> list[Frame]:
+    found = [frames.decode(entry.whole) for entry in run.journal.after(0) if entry.whole]
     return [frame for frame in found if frame.type == FrameType.SCOPE_PCA]
 
 
@@ -46,21 +46,21 @@ def run_with_states(scope: ScopeService, name: str, sample: int) -> ScopeRun:
     return run
 
 
-async def test_fits_that_meet_are_told_with_their_own_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_fits_are_published_with_their_own_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = iter([0, 40])
     """Turns of the loop that pass before a thread has done its work: many for coordinates of the first fit."""
 
-    async def in_turns(work: Callable[..., Any], *arguments: Any) -> Any:
+    async def run_interleaved(work: Callable[..., Any], *arguments: Any) -> Any:
         for _ in range(next(waits, 0)):
             await asyncio.sleep(0)
         return work(*arguments)
 
-    monkeypatch.setattr(asyncio, "to_thread", in_turns)
+    monkeypatch.setattr(asyncio, "to_thread", run_interleaved)
     scope = ScopeService(ScopeSettings(job="tiny"))
     runs = [run_with_states(scope, f"run{sample}", sample) for sample in range(2)]
     await asyncio.gather(*(scope.pca.refit(run, LAYERS, "me") for run in runs))
-    pictures = [told(run)[-1] for run in runs]
-    assert [one.header["version"] for one in pictures] == [1, 2]
+    pictures = [journal_frames(run)[-1] for run in runs]
+    assert [picture.header["version"] for picture in pictures] == [1, 2]
     for sample, picture in enumerate(pictures):
         (points,) = unpack(picture)
         np.testing.assert_allclose(points.data.mean(axis=0), 0, atol=1e-4, err_msg=f"{sample}: not its own axes")
@@ -92,7 +92,7 @@ class Model:
         if text is not None and text[: len(self.refused_text)] == self.refused_text and self.refusals:
             return httpx.Response(self.refusals.pop(0), json={"code": "busy", "message": "", "hint": ""})
         found = self.rank.answer(request.method, path, request.content)
-        self.probes = [body for _, asked, body in self.rank.asked if asked == "probes"]
+        self.probes = [body for _, kind, body in self.rank.asked if kind == "probes"]
         return httpx.Response(found.status_code, content=bytes(found.body))
 
 
@@ -105,7 +105,7 @@ def seen(scope: ScopeService, until: str) -> ScopeRun:
     return scope.core.runs[RUN]
 
 
-async def turns(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     """Let the loop run until then."""
     async with asyncio.timeout(20):
         while not condition():
@@ -117,45 +117,45 @@ async def test_a_refit_is_another_probe_than_the_first_fit_that_is_under_way() -
     model = Model(scope, silent=True)
     async with scope.running():
         run = seen(scope, "done")
-        await turns(lambda: len(model.probes) == 1)
+        await wait_until(lambda: len(model.probes) == 1)
         again = await scope.pca.refit(run, LAYERS, "me")
-        assert [len(one["ids"]) for one in model.probes] == [1, 2], "all samples, not those of the first fit"
+        assert [len(probe["ids"]) for probe in model.probes] == [1, 2], "all samples, not those of the first fit"
         assert await scope.pca.refit(run, LAYERS, "you") == again
 
 
-async def test_of_first_fits_that_meet_one_makes_the_basis_and_both_runs_are_shown_in_it() -> None:
+async def test_concurrent_first_fits_share_a_basis_that_shows_both_runs() -> None:
     scope = ScopeService(ScopeSettings(job="tiny"))
     runs = [run_with_states(scope, f"run{sample}", sample) for sample in range(2)]
     rows = [(0, place) for place in range(8)]
     states = {layer: recording().sites[0]["residual"][:8, layer] for layer in LAYERS}
     await asyncio.gather(*(scope.pca._fit(run, states, rows, FIRST) for run in runs))
-    assert [[one.header["version"] for one in told(run)] for run in runs] == [[1], [1]]
+    assert [[frame.header["version"] for frame in journal_frames(run)] for run in runs] == [[1], [1]]
     assert scope.pca.version == 1
 
 
 def shown_rows(run: ScopeRun) -> list[list[int]]:
-    pictures = told(run)
+    pictures = journal_frames(run)
     return list(pictures[-1].header["rows"]) if pictures else []
 
 
 EVERY = [[sample, place] for sample in range(2) for place in range(len(recording().sites[sample]["residual"]))]
 
 
-async def test_rows_that_the_model_refuses_at_first_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_that_the_model_first_refuses_are_fetched_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pca_service, "RETRY_S", 0)
     scope = ScopeService(ScopeSettings(job="tiny"))
     model = Model(scope, refusals=(429, 503))
     async with scope.running():
         run = seen(scope, "done")
-        await turns(lambda: len(told(run)) > 0)
+        await wait_until(lambda: len(journal_frames(run)) > 0)
         model.refusals = [503, 429, 429]
-        await turns(lambda: shown_rows(run) == EVERY)
+        await wait_until(lambda: shown_rows(run) == EVERY)
         assert not model.refusals
-        await turns(lambda: (RUN, 1, True) in scope.pca._completed)
-        asked = len(model.probes)
+        await wait_until(lambda: (RUN, 1, True) in scope.pca._completed)
+        probed = len(model.probes)
         scope.pca.complete(run)
-        await turns(lambda: not scope.pca._completing)
-        assert len(model.probes) == asked, "what is there is not asked for again"
+        await wait_until(lambda: not scope.pca._completing)
+        assert len(model.probes) == probed, "what is there is not asked for again"
 
 
 @pytest.mark.parametrize(("status", "again"), [(404, False), (503, True)])
@@ -172,13 +172,13 @@ async def test_a_sample_that_is_refused_keeps_no_other_from_coming(
         model.refused_text, model.refusals = recording().prompts[0], [status] * 3
         await scope.pca._fit(run, states, shown, FIRST)
         assert scope.pca._completing
-        await turns(lambda: not scope.pca._completing)
+        await wait_until(lambda: not scope.pca._completing)
         second = [row for row in EVERY if row[0] == 1]
         assert shown_rows(run) == [list(row) for row in shown] + second
         assert ((RUN, 1, True) in scope.pca._completed) != again, "what may be granted later is asked for again"
         model.refusals = []
         scope.pca.complete(run)
-        await turns(lambda: not scope.pca._completing)
+        await wait_until(lambda: not scope.pca._completing)
         prompt = len(recording().prompts[0])
-        came = [row for row in EVERY if row[0] == 0 and row[1] >= prompt]
-        assert shown_rows(run) == [list(row) for row in shown] + came * again + second
+        received = [row for row in EVERY if row[0] == 0 and row[1] >= prompt]
+        assert shown_rows(run) == [list(row) for row in shown] + received * again + second

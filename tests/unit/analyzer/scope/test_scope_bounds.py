@@ -14,8 +14,8 @@ from megatronapp_common.frames import Frame, FrameType
 
 def hello(model: dict[str, Any], ranks: int) -> RecordedSession:
     header = scope_session.core_of(scope_session.record(tokens=1)).feed.hello("viewer")
-    said = {"stage": 0, "tensor": 0, "layers": [0, 1], "heads": [0, 1]}
-    layout = {"tensor": 1, "pipeline": 1, "ranks": [{"rank": rank, **said} for rank in range(ranks)]}
+    rank_header = {"stage": 0, "tensor": 0, "layers": [0, 1], "heads": [0, 1]}
+    layout = {"tensor": 1, "pipeline": 1, "ranks": [{"rank": rank, **rank_header} for rank in range(ranks)]}
     return RecordedSession(
         [Frame(FrameType.SCOPE_HELLO, header | {"model": header["model"] | model, "layout": layout})], None
     )

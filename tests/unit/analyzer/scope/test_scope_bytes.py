@@ -30,7 +30,7 @@ RANDOM = np.random.default_rng(5)
 PINNED = [(layer, 7) for layer in range(0, 32, 4)]
 PIXELS = {"q": 32, "k": 32, "v": 32, "mlp1": 64, "mlp2": 64}
 MEASURES = ("residual.norm", "residual.change", "residual.cosine")
-SHARES = ("head.entropy", "head.max", "head.sink")
+FRACTION_SITES = ("head.entropy", "head.max", "head.sink")
 PRESETS: dict[str, dict[str, object]] = {
     "default": {"preset": "default", "pinned": [{"layer": p, "head": h} for p, h in PINNED]},
     "lite": {"preset": "lite"},
@@ -48,7 +48,7 @@ def part(step: int, positions: list[int], preset: str) -> Frame:
     sizes: dict[str, tuple[int, ...]] = {
         name: (width,) for name, width in PIXELS.items() if preset == "default" or name != "mlp1"
     }
-    sizes |= {name: (HEADS,) for name in SHARES} | {"pca": (8,)} | dict.fromkeys(MEASURES, ())
+    sizes |= {name: (HEADS,) for name in FRACTION_SITES} | {"pca": (8,)} | dict.fromkeys(MEASURES, ())
     tensors = [tensor(name, *width) for name, width in sizes.items()]
     if step == 0:
         atlas = RANDOM.integers(0, 256, (LAYERS, HEADS, 8, 8), np.uint8)
@@ -56,8 +56,8 @@ def part(step: int, positions: list[int], preset: str) -> Frame:
     elif preset == "default":
         for layer, head in PINNED:
             row = RANDOM.integers(0, 256, (1, 1, 1, positions[0] + 1), np.uint8)
-            said = {"site": "attention", "layers": [layer], "heads": [head, head + 1], "replicated": False}
-            tensors.append(Tensor("attention", "u8s", row, None, said))
+            tensor_header = {"site": "attention", "layers": [layer], "heads": [head, head + 1], "replicated": False}
+            tensors.append(Tensor("attention", "u8s", row, None, tensor_header))
     rows = [[0, position, 1] for position in positions]
     return build_frame(FrameType.SCOPE_PART, {"rank": 0, "run": RUN, "step": step, "rows": rows}, tensors)
 
@@ -67,9 +67,9 @@ def tokens(step: int) -> Frame:
     codes = {"<u4": "u32", "<f2": "f16", "<f4": "f32"}
     tensors = [Tensor(name, codes[kind], np.ones((1, width), kind)) for name, (kind, width) in kinds.items()]
     tensors += [Tensor(name, "f32", np.ones(1, "<f4")) for name in ("surprise", "entropy")]
-    said = {"ids": [128_000], "texts": [" antidisestablishment"], "offsets": [[9000, 9021]], "finished": [None]}
+    text_header = {"ids": [128_000], "texts": [" antidisestablishment"], "offsets": [[9000, 9021]], "finished": [None]}
     header = {"run": RUN, "step": step, "rows": [[0, LENGTH - 1 + step]]}
-    return build_frame(FrameType.SCOPE_TOKENS, header | said, tensors)
+    return build_frame(FrameType.SCOPE_TOKENS, header | text_header, tensors)
 
 
 def sent(preset: str) -> Iterator[Frame]:

@@ -38,17 +38,17 @@ def test_who_keeps_the_rate_is_never_ended_and_who_does_not_is_after_its_patienc
 
 def test_places_are_shared_out_by_callers() -> None:
     slots = ConcurrencySlots(MAX_SESSIONS)
-    held = [download_slot(slots, "jane") for _ in range(MAX_OF_CALLER)]
-    with pytest.raises(ApiError, match="you download 2 sessions") as told:
+    taken = [download_slot(slots, "jane") for _ in range(MAX_OF_CALLER)]
+    with pytest.raises(ApiError, match="you download 2 sessions") as refusal:
         download_slot(slots, "jane")
-    assert (told.value.status, told.value.code, told.value.retry_s) == (429, "too-many-sessions", 1)
-    held += [download_slot(slots, name) for name in ("joe", "jim")]
+    assert (refusal.value.status, refusal.value.code, refusal.value.retry_s) == (429, "too-many-sessions", 1)
+    taken += [download_slot(slots, name) for name in ("joe", "jim")]
     with pytest.raises(ApiError, match="4 sessions are being downloaded"):
         download_slot(slots, "jill")
-    held.pop(0).close()
+    taken.pop(0).close()
     download_slot(slots, "jane").close()
-    for one in held:
-        one.close()
+    for slot in taken:
+        slot.close()
     assert [slots.take("jane") for _ in range(MAX_SESSIONS + 1)] == [True] * MAX_SESSIONS + [False]
 
 
@@ -57,14 +57,14 @@ def recorded() -> bytes:
     return scope_session.session(scope_session.record(tokens=2))
 
 
-@pytest.mark.parametrize("cut", [0, 8, 1000 * 8])
-def test_a_download_that_was_ended_says_so_wherever_it_broke_off(cut: int) -> None:
+@pytest.mark.parametrize("removed", [0, 8, 1000 * 8])
+def test_an_aborted_download_reports_the_error_wherever_it_broke_off(removed: int) -> None:
     whole = recorded()
-    said = {"code": "too-slow", "message": "the download was ended", "hint": "Again."}
-    end = frames.encode(Frame(FrameType.ERROR, said))
+    error = {"code": "too-slow", "message": "the download was ended", "hint": "Again."}
+    end = frames.encode(Frame(FrameType.ERROR, error))
     assert CHUNK_BYTES % 8 == 0
-    found, all_of_it = session_file.parse(whole[: len(whole) - cut] + end), session_file.parse(whole)
+    found, all_of_it = session_file.parse(whole[: len(whole) - removed] + end), session_file.parse(whole)
     assert all_of_it.broken is None
     assert found.broken == f"the download was ended (Again.); {len(found.frames)} frames before it were read"
-    assert [one.header for one in found.frames] == [one.header for one in all_of_it.frames[: len(found.frames)]]
-    assert (len(found.frames) == len(all_of_it.frames)) == (cut == 0)
+    assert [frame.header for frame in found.frames] == [frame.header for frame in all_of_it.frames[: len(found.frames)]]
+    assert (len(found.frames) == len(all_of_it.frames)) == (removed == 0)

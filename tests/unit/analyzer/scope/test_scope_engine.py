@@ -51,13 +51,13 @@ def outcome(core: ScopeCore) -> tuple[str, str | None]:
     return header["state"], (header["error"] or {}).get("code")
 
 
-def test_an_agent_that_comes_back_in_time_brings_its_runs_back_and_their_ends() -> None:
-    clock, asked = [0.0], list[tuple[str, str | None]]()
+def test_an_agent_that_reconnects_in_time_restores_its_runs_and_their_ends() -> None:
+    clock, outcomes = [0.0], list[tuple[str, str | None]]()
 
     class EngineStarts(IgnoredEvents):
         def engine_started(self) -> None:
             if RUN in core.runs:
-                asked.append(outcome(core))
+                outcomes.append(outcome(core))
 
     core = ScopeCore(ScopeSettings(job="tiny"))
     core = decoding(clock, EngineStarts())
@@ -67,16 +67,16 @@ def test_an_agent_that_comes_back_in_time_brings_its_runs_back_and_their_ends() 
     core.ingest.close_due()
     assert outcome(core) == ("decoding", None)
     core.ingest.take_frame(0, 0, published()[0])
-    assert core.feed.state == "ready" and asked == [("decoding", None)], "rank 0 is asked how it stands"
+    assert core.feed.state == "ready" and outcomes == [("decoding", None)], "rank 0 is asked how it stands"
     done = scope_session.run_state(recording(), "done")
     for _ in range(3):
         core.ingest.take_frame(0, 0, done)
     assert outcome(core) == ("done", None)
-    states = [one.header["state"] for one in told(core.runs[RUN]) if one.type == FrameType.SCOPE_RUN]
-    assert core.runs[RUN].journal.newest == len(told(core.runs[RUN])) and states[-2:] == ["decoding", "done"]
+    states = [frame.header["state"] for frame in journal_frames(core.runs[RUN]) if frame.type == FrameType.SCOPE_RUN]
+    assert core.runs[RUN].journal.newest == len(journal_frames(core.runs[RUN])) and states[-2:] == ["decoding", "done"]
 
 
-def test_ends_that_are_told_again_push_no_run_out() -> None:
+def test_repeated_end_frames_evict_no_run() -> None:
     core = ScopeCore(ScopeSettings(job="tiny", runs=3), clock=lambda: 0.0)
     state = scope_session.run_state(recording(), "done")
     ends = [Frame(state.type, {**state.header, "run": f"run{number}"}) for number in range(5)]
@@ -87,7 +87,7 @@ def test_ends_that_are_told_again_push_no_run_out() -> None:
 
 Answer = tuple[int, dict[str, Any]]
 NO_RUN: Answer = (404, {"code": "no-such-run", "message": "", "hint": ""})
-AWAY: Answer = (503, {"code": "restarting", "message": "", "hint": ""})
+UNAVAILABLE: Answer = (503, {"code": "restarting", "message": "", "hint": ""})
 OUTCOMES: list[tuple[Answer, tuple[str, str | None]]] = [
     ((200, {"header": {"state": "done"}}), ("done", None)),
     ((200, {"header": {"state": "decoding"}}), ("decoding", None)),
@@ -96,21 +96,21 @@ OUTCOMES: list[tuple[Answer, tuple[str, str | None]]] = [
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("answer", "comes_of_it"), OUTCOMES)
-async def test_a_rank_zero_that_comes_back_is_asked_for_runs_that_go_on(
-    answer: Answer, comes_of_it: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("answer", "expected"), OUTCOMES)
+async def test_a_returning_rank_zero_is_queried_for_unfinished_runs(
+    answer: Answer, expected: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_backfill, "RETRY_S", 0)
-    answers = iter([AWAY, answer])
+    answers = iter([UNAVAILABLE, answer])
 
     def of_rank_zero(request: httpx.Request) -> httpx.Response:
         if request.url.path != f"/scope/v1/runs/{RUN}":
             return httpx.Response(200, json={})
-        status, said = next(answers)
+        status, body = next(answers)
         if status == 200:
-            header = scope_session.run_state(recording(), said["header"]["state"]).header
-            said = {"header": header, "samples": []}
-        return httpx.Response(status, json=said)
+            header = scope_session.run_state(recording(), body["header"]["state"]).header
+            body = {"header": header, "samples": []}
+        return httpx.Response(status, json=body)
 
     scope = ScopeService(ScopeSettings(job="tiny"))
     scope.probe_client.client = Rank0Client("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
@@ -123,10 +123,10 @@ async def test_a_rank_zero_that_comes_back_is_asked_for_runs_that_go_on(
         scope.core.ingest.take_frame(0, 0, published()[0])
         assert len(scope.backfill._looks) == 1
         await asyncio.gather(*scope.backfill._looks.values())
-        assert outcome(scope.core) == comes_of_it and next(answers, None) is None
+        assert outcome(scope.core) == expected and next(answers, None) is None
 
 
-def test_an_agent_that_stays_away_loses_them_and_what_rank_zero_says_later_is_true() -> None:
+def test_an_agent_that_stays_disconnected_fails_its_runs_until_rank_zero_reports() -> None:
     clock = [0.0]
     core = decoding(clock)
     core.ingest.on_agent_lost(0, 0)
@@ -134,13 +134,13 @@ def test_an_agent_that_stays_away_loses_them_and_what_rank_zero_says_later_is_tr
     core.ingest.close_due()
     assert outcome(core) == ("failed", "engine-lost")
     sent = published()
-    for frame in [sent[0], *sent[[one.header.get("state") for one in sent].index("decoding") :]]:
+    for frame in [sent[0], *sent[[frame.header.get("state") for frame in sent].index("decoding") :]]:
         core.ingest.take_frame(0, 0, frame)
     assert outcome(core) == ("done", None) and core.runs[RUN].whole
 
 
 @pytest.mark.parametrize("ending", ["left", "bye", "newer agent", "newer ranks"])
-def test_a_rank_zero_that_is_gone_for_good_is_not_waited_for(ending: str) -> None:
+def test_a_rank_zero_that_left_for_good_is_not_waited_for(ending: str) -> None:
     core = decoding([0.0])
     if ending == "left":
         core.ingest.take_frame(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 0}))
@@ -151,7 +151,7 @@ def test_a_rank_zero_that_is_gone_for_good_is_not_waited_for(ending: str) -> Non
     else:
         core.ingest.take_frame(1, 0, Frame(FrameType.SCOPE_PUBLISHER, {**published()[0].header, "attempt": 1}))
     assert outcome(core) == ("failed", "engine-lost")
-    states = [one.header["state"] for one in told(core.runs[RUN]) if one.type == FrameType.SCOPE_RUN]
+    states = [frame.header["state"] for frame in journal_frames(core.runs[RUN]) if frame.type == FrameType.SCOPE_RUN]
     assert states[-1] == "failed"
 
 
@@ -162,7 +162,7 @@ def test_another_rank_that_leaves_takes_no_run_with_it() -> None:
 
 
 @pytest.mark.parametrize(("ending", "code"), [("broken", "probe-incomplete"), ("bye", "engine-lost")])
-def test_probes_do_not_wait_for_ranks_that_went_away(ending: str, code: str) -> None:
+def test_probes_do_not_wait_for_disconnected_ranks(ending: str, code: str) -> None:
     core = decoding([0.0])
     core.probes.expect("waits", "key", lambda _: None, 0.0, caller="me")
     core.ingest.take_frame(0, 0, Frame(FrameType.SCOPE_PART, {"rank": 0, "probe": "early", "rows": [], "tensors": []}))
@@ -176,9 +176,9 @@ def test_probes_do_not_wait_for_ranks_that_went_away(ending: str, code: str) -> 
 
 
 @pytest.mark.asyncio
-async def test_a_probe_that_was_being_asked_for_when_ranks_went_away_is_refused() -> None:
+async def test_a_probe_in_flight_is_refused_when_its_ranks_disconnect() -> None:
     scope = ScopeService(ScopeSettings(job="tiny"))
-    wanted = ProbeRequest(ids=((1,),), sites=(ProbeSite(site="logits", layers=()),))
+    probe_request = ProbeRequest(ids=((1,),), sites=(ProbeSite(site="logits", layers=()),))
 
     def of_rank_zero(request: httpx.Request) -> httpx.Response:
         scope.core.ingest.on_agent_lost(0, 0)
@@ -188,15 +188,15 @@ async def test_a_probe_that_was_being_asked_for_when_ranks_went_away_is_refused(
     async with scope.running():
         scope.core.ingest.take_frame(0, 0, published()[0])
         with pytest.raises(ApiError, match="went away") as refused:
-            await scope.probe_client.request("key", wanted, lambda _: None, "me")
+            await scope.probe_client.request("key", probe_request, lambda _: None, "me")
         assert refused.value.status == 503 and len(scope.core.probes) == 0
 
 
-def told(run: ScopeRun) -> list[Frame]:
-    return [frames.decode(one.whole or b"") for one in run.journal.after(0)]
+def journal_frames(run: ScopeRun) -> list[Frame]:
+    return [frames.decode(entry.whole or b"") for entry in run.journal.after(0)]
 
 
-def test_tokens_that_rank_zero_counts_and_nobody_brought_are_a_hole() -> None:
+def test_tokens_counted_by_rank_zero_but_never_received_are_reported_missing() -> None:
     holes: list[str] = []
 
     class MissingTokens(IgnoredEvents):

@@ -46,7 +46,7 @@ def recorded() -> bytes:
 
 @FUZZ
 @given(data=st.data())
-def test_a_desk_outlives_whatever_a_rank_says(data: st.DataObject) -> None:
+def test_the_core_survives_arbitrary_headers_of_a_rank(data: st.DataObject) -> None:
     core = ScopeCore(ScopeSettings(job="fuzz"), clock=iter(range(1_000_000)).__next__)
     for frame in published():
         header = dict(frame.header)
@@ -73,15 +73,15 @@ STATES = st.tuples(MERGES, st.integers(1, 4), st.none() | st.lists(st.integers(0
 
 
 @settings(FUZZ, max_examples=60)
-@given(said=st.lists(STATES, min_size=1, max_size=4))
-def test_states_are_refused_by_name_or_merged(said: list[tuple[object, int, list[int] | None]]) -> None:
-    pieces: list[ShardTensor] = []
-    for tp, (merging, columns, layers) in enumerate(said):
+@given(declared=st.lists(STATES, min_size=1, max_size=4))
+def test_states_are_refused_by_name_or_merged(declared: list[tuple[object, int, list[int] | None]]) -> None:
+    shards: list[ShardTensor] = []
+    for tp, (merging, columns, layers) in enumerate(declared):
         shape = (2, columns) if layers is None else (2, len(layers), columns)
         tensor = Tensor("q", "f32", np.full(shape, 1e38, "<f4"), None, {"layers": layers, "merge": merging})
         try:
-            pieces += shard_tensors_of(build_frame(FrameType.SCOPE_PART, {"rows": [[0, tp % 2, 2]]}, [tensor]), tp)
-            tables_of(pieces, None)
+            shards += shard_tensors_of(build_frame(FrameType.SCOPE_PART, {"rows": [[0, tp % 2, 2]]}, [tensor]), tp)
+            tables_of(shards, None)
         except ProtocolError as error:
             assert "PART frame" in str(error)
 
@@ -100,13 +100,14 @@ def test_tensors_are_refused_by_name_or_are_within_the_body(tensors: object) -> 
 
 @FUZZ
 @given(
-    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=6), cut=st.floats(0, 1)
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=6),
+    fraction=st.floats(0, 1),
 )
-def test_a_session_plays_or_says_what_is_wrong(changes: list[tuple[float, int]], cut: float) -> None:
+def test_a_damaged_session_plays_or_explains_the_damage(changes: list[tuple[float, int]], fraction: float) -> None:
     data = bytearray(recorded())
     for place, value in changes:
         data[int(place * len(data))] = value
-    session = session_file.parse(bytes(data[: int(cut * len(data))]))
+    session = session_file.parse(bytes(data[: int(fraction * len(data))]))
     if session.broken:
         assert session.broken.startswith("byte ")
     if not session.frames or session.frames[0].type != FrameType.SCOPE_HELLO:

@@ -34,18 +34,22 @@ def new_core() -> ScopeCore:
 
 def states(page: Viewer) -> list[dict[str, Any]]:
     """Headers of the STATE frames that a page has not read yet."""
-    said: list[Frame] = []
+    received: list[Frame] = []
     while sent := page.outbox.pop():
-        said += [frames.decode(one) for one in sent]
-    return [dict(one.header) for one in said if one.type == FrameType.SCOPE_STATE]
+        received += [frames.decode(data) for data in sent]
+    return [dict(frame.header) for frame in received if frame.type == FrameType.SCOPE_STATE]
 
 
 def test_every_life_of_a_hub_has_its_own_boot() -> None:
-    one, two = new_core(), new_core()
-    assert one.feed.hello("viewer")["boot"] == one.feed.hello("controller")["boot"] != two.feed.hello("viewer")["boot"]
+    first, second = new_core(), new_core()
+    assert (
+        first.feed.hello("viewer")["boot"]
+        == first.feed.hello("controller")["boot"]
+        != second.feed.hello("viewer")["boot"]
+    )
 
 
-def test_layers_of_ranks_are_those_that_they_said_and_pages_that_came_before_hear_of_them() -> None:
+def test_layers_of_ranks_are_as_published_and_open_pages_receive_them() -> None:
     core = new_core()
     for rank in (0, 1, 3):
         core.ingest.take_frame(0, rank, publisher(rank))
@@ -55,14 +59,19 @@ def test_layers_of_ranks_are_those_that_they_said_and_pages_that_came_before_hea
     core.ingest.take_frame(0, 2, publisher(2))
     layout = Hello.model_validate(core.feed.hello("viewer")).layout
     assert layout.ranks is not None
-    assert [(one.rank, one.stage, one.tensor) for one in layout.ranks] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
-    assert [list(one.layers) for one in layout.ranks] == [UNEVEN[rank] for rank in range(4)]
-    assert [list(one.heads) for one in layout.ranks] == [[0, 2], [2, 4]] * 2
-    told = [one["layout"] for one in states(page)]
-    assert told == [layout.model_dump(mode="json", by_alias=True)], "once"
+    assert [(rank.rank, rank.stage, rank.tensor) for rank in layout.ranks] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 1, 0),
+        (3, 1, 1),
+    ]
+    assert [list(rank.layers) for rank in layout.ranks] == [UNEVEN[rank] for rank in range(4)]
+    assert [list(rank.heads) for rank in layout.ranks] == [[0, 2], [2, 4]] * 2
+    layouts = [state["layout"] for state in states(page)]
+    assert layouts == [layout.model_dump(mode="json", by_alias=True)], "once"
 
 
-def test_pages_have_the_layers_of_ranks_again_once_all_that_went_away_are_back() -> None:
+def test_pages_receive_the_layers_again_once_all_ranks_are_reconnected() -> None:
     core = new_core()
     for rank in range(4):
         core.ingest.take_frame(0, rank, publisher(rank))
@@ -71,24 +80,26 @@ def test_pages_have_the_layers_of_ranks_again_once_all_that_went_away_are_back()
         core.ingest.on_agent_lost(0, rank)
     for rank in (3, 2):
         core.ingest.take_frame(0, rank, publisher(rank))
-    said = states(page)
-    assert [(one["state"], "ranks" in one["layout"]) for one in said] == [
+    received = states(page)
+    assert [(state["state"], "ranks" in state["layout"]) for state in received] == [
         ("restarting", False),
         ("ready", False),
         ("ready", True),
     ]
-    assert [one["layers"] for one in said[-1]["layout"]["ranks"]] == [UNEVEN[rank] for rank in range(4)]
+    assert [rank_layout["layers"] for rank_layout in received[-1]["layout"]["ranks"]] == [
+        UNEVEN[rank] for rank in range(4)
+    ]
 
 
-def test_pages_hear_nothing_of_a_model_before_its_rank_0_is_there() -> None:
+def test_pages_receive_nothing_of_a_model_before_its_rank_0_is_connected() -> None:
     core = new_core()
     page = core.feed.subscribe()
     core.ingest.take_frame(0, 1, publisher(1))
     hello = Hello.model_validate(core.feed.hello("viewer"))
     assert (states(page), hello.state, hello.layout.ranks) == ([], "gone", None)
     core.ingest.take_frame(0, 0, publisher(0))
-    (said,) = states(page)
-    assert (said["state"], said["layout"]) == ("ready", {"tensor": 2, "pipeline": 2})
+    (state,) = states(page)
+    assert (state["state"], state["layout"]) == ("ready", {"tensor": 2, "pipeline": 2})
 
 
 @pytest.mark.parametrize("wrong", [[0], [0, 1, 2], [2, 1], [-1, 1], "01", [0, True], [0.0, 1]])
@@ -111,6 +122,6 @@ def test_recordings_of_older_hubs_play_and_newer_ones_keep_their_ranks() -> None
         core = ScopeCore(settings_of(session))
         player = SessionPlayer(session, core)
         assert len(list(player.steps())) == 2 and player.left_out == 0
-        said = core.feed.hello("viewer")
-        assert Hello.model_validate(said).layout.tensor == 1 and said["layout"].get("ranks") == ranks
-        assert said["boot"] == core.feed.boot
+        replayed = core.feed.hello("viewer")
+        assert Hello.model_validate(replayed).layout.tensor == 1 and replayed["layout"].get("ranks") == ranks
+        assert replayed["boot"] == core.feed.boot

@@ -43,76 +43,76 @@ def test_numbers_that_are_none_are_refused() -> None:
 
 
 def test_probes_fail_once_each_with_their_reason() -> None:
-    book, got = probe_tracker.ProbeTracker(), list[int]()
+    tracker, got = probe_tracker.ProbeTracker(), list[int]()
     for why, at in (("dropped", 1.0), ("silent", probe_tracker.PATIENCE_S), ("lost", 1.0), ("whole", 1.0)):
-        book.expect(why, "key", lambda pieces: got.append(len(pieces)), 0.0, caller="me")
-        assert (book.find_pending("key"), book.count("me"), len(book)) == (why, 1, 1)
+        tracker.expect(why, "key", lambda shards: got.append(len(shards)), 0.0, caller="me")
+        assert (tracker.find_pending("key"), tracker.count("me"), len(tracker)) == (why, 1, 1)
         if why == "lost":
-            book.clear()
+            tracker.clear()
         elif why != "silent":
-            book.add(why, [], at, PartHeader(0, dropped=why == "dropped"))
-        book.settle([0], at)
-        assert (book.find_pending("key"), book.count("me"), len(book)) == (None, 0, 0)
-        failure = book.take_failure("key")
+            tracker.add(why, [], at, PartHeader(0, dropped=why == "dropped"))
+        tracker.settle([0], at)
+        assert (tracker.find_pending("key"), tracker.count("me"), len(tracker)) == (None, 0, 0)
+        failure = tracker.take_failure("key")
         assert (failure is None) == (why == "whole")
         assert failure is None or (isinstance(failure, ApiError) and failure.status == 503)
-        assert book.take_failure("key") is None
+        assert tracker.take_failure("key") is None
     assert got == [0]
 
 
-def piece(nbytes: int) -> ShardTensor:
+def shard_of_bytes(nbytes: int) -> ShardTensor:
     tensor = Tensor("residual", "f32", np.zeros((1, nbytes // 4), "<f4"))
     return ShardTensor(rows=((0, 0),), layers=None, span=None, tp=0, tensor=tensor)
 
 
-def test_parts_that_overtake_their_answers_are_kept_for_as_many_probes_as_may_be_waited_for() -> None:
-    book, got = probe_tracker.ProbeTracker(), list[int]()
+def test_early_parts_are_stored_for_as_many_probes_as_may_wait() -> None:
+    tracker, got = probe_tracker.ProbeTracker(), list[int]()
     names = [str(number) for number in range(probe_tracker.MAX_PROBES)]
     for name in names:
-        book.add(name, [piece(1 << 10)], 0.0, PartHeader(0))
+        tracker.add(name, [shard_of_bytes(1 << 10)], 0.0, PartHeader(0))
     for name in names:
-        book.expect(name, name, lambda pieces: got.append(len(pieces)), 0.0)
-        book.settle([0], 0.0)
+        tracker.expect(name, name, lambda shards: got.append(len(shards)), 0.0)
+        tracker.settle([0], 0.0)
     assert got == [1] * probe_tracker.MAX_PROBES
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40), st.booleans()), max_size=120))
-def test_parts_that_nobody_waits_for_are_bounded_and_who_comes_for_lost_ones_is_told_at_once(
+def test_unclaimed_parts_are_bounded_and_a_late_probe_learns_of_its_loss_at_once(
     parts: list[tuple[int, int, bool]],
 ) -> None:
-    book, got = probe_tracker.ProbeTracker(), list[str]()
+    tracker, got = probe_tracker.ProbeTracker(), list[str]()
     with unittest.mock.patch.multiple(probe_tracker, MAX_PROBES=6, MAX_EARLY_BYTES=100):
-        for probe, words, dropped in parts:
-            book.add(str(probe), [piece(4 * words)], 0.0, PartHeader(0, dropped=dropped))
-            assert len(book._probes) <= 6 and sum(one.bytes for one in book._probes.values()) <= 100
+        for probe, values, dropped in parts:
+            tracker.add(str(probe), [shard_of_bytes(4 * values)], 0.0, PartHeader(0, dropped=dropped))
+            assert len(tracker._probes) <= 6 and sum(probe.bytes for probe in tracker._probes.values()) <= 100
     for name in {str(probe) for probe, _, _ in parts}:
-        book.expect(name, name, functools.partial(lambda name, _: got.append(name), name), 0.0)
-        book.settle([0], 0.0)
-        failure = book.take_failure(name)
-        assert (name in got) == (failure is None) and len(book) == 0
+        tracker.expect(name, name, functools.partial(lambda name, _: got.append(name), name), 0.0)
+        tracker.settle([0], 0.0)
+        failure = tracker.take_failure(name)
+        assert (name in got) == (failure is None) and len(tracker) == 0
         assert failure is None or failure.status == 503
 
 
-def test_one_run_at_a_time_is_sent_again() -> None:
+def test_runs_are_resent_one_after_the_other() -> None:
     journals = {name: FrameLog(name, MemoryBudget(1 << 20)) for name in "abc"}
     for name, journal in journals.items():
         for step in range(3):
             header = {"run": name, "step": step, "rows": [[0, step]], "ids": [step]}
             journal.append(Frame(FrameType.SCOPE_STEP, header, bytes(1000)))
-    outbox, asked = PageQueue(credit=1000), list[str]()
+    outbox, resumed = PageQueue(credit=1000), list[str]()
 
     def replay(name: str) -> list[LogEntry]:
-        asked.append(name)
+        resumed.append(name)
         return journals[name].after(0)
 
     for name in ("a", "b", "c", "b", "a"):
         outbox.resume(name, functools.partial(replay, name))
-    assert asked == ["a", "c"], "others are made when their turn comes"
+    assert resumed == ["a", "c"], "others are made when their turn comes"
     outbox.grant(1 << 20)
     got = []
     while len(outbox):
-        got += [frames.decode(one).header["run"] for one in outbox.pop()]
-    assert got == ["c"] * 3 + ["b"] * 3 + ["a"] * 3 and asked == ["a", "c", "b", "a"]
+        got += [frames.decode(data).header["run"] for data in outbox.pop()]
+    assert got == ["c"] * 3 + ["b"] * 3 + ["a"] * 3 and resumed == ["a", "c", "b", "a"]
 
 
 def test_a_session_that_is_being_read_does_not_change() -> None:

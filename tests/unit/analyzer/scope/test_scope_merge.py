@@ -45,7 +45,7 @@ def published(tp: int = 1, pp: int = 1, parallel: bool = False) -> list[tuple[in
 
 @functools.cache
 def reference() -> list[tuple[int, dict[str, Any], bytes]]:
-    return [unnumbered(one) for one in shown(fed(published()))]
+    return [unnumbered(frame) for frame in shown(fed(published()))]
 
 
 class Introduced(IgnoredEvents):
@@ -69,13 +69,13 @@ def test_any_layout_and_any_order_of_ranks_give_the_same_frames(
     tp, pp, parallel = layout
     sent = published(tp, pp, parallel)
     first = {FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_RUN_STATE}
-    ready = [one for one in sent if one[1].type in first]
-    rest = [one for one in sent if one[1].type not in first]
+    ready = [rank_frame for rank_frame in sent if rank_frame[1].type in first]
+    rest = [rank_frame for rank_frame in sent if rank_frame[1].type not in first]
     order = data.draw(st.permutations([rank for rank, _ in rest]))
-    queues = {rank: iter([one for one in rest if one[0] == rank]) for rank in set(order)}
+    queues = {rank: iter([rank_frame for rank_frame in rest if rank_frame[0] == rank]) for rank in set(order)}
     core = fed(ready + [next(queues[rank]) for rank in order])
     assert core.ingest.rejected.count == 0
-    assert [unnumbered(one) for one in shown(core)] == reference()
+    assert [unnumbered(frame) for frame in shown(core)] == reference()
 
 
 def unnumbered(data: bytes) -> tuple[int, dict[str, Any], bytes]:
@@ -85,7 +85,7 @@ def unnumbered(data: bytes) -> tuple[int, dict[str, Any], bytes]:
 
 def test_what_is_shown_is_what_the_model_computed() -> None:
     run = recording()
-    steps = [Frame(*one) for one in reference() if one[0] == FrameType.SCOPE_STEP]
+    steps = [Frame(*fields) for fields in reference() if fields[0] == FrameType.SCOPE_STEP]
     assert [frame.header["step"] for frame in steps] == [0, 1, 2]
     for frame in steps:
         found = {tensor.name: tensor for tensor in unpack(frame)}
@@ -106,22 +106,22 @@ def close(tensor: Tensor, index: int, expected: Any) -> None:
     np.testing.assert_allclose(got, expected, atol=float(worst[tensor.code]) * 1.01, rtol=0)
 
 
-def test_a_step_is_closed_without_late_ranks_and_says_who_they_are() -> None:
+def test_a_step_closed_without_late_ranks_lists_them() -> None:
     now = [0.0]
     sent = list(scope_session.rank_frames(recording(), pp=2))
-    late = [one for one in sent if one[0] == 1 and one[1].type == FrameType.SCOPE_PART]
-    kept = [one for one in sent if one[0] != 1 or one[1].type != FrameType.SCOPE_PART]
-    core = fed(kept, clock=lambda: now[0])
+    late = [rank_frame for rank_frame in sent if rank_frame[0] == 1 and rank_frame[1].type == FrameType.SCOPE_PART]
+    on_time = [rank_frame for rank_frame in sent if rank_frame[0] != 1 or rank_frame[1].type != FrameType.SCOPE_PART]
+    core = fed(on_time, clock=lambda: now[0])
     run = core.runs[scope_session.RUN]
     assert not any(entry.type == FrameType.SCOPE_STEP for entry in run.journal.after(0))
     now[0] = WAIT_S
     core.ingest.close_due()
-    told = [frames.decode(entry.whole or b"") for entry in run.journal.after(0)]
-    gaps = [frame.header for frame in told if frame.type == FrameType.SCOPE_GAP]
+    journal = [frames.decode(entry.whole or b"") for entry in run.journal.after(0)]
+    gaps = [frame.header for frame in journal if frame.type == FrameType.SCOPE_GAP]
     assert [(gap["what"], gap["ranks"], gap["reason"], gap["from"]) for gap in gaps] == [
         ("ranks", [1], "late", step) for step in range(3)
     ]
-    steps = [frame for frame in told if frame.type == FrameType.SCOPE_STEP]
+    steps = [frame for frame in journal if frame.type == FrameType.SCOPE_STEP]
     norms = {tensor.name: tensor.data for tensor in unpack(steps[1])}["residual.norm"]
     assert np.isfinite(norms[:, :2]).all() and np.isnan(norms[:, 2:]).all()
     before = len(run.journal)
@@ -130,39 +130,39 @@ def test_a_step_is_closed_without_late_ranks_and_says_who_they_are() -> None:
     assert len(run.journal) == before
 
 
-def test_nothing_overtakes_a_step_that_may_still_come() -> None:
-    book = ScopeStepAssembler()
+def test_no_step_overtakes_an_earlier_step_that_may_still_arrive() -> None:
+    assembler = ScopeStepAssembler()
     tokens = Frame(FrameType.SCOPE_TOKENS, {})
-    book.add_tokens(("run", 1), tokens, 0.0)
-    book.add_part(("run", 1), [], 0.0, PartHeader(0, more=False))
-    assert book.close([0], 0.1) == []
-    book.add_tokens(("run", 0), tokens, 0.1)
-    book.add_part(("run", 0), [], 0.1, PartHeader(0, more=True))
-    assert book.close([0], 0.15) == []
-    book.add_part(("run", 0), [], 0.15, PartHeader(0, more=False))
-    assert [step.step for step in book.close([0], 0.15)] == [0, 1]
-    assert len(book) == 0 and book.due_s() is None
+    assembler.add_tokens(("run", 1), tokens, 0.0)
+    assembler.add_part(("run", 1), [], 0.0, PartHeader(0, more=False))
+    assert assembler.close([0], 0.1) == []
+    assembler.add_tokens(("run", 0), tokens, 0.1)
+    assembler.add_part(("run", 0), [], 0.1, PartHeader(0, more=True))
+    assert assembler.close([0], 0.15) == []
+    assembler.add_part(("run", 0), [], 0.15, PartHeader(0, more=False))
+    assert [step.step for step in assembler.close([0], 0.15)] == [0, 1]
+    assert len(assembler) == 0 and assembler.due_s() is None
 
 
 def test_steps_that_never_get_tokens_do_not_fill_memory() -> None:
-    book = ScopeStepAssembler()
+    assembler = ScopeStepAssembler()
     for step in range(500):
-        book.add_part(("run", step), [], step * 1e-3, PartHeader(0, more=False))
-        book.close([0], step * 1e-3)
-    assert len(book) <= 64
+        assembler.add_part(("run", step), [], step * 1e-3, PartHeader(0, more=False))
+        assembler.close([0], step * 1e-3)
+    assert len(assembler) <= 64
 
 
-def test_a_step_closes_also_where_tokens_do_not_come() -> None:
-    book = ScopeStepAssembler()
-    book.add_part(("run", 0), [], 0.0, PartHeader(0))
-    assert book.close([0], 1.0) == [] and book.due_s() == TOKENS_WAIT_S
-    (closed,) = book.close([0], TOKENS_WAIT_S)
+def test_a_step_is_closed_even_if_its_tokens_never_arrive() -> None:
+    assembler = ScopeStepAssembler()
+    assembler.add_part(("run", 0), [], 0.0, PartHeader(0))
+    assert assembler.close([0], 1.0) == [] and assembler.due_s() == TOKENS_WAIT_S
+    (closed,) = assembler.close([0], TOKENS_WAIT_S)
     assert (closed.step, closed.tokens) == (0, None)
-    assert len(book) == 0 and book.due_s() is None
-    book.add_part(("run", 1), [], 100.0, PartHeader(0))
-    book.end("run")
-    assert book.due_s() == 100.0 + WAIT_S
-    assert [one.tokens for one in book.close([0], 100.0 + WAIT_S)] == [None]
+    assert len(assembler) == 0 and assembler.due_s() is None
+    assembler.add_part(("run", 1), [], 100.0, PartHeader(0))
+    assembler.end("run")
+    assert assembler.due_s() == 100.0 + WAIT_S
+    assert [closed.tokens for closed in assembler.close([0], 100.0 + WAIT_S)] == [None]
 
 
 @settings(max_examples=100)
@@ -177,33 +177,33 @@ def test_a_step_closes_also_where_tokens_do_not_come() -> None:
         max_size=40,
     )
 )
-def test_who_comes_at_the_due_time_always_closes_something(works: list[tuple[str, str, int, float]]) -> None:
-    book, now = ScopeStepAssembler(), 0.0
+def test_closing_at_the_due_time_always_closes_a_step(works: list[tuple[str, str, int, float]]) -> None:
+    assembler, now = ScopeStepAssembler(), 0.0
     seen: list[tuple[str, int]] = []
     for what, run, step, later in works:
         now += later
         if what == "part":
-            book.add_part((run, step), [], now, PartHeader(0))
+            assembler.add_part((run, step), [], now, PartHeader(0))
         elif what == "tokens":
-            book.add_tokens((run, step), Frame(FrameType.SCOPE_TOKENS, {}), now)
+            assembler.add_tokens((run, step), Frame(FrameType.SCOPE_TOKENS, {}), now)
         elif what == "end":
-            book.end(run)
+            assembler.end(run)
         else:
-            book.reopen(run)
-        seen += [(one.run, one.step) for one in book.close([0, 1], now)]
-    while (due := book.due_s()) is not None:
-        closed = book.close([0, 1], max(now, due))
+            assembler.reopen(run)
+        seen += [(step_parts.run, step_parts.step) for step_parts in assembler.close([0, 1], now)]
+    while (due := assembler.due_s()) is not None:
+        closed = assembler.close([0, 1], max(now, due))
         assert closed, "else the hub would come back for ever"
-        seen += [(one.run, one.step) for one in closed]
-    assert len(book) == 0
+        seen += [(step_parts.run, step_parts.step) for step_parts in closed]
+    assert len(assembler) == 0
     for run in "ab":
-        steps = [step for one, step in seen if one == run]
+        steps = [step for run_id, step in seen if run_id == run]
         assert steps == sorted(set(steps))
 
 
 def test_a_run_that_is_cancelled_in_its_prefill_ends_with_a_gap() -> None:
     now = [0.0]
-    parts = [one for one in published() if one[1].type != FrameType.SCOPE_TOKENS]
+    parts = [rank_frame for rank_frame in published() if rank_frame[1].type != FrameType.SCOPE_TOKENS]
     until = next(place for place, (_, frame) in enumerate(parts) if frame.header.get("state") == "decoding")
     core = fed(parts[:until], clock=lambda: now[0])
     core.ingest.take_frame(0, 0, scope_session.run_state(recording(), "cancelled"))
@@ -215,11 +215,11 @@ def test_a_run_that_is_cancelled_in_its_prefill_ends_with_a_gap() -> None:
 
 
 def gaps(run: ScopeRun) -> list[Any]:
-    told = [frames.decode(entry.whole or b"") for entry in run.journal.after(0)]
-    return [frame.header for frame in told if frame.type == FrameType.SCOPE_GAP]
+    journal = [frames.decode(entry.whole or b"") for entry in run.journal.after(0)]
+    return [frame.header for frame in journal if frame.type == FrameType.SCOPE_GAP]
 
 
-def test_what_a_rank_dropped_is_told_and_what_is_missing_between_is_noticed() -> None:
+def test_dropped_parts_are_reported_and_holes_between_them_noticed() -> None:
     sent = []
     for rank, frame in published():
         at = (frame.header["step"], frame.header["part"]) if frame.type == FrameType.SCOPE_PART else None
@@ -231,18 +231,18 @@ def test_what_a_rank_dropped_is_told_and_what_is_missing_between_is_noticed() ->
     core = fed(sent, clock=lambda: now[0])
     now[0] = WAIT_S
     core.ingest.close_due()
-    told = [(gap["from"], gap["ranks"], gap["reason"]) for gap in gaps(core.runs[scope_session.RUN])]
-    assert told == [(0, [0], "late"), (1, [0], "slow")]
+    reported = [(gap["from"], gap["ranks"], gap["reason"]) for gap in gaps(core.runs[scope_session.RUN])]
+    assert reported == [(0, [0], "late"), (1, [0], "slow")]
 
 
 def test_coordinates_of_another_basis_are_left_out() -> None:
     sent = [
-        (rank, Frame(one.type, {**one.header} | {"pcaVersion": one.header.get("step")}, one.body))
-        for rank, one in published()
+        (rank, Frame(frame.type, {**frame.header} | {"pcaVersion": frame.header.get("step")}, frame.body))
+        for rank, frame in published()
     ]
     run = fed(sent).runs[scope_session.RUN]
-    steps = [frames.decode(one.whole or b"") for one in run.journal.after(0) if one.type == FrameType.SCOPE_STEP]
-    has = [(frame.header.get("pcaVersion"), "pca" in {one.name for one in unpack(frame)}) for frame in steps]
+    steps = [frames.decode(entry.whole or b"") for entry in run.journal.after(0) if entry.type == FrameType.SCOPE_STEP]
+    has = [(frame.header.get("pcaVersion"), "pca" in {tensor.name for tensor in unpack(frame)}) for frame in steps]
     assert has == [(None, False), (1, True), (None, False)]
 
 
@@ -259,18 +259,18 @@ def test_tensors_that_fit_into_no_message_are_named() -> None:
     assert (gap["what"], gap["from"], gap["reason"], gap["tensors"]) == ("step", 1, "large", ["wide"])
 
 
-def piece(values: Any, **said: Any) -> Frame:
-    tensor = Tensor("q", "f32", np.asarray(values, "<f4"), None, said)
+def q_frame(values: Any, **header: Any) -> Frame:
+    tensor = Tensor("q", "f32", np.asarray(values, "<f4"), None, header)
     return build_frame(FrameType.SCOPE_PART, {"rows": [[0, 0, 1]]}, [tensor])
 
 
 @pytest.mark.parametrize(
     "frame",
     [
-        piece([[[1, 2]]], layers=[0], heads=[2, 1]),
-        piece([[[1, 2]]], layers=[0, 1], heads=[0, 1]),
-        piece([[1, 2]], layers=[0], heads=[0, 1]),
-        piece([[[1, 2]]], layers=["a"], heads=[0, 1]),
+        q_frame([[[1, 2]]], layers=[0], heads=[2, 1]),
+        q_frame([[[1, 2]]], layers=[0, 1], heads=[0, 1]),
+        q_frame([[1, 2]], layers=[0], heads=[0, 1]),
+        q_frame([[[1, 2]]], layers=["a"], heads=[0, 1]),
         Frame(FrameType.SCOPE_PART, {"rows": [[0, 0, 1 << 30]], "tensors": []}),
         Frame(FrameType.SCOPE_PART, {"rows": 7, "tensors": []}),
         Frame(FrameType.SCOPE_PART, {"rows": [], "tensors": [{"n": "q", "c": "f32", "s": [9], "o": 0}]}),
@@ -282,16 +282,16 @@ def test_parts_that_make_no_sense_are_refused(frame: Frame) -> None:
 
 
 def test_parts_that_do_not_fit_each_other_are_refused() -> None:
-    one = shard_tensors_of(piece([[[1, 2]]], layers=[0], heads=[0, 2]), 0)
+    shard = shard_tensors_of(q_frame([[[1, 2]]], layers=[0], heads=[0, 2]), 0)
     for other in (
-        piece([[[1, 2]]], layers=[0], heads=[1, 3]),
-        piece([[[1, 2, 3]]], layers=[0], heads=[0, 2]),
-        piece([[[[1]]]], layers=[0], heads=[2, 3]),
+        q_frame([[[1, 2]]], layers=[0], heads=[1, 3]),
+        q_frame([[[1, 2, 3]]], layers=[0], heads=[0, 2]),
+        q_frame([[[[1]]]], layers=[0], heads=[2, 3]),
     ):
         with pytest.raises(ProtocolError):
-            merge(one + shard_tensors_of(other, 1))
+            merge(shard + shard_tensors_of(other, 1))
     with pytest.raises(ProtocolError, match="layer 5"):
-        merge(shard_tensors_of(piece([[[1, 2]]], layers=[5], heads=[0, 2]), 0), layers=4)
+        merge(shard_tensors_of(q_frame([[[1, 2]]], layers=[5], heads=[0, 2]), 0), layers=4)
 
 
 STD = {"reducer": "std", "width": 8, "pixels": 1, "shards": 2, "shard": 0}
@@ -304,10 +304,10 @@ def states(values: Any = ((((1.0, 2.0),),)), rows: tuple[int, int, int] = (0, 0,
 
 def test_states_of_shards_are_merged() -> None:
     both = shard_tensors_of(states(), 0) + shard_tensors_of(states([[[3.0, 6.0]]], shard=1), 1)
-    wanted = np.sqrt((2 + 6 + 4 * (1 + 1)) / 8)
-    assert merge(both).data.tolist() == [[[np.float32(wanted)]]]
+    expected = np.sqrt((2 + 6 + 4 * (1 + 1)) / 8)
+    assert merge(both).data.tolist() == [[[np.float32(expected)]]]
     assert merge([*both, *shard_tensors_of(states([[[9.0, 9.0]]], shard=1), 2)]).data.tolist() == [
-        [[np.float32(wanted)]]
+        [[np.float32(expected)]]
     ]
     assert np.isnan(merge(both[:1]).data).all()
     table = merge(both, layers=3)
@@ -316,54 +316,54 @@ def test_states_of_shards_are_merged() -> None:
     assert np.isinf(merge([*huge, *(dataclasses.replace(one, shard=shard_of(1, one)) for one in huge)]).data).all()
 
 
-def test_a_capture_that_changes_within_a_step_merges_each_row_as_it_was_asked_for() -> None:
-    told = [([[[1.0, 2.0]]], (0, 0, 1), "std"), ([[[4.0]]], (0, 1, 1), "mean")]
+def test_a_capture_that_changes_within_a_step_merges_each_row_as_requested() -> None:
+    captures = [([[[1.0, 2.0]]], (0, 0, 1), "std"), ([[[4.0]]], (0, 1, 1), "mean")]
     parts = [
         (states(values, rows, reducer=reducer, shard=shard), shard)
-        for values, rows, reducer in told
+        for values, rows, reducer in captures
         for shard in (0, 1)
     ]
-    table = merge([piece for frame, tp in parts for piece in shard_tensors_of(frame, tp)])
+    table = merge([q_frame for frame, tp in parts for q_frame in shard_tensors_of(frame, tp)])
     assert (table.rows, table.data[:, 0, 0].tolist()) == (((0, 0), (0, 1)), [np.float32(np.sqrt(0.5)), 1.0])
 
 
-def shard_of(shard: int, one: Any) -> Any:
-    return one.shard.model_copy(update={"shard": shard})
+def shard_of(shard: int, tensor: Any) -> Any:
+    return tensor.shard.model_copy(update={"shard": shard})
 
 
 @pytest.mark.parametrize(
-    ("frame", "words"),
+    ("frame", "message"),
     [
         (states(shards=1, pixels=1), "merge.shards"),
         (states(reducer="data[0]"), "merge: column 6"),
         (states([[[1.0]]]), "not what is said"),
         (states([[1.0, 2.0]]), "not what is said"),
         (states([[[1.0, 2.0]]], shard=2), "shard 2 of 2"),
-        (piece([[[1, 2]]], layers=[0], merge=7), "merge"),
+        (q_frame([[[1, 2]]], layers=[0], merge=7), "merge"),
     ],
 )
-def test_states_that_make_no_sense_are_refused(frame: Frame, words: str) -> None:
-    with pytest.raises(ProtocolError, match=words):
+def test_states_that_make_no_sense_are_refused(frame: Frame, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
         shard_tensors_of(frame, 0)
 
 
 def test_states_that_do_not_fit_each_other_are_refused() -> None:
-    one = shard_tensors_of(states(), 0)
+    shard = shard_tensors_of(states(), 0)
     with pytest.raises(ProtocolError, match="do not fit each other"):
-        merge(one + shard_tensors_of(states(shards=4, pixels=2), 1))
+        merge(shard + shard_tensors_of(states(shards=4, pixels=2), 1))
     with pytest.raises(ProtocolError, match="do not fit each other"):
-        merge(one + shard_tensors_of(piece([[[1, 2]]], layers=[0]), 1))
+        merge(shard + shard_tensors_of(q_frame([[[1, 2]]], layers=[0]), 1))
     with pytest.raises(ProtocolError, match="layer 0 of a model of 0"):
-        merge(one, layers=0)
+        merge(shard, layers=0)
 
 
-def test_who_says_that_there_are_many_shards_gets_no_memory_for_them() -> None:
+def test_a_large_shard_count_in_a_header_allocates_no_memory() -> None:
     many = {"reducer": "histogram(256, 0, 1)", "width": 1 << 20, "shards": 1024}
     values = np.zeros((512, 1, 256), "<f4")
-    (one,) = shard_tensors_of(states(values, (0, 0, 512), **many), 0)
+    (shard,) = shard_tensors_of(states(values, (0, 0, 512), **many), 0)
     with pytest.raises(ProtocolError, match="the states of a step are more than"):
-        merge([one])
-    assert np.isnan(merge([dataclasses.replace(one, rows=((0, 0),) * 512)]).data).all()
+        merge([shard])
+    assert np.isnan(merge([dataclasses.replace(shard, rows=((0, 0),) * 512)]).data).all()
 
 
 def test_states_of_all_tensors_of_a_step_count_together() -> None:
@@ -381,8 +381,8 @@ def test_states_of_all_tensors_of_a_step_count_together() -> None:
 @settings(max_examples=50)
 @given(sent=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1))
 def test_only_rows_with_a_whole_pixel_are_merged(sent: set[tuple[int, int]]) -> None:
-    told = {"reducer": "mean", "pixels": 2, "shards": 4}
-    frames_sent = [states([[[1.0 + shard + 4 * row]]], (0, row, 1), shard=shard, **told) for shard, row in sent]
+    header = {"reducer": "mean", "pixels": 2, "shards": 4}
+    frames_sent = [states([[[1.0 + shard + 4 * row]]], (0, row, 1), shard=shard, **header) for shard, row in sent]
     merged: list[int] = []
     combine = ReductionPlan.combine
 
@@ -392,7 +392,7 @@ def test_only_rows_with_a_whole_pixel_are_merged(sent: set[tuple[int, int]]) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReductionPlan, "combine", counted)
-        table = merge([one for frame in frames_sent for one in shard_tensors_of(frame, 0)])
+        table = merge([tensor for frame in frames_sent for tensor in shard_tensors_of(frame, 0)])
     whole = {(row, pixel) for row in range(6) for pixel in (0, 1) if {(2 * pixel, row), (2 * pixel + 1, row)} <= sent}
     assert sum(merged) == len({row for row, _ in whole})
     for place, (_, row) in enumerate(table.rows):
@@ -401,7 +401,7 @@ def test_only_rows_with_a_whole_pixel_are_merged(sent: set[tuple[int, int]]) -> 
             assert number == np.float32(mean) if (row, pixel) in whole else np.isnan(number)
 
 
-def test_rows_that_are_merged_one_after_another_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_merged_in_batches_are_equal_to_rows_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     source = np.random.default_rng(0)
     both = [shard_tensors_of(states(source.random((9, 1, 2)), (0, 4, 9), shard=shard), shard)[0] for shard in (0, 1)]
     at_once = merge(both).data

@@ -33,34 +33,34 @@ def test_the_ring_stays_within_its_bytes_and_lets_go_in_order(
     items: list[tuple[RetentionClass, int]], limit: int
 ) -> None:
     ring = MemoryBudget(limit)
-    gone: list[int] = []
-    tickets = [ring.hold(kind, size, functools.partial(gone.append, n)) for n, (kind, size) in enumerate(items)]
-    kept = [n for n in range(len(items)) if n not in gone]
-    assert ring.used_bytes == sum(items[n][1] for n in kept) <= limit
-    assert len(gone) == len(set(gone))
+    removed: list[int] = []
+    tickets = [ring.hold(kind, size, functools.partial(removed.append, n)) for n, (kind, size) in enumerate(items)]
+    remaining = [n for n in range(len(items)) if n not in removed]
+    assert ring.used_bytes == sum(items[n][1] for n in remaining) <= limit
+    assert len(removed) == len(set(removed))
     for kind in RetentionClass:
         of_kind = [n for n in range(len(items)) if items[n][0] == kind]
-        assert [n for n in gone if n in of_kind] == of_kind[: sum(n in of_kind for n in gone)]
-        assert not of_kind or items[of_kind[-1]][1] * CLASS_FRACTIONS > limit or of_kind[-1] in kept, (
+        assert [n for n in removed if n in of_kind] == of_kind[: sum(n in of_kind for n in removed)]
+        assert not of_kind or items[of_kind[-1]][1] * CLASS_FRACTIONS > limit or of_kind[-1] in remaining, (
             "the newest has its share"
         )
-    assert not items or items[-1][1] * 2 > limit or len(items) - 1 in kept
+    assert not items or items[-1][1] * 2 > limit or len(items) - 1 in remaining
     for ticket in tickets:
         ring.release(ticket)
     assert (ring.used_bytes, len(ring)) == (0, 0)
 
 
-def test_attention_rows_go_before_vectors_down_to_their_share() -> None:
-    ring, gone = MemoryBudget(100), list[str]()
-    ring.hold(RetentionClass.VECTORS, 40, lambda: gone.append("vectors"))
-    ring.hold(RetentionClass.VALUES, 30, lambda: gone.append("values"))
+def test_attention_rows_are_evicted_before_vectors_down_to_their_quota() -> None:
+    ring, evicted = MemoryBudget(100), list[str]()
+    ring.hold(RetentionClass.VECTORS, 40, lambda: evicted.append("vectors"))
+    ring.hold(RetentionClass.VALUES, 30, lambda: evicted.append("values"))
     for name in ("old rows", "rows"):
-        ring.hold(RetentionClass.ROWS, 15, functools.partial(gone.append, name))
-    ring.hold(RetentionClass.VECTORS, 30, lambda: gone.append("newer vectors"))
-    assert gone == ["old rows", "values"]
+        ring.hold(RetentionClass.ROWS, 15, functools.partial(evicted.append, name))
+    ring.hold(RetentionClass.VECTORS, 30, lambda: evicted.append("newer vectors"))
+    assert evicted == ["old rows", "values"]
 
 
-def test_vectors_that_fill_the_ring_leave_room_for_what_was_asked_for() -> None:
+def test_vectors_that_fill_the_ring_leave_memory_for_requested_values() -> None:
     ring = MemoryBudget(100)
     for _ in range(50):
         ring.hold(RetentionClass.VECTORS, 10, lambda: None)
@@ -103,11 +103,11 @@ def state(name: str) -> Frame:
 def drained(outbox: PageQueue) -> list[Frame]:
     out: list[Frame] = []
     while found := outbox.pop():
-        out += [frames.decode(one) for one in found]
+        out += [frames.decode(data) for data in found]
     return out
 
 
-def test_a_journal_numbers_frames_and_keeps_one_of_each_state() -> None:
+def test_a_journal_numbers_frames_and_stores_only_the_newest_of_each_state() -> None:
     journal = FrameLog("r", MemoryBudget(BIG))
     for name in ("queued", "queued", "queued", "prefill", "decoding", "decoding"):
         journal.append(state(name))
@@ -117,7 +117,7 @@ def test_a_journal_numbers_frames_and_keeps_one_of_each_state() -> None:
     assert journal.newest == 7
 
 
-def test_what_the_ring_let_go_is_sent_without_numbers_and_told() -> None:
+def test_frames_evicted_from_the_ring_are_resent_as_gaps_without_numbers() -> None:
     ring = MemoryBudget(4000)
     journal = FrameLog("r", ring)
     for number in range(6):
@@ -146,7 +146,7 @@ def test_what_the_ring_let_go_is_sent_without_numbers_and_told() -> None:
         max_size=80,
     )
 )
-def test_no_token_is_lost_and_every_hole_is_told(works: list[tuple[str, int]]) -> None:
+def test_no_token_is_lost_and_every_gap_is_reported(works: list[tuple[str, int]]) -> None:
     journal, outbox = FrameLog("r", MemoryBudget(BIG)), PageQueue(credit=3000, limit_bytes=20_000)
     pushed: list[Any] = []
     got: list[Frame] = []
@@ -155,12 +155,12 @@ def test_no_token_is_lost_and_every_hole_is_told(works: list[tuple[str, int]]) -
         if what == "credit":
             outbox.grant(size)
         elif what == "send":
-            got += [frames.decode(one) for one in outbox.pop()]
+            got += [frames.decode(data) for data in outbox.pop()]
         else:
             entry = journal.append(state(f"s{len(pushed)}") if what == "state" else made[what](size))
             pushed.append(entry)
             outbox.push(entry)
-            droppable = sum(len(one.short or b"") + 400 for one in pushed)
+            droppable = sum(len(entry.short or b"") + 400 for entry in pushed)
             assert outbox.waiting_bytes <= 20_000 + droppable
     got += drained(outbox)
     assert outbox.waiting_bytes == 0 and len(outbox) == 0
@@ -169,16 +169,16 @@ def test_no_token_is_lost_and_every_hole_is_told(works: list[tuple[str, int]]) -
     states = [frame.header["state"] for frame in got if frame.type == FrameType.SCOPE_RUN]
     assert len(states) == sum(entry.type == FrameType.SCOPE_RUN for entry in pushed)
     whole = {frame.header["step"] for frame in got if frame.body}
-    told: set[tuple[str, int]] = set()
+    reported: set[tuple[str, int]] = set()
     for frame in got:
         if frame.type == FrameType.SCOPE_GAP:
-            told |= {(frame.header["what"], n) for n in range(frame.header["from"], frame.header["to"] + 1)}
+            reported |= {(frame.header["what"], n) for n in range(frame.header["from"], frame.header["to"] + 1)}
     for entry in pushed:
         if entry.type in {FrameType.SCOPE_STEP, FrameType.SCOPE_ROWS}:
-            assert entry.step in whole or (entry.what, entry.step) in told
+            assert entry.step in whole or (entry.what, entry.step) in reported
 
 
-def test_what_is_asked_for_again_comes_whole_as_fast_as_the_page_paints() -> None:
+def test_resumed_frames_arrive_whole_as_fast_as_the_page_paints() -> None:
     journal = FrameLog("r", MemoryBudget(BIG))
     for number in range(60):
         journal.append(step(number, 250_000))
@@ -186,7 +186,7 @@ def test_what_is_asked_for_again_comes_whole_as_fast_as_the_page_paints() -> Non
     outbox.resume("r", lambda: journal.after(0))
     while len(outbox):
         sent = outbox.pop()
-        got += [frames.decode(one) for one in sent]
+        got += [frames.decode(data) for data in sent]
         owed += sum(map(len, sent))
         if not sent:
             outbox.grant(owed)
@@ -222,10 +222,10 @@ def test_tiles_are_the_largest_of_what_they_cover(data: st.DataObject, length: i
     place = TileRef(level=level, q=q, k=k, length=length)
     assert place.inside and missing(place, known) is None
     found = tile(place, known)
-    piece = whole[q * span : (q + 1) * span, k * span : (k + 1) * span]
+    region = whole[q * span : (q + 1) * span, k * span : (k + 1) * span]
     side = 1 << level
-    padded = np.zeros([-(-size // side) * side for size in piece.shape], np.uint8)
-    padded[: piece.shape[0], : piece.shape[1]] = piece
+    padded = np.zeros([-(-size // side) * side for size in region.shape], np.uint8)
+    padded[: region.shape[0], : region.shape[1]] = region
     shape = (padded.shape[0] // side, side, padded.shape[1] // side, side)
     np.testing.assert_array_equal(found, padded.reshape(shape).max(axis=(1, 3)))
 
@@ -239,16 +239,16 @@ def test_a_tile_names_the_queries_that_it_lacks() -> None:
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8))
-def test_every_form_says_the_same_numbers(numbers: list[float]) -> None:
+def test_every_export_format_has_the_same_numbers(numbers: list[float]) -> None:
     row = np.array(numbers, "<f4")
     block = export_values.block("residual", (0, 1, None), {7: row}, [7])
     np.testing.assert_array_equal(np.load(io.BytesIO(export_values.render(block, "npy")))[0], row)
     line = export_values.render(block, "csv").decode().splitlines()[1].split(",")
     assert line[0] == "7"
-    np.testing.assert_array_equal(np.array([float(one) for one in line[1:]], "<f4"), row)
-    said = json.loads(export_values.render(block, "json"))["values"][0]
-    finite = [one if np.isfinite(one) else None for one in row.tolist()]
-    assert said == finite
+    np.testing.assert_array_equal(np.array([float(field) for field in line[1:]], "<f4"), row)
+    values = json.loads(export_values.render(block, "json"))["values"][0]
+    finite = [number if np.isfinite(number) else None for number in row.tolist()]
+    assert values == finite
 
 
 def cloud(seed: int, count: int = 60, width: int = 24) -> Any:
@@ -278,8 +278,8 @@ def test_a_refit_stays_near_the_old_axes(seed: int) -> None:
     assert np.linalg.norm(new.axes - old.axes) <= np.linalg.norm(plain.axes - old.axes) + 1e-9
     assert new.explained.sum() == pytest.approx(plain.explained.sum())
     centred = rows - rows.mean(axis=0)
-    shares = (new.project(rows) ** 2).sum(axis=0) / (centred**2).sum()
-    np.testing.assert_allclose(shares, new.explained, rtol=1e-6)
+    explained = (new.project(rows) ** 2).sum(axis=0) / (centred**2).sum()
+    np.testing.assert_allclose(explained, new.explained, rtol=1e-6)
 
 
 def test_few_or_equal_rows_have_few_axes() -> None:

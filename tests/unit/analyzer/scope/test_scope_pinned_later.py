@@ -45,12 +45,12 @@ def test_rows_from_before_a_head_was_pinned_are_in_the_session() -> None:
         run.attention.put(key, [place], np.arange(place + 1, dtype=np.uint8)[None])
     pinned = [{"layer": key[1], "head": key[2]}]
     run.set_state(run.header | {"capture": run.header["capture"] | {"pinned": pinned}})
-    wanted = {place: bytes(range(place + 1)) for place in range(first, end)}
-    assert rows_of(core)[key] == wanted
-    assert rows_of(played(session_file.dump(core.feed, RUN)))[key] == wanted
+    expected = {place: bytes(range(place + 1)) for place in range(first, end)}
+    assert rows_of(core)[key] == expected
+    assert rows_of(played(session_file.dump(core.feed, RUN)))[key] == expected
 
 
-def test_rows_that_stand_in_a_frame_are_not_told_twice() -> None:
+def test_rows_stored_in_a_frame_are_not_sent_twice() -> None:
     core = played(without_values())
     assert rows_of(core)
     again = session_file.parse(session_file.dump(core.feed, RUN))

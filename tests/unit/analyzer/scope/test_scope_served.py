@@ -23,8 +23,8 @@ megatronapp_serve_refused_total 4.0
 def exposed(durations: list[float]) -> str:
     registry = CollectorRegistry()
     metric = Histogram("megatronapp_serve_time_to_first_token_seconds", "x", buckets=BOUNDS, registry=registry)
-    for one in durations:
-        metric.observe(one)
+    for duration in durations:
+        metric.observe(duration)
     return generate_latest(registry).decode()
 
 
@@ -38,18 +38,18 @@ def test_counts_are_those_of_rank_zero() -> None:
     assert counts.latencies["queue"] == LatencyQuantiles(0, None, None, None)
 
 
-@given(durations=st.lists(st.floats(0, 4.9), min_size=1, max_size=40), share=st.sampled_from([0.5, 0.95]))
-def test_a_quantile_lies_in_the_bucket_of_the_value_that_it_stands_for(durations: list[float], share: float) -> None:
+@given(durations=st.lists(st.floats(0, 4.9), min_size=1, max_size=40), quantile_level=st.sampled_from([0.5, 0.95]))
+def test_a_quantile_lies_in_the_bucket_of_its_value(durations: list[float], quantile_level: float) -> None:
     bounds = (*BOUNDS, float("inf"))
-    buckets = [(bound, float(sum(one <= bound for one in durations))) for bound in bounds]
-    wanted = sorted(durations)[max(0, -(-int(share * 100) * len(durations) // 100) - 1)]
-    found = quantile(buckets, share)
-    upper = next(bound for bound in BOUNDS if wanted <= bound)
+    buckets = [(bound, float(sum(duration <= bound for duration in durations))) for bound in bounds]
+    expected = sorted(durations)[max(0, -(-int(quantile_level * 100) * len(durations) // 100) - 1)]
+    found = quantile(buckets, quantile_level)
+    upper = next(bound for bound in BOUNDS if expected <= bound)
     lower = max([0.0, *(bound for bound in BOUNDS if bound < upper)])
     assert lower <= found <= upper + 1e-9
 
 
-def test_a_value_above_all_bounds_is_told_as_the_last_bound() -> None:
+def test_a_value_above_all_bounds_is_reported_as_the_last_bound() -> None:
     assert quantile([(1.0, 0.0), (float("inf"), 3.0)], 0.5) == 1.0
 
 
