@@ -9,28 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_trainer.device.cuda_graphs import GraphCache
-from megatronapp_trainer.device.lru import LruCache
-
-
-@given(st.lists(st.integers(0, 6)), st.integers(1, 4))
-def test_the_last_ones_are_kept_and_every_other_is_told_of(asked: list[int], most: int) -> None:
-    gone: list[int] = []
-    made: list[int] = []
-
-    def make(key: int) -> str:
-        made.append(key)
-        return f"v{key}"
-
-    recent: LruCache[int, str] = LruCache(most, lambda key, value: gone.append(key if value == f"v{key}" else -1))
-    for place, key in enumerate(asked):
-        assert recent.get(key, functools.partial(make, key)) == f"v{key}"
-        last = list(dict.fromkeys(reversed(asked[: place + 1])))[:most]
-        assert recent.order == last[::-1]
-    assert sorted(made) == sorted(gone + recent.order)
-    recent.drop(lambda key: key % 2 == 0)
-    assert all(key % 2 for key in recent.order)
-    recent.drop()
-    assert sorted(made) == sorted(gone)
 
 
 @dataclasses.dataclass
@@ -46,6 +24,27 @@ class Captures:
 
     def _replay(self) -> None:
         self.replays += 1
+
+
+@given(st.lists(st.integers(0, 6)), st.integers(1, 4))
+def test_families_that_ran_last_are_kept_and_others_freed_before_a_capture(families: list[int], most: int) -> None:
+    captures, freed = Captures(), list[Any]()
+    graphs = GraphCache(enabled=True, most=most, forget=freed.append, capture=captures)
+    recent: list[int] = []
+    expected: list[int] = []
+    for family in families:
+        known = family in recent
+        recent = [*(other for other in recent if other != family), family]
+        expected += recent[:-most]
+        recent = recent[-most:]
+        freed_by_capture = graphs.run(family, 1, lambda: list(freed))
+        assert known or freed_by_capture == expected
+        assert freed == expected
+    assert len(captures.pools) == len(freed) + len(recent)
+    graphs.drop(lambda family: family in (0, 2, 4, 6))
+    assert sorted(freed[len(expected) :]) == sorted(family for family in recent if family % 2 == 0)
+    graphs.clear()
+    assert sorted(freed[len(expected) :]) == sorted(recent)
 
 
 def test_families_share_memory_and_the_one_that_nobody_looks_at_stays() -> None:

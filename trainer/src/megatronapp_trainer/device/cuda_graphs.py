@@ -5,9 +5,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol, TypeVar
 
+import cachetools
 import torch
-
-from megatronapp_trainer.device.lru import LruCache
 
 T = TypeVar("T")
 MOST_FAMILIES = 8
@@ -54,29 +53,39 @@ class GraphCache:
         self._forget = forget
         self._capture = capture or captured
         self._lasting = _GraphFamily()
-        self._families: LruCache[Hashable, _GraphFamily] = LruCache(most, self._drop)
+        self._families: cachetools.LRUCache[Hashable, _GraphFamily] = cachetools.LRUCache(most)
 
     def run(self, family: Hashable, key: Hashable, compute: Callable[[], T], *, turn: int = 0) -> T:
         """Return the result of `compute`, run directly or replayed."""
         if not self.enabled:
             return compute()
-        of = self._lasting if family is None else self._families.get(family, _GraphFamily)
-        if (turn, key) not in of.known:
-            replay, result, of.pools[turn] = self._capture(compute, of.pools.get(turn))
-            of.known[turn, key] = replay, result
-        replay, result = of.known[turn, key]
+        graphs = self._graphs_of(family)
+        if (turn, key) not in graphs.known:
+            replay, result, graphs.pools[turn] = self._capture(compute, graphs.pools.get(turn))
+            graphs.known[turn, key] = replay, result
+        replay, result = graphs.known[turn, key]
         replay()
-        found: T = result
-        return found
+        typed_result: T = result
+        return typed_result
 
     def drop(self, unwanted: Callable[[Hashable], bool]) -> None:
         """Drop the graphs of the unwanted families."""
-        self._families.drop(unwanted)
+        for family in [family for family in self._families if unwanted(family)]:
+            self._drop(family, self._families.pop(family))
 
     def clear(self) -> None:
         """Capture again from now on, into new memory: the rest of the old one may still be in use."""
         self._lasting = _GraphFamily()
-        self._families.drop()
+        self.drop(lambda _family: True)
+
+    def _graphs_of(self, family: Hashable) -> _GraphFamily:
+        if family is None:
+            return self._lasting
+        if family not in self._families:
+            if self._families.currsize == self._families.maxsize:  # free the memory before the next capture needs it
+                self._drop(*self._families.popitem())
+            self._families[family] = _GraphFamily()
+        return self._families[family]
 
     def _drop(self, family: Hashable, graphs: _GraphFamily) -> None:
         if torch.cuda.is_available():

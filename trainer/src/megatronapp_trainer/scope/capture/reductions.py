@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import cachetools
 import torch
 
 from megatronapp_common.scope.codes import TensorCode
 from megatronapp_trainer.device.compiling import can_compile
-from megatronapp_trainer.device.lru import LruCache
 from megatronapp_trainer.hooks.forward_observer import StepContext
 from megatronapp_trainer.hooks.hook_collector import HookCollector
 from megatronapp_trainer.hooks.sites import STAGE_INPUT, Site, site_of
@@ -76,7 +76,9 @@ class Reductions:
         self._keys_LZTGD = keys_LZTGD
         self.device = keys_LZTGD.device
         self._has_kernels = keys_LZTGD.is_cuda and can_compile()
-        self._pixels: LruCache[CaptureSpec, PixelReductions] = LruCache(max(MOST_RECIPES, keys_LZTGD.size(1)))
+        self._pixels: cachetools.LRUCache[CaptureSpec, PixelReductions] = cachetools.LRUCache(
+            max(MOST_RECIPES, keys_LZTGD.size(1))
+        )
         self._pins: dict[int, torch.Tensor] = {}
         self._pinned_last: dict[int, list[tuple[int, int]]] = {}
         self._atlases: dict[str, AttentionAtlas] = {}
@@ -189,7 +191,9 @@ class Reductions:
 
     def pixels_of(self, recipe: CaptureSpec) -> PixelReductions:
         """Its filters on the device. A CUDA graph reads their memory: who keeps the graph keeps them."""
-        return self._pixels.get(recipe, lambda: PixelReductions(recipe, self._shard, self.device))
+        if recipe not in self._pixels:
+            self._pixels[recipe] = PixelReductions(recipe, self._shard, self.device)
+        return self._pixels[recipe]
 
     def _measures(
         self, query_LBQHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_BQ: torch.Tensor
