@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatronapp_trainer.errors import DataError
-from megatronapp_trainer.serve.openai.chat_template import ChatTemplate, TemplateError, read_template
+from megatronapp_trainer.serve.chat_template import ChatTemplate, TemplateError, read_template
 
 TEMPLATES = {
     "marked-turns": (

@@ -8,11 +8,13 @@ import pytest
 
 from megatronapp_trainer.inference.errors import QueueFullError
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.serve.logprobs import MOST_ANSWER_LOGPROBS, MOST_OPEN_LOGPROBS, logprobs_held
+from megatronapp_trainer.serve.openai import generation_requests
+from megatronapp_trainer.serve.openai.generation_requests import chat_requests, completion_requests
+from megatronapp_trainer.serve.openai.logprobs import MOST_ANSWER_LOGPROBS, logprobs_held
 from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
 from megatronapp_trainer.serve.problems import ApiError
-from megatronapp_trainer.serve.request_broker import RequestBroker
+from megatronapp_trainer.serve.request_broker import MOST_OPEN_LOGPROBS, RequestBroker
 from megatronapp_trainer.serve.served_model import ServedModel
 from megatronapp_trainer.serve.statistics import ServerStatistics
 
@@ -25,7 +27,7 @@ MODEL = ServedModel(
 
 def asked(**fields: Any) -> tuple[CompletionRequest, list[GenerationRequest]]:
     body = CompletionRequest(**fields)
-    return body, MODEL.completion_requests(body, "name", 1)
+    return body, completion_requests(MODEL, body, "name", 1)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +69,12 @@ def test_a_request_for_more_is_refused_with_what_to_send(
 
 
 def test_generated_tokens_count_unless_they_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServedModel, "chat_ids", lambda *_, **__: (1,))
+    monkeypatch.setattr(generation_requests, "chat_ids", lambda *_, **__: (1,))
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
     with pytest.raises(ApiError, match=f"64 texts of up to {TOKENS} tokens") as caught:
-        MODEL.chat_requests(ChatRequest(**fields, n=64, max_tokens=TOKENS), "name", 1)
+        chat_requests(MODEL, ChatRequest(**fields, n=64, max_tokens=TOKENS), "name", 1)
     assert "fewer max_tokens, or stream: true" in caught.value.hint
-    assert len(MODEL.chat_requests(ChatRequest(**fields, n=64, max_tokens=TOKENS, stream=True), "name", 1)) == 64
+    assert len(chat_requests(MODEL, ChatRequest(**fields, n=64, max_tokens=TOKENS, stream=True), "name", 1)) == 64
 
 
 class IdleEngine:

@@ -6,6 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from megatronapp_common.field_errors import describe
+from megatronapp_trainer.serve.openai import generation_requests
+from megatronapp_trainer.serve.openai.generation_requests import chat_requests, completion_requests
 from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
 from megatronapp_trainer.serve.problems import UNION_TAGS
@@ -64,7 +66,7 @@ MODEL = ServedModel(name="m", created=0, capacity=64, vocab_size=9, most_prompts
 
 
 def test_neutral_values_are_those_of_a_request_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServedModel, "chat_ids", lambda *_, **__: (1,))
+    monkeypatch.setattr(generation_requests, "chat_ids", lambda *_, **__: (1,))
     monkeypatch.setattr(ServedModel, "ids_of", lambda *_, **__: (1,))
     plain: dict[str, Any] = {"seed": 1, "skip_special_tokens": True}
     completion, chat = {"prompt": "a"} | plain, {"messages": CHAT["messages"]} | plain
@@ -72,10 +74,10 @@ def test_neutral_values_are_those_of_a_request_without_them(monkeypatch: pytest.
         (COMPLETION, completion),
         (COMPLETION | {"suffix": "", "return_token_ids": False}, completion),
     ):
-        asked = [MODEL.completion_requests(CompletionRequest.model_validate(body), "x", 1) for body in (given, least)]
+        asked = [completion_requests(MODEL, CompletionRequest.model_validate(body), "x", 1) for body in (given, least)]
         assert asked[0] == asked[1]
     for body in (CHAT, CHAT | {"reasoning_effort": "medium", "tool_choice": "none", "parallel_tool_calls": True}):
-        asked = [MODEL.chat_requests(ChatRequest.model_validate(one), "x", 1) for one in (body, chat)]
+        asked = [chat_requests(MODEL, ChatRequest.model_validate(one), "x", 1) for one in (body, chat)]
         assert asked[0] == asked[1]
 
 

@@ -15,7 +15,6 @@ from megatronapp_trainer.inference.errors import GenerationError, QueueFullError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
-from megatronapp_trainer.serve.logprobs import MOST_OPEN_LOGPROBS
 from megatronapp_trainer.serve.statistics import ServerStatistics
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ MOST_PROBED = 48
 """Limit of open prompts of the background, which are not counted in `most_open`. A hub requests 36 probes at a time,
 nearly all of one prompt, some of eight.
 """
+MOST_OPEN_LOGPROBS = 1 << 20
+"""Limit of the log-probabilities of all open answers in memory: as many as two of the largest answers have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

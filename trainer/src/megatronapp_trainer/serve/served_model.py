@@ -1,4 +1,4 @@
-"""Description of the model for the API: name, sizes, tokenizer; and conversion of API requests to the engine's."""
+"""The model as the API sees it: name, limits, and conversion between text and tokens."""
 
 import dataclasses
 import functools
@@ -7,16 +7,11 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatronapp_common.scope.protocol_requests import RunRequest
 from megatronapp_trainer.data.text_tokens import TextTokens
 from megatronapp_trainer.data.tokenizer import Tokenizer
 from megatronapp_trainer.errors import DataError
 from megatronapp_trainer.inference.detokenizer import Decode, TextStream
-from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.serve.logprobs import check_logprobs
-from megatronapp_trainer.serve.openai.chat_template import ChatTemplate, TemplateError
-from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest, Message
-from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest, GenerationBody
+from megatronapp_trainer.serve.chat_template import ChatTemplate
 from megatronapp_trainer.serve.problems import ApiError
 
 Ids = tuple[int, ...]
@@ -29,11 +24,6 @@ MOST_TEXTS = 1 << 16
 _PIECE = "\ufffd"
 BY_ID = "id:"
 _ANCHOR = "a"
-_NO_TEMPLATE = (
-    "Use /v1/completions with a prompt, or serve with --tokenizer-file in a folder with chat_template.jinja or "
-    "a tokenizer_config.json with chat_template."
-)
-_TEMPLATE_REFUSED = "Change the messages to what the template takes; /tokenizer_info shows it."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,53 +164,6 @@ class ServedModel:
         last = len(ids) - (len(after) if after and tuple(ids[-len(after) :]) == after else 0)
         return first, max(first, last)
 
-    def completion_requests(self, body: CompletionRequest, name: str, seed: int) -> list[GenerationRequest]:
-        """Return one request for each text. Raises ApiError, RequestError."""
-        self.check_name(body.model)
-        prompts = prompts_of(body)
-        self._check_count(len(prompts) * body.n, self.most_open, "prompt" if body.n == 1 else "n")
-        self._check_tokens(body.max_tokens, "max_tokens")
-        common = GenerationRequest(
-            id=name,
-            prompt=(0,),
-            max_new_tokens=body.max_tokens,
-            candidates=body.logprobs or 0,
-            prompt_logprobs=body.echo and body.logprobs is not None,
-            **_choosing(body),
-        )
-        ids = [self.ids_of(one, special=body.add_special_tokens) for one in prompts]
-        requests = _copies(common, ids, body.n, seed)
-        check_logprobs(body, requests)
-        return requests
-
-    def chat_requests(self, body: ChatRequest, name: str, seed: int) -> list[GenerationRequest]:
-        """Return one request for each answer. Raises ApiError, RequestError."""
-        self.check_name(body.model)
-        self._check_count(body.n, self.most_open, "n")
-        ids = self.chat_ids(body.messages, add_generation_prompt=body.add_generation_prompt)
-        room = max(self.capacity - len(ids), 1)
-        most = min(room, self.most_tokens) if body.most_new is None else body.most_new
-        self._check_tokens(most, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
-        common = GenerationRequest(
-            id=name, prompt=ids, max_new_tokens=most, candidates=body.top_logprobs, **_choosing(body)
-        )
-        requests = _copies(common, [ids], body.n, seed)
-        check_logprobs(body, requests)
-        return requests
-
-    def chat_ids(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> tuple[int, ...]:
-        """Render messages with the model's chat template, and return the ids. Raises ApiError."""
-        if self.chat.text is None:
-            flaw = "has none" if self.chat.flaw is None else f"has one that cannot be used: {self.chat.flaw}"
-            words = f"messages need the model's chat template, and {self.name} {flaw}"
-            raise ApiError(422, "no-chat-template", words, hint=_NO_TEMPLATE, param="messages")
-        try:
-            text = self.chat.render([one.plain() for one in messages], add_generation_prompt=add_generation_prompt)
-        except TemplateError as error:
-            words = f"messages: the model's chat template refused them: {error}"
-            raise ApiError(422, "chat-template", words, hint=_TEMPLATE_REFUSED, param="messages") from error
-        return self.ids_of(text, special=False)  # the template writes what is around a text
-
     def check_name(self, name: str | None) -> None:
         """Raise ApiError for another model's name."""
         if name not in {None, self.name}:
@@ -229,60 +172,17 @@ class ServedModel:
                 404, "no-such-model", f"there is no model {name}, only {self.name}", hint=hint, param="model"
             )
 
-    def echoes_of(self, body: CompletionRequest, requests: Sequence[GenerationRequest]) -> list[PromptEcho]:
-        """Return the prompt of each text, as the answer repeats it."""
-        firsts = zip(prompts_of(body), requests[:: body.n], strict=True)
-        return [echo for prompt, one in firsts for echo in [self.echo_of(prompt, one.prompt)] * body.n]
-
-    def run_requests(self, body: RunRequest, name: str, seed: int) -> list[GenerationRequest]:
-        """Return one request for each prompt of a run. Raises ApiError, RequestError."""
-        self._check_count(len(body.prompts), self.most_prompts, "prompts")
-        self._check_tokens(body.tokens, "tokens")
-        sampling = body.sampling
-        return [
-            GenerationRequest(
-                id=f"{name}-{sample}",
-                prompt=self.ids_of(prompt),
-                max_new_tokens=body.tokens,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                seed=(seed + sample) % SEEDS,
-                stop_texts=sampling.stop,
-            )
-            for sample, prompt in enumerate(body.prompts)
-        ]
-
-    def _check_count(self, texts: int, most: int, param: str) -> None:
+    def check_texts(self, texts: int, most: int, param: str) -> None:
+        """Raise ApiError for more texts than `most`."""
         if texts > most:
             words = f"{param}: {texts} texts are requested; the limit is {most}"
             raise ApiError(413, "too-many", words, hint="Send several requests.", param=param)
 
-    def _check_tokens(self, tokens: int, param: str) -> None:
+    def check_tokens(self, tokens: int, param: str) -> None:
+        """Raise ApiError for a longer answer than the server generates."""
         if tokens > self.most_tokens:
             words = f"{param}: {tokens} is over {self.most_tokens}, the most that this server generates"
             raise ApiError(413, "too-long", words, hint="Ask for less.", param=param)
-
-
-def _choosing(body: GenerationBody) -> dict[str, Any]:
-    """Return the settings of sampling, and those that end a text."""
-    return {
-        "temperature": body.temperature,
-        "top_k": max(body.top_k, 0),
-        "top_p": body.top_p,
-        "stop_texts": body.stops,
-        "stop_tokens": body.stop_sequences,
-        "ignore_end": body.ignore_eos,
-        "skip_special": body.skip_special_tokens,
-    }
-
-
-def _copies(common: GenerationRequest, prompts: Sequence[Ids], n: int, seed: int) -> list[GenerationRequest]:
-    """Return `n` requests for each prompt, each with a separate seed."""
-    return [
-        dataclasses.replace(common, id=f"{common.id}-{index}", prompt=ids, seed=(seed + index) % SEEDS)
-        for index, ids in enumerate(ids for ids in prompts for _ in range(n))
-    ]
 
 
 def incremental_decoder(tokenizer: Tokenizer, *, skip_special: bool = False) -> Decode:
@@ -297,14 +197,6 @@ def incremental_decoder(tokenizer: Tokenizer, *, skip_special: bool = False) -> 
     if not once or decode(anchor + anchor) == once + once:
         return decode
     return lambda ids: decode([*anchor, *ids]).removeprefix(once)
-
-
-def prompts_of(body: CompletionRequest) -> list[Prompt]:
-    """Return the prompts of a request as a list."""
-    given = body.prompt
-    if isinstance(given, str):
-        return [given]
-    return [given] if isinstance(given[0], int) else list(given)
 
 
 def utf16_units(text: str) -> int:

@@ -12,10 +12,16 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megatronapp_trainer.serve.dependencies import BrokerOf, ModelOf
-from megatronapp_trainer.serve.logprobs import logprobs_held
 from megatronapp_trainer.serve.openai.chat_response import ChatResponse
 from megatronapp_trainer.serve.openai.completion import ClientDisconnectedError, CompletionResponse, stream, whole
 from megatronapp_trainer.serve.openai.event_schemas import streamed
+from megatronapp_trainer.serve.openai.generation_requests import (
+    chat_requests,
+    completion_requests,
+    echoes_of,
+    prompts_of,
+)
+from megatronapp_trainer.serve.openai.logprobs import logprobs_held
 from megatronapp_trainer.serve.openai.schemas_chat import ChatChunk, ChatCompletion, ChatRequest
 from megatronapp_trainer.serve.openai.schemas_completions import (
     Completion,
@@ -28,7 +34,7 @@ from megatronapp_trainer.serve.openai.schemas_completions import (
 )
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.request_broker import Disconnected, RequestBroker, RequestHandle
-from megatronapp_trainer.serve.served_model import ServedModel, new_seed, prompts_of
+from megatronapp_trainer.serve.served_model import ServedModel, new_seed
 
 router = APIRouter()
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -61,8 +67,8 @@ async def one_model(name: Annotated[str, Path(max_length=256)], model: ModelOf) 
 async def complete(request: Request, body: CompletionRequest, model: ModelOf, desk: BrokerOf) -> Response:
     """Continue one or more prompts."""
     name, seed = f"cmpl-{secrets.token_hex(12)}", new_seed(body.seed)
-    requests = await anyio.to_thread.run_sync(model.completion_requests, body, name, seed)
-    echoes = await anyio.to_thread.run_sync(model.echoes_of, body, requests) if body.echo else ()
+    requests = await anyio.to_thread.run_sync(completion_requests, model, body, name, seed)
+    echoes = await anyio.to_thread.run_sync(echoes_of, model, body, requests) if body.echo else ()
     answer = CompletionResponse(
         model=model,
         name=name,
@@ -83,7 +89,7 @@ async def complete(request: Request, body: CompletionRequest, model: ModelOf, de
 async def chat(request: Request, body: ChatRequest, model: ModelOf, desk: BrokerOf) -> Response:
     """Answer messages, which the model's chat template makes a prompt."""
     name, seed = f"chatcmpl-{secrets.token_hex(12)}", new_seed(body.seed)
-    requests = await anyio.to_thread.run_sync(model.chat_requests, body, name, seed)
+    requests = await anyio.to_thread.run_sync(chat_requests, model, body, name, seed)
     answer = ChatResponse(model=model, name=name, seed=seed, requests=requests, with_logprobs=body.with_logprobs)
     return await respond(request, body, answer, desk)
 

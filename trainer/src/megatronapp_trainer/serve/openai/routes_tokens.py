@@ -4,6 +4,7 @@ import anyio.to_thread
 from fastapi import APIRouter
 
 from megatronapp_trainer.serve.dependencies import ModelOf
+from megatronapp_trainer.serve.openai.generation_requests import chat_ids
 from megatronapp_trainer.serve.openai.routes_openai import ANSWERS
 from megatronapp_trainer.serve.openai.schemas_chat import (
     DetokenizeRequest,
@@ -44,7 +45,7 @@ async def tokenizer_info(model: ModelOf) -> TokenizerInfo:
 def _tokenized(body: TokenizeRequest, model: ServedModel) -> TokenizeResponse:
     model.check_name(body.model)
     if body.messages is not None:
-        ids = model.chat_ids(body.messages, add_generation_prompt=body.add_generation_prompt)
+        ids = chat_ids(model, body.messages, add_generation_prompt=body.add_generation_prompt)
     else:
         ids = model.tokens_of(body.prompt or "", special=body.add_special_tokens)
     texts = list(map(model.text_of, ids)) if body.return_token_strs else None

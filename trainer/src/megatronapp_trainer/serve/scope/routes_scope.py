@@ -1,16 +1,19 @@
 """The routes of MegaScope on rank 0 (docs/scope-protocol.md, section 6)."""
 
-from typing import Annotated
+from typing import Annotated, cast
 
 import anyio.to_thread
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Depends, Path, Request, Response
+from starlette.requests import HTTPConnection
 
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeRequest, RunRequest, ScoreRequest
-from megatronapp_trainer.serve.dependencies import ModelOf, RunsOf
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.serve.dependencies import ModelOf
 from megatronapp_trainer.serve.openai.routes_openai import ANSWERS
 from megatronapp_trainer.serve.openai.schemas_completions import ProbeStarted, RunStarted, RunStatus, StreamEnd
+from megatronapp_trainer.serve.scope.detached_runs import RunStore
 from megatronapp_trainer.serve.scope.schemas import RunDetail
-from megatronapp_trainer.serve.served_model import new_seed
+from megatronapp_trainer.serve.served_model import SEEDS, ServedModel, new_seed
 
 router = APIRouter(prefix="/scope/v1")
 RunId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="12 hex digits")]
@@ -18,11 +21,39 @@ SCORES = {"content": {"application/octet-stream": {"schema": {"type": "string", 
 FRAME = {"requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
+def runs_of(connection: HTTPConnection) -> RunStore:
+    """Return the runs of MegaScope."""
+    return cast("RunStore", connection.app.state.runs)
+
+
+RunsOf = Annotated[RunStore, Depends(runs_of)]
+
+
+def run_requests(model: ServedModel, body: RunRequest, name: str, seed: int) -> list[GenerationRequest]:
+    """Return one request for each prompt of a run. Raises ApiError, RequestError."""
+    model.check_texts(len(body.prompts), model.most_prompts, "prompts")
+    model.check_tokens(body.tokens, "tokens")
+    sampling = body.sampling
+    return [
+        GenerationRequest(
+            id=f"{name}-{sample}",
+            prompt=model.ids_of(prompt),
+            max_new_tokens=body.tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=(seed + sample) % SEEDS,
+            stop_texts=sampling.stop,
+        )
+        for sample, prompt in enumerate(body.prompts)
+    ]
+
+
 @router.post("/runs", status_code=201, responses=ANSWERS)
 async def start(body: RunRequest, model: ModelOf, runs: RunsOf) -> RunStarted:
     """Generate from one or more prompts."""
     run, seed = runs.new_id(), new_seed(body.sampling.seed)
-    requests = await anyio.to_thread.run_sync(model.run_requests, body, run, seed)
+    requests = await anyio.to_thread.run_sync(run_requests, model, body, run, seed)
     record = runs.start(run, body, seed, model, requests)
     return RunStarted(run=run, position=record.ticket.position)
 

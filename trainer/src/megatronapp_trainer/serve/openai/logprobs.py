@@ -11,8 +11,6 @@ from megatronapp_trainer.serve.problems import ApiError
 
 MOST_ANSWER_LOGPROBS = 1 << 19
 """Limit of one answer: about 300 MB with one candidate for each token."""
-MOST_OPEN_LOGPROBS = 2 * MOST_ANSWER_LOGPROBS
-"""Limit of all answers in work together."""
 
 
 def logprobs_held(body: GenerationBody, requests: Sequence[GenerationRequest]) -> int:
@@ -22,7 +20,7 @@ def logprobs_held(body: GenerationBody, requests: Sequence[GenerationRequest]) -
     """
     if not body.with_logprobs:
         return 0
-    return sum(_tokens_of(body, one) * (1 + one.candidates) for one in requests)
+    return sum(_tokens_of(body, request) * (1 + request.candidates) for request in requests)
 
 
 def check_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
@@ -30,14 +28,14 @@ def check_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) 
     if (found := logprobs_held(body, requests)) <= MOST_ANSWER_LOGPROBS:
         return
     first = requests[0]
-    longest = max(_tokens_of(body, one) for one in requests)
-    words = (
+    longest = max(_tokens_of(body, request) for request in requests)
+    reason = (
         f"logprobs: {len(requests)} texts of up to {longest} tokens, each with its own log-probability and "
         f"{first.candidates} of candidates, are {found}; an answer may hold {MOST_ANSWER_LOGPROBS} log-probabilities"
     )
     shorter = "a shorter prompt" if first.prompt_logprobs else "fewer max_tokens, or stream: true"
     hint = f"Send fewer texts in one request, fewer candidates, or {shorter}."
-    raise ApiError(413, "too-many-logprobs", words, hint=hint, param="logprobs")
+    raise ApiError(413, "too-many-logprobs", reason, hint=hint, param="logprobs")
 
 
 def _tokens_of(body: GenerationBody, request: GenerationRequest) -> int:
