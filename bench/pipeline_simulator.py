@@ -224,27 +224,88 @@ def _drive(programs: list[Program], board: _Board) -> None:
         parked[key].append(program)
 
 
+class _Neighbours:
+    """Communicators between a rank and the stages next to its own."""
+
+    def __init__(self, layout: JobLayout, rank: int) -> None:
+        self.layout, self.rank, self.at = layout, rank, layout.coordinates[rank]
+
+    def source(self, forward: bool, chunk: int) -> Communicator | None:
+        """Return the communicator over which this unit receives its input."""
+        layout, stage = self.layout, self.at.pp
+        if forward:
+            return None if stage == 0 and chunk == 0 else self.pair((stage - 1) % layout.pp, to_me=True)
+        if stage == layout.pp - 1 and chunk == layout.vpp - 1:
+            return None
+        return self.pair((stage + 1) % layout.pp, to_me=True)
+
+    def target(self, forward: bool, chunk: int) -> tuple[Communicator, int] | None:
+        """Communicator that this unit's output leaves over, and the chunk at the other end."""
+        layout, stage = self.layout, self.at.pp
+        last = layout.pp - 1
+        if forward:
+            if stage == last and chunk == layout.vpp - 1:
+                return None
+            return self.pair((stage + 1) % layout.pp, to_me=False), chunk + (stage == last)
+        if stage == 0 and chunk == 0:
+            return None
+        return self.pair((stage - 1) % layout.pp, to_me=False), chunk - (stage == 0)
+
+    def pair(self, stage: int, *, to_me: bool) -> Communicator:
+        peer = self.layout.coordinates.index(dataclasses.replace(self.at, pp=stage))
+        return Communicator("p2p", (peer, self.rank) if to_me else (self.rank, peer))
+
+
+class _Durations:
+    """Durations of computing and launching on one rank in one step, drawn from the job's noise."""
+
+    def __init__(
+        self, job: Job, stage: int, step: int, faults: list[Fault], rng: np.random.Generator, *, crowded: bool
+    ) -> None:
+        noise = job.noise
+        self.job, self.noise, self.faults, self.rng = job, noise, faults, rng
+        self.weight = job.stage_weight[stage] if job.stage_weight else 1.0
+        machine = np.random.default_rng((step, 77)).normal(0, noise.machine_step) if noise.machine_step else 0.0
+        self.pace = float(np.exp(rng.normal(0, noise.rank_step) + machine)) if noise.rank_step else 1.0
+        self.pace *= job.global_slowdown(step) * (job.warmup_factor if step == 0 else 1.0)
+        self.pace *= noise.crowd_factor if crowded else 1.0
+
+    def base_s(self, forward: bool) -> float:
+        return self.job.forward_s * self.weight * (1.0 if forward else self.job.backward_ratio) / self.job.layout.vpp
+
+    def work_s(self, forward: bool) -> float:
+        """Clean time of one forward or backward of one chunk."""
+        factor = float(np.exp(self.rng.normal(0, self.noise.body))) * self.pace
+        if self.rng.random() < self.noise.tail_share:
+            factor *= 1 + self.rng.exponential(self.noise.tail_factor)
+        return self.base_s(forward) * factor
+
+    def launch_s(self, forward: bool) -> float:
+        """Host time to launch one span's kernels."""
+        if any(fault.kind == "host" for fault in self.faults):
+            return self.base_s(forward) * self.job.launch_ratio * float(np.exp(self.rng.normal(0, 5 * self.noise.body)))
+        ratio = self.job.healthy_launch * (1.0 if forward else self.job.backward_launch)
+        crowded = max([f.factor for f in self.faults if f.kind == "launch"], default=1.0)
+        return ratio * crowded * float(np.exp(self.rng.normal(0, self.job.launch_jitter))) * self.base_s(forward)
+
+
 class _Rank:
     """One rank in one step."""
 
     def __init__(self, simulator: Simulator, board: _Board, rank: int, step: int) -> None:
         self.sim, self.board, self.rank, self.step = simulator, board, rank, step
-        self.job, self.noise, self.rng = simulator.job, simulator.job.noise, simulator.rng
+        self.job, self.rng = simulator.job, simulator.rng
         self.at = self.job.layout.coordinates[rank]
+        self.neighbours = _Neighbours(self.job.layout, rank)
         self.time = float(simulator.now[rank])
         self.rows: list[tuple[int, ...]] = []
         self.faults = [f for f in self.job.faults if f.rank == rank and f.active(step)]
-        machine = (
-            np.random.default_rng((step, 77)).normal(0, self.noise.machine_step) if self.noise.machine_step else 0.0
-        )
-        self.pace = float(np.exp(self.rng.normal(0, self.noise.rank_step) + machine)) if self.noise.rank_step else 1.0
-        self.pace *= self.job.global_slowdown(step) * (self.job.warmup_factor if step == 0 else 1.0)
+        crowded = simulator.crowded(rank, step)
+        self.durations = _Durations(self.job, self.at.pp, step, self.faults, self.rng, crowded=crowded)
+        self.noise = self.job.noise.crowded() if crowded else self.job.noise
         self.ordinals: dict[Communicator, int] = collections.defaultdict(int)
         self.queued = 0.0
         self.lead_s = 0.0
-        if simulator.crowded(rank, step):
-            self.pace *= self.noise.crowd_factor
-            self.noise = self.noise.crowded()
 
     def program(self) -> Program:
         """The whole step of this rank."""
@@ -252,7 +313,7 @@ class _Rank:
         order = schedule(self.at.pp, layout.pp, layout.vpp, self.job.microbatches)
         sent: list[tuple[Communicator, int, int]] = []
         for position, (forward, microbatch, chunk) in enumerate(order):
-            incoming = self.source(forward, chunk)
+            incoming = self.neighbours.source(forward, chunk)
             if incoming is not None:
                 self.post(RecordKind.RECV_POST, incoming, (microbatch, chunk, forward), microbatch)
             yield from self.wait_sent(sent)
@@ -263,7 +324,7 @@ class _Rank:
             if forward:
                 self.stall("host", 1.0)
             yield from self.compute(forward, microbatch, chunk, position)
-            target = self.target(forward, chunk)
+            target = self.neighbours.target(forward, chunk)
             if target is not None:
                 comm, other_chunk = target
                 key = (microbatch, other_chunk, forward)
@@ -281,84 +342,27 @@ class _Rank:
         if len(data.members) > 1:
             yield from self.collective(RecordKind.GRAD_REDUCE, data, 0.2 * work)
         yield from self.collective(RecordKind.GRAD_NORM, Communicator("world", tuple(range(layout.world))), 0.02 * work)
-        self.span(RecordKind.OPTIMIZER, 0.3 * work * self.pace)
+        self.span(RecordKind.OPTIMIZER, 0.3 * work * self.durations.pace)
         if len(data.members) > 1:
             yield from self.collective(RecordKind.PARAM_GATHER, data, 0.2 * work)
-
-    def source(self, forward: bool, chunk: int) -> Communicator | None:
-        """Return the communicator over which this unit receives its input."""
-        layout, stage = self.job.layout, self.at.pp
-        if forward:
-            if stage == 0 and chunk == 0:
-                return None
-            return self.pair((stage - 1) % layout.pp, to_me=True)
-        if stage == layout.pp - 1 and chunk == layout.vpp - 1:
-            return None
-        return self.pair((stage + 1) % layout.pp, to_me=True)
-
-    def target(self, forward: bool, chunk: int) -> tuple[Communicator, int] | None:
-        """Communicator that this unit's output leaves over, and the chunk at the other end."""
-        layout, stage = self.job.layout, self.at.pp
-        last = layout.pp - 1
-        if forward:
-            if stage == last and chunk == layout.vpp - 1:
-                return None
-            return self.pair((stage + 1) % layout.pp, to_me=False), chunk + (stage == last)
-        if stage == 0 and chunk == 0:
-            return None
-        return self.pair((stage - 1) % layout.pp, to_me=False), chunk - (stage == 0)
-
-    def pair(self, stage: int, *, to_me: bool) -> Communicator:
-        other = dataclasses.replace(self.at, pp=stage)
-        peer = self.job.layout.coordinates.index(other)
-        return Communicator("p2p", (peer, self.rank) if to_me else (self.rank, peer))
 
     def stall(self, kind: str, scale: float) -> None:
         """The time an active fault of this kind adds, as a FAULT span."""
         for fault in self.faults:
             if fault.kind == kind:
                 self.lead_s = 0.0 if kind == "host" else self.lead_s
-                self.extra((fault.factor - 1) * self.job.forward_s * self.weight() * scale)
+                self.extra((fault.factor - 1) * self.job.forward_s * self.durations.weight * scale)
 
     def extra(self, seconds: float) -> None:
         self.rows.append(self.row(RecordKind.FAULT, self.time, self.time + seconds, flags=Flag.INJECTED))
         self.time += seconds
 
-    def weight(self) -> float:
-        return self.job.stage_weight[self.at.pp] if self.job.stage_weight else 1.0
-
-    def base_s(self, forward: bool) -> float:
-        return self.job.forward_s * self.weight() * (1.0 if forward else self.job.backward_ratio) / self.job.layout.vpp
-
-    def work_s(self, forward: bool) -> float:
-        """Clean time of one forward or backward of one chunk."""
-        factor = float(np.exp(self.rng.normal(0, self.noise.body))) * self.pace
-        if self.rng.random() < self.noise.tail_share:
-            factor *= 1 + self.rng.exponential(self.noise.tail_factor)
-        return self.base_s(forward) * factor
-
-    def slow(self) -> float:
-        return max([f.factor for f in self.faults if f.kind == "compute"], default=1.0)
-
-    def launch_s(self, forward: bool) -> float:
-        """Host time to launch one span's kernels."""
-        if not any(fault.kind == "host" for fault in self.faults):
-            crowded = max([f.factor for f in self.faults if f.kind == "launch"], default=1.0)
-            jitter = float(np.exp(self.rng.normal(0, self.job.launch_jitter)))
-            return (
-                self.job.healthy_launch
-                * (1.0 if forward else self.job.backward_launch)
-                * crowded
-                * jitter
-                * self.base_s(forward)
-            )
-        return self.base_s(forward) * self.job.launch_ratio * float(np.exp(self.rng.normal(0, 5 * self.noise.body)))
-
     def compute(self, forward: bool, microbatch: int, chunk: int, position: int) -> Program:
         """One compute span; with TP its members meet inside it after each quarter."""
         kind = RecordKind.FORWARD if forward else RecordKind.BACKWARD
-        begin, work, factor = self.time, self.work_s(forward), self.slow()
-        launch = self.launch_s(forward) if self.noise.device else 0.0
+        begin, work = self.time, self.durations.work_s(forward)
+        factor = max([f.factor for f in self.faults if f.kind == "compute"], default=1.0)
+        launch = self.durations.launch_s(forward) if self.noise.device else 0.0
         work = max(work, (launch - self.lead_s) / factor)
         if self.job.layout.tp > 1:
             at_end = self.job.tp_sleep_at_end
@@ -370,15 +374,11 @@ class _Rank:
         else:
             self.time += work * factor
         self.lead_s = max(self.lead_s + self.time - begin - launch, 0.0)
-        queue = self.queue()
-        self.rows.append(self.compute_row(kind, begin, queue, microbatch, chunk))
-
-    def compute_row(self, kind: RecordKind, begin: float, queue: float, microbatch: int, chunk: int) -> tuple[int, ...]:
+        aux, flags = self.queue(), int(Flag.AUX_RUN_QUEUE)
         if self.noise.device:
-            flags, lead = Flag.DEVICE_CLOCK | Flag.AUX_LEAD, self.units(self.lead_s)
-            return self.row(kind, begin, self.time, microbatch=microbatch, chunk=chunk, aux=lead, flags=flags)
-        return self.row(
-            kind, begin, self.time, microbatch=microbatch, chunk=chunk, aux=self.units(queue), flags=Flag.AUX_RUN_QUEUE
+            aux, flags = self.lead_s, Flag.DEVICE_CLOCK | Flag.AUX_LEAD
+        self.rows.append(
+            self.row(kind, begin, self.time, microbatch=microbatch, chunk=chunk, aux=self.units(aux), flags=flags)
         )
 
     def meet(self, what: Key) -> Program:
@@ -457,7 +457,7 @@ class _Rank:
             self.time += float(self.rng.exponential(self.noise.delivery_tail_s))
         for fault in self.faults:
             if fault.kind == "link" and fault.peer in (None, comm.members[0]):
-                self.extra((fault.factor - 1) * self.job.forward_s * self.weight())
+                self.extra((fault.factor - 1) * self.job.forward_s * self.durations.weight)
         self.waited(RecordKind.RECV_WAIT, begin, comm, ordinal, microbatch)
 
     def collective(self, kind: RecordKind, comm: Communicator, seconds: float) -> Program:
