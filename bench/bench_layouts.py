@@ -71,7 +71,7 @@ def train(flags: str) -> list[float]:
     observer = open_observer(run)
     iterators = build_iterators(config, layout, 0)
     Trainer(
-        run, iterators, build_schedule(run, observer), stop_wish=StopRequest(), reporter=reporter, observer=observer
+        run, iterators, build_schedule(run, observer), stop_request=StopRequest(), reporter=reporter, observer=observer
     ).train()
     if observer is not None:
         observer.close()

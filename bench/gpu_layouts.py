@@ -148,7 +148,7 @@ def ours(config: TrainerConfig, samples: Samples) -> tuple[TrainingRun, Trainer,
     feed = samples.batches(layout.data_size, layout.data_rank)
     losses, wish = Losses(), StopRequest()
     iterators = DataIterators(train=feed, valid=None, test=None)
-    return run, Trainer(run, iterators, build_schedule(run), stop_wish=wish, reporter=losses), losses, wish  # type: ignore[arg-type]
+    return run, Trainer(run, iterators, build_schedule(run), stop_request=wish, reporter=losses), losses, wish  # type: ignore[arg-type]
 
 
 def measure_ours(shape: Shape, layout: Layout, implementation: str, samples: Samples) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str,
     )
     observer = scan.start(context)
     iterators = DataIterators(train=samples.batches(run.layout.data_size, run.layout.data_rank), valid=None, test=None)
-    traced = Trainer(run, iterators, build_schedule(run, observer), stop_wish=wish, observer=observer)
+    traced = Trainer(run, iterators, build_schedule(run, observer), stop_request=wish, observer=observer)
     on = switches(run)
     span_of_steps(traced.step, WARM)
     switch(run, off)

@@ -58,7 +58,7 @@ def train(flags: str) -> dict[str, Any]:
         run,
         build_iterators(config, layout, run.state.consumed_samples),
         build_schedule(run, observer),
-        stop_wish=StopRequest(),
+        stop_request=StopRequest(),
         reporter=recorder,  # type: ignore[arg-type]
         checkpoints=manager,
         observer=observer,

@@ -61,7 +61,7 @@ def trainer_of(run: Any, *, iterators: Any = None, checkpoints: Any = None, repo
 
     iterators = iterators or build_iterators(run.config, run.layout, run.state.consumed_samples)
     return Trainer(
-        run, iterators, build_schedule(run), stop_wish=StopRequest(), reporter=reporter, checkpoints=checkpoints
+        run, iterators, build_schedule(run), stop_request=StopRequest(), reporter=reporter, checkpoints=checkpoints
     )
 
 

@@ -249,7 +249,7 @@ def train(flags: str) -> None:
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     manager = CheckpointManager(config, layout)
     Trainer(
-        run, build_iterators(config, layout, 0), build_schedule(run), stop_wish=StopRequest(), checkpoints=manager
+        run, build_iterators(config, layout, 0), build_schedule(run), stop_request=StopRequest(), checkpoints=manager
     ).train()
     destroy_groups()
 

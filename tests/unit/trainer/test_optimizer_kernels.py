@@ -31,7 +31,7 @@ def prepared(flags: str) -> Any:
     device = prepare_device(layout.local_rank)
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=64)
-    return run, Trainer(run, build_iterators(config, layout, 0), build_schedule(run), stop_wish=StopRequest())
+    return run, Trainer(run, build_iterators(config, layout, 0), build_schedule(run), stop_request=StopRequest())
 
 
 def operations_of_the_norm(flags: str) -> tuple[int, int, int]:
@@ -80,7 +80,7 @@ def weights_with_and_without(flags: str) -> tuple[bool, list[float], list[float]
 
             again = build_run(run.config, run.layout, run.device, vocab_size=64)
             trainer = Trainer(
-                again, build_iterators(run.config, run.layout, 0), build_schedule(again), stop_wish=StopRequest()
+                again, build_iterators(run.config, run.layout, 0), build_schedule(again), stop_request=StopRequest()
             )
             run = again
         assert clip_grads.l2_norm_impl is optimizer_kernels.list_norm

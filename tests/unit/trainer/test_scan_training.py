@@ -79,7 +79,7 @@ def train(flags: list[str]) -> dict[str, Any]:
         run,
         build_iterators(config, layout, 0),
         build_schedule(run, observer),
-        stop_wish=StopRequest(),
+        stop_request=StopRequest(),
         reporter=losses,  # type: ignore[arg-type]
         observer=observer,
     ).train()

@@ -58,7 +58,7 @@ def train(flags: str) -> tuple[list[float], list[float]] | None:
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     recorder: Any = Recorder() if layout.is_reporter else None
     Trainer(
-        run, build_iterators(config, layout, 0), build_schedule(run), stop_wish=StopRequest(), reporter=recorder
+        run, build_iterators(config, layout, 0), build_schedule(run), stop_request=StopRequest(), reporter=recorder
     ).train()
     destroy_groups()
     return (recorder.losses, recorder.grad_norms) if recorder is not None else None

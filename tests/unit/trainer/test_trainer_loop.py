@@ -94,7 +94,7 @@ def train(flags: str) -> dict[str, Any]:
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
     code = Trainer(
-        run, iterators, build_schedule(run), stop_wish=StopRequest(), reporter=recorder, checkpoints=recorder
+        run, iterators, build_schedule(run), stop_request=StopRequest(), reporter=recorder, checkpoints=recorder
     ).train()
     modules = [name for name in sys.modules if name.startswith("megatronapp_trainer.scan")]
     return {**vars(recorder), "code": int(code), "scan": modules, "timers": run.core_config.timers}
@@ -119,7 +119,7 @@ def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
     run, iterators = prepared("")
     with StopRequest() as wish, pytest.raises(UnsavedStopError) as caught:
         ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        Trainer(run, DataIterators(train=ask, valid=None, test=None), build_schedule(run), stop_wish=wish).train()
+        Trainer(run, DataIterators(train=ask, valid=None, test=None), build_schedule(run), stop_request=wish).train()
     return int(caught.value.exit_code), str(caught.value)
 
 
@@ -132,9 +132,8 @@ def train_with_a_signal_in_the_last_step() -> int:
     run, iterators = prepared("--train-iters 2")
     with StopRequest() as wish:
         ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        return int(
-            Trainer(run, DataIterators(train=ask, valid=None, test=None), build_schedule(run), stop_wish=wish).train()
-        )
+        iterators = DataIterators(train=ask, valid=None, test=None)
+        return int(Trainer(run, iterators, build_schedule(run), stop_request=wish).train())
 
 
 def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
@@ -150,7 +149,7 @@ def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
             ask = at_step(iterators.train, 2, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
             iterators = DataIterators(train=ask, valid=None, test=None)
         code = Trainer(
-            run, iterators, build_schedule(run), stop_wish=wish, reporter=recorder, checkpoints=recorder
+            run, iterators, build_schedule(run), stop_request=wish, reporter=recorder, checkpoints=recorder
         ).train()
     return int(code), recorder.saved, run.state.iteration
 
@@ -176,7 +175,9 @@ def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[t
 
     iterators = DataIterators(train=iterators.train, valid=counted(iterators.valid), test=None)
     with StopRequest() as wish:
-        trainer = Trainer(run, iterators, build_schedule(run), stop_wish=wish, reporter=recorder, checkpoints=recorder)
+        trainer = Trainer(
+            run, iterators, build_schedule(run), stop_request=wish, reporter=recorder, checkpoints=recorder
+        )
         code = trainer.test() if run.config.logging.skip_train else trainer.train()
     return int(code), recorder.saved, run.state.iteration, taken // 4, recorder.validations
 
@@ -194,7 +195,7 @@ def stop_where_an_evaluation_is_due() -> tuple[int, list[int], list[str]]:
         ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
         iterators = DataIterators(train=ask, valid=iterators.valid, test=None)
         code = Trainer(
-            run, iterators, build_schedule(run), stop_wish=wish, reporter=recorder, checkpoints=recorder
+            run, iterators, build_schedule(run), stop_request=wish, reporter=recorder, checkpoints=recorder
         ).train()
     return int(code), recorder.saved, recorder.states
 
@@ -215,7 +216,7 @@ def train_with_poisoned_weights() -> str:
 
         iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
     with pytest.raises(NotFiniteError) as caught:
-        Trainer(run, iterators, build_schedule(run), stop_wish=StopRequest()).train()
+        Trainer(run, iterators, build_schedule(run), stop_request=StopRequest()).train()
     return str(caught.value)
 
 
@@ -239,7 +240,7 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
         iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
     recorder: Any = Recorder()
     with pytest.raises(NotFiniteError) as caught:
-        Trainer(run, iterators, build_schedule(run), stop_wish=StopRequest(), checkpoints=recorder).train()
+        Trainer(run, iterators, build_schedule(run), stop_request=StopRequest(), checkpoints=recorder).train()
     finite = all(bool(weight.isfinite().all()) for weight in run.state.chunks[0].parameters())
     return str(caught.value), recorder.saved, finite
 
@@ -253,7 +254,7 @@ def train_and_test(flags: str) -> Any:
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
     trainer = Trainer(
-        run, iterators, build_schedule(run), stop_wish=StopRequest(), reporter=recorder, checkpoints=recorder
+        run, iterators, build_schedule(run), stop_request=StopRequest(), reporter=recorder, checkpoints=recorder
     )
     trainer.train()
     trainer.test()
@@ -268,7 +269,7 @@ def observed(flags: str) -> tuple[list[tuple[str, str, int, int]], list[float], 
 
     run, iterators = prepared(flags)
     observer = Observer()
-    Trainer(run, iterators, build_schedule(run, observer), stop_wish=StopRequest(), observer=observer).train()  # type: ignore[arg-type]
+    Trainer(run, iterators, build_schedule(run, observer), stop_request=StopRequest(), observer=observer).train()  # type: ignore[arg-type]
     return observer.events, observer.losses, list(backward_order(run.layout, 4))
 
 

@@ -29,14 +29,14 @@ PHASES = {
     "load": ("checkpoint.manager:CheckpointManager.load", 1, (STOPPED, [1])),
     "data": ("training.build:build_iterators", 1, (STOPPED, [1])),
     "first step": ("pipeline.static:StaticSchedule.train", 1, (STOPPED, [1])),
-    "optimizer": ("training.loop:reduce_loss", 3, (STOPPED, [2, 4])),
-    "evaluation": ("training.loop:evaluate", 1, (STOPPED, [2])),
+    "optimizer": ("training.step:reduce_loss", 3, (STOPPED, [2, 4])),
+    "evaluation": ("training.evaluate:evaluate", 1, (STOPPED, [2])),
     "save": ("checkpoint.manager:CheckpointManager.save", 1, (STOPPED, [2, 3])),
     "files of a save": ("checkpoint.manager:write", 1, (STOPPED, [2, 3])),
     "publishing": ("checkpoint.directory:CheckpointDirectory.publish", 1, (STOPPED, [2, 3])),
     "last step": ("pipeline.static:StaticSchedule.train", 4, (STOPPED, [2, 4])),
     "last save": ("checkpoint.manager:CheckpointManager.save", 2, (STOPPED, [2, 4])),
-    "test": ("training.loop:evaluate", 3, (STOPPED, [2, 4])),
+    "test": ("training.evaluate:evaluate", 3, (STOPPED, [2, 4])),
     "end": ("parallel.groups:destroy_groups", 1, (DONE, [2, 4])),
 }
 """Places of the signal: which call of which function; then the exit code, and the checkpoints that there are."""
@@ -76,7 +76,7 @@ def lives(folder: str) -> dict[str, tuple[Any, ...]]:
     warnings.simplefilter("ignore")
     os.environ |= {Env.SHM_DIR: folder, Env.SHM_PREFIX: "run"}
     found: dict[str, tuple[Any, ...]] = {}
-    for phase, (place, call, _) in {"none": ("training.loop:evaluate", 1000, None), **PHASES}.items():
+    for phase, (place, call, _) in {"none": ("training.evaluate:evaluate", 1000, None), **PHASES}.items():
         save = pathlib.Path(folder, phase.replace(" ", "-"))
         arguments = [*FLAGS.split(), "--save", str(save)]
         with contextlib.redirect_stdout(io.StringIO()):

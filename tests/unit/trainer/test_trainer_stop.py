@@ -69,7 +69,9 @@ def evaluations(flags: str, split: str, before: int) -> list[list[tuple[int, flo
             iterators = dataclasses.replace(iterators, **asking)
         reporter: Any = Reporter()
         with StopRequest() as wish:
-            Trainer(run, iterators, build_schedule(run), stop_wish=wish, reporter=reporter, checkpoints=manager).train()
+            Trainer(
+                run, iterators, build_schedule(run), stop_request=wish, reporter=reporter, checkpoints=manager
+            ).train()
         results.append(reporter.validations)
     return results
 

@@ -44,16 +44,16 @@ def pretrain(config: TrainerConfig) -> ExitCode:
     from megatronapp_trainer.training.signals import StopRequest
 
     layout = layout_of(config)
-    with StopRequest() as stop_wish, named_errors():
+    with StopRequest() as stop_request, named_errors():
         apply_deterministic_mode(config)
         device = prepare_device(layout.local_rank)
         initialize_groups(config, layout, device)
-        code = _train(config, layout, device, stop_wish)
+        code = _train(config, layout, device, stop_request)
         destroy_groups()
     return code
 
 
-def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish: Any) -> ExitCode:  # noqa: ANN401
+def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_request: Any) -> ExitCode:  # noqa: ANN401
     from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.progress import make_reporter
@@ -81,7 +81,13 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
         saves_to = checkpoints if config.checkpoint.save is not None else None
         schedule = build_schedule(run, observer)
         trainer = Trainer(
-            run, iterators, schedule, stop_wish=stop_wish, reporter=reporter, checkpoints=saves_to, observer=observer
+            run,
+            iterators,
+            schedule,
+            stop_request=stop_request,
+            reporter=reporter,
+            checkpoints=saves_to,
+            observer=observer,
         )
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:

@@ -61,7 +61,7 @@ def train(*runs: str) -> list[list[float] | None]:
         run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
         recorder: Any = Recorder() if layout.is_reporter else None
         Trainer(
-            run, build_iterators(config, layout, 0), build_schedule(run), stop_wish=StopRequest(), reporter=recorder
+            run, build_iterators(config, layout, 0), build_schedule(run), stop_request=StopRequest(), reporter=recorder
         ).train()
         losses.append(None if recorder is None else recorder.losses)
     destroy_groups()

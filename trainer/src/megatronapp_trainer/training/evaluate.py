@@ -6,10 +6,93 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.data.microbatches import BatchSource, HostMicrobatch, StepFeed, chunks_that_need_data
+from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.data.microbatches import (
+    BatchSource,
+    DataIterators,
+    HostMicrobatch,
+    StepFeed,
+    chunks_that_need_data,
+)
 from megatronapp_trainer.models.language_model_loss import PendingLossReduction, reduce_loss
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
+from megatronapp_trainer.training.monitor import TrainingMonitor
+from megatronapp_trainer.training.signals import StopRequest
+
+
+class Evaluator:
+    """Evaluates when it is due, and knows which evaluation has ended."""
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        schedule: PipelineSchedule,
+        source: BatchSource,
+        iterators: DataIterators,
+        *,
+        monitor: TrainingMonitor,
+        stop_request: StopRequest,
+    ) -> None:
+        self._run = run
+        self._config = run.config
+        self._state = run.state
+        self._schedule = schedule
+        self._source = source
+        self._iterators = iterators
+        self._monitor = monitor
+        self._stop_request = stop_request
+        self._validated_iteration = -1
+
+    def mark_due(self) -> None:
+        """Note in the state if an evaluation is due after the last step."""
+        self._state.validation_due = self._validates() and is_due(
+            self._state.iteration, self._config.logging.eval_interval
+        )
+
+    def finish_interrupted(self) -> bool:
+        """Run the evaluation that was due when the previous run was stopped; False if a stop ends it early.
+
+        Megatron-LM evaluates before it stops. Here a stop does not wait, and the restart evaluates: no point is lost.
+        """
+        due = self._state.validation_due and self._state.iteration < self._config.training.train_iters
+        return not (due and self._validates()) or self.run("validation")
+
+    def run_final(self) -> bool:
+        """Run the evaluations after training, on both splits; False if a stop ends them early."""
+        if not self._config.logging.eval_iters:
+            return True
+        validated = self._validated_iteration == self._state.iteration
+        return (validated or self.run("validation")) and self.run("test")
+
+    def run(self, split: str) -> bool:
+        """Evaluate a split; False if a stop of any rank ends it early."""
+        iterator = self._iterators.valid if split == "validation" else self._iterators.test
+        if iterator is None:
+            return True
+        self._monitor.publish_state("evaluating")
+        if self._config.training.manual_gc and self._config.training.manual_gc_eval:
+            self._monitor.collect_garbage()
+        with self._monitor.span(RecordKind.EVALUATE):
+            stop_request = self._stop_request
+            loss = evaluate(
+                self._run, self._schedule, self._source, iterator, asked_to_stop=lambda: stop_request.requested
+            )
+        if loss is not None:
+            if split == "validation":
+                self._validated_iteration = self._state.iteration
+                self._state.validation_due = False
+            self._monitor.evaluated(split, loss)
+        self._monitor.publish_state("training")
+        return loss is not None
+
+    def _validates(self) -> bool:
+        return self._config.logging.eval_iters > 0 and self._iterators.valid is not None
+
+
+def is_due(iteration: int, interval: int | None) -> bool:
+    """Return True every `interval` steps; None: never."""
+    return interval is not None and iteration % interval == 0
 
 
 def evaluate(

@@ -1,0 +1,103 @@
+"""Reports of training to the log and progress of the reporting rank, and to an observer."""
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+
+from megatronapp_common.trace import NO_MICROBATCH, RecordKind
+from megatronapp_trainer.hooks.step_observer import StepMetrics, StepObserver
+from megatronapp_trainer.models.language_model_loss import StepLoss
+from megatronapp_trainer.training.build import TrainingRun
+from megatronapp_trainer.training.metrics import flops_per_token, peak_tflops, why_no_mfu
+from megatronapp_trainer.training.optimizer import learning_rate
+from megatronapp_trainer.training.progress import Reporter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """Result of a step, before it is reported."""
+
+    loss: StepLoss
+    grad_norm: float | None
+    skipped: bool
+    batch_size: int
+    elapsed_s: float
+
+
+class TrainingMonitor:
+    """Reports to a reporter and an observer, either of which may be absent."""
+
+    def __init__(self, run: TrainingRun, reporter: Reporter | None, observer: StepObserver | None) -> None:
+        self.observer = observer
+        self._reporter = reporter
+        self._run = run
+        self._state = run.state
+        self._flops = flops_per_token(run.config.model, run.padded_vocab_size)
+        self._peak_tflops = peak_tflops(run.device.name, bf16=run.config.precision.bf16)
+
+    def publish_state(self, state: str) -> None:
+        """Write what the run does now into the progress document."""
+        if self._reporter is not None:
+            self._reporter.state(state)
+
+    def explain_missing_mfu(self) -> None:
+        """Log why no MFU is reported, if none is."""
+        reason = why_no_mfu(self._run.device.name, bf16=self._run.config.precision.bf16)
+        if reason is not None and self._reporter is not None:
+            self._reporter.line(f" {reason}")
+
+    @contextlib.contextmanager
+    def span(self, kind: RecordKind) -> Iterator[None]:
+        """Open a span of the observer, if any; for work that is done at most a few times per step."""
+        if self.observer is None:
+            yield
+            return
+        self.observer.begin(kind, 0, NO_MICROBATCH)
+        yield
+        self.observer.end(kind)
+
+    def collect_garbage(self) -> None:
+        """Collect garbage within a span."""
+        with self.span(RecordKind.GC):
+            gc.collect()
+
+    def step_begin(self) -> None:
+        """Announce the next step."""
+        if self.observer is not None:
+            self.observer.step_begin(self._state.iteration)
+
+    def step_end(self, outcome: StepOutcome) -> None:
+        """Report the figures of a step."""
+        metrics = self._metrics(outcome)
+        if self.observer is not None:
+            self.observer.step_end(metrics)
+        if self._reporter is not None:
+            self._reporter.step(
+                metrics,
+                elapsed_s=outcome.elapsed_s,
+                batch_size=outcome.batch_size,
+                skipped_steps=self._state.skipped_iterations,
+            )
+
+    def evaluated(self, split: str, loss: float) -> None:
+        """Report the loss of an evaluation."""
+        if self.observer is not None and split == "validation":
+            self.observer.validation(loss)
+        if self._reporter is not None:
+            self._reporter.validation(self._state.iteration, loss, split)
+
+    def _metrics(self, outcome: StepOutcome) -> StepMetrics:
+        tokens_per_second = outcome.batch_size * self._run.config.model.seq_length / outcome.elapsed_s
+        tflops = tokens_per_second * self._flops / self._run.layout.world_size / 1e12
+        return StepMetrics(
+            iteration=self._state.iteration,
+            loss=outcome.loss.mean,
+            learning_rate=learning_rate(self._state.optimizer),
+            grad_norm=outcome.grad_norm,
+            tokens_per_second=tokens_per_second,
+            tflops_per_gpu=tflops,
+            mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
+            consumed_samples=self._state.consumed_samples,
+            skipped=outcome.skipped,
+        )

@@ -1,0 +1,111 @@
+"""One optimizer step: forward and backward passes, the loss over all ranks, the update."""
+
+import time
+from collections.abc import Callable, Iterator
+
+from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.data.microbatches import BatchSource, HostMicrobatch, StepFeed, chunks_that_need_data
+from megatronapp_trainer.models.language_model_loss import (
+    PendingLossReduction,
+    reduce_loss,
+    refuse_infinite_gradients,
+    refuse_not_finite,
+)
+from megatronapp_trainer.pipeline.schedule import PipelineSchedule
+from megatronapp_trainer.training.build import TrainingRun
+from megatronapp_trainer.training.monitor import StepOutcome, TrainingMonitor
+from megatronapp_trainer.training.signals import StopRequest
+
+
+class TrainingStep:
+    """Runs optimizer steps. The ranks agree within each whether to stop after it."""
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        schedule: PipelineSchedule,
+        source: BatchSource,
+        batches: Iterator[HostMicrobatch],
+        *,
+        monitor: TrainingMonitor,
+        stop_request: StopRequest,
+    ) -> None:
+        """Wrap the optimizer's gradient norm, which refuses values that are not finite from now on."""
+        self._run = run
+        self._config = run.config
+        self._state = run.state
+        self._schedule = schedule
+        self._source = source
+        self._batches = batches
+        self._monitor = monitor
+        self._stop_request = stop_request
+        self._needed_by = chunks_that_need_data(run.config, run.layout)
+        self._pending: PendingLossReduction | None = None
+        run.state.optimizer.get_grad_norm = self._refusing_not_finite(run.state.optimizer.get_grad_norm)
+        self._began_s = time.monotonic()
+
+    def run(self) -> StepOutcome:
+        """Run one step and report it."""
+        began_s = time.perf_counter()
+        self._monitor.step_begin()
+        microbatches = self._run.batches.num_microbatches(self._state.consumed_samples)
+        self._pending = pending = self._forward_backward(microbatches)
+        succeeded, norm, _ = self._state.optimizer.step()  # computes the norm even where nothing is clipped
+        grad_norm = None if norm is None else float(norm)
+        batch_size = microbatches * self._run.batches.micro_batch_size * self._run.batches.data_size
+        loss = pending.read()
+        self._advance(batch_size, succeeded=succeeded)
+        outcome = StepOutcome(
+            loss=loss,
+            grad_norm=grad_norm,
+            skipped=not succeeded,
+            batch_size=batch_size,
+            elapsed_s=time.perf_counter() - began_s,
+        )
+        self._monitor.step_end(outcome)
+        return outcome
+
+    def _forward_backward(self, microbatches: int) -> PendingLossReduction:
+        for chunk in self._state.chunks:
+            chunk.zero_grad_buffer()
+        self._state.optimizer.zero_grad()
+        feed = StepFeed(
+            self._source, self._batches, microbatches, needed_by=self._needed_by, observer=self._monitor.observer
+        )
+        reports = self._schedule.train(feed, microbatches)
+        with self._monitor.span(RecordKind.LOSS_REDUCE):
+            return reduce_loss(
+                reports,
+                self._run.layout,
+                self._run.device,
+                stop=self._stop_request.requested,
+                time_is_up=self._time_is_up(),
+            )
+
+    def _refusing_not_finite(self, gradient_norm: Callable[[], float]) -> Callable[[], float]:
+        """Return the norm, which the optimizer requests before it changes a weight; refuses a step that is not finite.
+
+        The host has the loss by then: its reduction was queued before the norm, which the host has waited for.
+        """
+
+        def checked() -> float:
+            norm = gradient_norm()
+            if self._config.training.check_for_nan and self._pending is not None:
+                step = self._state.iteration
+                refuse_not_finite(self._pending.read(), self._pending, self._run.layout, step=step)
+                refuse_infinite_gradients(norm, step=step)
+            return norm
+
+        return checked
+
+    def _advance(self, batch_size: int, *, succeeded: bool) -> None:
+        self._state.iteration += 1
+        self._state.consumed_samples += batch_size
+        if succeeded:
+            self._state.scheduler.step(increment=batch_size)
+        else:
+            self._state.skipped_iterations += 1
+
+    def _time_is_up(self) -> bool:
+        limit = self._config.training.exit_duration_in_mins
+        return limit is not None and time.monotonic() - self._began_s > limit * 60
