@@ -9,8 +9,8 @@ import httpx
 from megatronapp_analyzer.errors import ExportError, HubError
 from megatronapp_analyzer.hub import export
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
-from megatronapp_analyzer.hub.ingest.restore import restore
-from megatronapp_analyzer.hub.ingest.spool import SpoolReader
+from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
+from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
@@ -75,9 +75,10 @@ def from_hub(folder: pathlib.Path, first: int | None, last: int | None) -> Docum
 def from_disk(folder: pathlib.Path, first: int | None, last: int | None) -> Document:
     """Build a trace from the stored records. Raises ExportError if none are in the range."""
     ingest = TraceIngest(StoreLimits(full_steps=1_000_000, full_bytes=STORED_BYTES))
-    restore(SpoolReader(folder / "hub" / "traces"), ingest, newest_segments=None)
+    spooled = SpooledIngest(ingest, folder / "hub" / "traces", SpoolLimits(), writable=False)
+    spooled.restore(newest_segments=None)
     for attempt in sorted(ingest.attempts):
-        ingest.end_attempt(attempt)
+        spooled.end_attempt(attempt)
     chosen = ingest.store.select(first, last, newest=NEWEST_STEPS)
     if not chosen:
         raise ExportError(f"job {folder.name}: {_nothing_stored(ingest, first, last)}")
