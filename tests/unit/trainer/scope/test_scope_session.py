@@ -1,6 +1,8 @@
 """Runs that begin, change and end in parallel with others; sites of users; a model that is unchanged afterwards."""
 
 import itertools
+import pathlib
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,15 @@ from megatronapp_common.frames import Frame, FrameType, decode
 from megatronapp_common.scope.protocol import Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
 from megatronapp_trainer.hooks.errors import CaptureError
-from megatronapp_trainer.hooks.sites import ShardAxis, forget_site, known_sites, register_site, site_of
+from megatronapp_trainer.hooks.sites import (
+    BUILT_IN,
+    RESERVED,
+    ShardAxis,
+    forget_site,
+    known_sites,
+    register_site,
+    site_of,
+)
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.capture.step_capture import StepCapture
@@ -367,6 +377,17 @@ def put_off() -> list[bool]:
 
 def test_what_is_put_off_tells_the_same(run_ranks: RunRanks) -> None:
     assert run_ranks(1, put_off) == [[True] * 6]
+
+
+def test_sites_cannot_have_the_names_of_tensors_that_frames_have_anyway() -> None:
+    protocol = (pathlib.Path(__file__).parents[4] / "docs" / "scope-protocol.md").read_text()
+    table = protocol[protocol.index("Tensors of STEP") : protocol.index("Rows of STEP 0")]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    names = {name.partition(".")[0] for cell in cells for name in re.findall("`([^`]+)`", cell)}
+    assert names - BUILT_IN.keys() == RESERVED - {"atlas", "pinned"}
+    for name in names | RESERVED:
+        with pytest.raises(CaptureError, match=f"site '{name}': .*write another"):
+            register_site(name, "mlp")
 
 
 def test_names_of_sites() -> None:

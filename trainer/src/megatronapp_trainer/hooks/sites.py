@@ -148,6 +148,9 @@ STAGE_INPUT = Site(name="stage input", where="decoder.layers.0", take=_hidden, p
 """Input of the first layer of this rank: the residual before it."""
 ATTENTION = "attention"
 """A site without a module: its numbers are computed again from queries and cached keys."""
+RESERVED = frozenset({"atlas", "entropy", "head", "partition", "pca", "pinned", "surprise", "top"})
+"""Tensors of frames that belong to no site, or the part of their names before the dot: a site's tensor is called after
+the site."""
 _registered: dict[str, Site] = {}
 
 
@@ -165,7 +168,7 @@ def register_site(
     """Register a site for every run and probe that begins later. Call on every rank.
 
     Args:
-        name: of the site; letters, digits and underscores.
+        name: of the site; letters, digits and underscores, none of `RESERVED`.
         where: a path below each layer, such as `mlp.router` (`per_layer`), or below the model; or a predicate.
         take: the numbers, from what the module was given and gave: [N, ..], or a pair of
             them and a bias; by default the (first) output, [N, 1, ..].
@@ -182,6 +185,8 @@ def register_site(
     """
     if not name.isidentifier() or name in BUILT_IN or name in {ATTENTION, *_registered}:
         raise CaptureError(f"site {name!r}: write another name, of letters, digits and underscores, that is not taken")
+    if name in RESERVED:
+        raise CaptureError(f"site {name!r}: captures have a tensor of this name; write another, such as 'my_{name}'")
     for text in (found := tuple(reducers)):
         parse_reducer(text)
     put = _put_first if put is None and take is _first else put
