@@ -20,6 +20,7 @@ import yaml
 from chaos_job import Cli
 from ports import held_ports
 from prometheus_client import CollectorRegistry, start_http_server
+from worker_groups import worker_groups
 
 from megatronapp_operator.metrics import JobFacts, OperatorMetrics
 from megatronapp_operator.plan import (
@@ -224,7 +225,8 @@ class Jobs:
         self._metrics, self._root = metrics, root
         policy = RunPolicy(max_restarts=1000, backoff=Backoff(initial_s=2, max_s=2))
         self._restarted = JobState(
-            spec=JobSpec(name=RESTARTED, uid="u", workers=1, hub=False, policy=policy), status=Status()
+            spec=JobSpec(name=RESTARTED, uid="u", worker_groups=worker_groups(1), hub=False, policy=policy),
+            status=Status(),
         )
 
     def look(self) -> bool:

@@ -3,6 +3,8 @@
 import dataclasses
 import random
 
+from worker_groups import worker_groups
+
 from megatronapp_operator.plan import (
     Backoff,
     CleanPodPolicy,
@@ -107,7 +109,7 @@ def make_spec(draw: random.Random, seed: int, workers: int, queue: str) -> JobSp
     return JobSpec(
         name="job",
         uid=f"uid-{seed}",
-        workers=workers,
+        worker_groups=worker_groups(workers, forward=workers // 2 if seed % 2 else 0),
         hub=draw.random() < 0.5,
         hub_retain_s=30,
         initializers=draw.random() < 0.25,

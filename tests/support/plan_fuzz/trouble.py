@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+from worker_groups import worker_groups
+
 from megatronapp_operator.plan import Deletion, HubPhase, Phase, SlowRank, WorkerPhase
 from megatronapp_operator.plan.spec import NodeExclusion
 from megatronapp_operator.plan_io.status_document import status_document
@@ -188,7 +190,7 @@ def agent_stays(world: World) -> None:
 
 def resize(world: World) -> None:
     if world.spec.suspend and world.job.status.phase is Phase.SUSPENDED:
-        edit(world, workers=world.random.choice([1, 2, 3, 4]))
+        edit(world, worker_groups=worker_groups(world.random.choice([1, 2, 3, 4])))
         while len(world.nodes) < world.spec.workers:
             node_joins(world)
 

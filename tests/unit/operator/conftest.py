@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from worker_groups import worker_groups
 
 from megatronapp_operator.plan import (
     Backoff,
@@ -74,7 +75,12 @@ def scene() -> Callable[..., Scene]:
 
     def make(**policy: Any) -> Scene:
         limits = RunPolicy(backoff=Backoff(initial_s=10, max_s=40, factor=2), **policy)
-        return Scene(JobState(spec=JobSpec(name="job", uid="u", workers=2, hub=False, policy=limits), status=Status()))
+        return Scene(
+            JobState(
+                spec=JobSpec(name="job", uid="u", worker_groups=worker_groups(2), hub=False, policy=limits),
+                status=Status(),
+            )
+        )
 
     return make
 

@@ -4,6 +4,7 @@ import pathlib
 from typing import Any
 
 import pytest
+from worker_groups import worker_groups
 
 from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.backends.process.state.registry import JobView
@@ -40,7 +41,7 @@ def test_a_failure_is_told_by_its_last_words_and_names_the_log(outcome: WorkerOu
 
 @pytest.mark.parametrize(("count", "said", "all_said"), [(1, "1 worker", "the only worker"), (2, "2 workers", "all 2")])
 def test_one_worker_is_not_many(count: int, said: str, all_said: str) -> None:
-    spec = JobSpec(name="demo", uid="u", workers=count)
+    spec = JobSpec(name="demo", uid="u", worker_groups=worker_groups(count))
     assert spec.workers_text == said
     assert spec.all_workers_text.startswith(all_said)
 

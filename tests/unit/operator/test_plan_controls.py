@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker_groups import worker_groups
 
 from megatronapp_analyzer.scope.store.audit_log import AuditLog
 from megatronapp_operator.plan import ControlAction, JobSpec, JobState, Observed, RecordEvent, Status
@@ -30,7 +31,9 @@ class Told:
     """A job whose hub says this and that; every look reads the status as the last one wrote it down."""
 
     def __init__(self) -> None:
-        self._job = JobState(spec=JobSpec(name="job", uid="u", workers=2, hub=True), status=Status())
+        self._job = JobState(
+            spec=JobSpec(name="job", uid="u", worker_groups=worker_groups(2), hub=True), status=Status()
+        )
         self.now = NOW
         self.spent = 0.0
         self.status = Status()

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from worker_groups import worker_groups
 
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
@@ -65,6 +66,9 @@ RULES = [
         FailureRule(match=FailureMatch(message_regex="lost|words"), action=FailureAction.EXCLUDE_AND_RESTART),
     ),
 ]
+GROUPS = st.integers(1, 4).flatmap(
+    lambda workers: st.builds(worker_groups, st.just(workers), st.integers(0, workers - 1))
+)
 ENDS = {
     Phase.SUCCEEDED: ConditionType.COMPLETE,
     Phase.FAILED: ConditionType.FAILED,
@@ -81,13 +85,13 @@ class History(RuleBasedStateMachine):
     """Life of one job."""
 
     @initialize(
-        workers=st.integers(1, 4),
         max_restarts=st.integers(0, 3),
         hub=st.booleans(),
         active=st.none() | st.floats(10, 500),
         reset=st.floats(1, 200),
         cluster=st.fixed_dictionaries(
             {
+                "worker_groups": GROUPS,
                 "initializers": st.booleans(),
                 "gang": st.booleans(),
                 "group": st.sampled_from(PodGroupKey),
@@ -106,7 +110,6 @@ class History(RuleBasedStateMachine):
     def start(
         self,
         *,
-        workers: int,
         max_restarts: int,
         hub: bool,
         active: float | None,
@@ -124,8 +127,7 @@ class History(RuleBasedStateMachine):
             exclusion=NodeExclusion(max_nodes=2, ttl_s=200),
             **end,
         )
-        spec = JobSpec(name="job", uid="u", workers=workers, hub=hub, hub_retain_s=30, policy=policy, **cluster)
-        self.job = JobState(spec=spec)
+        self.job = JobState(spec=JobSpec(name="job", uid="u", hub=hub, hub_retain_s=30, policy=policy, **cluster))
         self.world = Observed()
         self.now = 1000.0
         self.last: Plan | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_groups import worker_groups
 
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
@@ -104,7 +105,7 @@ def test_no_live_machine_is_called_lost_on_the_word_of_one_peer(
     running: Maker, worker: Maker, nodes: tuple[str, ...]
 ) -> None:
     made = running(settle_s=5, silent_s=60)
-    made.spec(workers=3)
+    made.spec(worker_groups=worker_groups(3))
     second = worker(1) if nodes[2] == "c" else worker(1, "Failed", ExitCode.PEER_LOST)
     made.see(on(worker(0, "Failed", ExitCode.PEER_LOST), nodes[0]), on(second, nodes[1]), on(worker(2), nodes[2]))
     made.now += 5

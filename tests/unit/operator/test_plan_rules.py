@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_groups import worker_groups
 
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
@@ -184,7 +185,7 @@ def test_the_only_worker_of_a_job_ends_at_once_twice_before_the_job_fails(
     scene: Maker, worker: Maker, second_code: int, action: FailureAction
 ) -> None:
     made = scene()
-    made.spec(workers=1)
+    made.spec(worker_groups=worker_groups(1))
     made.plan()
     made.see(short_lived(worker(0, "Failed", 1), 30))
     assert judged(made) == (FailureAction.RESTART, 1), "a stale file handle may be gone the next time"
@@ -197,7 +198,7 @@ def test_the_only_worker_of_a_job_ends_at_once_twice_before_the_job_fails(
 
 def test_the_only_worker_of_a_job_that_has_trained_may_end_at_once_again(scene: Maker, worker: Maker) -> None:
     made = scene()
-    made.spec(workers=1)
+    made.spec(worker_groups=worker_groups(1))
     made.plan()
     made.see(worker(0), progress=Progress(attempt=0, iteration=3))
     made.plan()

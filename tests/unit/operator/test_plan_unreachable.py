@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from worker_groups import worker_groups
 
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import DeleteWorker, FailureAction, Phase, Progress, RecordEvent
@@ -77,7 +78,7 @@ def test_a_gang_whose_progress_is_heard_of_is_not_lost_whatever_its_machines_say
     scene: Maker, worker: Maker, workers: int
 ) -> None:
     made = scene(lost_worker_s=300, max_restarts=0)
-    made.spec(workers=workers)
+    made.spec(worker_groups=worker_groups(workers))
     made.plan()
     made.see(*(worker(index) for index in range(workers)), progress=Progress(attempt=0, iteration=0))
     made.plan()

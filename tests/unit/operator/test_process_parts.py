@@ -377,12 +377,13 @@ def test_a_worker_is_told_what_the_contract_says(tmp_path: pathlib.Path, monkeyp
     ("visible", "devices"), [(None, ["2", "3"]), ("4,5,6,7", ["6", "7"]), ("GPU-a", [])], ids=["all", "some", "too few"]
 )
 def test_workers_of_one_machine_do_not_share_a_gpu(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, devices: list[str]
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, devices: list[str]
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert settings.worker_devices(make_settings(tmp_path, gpus_per_node=2), 1) == devices
+    world = load_job({**MANIFEST, "spec": {**MANIFEST["spec"], "gpusPerNode": 2}}).world
+    assert settings.worker_devices(world, 1) == devices
 
 
 def test_the_commands_are_those_of_the_contract(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker_groups import worker_groups
 
 from megatronapp_common.job import Status as StatusDocument
 from megatronapp_common.text.terminal import to_single_line
@@ -76,7 +77,10 @@ def written(summary: HubSummary | None) -> dict[str, Any]:
         observed = dataclasses.replace(
             observed, progress=summary.progress, slow_ranks=summary.slow_ranks, hung_ranks=summary.hung_ranks
         )
-    job = JobState(spec=JobSpec(name="job", uid="u", workers=1), status=Status(running_time=5.0, attempt=2**31 - 1))
+    job = JobState(
+        spec=JobSpec(name="job", uid="u", worker_groups=worker_groups(1)),
+        status=Status(running_time=5.0, attempt=2**31 - 1),
+    )
     draft = PlanBuilder(job=job, observed=observed, now=1000.0, status=job.status)
     report.progress(draft)
     report.slow_ranks(draft)

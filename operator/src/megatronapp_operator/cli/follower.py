@@ -5,7 +5,7 @@ import pathlib
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import UNSAVED_STOP
-from megatronapp_common.topology import Placement, Topology
+from megatronapp_common.topology import Topology
 from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.cli.addresses import api_access, page_address
 from megatronapp_operator.cli.text.stop_messages import INTERRUPTED, stopped_line, stopping_line, was_interrupted
@@ -197,5 +197,5 @@ def reporting_log(job: MegatronJob, paths: JobPaths, attempt: int) -> pathlib.Pa
 
 def rank_log(job: MegatronJob, paths: JobPaths, attempt: int, rank: int) -> pathlib.Path:
     """Return the path of the log of one rank. Raises TopologyError for a rank outside the world."""
-    worker = Placement(job.world.proc_per_node).worker_of(rank)
+    worker = job.world.placement.worker_of(rank)
     return paths.run_dir(attempt, worker) / f"rank-{rank}.log"

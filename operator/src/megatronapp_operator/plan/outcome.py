@@ -56,11 +56,6 @@ def settles_at(culprits: Sequence[Worker], gang: Sequence[Worker], settle_s: flo
     return min(one.finished_at or 0.0 for one in culprits) + settle_s
 
 
-def missing_indices(workers: Sequence[Worker], wanted: int) -> list[int]:
-    """Return the indices of the workers that are missing from a gang of `wanted` workers."""
-    return sorted(set(range(wanted)) - {one.index for one in workers})
-
-
 def failure_of(worker: Worker, job: str, now: float, action: FailureAction) -> Failure:
     """Return the failure of an attempt whose evidence is this worker, to be answered by `action`."""
     end = outcome_of(worker)

@@ -38,6 +38,13 @@ class PlanBuilder:
         """Workers of any attempt that may still run."""
         return tuple(one for one in self.observed.workers if one.live)
 
+    @property
+    def missing_indices(self) -> list[int]:
+        """Indices of the workers, of all groups, that are missing from the gang."""
+        existing = {worker.index for worker in self.gang}
+        indices = (index for group in self.job.spec.worker_groups for index in group.indices)
+        return [index for index in indices if index not in existing]
+
     def update(self, **changes: Any) -> None:  # noqa: ANN401 - fields of Status
         """Replace fields of the status. Most reconciles change none, and a copy costs more than the comparison."""
         if any(getattr(self.status, name) != value for name, value in changes.items()):

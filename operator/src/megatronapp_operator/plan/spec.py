@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 
+from megatronapp_common.job import WorkerGroup
 from megatronapp_operator.plan.status import FailureAction, Status
 
 
@@ -144,7 +145,8 @@ class JobSpec:
 
     name: str
     uid: str
-    workers: int
+    worker_groups: tuple[WorkerGroup, ...]
+    """Groups of workers, numbered on from one group to the next; all together are the gang."""
     generation: int = 1
     hub: bool = True
     hub_retain_s: float = 0.0
@@ -164,6 +166,11 @@ class JobSpec:
     """Digest of the template of a worker made now; empty: not used."""
     slow_node: SlowNodePolicy = dataclasses.field(default_factory=SlowNodePolicy)
     policy: RunPolicy = dataclasses.field(default_factory=RunPolicy)
+
+    @property
+    def workers(self) -> int:
+        """Number of workers in all groups."""
+        return sum(group.nodes for group in self.worker_groups)
 
     @property
     def workers_text(self) -> str:

@@ -18,7 +18,7 @@ def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSp
     return plan.JobSpec(
         name=job.metadata.name,
         uid=uid,
-        workers=job.world.nodes,
+        worker_groups=job.world.worker_groups,
         generation=generation,
         hub=spec.analyzer.enabled,
         serves=spec.mode == "serve",
@@ -40,7 +40,7 @@ def process_spec(job: MegatronJob, *, uid: str, retain_hub: bool) -> plan.JobSpe
     return plan.JobSpec(
         name=job.metadata.name,
         uid=uid,
-        workers=job.world.nodes,
+        worker_groups=job.world.worker_groups,
         hub=spec.analyzer.enabled,
         serves=spec.mode == "serve",
         hub_retain_s=spec.analyzer.retain_seconds if retain_hub else 0,

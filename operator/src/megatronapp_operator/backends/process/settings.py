@@ -5,6 +5,7 @@ import os
 import pathlib
 from collections.abc import Mapping
 
+from megatronapp_common.job import World
 from megatronapp_common.names import Env
 from megatronapp_common.text.run_length import format_run_lengths
 from megatronapp_operator.backends.process.spawn import inherited_environment
@@ -29,9 +30,8 @@ class ProcessSettings:
 
     name: str
     uid: str
-    proc_per_node: tuple[int, ...]
-    """Number of ranks of each worker."""
-    gpus_per_node: int
+    world: World
+    """Ranks and their distribution over workers."""
     env: Mapping[str, str]
     commands: ProcessCommands
     paths: JobPaths
@@ -73,8 +73,8 @@ def worker_environment(
         **base_environment(settings),
         Env.ATTEMPT: str(attempt),
         Env.WORKER_INDEX: str(index),
-        Env.NUM_WORKERS: str(len(settings.proc_per_node)),
-        Env.PROC_PER_NODE: format_run_lengths(settings.proc_per_node),
+        Env.NUM_WORKERS: str(settings.world.nodes),
+        Env.PROC_PER_NODE: format_run_lengths(settings.world.proc_per_node),
         Env.COORDINATOR: coordinator,
         Env.ADDRESS: worker_address(index),
         Env.NODE_NAME: f"node-{index}",
@@ -82,7 +82,7 @@ def worker_environment(
         Env.RUN_DIR: str(run_dir),
         Env.TERMINATION_LOG: str(run_dir / "termination.json"),
         "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": ",".join(worker_devices(settings, index)),
+        "CUDA_VISIBLE_DEVICES": ",".join(worker_devices(settings.world, index)),
     }
     if hub_url:
         environment[Env.HUB_URL] = hub_url
@@ -91,9 +91,10 @@ def worker_environment(
     return environment
 
 
-def worker_devices(settings: ProcessSettings, index: int) -> list[str]:
+def worker_devices(world: World, index: int) -> list[str]:
     """Return the GPUs of this worker: workers on one machine must not use the same GPU."""
-    share = slice(index * settings.gpus_per_node, (index + 1) * settings.gpus_per_node)
+    first = sum(world.group_of(other).gpus_per_node for other in range(index))
+    share = slice(first, first + world.group_of(index).gpus_per_node)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return visible.split(",")[share]

@@ -46,8 +46,7 @@ def build_settings(job: MegatronJob, *, uid: str, paths: JobPaths, commands: Pro
     return ProcessSettings(
         name=job.metadata.name,
         uid=uid,
-        proc_per_node=job.world.proc_per_node,
-        gpus_per_node=job.spec.gpus_per_node,
+        world=job.world,
         env={entry.name: entry.value for entry in job.spec.env},
         commands=commands,
         paths=paths,

@@ -16,7 +16,6 @@ import aiohttp
 from megatronapp_common.job import MegatronJob, load_stored_job
 from megatronapp_common.names import LABEL_ATTEMPT
 from megatronapp_common.text.terminal import replace_control_characters
-from megatronapp_common.topology import Placement
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, UnavailableError
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
@@ -54,7 +53,7 @@ def _selected_log(job: MegatronJob, arguments: argparse.Namespace) -> tuple[int,
             )
         return arguments.worker, None
     rank = reporting_rank(job) if arguments.rank is None else arguments.rank
-    return Placement(job.world.proc_per_node).worker_of(rank), rank
+    return job.world.placement.worker_of(rank), rank
 
 
 class WorkerLog:

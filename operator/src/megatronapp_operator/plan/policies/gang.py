@@ -69,7 +69,7 @@ def judge_missing(draft: PlanBuilder) -> bool:
     """Fail the attempt if a worker that ran has vanished without a record."""
     if draft.status.running_time is None:
         return False
-    missing = outcome.missing_indices(draft.gang, draft.job.spec.workers)
+    missing = draft.missing_indices
     if not missing:
         return False
     reset_budget(draft, until=draft.now)
@@ -158,7 +158,7 @@ def create(draft: PlanBuilder) -> bool:
     if draft.now < at:
         draft.wake(at)
         return True
-    for index in outcome.missing_indices(draft.gang, draft.job.spec.workers):
+    for index in draft.missing_indices:
         draft.actions.append(CreateWorker(index=index, attempt=draft.status.attempt))
     if draft.status.attempt_time is None:
         start_time = draft.now if draft.status.start_time is None else draft.status.start_time

@@ -109,7 +109,7 @@ def _stop_failure(draft: PlanBuilder) -> Failure | None:
     """Return why the workers did not stop in order; None if they did, or if none of this attempt was started yet."""
     spec, status = draft.job.spec, draft.status
     unsaved = [one for one in outcome.failed(draft.gang) if not outcome.preempted([one])]
-    missing = [] if status.attempt_time is None else outcome.missing_indices(draft.gang, spec.workers)
+    missing = [] if status.attempt_time is None else draft.missing_indices
     if unsaved:
         failure = outcome.failure_of(unsaved[0], spec.name, draft.now, FailureAction.FAIL_JOB)
     elif missing:
