@@ -8,10 +8,11 @@ MEMBERS := common operator trainer analyzer
 SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
 PY_DIRS := $(SOURCES) tests bench scripts
 JOBS ?= 2
-LANES ?= 2
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-py test-cpp test-ui lint format generate verify bench build constraints clean
+PYTEST_FLAGS ?=
+.PHONY: help setup demo test test-full test-py durations test-cpp test-ui lint format generate verify bench build constraints clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z0-9-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,7 +46,11 @@ test-py: setup
 	scripts/system_packages.sh test
 	scripts/kube_tools.sh api
 	scripts/kube_tools.sh helm
-	$(BIN)/python scripts/test_lanes.py --lanes $(LANES)
+	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/e2e $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/e2e --timeout 600
+
+durations: ## Run the tests of Python and write tests/durations.json, by which they are ordered
+	$(MAKE) test-py PYTEST_FLAGS=--record-durations
 
 OLDEST_KUBERNETES := $(patsubst %,tests/integration/kube/test_%.py,admission api authors crd lease operator_edits operator_hub \
   operator_life operator_lost operator_objects operator_serve operator_service operator_versions operator_writes pod_groups \

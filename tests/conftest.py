@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["pytest_workers"]
+
 settings.register_profile("shared", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "shared")

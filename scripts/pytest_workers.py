@@ -1,0 +1,179 @@
+"""Pytest plugin: distribute test files to processes longest first, and clean up when a run is interrupted.
+
+`pytest -n 2` runs whole files in two processes (pytest-xdist). The order is that of the seconds in
+tests/durations.json, which `--record-durations` (`make durations`) writes. Files not listed there are short.
+
+Tests marked `full` run only where MEGATRONAPP_FULL is set; `make test-full` sets it.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import signal
+from collections import defaultdict
+from collections.abc import Generator
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+import psutil
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DURATIONS = ROOT / "tests" / "durations.json"
+LISTED_S = 2
+"""Seconds from which a file is listed; the order of shorter ones does not matter."""
+CLUSTER = "tests/integration/kube/"
+"""Files that are run last: each process that runs one keeps an API server until the end, which takes processor time."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CLEANING_S = 60.0
+"""How long an interrupted process may take to end its fixtures; an API server takes a few seconds."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full(reason): too long for each commit; runs where MEGATRONAPP_FULL is set")
+    if hasattr(config, "workerinput"):
+        os.setpgid(0, 0)  # the controller passes Ctrl-C on; a second one would disturb fixtures that end
+        config.pluginmanager.register(Worker())
+    elif config.getoption("numprocesses", None):
+        config.pluginmanager.register(Controller(config))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "loadfile"
+        config.option.loadscopereorder = False  # keep our order
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not os.environ.get("MEGATRONAPP_FULL"):
+        long = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    if hasattr(config, "workerinput"):
+        durations = read_durations()
+        items.sort(key=lambda item: sort_key(file_of(item.nodeid), durations))
+
+
+def read_durations() -> dict[str, float]:
+    durations: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    return durations
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def sort_key(path: str, durations: dict[str, float]) -> tuple[bool, float, str]:
+    return path.startswith(CLUSTER), -durations.get(path, 0.0), path
+
+
+def processor_s() -> float:
+    """Return the processor seconds of this process and of the children that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+class Node(Protocol):
+    """A process of pytest-xdist."""
+
+    channel: Any
+
+
+class Schedule(Protocol):
+    """Files that wait for a process, with their tests and whether each has run."""
+
+    workqueue: dict[str, dict[str, bool]]
+
+
+class Worker:
+    """Hooks of a process that runs tests."""
+
+    def __init__(self) -> None:
+        self.processor_s = processor_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        before, self.processor_s = self.processor_s, processor_s()
+        report.__dict__["processor_s"] = self.processor_s - before  # reaches the controller as all attributes do
+        return report
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Let fixtures end undisturbed: execnet interrupts its process again after five seconds."""
+        signal.signal(signal.SIGINT, lambda *_: None)
+
+
+class Controller:
+    """Hooks of the process that distributes tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.nodes: list[Node] = []
+        self.running: dict[str, None] = {}
+        self.ran = 0
+        self.wall: defaultdict[str, float] = defaultdict(float)
+        self.processor: defaultdict[str, float] = defaultdict(float)
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
+
+    def pytest_testnodeready(self, node: Node) -> None:
+        self.nodes.append(node)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running[nodeid] = None
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.running.pop(nodeid, None)
+        self.ran += 1
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.wall[file_of(report.nodeid)] += report.duration
+        self.processor[file_of(report.nodeid)] += getattr(report, "processor_s", 0.0)
+
+    def pytest_handlecrashitem(self, crashitem: str, sched: Schedule) -> None:
+        """Run what follows the test that ended its process; pytest-xdist would repeat that test until it gives up."""
+        for path, unit in list(sched.workqueue.items()):
+            if crashitem in unit:
+                unit[crashitem] = True
+                if all(unit.values()):
+                    del sched.workqueue[path]
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Interrupt the processes, and wait until their fixtures have ended."""
+        for process in psutil.Process().children():
+            process.send_signal(signal.SIGINT)
+        for node in self.nodes:
+            with contextlib.suppress(node.channel.RemoteError, node.channel.TimeoutError, EOFError):
+                node.channel.waitclose(CLEANING_S)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.OK and self.ran != session.testscollected:
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+        if self.config.getoption("record_durations"):
+            listed = {path: round(wall) for path, wall in sorted(self.wall.items()) if wall >= LISTED_S}
+            DURATIONS.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.config.getoption("record_durations"):
+            terminalreporter.section("seconds, processor seconds")
+            for path, wall in sorted(self.wall.items(), key=lambda item: -item[1]):
+                terminalreporter.line(f"{wall:7.1f} {self.processor[path]:7.1f}  {path}")
+        if self.running:
+            terminalreporter.section("ended during")
+            terminalreporter.line("\n".join(self.running))
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """End the run once; the signals that follow change nothing, so that fixtures may end."""
+    del frame
+    for following in SIGNALS:
+        signal.signal(following, lambda *_: None)
+    raise KeyboardInterrupt(signal.Signals(number).name)

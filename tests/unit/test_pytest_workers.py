@@ -1,0 +1,121 @@
+"""Runs of pytest in several processes clean up when they are interrupted, and report failures last."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+import pytest_workers
+
+ROOT = pathlib.Path(__file__).parents[2]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "pytest_workers", "-n", "1"]
+ENVIRONMENT = {"PYTHONPATH": str(ROOT / "scripts"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "MEGATRONAPP_FULL": ""}
+LONG = """
+import pathlib, signal, time, pytest
+
+HERE = pathlib.Path(__file__).parent
+
+@pytest.fixture(scope="session")
+def job():
+    yield
+    time.sleep(CLEANING_S)
+    (HERE / "cleaned").touch()
+
+def test_that_goes_on(job):
+    (HERE / "begun").write_text("begun")
+    signal.pause()
+"""
+
+
+def begin(folder: pathlib.Path, content: str, *flags: str, **environment: str) -> subprocess.Popen[str]:
+    (folder / "test_file.py").write_text(content, encoding="utf-8")
+    (folder / "pytest.ini").touch()
+    return subprocess.Popen(
+        [*PYTEST, *flags, "test_file.py"],
+        cwd=folder,
+        env=os.environ | ENVIRONMENT | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(folder: pathlib.Path, content: str, *flags: str, **environment: str) -> tuple[int, str]:
+    with begin(folder, content, *flags, **environment) as process:
+        output = process.communicate()[0]
+        return process.returncode, output
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "cleaning_s"),
+    [
+        pytest.param(signal.SIGINT, True, 0, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, False, 0, id="TERM"),
+        pytest.param(signal.SIGTERM, False, 20, id="slow", marks=pytest.mark.full("longer than execnet waits: 20 s")),
+    ],
+)
+def test_fixtures_end_before_an_interrupted_run_does(
+    tmp_path: pathlib.Path, number: signal.Signals, to_all: bool, cleaning_s: float
+) -> None:
+    os.mkfifo(tmp_path / "begun")
+    with begin(tmp_path, LONG.replace("CLEANING_S", str(cleaning_s))) as process:
+        assert (tmp_path / "begun").read_text(encoding="utf-8") == "begun"
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        output = process.communicate()[0]
+    assert (tmp_path / "cleaned").exists(), output
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert number.name in output
+    assert "\ntest_file.py::test_that_goes_on\n" in output
+
+
+def test_fixtures_end_after_the_controller_is_killed(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "begun")
+    content = LONG.replace("CLEANING_S", "0").replace(").touch()", ').write_text("cleaned")')
+    os.mkfifo(tmp_path / "cleaned")
+    with begin(tmp_path, content) as process:
+        assert (tmp_path / "begun").read_text(encoding="utf-8") == "begun"
+        process.kill()
+        assert (tmp_path / "cleaned").read_text(encoding="utf-8") == "cleaned"
+
+
+def test_names_of_failed_tests_come_last(tmp_path: pathlib.Path) -> None:
+    code, output = run(tmp_path, "def test_sum():\n    assert 1 + 1 == 3\n")
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "::test_sum - " in output.splitlines()[-2]
+
+
+def test_the_test_during_which_a_process_dies_has_failed_and_those_after_it_run(tmp_path: pathlib.Path) -> None:
+    code, output = run(tmp_path, "import os\ndef test_death():\n    os._exit(0)\ndef test_later():\n    pass\n")
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "::test_death" in output.splitlines()[-2]
+    assert output.splitlines()[-1].startswith("===") and " 1 failed, 1 passed in " in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("environment", "outcome"), [({}, "1 passed"), ({"MEGATRONAPP_FULL": "1"}, "2 passed")])
+def test_tests_marked_full_run_only_where_the_variable_is_set(
+    tmp_path: pathlib.Path, environment: dict[str, str], outcome: str
+) -> None:
+    content = 'import pytest\n@pytest.mark.full("long")\ndef test_long():\n    pass\ndef test_short():\n    pass\n'
+    code, output = run(tmp_path, content, **environment)
+    assert code == pytest.ExitCode.OK
+    assert f" {outcome} in " in output.splitlines()[-1]
+
+
+def test_longest_files_run_first_and_those_with_an_api_server_last() -> None:
+    durations = {"tests/a.py": 3.0, "tests/b.py": 60.0, "tests/integration/kube/d.py": 90.0}
+    paths = ["tests/integration/kube/c.py", "tests/integration/kube/d.py", "tests/new.py", "tests/a.py", "tests/b.py"]
+    in_order = sorted(paths, key=lambda path: pytest_workers.sort_key(path, durations))
+    assert in_order == [
+        "tests/b.py",
+        "tests/a.py",
+        "tests/new.py",
+        "tests/integration/kube/d.py",
+        "tests/integration/kube/c.py",
+    ]
+
+
+def test_durations_are_of_files_that_exist() -> None:
+    missing = [path for path in pytest_workers.read_durations() if not (ROOT / path).exists()]
+    assert not missing, "write them anew by 'make durations', or rename them in tests/durations.json"
