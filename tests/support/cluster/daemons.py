@@ -53,11 +53,11 @@ def stop(folder: pathlib.Path, name: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
             os.kill(pid, number)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
         time.sleep(POLL_S)
         number = signal.SIGKILL if time.monotonic() > deadline else signal.SIGTERM
         pid = _number(folder, name)
+    for process in _STARTED:
+        process.poll()  # reaps ours; others belong to the process that started them
     (folder / f"{name}.pid").unlink(missing_ok=True)
 
 
