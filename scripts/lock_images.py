@@ -22,7 +22,7 @@ PROCESSORS, PYTHONS = ("x86_64", "aarch64"), ("3.11", "3.12", "3.13")
 GLIBC = "manylinux_2_36"  # Debian 12, which the images are based on
 TOOLS = ("uv", "cmake", "ninja")
 """Tools in addition to those of build-system tables; without the last two, installed ones of any version are used."""
-OURS = "megatronapp-"
+OURS = re.compile(r"megatronapp-(?P<part>\w+)(?:\[(?P<extra>\w+)\])?==")
 HEAD = "# Written by 'make constraints': versions of constraints.txt, hashes of the wheels for glibc.\n"
 Wheels = dict[str, dict[str, set[str]]]
 """Hashes of each `name==version`, by processor."""
@@ -41,9 +41,15 @@ def project(part: str) -> dict[str, Any]:
 
 
 def requirements(parts: tuple[str, ...]) -> set[str]:
-    """Return the requirements of these parts, without other parts of the project."""
-    found = {word for part in parts for word in project(part)["project"].get("dependencies", [])}
-    return {word for word in found if not word.startswith(OURS)}
+    """Return the requirements of these parts, with those of our extras instead of our own parts."""
+    found = set()
+    for word in (word for part in parts for word in project(part)["project"].get("dependencies", [])):
+        ours = OURS.match(word)
+        if ours is None:
+            found.add(word)
+        elif ours["extra"]:
+            found |= set(project(ours["part"])["project"]["optional-dependencies"][ours["extra"]])
+    return found
 
 
 def build_requirements() -> set[str]:

@@ -20,7 +20,7 @@ DISTRIBUTIONS = importlib.metadata.packages_distributions()
 
 
 def required(part: str | None) -> list[Requirement]:
-    """Requirements of a part, or of the development of all; without our own parts, which have one version."""
+    """Requirements of a part, or of the development of all; of our own parts, which have one version, their extras."""
     path = ROOT / (part or "") / "pyproject.toml"
     read = tomllib.loads(path.read_text(encoding="utf-8"))
     if part is None:
@@ -28,7 +28,10 @@ def required(part: str | None) -> list[Requirement]:
     else:
         extras = read["project"].get("optional-dependencies", {})
         words = [*read["project"].get("dependencies", []), *(word for extra in extras.values() for word in extra)]
-    return [Requirement(word) for word in words if not word.startswith("megatronapp-")]
+    found = [Requirement(word) for word in words]
+    ours = [requirement for requirement in found if requirement.name.startswith("megatronapp-")]
+    extras = [more for part in ours if part.extras for more in required(part.name.partition("-")[2])]
+    return [requirement for requirement in found if requirement not in ours] + extras
 
 
 def imported(folders: Iterable[pathlib.Path]) -> set[str]:

@@ -4,6 +4,7 @@ import importlib.metadata
 import pathlib
 import re
 import tomllib
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -24,9 +25,19 @@ def pins(path: pathlib.Path) -> dict[str, str]:
     return dict(found)
 
 
-def asked_for(part: str, table: str, key: str) -> list[Requirement]:
-    document = tomllib.loads((ROOT / part / "pyproject.toml").read_text(encoding="utf-8"))
-    return [Requirement(text) for text in document[table].get(key, ())]
+def table_of(part: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / part / "pyproject.toml").read_text(encoding="utf-8"))[name]
+    return found
+
+
+def dependencies_of(part: str) -> list[Requirement]:
+    """Requirements of a part, with those of the extras of our other parts that it asks for."""
+    found = [Requirement(text) for text in table_of(part, "project").get("dependencies", ())]
+    for ours in [requirement for requirement in found if requirement.extras]:
+        if ours.name.startswith("megatronapp-"):
+            extras = table_of(ours.name.partition("-")[2], "project")["optional-dependencies"]
+            found += [Requirement(text) for extra in ours.extras for text in extras[extra]]
+    return found
 
 
 def closure(wanted: list[Requirement]) -> set[str]:
@@ -59,7 +70,7 @@ def test_the_trainers_image_has_what_nccl_needs_for_infiniband() -> None:
 @pytest.mark.parametrize("image", PARTS)
 def test_an_image_lists_all_that_its_parts_need(image: str) -> None:
     listed = pins(ROOT / "images" / image / "requirements.txt")
-    wanted = [one for part in PARTS[image] for one in asked_for(part, "project", "dependencies")]
+    wanted = [one for part in PARTS[image] for one in dependencies_of(part)]
     assert set(listed) == closure(wanted), "run `make constraints`"
 
 
@@ -75,6 +86,6 @@ def test_versions_are_those_of_the_constraints_and_each_has_a_hash(path: str) ->
 def test_what_builds_our_parts_is_pinned() -> None:
     exact = pins(ROOT / "constraints.txt")
     for part in sorted({part for parts in PARTS.values() for part in parts}):
-        for one in asked_for(part, "build-system", "requires"):
+        for one in map(Requirement, table_of(part, "build-system")["requires"]):
             assert one.specifier.contains(exact[canonicalize_name(one.name)]), f"{part}: {one}"
             assert canonicalize_name(one.name) in pins(ROOT / "images" / "tools.txt")

@@ -10,7 +10,7 @@ AnalyzerError
 ├── SessionError      a recorded session that cannot be read or replayed
 └── HubError          the hub answered a request with an error, or did not answer
 
-A hub answers with `{"code", "message", "hint"}`; `ApiError` in hub.problems carries those over HTTP.
+A hub answers with `{"code", "message", "hint"}`; `megatronapp_common.web.problems.HttpError` carries those over HTTP.
 """
 
 

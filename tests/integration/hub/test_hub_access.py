@@ -17,7 +17,7 @@ from websockets.exceptions import InvalidStatus
 
 from megatronapp_analyzer.hub.http.login import cookie_name
 from megatronapp_common.frames import FrameType
-from megatronapp_common.web.origin import ELSEWHERE_MARK
+from megatronapp_common.web.static_pages import ELSEWHERE_MARK
 from megatronapp_common.web.tokens import TokenRole, derive_token
 
 pytestmark = pytest.mark.asyncio

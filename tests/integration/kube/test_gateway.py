@@ -15,7 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
-from megatronapp_common.web.origin import ELSEWHERE_MARK
+from megatronapp_common.web.static_pages import ELSEWHERE_MARK
 
 VIEWER = gateway.on_jobs("get", "list")
 FAULT = {"rank": 1, "kind": "compute", "factor": 2.0, "fromStep": 900, "steps": 3}

@@ -9,9 +9,6 @@ from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub.http import sockets
 from megatronapp_analyzer.hub.http.sockets import open_sockets
 
-LONGER_S = 20.0
-"""Than any connection may wait here."""
-
 
 def stranger(address: str, port: int) -> socket.socket:
     """Open a socket as another process of this machine does, which takes any port that Linux gives."""
@@ -97,22 +94,3 @@ def test_a_hub_can_listen_on_a_port_reserved_for_it() -> None:
         for _ in range(2):
             with open_sockets("127.0.0.1", reserved.getsockname()[1]) as found:
                 assert found.named
-
-
-def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
-    with open_sockets("127.0.0.1", 0) as found:
-        for sock in found.sockets:
-            with socket.create_connection(sock.getsockname()[:2]), sock.accept()[0] as taken:
-                assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-
-
-def test_a_connection_whose_peer_takes_nothing_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "STALL_S", 0.2)
-    with (
-        open_sockets("127.0.0.1", 0) as found,
-        socket.create_connection(found.sockets[0].getsockname()[:2]),
-        found.sockets[0].accept()[0] as taken,
-    ):
-        taken.settimeout(LONGER_S)
-        with pytest.raises(TimeoutError, match="Connection timed out"):
-            taken.sendall(bytes(64 << 20))

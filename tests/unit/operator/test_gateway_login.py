@@ -7,13 +7,13 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
 from megatronapp_operator.gateway.authorization import Authorizer
 from megatronapp_operator.gateway.credentials import Credentials
 from megatronapp_operator.gateway.job_catalog import JobCatalog
-from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.gateway.sessions import BrowserSessions
 from megatronapp_operator.keys import KeyRing
 
@@ -54,7 +54,7 @@ async def test_a_ticket_outlives_a_cluster_that_does_not_answer() -> None:
     answer = await credentials.log_in(browser(), ticket, Response(), gate=gate)
     word = answer.headers["set-cookie"].partition("=")[2].partition(";")[0]
     assert sessions.tokens(word) == (TOKEN,)
-    with pytest.raises(GatewayError) as refused:
+    with pytest.raises(HttpError) as refused:
         await credentials.log_in(browser(), ticket, Response(), gate=gate)
     assert refused.value.status == 401
 
@@ -69,4 +69,4 @@ async def test_a_ticket_that_two_show_at_once_logs_one_in() -> None:
     shown = [credentials.log_in(browser(), ticket, Response(), gate=gate) for _ in range(4)]
     answers = await asyncio.gather(*shown, return_exceptions=True)
     assert [isinstance(answer, Response) for answer in answers].count(True) == 1
-    assert {answer.status for answer in answers if isinstance(answer, GatewayError)} == {401}
+    assert {answer.status for answer in answers if isinstance(answer, HttpError)} == {401}

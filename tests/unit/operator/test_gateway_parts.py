@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError
@@ -21,7 +22,6 @@ from megatronapp_operator.gateway.app import build_api
 from megatronapp_operator.gateway.authorization import Caller
 from megatronapp_operator.gateway.credentials import cookie_name
 from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
-from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.gateway.proxy.concurrency_limits import ConcurrencyLimits
 from megatronapp_operator.gateway.proxy.gateway import (
     MAX_REQUESTS,
@@ -154,7 +154,7 @@ async def test_the_gateway_is_ready_once_the_cluster_has_answered_and_stays_so_a
 
 @given(st.text())
 def test_words_of_a_close_frame_fit(text: str) -> None:
-    reason = reason_of(GatewayError(403, "no-right", text, ""))
+    reason = reason_of(HttpError(403, "no-right", text, ""))
     assert text.startswith(reason)
     assert len(reason.encode()) <= 123
 
@@ -247,12 +247,12 @@ def test_no_token_is_too_odd(token: str) -> None:
 def test_nobody_takes_more_than_their_share() -> None:
     shares = ConcurrencyLimits("sockets", in_all=4)
     first = shares.acquire({"alice": 2, "hub one": 3})
-    with shares.acquire({"alice": 2, "hub two": 3}), pytest.raises(GatewayError, match="alice has 2 sockets at once"):
+    with shares.acquire({"alice": 2, "hub two": 3}), pytest.raises(HttpError, match="alice has 2 sockets at once"):
         shares.acquire({"hub three": 3, "alice": 2})
     assert shares.in_use == 1
     with shares.acquire({"hub three": 2}), shares.acquire({"hub three": 2}), shares.acquire({"alice": 2}):
         assert shares.in_use == 4
-        with pytest.raises(GatewayError, match="the gateway has 4 sockets at once"):
+        with pytest.raises(HttpError, match="the gateway has 4 sockets at once"):
             shares.acquire({"bob": 2})
     first.close()
     with shares.acquire({"alice": 2}), shares.acquire({"alice": 2}):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.scope.views import tiles
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.web.problems import HttpError, problem_response
 from megatronapp_operator.gateway.authorization import TOKEN_HOLDER, Caller
 from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
-from megatronapp_operator.gateway.problems import GatewayError, gateway_error_response
 from megatronapp_operator.gateway.proxy import websocket_proxy
 from megatronapp_operator.gateway.proxy.http_proxy import MAX_IDENTITY, encode_caller_name
 from megatronapp_operator.gateway.proxy.rate_limits import RateLimits
@@ -103,16 +103,16 @@ def test_turns_come_back_with_time_and_a_refusal_says_when() -> None:
     jane, joe = {"jane": 1, "the job": 2}, {"joe": 1, "the job": 2}
     for _ in range(3):
         rates.acquire(jane)
-    with pytest.raises(GatewayError, match="jane has had 3 calls in a short time") as told:
+    with pytest.raises(HttpError, match="jane has had 3 calls in a short time") as told:
         rates.acquire(jane)
     assert (told.value.status, told.value.retry_s) == (429, 5)
-    assert gateway_error_response(told.value).headers["retry-after"] == "5"
+    assert problem_response(told.value).headers["retry-after"] == "5"
     for _ in range(3):
         rates.acquire(joe)
-    with pytest.raises(GatewayError, match="the job has had 6 calls"):
+    with pytest.raises(HttpError, match="the job has had 6 calls"):
         rates.acquire({"jim": 1, "the job": 2})
     clock.now += 4.9
-    with pytest.raises(GatewayError, match="jane"):
+    with pytest.raises(HttpError, match="jane"):
         rates.acquire(jane)
     clock.now += 0.2
     rates.acquire(jane)

@@ -10,6 +10,7 @@ import pytest
 import rendered
 from prometheus_client import CollectorRegistry
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.resources import Object
@@ -22,7 +23,6 @@ from megatronapp_operator.errors import SettingsError
 from megatronapp_operator.gateway.app import GatewaySettings, create_app
 from megatronapp_operator.gateway.job_catalog import JobCatalog
 from megatronapp_operator.gateway.metrics import GatewayMetrics
-from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.keys import KeyRing, key_id
 from megatronapp_operator.plan import ConditionType, CreateWorker, HubPhase, HubState, RecordEvent
 
@@ -173,9 +173,7 @@ async def test_the_gateway_reads_a_key_that_the_operator_took_first(tmp_path: pa
 async def test_the_gateway_sends_no_token_of_another_key() -> None:
     catalog = JobCatalog(cast(KubernetesApi, OneJob(NEW)), keys=KeyRing([OLD]))
     (job,) = await catalog.jobs()
-    with pytest.raises(
-        GatewayError, match=rf"key {key_id(NEW)} of team/gpt is not in the gateway's key file"
-    ) as refused:
+    with pytest.raises(HttpError, match=rf"key {key_id(NEW)} of team/gpt is not in the gateway's key file") as refused:
         catalog.token(job, TokenRole.VIEWER)
     assert (refused.value.status, refused.value.code, refused.value.retry_s) == (503, "unknown-key", 10)
 

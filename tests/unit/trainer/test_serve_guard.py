@@ -23,7 +23,7 @@ MIB = 1 << 20
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server of at most 8 requests and 16 connections; gives its port."""
     from megatronapp_trainer.serve import app as web
-    from megatronapp_trainer.serve import bounded_protocols as protocol
+    from megatronapp_trainer.serve.connection_limit import EvictingProtocol
     from megatronapp_trainer.serve.request_broker import RequestBroker
     from megatronapp_trainer.serve.statistics import ServerStatistics
 
@@ -39,8 +39,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             route: Callable[..., Any] | None = None,
             stopping: Callable[[], bool] = lambda: False,
         ) -> int:
-            monkeypatch.setattr(protocol, "HEAD_S", head_s)
-            monkeypatch.setattr(protocol, "STALL_S", stall_s)
+            monkeypatch.setattr(EvictingProtocol, "head_s", head_s)
+            monkeypatch.setattr(EvictingProtocol, "stall_s", stall_s)
             sock = web.listen("127.0.0.1", 0)
             port: int = sock.getsockname()[1]
             desk = RequestBroker(most_open=2, tally=ServerStatistics())
@@ -190,10 +190,10 @@ class Stalls:
     """Stalls of the connection's reader, whose time runs out when a test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatronapp_trainer.serve.bounded_protocols import BoundedProtocol
+        from megatronapp_trainer.serve.connection_limit import EvictingProtocol
 
         self.lost = threading.Event()
-        made, lost = BoundedProtocol.connection_made, BoundedProtocol.connection_lost
+        made, lost = EvictingProtocol.connection_made, EvictingProtocol.connection_lost
 
         def keep(protocol: Any, transport: Any) -> None:
             made(protocol, transport)
@@ -203,8 +203,8 @@ class Stalls:
             lost(protocol, error)
             self.lost.set()
 
-        monkeypatch.setattr(BoundedProtocol, "connection_made", keep)
-        monkeypatch.setattr(BoundedProtocol, "connection_lost", end)
+        monkeypatch.setattr(EvictingProtocol, "connection_made", keep)
+        monkeypatch.setattr(EvictingProtocol, "connection_lost", end)
 
     def run_out(self) -> None:
         over = threading.Event()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.inference.errors import QueueFullError
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.openai import generation_requests
@@ -13,7 +14,6 @@ from megatronapp_trainer.serve.openai.generation_requests import chat_requests, 
 from megatronapp_trainer.serve.openai.logprobs import MOST_ANSWER_LOGPROBS, logprobs_held
 from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
-from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.request_broker import MOST_OPEN_LOGPROBS, RequestBroker
 from megatronapp_trainer.serve.served_model import ServedModel
 from megatronapp_trainer.serve.statistics import ServerStatistics
@@ -61,7 +61,7 @@ def test_a_request_for_more_is_refused_with_what_to_send(
 ) -> None:
     common = {"echo": True, "logprobs": 1, "max_tokens": 0}
     assert logprobs_held(*asked(**common, **fits)) == MOST_ANSWER_LOGPROBS
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(HttpError) as caught:
         asked(**(common | over))
     assert (caught.value.status, caught.value.param) == (413, "logprobs")
     assert words in f"{caught.value} {caught.value.hint}"
@@ -71,7 +71,7 @@ def test_a_request_for_more_is_refused_with_what_to_send(
 def test_generated_tokens_count_unless_they_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_requests, "chat_ids", lambda *_, **__: (1,))
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
-    with pytest.raises(ApiError, match=f"64 texts of up to {TOKENS} tokens") as caught:
+    with pytest.raises(HttpError, match=f"64 texts of up to {TOKENS} tokens") as caught:
         chat_requests(MODEL, ChatRequest(**fields, n=64, max_tokens=TOKENS), "name", 1)
     assert "fewer max_tokens, or stream: true" in caught.value.hint
     assert len(chat_requests(MODEL, ChatRequest(**fields, n=64, max_tokens=TOKENS, stream=True), "name", 1)) == 64

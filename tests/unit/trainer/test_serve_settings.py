@@ -3,7 +3,6 @@
 import itertools
 import json
 import pathlib
-import socket
 from typing import Any
 
 import httpx
@@ -12,10 +11,12 @@ from pydantic import ValidationError
 from starlette.responses import PlainTextResponse
 
 from megatronapp_common.names import ExitCode
+from megatronapp_common.web.body_limit import BodyLimit
+from megatronapp_common.web.guard import Guard
 from megatronapp_trainer.errors import CheckpointError, RendezvousError, UsageError
 from megatronapp_trainer.serve.app import check_address, listen
 from megatronapp_trainer.serve.check import find_problems
-from megatronapp_trainer.serve.middleware import MOST_BYTES, BodyLimit, TokenGuard
+from megatronapp_trainer.serve.middleware import MOST_BYTES, TokenCheck, limit_of
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
 from megatronapp_trainer.serve.rank_main import limits_of, main
 from megatronapp_trainer.serve.settings import configure, read_command
@@ -156,14 +157,9 @@ def test_a_port_that_is_taken_is_told() -> None:
             listen("127.0.0.1", port)
 
 
-def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
-    with listen("127.0.0.1", 0) as held, socket.create_connection(held.getsockname()), held.accept()[0] as taken:
-        assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-
-
 @pytest.mark.asyncio
 async def test_pages_of_other_sites_are_kept_out_where_there_is_no_key() -> None:
-    app = TokenGuard(PlainTextResponse("hello"), secret=None)
+    app = Guard(PlainTextResponse("hello"), check=TokenCheck(None))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:1") as client:
         assert (await client.get("/v1/models")).status_code == 200
         assert (await client.get("/v1/models", headers={"Origin": "http://localhost:1"})).status_code == 200
@@ -175,7 +171,7 @@ async def test_pages_of_other_sites_are_kept_out_where_there_is_no_key() -> None
 @pytest.mark.parametrize(("size", "status"), [(MOST_BYTES, 200), (MOST_BYTES + 1, 413)])
 async def test_bodies_have_a_limit(size: int, status: int) -> None:
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(BodyLimit(PlainTextResponse("hello"))), base_url="http://here"
+        transport=httpx.ASGITransport(BodyLimit(PlainTextResponse("hello"), limit_of=limit_of)), base_url="http://here"
     ) as client:
         assert (await client.post("/", content=bytes(size))).status_code == status
 

@@ -96,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent = os.getppid()
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s hub %(levelname)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         if arguments.die_with_parent:
             die_with_parent(parent)

@@ -25,10 +25,10 @@ from megatronapp_analyzer.scope.views.candidates import candidates_of
 from megatronapp_analyzer.scope.views.server_counts import read_counts
 from megatronapp_analyzer.scope.views.tiles import MAX_LEVEL, MAX_TILES, TileRef, body, etag
 from megatronapp_analyzer.web.models import Problem
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_analyzer.web.roles import direct, role_of
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 
 Answers = dict[int | str, dict[str, Any]]
@@ -67,7 +67,7 @@ router = APIRouter(prefix="/api/v1/scope", responses=PROBLEMS, dependencies=[Dep
 async def controller(connection: HTTPConnection) -> None:
     """Refuse a caller that may only look."""
     if role_of(connection) != TokenRole.CONTROLLER:
-        raise ApiError(
+        raise HttpError(
             403, "needs-controller", "a viewer may only look", "Open the address of `megatronapp ui JOB` as its owner."
         )
 
@@ -86,10 +86,10 @@ IndexQuery = Annotated[int | None, Query(ge=0, lt=1 << 20)]
 
 
 def run_of(scope: "ScopeService", run: str) -> ScopeRun:
-    """A run that is known. Raises ApiError 404."""
+    """A run that is known. Raises HttpError 404."""
     known = scope.core.runs.get(run)
     if known is None:
-        raise ApiError(404, "no-such-run", f"there is no run {run!r}", RETRY_HINT)
+        raise HttpError(404, "no-such-run", f"there is no run {run!r}", RETRY_HINT)
     return known
 
 
@@ -252,7 +252,7 @@ def _tile_place(
     level, q, k = which
     place = TileRef(level=level, q=q, k=k, length=run.length(sample))
     if not place.inside:
-        raise ApiError(
+        raise HttpError(
             404, "outside", f"level {level} has no tile {q}, {k}", f"{place.length} tokens were read; stay within them."
         )
     return place
@@ -285,7 +285,7 @@ async def values(
         return _coming(await scope.probe_client.probe(known, sample, asked, range(absent[0], absent[-1] + 1), caller))
     block = export_values.block(site, (sample, layer, head), rows, wanted)
     if form != "npy" and block.values.size > export_values.MAX_TEXT_NUMBERS:
-        raise ApiError(
+        raise HttpError(
             413, "too-large", f"{block.values.size} numbers are too many as text", "Take format=npy, or one position."
         )
     data = await asyncio.to_thread(export_values.render, block, form)
@@ -297,7 +297,7 @@ def _positions(run: ScopeRun, sample: int, position: int | None) -> list[int]:
     if position is None:
         return list(range(length))
     if position >= length:
-        raise ApiError(404, "outside", f"position {position} was not read", f"{length} tokens were; stay within them.")
+        raise HttpError(404, "outside", f"position {position} was not read", f"{length} tokens were; stay within them.")
     return [position]
 
 
@@ -372,7 +372,7 @@ async def session(scope: ScopeOf, run: RunId, caller: Caller) -> Response:
 @router.api_route("/training", methods=["DELETE"], include_in_schema=False)
 async def reserved() -> None:
     """Not there yet: the name is kept."""
-    raise ApiError(501, "not-yet", "perturbations and control of training come later", "Generating and looking works.")
+    raise HttpError(501, "not-yet", "perturbations and control of training come later", "Generating and looking works.")
 
 
 @router.websocket("")

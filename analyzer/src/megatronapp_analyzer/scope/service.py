@@ -14,8 +14,8 @@ from megatronapp_analyzer.scope.probes.token_backfill import TokenBackfill
 from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.run import TURNED, ScopeRun
 from megatronapp_analyzer.scope.views import export_values
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.scope.protocol_requests import Rotary
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.token_bucket import TokenBuckets
 
 
@@ -71,47 +71,47 @@ class ScopeService:
                 await self.probe_client.client.close()
 
     def count_request(self, caller: str, turns: int = 1) -> None:
-        """Count a request that costs as much as `turns` plain ones. Raises ApiError 429 for a caller with too many."""
+        """Count a request that costs as much as `turns` plain ones. Raises HttpError 429 for a caller with too many."""
         short = self._buckets.consume({caller: self.requests}, self.core.clock(), turns)
         if short is not None:
             raise too_fast(short.wait_s)
 
     def whole(self, run: ScopeRun) -> ScopeRun:
-        """Return the run if the hub has all its tokens. Raises ApiError 409 or 503 otherwise."""
+        """Return the run if the hub has all its tokens. Raises HttpError 409 or 503 otherwise."""
         self.backfill.check(run)
         return run
 
     def rotation_of(self, site: str, rotary: Rotary) -> Rotary:
-        """Return which of `q` and `k` is meant: without rotary positions both are the same. Raises ApiError 422."""
+        """Return which of `q` and `k` is meant: without rotary positions both are the same. Raises HttpError 422."""
         if rotary == "before" and site not in TURNED:
-            raise ApiError(422, "invalid-request", f"rotary: {site} is not turned", "Leave it out; it is of q and k.")
+            raise HttpError(422, "invalid-request", f"rotary: {site} is not turned", "Leave it out; it is of q and k.")
         model = self.core.publishers.model
         return "after" if model is not None and model["positions"] != "rotary" else rotary
 
     def check_sample(self, run: ScopeRun, sample: int) -> None:
-        """Raise ApiError 404 for a prompt that the run does not have."""
+        """Raise HttpError 404 for a prompt that the run does not have."""
         self._check(run, sample, None, None)
 
     def check_head(self, run: ScopeRun, sample: int, layer: int, head: int) -> None:
-        """Raise ApiError 404 for a sample, layer or head that does not exist."""
+        """Raise HttpError 404 for a sample, layer or head that does not exist."""
         self._check(run, sample, layer, head)
 
     def _check(self, run: ScopeRun, sample: int, layer: int | None, head: int | None, *, heads: str = "heads") -> None:
         if not run.has_sample(sample):
-            raise ApiError(404, "outside", f"there is no prompt {sample}", f"The run has {len(run.tokens)}, from 0.")
+            raise HttpError(404, "outside", f"there is no prompt {sample}", f"The run has {len(run.tokens)}, from 0.")
         model = self.core.publishers.model
         if model is None:
             return
         for name, value, count in (("layer", layer, model["layers"]), ("head", head, model[heads])):
             if value is not None and value >= count:
-                raise ApiError(404, "outside", f"there is no {name} {value}", f"The model has {count}, from 0.")
+                raise HttpError(404, "outside", f"there is no {name} {value}", f"The model has {count}, from 0.")
 
     def check_site(self, run: ScopeRun, site: str, where: tuple[int, int | None, int | None]) -> None:
-        """Raise ApiError for a site that does not exist, or that needs other coordinates."""
+        """Raise HttpError for a site that does not exist, or that needs other coordinates."""
         sample, layer, head = where
         if site not in export_values.SITES | self.core.publishers.sites:
             names = ", ".join(sorted(export_values.SITES | self.core.publishers.sites))
-            raise ApiError(404, "no-such-site", f"there is no site {site!r}", f"Take one of {names}.")
+            raise HttpError(404, "no-such-site", f"there is no site {site!r}", f"Take one of {names}.")
         self._check(run, sample, layer, head, heads="keyHeads" if site in {"k", "v"} else "heads")
         if site not in export_values.SITES:
             return
@@ -121,13 +121,13 @@ class ScopeService:
         ):
             if needed != (value is not None):
                 word = "needs a" if needed else "has no"
-                raise ApiError(
+                raise HttpError(
                     422, "invalid-request", f"{name}: {site} {word} {name}", "See docs/scope-protocol.md, 2."
                 )
 
     def check_layers(self, layers: Sequence[int]) -> list[int]:
-        """Return the layers without repetition. Raises ApiError 404 for one that does not exist."""
+        """Return the layers without repetition. Raises HttpError 404 for one that does not exist."""
         model = self.core.publishers.model
         if model is not None and max(layers) >= model["layers"]:
-            raise ApiError(404, "outside", f"there is no layer {max(layers)}", f"The model has {model['layers']}.")
+            raise HttpError(404, "outside", f"there is no layer {max(layers)}", f"The model has {model['layers']}.")
         return sorted(set(layers))

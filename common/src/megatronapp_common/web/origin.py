@@ -5,7 +5,6 @@ a cookie must originate from a page of the server itself: one that only reads is
 browser sets, the rest by Origin, which must equal Host.
 """
 
-import html
 import re
 import secrets
 import urllib.parse
@@ -13,28 +12,8 @@ from collections.abc import Mapping
 
 READING = frozenset({"GET", "HEAD"})
 """Methods that change nothing."""
-PAGE_POLICY = (
-    "default-src 'self'; img-src 'self' data: blob:; worker-src 'self' blob:; object-src 'none'; "
-    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-)
-PAGE_HEADERS = {
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": PAGE_POLICY,
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "same-origin",  # with no-referrer browsers send `Origin: null` with a form
-}
-ASSET_HEADERS = {"Cache-Control": "public, max-age=31536000, immutable"}
-ELSEWHERE_MARK = '<meta name="megatronapp-led-from" content="elsewhere" />'
-"""Mark of a page that a link of another site opened: a code in its address may be foreign, and logs no user in."""
-_FORM = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>MegatronApp: log in</title></head>
-<body><p>{why}</p><form method="post" action="login">
-<label>Token <input type="password" name="token" autocomplete="off" required></label> <button>Log in</button>
-</form></body></html>
-"""
 _SHARED = frozenset({"localhost", "127.0.0.1", "::1"})
 """Hosts that a name below `localhost` can replace; it leads to no other address, say 127.0.0.5."""
-_MAX_ROUTE = 256
-_ROUTE = re.compile(r"[\w~-]+(?:/[\w~-]+)*/?", re.ASCII)
 
 
 def bearer_token(headers: Mapping[str, str]) -> str | None:
@@ -52,6 +31,11 @@ def is_same_origin(headers: Mapping[str, str]) -> bool:
 def is_same_site_navigation(headers: Mapping[str, str]) -> bool:
     """Return true if a user or our own page opened an address, according to the browser; false for a link elsewhere."""
     return headers.get("sec-fetch-site", "none") in {"none", "same-origin"}
+
+
+def is_own_page(headers: Mapping[str, str], *, reads: bool) -> bool:
+    """Return true if a request that a cookie allows may be from our own page; `reads`: it changes nothing."""
+    return is_same_site_navigation(headers) and (reads or is_same_origin(headers))
 
 
 def loopback_alias(host: str | None, kind: str) -> str | None:
@@ -77,18 +61,3 @@ def can_open_localhost_name(headers: Mapping[str, str]) -> bool:
     webkit = "Safari/" in agent and "Chrome/" not in agent
     loads = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
     return loads and not webkit
-
-
-def is_route(path: str) -> bool:
-    """Return true if a path without a file may be a route of the page: plain words and slashes, not too long."""
-    return path == "" or (len(path) <= _MAX_ROUTE and _ROUTE.fullmatch(path) is not None)
-
-
-def add_meta_tags(page: str, *marks: str) -> str:
-    """Return the page with tags of what its server knows."""
-    return page.replace("<head>", f"<head>{''.join(marks)}", 1)
-
-
-def login_form(why: str) -> str:
-    """Return a page that asks for a token once more, and says why."""
-    return _FORM.format(why=html.escape(why))

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from megatronapp_common.web.server import server_config
 from megatronapp_operator.errors import SettingsError
 
 log = logging.getLogger(__name__)
@@ -65,15 +66,7 @@ def _probe(check: Check) -> Callable[[Request], PlainTextResponse]:
 
 def create_server(app: Starlette) -> ProbeServer:
     """Return a server of the application."""
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )
-    return ProbeServer(config)
+    return ProbeServer(server_config(app, shutdown_s=SHUTDOWN_S, lifespan="off"))
 
 
 @contextlib.asynccontextmanager

@@ -13,10 +13,12 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common.names import GATEWAY_PORT, HUB_PORT, ExitCode
+from megatronapp_common.web import server
+from megatronapp_common.web.bounded_http import STALL_S, BoundedHttpProtocol
+from megatronapp_common.web.bounded_websocket import BoundedWebSocketProtocol
 from megatronapp_operator.backends.kubernetes.client.api import connect
 from megatronapp_operator.controller import probes
 from megatronapp_operator.errors import BackendError, OperatorError
-from megatronapp_operator.gateway import bounded_protocols
 from megatronapp_operator.gateway.app import GatewaySettings, create_app
 from megatronapp_operator.gateway.metrics import GatewayMetrics
 from megatronapp_operator.gateway.proxy.gateway import CONTROLS, MAX_SOCKETS
@@ -63,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 def listen(arguments: argparse.Namespace, flag: str, port: int) -> socket.socket:
     """A listening socket. Raises BackendError where the address cannot be had."""
     try:
-        return bounded_protocols.listener(arguments.host, port)
+        return server.listen(arguments.host, port, stall_s=STALL_S)
     except OSError as error:
         text = f"{flag} {port} at --host {arguments.host}: {error.strerror or error}; choose another one"
         raise BackendError(text) from error
@@ -85,18 +87,13 @@ async def serve(arguments: argparse.Namespace) -> None:
     with listen(arguments, "--port", arguments.port) as pages:
         async with connect(kubeconfig=arguments.kubeconfig) as api, measured(arguments, registry):
             app = create_app(api.guarded(lambda: None, metrics.count_api_request), settings, metrics)
-            config = uvicorn.Config(
+            config = server.server_config(
                 app,
-                http=bounded_protocols.GatewayHttpProtocol,
-                ws=bounded_protocols.GatewayWebSocketProtocol,
+                shutdown_s=SHUTDOWN_S,
+                http=BoundedHttpProtocol,
+                ws=BoundedWebSocketProtocol,
                 ws_max_size=MAX_MESSAGE_BYTES,
-                ws_per_message_deflate=False,
                 limit_concurrency=MAX_CONNECTIONS,
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=SHUTDOWN_S,
             )
             await uvicorn.Server(config).serve(sockets=[pages])
 
@@ -105,13 +102,13 @@ async def serve(arguments: argparse.Namespace) -> None:
 async def measured(arguments: argparse.Namespace, registry: CollectorRegistry) -> AsyncIterator[None]:
     """Serve metrics and the liveness probe at a separate port, which network policies open to Prometheus alone."""
     app = probes.create_app(registry, alive=lambda: None, ready=lambda: None)
-    server = probes.create_server(app)
+    metrics = probes.create_server(app)
     with listen(arguments, "--metrics-port", arguments.metrics_port) as listener:
-        task = asyncio.create_task(server.serve(sockets=[listener]))
+        task = asyncio.create_task(metrics.serve(sockets=[listener]))
         try:
             yield
         finally:
-            server.should_exit = True
+            metrics.should_exit = True
             await task
 
 
@@ -119,8 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s gateway %(levelname)s %(message)s")
-    logging.getLogger("uvicorn.access").disabled = True  # addresses may hold tokens
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # which tells those of WebSockets, by INFO
     try:
         asyncio.run(serve(arguments))
     except KeyboardInterrupt:

@@ -4,9 +4,9 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
-from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.gateway.subject_access import AccessReviews, Permission, User, Verb
 
 LOG_IN = "Open the address that `megatronapp ui` prints, or send 'Authorization: Bearer TOKEN'."
@@ -48,9 +48,9 @@ class Authorizer:
         self._reviews = reviews
 
     async def identify(self, tokens: Sequence[str]) -> Caller:
-        """Identify the owner of these tokens. Raises GatewayError (401) if none of them is valid."""
+        """Identify the owner of these tokens. Raises HttpError (401) if none of them is valid."""
         if any(len(token.encode()) > MAX_TOKEN_BYTES for token in tokens):
-            raise GatewayError(401, "log-in", f"the token has more than {MAX_TOKEN_BYTES} bytes", LOG_IN)
+            raise HttpError(401, "log-in", f"the token has more than {MAX_TOKEN_BYTES} bytes", LOG_IN)
         jobs, controlled = set[str](), set[str]()
         user = None
         found = await asyncio.gather(*map(self._catalog.job_of, tokens))  # who is not known waits for one listing
@@ -62,27 +62,25 @@ class Authorizer:
             elif self._reviews is not None and user is None:
                 user = await self._reviews.user_of(token)
         if user is None and not jobs:
-            raise GatewayError(401, "log-in", self._unknown(some=bool(tokens)), LOG_IN)
+            raise HttpError(401, "log-in", self._unknown(some=bool(tokens)), LOG_IN)
         return Caller(user, frozenset(jobs), frozenset(controlled))
 
     async def admit(self, caller: Caller, verb: Verb, namespace: str, name: str) -> CatalogJob:
-        """The job, where the caller may. Raises Refusal: 403 without the right, 404 if there is no such job."""
+        """The job, where the caller may. Raises HttpError: 403 without the right, 404 if there is no such job."""
         job = await self._catalog.find(namespace, name)
         if job is not None and job.uid in caller.jobs:
             return job
         right = Permission(verb, namespace, name)
         if caller.user is None or self._reviews is None:
             hint = "Open it with `megatronapp ui`, or ask for the right to read its Secret."
-            raise GatewayError(
+            raise HttpError(
                 403, "other-job", f"this is not the token of {namespace}/{name}, or there is no such job", hint
             )
         if not await self._reviews.allows(caller.user, right):
             hint = f"Ask for a Role that allows to {right.verb} megatronjobs in namespace {namespace!r}."
-            raise GatewayError(403, "no-right", f"{caller.user.name} may not {right}", hint)
+            raise HttpError(403, "no-right", f"{caller.user.name} may not {right}", hint)
         if job is None:
-            raise GatewayError(
-                404, "no-job", f"there is no job {namespace}/{name}", "`megatronapp get` lists the jobs."
-            )
+            raise HttpError(404, "no-job", f"there is no job {namespace}/{name}", "`megatronapp get` lists the jobs.")
         return job
 
     async def role(self, caller: Caller, job: CatalogJob) -> TokenRole:
@@ -95,11 +93,11 @@ class Authorizer:
         return TokenRole.CONTROLLER if may else TokenRole.VIEWER
 
     async def control(self, caller: Caller, namespace: str, name: str) -> CatalogJob:
-        """The job, where the caller may generate and pin. Raises Refusal as `admit` does."""
+        """The job, where the caller may generate and pin. Raises HttpError as `admit` does."""
         job = await self.admit(caller, Verb.UPDATE, namespace, name)
         if await self.role(caller, job) is not TokenRole.CONTROLLER:
             hint = "Open it with `megatronapp ui` as somebody who may update the job."
-            raise GatewayError(403, "needs-controller", "the viewer's token of a job is for looking on only", hint)
+            raise HttpError(403, "needs-controller", "the viewer's token of a job is for looking on only", hint)
         return job
 
     async def visible(self, caller: Caller) -> list[CatalogJob]:

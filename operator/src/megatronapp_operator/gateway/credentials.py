@@ -10,9 +10,9 @@ import hashlib
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
-from megatronapp_common.web.origin import READING, bearer_token, is_same_origin, is_same_site_navigation
+from megatronapp_common.web.origin import READING, bearer_token, is_own_page
+from megatronapp_common.web.problems import HttpError
 from megatronapp_operator.gateway.authorization import LOG_IN, Authorizer, Caller
-from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.gateway.sessions import LIFE_S, BrowserSessions
 
 TLS = frozenset({"https", "wss"})
@@ -31,17 +31,15 @@ class Credentials:
         self._cookie = cookie
 
     def tokens(self, connection: HTTPConnection) -> tuple[str, ...]:
-        """Return the tokens of a request. Raises GatewayError (403) for a cookie that another page sent."""
+        """Return the tokens of a request. Raises HttpError (403) for a cookie that another page sent."""
         token = bearer_token(connection.headers)
         if token is not None:
             return (token,)
         tokens = self._sessions.tokens(self._cookie_value(connection))
         reads = connection.scope["type"] == "http" and connection.scope["method"] in READING
-        if tokens and not (
-            is_same_site_navigation(connection.headers) and (reads or is_same_origin(connection.headers))
-        ):
+        if tokens and not is_own_page(connection.headers, reads=reads):
             hint = "Open the page at the address that `megatronapp ui` prints."
-            raise GatewayError(403, "other-origin", "this request comes from a page that is not the gateway's", hint)
+            raise HttpError(403, "other-origin", "this request comes from a page that is not the gateway's", hint)
         return tokens
 
     def ticket(self, connection: HTTPConnection, caller: Caller) -> str:
@@ -49,12 +47,12 @@ class Credentials:
         return self._sessions.ticket(self.tokens(connection), whose=caller.identity)
 
     async def log_in(self, connection: HTTPConnection, shown: str, response: Response, *, gate: Authorizer) -> Response:
-        """Set the cookie for a token or ticket. Raises Refusal (401) for one that opens nothing; ApiError."""
+        """Set the cookie for a token or ticket. Raises HttpError (401) for one that opens nothing; ApiError."""
         behind = self._sessions.tokens_of_ticket(shown)
         tokens = behind or ((shown,) if shown else ())
         caller = await gate.identify(tokens)  # a cluster that does not answer uses no ticket up
         if behind and not self._sessions.redeem(shown):
-            raise GatewayError(401, "log-in", "this ticket was used in the meantime", LOG_IN)
+            raise HttpError(401, "log-in", "this ticket was used in the meantime", LOG_IN)
         word = self._sessions.log_in(tokens, whose=caller.identity, before=self._cookie_value(connection))
         response.set_cookie(
             self._name(connection),

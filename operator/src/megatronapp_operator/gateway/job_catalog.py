@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
 from megatronapp_operator.backends.kubernetes.status_facts import read_pinned
-from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.gateway.ttl_cache import TtlCache
 from megatronapp_operator.keys import RELOAD_S, KeyRing
 
@@ -103,7 +103,7 @@ class JobCatalog:
         return (await self._all.get(None)).by_token.get(mark)
 
     def token(self, job: CatalogJob, role: TokenRole) -> str:
-        """Return the token that the job's hub expects for this role. Raises GatewayError where its key is unknown."""
+        """Return the token that the job's hub expects for this role. Raises HttpError where its key is unknown."""
         return derive_token(job_secret(self._key_of(job), job.uid), role)
 
     def alias(self, job: CatalogJob, identity: str) -> str:
@@ -112,11 +112,11 @@ class JobCatalog:
         return "viewer-" + hmac.new(bytes.fromhex(self._key_of(job)), said, hashlib.sha256).hexdigest()[:ALIAS_DIGITS]
 
     def _key_of(self, job: CatalogJob) -> str:
-        """The key of the job's running attempt. Raises Refusal: no other key opens its hub."""
+        """The key of the job's running attempt. Raises HttpError: no other key opens its hub."""
         key = self._find_key(job)
         if key is None:
             text = f"the key {job.key_id} of {job.namespace}/{job.name} is not in the gateway's key file"
-            raise GatewayError(503, "unknown-key", text, KEY_HINT, retry_s=math.ceil(RELOAD_S))
+            raise HttpError(503, "unknown-key", text, KEY_HINT, retry_s=math.ceil(RELOAD_S))
         return key
 
     def _find_key(self, job: CatalogJob) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_common.web.problems import HttpError
 
 HUB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 NO_ROUTE = "none"
@@ -56,7 +56,7 @@ class GatewayMetrics:
         self._sockets.set_function(count)
         self._most.set(most)
 
-    def refused(self, refusal: GatewayError) -> None:
+    def refused(self, refusal: HttpError) -> None:
         """The gateway did not do something."""
         self._refusals.labels(refusal.code).inc()
 
@@ -70,11 +70,11 @@ class GatewayMetrics:
 
     @contextmanager
     def asking_hub(self) -> Iterator[None]:
-        """Measure the time until the block ends, and count a GatewayError that it raises."""
+        """Measure the time until the block ends, and count a HttpError that it raises."""
         began, outcome = time.perf_counter(), OK
         try:
             yield
-        except GatewayError as refusal:
+        except HttpError as refusal:
             outcome = refusal.code
             raise
         finally:

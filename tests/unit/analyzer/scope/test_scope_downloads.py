@@ -16,9 +16,9 @@ from megatronapp_analyzer.scope.delivery.session_download import (
     ReadRateMonitor,
     download_slot,
 )
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.web.problems import HttpError
 
 
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=80), st.floats(1, 1000))
@@ -39,11 +39,11 @@ def test_who_keeps_the_rate_is_never_ended_and_who_does_not_is_after_its_patienc
 def test_places_are_shared_out_by_callers() -> None:
     slots = ConcurrencySlots(MAX_SESSIONS)
     taken = [download_slot(slots, "jane") for _ in range(MAX_OF_CALLER)]
-    with pytest.raises(ApiError, match="you download 2 sessions") as refusal:
+    with pytest.raises(HttpError, match="you download 2 sessions") as refusal:
         download_slot(slots, "jane")
     assert (refusal.value.status, refusal.value.code, refusal.value.retry_s) == (429, "too-many-sessions", 1)
     taken += [download_slot(slots, name) for name in ("joe", "jim")]
-    with pytest.raises(ApiError, match="4 sessions are being downloaded"):
+    with pytest.raises(HttpError, match="4 sessions are being downloaded"):
         download_slot(slots, "jill")
     taken.pop(0).close()
     download_slot(slots, "jane").close()

@@ -19,10 +19,10 @@ from megatronapp_analyzer.scope.parts.part_tracker import PartHeader, PartTracke
 from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.frame_log import FrameLog, LogEntry
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor
+from megatronapp_common.web.problems import HttpError
 
 
 @given(st.permutations(list(range(6))), st.integers(0, 5))
@@ -55,7 +55,7 @@ def test_probes_fail_once_each_with_their_reason() -> None:
         assert (tracker.find_pending("key"), tracker.count("me"), len(tracker)) == (None, 0, 0)
         failure = tracker.take_failure("key")
         assert (failure is None) == (why == "whole")
-        assert failure is None or (isinstance(failure, ApiError) and failure.status == 503)
+        assert failure is None or (isinstance(failure, HttpError) and failure.status == 503)
         assert tracker.take_failure("key") is None
     assert got == [0]
 

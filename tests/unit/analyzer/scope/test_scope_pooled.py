@@ -21,10 +21,10 @@ from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.scope.store.tile_pooling import MAX_CHUNKS, PIECE_SHARE, TilePool
 from megatronapp_analyzer.scope.views.tiles import TILE, TileRef, tile
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import ProbeRequest, ProbeSite
+from megatronapp_common.web.problems import HttpError
 
 LENGTH, RING_BYTES, HEAD = 1500, 512 << 10, (0, 1, 2)
 MOST_TRIES = 200
@@ -99,7 +99,7 @@ async def test_a_tile_of_more_rows_than_the_hub_stores_is_fetched_in_chunks() ->
 @pytest.mark.asyncio
 async def test_a_tile_that_would_be_read_for_too_long_is_refused_with_what_fits() -> None:
     rank = LongRank()
-    with pytest.raises(ApiError, match="queries, whose rows have") as refusal:
+    with pytest.raises(HttpError, match="queries, whose rows have") as refusal:
         await rank.tile(3, 0, 0)
     assert (refusal.value.status, refusal.value.code, rank.requested) == (413, "too-large", [])
     assert not rank.run.pooled._makings, "it takes no room"
@@ -116,7 +116,7 @@ async def test_exact_numbers_that_exceed_memory_are_refused_and_not_fetched_agai
     rank.core.runs.budget.limit_bytes = 4 * 8 * LENGTH - 1
     site = ProbeSite(site="q", layers=(1,), heads=(2,))
     await rank.probes.probe(rank.run, 0, site, range(LENGTH), "me")
-    with pytest.raises(ApiError, match="for which the hub has no room") as refusal:
+    with pytest.raises(HttpError, match="for which the hub has no room") as refusal:
         await rank.probes.probe(rank.run, 0, site, range(LENGTH), "me")
     assert (refusal.value.status, len(rank.requested)) == (413, 1)
 

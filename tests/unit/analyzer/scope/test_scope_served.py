@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
 from megatronapp_analyzer.scope.views.server_counts import LatencyQuantiles, quantile, read_counts
-from megatronapp_analyzer.web.problems import ApiError
+from megatronapp_common.web.problems import HttpError
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 COUNTS = """\
@@ -56,7 +56,7 @@ def test_a_value_above_all_bounds_is_reported_as_the_last_bound() -> None:
 @pytest.mark.asyncio
 async def test_a_server_that_answers_something_else_is_a_problem() -> None:
     client = Rank0Client("http://model", "token", transport=httpx.MockTransport(lambda _: httpx.Response(500)))
-    with pytest.raises(ApiError, match="500"):
+    with pytest.raises(HttpError, match="500"):
         await client.metrics()
-    with pytest.raises(ApiError, match="cannot be read"):
+    with pytest.raises(HttpError, match="cannot be read"):
         read_counts("megatronapp_serve_num_requests_running two")

@@ -1,7 +1,6 @@
 """The application, and the thread that serves it."""
 
 import contextlib
-import logging
 import pathlib
 import resource
 import socket
@@ -11,12 +10,14 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from megatronapp_common.web import server
+from megatronapp_common.web.body_limit import BodyLimit
+from megatronapp_common.web.guard import Guard
 from megatronapp_common.web.security_headers import SecurityHeaders
-from megatronapp_common.web.tcp_nodelay import set_tcp_nodelay
 from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.serve import problems, routes_health
-from megatronapp_trainer.serve.bounded_protocols import bounded
-from megatronapp_trainer.serve.middleware import BodyLimit, RequestLimit, TokenGuard
+from megatronapp_trainer.serve.connection_limit import EvictingProtocol, evicting
+from megatronapp_trainer.serve.middleware import RequestLimit, TokenCheck, limit_of
 from megatronapp_trainer.serve.openai import event_schemas, routes_openai, routes_tokens
 from megatronapp_trainer.serve.request_broker import RequestBroker
 from megatronapp_trainer.serve.scope import routes_scope
@@ -30,10 +31,6 @@ SPARE_REQUESTS = 64
 SPARE_CONNECTIONS = 192
 """Connections beyond those with requests in work; a new one replaces the oldest without a request."""
 SPARE_FILES = 256
-KERNEL_BYTES = 128 << 10
-"""Limit of the kernel's buffer of an answer that the client does not read (Linux doubles it); its default is megabytes,
-so that a stalled client would be noticed late.
-"""
 
 
 def build_api() -> FastAPI:
@@ -54,9 +51,9 @@ def create_app(desk: RequestBroker, *, secret: str | None) -> FastAPI:
     app.state.desk, app.state.model, app.state.runs = desk, None, RunStore(desk)
     app.state.opening = threading.Lock()
     app.state.most_requests = desk.most_open + SPARE_REQUESTS
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, limit_of=limit_of, answer=problems.error_response)
     app.add_middleware(RequestLimit, most=app.state.most_requests)
-    app.add_middleware(TokenGuard, secret=secret)
+    app.add_middleware(Guard, check=TokenCheck(secret), answer=problems.error_response)
     app.add_middleware(SecurityHeaders)
     return app
 
@@ -75,43 +72,25 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises RendezvousError if the port is taken or the address not ours.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    set_tcp_nodelay(found)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
     try:
-        found.bind((host, port))
-        found.listen(128)
+        return server.listen(host, port, stall_s=EvictingProtocol.stall_s)
     except OSError as error:
-        found.close()
         raise RendezvousError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
-    return found
 
 
 @contextlib.contextmanager
 def served(app: FastAPI, sock: socket.socket) -> Iterator[None]:
     """Serve in a background thread inside the context; at the end unfinished answers get 2 s."""
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     connections = app.state.most_requests + SPARE_CONNECTIONS
     _allow_files(connections + SPARE_FILES)
-    config = uvicorn.Config(
-        app,
-        http=bounded(connections),
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        ws="none",
-        lifespan="off",
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([sock],), name="http", daemon=True)
+    config = server.server_config(app, shutdown_s=SHUTDOWN_S, http=evicting(connections), ws="none", lifespan="off")
+    http = uvicorn.Server(config)
+    thread = threading.Thread(target=http.run, args=([sock],), name="http", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        server.should_exit = True
+        http.should_exit = True
         thread.join(SHUTDOWN_S + 1)
         sock.close()
 

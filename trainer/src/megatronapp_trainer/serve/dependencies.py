@@ -5,7 +5,7 @@ from typing import Annotated, cast
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
-from megatronapp_trainer.serve.problems import api_error
+from megatronapp_trainer.serve.problems import http_error
 from megatronapp_trainer.serve.request_broker import RequestBroker
 from megatronapp_trainer.serve.served_model import ServedModel
 
@@ -18,14 +18,14 @@ def broker_of(connection: HTTPConnection) -> RequestBroker:
 def model_of(connection: HTTPConnection) -> ServedModel:
     """Return the model, waiting if it is just being opened.
 
-    Raises ApiError while it is being loaded.
+    Raises HttpError while it is being loaded.
     """
     with connection.app.state.opening:
         model = connection.app.state.model
     if model is None:
         problem = broker_of(connection).problem
         assert problem is not None
-        raise api_error(problem)
+        raise http_error(problem)
     return cast("ServedModel", model)
 
 

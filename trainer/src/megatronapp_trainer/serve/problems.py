@@ -5,12 +5,13 @@
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 
 from megatronapp_common.field_errors import describe, place_of
+from megatronapp_common.web import problems
+from megatronapp_common.web.problems import HttpError, problem_response
 from megatronapp_trainer.inference.errors import EngineLostError, GenerationError, QueueFullError, RequestError
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 
@@ -37,79 +38,47 @@ _ANSWERS: dict[type[GenerationError], tuple[int, str, str]] = {
 _FAILED = (500, "generation-failed", "See the server's log.")
 
 
-class ApiError(Exception):
-    """An answer that is not a success. `param` is the location in the request."""
-
-    def __init__(self, status: int, code: str, message: str, *, hint: str = "", param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.hint = hint
-        self.param = param
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
+def error_body(error: HttpError) -> dict[str, Any]:
     """Return the body of an error. OpenAI's clients show only `error.message`, so it includes the hint."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     message = f"{str(error).removesuffix('.')}. {error.hint}" if error.hint else str(error)
-    detail = {"message": message, "type": kind, "param": error.param, "code": error.code}
-    return {"code": error.code, "message": str(error), "hint": error.hint, "error": detail}
+    return error.body | {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: ApiError) -> JSONResponse:
+def error_response(error: HttpError) -> JSONResponse:
     """Return the response of an error."""
-    headers = {"Retry-After": str(RETRY_S[error.status])} if error.status in RETRY_S else {}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), error.status, headers=headers)
+    error.retry_s = RETRY_S.get(error.status)
+    return problem_response(error, error_body(error))
 
 
-def api_error(error: GenerationError) -> ApiError:
+def http_error(error: GenerationError) -> HttpError:
     """Convert an error of generation to an answer."""
     message = str(error)
     if isinstance(error, RequestError):
         return _of_request(error, message)
     found = next((answer for kind, answer in _ANSWERS.items() if isinstance(error, kind)), _FAILED)
     status, code, hint = found
-    return ApiError(status, code, message, hint=hint)
+    return HttpError(status, code, message, hint=hint)
 
 
-def _of_request(error: RequestError, message: str) -> ApiError:
+def _of_request(error: RequestError, message: str) -> HttpError:
     param = _PARAMS.get(error.field, error.field)
     words = message.replace(error.field, param, 1)
     if error.field in TOO_LARGE:
-        return ApiError(413, "too-long", words, hint="max_model_len of /v1/models is the limit.", param=param)
-    return ApiError(422, "invalid-request", words, hint=SEE, param=param)
+        return HttpError(413, "too-long", words, hint="max_model_len of /v1/models is the limit.", param=param)
+    return HttpError(422, "invalid-request", words, hint=SEE, param=param)
 
 
 def install(app: FastAPI) -> None:
     """Register these error answers with `app`."""
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(GenerationError, _on_generation_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    converters = {
+        GenerationError: lambda _, error: http_error(error),
+        RequestValidationError: lambda _, error: _of_validation(error),
+    }
+    problems.install(app, converters, answer=error_response, where=SEE)
 
 
-async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ApiError)
-    return error_response(error)
-
-
-async def _on_generation_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, GenerationError)
-    return error_response(api_error(error))
-
-
-async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+def _of_validation(error: RequestValidationError) -> HttpError:
     found = error.errors()
     param = place_of(found[0], tags=UNION_TAGS).partition(".")[0] or None
-    return error_response(ApiError(422, "invalid-request", describe(found, tags=UNION_TAGS), hint=SEE, param=param))
-
-
-async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    code = {400: "bad-request", 404: "not-found", 405: "method-not-allowed"}.get(error.status_code, "http-error")
-    answer = error_response(ApiError(error.status_code, code, f"{request.url.path}: {error.detail}", hint=SEE))
-    answer.headers.update(error.headers or {})
-    return answer
+    return HttpError(422, "invalid-request", describe(found, tags=UNION_TAGS), SEE, param=param)

@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.data.text_tokens import TextTokens
 from megatronapp_trainer.data.tokenizer import Tokenizer
 from megatronapp_trainer.errors import DataError
 from megatronapp_trainer.inference.detokenizer import Decode, TextStream
 from megatronapp_trainer.serve.chat_template import ChatTemplate
-from megatronapp_trainer.serve.problems import ApiError
 
 Ids = tuple[int, ...]
 Prompt = str | Sequence[int]
@@ -100,24 +100,24 @@ class ServedModel:
     def ids_of(self, prompt: Prompt, *, special: bool = True) -> tuple[int, ...]:
         """Return the ids of a prompt; an empty text begins a document.
 
-        `special`: add the tokens around a text that the model expects; ids are taken unchanged. Raises ApiError.
+        `special`: add the tokens around a text that the model expects; ids are taken unchanged. Raises HttpError.
         """
         if not isinstance(prompt, str):
             return tuple(prompt)
         return self.tokens_of(prompt, special=special) or (self._document_end + self.tokens.ends)[:1]
 
     def tokens_of(self, text: str, *, special: bool) -> Ids:
-        """Return the ids of a text, none of an empty one. Raises ApiError without a tokenizer."""
+        """Return the ids of a text, none of an empty one. Raises HttpError without a tokenizer."""
         ids = tuple(self._needed_tokenizer("prompt").tokenize(text))
         return (*self.tokens.before, *ids, *self.tokens.after) if special else ids
 
     def text_of_all(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens. Raises ApiError for tokens outside the vocabulary."""
+        """Return the text of tokens. Raises HttpError for tokens outside the vocabulary."""
         tokenizer = self._needed_tokenizer("tokens")
         for place, token in enumerate(ids):
             if token >= self.vocab_size:
                 words = f"tokens.{place}: {token} must be below {self.vocab_size}, the size of the vocabulary"
-                raise ApiError(422, "invalid-request", words, param="tokens")
+                raise HttpError(422, "invalid-request", words, param="tokens")
         return tokenizer.detokenize(ids)
 
     @property
@@ -128,7 +128,7 @@ class ServedModel:
     def _needed_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
             hint = "Give ids, or serve with --tokenizer-file."
-            raise ApiError(422, "no-tokenizer", f"{param}: this model has no tokenizer", hint=hint, param=param)
+            raise HttpError(422, "no-tokenizer", f"{param}: this model has no tokenizer", hint=hint, param=param)
         return self.tokenizer
 
     def describe_prompt(self, text: str, ids: Sequence[int]) -> dict[str, Any]:
@@ -165,24 +165,24 @@ class ServedModel:
         return first, max(first, last)
 
     def check_name(self, name: str | None) -> None:
-        """Raise ApiError for another model's name."""
+        """Raise HttpError for another model's name."""
         if name not in {None, self.name}:
             hint = f"Write {self.name}, or leave model out."
-            raise ApiError(
+            raise HttpError(
                 404, "no-such-model", f"there is no model {name}, only {self.name}", hint=hint, param="model"
             )
 
     def check_texts(self, texts: int, most: int, param: str) -> None:
-        """Raise ApiError for more texts than `most`."""
+        """Raise HttpError for more texts than `most`."""
         if texts > most:
             words = f"{param}: {texts} texts are requested; the limit is {most}"
-            raise ApiError(413, "too-many", words, hint="Send several requests.", param=param)
+            raise HttpError(413, "too-many", words, hint="Send several requests.", param=param)
 
     def check_tokens(self, tokens: int, param: str) -> None:
-        """Raise ApiError for a longer answer than the server generates."""
+        """Raise HttpError for a longer answer than the server generates."""
         if tokens > self.most_tokens:
             words = f"{param}: {tokens} is over {self.most_tokens}, the most that this server generates"
-            raise ApiError(413, "too-long", words, hint="Ask for less.", param=param)
+            raise HttpError(413, "too-long", words, hint="Ask for less.", param=param)
 
 
 def incremental_decoder(tokenizer: Tokenizer, *, skip_special: bool = False) -> Decode:

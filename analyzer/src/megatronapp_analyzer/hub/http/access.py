@@ -11,20 +11,17 @@ from typing import Annotated, cast
 from fastapi import Depends
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection, cookie_parser
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.service import Hub
-from megatronapp_analyzer.web.problems import problem_response
 from megatronapp_analyzer.web.roles import ROLE, direct
-from megatronapp_common.web.origin import READING, bearer_token, is_same_origin, is_same_site_navigation
+from megatronapp_common.web.origin import READING, bearer_token, is_own_page
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole, is_valid_token
 
 API = "/api/"
 AGENT_PATH = "/api/v1/agent"
-CLOSE_POLICY = 1008
-"""WebSocket close code "policy violation" (RFC 6455, section 7.4.1)."""
 UNAUTHORISED = "Send 'Authorization: Bearer <viewer token>', or open the address that `megatronapp ui JOB` prints."
 
 
@@ -36,29 +33,28 @@ def hub_of(connection: HTTPConnection) -> Hub:
 HubOf = Annotated[Hub, Depends(direct(hub_of))]
 
 
-class TokenGuard:
-    """ASGI layer in front of the application. Refuses with 401 or 403, or closes a WebSocket with 1008."""
+class AccessCheck:
+    """Check of the guard: which requests of which roles are allowed. Routes find the role under `ROLE`."""
 
-    def __init__(self, app: ASGIApp, *, secret: str, logins: LoginService) -> None:
-        self._app = app
+    def __init__(self, *, secret: str, logins: LoginService) -> None:
         self._secret = secret
         self._logins = logins
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer it here."""
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and not scope["path"].startswith(API)):
-            await self._app(scope, receive, send)
-            return
+    def __call__(self, scope: Scope) -> HttpError | None:
+        """Return why a request is refused."""
+        socket = scope["type"] == "websocket"
+        if not socket and not scope["path"].startswith(API):
+            return None
         headers = Headers(scope=scope)
         scope[ROLE] = role = self._role(scope, headers)
-        if scope["type"] == "websocket":
-            if role is not None and is_same_origin(headers):
-                await self._app(scope, receive, send)
-            else:
-                await send({"type": "websocket.close", "code": CLOSE_POLICY, "reason": "wrong token or origin"})
-            return
-        refusal = _refusal(role, scope["method"], headers)
-        await (refusal or self._app)(scope, receive, send)
+        if role is None:
+            return HttpError(401, "unauthorised", "missing or wrong token", UNAUTHORISED)
+        if is_own_page(headers, reads=not socket and scope["method"] in READING):
+            return None
+        if not socket and bearer_token(headers) is not None:
+            return None
+        hint = "Open the page at the address that `megatronapp ui JOB` prints."
+        return HttpError(403, "other-origin", "this request comes from a page that is not the hub's", hint)
 
     def _role(self, scope: Scope, headers: Headers) -> TokenRole | None:
         token = bearer_token(headers)
@@ -67,14 +63,3 @@ class TokenGuard:
         if token is not None:
             return self._logins.role_of_token(token)
         return self._logins.role_of_session(cookie_parser(headers.get("cookie", "")).get(self._logins.cookie, ""))
-
-
-def _refusal(role: TokenRole | None, method: str, headers: Headers) -> Response | None:
-    """Return the answer that refuses a request; None if the request is allowed."""
-    if role is None:
-        return problem_response(401, "unauthorised", "missing or wrong token", UNAUTHORISED)
-    ours = is_same_site_navigation(headers) and (method in READING or is_same_origin(headers))
-    if ours or bearer_token(headers) is not None:
-        return None
-    hint = "Open the page at the address that `megatronapp ui JOB` prints."
-    return problem_response(403, "other-origin", "this request comes from a page that is not the hub's", hint)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 
 from megatronapp_analyzer.hub.http import (
     access,
@@ -17,12 +18,14 @@ from megatronapp_analyzer.hub.http import (
     routes_login,
     routes_read,
 )
-from megatronapp_analyzer.hub.http.body_limit import BodyLimit
+from megatronapp_analyzer.hub.http.body_limit import limit_of
 from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.scope import routes as routes_scope
-from megatronapp_analyzer.web import problems
+from megatronapp_common.web import problems
+from megatronapp_common.web.body_limit import BodyLimit
+from megatronapp_common.web.guard import Guard
 from megatronapp_common.web.security_headers import SecurityHeaders
 
 TITLE = "MegatronApp hub"
@@ -39,7 +42,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         redoc_url=None,
         lifespan=lifespan,
     )
-    problems.install(app)
+    problems.install(app, {RequestValidationError: problems.invalid_request})
     for module in (routes_health, routes_login, routes_read, routes_faults, routes_scope, agent_socket, broadcast):
         app.include_router(module.router)
     return app
@@ -64,7 +67,7 @@ def create_app(hub: Hub, *, secret: str, frontend: pathlib.Path | None, named: b
     app.state.logins = logins = LoginService(secret, uid=hub.identity.uid)
     if frontend is not None:
         app.include_router(pages.build_router(frontend, named=named))
-    app.add_middleware(BodyLimit)
-    app.add_middleware(access.TokenGuard, secret=secret, logins=logins)
+    app.add_middleware(BodyLimit, limit_of=limit_of)
+    app.add_middleware(Guard, check=access.AccessCheck(secret=secret, logins=logins))
     app.add_middleware(SecurityHeaders)
     return app

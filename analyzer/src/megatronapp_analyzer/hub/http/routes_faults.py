@@ -8,7 +8,7 @@ from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.state.faults import Fault, FaultRequest
 from megatronapp_analyzer.web.models import Problem
-from megatronapp_analyzer.web.problems import ApiError
+from megatronapp_common.web.problems import HttpError
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}
 
@@ -33,7 +33,7 @@ async def add_fault(hub: HubOf, request: FaultRequest) -> Fault:
     _check_acts(hub, request)
     fault = hub.faults.add(request, newest_step=hub.ingest.newest_step())
     if fault is None:
-        raise ApiError(
+        raise HttpError(
             409,
             "page-full",
             "the ranks' control page is full of faults",
@@ -43,9 +43,9 @@ async def add_fault(hub: HubOf, request: FaultRequest) -> Fault:
 
 
 def _check_acts(hub: Hub, request: FaultRequest) -> None:
-    """Raises ApiError for a fault that would never do anything."""
+    """Raises HttpError for a fault that would never do anything."""
     if not hub.identity.traced:
-        raise ApiError(
+        raise HttpError(
             409,
             "tracing-off",
             "tracing is off in this job, and faults act in the tracer",
@@ -53,10 +53,10 @@ def _check_acts(hub: Hub, request: FaultRequest) -> None:
         )
     for rank in {request.rank, request.peer} - {None}:
         if rank not in hub.ranks.live():
-            raise ApiError(409, "rank-gone", f"rank {rank} is not running", _ranks_hint(hub.ranks.live()))
+            raise HttpError(409, "rank-gone", f"rank {rank} is not running", _ranks_hint(hub.ranks.live()))
     newest = hub.ingest.newest_step()
     if newest is not None and request.last_step <= newest:
-        raise ApiError(
+        raise HttpError(
             409,
             "steps-over",
             f"the fault would end with step {request.last_step}, but step {newest} is finished already",
@@ -77,11 +77,11 @@ def _ranks_hint(live: set[int]) -> str:
 async def end_fault(hub: HubOf, fault_id: str) -> None:
     """End a fault now."""
     if hub.faults.is_of_manifest(fault_id):
-        raise ApiError(
+        raise HttpError(
             409, "manifest-fault", f"{fault_id} stands in the manifest", "It ends by itself; start the job without it."
         )
     if not hub.faults.remove(fault_id):
-        raise ApiError(
+        raise HttpError(
             404,
             "no-such-fault",
             f"there is no fault {fault_id!r}",

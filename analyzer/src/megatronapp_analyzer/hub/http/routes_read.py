@@ -10,7 +10,7 @@ from megatronapp_analyzer.hub import export
 from megatronapp_analyzer.hub.http import schemas, views
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.web.models import Problem
-from megatronapp_analyzer.web.problems import ApiError
+from megatronapp_common.web.problems import HttpError
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}
 NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": Problem}}
@@ -43,7 +43,7 @@ async def job(hub: HubOf) -> schemas.JobView:
 async def summary(hub: HubOf) -> schemas.Summary:
     """Summarise the job for the operator; 503 while a hub that was started again judges the stored steps."""
     if not hub.analysis.caught_up:
-        raise ApiError(503, "starting", "the stored steps are being judged again", "Ask again in a second.")
+        raise HttpError(503, "starting", "the stored steps are being judged again", "Ask again in a second.")
     return views.summary(hub)
 
 
@@ -74,7 +74,7 @@ async def timeline(
     """All spans of one step over all ranks; of the newest finished step if none is given."""
     found = hub.ingest.store.find(step, attempt)
     if found is None:
-        raise ApiError(
+        raise HttpError(
             404,
             "step-not-held",
             f"step {step} is not held in full",
@@ -94,6 +94,6 @@ async def trace(hub: HubOf, first: From = None, to: To = None) -> Response:
     """Chrome trace of the steps that are held in full, with arrows from sends to receives."""
     chosen = hub.ingest.store.select(first, to, newest=TRACE_STEPS)
     if not chosen:
-        raise ApiError(404, "step-not-held", "no step of that range is held in full", "Leave out from and to.")
+        raise HttpError(404, "step-not-held", "no step of that range is held in full", "Leave out from and to.")
     document = await asyncio.to_thread(export.chrome_trace, export.source_of(hub.ingest, hub.identity.name, chosen))
     return JSONResponse(document, headers={"Cache-Control": "no-store"})

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatronapp_analyzer.errors import SettingsError
-from megatronapp_common.web.loopback import V4, V6, family_of, has_ipv6, is_shared
-from megatronapp_common.web.tcp_nodelay import set_tcp_nodelay
+from megatronapp_common.web.bounded_http import STALL_S
+from megatronapp_common.web.loopback import V4, V6, has_ipv6, is_shared
+from megatronapp_common.web.server import listen
 
-BACKLOG = 2048
-STALL_S = 30.0
-"""Time after which a peer that accepts no byte is disconnected: data of closed sockets would wait without limit."""
 TRIES = 64
 """Number of attempts to find a port that is free at both addresses."""
 
@@ -59,27 +57,15 @@ def _pair(port: int) -> HubSockets:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen; a port that the same user holds for this hub is shared, which only SO_REUSEPORT allows."""
+    """Listen; a port that the same user holds for this hub is shared, which only SO_REUSEPORT allows.
+
+    The kernel's buffer is not limited: frames of a step may have megabytes.
+    """
     try:
-        return _bound(host, port, socket.SO_REUSEADDR)
+        return listen(host, port, stall_s=STALL_S, buffer_bytes=None)
     except OSError:
         try:
-            return _bound(host, port, socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+            return listen(host, port, stall_s=STALL_S, buffer_bytes=None, reuse_port=True)
         except OSError as error:
             text = f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
             raise SettingsError(text) from error
-
-
-def _bound(host: str, port: int, *options: int) -> socket.socket:
-    sock = socket.socket(family_of(host), socket.SOCK_STREAM)
-    set_tcp_nodelay(sock)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
-    try:
-        for option in options:
-            sock.setsockopt(socket.SOL_SOCKET, option, 1)
-        sock.bind((host, port))
-        sock.listen(BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from starlette.requests import HTTPConnection
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_analyzer.web.roles import role_of
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.token_bucket import BucketSize
 
 REQUESTS = BucketSize(burst=400, per_s=200)
@@ -65,7 +65,7 @@ def too_many_pages() -> ProtocolError:
     return ProtocolError("too-many-pages", f"{MAX_PAGES} pages look already", "Close one, and connect again.")
 
 
-def too_fast(retry_s: int) -> ApiError:
+def too_fast(retry_s: int) -> HttpError:
     """Return the error for a request beyond REQUESTS."""
     text = f"more than {REQUESTS.per_s:.0f} requests in a second"
-    return ApiError(429, "too-many-requests", text, "Ask less often.", retry_s=retry_s)
+    return HttpError(429, "too-many-requests", text, "Ask less often.", retry_s=retry_s)

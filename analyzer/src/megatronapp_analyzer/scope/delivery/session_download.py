@@ -14,9 +14,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from megatronapp_analyzer.scope.delivery.limits import ConcurrencySlots
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.web.problems import HttpError
 
 LOG = logging.getLogger(__name__)
 MAX_SESSIONS = 4
@@ -34,13 +34,13 @@ HINT = "Download it again over a faster connection; `megatronapp scope replay` p
 
 
 def download_slot(slots: ConcurrencySlots, caller: str) -> contextlib.ExitStack:
-    """Take a download slot for a caller until the stack is closed. Raises ApiError 429 if none is free."""
+    """Take a download slot for a caller until the stack is closed. Raises HttpError 429 if none is free."""
     if slots.in_use_by(caller) >= MAX_OF_CALLER:
         text = f"you download {MAX_OF_CALLER} sessions at the moment"
-        raise ApiError(429, "too-many-sessions", text, "Ask again once one of them has ended.", retry_s=1)
+        raise HttpError(429, "too-many-sessions", text, "Ask again once one of them has ended.", retry_s=1)
     if not slots.take(caller):
         text = f"{MAX_SESSIONS} sessions are being downloaded at the moment"
-        raise ApiError(429, "too-many-sessions", text, "Ask again in a moment.", retry_s=1)
+        raise HttpError(429, "too-many-sessions", text, "Ask again in a moment.", retry_s=1)
     stack = contextlib.ExitStack()
     stack.callback(slots.give_back, caller)
     return stack

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.parts.merge import ShardTensor
 from megatronapp_analyzer.scope.parts.part_tracker import PartHeader, PartTracker
-from megatronapp_analyzer.web.problems import ApiError
+from megatronapp_common.web.problems import HttpError
 
 LOG = logging.getLogger(__name__)
 MAX_PROBES = 36
@@ -28,51 +28,53 @@ PATIENCE_S = 120.0
 """Seconds until an incomplete probe fails: its run may have been too long for the present model."""
 MAX_FAILURES = 64
 RETRY_S = 1
-Failure = Callable[[], ApiError]
+Failure = Callable[[], HttpError]
 
 
-def dropped() -> ApiError:
+def dropped() -> HttpError:
     """Return the error for a part that a rank had to drop."""
     text = "a rank had to drop a part of these numbers"
-    return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+    return HttpError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
 
 
-def too_large() -> ApiError:
+def too_large() -> HttpError:
     """Return the error for probes of more bytes than the hub stores."""
     text = f"these numbers, and others that are on their way, are more than {MAX_BYTES >> 20} MiB"
-    return ApiError(413, "too-large", text, "Take fewer rows: one position, or a tile further in.")
+    return HttpError(413, "too-large", text, "Take fewer rows: one position, or a tile further in.")
 
 
-def no_memory(nbytes: int) -> ApiError:
+def no_memory(nbytes: int) -> HttpError:
     """Return the error for a complete probe without room in the memory budget."""
     text = f"these numbers have {nbytes >> 20} MiB, for which the hub has no room"
-    return ApiError(413, "too-large", text, "Take fewer rows: one position.")
+    return HttpError(413, "too-large", text, "Take fewer rows: one position.")
 
 
-def ranks_timed_out() -> ApiError:
+def ranks_timed_out() -> HttpError:
     """Return the error for a probe that was not complete in time."""
     text = f"the model did not bring these numbers within {PATIENCE_S:.0f} s"
-    return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+    return HttpError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
 
 
-def invalid_answer() -> ApiError:
+def invalid_answer() -> HttpError:
     """Return the error for an answer that does not match the request."""
     text = "what the ranks brought does not fit together"
-    return ApiError(503, "probe-incomplete", text, "Ask again in a moment; the hub's log says more.", retry_s=RETRY_S)
+    return HttpError(503, "probe-incomplete", text, "Ask again in a moment; the hub's log says more.", retry_s=RETRY_S)
 
 
-def engine_lost() -> ApiError:
+def engine_lost() -> HttpError:
     """Return the error for a probe whose model was lost."""
-    return ApiError(503, "engine-lost", "the model ended before it brought these numbers", "Ask again once it is back.")
+    return HttpError(
+        503, "engine-lost", "the model ended before it brought these numbers", "Ask again once it is back."
+    )
 
 
-def ranks_disconnected() -> ApiError:
+def ranks_disconnected() -> HttpError:
     """Return the error for a probe of ranks that disconnected: they may have sent parts that were lost."""
     text = "ranks of the model went away before all of these numbers had come"
-    return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+    return HttpError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
 
 
-def _again(error: ApiError) -> ApiError:
+def _again(error: HttpError) -> HttpError:
     return error
 
 
@@ -108,7 +110,7 @@ class ProbeTracker:
         """Return the pending probe for this, if any."""
         return self._by_key.get(key)
 
-    def take_failure(self, key: object) -> ApiError | None:
+    def take_failure(self, key: object) -> HttpError | None:
         """Return why the newest probe for this failed, once: the next request is sent again."""
         found = self._failures.pop(key, None)
         return None if found is None else found()
@@ -180,7 +182,7 @@ class ProbeTracker:
         except ProtocolError as error:
             LOG.warning("a probe is refused: %s", error)
             self._fail(one, invalid_answer)
-        except ApiError as error:
+        except HttpError as error:
             self._fail(one, functools.partial(_again, error))
 
     def clear(self, why: Failure = engine_lost) -> None:

@@ -21,10 +21,10 @@ from megatronapp_analyzer.scope.probes.pca_points import PcaPoints, coordinates_
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient, check
 from megatronapp_analyzer.scope.store.run import ScopeRun
 from megatronapp_analyzer.scope.views import encode
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import COMPONENTS, Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import ProbeRequest, ProbeSite
+from megatronapp_common.web.problems import HttpError
 
 LOG = logging.getLogger(__name__)
 SITE = "residual"
@@ -114,13 +114,13 @@ class PcaService:
         await _until(over, ask, lambda: not self.bases and not self._fitting.locked() and self._core.runs.holds(run))
 
     async def refit(self, run: ScopeRun, layers: Sequence[int], caller: str) -> str | None:
-        """Fit layers again. Return None if done, or the probe that fetches the rows. Raises ApiError."""
+        """Fit layers again. Return None if done, or the probe that fetches the rows. Raises HttpError."""
         if self._probe_client.client is not None:
             samples = range(len(run.tokens))
             return await self.request_fit(run, layers, refit=True, caller=caller, samples=samples)
         rows, states = _stored_states(run, layers)
         if len(rows) < 2:
-            raise ApiError(404, "not-recorded", "hidden states of this run were not recorded", "Take a live model.")
+            raise HttpError(404, "not-recorded", "hidden states of this run were not recorded", "Take a live model.")
         await self._fit(run, states, rows, FitTarget(layers=layers, refit=True, tokens=len(rows)))
         return None
 
@@ -207,7 +207,7 @@ class PcaService:
         for tries in range(TRIES):
             try:
                 await self._probe_client.serving.basis(basis_frame(self.version, self.bases))
-            except ApiError as error:
+            except HttpError as error:
                 if error.status != 503 or tries == TRIES - 1:
                     raise
                 await asyncio.sleep(RETRY_S)
@@ -250,7 +250,7 @@ class PcaService:
             self._completed = {one for one in self._completed if one[0] in self._core.runs} | {at}
 
     async def _bring_sample(self, run: ScopeRun, sample: int, places: range) -> bool:
-        """Fetch coordinates of a span of rows; return whether they arrived. Raises ApiError if they are refused
+        """Fetch coordinates of a span of rows; return whether they arrived. Raises HttpError if they are refused
         finally."""
         version, over = self.version, asyncio.Event()
         text = tuple(run.ids(sample)[: run.length(sample)])
@@ -272,12 +272,12 @@ class PcaService:
 
 
 async def _until(over: asyncio.Event, ask: Callable[[], Awaitable[None]], still: Callable[[], bool]) -> None:
-    """Request a probe, and again if it fails, until it is over. Raises ApiError if it is refused finally."""
+    """Request a probe, and again if it fails, until it is over. Raises HttpError if it is refused finally."""
     refused = 0
     while not over.is_set() and refused < TRIES and still():
         try:
             await ask()
-        except ApiError as error:
+        except HttpError as error:
             if error.status not in REFUSED:
                 raise
             refused += 1

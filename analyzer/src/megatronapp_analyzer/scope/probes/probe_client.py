@@ -25,8 +25,8 @@ from megatronapp_analyzer.scope.store.tile_pooling import HeadKey
 from megatronapp_analyzer.scope.views import encode
 from megatronapp_analyzer.scope.views.export_values import HEADED
 from megatronapp_analyzer.scope.views.tiles import TileRef, missing, tile
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeRequest, ProbeSite, RunRequest
+from megatronapp_common.web.problems import HttpError
 
 RETRY_MS = 200
 KNOWN_S = 2.0
@@ -47,9 +47,9 @@ class ProbeClient:
 
     @property
     def serving(self) -> Rank0Client:
-        """Return the client of rank 0. Raises ApiError 409 without a model."""
+        """Return the client of rank 0. Raises HttpError 409 without a model."""
         if self.client is None:
-            raise ApiError(
+            raise HttpError(
                 409, "no-model", "nothing generates here", "Start a job with mode: serve, or `megatronapp serve`."
             )
         return self.client
@@ -80,7 +80,7 @@ class ProbeClient:
         model = self.core.publishers.model
         for place, one in enumerate(heads):
             if model is not None and (one.layer >= model["layers"] or one.head >= model["heads"]):
-                raise ApiError(
+                raise HttpError(
                     422,
                     "invalid-request",
                     f"capture.pinned.{place}: there is no layer {one.layer}, head {one.head}",
@@ -88,7 +88,7 @@ class ProbeClient:
                 )
 
     async def tile(self, run: ScopeRun, head: HeadKey, place: TileRef, caller: str) -> NDArray[np.uint8] | str:
-        """Return a tile of a head's map, or the id of the probe that fetches more of it. Raises ApiError."""
+        """Return a tile of a head's map, or the id of the probe that fetches more of it. Raises HttpError."""
         sample, layer, index = head
         site = ProbeSite(site="attention", layers=(layer,), heads=(index,), code="u8s")
         rows = run.attention.get(head)
@@ -107,7 +107,7 @@ class ProbeClient:
     async def tiles(
         self, run: ScopeRun, head: HeadKey, places: Sequence[TileRef], caller: str
     ) -> list[NDArray[np.uint8]] | str:
-        """Return tiles of a head's map, or the id of a probe that fetches more of them. Raises ApiError.
+        """Return tiles of a head's map, or the id of a probe that fetches more of them. Raises HttpError.
 
         Missing rows are requested together. Other tasks run between any two tiles.
         """
@@ -128,7 +128,7 @@ class ProbeClient:
     async def probe(
         self, run: ScopeRun, sample: int, site: ProbeSite, queries: range, caller: str, *, keep: Keep | None = None
     ) -> str:
-        """Request rows of one site, once until they arrive. Return the probe's id. Raises ApiError."""
+        """Request rows of one site, once until they arrive. Return the probe's id. Raises HttpError."""
         ids = tuple(run.ids(sample)[: run.length(sample)])
         wanted = ProbeRequest(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop), stride=queries.step)
         put = keep or keep_rows
@@ -143,7 +143,7 @@ class ProbeClient:
     async def request(
         self, key: object, wanted: ProbeRequest, done: Callable[[Sequence[ShardTensor]], None], caller: str
     ) -> str:
-        """Return the probe that fetches this; a request for what is pending joins it. Raises ApiError."""
+        """Return the probe that fetches this; a request for what is pending joins it. Raises HttpError."""
         book = self.core.probes
         book.settle(self.core.publishers.expected(), self.core.clock())
         if (asked := book.find_pending(key)) is not None:
@@ -159,7 +159,7 @@ class ProbeClient:
 
     def _check_capacity(self, wanted: ProbeRequest, caller: str) -> None:
         if self.client is None:
-            raise ApiError(
+            raise HttpError(
                 404,
                 "not-recorded",
                 f"{wanted.sites[0].site} of these rows was not recorded",
@@ -170,7 +170,7 @@ class ProbeClient:
         if of_caller >= MAX_OF_CALLER or len(self.core.probes) + len(asking) >= MAX_PROBES:
             whose = "you wait" if of_caller >= MAX_OF_CALLER else "pages wait"
             text = f"{whose} for as many probes as the model takes at a time"
-            raise ApiError(429, "too-many-probes", text, "Ask again once some have come.", retry_s=RETRY_S)
+            raise HttpError(429, "too-many-probes", text, "Ask again once some have come.", retry_s=RETRY_S)
 
     async def _send(
         self, key: object, wanted: ProbeRequest, done: Callable[[Sequence[ShardTensor]], None], caller: str
@@ -220,7 +220,7 @@ def _by_head(wanted: Sequence[ShardTensor]) -> dict[tuple[int, int], list[tuple[
 
 
 def keep_rows(run: ScopeRun, sample: int, site: ProbeSite, wanted: Sequence[ShardTensor]) -> None:
-    """Store what a probe fetched. Raises ApiError 413 if it is more than the memory budget allows."""
+    """Store what a probe fetched. Raises HttpError 413 if it is more than the memory budget allows."""
     if site.code == "u8s":
         _keep_attention(run, sample, wanted)
         return

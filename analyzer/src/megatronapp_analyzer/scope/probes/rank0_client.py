@@ -4,11 +4,11 @@ from typing import Any
 
 import httpx
 
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeRequest, RunRequest, ScoreRequest
+from megatronapp_common.web.problems import HttpError
 
 TIMEOUT_S = 10.0
 SCORES_TIMEOUT_S = 300.0
@@ -18,7 +18,7 @@ PASSED_ON = frozenset({404, 409, 413, 422, 429, 501, 503})
 
 
 class Rank0Client:
-    """Sends requests to rank 0. Every method raises ApiError: with rank 0's own message if it answered, and 503
+    """Sends requests to rank 0. Every method raises HttpError: with rank 0's own message if it answered, and 503
     otherwise."""
 
     def __init__(self, url: str, token: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -101,22 +101,22 @@ class Rank0Client:
             answer = await self._client.request(method, path, content=body, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
             what = f"the model does not answer: {type(error).__name__}"
-            raise ApiError(503, "restarting", what, "Try again in a moment.") from error
+            raise HttpError(503, "restarting", what, "Try again in a moment.") from error
         if not answer.is_success:
             raise _refusal(answer)
         return answer
 
 
-def _refusal(answer: httpx.Response) -> ApiError:
+def _refusal(answer: httpx.Response) -> HttpError:
     said = _json(answer)
     if answer.status_code in PASSED_ON and isinstance(said, dict) and isinstance(said.get("code"), str):
         words = str(said.get("message")), str(said.get("hint"))
-        return ApiError(answer.status_code, said["code"], *words, retry_s=_retry_s(answer))
+        return HttpError(answer.status_code, said["code"], *words, retry_s=_retry_s(answer))
     return _failed(f"the model answered with {answer.status_code}")
 
 
-def _failed(what: str) -> ApiError:
-    return ApiError(503, "model-failed", what, "See the log of rank 0.")
+def _failed(what: str) -> HttpError:
+    return HttpError(503, "model-failed", what, "See the log of rank 0.")
 
 
 def _json(answer: httpx.Response) -> Any:  # noqa: ANN401 - whatever JSON holds

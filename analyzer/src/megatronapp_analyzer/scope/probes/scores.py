@@ -12,11 +12,11 @@ from megatronapp_analyzer.scope.parts.probe_tracker import RETRY_S
 from megatronapp_analyzer.scope.parts.wire_models import StepHeader, read
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.store.run import PromptScores, ScopeRun
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
 from megatronapp_common.scope.protocol_requests import MAX_SCORED, ScoreRequest
+from megatronapp_common.web.problems import HttpError
 
 NAMES = ("top.id", "top.p", "top.logit", "partition", "surprise", "entropy")
 ROWS = 128
@@ -33,7 +33,7 @@ class ScoreService:
         self._asking: dict[tuple[str, int], asyncio.Task[PromptScores]] = {}
 
     async def of(self, run: ScopeRun, sample: int, wait_s: float) -> PromptScores | None:
-        """Return the scores of a prompt; None if they have not arrived within `wait_s`. Raises ApiError."""
+        """Return the scores of a prompt; None if they have not arrived within `wait_s`. Raises HttpError."""
         if (known := run.scores.get(sample)) is not None:
             return known
         key = run.id, sample
@@ -53,14 +53,16 @@ class ScoreService:
         ids, capture = run.prompt_ids(sample), run.header.get("capture") or {}
         if self._probe_client.client is None:
             words = "scores are asked of a model, and a replay has none"
-            raise ApiError(404, "not-recorded", words, "OVERVIEW frames of the session hold those that were asked for.")
+            raise HttpError(
+                404, "not-recorded", words, "OVERVIEW frames of the session hold those that were asked for."
+            )
         if not 2 <= len(ids) <= MAX_SCORED:
             words = f"a prompt of {len(ids)} tokens has no scores"
-            raise ApiError(404, "outside", words, f"One of 2 to {MAX_SCORED} tokens has.")
+            raise HttpError(404, "outside", words, f"One of 2 to {MAX_SCORED} tokens has.")
         self._asking = {key: task for key, task in self._asking.items() if not task.done()}
         if len(self._asking) >= MAX_REQUESTS:
             words = "as many prompts are read as the model takes at a time"
-            raise ApiError(429, "too-many-probes", words, "Ask again once some have come.", retry_s=RETRY_S)
+            raise HttpError(429, "too-many-probes", words, "Ask again once some have come.", retry_s=RETRY_S)
         return ScoreRequest(ids=tuple(ids), candidates=min(100, capture.get("candidates") or 20))
 
     async def _request_scores(self, run: ScopeRun, sample: int, asked: ScoreRequest) -> PromptScores:
@@ -68,7 +70,7 @@ class ScoreService:
         try:
             said, tensors = read(StepHeader, "TOKENS", frame.header), checked(frame, len(asked.ids) - 1)
         except (ProtocolError, FrameError) as error:
-            raise ApiError(503, "model-failed", f"the model sent no scores: {error}", "See rank 0's log.") from error
+            raise HttpError(503, "model-failed", f"the model sent no scores: {error}", "See rank 0's log.") from error
         found = scores_of(tensors)
         if self._probe_client.core.runs.holds(run):
             for part in overviews(run.id, sample, tensors, said.top_texts):

@@ -14,8 +14,8 @@ from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.parts.wire_models import StoredRun, read
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.store.run import ENDED, ScopeRun, lost_run
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.web.problems import HttpError
 
 LOG = logging.getLogger(__name__)
 RETRY_S = 1
@@ -42,15 +42,15 @@ class TokenBackfill:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def check(self, run: ScopeRun) -> None:
-        """Raise ApiError for a run with holes: 503 while rank 0 is asked, 409 if it no longer has the tokens."""
+        """Raise HttpError for a run with holes: 503 while rank 0 is asked, 409 if it no longer has the tokens."""
         if run.whole:
             return
         self.want(run)
         if run.id in self._tasks:
             text = "the hub has not seen all tokens of this run, and asks the model for them"
-            raise ApiError(503, "refilling", text, "Ask again in a moment.", retry_s=RETRY_S)
+            raise HttpError(503, "refilling", text, "Ask again in a moment.", retry_s=RETRY_S)
         text = "tokens of this run came while the hub was away, and nobody has them any more"
-        raise ApiError(409, "run-incomplete", text, "Its numbers cannot be told; start the run again.")
+        raise HttpError(409, "run-incomplete", text, "Its numbers cannot be told; start the run again.")
 
     def want(self, run: ScopeRun) -> None:
         """Fetch the missing tokens of a run, if rank 0 may have them."""
@@ -64,7 +64,7 @@ class TokenBackfill:
         self._lost &= set(self._probe_client.core.runs)
         if not task.cancelled() and (error := task.exception()) is not None:
             LOG.warning("run %s is not whole: %s", run.id, error)
-            if isinstance(error, ProtocolError) or (isinstance(error, ApiError) and error.status == 404):
+            if isinstance(error, ProtocolError) or (isinstance(error, HttpError) and error.status == 404):
                 self._lost.add(run.id)
 
     async def _fill(self, run: ScopeRun) -> None:
@@ -95,15 +95,15 @@ class TokenBackfill:
             self._probe_client.core.ingest.take_run_state(frame)
 
     async def _fetch_state(self, run: ScopeRun) -> Frame:
-        """Return the state of a run at rank 0; failed if it is unknown there. Raises ApiError and ProtocolError."""
+        """Return the state of a run at rank 0; failed if it is unknown there. Raises HttpError and ProtocolError."""
         for _ in range(TRIES):
             try:
                 said = read(StoredRun, "answer of rank 0: run", await self._probe_client.serving.run(run.id))
                 return Frame(FrameType.SCOPE_RUN_STATE, {**said.header, "run": run.id})
-            except ApiError as error:
+            except HttpError as error:
                 if error.status == 404:
                     return lost_run(run.header)
                 if error.status not in {429, 503}:
                     raise
             await asyncio.sleep(RETRY_S)
-        raise ApiError(503, "restarting", "the model does not answer", "Look at the log of rank 0.")
+        raise HttpError(503, "restarting", "the model does not answer", "Look at the log of rank 0.")

@@ -7,8 +7,8 @@ import numpy as np
 from megatronapp_analyzer.scope.probes import pca
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.store.run import ScopeRun
-from megatronapp_analyzer.web.problems import ApiError
 from megatronapp_common.scope.protocol_requests import ProbeSite
+from megatronapp_common.web.problems import HttpError
 
 SITE = "residual"
 MAX_BYTES = 16 << 20
@@ -26,12 +26,12 @@ class VarianceSum:
 async def variance_of(probe_client: ProbeClient, run: ScopeRun, layer: int, caller: str) -> VarianceSum | str:
     """Return the variance over all tokens that were read, or the id of a probe that fetches their states.
 
-    Raises ApiError.
+    Raises HttpError.
     """
     model = probe_client.core.publishers.model
     tokens = sum(run.length(sample) for sample in range(len(run.tokens)))
     if tokens < 2:
-        raise ApiError(404, "outside", f"{tokens} tokens have no variance", "Two tokens have one.")
+        raise HttpError(404, "outside", f"{tokens} tokens have no variance", "Two tokens have one.")
     every = max(1, -(-tokens * (model["hidden"] if model else 1) * 4 // MAX_BYTES))
     states = []
     for sample in range(len(run.tokens)):

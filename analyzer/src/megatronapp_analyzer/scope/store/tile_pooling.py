@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, RetentionClass
 from megatronapp_analyzer.scope.views.tiles import TILE, TileRef
-from megatronapp_analyzer.web.problems import ApiError
+from megatronapp_common.web.problems import HttpError
 
 HeadKey = tuple[int, int, int]
 """Sample, layer and head."""
@@ -112,12 +112,12 @@ class TilePool:
         return is_small and (place.full or not self._grows(None))
 
     def check(self, place: TileRef) -> None:
-        """Raise ApiError 413 for a tile that needs too many chunks, with what fits."""
+        """Raise HttpError 413 for a tile that needs too many chunks, with what fits."""
         most = MAX_CHUNKS * (self._ring.limit_bytes // PIECE_SHARE)
         needed = rows_bytes(place.needed)
         if needed > most:
             text = f"this tile shows {len(place.needed)} queries, whose rows have {needed >> 10} KiB; "
-            raise ApiError(413, "too-large", f"{text}{most >> 10} KiB can be read for one", _what_fits(place, most))
+            raise HttpError(413, "too-large", f"{text}{most >> 10} KiB can be read for one", _what_fits(place, most))
 
     def making(self, head: HeadKey, place: TileRef) -> PooledTile:
         """Return the tile with what it has so far; the memory budget drops it last from now on."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatronapp_analyzer.web.problems import ApiError
+from megatronapp_common.web.problems import HttpError
 
 PREFIX = "megatronapp_serve_"
 HISTOGRAMS = {
@@ -39,11 +39,11 @@ class ServerCounts:
 
 
 def read_counts(text: str) -> ServerCounts:
-    """Parse metrics in the text format of Prometheus. Raises ApiError 503 if it is not valid."""
+    """Parse metrics in the text format of Prometheus. Raises HttpError 503 if it is not valid."""
     try:
         samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
     except ValueError as error:
-        raise ApiError(503, "model-failed", "the model's metrics cannot be read", "See the log of rank 0.") from error
+        raise HttpError(503, "model-failed", "the model's metrics cannot be read", "See the log of rank 0.") from error
     plain = {one.name.removeprefix(PREFIX): one.value for one in samples if not one.labels}
     ended = {one.labels["finished_reason"]: int(one.value) for one in samples if one.name == f"{PREFIX}requests_total"}
     latencies = {}

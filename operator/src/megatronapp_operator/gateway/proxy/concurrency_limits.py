@@ -4,7 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping
 
-from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_common.web.problems import HttpError
 
 ALL = "the gateway"
 """Key of what all share."""
@@ -24,12 +24,12 @@ class ConcurrencyLimits:
         return self._taken[ALL]
 
     def acquire(self, most: Mapping[str, int]) -> contextlib.ExitStack:
-        """One of each key's share until the stack is closed. Raises Refusal (429) if a share is used up."""
+        """One of each key's share until the stack is closed. Raises HttpError (429) if a share is used up."""
         with contextlib.ExitStack() as stack:
             for key, limit in {**most, ALL: self.in_all}.items():
                 if self._taken[key] >= limit:
                     hint = "Close some pages, or try again in a moment."
-                    raise GatewayError(429, "too-many", f"{key} has {limit} {self._what} at once, and no more", hint)
+                    raise HttpError(429, "too-many", f"{key} has {limit} {self._what} at once, and no more", hint)
                 self._taken[key] += 1
                 stack.callback(self._give_back, key)
             return stack.pop_all()

@@ -7,6 +7,7 @@ from fastapi import Request
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
+from megatronapp_common.web.body_limit import read_body
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.gateway.authorization import Authorizer, Caller
 from megatronapp_operator.gateway.credentials import Credentials
@@ -18,9 +19,10 @@ from megatronapp_operator.gateway.proxy.http_proxy import AT_ONCE, HubRequest
 from megatronapp_operator.gateway.proxy.hub_addresses import HubAddresses
 from megatronapp_operator.gateway.proxy.rate_limits import RateLimits
 from megatronapp_operator.gateway.proxy.response_policy import response_rule_for
-from megatronapp_operator.gateway.static_pages import read_body
 
 MAX_BODY_BYTES = 64 << 10
+BODY_S = 10.0
+"""Longest time in which a body must be received, in seconds: meanwhile it holds a slot of its caller and job."""
 MAX_REQUESTS, CALLERS_REQUESTS, JOBS_REQUESTS, REQUESTS_OF_BOTH = 256, 32, AT_ONCE, 16
 """To hubs at the same time: in all, of one caller, to one job, and of one caller to one job."""
 MAX_LONG_BODIES, CALLERS_LONG_BODIES = 32, 4
@@ -61,7 +63,7 @@ class Gateway:
         self.controls = RateLimits("controlling calls", turns=controls, fill_s=CONTROLS_S)
 
     async def caller(self, connection: HTTPConnection) -> Caller:
-        """Identify the caller. Raises GatewayError (401, 403)."""
+        """Identify the caller. Raises HttpError (401, 403)."""
         return await self.gate.identify(self.credentials.tokens(connection))
 
     async def forward_request(
@@ -74,7 +76,7 @@ class Gateway:
         role: TokenRole = TokenRole.VIEWER,
         tag: str | None = None,
     ) -> Response:
-        """Forward a reading request to the job's hub. Raises GatewayError."""
+        """Forward a reading request to the job's hub. Raises HttpError."""
         url = http_proxy.address_of(await self.hubs.address(job), path, query)
         token, who = (
             self.catalog.token(job, role),
@@ -87,7 +89,7 @@ class Gateway:
     async def control_hub(
         self, caller: Caller, job: CatalogJob, path: str, *, request: Request, most: int | None = None
     ) -> Response:
-        """Forward a request that changes the job to its hub, with the request's body. Raises GatewayError.
+        """Forward a request that changes the job to its hub, with the request's body. Raises HttpError.
 
         The body is read only once the limits let it in.
         """
@@ -97,7 +99,7 @@ class Gateway:
             self.requests.acquire(concurrency_keys(caller, job)) as share,
             self._concurrency_slot(caller, job, most or 0),
         ):
-            body = None if most is None else await read_body(request, most)
+            body = None if most is None else await read_body(request.scope, request.receive, most, seconds=BODY_S)
             url = http_proxy.address_of(await self.hubs.address(job), path, "")
             who = caller.name if role is TokenRole.CONTROLLER else None
             token = self.catalog.token(job, role)

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
-from megatronapp_operator.gateway import bounded_protocols
-from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_common.web.problems import HttpError
+from megatronapp_operator.gateway.proxy.hub_addresses import hub_socket
 from megatronapp_operator.gateway.proxy.response_policy import JSON, PLAIN, TOTAL_S, ResponseRule
 
 LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def new_session() -> aiohttp.ClientSession:
     """Connections to hubs: no cookies, no proxies of the environment, nothing unpacked."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
-            limit=0, limit_per_host=AT_ONCE, socket_factory=lambda address: bounded_protocols.hub_socket(*address[:3])
+            limit=0, limit_per_host=AT_ONCE, socket_factory=lambda address: hub_socket(*address[:3])
         ),
         timeout=_timeout(TOTAL_S),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -87,7 +87,7 @@ def address_of(hub: str, path: str, query: str) -> URL:
 
 
 async def send_request(session: aiohttp.ClientSession, question: HubRequest) -> "HubResponse":
-    """The hub's answer, of which nothing has been read yet. Raises Refusal (502, 504) if it cannot be passed on."""
+    """The hub's answer, of which nothing has been read yet. Raises HttpError (502, 504) if it cannot be passed on."""
     try:
         answer = await session.request(
             question.method,
@@ -98,16 +98,14 @@ async def send_request(session: aiohttp.ClientSession, question: HubRequest) -> 
             timeout=_timeout(question.kind.total_s),
         )
     except TimeoutError as error:
-        raise GatewayError(
-            504, "hub-silent", "the job's hub did not answer in time", "Try again in a moment."
-        ) from error
+        raise HttpError(504, "hub-silent", "the job's hub did not answer in time", "Try again in a moment.") from error
     except (aiohttp.ClientError, ValueError, OSError) as error:
         text = f"the job's hub does not answer: {type(error).__name__}"
-        raise GatewayError(502, "hub-not-there", text, "It may be starting; try again in a moment.") from error
+        raise HttpError(502, "hub-not-there", text, "It may be starting; try again in a moment.") from error
     wrong = find_response_problem(answer, question)
     if wrong is not None:
         answer.close()
-        raise GatewayError(502, "bad-hub", f"the job's hub answered with {wrong}", _HUB_LOG)
+        raise HttpError(502, "bad-hub", f"the job's hub answered with {wrong}", _HUB_LOG)
     return HubResponse(answer, question.kind)
 
 

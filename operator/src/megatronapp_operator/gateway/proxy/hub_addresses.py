@@ -5,12 +5,14 @@ for its name. The pod must belong to this life of the job: its controller is the
 """
 
 import ipaddress
+import socket
 
 from megatronapp_common.names import HUB_PORT, KIND
+from megatronapp_common.web.problems import HttpError
+from megatronapp_common.web.server import KERNEL_BYTES
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 from megatronapp_operator.gateway.job_catalog import CatalogJob
-from megatronapp_operator.gateway.problems import GatewayError
 from megatronapp_operator.gateway.ttl_cache import TtlCache
 
 FRESH_S = 2.0
@@ -26,16 +28,16 @@ class HubAddresses:
         self._pods = TtlCache(self._get, ttl_s=FRESH_S)
 
     async def address(self, job: CatalogJob) -> str:
-        """Return `host:port` of the job's hub. Raises GatewayError (503) while the job has no hub; ApiError."""
+        """Return `host:port` of the job's hub. Raises HttpError (503) while the job has no hub; ApiError."""
         pod = await self._pods.get((job.namespace, f"{job.name}-hub"))
         if pod is None or not is_owned_by(pod, job.uid):
-            raise GatewayError(503, "no-hub", f"{job.namespace}/{job.name} has no hub now", HINT)
+            raise HttpError(503, "no-hub", f"{job.namespace}/{job.name} has no hub now", HINT)
         if pod["metadata"].get("deletionTimestamp"):  # soon its address may be another pod's
-            raise GatewayError(503, "no-hub", f"the hub of {job.namespace}/{job.name} is ending", HINT)
+            raise HttpError(503, "no-hub", f"the hub of {job.namespace}/{job.name} is ending", HINT)
         status = pod.get("status", {})
         if status.get("phase") != "Running" or not status.get("podIP"):
             phase = status.get("phase", "Pending")
-            raise GatewayError(503, "no-hub", f"the hub of {job.namespace}/{job.name} is {phase}, not Running", HINT)
+            raise HttpError(503, "no-hub", f"the hub of {job.namespace}/{job.name} is {phase}, not Running", HINT)
         return join(status["podIP"], self._port)
 
     async def _get(self, key: tuple[str, str]) -> Object | None:
@@ -52,3 +54,11 @@ def join(address: str, port: int) -> str:
     """Return an address and a port in the form that a URL has."""
     bare = ipaddress.ip_address(address)
     return f"[{bare}]:{port}" if bare.version == 6 else f"{bare}:{port}"
+
+
+def hub_socket(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
+    """Return a socket for a connection to a hub, which may send more than is read."""
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
+    made.setblocking(False)
+    return made

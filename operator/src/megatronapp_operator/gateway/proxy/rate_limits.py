@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Mapping
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.token_bucket import BucketSize, TokenBuckets
-from megatronapp_operator.gateway.problems import GatewayError
 
 MAX_KEYS = 10_000
 """Number of keys that are remembered."""
@@ -21,10 +21,10 @@ class RateLimits:
         self._buckets = TokenBuckets(MAX_KEYS)
 
     def acquire(self, weights: Mapping[str, int]) -> None:
-        """One turn of each key. Raises Refusal (429), and takes none, if one of them has no turn left."""
+        """One turn of each key. Raises HttpError (429), and takes none, if one of them has no turn left."""
         turns = {key: self._turns * weight for key, weight in weights.items()}
         sizes = {key: BucketSize(count, count / self._fill_s) for key, count in turns.items()}
         short = self._buckets.consume(sizes, self._clock())
         if short is not None:
             text = f"{short.key} has had {turns[short.key]} {self._what} in a short time"
-            raise GatewayError(429, "too-many", text, f"Try again in {short.wait_s} s.", retry_s=short.wait_s)
+            raise HttpError(429, "too-many", text, f"Try again in {short.wait_s} s.", retry_s=short.wait_s)

@@ -4,11 +4,12 @@ import contextlib
 
 from starlette.websockets import WebSocket
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
 from megatronapp_operator.gateway.authorization import Caller
 from megatronapp_operator.gateway.job_catalog import CatalogJob
-from megatronapp_operator.gateway.problems import GatewayError, count_error, of_api
+from megatronapp_operator.gateway.problems import count_error, of_api
 from megatronapp_operator.gateway.proxy import websocket_proxy
 from megatronapp_operator.gateway.proxy.gateway import Gateway
 from megatronapp_operator.gateway.proxy.websocket_proxy import SocketRules
@@ -25,27 +26,27 @@ async def serve_websocket(socket: WebSocket, gateway: Gateway, namespace: str, n
         guest = await _admit(socket, gateway, namespace, name, rules)
         if rules.subprotocol is not None and rules.subprotocol not in socket.scope["subprotocols"]:
             hint = "Use the page of this release."
-            raise GatewayError(400, "other-protocol", f"this socket speaks {rules.subprotocol} alone", hint)
-    except GatewayError as refusal:
+            raise HttpError(400, "other-protocol", f"this socket speaks {rules.subprotocol} alone", hint)
+    except HttpError as refusal:
         count_error(socket, refusal)
         await socket.close(websocket_proxy.CLOSE_POLICY, websocket_proxy.reason_of(refusal))
         return
 
     async def check() -> None:
         if (await _admit(socket, gateway, namespace, name, rules))[2:] != guest[2:]:
-            raise GatewayError(403, "other-role", "your rights have changed", "Open the page again.")
+            raise HttpError(403, "other-role", "your rights have changed", "Open the page again.")
 
     await socket.accept(rules.subprotocol)
     try:
         await _listen(socket, gateway, guest, rules, check)
-    except (GatewayError, ApiError) as error:
-        why = error if isinstance(error, GatewayError) else of_api(error)
+    except (HttpError, ApiError) as error:
+        why = error if isinstance(error, HttpError) else of_api(error)
         count_error(socket, why)
         await websocket_proxy.send_error(socket, why)
 
 
 async def _admit(socket: WebSocket, gateway: Gateway, namespace: str, name: str, rules: SocketRules) -> Guest:
-    """Return caller, job and role of a socket. Raises GatewayError."""
+    """Return caller, job and role of a socket. Raises HttpError."""
     try:
         caller = await gateway.caller(socket)
         job = await gateway.gate.admit(caller, Verb.GET, namespace, name)

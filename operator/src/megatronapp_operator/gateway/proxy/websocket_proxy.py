@@ -16,8 +16,8 @@ from websockets.typing import Subprotocol
 from megatronapp_common import frames
 from megatronapp_common.frames import PREFIX, Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, SUBPROTOCOL
-from megatronapp_operator.gateway import bounded_protocols
-from megatronapp_operator.gateway.problems import GatewayError
+from megatronapp_common.web.problems import HttpError
+from megatronapp_operator.gateway.proxy.hub_addresses import hub_socket
 
 LOG = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 << 20
@@ -85,7 +85,7 @@ class _NoRedirectConnect(websockets.asyncio.client.connect):
 
 @contextlib.asynccontextmanager
 async def listening(hub: str, token: str, rules: SocketRules = RULES) -> AsyncIterator[Hub]:
-    """One of the hub's sockets. Raises Refusal (502) if it cannot be opened."""
+    """One of the hub's sockets. Raises HttpError (502) if it cannot be opened."""
     try:
         connection = await _NoRedirectConnect(
             f"ws://{hub}/api/v1/{rules.path}",
@@ -101,10 +101,10 @@ async def listening(hub: str, token: str, rules: SocketRules = RULES) -> AsyncIt
         )
     except (WebSocketException, OSError, TimeoutError) as error:
         text = f"the job's hub does not open its {rules.path} socket: {type(error).__name__}"
-        raise GatewayError(502, "hub-not-there", text, "It may be starting; the page tries again.") from error
+        raise HttpError(502, "hub-not-there", text, "It may be starting; the page tries again.") from error
     async with connection:
         if connection.subprotocol != rules.subprotocol:
-            raise GatewayError(
+            raise HttpError(
                 502, "bad-hub", "the job's hub speaks another protocol", "Look at the log of the job's hub."
             )
         yield connection
@@ -114,7 +114,7 @@ async def _reach(hub: str) -> socket.socket:
     """A connection to `host:port`. Raises OSError, TimeoutError."""
     parts = urllib.parse.urlsplit(f"//{hub}")
     host, port = str(parts.hostname), parts.port
-    made = bounded_protocols.hub_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made = hub_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         async with asyncio.timeout(OPEN_S):
             await asyncio.get_running_loop().sock_connect(made, (host, port))
@@ -194,17 +194,16 @@ async def _guard(check: Check) -> tuple[int, str]:
         await asyncio.sleep(RECHECK_S)
         try:
             await check()
-        except GatewayError as refusal:
+        except HttpError as refusal:
             return CLOSE_POLICY, reason_of(refusal)
 
 
-def reason_of(refusal: GatewayError) -> str:
+def reason_of(refusal: HttpError) -> str:
     """As much of the words as a close frame holds (123 bytes)."""
     return str(refusal).encode()[:MAX_REASON_BYTES].decode(errors="ignore")
 
 
-async def send_error(page: WebSocket, refusal: GatewayError) -> None:
+async def send_error(page: WebSocket, refusal: HttpError) -> None:
     """Send the page the reason why it gets no frames, as an error frame, and close."""
-    header = {"code": refusal.code, "message": str(refusal), "hint": refusal.hint}
-    await page.send_bytes(frames.encode(Frame(FrameType.ERROR, header)))
+    await page.send_bytes(frames.encode(Frame(FrameType.ERROR, refusal.body)))
     await page.close(CLOSE_AGAIN, refusal.code)

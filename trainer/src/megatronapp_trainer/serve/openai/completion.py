@@ -22,7 +22,7 @@ from megatronapp_trainer.serve.openai.schemas_completions import (
     StreamOptions,
     Usage,
 )
-from megatronapp_trainer.serve.problems import api_error, error_body
+from megatronapp_trainer.serve.problems import error_body, http_error
 from megatronapp_trainer.serve.request_broker import Disconnected, PromptProgress, QueueEvent, RequestHandle
 from megatronapp_trainer.serve.served_model import PromptEcho, ServedModel
 
@@ -214,7 +214,7 @@ def _failure(error: Exception) -> str:
 
     if not isinstance(error, GenerationError):
         raise error
-    return _event(json.dumps(error_body(api_error(error))), name="error")
+    return _event(json.dumps(error_body(http_error(error))), name="error")
 
 
 def _queue_event(answer: CompletionResponse, event: QueueEvent, options: StreamOptions) -> str:

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.chat_template import TemplateError
 from megatronapp_trainer.serve.openai.logprobs import check_logprobs
 from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest, Message
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest, GenerationBody
-from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.served_model import SEEDS, Ids, Prompt, PromptEcho, ServedModel
 
 _NO_TEMPLATE = (
@@ -20,7 +20,7 @@ _TEMPLATE_REFUSED = "Change the messages to what the template takes; /tokenizer_
 
 
 def completion_requests(model: ServedModel, body: CompletionRequest, name: str, seed: int) -> list[GenerationRequest]:
-    """Return one request for each text. Raises ApiError, RequestError."""
+    """Return one request for each text. Raises HttpError, RequestError."""
     model.check_name(body.model)
     prompts = prompts_of(body)
     model.check_texts(len(prompts) * body.n, model.most_open, "prompt" if body.n == 1 else "n")
@@ -40,7 +40,7 @@ def completion_requests(model: ServedModel, body: CompletionRequest, name: str, 
 
 
 def chat_requests(model: ServedModel, body: ChatRequest, name: str, seed: int) -> list[GenerationRequest]:
-    """Return one request for each answer. Raises ApiError, RequestError."""
+    """Return one request for each answer. Raises HttpError, RequestError."""
     model.check_name(body.model)
     model.check_texts(body.n, model.most_open, "n")
     ids = chat_ids(model, body.messages, add_generation_prompt=body.add_generation_prompt)
@@ -56,16 +56,16 @@ def chat_requests(model: ServedModel, body: ChatRequest, name: str, seed: int) -
 
 
 def chat_ids(model: ServedModel, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> tuple[int, ...]:
-    """Render messages with the model's chat template, and return the ids. Raises ApiError."""
+    """Render messages with the model's chat template, and return the ids. Raises HttpError."""
     if model.chat.text is None:
         flaw = "has none" if model.chat.flaw is None else f"has one that cannot be used: {model.chat.flaw}"
         reason = f"messages need the model's chat template, and {model.name} {flaw}"
-        raise ApiError(422, "no-chat-template", reason, hint=_NO_TEMPLATE, param="messages")
+        raise HttpError(422, "no-chat-template", reason, hint=_NO_TEMPLATE, param="messages")
     try:
         text = model.chat.render([message.plain() for message in messages], add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
         reason = f"messages: the model's chat template refused them: {error}"
-        raise ApiError(422, "chat-template", reason, hint=_TEMPLATE_REFUSED, param="messages") from error
+        raise HttpError(422, "chat-template", reason, hint=_TEMPLATE_REFUSED, param="messages") from error
     return model.ids_of(text, special=False)  # the template writes what is around a text
 
 

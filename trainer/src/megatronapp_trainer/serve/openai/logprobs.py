@@ -5,9 +5,9 @@ Each costs some hundred bytes until its answer is written: as an event, as a par
 
 from collections.abc import Sequence
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.openai.schemas_completions import GenerationBody
-from megatronapp_trainer.serve.problems import ApiError
 
 MOST_ANSWER_LOGPROBS = 1 << 19
 """Limit of one answer: about 300 MB with one candidate for each token."""
@@ -24,7 +24,7 @@ def logprobs_held(body: GenerationBody, requests: Sequence[GenerationRequest]) -
 
 
 def check_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
-    """Raise ApiError for more log-probabilities than one answer may have in memory."""
+    """Raise HttpError for more log-probabilities than one answer may have in memory."""
     if (found := logprobs_held(body, requests)) <= MOST_ANSWER_LOGPROBS:
         return
     first = requests[0]
@@ -35,7 +35,7 @@ def check_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) 
     )
     shorter = "a shorter prompt" if first.prompt_logprobs else "fewer max_tokens, or stream: true"
     hint = f"Send fewer texts in one request, fewer candidates, or {shorter}."
-    raise ApiError(413, "too-many-logprobs", reason, hint=hint, param="logprobs")
+    raise HttpError(413, "too-many-logprobs", reason, hint=hint, param="logprobs")
 
 
 def _tokens_of(body: GenerationBody, request: GenerationRequest) -> int:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.serve.dependencies import BrokerOf, ModelOf
 from megatronapp_trainer.serve.openai.chat_response import ChatResponse
 from megatronapp_trainer.serve.openai.completion import ClientDisconnectedError, CompletionResponse, stream, whole
@@ -32,7 +33,6 @@ from megatronapp_trainer.serve.openai.schemas_completions import (
     Problem,
     StreamOptions,
 )
-from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.request_broker import Disconnected, RequestBroker, RequestHandle
 from megatronapp_trainer.serve.served_model import ServedModel, new_seed
 
@@ -55,7 +55,7 @@ async def models(model: ModelOf) -> ModelList:
 async def one_model(name: Annotated[str, Path(max_length=256)], model: ModelOf) -> ModelCard:
     """Return the model of this name."""
     if name != model.name:
-        raise ApiError(404, "no-such-model", f"there is no model of this name, only {model.name}", param="model")
+        raise HttpError(404, "no-such-model", f"there is no model of this name, only {model.name}", param="model")
     return _card(model)
 
 

@@ -11,17 +11,18 @@ from typing import Any, TypeAlias
 from megatronapp_common import frames
 from megatronapp_common.errors import CommonError
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest
+from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.hooks.errors import CaptureError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.coordinator import CaptureCoordinator, TextOf
-from megatronapp_trainer.serve.problems import SEE, ApiError
+from megatronapp_trainer.serve.problems import SEE
 
 Defer: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class CaptureController:
-    """Captures of all ranks. Methods with arguments of users raise ApiError."""
+    """Captures of all ranks. Methods with arguments of users raise HttpError."""
 
     def __init__(self, leader: CaptureCoordinator, defer: Defer | None = None) -> None:
         """Create the controller; `defer` runs work of the engine's thread later, None: directly."""
@@ -101,4 +102,4 @@ def _refused(param: str) -> Iterator[None]:
     try:
         yield
     except (CaptureError, CommonError) as error:
-        raise ApiError(422, "invalid-request", f"{param}: {error}", hint=SEE, param=param) from error
+        raise HttpError(422, "invalid-request", f"{param}: {error}", hint=SEE, param=param) from error

@@ -14,11 +14,12 @@ import anyio.to_thread
 
 from megatronapp_common import frames
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest, RunRequest, ScoreRequest
+from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.inference.errors import GenerationError
 from megatronapp_trainer.inference.events import FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.openai.schemas_completions import RunStatus
-from megatronapp_trainer.serve.problems import ApiError, api_error
+from megatronapp_trainer.serve.problems import http_error
 from megatronapp_trainer.serve.request_broker import PromptProgress, QueueEvent, RequestBroker, RequestHandle
 from megatronapp_trainer.serve.scope.schemas import ReportedSample, RunDetail
 from megatronapp_trainer.serve.served_model import ServedModel, utf16_units
@@ -176,7 +177,7 @@ class RunRecord:
         self._open -= 1
         self._sample(event.request_id).end(event)
         if event.error is not None:
-            told = api_error(event.error)
+            told = http_error(event.error)
             self._ended, self.error = "failed", {"code": told.code, "message": str(told), "hint": told.hint}
         elif event.reason == "cancelled" and self._ended != "failed":
             self._ended = "cancelled"
@@ -204,7 +205,7 @@ class RunStore:
     ) -> RunRecord:
         """Start a run.
 
-        Raises as `RequestBroker.submit` does, and ApiError for a capture that the model cannot give.
+        Raises as `RequestBroker.submit` does, and HttpError for a capture that the model cannot give.
         """
         prompts = [model.describe_prompt(text, one.prompt) for text, one in zip(body.prompts, requests, strict=True)]
         with contextlib.nullcontext() if self.looking is None else self.looking.quiet():
@@ -239,11 +240,11 @@ class RunStore:
         return self.looking.begin(run, body.capture, requests, units, text_of)
 
     def cancel(self, run: str) -> None:
-        """End a run. Raises ApiError for an unknown one."""
+        """End a run. Raises HttpError for an unknown one."""
         self._desk.cancel(self.get(run).ticket)
 
     def change(self, run: str, capture: CaptureSettings) -> RunRecord:
-        """Change the capture of a run. Raises ApiError."""
+        """Change the capture of a run. Raises HttpError."""
         record = self.get(run)
         if self.looking is not None and record.state not in ENDED:
             self.looking.change(run, capture)
@@ -254,7 +255,7 @@ class RunStore:
     def probe(self, wanted: ProbeRequest) -> str:
         """Read known tokens once more; returns the probe's id. Waiting prompts have precedence.
 
-        Raises ApiError, and as `RequestBroker.submit` does.
+        Raises HttpError, and as `RequestBroker.submit` does.
         """
         probe, requests = self._needed().probe(wanted)
         requests = [dataclasses.replace(one, is_background=True) for one in requests]
@@ -264,7 +265,7 @@ class RunStore:
     async def scores(self, asked: ScoreRequest, model: ServedModel) -> bytes:
         """Score the tokens of a text but the first; the answer is a frame SCOPE_TOKENS.
 
-        Waiting prompts have precedence. Raises ApiError, and as `RequestBroker.submit` does.
+        Waiting prompts have precedence. Raises HttpError, and as `RequestBroker.submit` does.
         """
         self._needed()
         from megatronapp_trainer.scope.scores import scores_frame
@@ -283,7 +284,7 @@ class RunStore:
         return await anyio.to_thread.run_sync(lambda: frames.encode(scores_frame(events, text_of)))
 
     def set_basis(self, data: bytes) -> None:
-        """Let ranks project on these axes. Raises ApiError."""
+        """Let ranks project on these axes. Raises HttpError."""
         self._needed().set_basis(data)
 
     def newest_first(self) -> list[RunRecord]:
@@ -291,15 +292,15 @@ class RunStore:
         return list(reversed(self._records.values()))
 
     def get(self, run: str) -> RunRecord:
-        """Return the run with this id. Raises ApiError."""
+        """Return the run with this id. Raises HttpError."""
         if run not in self._records:
-            raise ApiError(404, "no-such-run", f"there is no run {run}", hint=f"The newest {MAX_RUNS} are stored.")
+            raise HttpError(404, "no-such-run", f"there is no run {run}", hint=f"The newest {MAX_RUNS} are stored.")
         return self._records[run]
 
     def _needed(self) -> "CaptureController":
         if self.looking is None:
             hint = "Serve with the pages (spec.analyzer.enabled)."
-            raise ApiError(409, "nothing-looks", "this server has no hub that could show it", hint=hint)
+            raise HttpError(409, "nothing-looks", "this server has no hub that could show it", hint=hint)
         return self.looking
 
     def _submit(self, requests: list[GenerationRequest]) -> RequestHandle:
@@ -321,7 +322,7 @@ class RunStore:
 
 
 async def _readings(ticket: RequestHandle) -> list[PromptEvent]:
-    """Collect the events of all positions of one prompt. Raises ApiError if it ended early."""
+    """Collect the events of all positions of one prompt. Raises HttpError if it ended early."""
     found: list[PromptEvent] = []
     while True:
         match await ticket.get():
@@ -329,9 +330,9 @@ async def _readings(ticket: RequestHandle) -> list[PromptEvent]:
                 found += readings
             case FinishedEvent(error=error) as ended:
                 if error is not None:
-                    raise api_error(error)
+                    raise http_error(error)
                 if ended.reason == "cancelled":
-                    raise ApiError(503, "cancelled", "the text was not read to its end", hint="Ask again.")
+                    raise HttpError(503, "cancelled", "the text was not read to its end", hint="Ask again.")
                 return found
 
 

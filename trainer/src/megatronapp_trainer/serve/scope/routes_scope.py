@@ -30,7 +30,7 @@ RunsOf = Annotated[RunStore, Depends(runs_of)]
 
 
 def run_requests(model: ServedModel, body: RunRequest, name: str, seed: int) -> list[GenerationRequest]:
-    """Return one request for each prompt of a run. Raises ApiError, RequestError."""
+    """Return one request for each prompt of a run. Raises HttpError, RequestError."""
     model.check_texts(len(body.prompts), model.most_prompts, "prompts")
     model.check_tokens(body.tokens, "tokens")
     sampling = body.sampling

@@ -1,4 +1,4 @@
-"""Idle peers hold no connection of the gateway: real sockets, short limits."""
+"""Idle peers hold no connection of a server: real sockets, short limits."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,9 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from megatronapp_operator.controller.probes import ProbeServer
-from megatronapp_operator.gateway import bounded_protocols
+from megatronapp_common.web.bounded_http import BoundedHttpProtocol, ReadDeadline
+from megatronapp_common.web.bounded_websocket import BoundedWebSocketProtocol
+from megatronapp_common.web.server import listen, server_config
 
 LIMIT_S = 0.2
 HEAD = b"GET / HTTP/1.1\r\nHost: gateway\r\n"
@@ -28,8 +29,8 @@ Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocols, "HEAD_S", LIMIT_S)
-    monkeypatch.setattr(bounded_protocols, "STALL_S", LIMIT_S)
+    monkeypatch.setattr(BoundedHttpProtocol, "head_s", LIMIT_S)
+    monkeypatch.setattr(ReadDeadline, "stall_s", LIMIT_S)
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,17 +51,17 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.asynccontextmanager
 async def served() -> AsyncIterator[Callable[[], Any]]:
-    """The gateway's protocols; gives what opens connections to them, with small buffers."""
-    listener = bounded_protocols.listener("127.0.0.1", 0)
-    config = uvicorn.Config(
+    """A server with the protocols; gives what opens connections to it, with small buffers."""
+    listener = listen("127.0.0.1", 0, stall_s=1000.0)
+    config = server_config(
         application,
-        http=bounded_protocols.GatewayHttpProtocol,
-        ws=bounded_protocols.GatewayWebSocketProtocol,
+        shutdown_s=3,
+        http=BoundedHttpProtocol,
+        ws=BoundedWebSocketProtocol,
         lifespan="off",
-        log_config=None,
         timeout_keep_alive=1,
     )
-    server = ProbeServer(config)
+    server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
 
     async def connect() -> Peer:
@@ -143,7 +144,7 @@ async def test_who_reads_nothing_is_let_go(asked: bytes, more: bytes) -> None:
 
 @pytest.mark.asyncio
 async def test_who_asks_without_reading_the_answers_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocols, "STALL_S", 1000.0)
+    monkeypatch.setattr(ReadDeadline, "stall_s", 1000.0)
     async with asyncio.timeout(60), served() as connect:
         peer = await connect()
         peer[1].write(UPGRADE)
@@ -153,12 +154,3 @@ async def test_who_asks_without_reading_the_answers_is_let_go(monkeypatch: pytes
             while True:
                 peer[1].write(PING * 1000)
                 await peer[1].drain()
-
-
-def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
-    with (
-        bounded_protocols.listener("127.0.0.1", 0) as sock,
-        socket.create_connection(sock.getsockname()),
-        sock.accept()[0] as one,
-    ):
-        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

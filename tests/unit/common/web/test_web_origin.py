@@ -1,4 +1,4 @@
-"""Checks of servers on browsers: origins, names of this machine, and paths of the page."""
+"""Checks of servers on browsers: origins, and names of this machine."""
 
 import re
 
@@ -7,13 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.web.origin import (
-    add_meta_tags,
     bearer_token,
     can_open_localhost_name,
-    is_route,
+    is_own_page,
     is_same_origin,
     is_same_site_navigation,
-    login_form,
     loopback_alias,
 )
 
@@ -91,22 +89,18 @@ def test_who_led_a_browser_here(site: str | None, here: bool) -> None:
     assert not is_same_site_navigation({"sec-fetch-site": "cross-site"})
 
 
-@pytest.mark.parametrize("path", ["", "jobs", "jobs/demo", "a_b/c-d/", "~x"])
-def test_a_route_of_the_page_is_plain_words(path: str) -> None:
-    assert is_route(path)
-
-
-@given(st.text(max_size=40))
-def test_nothing_odd_is_a_route_of_the_page(text: str) -> None:
-    assert not is_route(f"a{text}\0")
-    assert not is_route(f"{text}..")
-    assert not is_route("a" * 257)
-    assert is_route(text) == (re.fullmatch(r"([A-Za-z0-9_~-]+(/[A-Za-z0-9_~-]+)*/?)?", text) is not None)
-
-
-def test_marks_stand_in_the_head_once_and_a_reason_is_text() -> None:
-    assert add_meta_tags("<html><head><title>x</title></head><head>", "<a>", "<b>").startswith(
-        "<html><head><a><b><title>"
-    )
-    assert add_meta_tags("<html><head></head>") == "<html><head></head>"
-    assert "<p>&lt;script&gt;</p>" in login_form("<script>")
+@pytest.mark.parametrize(
+    ("site", "origin", "reading", "changing"),
+    [
+        (None, None, True, True),
+        ("same-origin", "http://hub:1", True, True),
+        ("none", "http://elsewhere", True, False),
+        ("cross-site", "http://hub:1", False, False),
+    ],
+)
+def test_a_cookie_counts_for_requests_of_our_own_page(
+    site: str | None, origin: str | None, reading: bool, changing: bool
+) -> None:
+    headers = {"host": "hub:1", "sec-fetch-site": site, "origin": origin}
+    given = {name: value for name, value in headers.items() if value is not None}
+    assert (is_own_page(given, reads=True), is_own_page(given, reads=False)) == (reading, changing)

@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import MutableMapping
 from typing import Any
 
-from megatronapp_common.web.security_headers import SAFE_HEADERS, Message, Receive, SecurityHeaders, Send
+from starlette.types import Message, Receive, Send
+
+from megatronapp_common.web.security_headers import SAFE_HEADERS, SecurityHeaders
 
 Pairs = list[tuple[bytes, bytes]]
 

@@ -1,0 +1,31 @@
+"""Guard in front of an application: no route is reached by a request that a check refuses."""
+
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from megatronapp_common.web.problems import Answer, HttpError, problem_response
+
+CLOSE_POLICY = 1008
+"""WebSocket close code "policy violation" (RFC 6455, section 7.4.1)."""
+
+
+class Guard:
+    """ASGI layer that passes a request on, or answers with the error that `check` returns; it closes a WebSocket."""
+
+    def __init__(
+        self, app: ASGIApp, *, check: Callable[[Scope], HttpError | None], answer: Answer = problem_response
+    ) -> None:
+        self._app = app
+        self._check = check
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it here."""
+        error = None if scope["type"] == "lifespan" else self._check(scope)
+        if error is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": CLOSE_POLICY, "reason": str(error)})
+        else:
+            await self._answer(error)(scope, receive, send)
