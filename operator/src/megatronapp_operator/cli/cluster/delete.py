@@ -17,11 +17,11 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.ignore_not_found:
                 return 0
             raise
-        cluster.run(cluster.api.delete(JOBS, job.document))
+        cluster.delete(JOBS, job.document)
         if arguments.force:
             print("stopping at once; no checkpoint is written", flush=True)
-            pods = cluster.run(cluster.api.list_objects(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}"))
-            for pod in pods.items:
-                cluster.run(cluster.api.delete(PODS, pod, grace_s=0))
+            pods = cluster.list_objects(PODS, job.namespace, labelSelector=f"{LABEL_JOB_UID}={job.uid}")
+            for pod in pods:
+                cluster.delete(PODS, pod, grace_s=0)
     print(f'megatronjob.megatronapp.io "{job.name}" deleted')
     return 0

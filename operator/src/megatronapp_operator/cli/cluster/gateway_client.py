@@ -197,7 +197,7 @@ def _service(cluster: Cluster, wanted: str) -> Object:
         return _gateway_by_name(cluster, wanted)
     namespace, release = _release(cluster)
     try:
-        found = cluster.run(cluster.api.list_objects(SERVICES, namespace, labels=LABELS)).items
+        found = cluster.list_objects(SERVICES, namespace, labelSelector=LABELS)
     except ForbiddenError as error:
         found = _default_gateway(cluster, namespace, (release, USUAL_NAME))
         if not found:
@@ -215,7 +215,7 @@ def _default_gateway(cluster: Cluster, namespace: str, names: Iterable[str]) -> 
     """Return the gateway by the names that the chart gives it, for users who may get one Service but not list all."""
     for name in dict.fromkeys(names):
         with contextlib.suppress(ForbiddenError):
-            service = cluster.run(cluster.api.get(SERVICES, namespace, name))
+            service = cluster.get(SERVICES, namespace, name)
             labels = (service or {}).get("metadata", {}).get("labels", {})
             if service is not None and ",".join(f"{key}={labels.get(key)}" for key in LABEL_KEYS) == LABELS:
                 return [service]
@@ -233,7 +233,7 @@ def _gateway_by_name(cluster: Cluster, wanted: str) -> Object:
     namespace, _, name = wanted.partition("/")
     if not re.fullmatch(NAME_PATTERN, namespace) or not re.fullmatch(NAME_PATTERN, name):
         raise OperatorError(f"--gateway {wanted}: write NAMESPACE/SERVICE; {_HOW}")
-    service = cluster.run(cluster.api.get(SERVICES, namespace, name))
+    service = cluster.get(SERVICES, namespace, name)
     if service is None:
         raise OperatorError(f"--gateway {wanted}: this Service does not exist; {_HOW}")
     return service
@@ -242,7 +242,7 @@ def _gateway_by_name(cluster: Cluster, wanted: str) -> Object:
 def _release(cluster: Cluster) -> tuple[str, str]:
     """Return namespace and name of the Helm release of the chart. Raises OperatorError if they are not known."""
     try:
-        definition = cluster.run(cluster.api.get(DEFINITIONS, None, f"{PLURAL}.{GROUP}"))
+        definition = cluster.get(DEFINITIONS, None, f"{PLURAL}.{GROUP}")
     except ForbiddenError as error:
         text = f"you may not read the CustomResourceDefinition {PLURAL}.{GROUP}, which names the gateway's namespace"
         raise OperatorError(f"{text}; request the rights that `gateway.users` of the chart gives, or {_HOW}") from error

@@ -5,20 +5,20 @@ so that only the newest attempt has one; older ones are in the log storage of th
 """
 
 import argparse
+import contextlib
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import aiohttp
-
 from megatronapp_common.job import MegatronJob, load_stored_job
 from megatronapp_common.names import LABEL_ATTEMPT
 from megatronapp_common.text.terminal import replace_control_characters
-from megatronapp_operator.backends.kubernetes.client.errors import ApiError, UnavailableError
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
+from megatronapp_operator.cli.cluster.official_client import unavailable
 from megatronapp_operator.cli.follower import reporting_rank
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 
@@ -68,7 +68,7 @@ class WorkerLog:
 
     def pod(self, attempt: int | None = None) -> Object:
         """Return the worker's pod. Raises OperatorError if it does not exist, or belongs to another attempt."""
-        pod = self._cluster.run(self._cluster.api.get(PODS, self.job.namespace, self._pod))
+        pod = self._cluster.get(PODS, self.job.namespace, self._pod)
         if pod is None:
             raise OperatorError(f"pod {self.job.namespace}/{self._pod} does not exist (any more), and so has no log")
         found = pod["metadata"].get("labels", {}).get(LABEL_ATTEMPT, "0")
@@ -83,13 +83,9 @@ class WorkerLog:
         """Yield lines of the rank or launcher; with `follow` until the container has ended. Raises ApiError."""
         path = PODS.path(self.job.namespace, pod["metadata"]["name"], "log")
         query = {"container": CONTAINER} | ({"follow": "true"} if follow else {})
-        answer = self._cluster.open("GET", path, query=query)
-        try:
-            yield from select(_lines(lambda: self._cluster.run(answer.content.readany())), self._rank)
-        except aiohttp.ClientError as error:
-            raise UnavailableError(f"the log of {self._pod} broke off: {error}") from error
-        finally:
-            answer.close()
+        answer = self._cluster.client.open("GET", path, query=query)
+        with contextlib.closing(answer), unavailable(f"the log of {self._pod} broke off"):
+            yield from select(_lines(answer.read1), self._rank)
 
     def is_complete(self) -> bool:
         """Return True if no more lines can follow."""

@@ -46,7 +46,7 @@ def _settle_namespace(cluster: Cluster, job: MegatronJob) -> None:
 def _store(cluster: Cluster, job: MegatronJob) -> ClusterJob:
     """Store the job and print what changed. Raises JobConflictError for a job that has ended."""
     name = job.metadata.name
-    before = cluster.run(cluster.api.get(JOBS, cluster.namespace, name))
+    before = cluster.get(JOBS, cluster.namespace, name)
     if before is not None and ClusterJob(before).ended:
         raise JobConflictError(
             f"{cluster.namespace}/{name} has ended ({ClusterJob(before).phase}); remove it with "

@@ -100,10 +100,10 @@ def _secrets(cluster: Cluster, job: ClusterJob) -> list[Object]:
     pinned = read_pinned(job.status)
     if pinned is not None:
         name = ObjectNames(job.name).secret(job.uid, pinned.key_id)
-        found = cluster.run(cluster.api.get(SECRETS, job.namespace, name))
+        found = cluster.get(SECRETS, job.namespace, name)
         return [] if found is None else [found]
-    listing = cluster.run(cluster.api.list_objects(SECRETS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}"))
-    return sorted(listing.items, key=lambda one: str(one["metadata"]["creationTimestamp"]), reverse=True)
+    listing = cluster.list_objects(SECRETS, job.namespace, labelSelector=f"{LABEL_JOB_UID}={job.uid}")
+    return sorted(listing, key=lambda one: str(one["metadata"]["creationTimestamp"]), reverse=True)
 
 
 def _of_account(cluster: Cluster, namespace: str, name: str) -> SelectedToken:

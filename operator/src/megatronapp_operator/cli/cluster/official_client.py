@@ -1,0 +1,143 @@
+"""The official client of Kubernetes, typed: kubeconfig, credentials, requests. The other modules do not import it.
+
+Its generated models are not used: they cost seconds of imports and do not know MegatronJobs.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlencode
+
+import urllib3
+import yaml
+from urllib3.exceptions import HTTPError, InsecureRequestWarning
+from urllib3.response import BaseHTTPResponse
+
+from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError, api_error_for
+from megatronapp_operator.backends.kubernetes.client.resources import Object
+from megatronapp_operator.errors import OperatorError
+
+USER_AGENT = "megatronapp"
+DEFAULT_KUBECONFIG = "~/.kube/config"
+HOW_TO_NAME_ONE = "name one by --kubeconfig FILE and --context NAME"
+NOT_INSTALLED = (
+    "the Python package `kubernetes` is not installed, which the commands for a cluster need; "
+    "run: pip install 'megatronapp-operator[cluster]'"
+)
+
+
+class OfficialClient:
+    """Connection to the API server of a context, with the credentials of its user."""
+
+    def __init__(self, kubeconfig: str | None, context: str | None) -> None:
+        """Read the kubeconfig and get credentials. Raises OperatorError."""
+        try:
+            from kubernetes.client import ApiClient, Configuration
+        except ImportError as error:
+            raise OperatorError(NOT_INSTALLED) from error
+        self.settings: Any = Configuration()
+        self.settings.retries = False
+        self.namespace = _load(self.settings, kubeconfig, context)
+        if not self.settings.verify_ssl:  # by the kubeconfig, of which kubectl does not warn either
+            urllib3.disable_warnings(InsecureRequestWarning)
+        self._client: Any = ApiClient(configuration=self.settings)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def authorization(self) -> str | None:
+        """Return the value of the Authorization header, renewed if it has expired; None for a client certificate."""
+        found: str | None = self.settings.get_api_key_with_prefix("BearerToken")
+        return found
+
+    def open(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content: str = "application/json",
+        timeout_s: float | None = None,
+    ) -> BaseHTTPResponse:
+        """Send one request and return its answer, unread. Raises ApiError for any status but success."""
+        headers = {"Accept": "application/json, */*", "Content-Type": content, "User-Agent": USER_AGENT}
+        if authorization := self.authorization():
+            headers["Authorization"] = authorization
+        url = f"{self.settings.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        with unavailable(f"{method} {path}"):
+            sent = self._client.call_api(method, url, headers, body, _request_timeout=timeout_s)
+            answer: BaseHTTPResponse = sent.response
+            if not HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
+                raise api_error_for(answer.status, _status(answer.data), f"{method} {path}")
+        return answer
+
+
+@contextlib.contextmanager
+def unavailable(request: str) -> Iterator[None]:
+    """Raise UnavailableError for a connection that fails or breaks."""
+    from kubernetes.client.exceptions import ApiException
+
+    try:
+        yield
+    except ApiException as error:  # of a certificate
+        raise UnavailableError(f"{request}: {error.reason}") from error
+    except (HTTPError, OSError) as error:
+        raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
+
+
+def _load(settings: Any, kubeconfig: str | None, context: str | None) -> str:  # noqa: ANN401
+    """Fill in the connection settings; return the namespace of the context. Raises OperatorError."""
+    from kubernetes import config
+
+    places = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
+    try:
+        if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config(client_configuration=settings)
+            return "default"
+        _require_file(places)
+        with _failing_plugins_raise():
+            config.load_kube_config(config_file=places, context=context, client_configuration=settings)
+        contexts, active = config.list_kube_config_contexts(config_file=places)
+    except (config.ConfigException, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise OperatorError(f"no cluster: {error}; {HOW_TO_NAME_ONE}") from error
+    chosen = next((one for one in contexts if one["name"] == context), active)
+    return str(chosen["context"].get("namespace") or "default")
+
+
+def _require_file(places: str) -> None:
+    """Check that a kubeconfig exists, because the library reports a missing one as invalid. Raises OperatorError."""
+    if not any(one and pathlib.Path(one).expanduser().exists() for one in places.split(os.pathsep)):
+        raise OperatorError(f"no cluster: {places} does not exist; {HOW_TO_NAME_ONE}")
+
+
+@contextlib.contextmanager
+def _failing_plugins_raise() -> Iterator[None]:
+    """Raise OperatorError for what the library only logs: that a credential plugin failed, or printed no credentials.
+
+    It would send requests without credentials next.
+    """
+    logged: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+    if logged:
+        raise OperatorError(f"no cluster: the kubeconfig's credential plugin failed: {'; '.join(logged)}")
+
+
+def _status(body: bytes) -> Object:
+    """Parse the Status object of a rejection; a proxy may answer with another body."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"message": body[:200].decode(errors="replace")}
