@@ -24,11 +24,14 @@ def required(part: str | None) -> list[Requirement]:
     path = ROOT / (part or "") / "pyproject.toml"
     read = tomllib.loads(path.read_text(encoding="utf-8"))
     if part is None:
-        words = read["dependency-groups"]["dev"]
+        requirements = read["dependency-groups"]["dev"]
     else:
         extras = read["project"].get("optional-dependencies", {})
-        words = [*read["project"].get("dependencies", []), *(word for extra in extras.values() for word in extra)]
-    found = [Requirement(word) for word in words]
+        requirements = [
+            *read["project"].get("dependencies", []),
+            *(requirement for extra in extras.values() for requirement in extra),
+        ]
+    found = [Requirement(requirement) for requirement in requirements]
     ours = [requirement for requirement in found if requirement.name.startswith("megatronapp-")]
     extras = [more for part in ours if part.extras for more in required(part.name.partition("-")[2])]
     return [requirement for requirement in found if requirement not in ours] + extras
@@ -41,18 +44,22 @@ def imported(folders: Iterable[pathlib.Path]) -> set[str]:
 
 
 @pytest.mark.parametrize("part", [*PARTS, None])
-def test_a_requirement_is_a_range_or_one_version(part: str | None) -> None:
-    for one in required(part):
-        operators = {specifier.operator for specifier in one.specifier}
-        assert operators in ({">=", "<"}, {"=="}), f"{one}: write a lowest and a highest version"
+def test_a_requirement_is_a_range_or_a_single_version(part: str | None) -> None:
+    for requirement in required(part):
+        operators = {specifier.operator for specifier in requirement.specifier}
+        assert operators in ({">=", "<"}, {"=="}), f"{requirement}: write a lowest and a highest version"
 
 
 @pytest.mark.parametrize("part", [*PARTS, None])
 def test_an_imported_distribution_is_required(part: str | None) -> None:
     folders = [ROOT / part / "src"] if part else [ROOT / name for name in ("tests", "bench", "scripts")]
-    wanted = required(part) if part else [one for each in (*PARTS, None) for one in required(each)]
-    known = {canonicalize_name(one.name) for one in wanted}
+    requirements = (
+        required(part) if part else [requirement for each in (*PARTS, None) for requirement in required(each)]
+    )
+    known = {canonicalize_name(requirement.name) for requirement in requirements}
     for module in sorted(imported(folders) - set(sys.stdlib_module_names)):
-        owners = {canonicalize_name(one) for one in DISTRIBUTIONS.get(OF_ANOTHER.get(module, module), [])}
-        ours = any(re.match("megatronapp", one) for one in owners)
+        owners = {
+            canonicalize_name(distribution) for distribution in DISTRIBUTIONS.get(OF_ANOTHER.get(module, module), [])
+        }
+        ours = any(re.match("megatronapp", owner) for owner in owners)
         assert not owners or ours or owners & known, f"{part or 'dev'} imports {module} of {sorted(owners)}"

@@ -31,26 +31,26 @@ def commands(page: str) -> Iterator[list[str]]:
         command = re.split(r" +#| \| |\)(?=\"|$)", found.replace("\n", " "))[0]
         if "..." in command or "[" in command:
             continue
-        words = shlex.split(command, comments=True)
-        if len(words) > PARTS or any(word.startswith("-") for word in words):
-            yield ["0" if word in NUMBERS else word for word in words[1:]]
+        arguments = shlex.split(command, comments=True)
+        if len(arguments) > PARTS or any(argument.startswith("-") for argument in arguments):
+            yield ["0" if argument in NUMBERS else argument for argument in arguments[1:]]
 
 
 def test_documented_commands_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     parser = cli.build_parser(importlib.metadata.entry_points(group="megatronapp.commands"))
     wrong = []
     for page in PAGES:
-        for words in commands(page):
+        for arguments in commands(page):
             try:
-                parser.parse_args(words)
+                parser.parse_args(arguments)
             except SystemExit as end:
-                said = capsys.readouterr().err
-                wrong += [f"{page}: megatronapp {shlex.join(words)}: {said}"] if end.code else []
+                errors = capsys.readouterr().err
+                wrong += [f"{page}: megatronapp {shlex.join(arguments)}: {errors}"] if end.code else []
     assert wrong == []
 
 
 def test_commands_are_found() -> None:
-    found = {tuple(words) for page in PAGES for words in commands(page)}
+    found = {tuple(arguments) for page in PAGES for arguments in commands(page)}
     assert ("ui", "gpt-tiny-cpu", "-n", "default") in found
     assert ("serve", "--print", "serve") in found
     assert len(found) > 35

@@ -35,40 +35,40 @@ def parser() -> argparse.ArgumentParser:
     return build_parser(importlib.metadata.entry_points(group=GROUP))
 
 
-def check_ours(words: list[str], parser: argparse.ArgumentParser) -> None:
+def check_ours(arguments: list[str], parser: argparse.ArgumentParser) -> None:
     """Parse a command of `megatronapp`, and check its options as the command itself does before it begins."""
-    values = parser.parse_args(words)
-    if words[0] == "checkpoint":
+    values = parser.parse_args(arguments)
+    if arguments[0] == "checkpoint":
         convert_options(values)
-    elif words[:2] == ["data", "prepare"]:
+    elif arguments[:2] == ["data", "prepare"]:
         prepare_options(values)
-    elif words[0] == "serve" and values.load is not None:
+    elif arguments[0] == "serve" and values.load is not None:
         load_job(manifest_of(values))
-    elif words[0] == "run":
+    elif arguments[0] == "run":
         load_job((ROOT / values.file).read_text(encoding="utf-8"))
 
 
 def check(command: str, parser: argparse.ArgumentParser) -> None:
     """Fail unless a command of an answer would begin."""
-    words = shlex.split(command.replace("$(nproc)", "2"))
-    if words[0] == "megatronapp":
-        check_ours(words[1:], parser)
-    elif words[0] == "torchrun":
-        place = words.index("-m")
-        assert words[place + 1] == "megatronapp_trainer.pretrain"
-        parse(words[place + 2 :])
-    elif words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    elif words[0] == "kubectl":
-        load_job((ROOT / words[words.index("-f") + 1]).read_text(encoding="utf-8"))
-    elif words[0] == "helm":
-        assert (ROOT / words[-1] / "Chart.yaml").is_file()
+    arguments = shlex.split(command.replace("$(nproc)", "2"))
+    if arguments[0] == "megatronapp":
+        check_ours(arguments[1:], parser)
+    elif arguments[0] == "torchrun":
+        place = arguments.index("-m")
+        assert arguments[place + 1] == "megatronapp_trainer.pretrain"
+        parse(arguments[place + 2 :])
+    elif arguments[0] == "make":
+        assert re.search(rf"^{arguments[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    elif arguments[0] == "kubectl":
+        load_job((ROOT / arguments[arguments.index("-f") + 1]).read_text(encoding="utf-8"))
+    elif arguments[0] == "helm":
+        assert (ROOT / arguments[-1] / "Chart.yaml").is_file()
     else:
-        assert words[0] in {"huggingface-cli", "mkdir", "ls", "cd"}, command  # they are none of ours
+        assert arguments[0] in {"huggingface-cli", "mkdir", "ls", "cd"}, command  # they are none of ours
 
 
 @pytest.mark.parametrize("printed", listed("commands"))
-def test_a_printed_command_is_answered_with_one_that_passes(printed: str, parser: argparse.ArgumentParser) -> None:
+def test_a_translated_command_is_accepted_by_the_parser(printed: str, parser: argparse.ArgumentParser) -> None:
     found = [answer for answer in find_translations(printed) if answer.here]
     assert found
     assert found[-1].why
@@ -78,7 +78,7 @@ def test_a_printed_command_is_answered_with_one_that_passes(printed: str, parser
 
 
 @pytest.mark.parametrize("printed", listed(LATER))
-def test_what_cannot_be_had_yet_says_so(printed: str) -> None:
+def test_an_unsupported_command_is_answered_with_its_plan(printed: str) -> None:
     (answer,) = find_translations(printed)
     assert (answer.here, answer.later) == ((), "BERT and T5")
 
@@ -119,10 +119,10 @@ TOGETHER = {
 
 @pytest.mark.parametrize("flag", SAME)
 def test_a_flag_that_is_called_the_same_is_taken(flag: str) -> None:
-    words = TOGETHER.get(flag, flag)
-    data = "" if "--data-path" in words else "--mock-data"
-    tokens = "" if "--vocab-file" in words else "--vocab-size 60"
-    parse(f"{FLAGS} {data} {tokens} {words}".split())
+    arguments = TOGETHER.get(flag, flag)
+    data = "" if "--data-path" in arguments else "--mock-data"
+    tokens = "" if "--vocab-file" in arguments else "--vocab-size 60"
+    parse(f"{FLAGS} {data} {tokens} {arguments}".split())
 
 
 def test_the_broken_lines_of_the_pages_are_understood() -> None:
@@ -144,23 +144,23 @@ def test_the_broken_lines_of_the_pages_are_understood() -> None:
     ]
 
 
-def test_no_two_entries_answer_one_command() -> None:
+def test_no_two_entries_translate_the_same_command() -> None:
     for old in COMMANDS:
         for printed in old.printed.splitlines():
             assert find_translations(printed)[-1].why == old.why, printed
 
 
-def test_what_is_unknown_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "bash something_else.sh"]) == 1
     assert "docs/from-megatronapp.md" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["train", "pretrain", "convert", "preprocess_data", "aggregate"])
-def test_a_subcommand_of_theirs_is_answered(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([word]) == 2
-    said = capsys.readouterr().err
-    assert f"unknown command {word!r}; write: megatronapp " in said
-    assert "did you mean" not in said
+@pytest.mark.parametrize("subcommand", ["train", "pretrain", "convert", "preprocess_data", "aggregate"])
+def test_a_subcommand_of_theirs_is_answered(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([subcommand]) == 2
+    errors = capsys.readouterr().err
+    assert f"unknown command {subcommand!r}; write: megatronapp " in errors
+    assert "did you mean" not in errors
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_flag_that_the_trainer_refuses_is_named_and_not_in_the_command(
 
 
 @pytest.mark.parametrize("typed", ["--trace-interval 5", "--output 'a b' x"])
-def test_words_to_translate_that_begin_with_an_option_are_shown_with_dashes(
+def test_a_command_that_begins_with_an_option_is_shown_with_dashes(
     typed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["translate", *shlex.split(typed)]) == 2

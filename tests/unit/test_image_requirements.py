@@ -40,22 +40,22 @@ def dependencies_of(part: str) -> list[Requirement]:
     return found
 
 
-def closure(wanted: list[Requirement]) -> set[str]:
+def closure(requirements: list[Requirement]) -> set[str]:
     """Names of all that is needed on Linux, as the packages of this environment say."""
     names: set[str] = set()
     known: set[tuple[str, frozenset[str]]] = set()
-    while wanted:
-        one = wanted.pop()
-        name, extras = str(canonicalize_name(one.name)), frozenset(one.extras)
+    while requirements:
+        requirement = requirements.pop()
+        name, extras = str(canonicalize_name(requirement.name)), frozenset(requirement.extras)
         if name.startswith("megatronapp-") or (name, extras) in known:
             continue
         known.add((name, extras))
         names.add(name)
-        for text in importlib.metadata.requires(one.name) or ():
+        for text in importlib.metadata.requires(requirement.name) or ():
             needed = Requirement(text)
             marker = needed.marker
             if marker is None or any(marker.evaluate({**LINUX, "extra": extra}) for extra in {"", *extras}):
-                wanted.append(needed)
+                requirements.append(needed)
     return names
 
 
@@ -70,8 +70,8 @@ def test_the_trainers_image_has_what_nccl_needs_for_infiniband() -> None:
 @pytest.mark.parametrize("image", PARTS)
 def test_an_image_lists_all_that_its_parts_need(image: str) -> None:
     listed = pins(ROOT / "images" / image / "requirements.txt")
-    wanted = [one for part in PARTS[image] for one in dependencies_of(part)]
-    assert set(listed) == closure(wanted), "run `make constraints`"
+    requirements = [requirement for part in PARTS[image] for requirement in dependencies_of(part)]
+    assert set(listed) == closure(requirements), "run `make constraints`"
 
 
 @pytest.mark.parametrize("path", ["tools.txt", *(f"{image}/requirements.txt" for image in PARTS)])
@@ -86,6 +86,6 @@ def test_versions_are_those_of_the_constraints_and_each_has_a_hash(path: str) ->
 def test_what_builds_our_parts_is_pinned() -> None:
     exact = pins(ROOT / "constraints.txt")
     for part in sorted({part for parts in PARTS.values() for part in parts}):
-        for one in map(Requirement, table_of(part, "build-system")["requires"]):
-            assert one.specifier.contains(exact[canonicalize_name(one.name)]), f"{part}: {one}"
-            assert canonicalize_name(one.name) in pins(ROOT / "images" / "tools.txt")
+        for requirement in map(Requirement, table_of(part, "build-system")["requires"]):
+            assert requirement.specifier.contains(exact[canonicalize_name(requirement.name)]), f"{part}: {requirement}"
+            assert canonicalize_name(requirement.name) in pins(ROOT / "images" / "tools.txt")

@@ -1,11 +1,12 @@
 """Short trainings on devices: losses, counted synchronisations, and the records of a traced run."""
 
-import dataclasses
 import json
 import os
 import pathlib
 import warnings
 from typing import Any
+
+from recording_reporter import RecordingReporter
 
 STEPS = 8
 MODEL = (
@@ -15,22 +16,6 @@ MODEL = (
 )
 SYNCHRONISES = "called a synchronizing CUDA operation"
 """Warning of torch while torch.cuda.set_sync_debug_mode("warn") is on."""
-
-
-@dataclasses.dataclass
-class Recorder:
-    """A reporter that keeps the losses and gradient norms."""
-
-    losses: list[float] = dataclasses.field(default_factory=list)
-    grad_norms: list[float] = dataclasses.field(default_factory=list)
-
-    def step(self, metrics: Any, **_details: object) -> None:
-        self.losses.append(metrics.loss)
-        self.grad_norms.append(metrics.grad_norm or 0.0)
-
-    def state(self, state: str) -> None: ...
-
-    def validation(self, iteration: int, loss: float, split: str) -> None: ...
 
 
 def train(flags: str) -> dict[str, Any]:
@@ -53,7 +38,7 @@ def train(flags: str) -> dict[str, Any]:
     if manager is not None:
         manager.load(run.state)
     observer = _observer(config, layout, run, device) if config.logging.trace else None
-    recorder = Recorder()
+    recorder = RecordingReporter()
     trainer = Trainer(
         run,
         build_iterators(config, layout, run.state.consumed_samples),

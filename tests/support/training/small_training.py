@@ -3,26 +3,7 @@
 import warnings
 from typing import Any
 
-
-class Recorder:
-    """A reporter that keeps losses and norms."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-
-    def step(self, metrics: Any, **_details: object) -> None:
-        self.losses.append(metrics.loss)
-        self.norms.append(metrics.grad_norm)
-
-    def interval(self, metrics: Any, **_details: object) -> None:
-        pass
-
-    def state(self, state: str) -> None:
-        pass
-
-    def validation(self, iteration: int, loss: float, split: str) -> None:
-        pass
+from recording_reporter import RecordingReporter
 
 
 def prepare(flags: str) -> Any:
@@ -65,11 +46,11 @@ def trainer_of(run: Any, *, iterators: Any = None, checkpoints: Any = None, repo
     )
 
 
-def train(run: Any, *, iterators: Any = None, checkpoints: Any = None) -> Recorder | None:
+def train(run: Any, *, iterators: Any = None, checkpoints: Any = None) -> RecordingReporter | None:
     """Train to the end; what the reporting rank has seen, None on the others."""
     from megatronapp_trainer.parallel.groups import destroy_groups
 
-    recorder = Recorder() if run.layout.is_reporter else None
+    recorder = RecordingReporter() if run.layout.is_reporter else None
     trainer_of(run, iterators=iterators, checkpoints=checkpoints, reporter=recorder).train()
     destroy_groups()
     return recorder

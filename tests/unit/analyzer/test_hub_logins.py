@@ -1,5 +1,6 @@
 """Codes and sessions of browsers at a hub."""
 
+from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,16 +18,8 @@ from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 SECRET = "ab" * 32
 
 
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_code_is_good_once_and_for_a_minute() -> None:
-    clock = FakeClock()
+    clock = FakeClock(1000.0)
     codes = LoginCodes(clock=clock)
     first, late = codes.make(TokenRole.VIEWER), codes.make(TokenRole.CONTROLLER)
     assert first != late
@@ -53,7 +46,7 @@ def test_codes_of_one_role_do_not_evict_codes_of_another() -> None:
 
 
 def test_a_session_survives_the_hub_and_ends_with_its_time() -> None:
-    clock = FakeClock()
+    clock = FakeClock(1000.0)
     session = LoginSessions(SECRET, clock=clock).make(TokenRole.CONTROLLER)
     again = LoginSessions(SECRET, clock=clock)
     assert again.role_of(session) is TokenRole.CONTROLLER

@@ -111,8 +111,8 @@ EVERYTHING: dict[str, Any] = {
 
 
 def test_demo_flags(repository: pathlib.Path) -> None:
-    words = megatron_arguments(load_job((repository / "examples/demo.yaml").read_text(encoding="utf-8")))
-    line = " ".join(words)
+    arguments = megatron_arguments(load_job((repository / "examples/demo.yaml").read_text(encoding="utf-8")))
+    line = " ".join(arguments)
     for part in (
         "--pipeline-model-parallel-size 2",
         "--data-path .demo/corpus_text_document",
@@ -122,8 +122,8 @@ def test_demo_flags(repository: pathlib.Path) -> None:
         "--use-distributed-optimizer",
     ):
         assert f" {part} " in line
-    assert "--bf16" not in words
-    assert "--swiglu" not in words
+    assert "--bf16" not in arguments
+    assert "--swiglu" not in arguments
 
 
 @pytest.mark.parametrize("changes", [{}, EVERYTHING], ids=["small", "everything"])
@@ -131,9 +131,9 @@ def test_the_trainer_takes_every_flag(build: Any, changes: dict[str, Any]) -> No
     parse(megatron_arguments(load_job(build(changes))))
 
 
-@pytest.mark.parametrize("words", [["--train-samples", "801"], ["--train-samples=801"]])
-def test_a_length_in_samples_takes_the_place_of_the_steps(build: Any, words: list[str]) -> None:
-    job = load_job(build({"spec.args": words}))
+@pytest.mark.parametrize("flags", [["--train-samples", "801"], ["--train-samples=801"]])
+def test_a_length_in_samples_takes_the_place_of_the_steps(build: Any, flags: list[str]) -> None:
+    job = load_job(build({"spec.args": flags}))
     assert "--train-iters" not in megatron_arguments(job)
     config = parse(megatron_arguments(job))
     assert config.training.train_iters == 801 // (config.training.global_batch_size or 1)
@@ -165,7 +165,7 @@ OF_LATER_RUNTIMES = {
 
 
 @pytest.mark.parametrize(
-    ("block", "words"),
+    ("block", "flags"),
     [
         ({"dpp": {"enabled": True}}, ["--use-dpp"]),
         ({"dpp": {"enabled": True, "workload": "times.json"}}, ["--use-dpp", "--workload", "times.json"]),
@@ -176,21 +176,21 @@ OF_LATER_RUNTIMES = {
         ),
     ],
 )
-def test_runtimes_of_later_releases_are_said_and_refused_by_the_trainer(
-    build: Any, block: dict[str, Any], words: list[str]
+def test_runtimes_of_later_releases_are_rendered_and_refused_by_the_trainer(
+    build: Any, block: dict[str, Any], flags: list[str]
 ) -> None:
     sizes = {"spec.nodes": 1, "spec.procPerNode": 24, "spec.parallelism": {"tensor": 2, "pipeline": 2}}
     changes = {f"spec.{name}": value for name, value in block.items()}
-    said = megatron_arguments(load_job(build(sizes | changes | {"spec.training.globalBatchSize": 12})))
-    assert [word for word in said if word in {*OF_LATER_RUNTIMES, "times.json"}] == words
-    with pytest.raises(UsageError, match=f"{words[0]} comes with a later release: this trainer has no Mega.* yet"):
-        parse(said)
+    arguments = megatron_arguments(load_job(build(sizes | changes | {"spec.training.globalBatchSize": 12})))
+    assert [argument for argument in arguments if argument in {*OF_LATER_RUNTIMES, "times.json"}] == flags
+    with pytest.raises(UsageError, match=f"{flags[0]} comes with a later release: this trainer has no Mega.* yet"):
+        parse(arguments)
 
 
 def test_everything_gives_every_flag_of_the_table(build: Any) -> None:
-    words = set(megatron_arguments(load_job(build(EVERYTHING))))
+    arguments = set(megatron_arguments(load_job(build(EVERYTHING))))
     without = {"--mock-data", "--vocab-file", "--merge-file", "--lr-warmup-iters", "--reset-position-ids"}
-    missing = {entry.flag for entry in FLAGS} - words
+    missing = {entry.flag for entry in FLAGS} - arguments
     assert missing == without | OF_LATER_RUNTIMES
 
 
@@ -201,11 +201,11 @@ def test_the_table_knows_the_trainers_flags_only() -> None:
 
 
 def test_every_field_of_the_training_has_a_flag() -> None:
-    said = {entry.field for entry in FLAGS} | {"model.type", "parallelism.data", "training.precision"}
+    described = {entry.field for entry in FLAGS} | {"model.type", "parallelism.data", "training.precision"}
     blocks = {"model", "training", "parallelism", "data", "checkpoint", "trace", "dpp", "fbd"}
     fields = {path for name in blocks for path in leaves(model_of(Spec.model_fields[name].annotation), name)}
     of_pods = {path for path in fields if ".volume." in path or path.startswith("fbd.forward.")}
-    assert fields - of_pods == said
+    assert fields - of_pods == described
 
 
 SERVED: dict[str, Any] = {
@@ -260,8 +260,8 @@ def leaves(model: type[BaseModel] | None, prefix: str) -> set[str]:
 
 
 def test_arguments_are_text_that_yaml_keeps(build: Any) -> None:
-    words = megatron_arguments(load_job(build(EVERYTHING)))
-    assert yaml.safe_load(yaml.safe_dump(words)) == words
+    arguments = megatron_arguments(load_job(build(EVERYTHING)))
+    assert yaml.safe_load(yaml.safe_dump(arguments)) == arguments
 
 
 @pytest.mark.parametrize(

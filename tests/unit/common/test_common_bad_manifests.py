@@ -300,7 +300,7 @@ ROWS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "line"), ROWS, ids=[line[:70] for _, line in ROWS])
-def test_a_bad_manifest_is_refused_with_one_line(build: Any, changes: dict[str, Any], line: str) -> None:
+def test_a_bad_manifest_is_refused_with_a_single_line(build: Any, changes: dict[str, Any], line: str) -> None:
     with pytest.raises(JobError) as caught:
         load_job(build(changes))
     assert len(caught.value.problems) == 1, caught.value
@@ -327,14 +327,14 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("text", "line"), TEXTS, ids=[line for _, line in TEXTS])
-def test_a_text_that_is_no_manifest_is_refused_with_one_line(text: str, line: str) -> None:
+def test_a_text_that_is_no_manifest_is_refused_with_a_single_line(text: str, line: str) -> None:
     with pytest.raises(JobError) as caught:
         load_job(text)
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(line)
 
 
-def test_all_problems_are_said_at_once(build: Any) -> None:
+def test_all_problems_of_fields_are_reported_together(build: Any) -> None:
     with pytest.raises(JobError) as caught:
         load_job(build({"kind": ..., "spec.nodes": "2", "spec.model.hiddensize": 3, "spec.training.lr": -1}))
     assert [line.split(":")[0] for line in caught.value.problems] == [
@@ -346,7 +346,7 @@ def test_all_problems_are_said_at_once(build: Any) -> None:
     assert str(caught.value).splitlines() == list(caught.value.problems)
 
 
-def test_all_problems_between_fields_are_said_at_once(build: Any) -> None:
+def test_all_problems_between_fields_are_reported_together(build: Any) -> None:
     with pytest.raises(JobError) as caught:
         load_job(build({"spec.model.numLayers": 5, "spec.training.globalBatchSize": 7, "spec.data.path": []}))
     assert [line.split(":")[0] for line in caught.value.problems] == [
@@ -380,7 +380,7 @@ def test_all_problems_between_fields_are_said_at_once(build: Any) -> None:
         ({"spec.model": 4, "spec.training.globalBatchSize": 7}, ["spec.model", "spec.training.globalBatchSize"]),
     ],
 )
-def test_problems_between_fields_are_said_beside_those_of_others(
+def test_problems_between_fields_are_reported_with_those_of_single_fields(
     build: Any, changes: dict[str, Any], wrong: list[str]
 ) -> None:
     with pytest.raises(JobError) as caught:

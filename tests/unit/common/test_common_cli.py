@@ -51,7 +51,7 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         EntryPoint("trace", "a_part_that_does_not_exist:register", GROUP),
     ]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
-    return lambda *words: cli.main(words)
+    return lambda *arguments: cli.main(arguments)
 
 
 def test_a_command_gives_its_exit_code(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_version(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         ("gret", "error: unknown command 'gret'; did you mean greet?"),
         ("zzz", "error: unknown command 'zzz'; it is not near any known one"),
@@ -102,8 +102,10 @@ def test_version(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         ("dta", "error: unknown command 'dta'; did you mean data?"),
     ],
 )
-def test_a_slip_gets_one_line_and_code_2(run: Run, capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
-    assert run(*words.split()) == 2
+def test_a_typing_error_gets_a_single_line_and_code_2(
+    run: Run, capsys: pytest.CaptureFixture[str], arguments: str, line: str
+) -> None:
+    assert run(*arguments.split()) == 2
     captured = capsys.readouterr()
     first, hint = captured.err.splitlines()
     assert first.startswith(line)
@@ -137,8 +139,8 @@ def test_bash_completes(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: 
     run("completion", "bash")
     script = tmp_path / "completion.bash"
     script.write_text(capsys.readouterr().out, encoding="utf-8")
-    ask = "source $0; COMP_WORDS=(megatronapp greet --l); COMP_CWORD=2; _shtab_megatronapp; echo ${COMPREPLY[@]}"
-    done = subprocess.run(["bash", "-c", ask, str(script)], capture_output=True, text=True, check=True)
+    command = "source $0; COMP_WORDS=(megatronapp greet --l); COMP_CWORD=2; _shtab_megatronapp; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", command, str(script)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["--loud"]
 
 
@@ -153,7 +155,7 @@ def test_a_reader_that_left_is_no_error(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 141
 
 
-def test_installed_parts_register_what_the_table_says() -> None:
+def test_installed_parts_register_the_commands_of_the_table() -> None:
     for point in importlib.metadata.entry_points(group=GROUP):
         register: Any = point.load()
         subparsers = argparse.ArgumentParser().add_subparsers()

@@ -14,7 +14,7 @@ def test_what_is_written_is_read_back(counts: list[int]) -> None:
     assert len(text) <= len(",".join(map(str, counts))) + 3 * len(counts)
 
 
-def test_a_thousand_alike_are_one_run() -> None:
+def test_a_thousand_equal_counts_are_a_single_run() -> None:
     assert format_run_lengths([8] * 1000) == "8x1000"
     assert format_run_lengths([8, 8, 4]) == "8x2,4"
     assert parse_run_lengths("8,8,4") == (8, 8, 4)

@@ -67,7 +67,7 @@ def nodes(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
         yield from nodes(schema["additionalProperties"], f"{path}[]")
 
 
-def test_a_client_side_apply_has_room_for_the_whole_definition(crd: Schema) -> None:
+def test_the_definition_is_small_enough_for_a_client_side_apply(crd: Schema) -> None:
     """`kubectl apply` stores the object as JSON in an annotation; the API server takes 262,144 bytes of annotations."""
     text, reserve = json.dumps(crd, separators=(",", ":")), 32 << 10
     escapes = sum(map(text.count, "<>&"))  # which Go writes as six characters, such as \u003c
@@ -120,7 +120,7 @@ def test_printer_columns_point_at_fields(crd: Schema, schema: Schema) -> None:
     assert {column["jsonPath"] for column in crd["spec"]["versions"][0]["additionalPrinterColumns"]} <= names
 
 
-def test_limits_and_choices_come_from_the_types(schema: Schema) -> None:
+def test_limits_and_choices_are_taken_from_the_types(schema: Schema) -> None:
     spec = schema["properties"]["spec"]["properties"]
     assert spec["nodes"] == {
         "type": "integer",
@@ -225,7 +225,7 @@ def test_the_reference_has_a_row_for_every_field() -> None:
         assert field.description, path
 
 
-def test_the_reference_says_every_rule() -> None:
+def test_the_reference_lists_every_rule() -> None:
     page = render_reference()
     for rule in (*SPEC_RULES, *CHANGE_RULES):
         assert f"| `spec{rule.field}` | {rule.message} |" in page, rule.id

@@ -14,7 +14,7 @@ class Inner(BaseModel):
     size: Annotated[int, Field(ge=1, le=4)] = 1
 
 
-class Example(BaseModel):
+class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     name: Annotated[str, Field(min_length=2, max_length=4, pattern="^a")]
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -34,7 +34,7 @@ class Example(BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"name": None}, "name: must be a string"),
         ({"name": "a"}, "name: must have at least 2 characters"),
@@ -57,18 +57,18 @@ class Example(BaseModel):
         ({"checked": 3}, "checked: must be even"),
     ],
 )
-def test_each_error_names_its_field_and_what_to_write(change: dict[str, Any], words: str) -> None:
+def test_each_error_names_its_field_and_what_to_write(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        Example.model_validate({"name": "abc"} | change)
-    assert describe(caught.value.errors()) == words
+        Settings.model_validate({"name": "abc"} | change)
+    assert describe(caught.value.errors()) == message
 
 
 def test_a_missing_field_and_a_body_that_is_none() -> None:
     with pytest.raises(ValidationError) as caught:
-        Example.model_validate({})
+        Settings.model_validate({})
     assert describe(caught.value.errors()) == "name: must be given"
     with pytest.raises(ValidationError) as caught:
-        Example.model_validate([])
+        Settings.model_validate([])
     assert describe(caught.value.errors()) == "the body: must be an object"
 
 
@@ -77,7 +77,7 @@ def test_the_source_of_a_field_and_tags_of_unions_are_no_part_of_its_place() -> 
     assert place_of(error, tags={"<text>"}) == "prompt.3"
 
 
-def test_broken_json_says_where() -> None:
+def test_broken_json_is_reported_with_its_position() -> None:
     try:
         json.loads('{"a": }')
     except json.JSONDecodeError as slip:
@@ -91,5 +91,5 @@ def test_many_errors_are_counted() -> None:
     assert describe(errors).endswith("a.7: must be a whole number; and 12 more")
 
 
-def test_a_kind_of_error_without_words_keeps_its_own() -> None:
+def test_an_unknown_kind_of_error_has_its_original_message() -> None:
     assert describe([{"loc": ("query", "when"), "type": "new_kind", "msg": "Not right"}]) == "when: Not right"

@@ -32,7 +32,7 @@ any_frame = st.builds(Frame, st.integers(0, 255), headers, st.binary(max_size=64
 
 
 @given(any_frame)
-def test_what_goes_in_comes_out(frame: Frame) -> None:
+def test_a_frame_survives_encoding_and_decoding(frame: Frame) -> None:
     data = frames.encode(frame)
     assert len(data) % 8 == 0
     assert frames.frame_length(data) == len(data)
@@ -62,8 +62,8 @@ def test_changed_bytes_give_a_frame_or_a_frame_error(frame: Frame, data: st.Data
     changed = bytearray(frames.encode(frame))
     for _ in range(data.draw(st.integers(1, 6))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, len(changed)))
-    for candidate in (bytes(changed), bytes(changed[:cut]), bytes(changed) + bytes(changed[:cut])):
+    end = data.draw(st.integers(0, len(changed)))
+    for candidate in (bytes(changed), bytes(changed[:end]), bytes(changed) + bytes(changed[:end])):
         with contextlib.suppress(FrameError):
             frames.decode(candidate)
         with contextlib.suppress(FrameError):
@@ -128,7 +128,7 @@ def test_a_frame_past_the_limit_is_refused_on_both_sides() -> None:
         (Frame(1, {"a": 2**64}), "frame header cannot be packed"),
     ],
 )
-def test_what_no_frame_can_say_is_refused(frame: Frame, message: str) -> None:
+def test_what_a_frame_cannot_represent_is_refused(frame: Frame, message: str) -> None:
     with pytest.raises(FrameError, match=message):
         frames.encode(frame)
 

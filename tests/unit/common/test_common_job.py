@@ -44,7 +44,7 @@ def test_numbers_are_read_as_the_api_server_reads_them() -> None:
     assert document == {"a": 1e-4, "b": 1500.0, "c": 12, "d": "2026-01-02", "e": "1e4x", "f": 0.5, "g": "1e-4"}
 
 
-def test_whole_numbers_stand_for_numbers(build: Any) -> None:
+def test_whole_numbers_are_accepted_as_floats(build: Any) -> None:
     training = load_job(build({"spec.training.weightDecay": 0})).spec.training
     assert training is not None
     assert training.weight_decay == 0.0
@@ -156,7 +156,7 @@ maybe = st.none() | st.integers(1, 8)
 
 
 @given(nodes=maybe, per_node=maybe, gpus=st.integers(0, 8), tensor=sizes, pipeline=sizes, context=sizes, data=maybe)
-def test_a_world_holds_what_was_asked_or_is_refused(
+def test_a_world_has_the_requested_sizes_or_is_refused(
     *, nodes: int | None, per_node: int | None, gpus: int, tensor: int, pipeline: int, context: int, data: int | None
 ) -> None:
     spec = make_spec(nodes, per_node, gpus, tensor=tensor, pipeline=pipeline, context=context, data=data)
@@ -173,17 +173,15 @@ def test_a_world_holds_what_was_asked_or_is_refused(
 
 
 @given(tensor=sizes, pipeline=sizes, data=sizes, merged=st.booleans())
-def test_forward_and_backward_beside_each_other_are_the_doubled_world(
-    *, tensor: int, pipeline: int, data: int, merged: bool
-) -> None:
+def test_fbd_within_nodes_is_the_doubled_world(*, tensor: int, pipeline: int, data: int, merged: bool) -> None:
     expected = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged)
     per_node = expected.world_size // data
     if per_node > MAX_PROC_PER_NODE:
         return
     fbd = Fbd(enabled=True, ignore_forward_tensor_parallel=merged)
     started = make_spec(data, per_node, 0, fbd=fbd, tensor=tensor, pipeline=pipeline)
-    asked = make_spec(data, None, 0, fbd=fbd, tensor=tensor, pipeline=pipeline, data=data)
-    for spec in (started, asked):
+    requested = make_spec(data, None, 0, fbd=fbd, tensor=tensor, pipeline=pipeline, data=data)
+    for spec in (started, requested):
         world = derive_world(spec)
         assert world.fbd == expected
         assert world.fbd == fbd_world_of(world.world_size, tensor=tensor, pipeline=pipeline, merged=merged)
@@ -192,7 +190,7 @@ def test_forward_and_backward_beside_each_other_are_the_doubled_world(
 
 
 @given(tensor=sizes, pipeline=sizes, data=sizes, merged=st.booleans(), per_node=st.integers(1, 4))
-def test_forward_workers_come_last_with_ranks_of_their_own(
+def test_forward_workers_are_appended_with_their_own_ranks(
     *, tensor: int, pipeline: int, data: int, merged: bool, per_node: int
 ) -> None:
     expected = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged)
@@ -219,7 +217,7 @@ def test_forward_workers_come_last_with_ranks_of_their_own(
         world.group_of(world.nodes)
 
 
-def test_forward_workers_go_where_the_others_go_unless_they_say_otherwise() -> None:
+def test_forward_workers_are_placed_like_the_others_unless_configured() -> None:
     spec = make_spec(2, 4, 4, fbd=Fbd(enabled=True, forward=ForwardWorkers(gpus_per_node=2)), tensor=2)
     spec = spec.model_copy(update={"node_selector": {"gpu": "a"}, "resources": Resources(limits={"cpu": "8"})})
     backward, forward = derive_world(spec).worker_groups

@@ -40,13 +40,13 @@ def test_any_value_in_any_field(build: Any, changes: dict[str, Any]) -> None:
         assert error.problems
         assert all(LINE.fullmatch(line) for line in error.problems)
         return
-    assert all(isinstance(word, str) for word in megatron_arguments(job))
+    assert all(isinstance(argument, str) for argument in megatron_arguments(job))
     assert job.world.world_size >= 1
 
 
 @settings(max_examples=300)
 @given(changed=st.sets(st.sampled_from(WHOLE), min_size=1, max_size=4))
-def test_a_wrong_field_makes_no_other_one_wrong(build: Any, changed: set[str]) -> None:
+def test_a_wrong_field_makes_no_other_field_wrong(build: Any, changed: set[str]) -> None:
     """Put a list in a list, which is right nowhere; rules between fields must not judge what is in its place."""
     try:
         document = build({path: [[]] for path in sorted(changed)})
@@ -77,6 +77,6 @@ def patterns(schema: dict[str, Any]) -> Iterator[str]:
         yield from patterns(child)
 
 
-def test_every_pattern_is_said_in_words() -> None:
+def test_every_pattern_has_a_description() -> None:
     schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     assert set(patterns(schema)) <= set(PATTERNS)

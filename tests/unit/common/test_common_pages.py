@@ -36,7 +36,7 @@ def test_a_document_is_read_back(path: pathlib.Path) -> None:
     assert reader.read() == {}
 
 
-def test_a_page_may_come_later(path: pathlib.Path) -> None:
+def test_a_document_may_be_written_after_its_reader_opens(path: pathlib.Path) -> None:
     reader = DocumentReader(path)
     assert reader.read() is None
     path.write_bytes(b"")
@@ -61,7 +61,7 @@ def test_the_file_is_for_owner_and_group(path: pathlib.Path) -> None:
     assert path.stat().st_size == PAGE_BYTES
 
 
-def test_a_closed_page_is_gone_if_asked(path: pathlib.Path) -> None:
+def test_a_closed_document_is_removed_only_on_request(path: pathlib.Path) -> None:
     DocumentWriter(path).close()
     assert path.exists()
     writer = DocumentWriter(path)
@@ -90,7 +90,7 @@ def test_a_new_writer_takes_over_without_harm_to_readers(path: pathlib.Path) -> 
     assert reader.read_new() == {"a": 2}
 
 
-def test_a_new_writer_goes_on_after_a_write_that_never_ended(path: pathlib.Path) -> None:
+def test_a_new_writer_continues_after_an_unfinished_write(path: pathlib.Path) -> None:
     DocumentWriter(path).write({"a": 1})
     content = bytearray(path.read_bytes())
     struct.pack_into("<Q", content, 0, 5)

@@ -19,7 +19,7 @@ from megatronapp_common.text.re2 import matches_re2
         ("é", "café", True),
     ],
 )
-def test_a_pattern_is_looked_for_anywhere_in_the_text(pattern: str, text: str, found: bool) -> None:
+def test_a_pattern_matches_anywhere_in_the_text(pattern: str, text: str, found: bool) -> None:
     assert matches_re2(pattern, text) is found
 
 

@@ -51,7 +51,7 @@ def test_whatever_the_pattern_takes_has_a_worth(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         ("4GiB", "'4GiB' is not allowed; write a quantity such as 4, 500m or 16Gi"),
         (-1, "is not allowed; write a quantity"),
@@ -60,12 +60,12 @@ def test_whatever_the_pattern_takes_has_a_worth(text: str) -> None:
         (None, "write one, or leave the field out"),
     ],
 )
-def test_a_wrong_quantity_is_named_with_its_place(build: object, value: object, words: str) -> None:
+def test_a_wrong_quantity_is_named_with_its_place(build: object, value: object, message: str) -> None:
     assert callable(build)
     with pytest.raises(JobError) as refused:
         load_job(build({"spec.resources.limits": {"memory": value}}))
     assert [line.partition(": ")[0] for line in refused.value.problems] == ["spec.resources.limits.memory"]
-    assert words in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_whole_number_is_taken_as_its_text(build: object) -> None:

@@ -47,9 +47,9 @@ def test_a_spec_is_refused_by_its_rule_alone(example: Example) -> None:
     with pytest.raises(JobError) as refused:
         load_job(manifest(example))
     assert len(refused.value.problems) == 1, refused.value
-    place, said = refused.value.problems[0].split(": ", 1)
+    place, message = refused.value.problems[0].split(": ", 1)
     assert place == example.field
-    assert example.words in said
+    assert example.words in message
 
 
 @named(OF_CHANGES)
@@ -76,7 +76,7 @@ def test_examples_of_a_rule_break_that_rule(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("value", [2**63, -(10**30), 10**400, 1e300, None, [], {"a": [None]}])
-def test_whatever_stands_in_a_pod_template_is_judged(value: Any) -> None:
+def test_any_content_of_a_pod_template_is_judged(value: Any) -> None:
     load_job(changed({"spec.podTemplate.spec": {"unknown": value}, "spec.affinity": {"unknown": value}}))
 
 
@@ -212,7 +212,7 @@ def spec_schema() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rule", SPEC_RULES, ids=lambda rule: rule.id)
-def test_every_list_and_text_that_a_rule_looks_at_has_a_limit(rule: Rule, spec_schema: dict[str, Any]) -> None:
+def test_every_list_and_text_that_a_rule_reads_has_a_limit(rule: Rule, spec_schema: dict[str, Any]) -> None:
     for path in judge.fields_mentioned(rule):
         node = spec_schema
         for name in path:

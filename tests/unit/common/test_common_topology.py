@@ -120,7 +120,7 @@ def test_placement_of_uneven_workers(counts: list[int]) -> None:
     assert placement.by_rank(addresses) == tuple(addresses[worker] for worker, _ in seen)
 
 
-def test_one_address_per_rank() -> None:
+def test_each_rank_has_the_address_of_its_worker() -> None:
     assert Placement((2, 1)).by_rank(["10.0.0.1", "10.0.0.2"]) == ("10.0.0.1", "10.0.0.1", "10.0.0.2")
 
 
@@ -142,7 +142,7 @@ def test_fbd_worlds(*, tensor: int, pipeline: int, data: int, merged: bool, worl
 
 
 @given(sizes, sizes, sizes)
-def test_merging_needs_the_seeds_share_of_the_ranks(tensor: int, pipeline: int, data: int) -> None:
+def test_merging_needs_the_original_fraction_of_the_ranks(tensor: int, pipeline: int, data: int) -> None:
     doubled = fbd_world(tensor=tensor, pipeline=pipeline, data=data).world_size
     merged = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=True).world_size
     assert merged * 2 * tensor == doubled * (tensor + 1)

@@ -58,7 +58,7 @@ def test_every_file_is_listed() -> None:
     assert {path.name for path in WIRE.glob("*.bin")} == listed
 
 
-def test_the_next_minor_release_reads_the_frames_of_this_one_and_the_one_after_it_does_not(
+def test_frames_are_readable_by_the_next_minor_release_but_not_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorded = {entry["name"]: (WIRE / entry["file"]).read_bytes() for entry in INDEX["valid"]}

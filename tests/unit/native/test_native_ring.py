@@ -75,7 +75,7 @@ def producer(path: str, capacity: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @given(records=st.lists(fields, min_size=1, max_size=40), capacity=st.integers(1, 50))
-def test_records_come_back_as_the_schema_says(
+def test_records_are_read_back_as_the_schema_defines(
     tmp_path_factory: pytest.TempPathFactory, records: list[tuple[int, ...]], capacity: int
 ) -> None:
     path = str(tmp_path_factory.mktemp("ring") / "ring")
@@ -83,9 +83,9 @@ def test_records_come_back_as_the_schema_says(
     for record in records:
         writer.record(*record)
     data, lost = RingReader(path).read(1000)
-    kept = records[-capacity:]
-    assert lost == len(records) - len(kept)
-    for got, sent in zip(decode(data), kept, strict=True):
+    newest = records[-capacity:]
+    assert lost == len(records) - len(newest)
+    for got, sent in zip(decode(data), newest, strict=True):
         start, duration, *rest, flags = sent
         units = duration // trace.DURATION_UNIT_NS
         saturated = units > trace.MAX_DURATION_UNITS
@@ -115,7 +115,7 @@ def test_wrong_calls_are_type_errors(path: str) -> None:
         RingWriter.record(RingWriter.__new__(RingWriter), *[0] * 11)
 
 
-def test_reader_reads_in_pieces_and_knows_its_place(path: str) -> None:
+def test_a_reader_reads_in_chunks_and_knows_its_position(path: str) -> None:
     writer = RingWriter(path, 8, 0, b"")
     reader = RingReader(path)
     for step in range(5):
@@ -131,7 +131,7 @@ def test_reader_reads_in_pieces_and_knows_its_place(path: str) -> None:
     assert reader.read(100) == (b"", 0)
 
 
-def test_info_tells_what_the_agent_needs(path: str) -> None:
+def test_info_has_what_the_agent_needs(path: str) -> None:
     before = time.time_ns()
     writer = RingWriter(path, 16, 3, b'{"rank": 5}')
     writer.open_span(trace.RecordKind.FORWARD, 12, 2, 99)
@@ -171,7 +171,7 @@ def test_file_mode_and_memory(path: str) -> None:
     assert status.st_blocks * 512 >= status.st_size >= 65536 * trace.RECORD_BYTES
 
 
-NO_ROOM = """
+NO_SPACE = """
 import pathlib, resource, sys
 from megatronapp_native import RingError, RingWriter
 if len(sys.argv) > 2:
@@ -184,9 +184,9 @@ sys.exit(len(list(pathlib.Path(sys.argv[1]).parent.iterdir())))
 """
 
 
-def test_no_room_is_an_error_at_creation_and_leaves_no_file(path: str) -> None:
+def test_missing_space_is_an_error_at_creation_and_leaves_no_file(path: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", NO_ROOM, path, "limited"],
+        [sys.executable, "-c", NO_SPACE, path, "limited"],
         check=False,
         capture_output=True,
         text=True,
@@ -209,7 +209,7 @@ def test_a_full_file_system_is_an_error_at_creation(tmp_path: pathlib.Path) -> N
     if not allowed:
         pytest.skip("this user may not mount")
     done = subprocess.run(
-        [*unshare, "sh", "-c", script, "sh", str(folder), sys.executable, NO_ROOM],
+        [*unshare, "sh", "-c", script, "sh", str(folder), sys.executable, NO_SPACE],
         check=False,
         capture_output=True,
         text=True,
@@ -248,13 +248,13 @@ def check_consistent(records: np.ndarray, first: int) -> None:
     assert np.array_equal(records["chunk"], ~step.astype(np.uint8))
 
 
-@pytest.mark.parametrize("wanted", [700, 1500, 4000])
-def test_reader_of_a_killed_producer_gets_all_whole_records(path: str, wanted: int) -> None:
+@pytest.mark.parametrize("expected", [700, 1500, 4000])
+def test_reader_of_a_killed_producer_gets_all_whole_records(path: str, expected: int) -> None:
     capacity = 1024
     with producer(path, capacity) as process:
         wait_until(pathlib.Path(path).exists)
         live = RingReader(path)
-        wait_until(lambda: live.info().head >= wanted)
+        wait_until(lambda: live.info().head >= expected)
         process.send_signal(signal.SIGKILL)
         process.wait()
     reader = RingReader(path)
@@ -291,7 +291,7 @@ def test_readers_of_a_live_producer_see_only_whole_records(path: str) -> None:
     assert min(seen) >= 20_000
 
 
-def test_threads_may_share_a_reader(path: str) -> None:
+def test_threads_may_use_a_common_reader(path: str) -> None:
     writer = RingWriter(path, 4096, 0, b"")
     for step in range(4000):
         writer.record(step, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -21,8 +21,8 @@ MOCK = ["--mock-data", "--vocab-size", "32"]
 def write_corpus(prefix: pathlib.Path, tokens: int) -> str:
     """One document of `tokens` tokens with ids 0, 1, 2, ..."""
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1, 2)
-    lengths, borders = np.array([tokens], dtype=np.int32), np.arange(2, dtype=np.int64)
-    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + bytes(8) + borders.tobytes())
+    lengths, document_indices = np.array([tokens], dtype=np.int32), np.arange(2, dtype=np.int64)
+    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + bytes(8) + document_indices.tobytes())
     prefix.with_suffix(".bin").write_bytes(np.arange(tokens, dtype=np.uint16).tobytes())
     return str(prefix)
 
@@ -35,7 +35,7 @@ def test_all_wrong_flags_are_problems_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "world", "flag", "said"),
+    ("flags", "world", "flag", "problem_text"),
     [
         (["--num-layer", "3"], 1, "--num-layer", "unknown flag"),
         (["--lr", "fast"], 1, "--lr", "invalid float value"),
@@ -45,23 +45,23 @@ def test_all_wrong_flags_are_problems_of_their_own() -> None:
         (["--tensor-model-parallel-size", "0"], 1, "--tensor-model-parallel-size", "must be 1 or more"),
     ],
 )
-def test_wrong_flags(words: list[str], world: int, flag: str, said: str) -> None:
-    (problem,) = check.find_problems([*FLAGS, *MOCK, *words], world)
-    assert (problem.code, problem.flags[0], said in problem.message) == (ExitCode.USAGE, flag, True), problem
+def test_wrong_flags(flags: list[str], world: int, flag: str, problem_text: str) -> None:
+    (problem,) = check.find_problems([*FLAGS, *MOCK, *flags], world)
+    assert (problem.code, problem.flags[0], problem_text in problem.message) == (ExitCode.USAGE, flag, True), problem
 
 
 def test_a_checkpoint_of_another_program_is_named_before_anything_starts(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "there" / "iter_0000020" / "mp_rank_00"
     folder.mkdir(parents=True)
     (folder / "model_optim_rng.pt").touch()
-    words = [*FLAGS, *MOCK, "--load", str(tmp_path / "there")]
-    (problem,) = check.find_problems(words, 1)
+    flags = [*FLAGS, *MOCK, "--load", str(tmp_path / "there")]
+    (problem,) = check.find_problems(flags, 1)
     assert (problem.code, problem.flags) == (ExitCode.DATA, ("--load",))
     assert "in the legacy layout" in problem.message
     assert f"megatronapp checkpoint convert --load-dir {tmp_path / 'there'}" in problem.message
     save = tmp_path / "save"
     (save / "iter_0000001").mkdir(parents=True)  # it is resumed from, and --load is not looked at
-    assert check.find_problems([*words, "--save", str(save)], 1) == []
+    assert check.find_problems([*flags, "--save", str(save)], 1) == []
 
 
 @pytest.mark.parametrize("flag", ["--load", "--save"])
@@ -69,8 +69,8 @@ def test_a_whole_checkpoint_of_ours_among_those_of_another_program_is_taken(tmp_
     folder = tmp_path / "there" / "iter_0000020" / "mp_rank_00"
     folder.mkdir(parents=True)
     (folder / "model_optim_rng.pt").touch()
-    words = [*FLAGS, *MOCK, flag, str(tmp_path / "there")]
-    (problem,) = check.find_problems(words, 1)
+    flags = [*FLAGS, *MOCK, flag, str(tmp_path / "there")]
+    (problem,) = check.find_problems(flags, 1)
     assert (problem.code, problem.flags) == (ExitCode.DATA, (flag,))
     ours = tmp_path / "there" / "iter_0000040"
     ours.mkdir()
@@ -85,9 +85,9 @@ def test_a_whole_checkpoint_of_ours_among_those_of_another_program_is_taken(tmp_
         arguments={},
     )
     directory.seal(ours, manifest)
-    assert check.find_problems(words, 1) == []
+    assert check.find_problems(flags, 1) == []
     (ours / directory.MANIFEST).write_text("{")
-    (problem,) = check.find_problems(words, 1)
+    (problem,) = check.find_problems(flags, 1)
     assert "in the legacy layout" in problem.message
 
 
@@ -97,7 +97,7 @@ def test_what_can_be_trained_has_no_problem(tmp_path: pathlib.Path) -> None:
     assert check.find_problems([*FLAGS, "--split", "1", "--data-path", corpus, "--vocab-size", "30"], 1) == []
 
 
-def test_every_problem_of_the_data_is_told(tmp_path: pathlib.Path) -> None:
+def test_every_problem_of_the_data_is_reported(tmp_path: pathlib.Path) -> None:
     whole, short = write_corpus(tmp_path / "whole", 30), write_corpus(tmp_path / "short", 5)
     absent, tokenizer = str(tmp_path / "absent"), str(tmp_path / "tokenizer.json")
     data = ["--split", "1", "--data-path", "1", whole, "1", short, "1", absent, "--tokenizer-file", tokenizer]
@@ -118,7 +118,7 @@ def test_a_corpus_beyond_the_vocabulary_is_a_problem_of_the_corpus(tmp_path: pat
     assert "holds token ids up to 29, but the vocabulary has 20" in problem.message
 
 
-def test_no_share_for_training_is_a_problem_of_the_split(tmp_path: pathlib.Path) -> None:
+def test_an_empty_training_split_is_a_problem_of_the_split(tmp_path: pathlib.Path) -> None:
     corpus = write_corpus(tmp_path / "corpus", 30)
     data = ["--split", "0,1", "--data-path", corpus, "--vocab-size", "30"]
     (problem,) = check.find_problems([*FLAGS, *data], 1)

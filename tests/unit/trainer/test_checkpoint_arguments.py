@@ -45,7 +45,7 @@ def test_the_optimizer_matters_only_where_it_is_read() -> None:
     assert "--no-load-optim" in reason
 
 
-def test_another_order_of_samples_is_worth_a_word() -> None:
+def test_another_order_of_samples_gives_a_note() -> None:
     other = replace(CONFIG, training=replace(CONFIG.training, seed=7, train_iters=20))
     note = arguments.notes(STORED, other)
     assert note is not None

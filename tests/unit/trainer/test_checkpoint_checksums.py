@@ -29,11 +29,11 @@ def of_blocks(content: bytes, block_bytes: int) -> str:
 
 
 @given(st.lists(st.binary(max_size=20)), st.integers(1, 16))
-def test_bytes_may_come_in_any_pieces(pieces: list[bytes], block_bytes: int) -> None:
+def test_checksums_do_not_depend_on_how_bytes_are_chunked(chunks: list[bytes], block_bytes: int) -> None:
     sums = BlockChecksums(block_bytes)
-    for piece in pieces:
-        sums.update(piece)
-    assert sums.text() == of_blocks(b"".join(pieces), block_bytes)
+    for chunk in chunks:
+        sums.update(chunk)
+    assert sums.text() == of_blocks(b"".join(chunks), block_bytes)
 
 
 def test_a_disk_that_is_full_at_the_end_is_an_error(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_written_file_knows_itself_and_is_on_the_disk(
 
 @pytest.mark.parametrize("content", [b"", b"123", b"1234", b"12345678", b"123456789"])
 @pytest.mark.parametrize("parts", [1, 2, 5])
-def test_any_change_is_found_by_one_share(tmp_path: pathlib.Path, content: bytes, parts: int) -> None:
+def test_any_change_is_found_by_exactly_a_single_part(tmp_path: pathlib.Path, content: bytes, parts: int) -> None:
     path = tmp_path / "data.distcp"
     sums = {path.name: of_blocks(content, 4)}
 
@@ -92,7 +92,7 @@ def test_any_change_is_found_by_one_share(tmp_path: pathlib.Path, content: bytes
     assert len(flaws()) == 1
 
 
-def test_shares_are_pieces_of_one_file_too(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_may_split_a_single_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(bytes(40))
     (tmp_path / "b").write_bytes(bytes(8))
     sums = {"a": of_blocks(bytes(40), 4), "b": of_blocks(bytes(8), 4)}
@@ -104,13 +104,16 @@ def test_shares_are_pieces_of_one_file_too(tmp_path: pathlib.Path, monkeypatch: 
         return crc32(path, block)
 
     monkeypatch.setattr(checksums, "_crc32", noted)
-    shares = []
+    parts_read = []
     for part in range(3):
         read.clear()
         assert first_damage(tmp_path, sums, part=part, parts=3) is None
-        shares.append(sorted(read))
-    assert [len(share) for share in shares] == [4, 4, 4]
-    assert sorted(shares[0] + shares[1] + shares[2]) == [("a", n) for n in range(0, 40, 4)] + [("b", 0), ("b", 4)]
+        parts_read.append(sorted(read))
+    assert [len(part_read) for part_read in parts_read] == [4, 4, 4]
+    assert sorted(parts_read[0] + parts_read[1] + parts_read[2]) == [("a", n) for n in range(0, 40, 4)] + [
+        ("b", 0),
+        ("b", 4),
+    ]
 
 
 def test_blocks_outside_of_some_ranges_do_not_count(tmp_path: pathlib.Path) -> None:

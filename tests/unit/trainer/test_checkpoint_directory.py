@@ -71,7 +71,7 @@ def test_a_checkpoint_gets_its_name_last(directory: CheckpointDirectory) -> None
     assert (stored.iteration, stored.attempt, stored.files) == (100, 2, {"data.distcp": 7})
 
 
-def test_the_newest_comes_first(directory: CheckpointDirectory) -> None:
+def test_the_newest_checkpoint_is_listed_first(directory: CheckpointDirectory) -> None:
     claim = claimed(directory)
     for iteration in (5, 10_000_000, 20):
         write(directory, iteration, claim)
@@ -85,7 +85,7 @@ def test_the_same_iteration_is_replaced(directory: CheckpointDirectory) -> None:
     assert names(directory) == {"iter_0000005", "latest_checkpointed_iteration.txt", "owner.json"}
 
 
-def test_the_last_ones_are_kept(directory: CheckpointDirectory) -> None:
+def test_prune_keeps_the_newest_checkpoints(directory: CheckpointDirectory) -> None:
     claim = claimed(directory)
     for iteration in range(1, 6):
         write(directory, iteration, claim)
@@ -97,7 +97,7 @@ def test_what_cannot_be_resumed_from_does_not_count(directory: CheckpointDirecto
     claim = claimed(directory)
     for iteration in (50, 100, 200, 300):
         write(directory, iteration, claim)
-    cut_file(directory.path / "iter_0000200")
+    truncate_file(directory.path / "iter_0000200")
     remove_manifest(directory.path / "iter_0000300")
     (directory.path / "iter_0000010").mkdir()
     (directory.path / "iter_0000010" / "model_optim_rng.pt").write_bytes(b"of another program")
@@ -112,7 +112,7 @@ def test_what_cannot_be_resumed_from_does_not_count(directory: CheckpointDirecto
     assert [path.name for path in directory.checkpoints()] == left
 
 
-def test_a_later_checkpoint_does_not_push_the_new_one_out(directory: CheckpointDirectory) -> None:
+def test_a_later_checkpoint_does_not_evict_the_published_checkpoint(directory: CheckpointDirectory) -> None:
     """Check a later one whose files have their sizes, but which this run could not read before it resumed from an
     earlier one."""
     claim = claimed(directory)
@@ -122,7 +122,7 @@ def test_a_later_checkpoint_does_not_push_the_new_one_out(directory: CheckpointD
     assert [path.name for path in directory.checkpoints()] == ["iter_0000200", "iter_0000150", "iter_0000100"]
 
 
-def test_the_previous_whole_one_stays(directory: CheckpointDirectory) -> None:
+def test_prune_keeps_the_previous_complete_checkpoint(directory: CheckpointDirectory) -> None:
     claim = claimed(directory)
     for iteration in (1, 2, 3, 4):
         write(directory, iteration, claim)
@@ -225,11 +225,11 @@ def test_a_lasting_fault_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         tries.append(number)
         raise OSError(number, "for ever")
 
-    for number, wanted in ((errno.EIO, 5), (errno.EACCES, 1)):
+    for number, expected in ((errno.EIO, 5), (errno.EACCES, 1)):
         tries.clear()
         with pytest.raises(OSError, match="for ever"):
             retry_transient_errors(functools.partial(failing, number))
-        assert len(tries) == wanted
+        assert len(tries) == expected
 
 
 def test_a_directory_that_a_cache_hides_is_waited_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_a_crash_while_replacing_loses_nothing(directory: CheckpointDirectory, m
     assert names(directory) == {"iter_0000005", "latest_checkpointed_iteration.txt", "owner.json"}
 
 
-def test_half_a_deleted_checkpoint_does_not_come_back(directory: CheckpointDirectory) -> None:
+def test_a_partly_deleted_checkpoint_is_not_restored(directory: CheckpointDirectory) -> None:
     final = write(directory, 5, claimed(directory))
     remove_file(final)
     final.rename(final.with_name("iter_0000005.old-a0"))
@@ -316,7 +316,7 @@ def test_the_same_attempt_started_twice_and_another_job(directory: CheckpointDir
         directory.check_owner(second)
 
 
-def test_two_claims_of_one_attempt_write_into_different_folders(directory: CheckpointDirectory) -> None:
+def test_two_claims_of_an_attempt_write_into_different_folders(directory: CheckpointDirectory) -> None:
     """Check that no folder is shared: ranks of the earlier claim may continue to write until they ask for the owner."""
     first = claimed(directory, attempt=0)
     early = directory.begin(5, first)
@@ -355,7 +355,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
         claimed(CheckpointDirectory(tmp_path / "file" / "save"))
 
 
-def cut_file(path: pathlib.Path) -> None:
+def truncate_file(path: pathlib.Path) -> None:
     (path / "data.distcp").write_bytes(b"wei")
 
 
@@ -367,7 +367,7 @@ def remove_manifest(path: pathlib.Path) -> None:
     (path / MANIFEST).unlink()
 
 
-def cut_manifest(path: pathlib.Path) -> None:
+def truncate_manifest(path: pathlib.Path) -> None:
     (path / MANIFEST).write_text("{")
 
 
@@ -387,10 +387,10 @@ def rob_manifest(path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (cut_file, "has 3 bytes instead of 7"),
+        (truncate_file, "has 3 bytes instead of 7"),
         (remove_file, "is missing"),
         (remove_manifest, "not written to its end"),
-        (cut_manifest, "cannot be read"),
+        (truncate_manifest, "cannot be read"),
         (replace_manifest, "no JSON object"),
         (age_manifest, "another version"),
         (rob_manifest, "lacks entries"),

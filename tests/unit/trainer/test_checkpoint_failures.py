@@ -47,15 +47,15 @@ def resume(flags: str) -> tuple[bool, int, list[str]]:
     """Return whether there was a checkpoint to resume, at which iteration, and the messages."""
     import logging
 
-    said: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatronapp_trainer").addHandler(handler)
     run, manager = build(flags)
-    return manager.load(run.state), run.state.iteration, said
+    return manager.load(run.state), run.state.iteration, warnings
 
 
-def resume_beside_a_deletion(flags: str) -> tuple[bool, int, list[str]]:
+def resume_during_a_deletion(flags: str) -> tuple[bool, int, list[str]]:
     """Resume as `resume` does; the newest checkpoint is deleted once it is verified."""
     from megatronapp_trainer.checkpoint import manager, storage
 
@@ -78,14 +78,14 @@ def failing(action: str, flags: str) -> tuple[str, str]:
             run.state.optimizer.step()
             run.state.iteration = 1
             manager.load(run.state)
-            with no_room(run.layout.rank):
+            with raise_disk_full(run.layout.rank):
                 manager.save(run.state)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
 
 
-def losing_a_peer(words: str, flags: str) -> tuple[str, str, list[str]]:
+def losing_a_peer(message: str, flags: str) -> tuple[str, str, list[str]]:
     """Return how saving ends when a peer is lost while the others write, and the names that remain."""
     run, manager = build(flags)
     manager.load(run.state)
@@ -93,7 +93,7 @@ def losing_a_peer(words: str, flags: str) -> tuple[str, str, list[str]]:
 
     def write(_state: Any, temporary: pathlib.Path) -> None:
         (temporary / "half.distcp").write_bytes(b"written by a rank that lives")
-        raise RuntimeError(words)
+        raise RuntimeError(message)
 
     manager._write = write
     try:
@@ -104,7 +104,7 @@ def losing_a_peer(words: str, flags: str) -> tuple[str, str, list[str]]:
 
 
 @contextlib.contextmanager
-def no_room(rank: int) -> Any:
+def raise_disk_full(rank: int) -> Any:
     """Limit files to 4 KiB on the last rank alone, like on a full disk."""
     import torch.distributed as dist
 
@@ -143,10 +143,10 @@ def flip_a_byte(checkpoint: pathlib.Path) -> None:
 
 def test_damaged_checkpoints_are_left_out(save: pathlib.Path, call: RunRanks) -> None:
     (next((save / "iter_0000006").glob("*.distcp"))).unlink()
-    ((found, iteration, said),) = call(1, resume, f"--save {save}")
+    ((found, iteration, warnings),) = call(1, resume, f"--save {save}")
     assert (found, iteration) == (True, 4)
-    assert "iter_0000006 is skipped" in said[0]
-    assert "is missing" in said[0]
+    assert "iter_0000006 is skipped" in warnings[0]
+    assert "is missing" in warnings[0]
     flip_a_byte(save / "iter_0000004")
     first, second = call(2, resume, f"--save {save}")
     assert tuple(first[:2]) == tuple(second[:2]) == (True, 2)
@@ -155,7 +155,7 @@ def test_damaged_checkpoints_are_left_out(save: pathlib.Path, call: RunRanks) ->
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_out(save: pathlib.Path, call: RunRanks) -> None:
-    first, second = call(2, resume_beside_a_deletion, f"--save {save}")
+    first, second = call(2, resume_during_a_deletion, f"--save {save}")
     assert tuple(first[:2]) == tuple(second[:2]) == (True, 4)
     assert "iter_0000006 is skipped: its common.pt cannot be read" in first[2][0]
     assert second[2] == []
@@ -211,8 +211,8 @@ def test_another_model_is_refused(save: pathlib.Path, call: RunRanks, flags: str
 
 def test_weights_alone_may_be_taken_over(save: pathlib.Path, call: RunRanks, tmp_path: pathlib.Path) -> None:
     flags = f"--load {save} --finetune --use-distributed-optimizer --save {tmp_path / 'other'}"
-    ((found, iteration, said),) = call(1, resume, flags)
-    assert (found, iteration, said) == (True, 0, [])
+    ((found, iteration, warnings),) = call(1, resume, flags)
+    assert (found, iteration, warnings) == (True, 0, [])
 
 
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
@@ -240,9 +240,9 @@ def test_damaged_weights_are_found_by_readers_of_weights_alone(
 
 
 def test_load_without_a_checkpoint(call: RunRanks, tmp_path: pathlib.Path) -> None:
-    ((found, iteration, said),) = call(1, resume, f"--load {tmp_path}")
+    ((found, iteration, warnings),) = call(1, resume, f"--load {tmp_path}")
     assert (found, iteration) == (False, 0)
-    assert "starts from the beginning" in said[0]
+    assert "starts from the beginning" in warnings[0]
     ((kind, text),) = call(1, failing, "load", f"--load {tmp_path} --exit-on-missing-checkpoint")
     assert (kind, str(tmp_path) in text) == ("CheckpointError", True)
 
@@ -266,14 +266,15 @@ def test_a_full_disk_on_the_rank_that_writes_the_common_part(save: pathlib.Path,
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"), [("Connection closed by peer [127.0.0.3]", "RuntimeError"), ("unexpected pos 7", "StorageError")]
+    ("message", "kind"),
+    [("Connection closed by peer [127.0.0.3]", "RuntimeError"), ("unexpected pos 7", "StorageError")],
 )
 def test_a_peer_lost_while_saving_is_no_storage_error(
-    call: RunRanks, tmp_path: pathlib.Path, words: str, kind: str
+    call: RunRanks, tmp_path: pathlib.Path, message: str, kind: str
 ) -> None:
-    ((found, text, left),) = call(1, losing_a_peer, words, f"--save {tmp_path}")
+    ((found, text, left),) = call(1, losing_a_peer, message, f"--save {tmp_path}")
     assert found == kind
-    assert words in text
+    assert message in text
     assert any(name.startswith("iter_0000000.tmp-a0-") for name in left) == (kind == "RuntimeError")
 
 

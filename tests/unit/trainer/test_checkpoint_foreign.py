@@ -35,7 +35,7 @@ def test_the_legacy_layout(tmp_path: pathlib.Path) -> None:
     assert megatron_checkpoint(folder) == (folder, MegatronLayout.LEGACY)
 
 
-def test_the_tracker_says_which(tmp_path: pathlib.Path) -> None:
+def test_the_tracker_file_selects_the_iteration(tmp_path: pathlib.Path) -> None:
     old, new = (torch_dist(tmp_path / f"iter_{number:07d}") for number in (20, 40))
     assert megatron_checkpoint(tmp_path) == (new, MegatronLayout.TORCH_DIST)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
@@ -51,14 +51,14 @@ def test_the_tracker_says_which(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("kind", ["torch_dist", "legacy", "hugging face", "zarr", "one of ours"])
 def test_the_answer_names_it_and_the_command(tmp_path: pathlib.Path, kind: str) -> None:
     path = tmp_path / "there"
-    words = f"megatronapp checkpoint convert --load-dir {path} --save-dir {path}-megatronapp; then give --load"
+    advice = f"megatronapp checkpoint convert --load-dir {path} --save-dir {path}-megatronapp; then give --load"
     if kind == "torch_dist":
         torch_dist(path / "iter_0000020")
     elif kind == "legacy":
         legacy(path / "iter_0000020", "mp_rank_00")
     elif kind == "zarr":
         torch_dist(path / "iter_0000020", "zarr")
-        words = "--dist-ckpt-format torch_dist"
+        advice = "--dist-ckpt-format torch_dist"
     elif kind == "hugging face":
         path.mkdir()
         (path / "config.json").touch()
@@ -66,14 +66,14 @@ def test_the_answer_names_it_and_the_command(tmp_path: pathlib.Path, kind: str) 
     else:
         path.mkdir()
         (path / "megatronapp.json").touch()
-        words = f"give its directory: {tmp_path}"
-    assert words in str(answer(path))
+        advice = f"give its directory: {tmp_path}"
+    assert advice in str(answer(path))
     with pytest.raises(CheckpointError) as caught:
         newest_arguments(path)
     assert str(caught.value) == answer(path)
 
 
-def test_nothing_is_said_of_what_is_ours_or_nothing(tmp_path: pathlib.Path) -> None:
+def test_own_checkpoints_and_empty_folders_give_no_foreign_answer(tmp_path: pathlib.Path) -> None:
     assert answer(tmp_path / "absent") is None
     assert answer(tmp_path) is None
     half = tmp_path / "iter_0000020"

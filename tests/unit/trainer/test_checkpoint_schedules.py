@@ -40,11 +40,11 @@ def refusal(config: TrainerConfig, batch: int = 8) -> str | None:
     return schedules.conflict(there, here, arguments_there={"--train-iters": 3000}, config=config, optimizer=True)
 
 
-def test_the_same_schedules_are_gone_on_with() -> None:
+def test_the_same_schedules_are_accepted_on_resume() -> None:
     assert refusal(config_with()) is None
 
 
-def test_a_shortened_run_is_told_in_iterations() -> None:
+def test_a_shortened_run_is_reported_in_iterations() -> None:
     reason = refusal(config_with(2600))
     assert reason is not None
     assert "--train-iters (spec.training.trainIters): 3000 iterations there, 2600 iterations here" in reason
@@ -55,7 +55,7 @@ def test_a_shortened_run_is_told_in_iterations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"lr": 2e-3}, "--lr (spec.training.lr): 0.001 there, 0.002 here"),
         ({"min_lr": 0.0}, "--min-lr (spec.training.minLr): 0.0001 there, 0.0 here"),
@@ -70,10 +70,10 @@ def test_a_shortened_run_is_told_in_iterations() -> None:
         ),
     ],
 )
-def test_each_value_that_the_scheduler_compares(changed: dict[str, Any], told: str) -> None:
+def test_each_value_that_the_scheduler_compares(changed: dict[str, Any], message: str) -> None:
     reason = refusal(config_with(**changed))
     assert reason is not None
-    assert told in reason
+    assert message in reason
     assert reason.count("--weight-decay (") <= 1
     stored = scheduler_of(config_with(), 8).state_dict()
     with pytest.raises(AssertionError):
@@ -86,8 +86,8 @@ def test_lengths_that_round_to_the_same_are_shown_in_full(train_samples: int | N
     there = config_with(lr_warmup_fraction=0.1, lr_warmup_iters=0)
     if train_samples is not None:
         here, there = (
-            dataclasses.replace(one, training=dataclasses.replace(one.training, train_samples=train_samples))
-            for one in (here, there)
+            dataclasses.replace(config, training=dataclasses.replace(config.training, train_samples=train_samples))
+            for config in (here, there)
         )
     states = [scheduler_of(config, 8).state_dict() for config in (there, here)]
     arguments = {"--train-iters": 3000, "--train-samples": train_samples}
@@ -109,18 +109,18 @@ def test_steps_that_were_counted_in_full_are_the_reason_under_a_ramp_up() -> Non
     config = dataclasses.replace(config, training=ramp)
     here = scheduler_of(config, 8).state_dict()
     there = {**here, "lr_decay_steps": here["lr_decay_steps"] + 1}
-    words = "took the steps of --rampup-batch-size for full ones"
+    message = "took the steps of --rampup-batch-size for full ones"
     for stored, found in (({}, True), ({"--train-samples": None}, False)):
         arguments = {"--train-iters": 3000, **stored}
         reason = schedules.conflict(there, here, arguments_there=arguments, config=config, optimizer=True)
-        assert (words in str(reason)) == found
+        assert (message in str(reason)) == found
 
 
 @pytest.mark.parametrize(
     ("flag", "length_samples"),
     [("override_opt_param_scheduler", 5000 * 8), ("use_checkpoint_opt_param_scheduler", 3000 * 8)],
 )
-def test_the_flags_that_say_how_to_go_on(flag: str, length_samples: int) -> None:
+def test_flags_that_override_the_schedule_are_accepted(flag: str, length_samples: int) -> None:
     config = config_with(5000, **{flag: True})
     assert refusal(config) is None
     scheduler = scheduler_of(config, 8)

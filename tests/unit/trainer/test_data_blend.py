@@ -7,7 +7,7 @@ from megatronapp_trainer.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("words", "blend"),
+    ("arguments", "blend"),
     [
         (["a"], Blend(prefixes=("a",), weights=None)),
         (["a", "b"], Blend(prefixes=("a", "b"), weights=None)),
@@ -15,22 +15,24 @@ from megatronapp_trainer.errors import UsageError
         (["1", "a"], Blend(prefixes=("a",), weights=(1.0,))),
     ],
 )
-def test_blends(words: list[str], blend: Blend) -> None:
-    assert parse_blend(words, "--data-path") == blend
-
-
-@pytest.mark.parametrize("words", [["1"], ["a", "1"], ["1", "a", "b"], ["1", "2", "3", "4"], ["0", "a"], ["-1", "a"]])
-def test_blends_that_are_refused(words: list[str]) -> None:
-    with pytest.raises(UsageError, match="--train-data-path"):
-        parse_blend(words, "--train-data-path")
+def test_blends(arguments: list[str], blend: Blend) -> None:
+    assert parse_blend(arguments, "--data-path") == blend
 
 
 @pytest.mark.parametrize(
-    ("split", "shares"),
+    "arguments", [["1"], ["a", "1"], ["1", "a", "b"], ["1", "2", "3", "4"], ["0", "a"], ["-1", "a"]]
+)
+def test_blends_that_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(UsageError, match="--train-data-path"):
+        parse_blend(arguments, "--train-data-path")
+
+
+@pytest.mark.parametrize(
+    ("split", "fractions"),
     [("98,2,0", (0.98, 0.02, 0.0)), ("1", (1.0, 0.0, 0.0)), ("1,1", (0.5, 0.5, 0.0)), ("2, 1, 1", (0.5, 0.25, 0.25))],
 )
-def test_splits(split: str, shares: tuple[float, float, float]) -> None:
-    assert split_fractions(split) == pytest.approx(shares)
+def test_splits(split: str, fractions: tuple[float, float, float]) -> None:
+    assert split_fractions(split) == pytest.approx(fractions)
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "1;2"])

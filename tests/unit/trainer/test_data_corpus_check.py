@@ -20,8 +20,8 @@ def write_corpus(prefix: pathlib.Path, lengths: list[int], largest: int = 9) -> 
     sizes = np.array(lengths, dtype=np.int32)
     offsets = (np.cumsum(sizes, dtype=np.int64) - sizes) * 2
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(lengths) + 1)
-    borders = np.arange(len(lengths) + 1, dtype=np.int64)
-    prefix.with_suffix(".idx").write_bytes(header + sizes.tobytes() + offsets.tobytes() + borders.tobytes())
+    document_indices = np.arange(len(lengths) + 1, dtype=np.int64)
+    prefix.with_suffix(".idx").write_bytes(header + sizes.tobytes() + offsets.tobytes() + document_indices.tobytes())
     tokens = np.arange(int(sizes.sum()), dtype=np.uint16) % (largest + 1)
     tokens[-1:] = largest
     prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
@@ -41,15 +41,15 @@ def test_a_whole_corpus(prefix: str) -> None:
     assert facts.tokens_between(0.5, 1.0) == (1, 2)
 
 
-@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=50), cut=st.floats(0, 1))
-def test_parts_cover_the_corpus(lengths: list[int], cut: float) -> None:
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=50), fraction=st.floats(0, 1))
+def test_parts_cover_the_corpus(lengths: list[int], fraction: float) -> None:
     facts = CorpusFacts(prefix="p", lengths=np.array(lengths, dtype=np.int32), token_type=np.dtype(np.uint16))
-    first, second = facts.tokens_between(0.0, cut), facts.tokens_between(cut, 1.0)
+    first, second = facts.tokens_between(0.0, fraction), facts.tokens_between(fraction, 1.0)
     assert (first[0] + second[0], first[1] + second[1]) == (len(lengths), sum(lengths))
 
 
 @given(keep=st.integers(0, 200))
-def test_an_index_cut_anywhere_is_refused(tmp_path_factory: pytest.TempPathFactory, keep: int) -> None:
+def test_an_index_truncated_anywhere_is_refused(tmp_path_factory: pytest.TempPathFactory, keep: int) -> None:
     prefix = write_corpus(tmp_path_factory.mktemp("cut") / "corpus", LENGTHS)
     path = pathlib.Path(prefix + ".idx")
     whole = path.read_bytes()
@@ -108,7 +108,7 @@ def test_the_tokenizer_is_compared(prefix: str) -> None:
         check_vocabulary(prefix, vocab_size=9, digest=None, token_type=token_type)
 
 
-def test_without_a_note_the_tokens_are_looked_at(prefix: str) -> None:
+def test_without_a_recorded_maximum_the_tokens_are_read(prefix: str) -> None:
     check_vocabulary(prefix, vocab_size=10, digest="any", token_type=np.dtype(np.uint16))
     with pytest.raises(DataError, match="up to 9, but the vocabulary has 5"):
         check_vocabulary(prefix, vocab_size=5, digest="any", token_type=np.dtype(np.uint16))

@@ -48,7 +48,7 @@ def test_several_keys() -> None:
     ],
     ids=["cut", "list", "key", "number", "surrogate", "bytes", "deep"],
 )
-def test_a_bad_line_is_named_and_the_others_are_kept(line: bytes, reason: str) -> None:
+def test_a_bad_line_is_reported_and_the_others_are_parsed(line: bytes, reason: str) -> None:
     result = parsed(b'{"text": "before"}\n' + line + b'\n{"text": "after"}')
     assert result.texts["text"] == ["before", "after"]
     (bad,) = result.bad
@@ -56,7 +56,7 @@ def test_a_bad_line_is_named_and_the_others_are_kept(line: bytes, reason: str) -
     assert reason in bad.reason
 
 
-def test_a_text_file_is_one_document_and_its_bad_byte_has_a_line() -> None:
+def test_a_text_file_is_a_single_document_and_a_bad_byte_has_a_line() -> None:
     assert parsed("größer\nals".encode(), DocumentFormat.TEXT).texts["text"] == ["größer\nals"]
     assert parsed(b" \n", DocumentFormat.TEXT).empty == 1
     (bad,) = parsed(b"one\ntwo\nthr\xffe\n", DocumentFormat.TEXT).bad
@@ -86,12 +86,12 @@ def test_ids_are_those_of_the_tokenizer(trained: tokenizers.Tokenizer) -> None:
     assert encode(trained, [chunk(lines)], eod=True) == [[*trained.tokenize(text), trained.eod] for text in texts]
 
 
-def test_a_file_in_pieces_ends_once(trained: tokenizers.Tokenizer) -> None:
-    pieces = [
+def test_a_file_in_chunks_ends_once(trained: tokenizers.Tokenizer) -> None:
+    chunks = [
         chunk(b"the\n", kind=DocumentFormat.TEXT, closes=False),
         chunk(b"dog\n", kind=DocumentFormat.TEXT, closes=True),
     ]
-    first, second = encode(trained, pieces, eod=True)
+    first, second = encode(trained, chunks, eod=True)
     assert first[-1] != trained.eod
     assert second[-1] == trained.eod
 

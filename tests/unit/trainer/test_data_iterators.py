@@ -27,9 +27,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
     folder = tmp_path_factory.mktemp("corpus")
     generator = random.Random(3)
-    words = ["stage", "rank", "step", "loss", "gradient", "pipeline", "tensor", "micro", "batch", "optimizer"]
+    vocabulary = ["stage", "rank", "step", "loss", "gradient", "pipeline", "tensor", "micro", "batch", "optimizer"]
     for name in ("a", "b"):
-        texts = [" ".join(generator.choices(words, k=generator.randint(3, 30))) for _ in range(60)]
+        texts = [" ".join(generator.choices(vocabulary, k=generator.randint(3, 30))) for _ in range(60)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     common: dict[str, Any] = {"append_eod": True}
     prepare(PrepareOptions(inputs=(str(folder / "a.jsonl"),), output=str(folder / "a"), train_vocab_size=300, **common))
@@ -94,13 +94,13 @@ def interleaved(ranks: list[list[list[int]]], microbatches: int) -> list[list[in
     return [list(row) for pair in pairs for row in pair]
 
 
-def test_replicas_share_one_order(flags: str, call: RunRanks) -> None:
+def test_replicas_split_a_common_order(flags: str, call: RunRanks) -> None:
     (alone,) = call(1, rows, flags, 8)
     together = call(2, rows, flags, 4)
     assert interleaved(together, 4) == [list(row) for row in alone]
 
 
-def test_a_resume_with_other_replicas_goes_on(flags: str, call: RunRanks) -> None:
+def test_a_resume_with_another_number_of_replicas_continues_the_order(flags: str, call: RunRanks) -> None:
     (alone,) = call(1, rows, flags, 8)
     later = call(2, rows, flags, 2, 8)
     assert interleaved(later, 2) == [list(row) for row in alone[8:]]
@@ -113,8 +113,8 @@ def test_reading_ahead_changes_nothing(flags: str, call: RunRanks) -> None:
 
 
 def test_a_ramp_up_may_keep_the_order_of_an_earlier_count(flags: str, call: RunRanks) -> None:
-    ((full, kept, own),) = call(1, orders_of_a_ramp_up, flags)
-    assert kept == full
+    ((full, continued, own),) = call(1, orders_of_a_ramp_up, flags)
+    assert continued == full
     assert own != full  # else this corpus does not show it
 
 
@@ -126,8 +126,8 @@ def warnings_of_building(flags: str) -> list[str]:
 
 
 def test_no_rank_warns_of_a_padding_token_that_there_is_not(flags: str, call: RunRanks) -> None:
-    for told in call(2, warnings_of_building, flags):
-        assert not [text for text in told if "pad token" in text]
+    for messages in call(2, warnings_of_building, flags):
+        assert not [text for text in messages if "pad token" in text]
 
 
 def test_every_evaluation_sees_the_same(flags: str, call: RunRanks) -> None:
@@ -207,7 +207,7 @@ def test_only_the_first_of_a_tensor_group_reads(flags: str, call: RunRanks) -> N
     assert (len(second[0]), second[1]) == (0, True)
 
 
-def test_nodes_need_not_share_the_cache(flags: str, call: RunRanks, tmp_path: pathlib.Path) -> None:
+def test_nodes_need_no_common_cache(flags: str, call: RunRanks, tmp_path: pathlib.Path) -> None:
     """Treat each rank as a node, with a separate cache; both orders are the same as those of one process."""
     (alone,) = call(1, rows, flags, 4)
     together = call(2, rows_with_own_cache, flags, str(tmp_path), 2)
@@ -254,7 +254,7 @@ def refusal(flags: str) -> tuple[str, str]:
         ("--data-cache-path /proc/nowhere", "--data-cache-path"),
     ],
 )
-def test_every_rank_hears_why_there_is_no_data(
+def test_every_rank_learns_why_the_data_is_unusable(
     flags: str, call: RunRanks, corpus: pathlib.Path, more: str, message: str
 ) -> None:
     for suffix in (".bin", ".idx"):

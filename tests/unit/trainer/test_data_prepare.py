@@ -18,14 +18,14 @@ from megatronapp_trainer.data.corpus_check import inspect_corpus
 from megatronapp_trainer.data.prepare import pool, prepare, sources
 from megatronapp_trainer.data.prepare.progress import progress
 
-WORDS = ["stage", "rank", "step", "loss", "gradient", "pipeline", "tensor", "micro", "batch", "optimizer"]
+VOCABULARY = ["stage", "rank", "step", "loss", "gradient", "pipeline", "tensor", "micro", "batch", "optimizer"]
 
 
 @pytest.fixture
 def corpus(tmp_path: pathlib.Path) -> pathlib.Path:
     """A hundred documents as JSONL."""
     generator = random.Random(1)
-    texts = [" ".join(generator.choices(WORDS, k=generator.randint(1, 40))) for _ in range(100)]
+    texts = [" ".join(generator.choices(VOCABULARY, k=generator.randint(1, 40))) for _ in range(100)]
     path = tmp_path / "input" / "corpus.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -35,7 +35,7 @@ def corpus(tmp_path: pathlib.Path) -> pathlib.Path:
 @pytest.fixture
 def tokenizer_file(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / "tokenizer.json"
-    tokenizers.train(WORDS * 10, 300).backend.save(str(path))
+    tokenizers.train(VOCABULARY * 10, 300).backend.save(str(path))
     return path
 
 
@@ -49,10 +49,10 @@ def run(corpus: pathlib.Path, tokenizer_file: pathlib.Path, tmp_path: pathlib.Pa
     def prepare_with(*more: str, output: str = "out/corpus", tokenizer: bool = True) -> int:
         parser = argparse.ArgumentParser()
         cli.register(parser.add_subparsers())
-        words = ["data", "prepare", "--input", str(corpus), "--output", str(tmp_path / output), "--workers", "1"]
+        command = ["data", "prepare", "--input", str(corpus), "--output", str(tmp_path / output), "--workers", "1"]
         if tokenizer:
-            words += ["--tokenizer-file", str(tokenizer_file)]
-        args = parser.parse_args([*words, *more])
+            command += ["--tokenizer-file", str(tokenizer_file)]
+        args = parser.parse_args([*command, *more])
         return int(args.func(args))
 
     return prepare_with
@@ -107,7 +107,7 @@ class StopHereError(Exception):
 
 
 @pytest.mark.parametrize("batches_before_the_stop", [1, 5, 9])
-def test_a_stopped_run_goes_on(
+def test_a_stopped_run_continues_to_the_same_output(
     run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, batches_before_the_stop: int
 ) -> None:
     monkeypatch.setattr(sources, "BATCH_BYTES", 1000)
@@ -142,7 +142,7 @@ def test_a_stopped_run_goes_on(
 
 @pytest.mark.parametrize("moves_before_the_stop", range(4))
 @pytest.mark.parametrize("older", [False, True])
-def test_a_run_stopped_between_its_renames_goes_on(
+def test_a_run_stopped_between_its_renames_continues(
     run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, moves_before_the_stop: int, older: bool
 ) -> None:
     """Tokenizer, .bin, .json and .idx get their names one after the other."""
@@ -195,7 +195,7 @@ def test_a_second_run_has_nothing_to_do(run: Run, tmp_path: pathlib.Path, capsys
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_other_output_is_replaced_only_when_asked(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
+def test_other_output_is_replaced_only_on_request(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
     assert run() == 0
     assert run("--append-eod") == 65
     assert "--overwrite" in capsys.readouterr().err
@@ -203,15 +203,15 @@ def test_other_output_is_replaced_only_when_asked(run: Run, tmp_path: pathlib.Pa
     assert len(documents(tmp_path / "out" / "corpus_text_document")) == 100
 
 
-def test_a_tokenizer_is_trained_and_kept(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
+def test_a_tokenizer_is_trained_and_saved(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
     flags = ("--train-tokenizer", "--vocab-size", "290", "--append-eod")
     assert run(*flags, tokenizer=False) == 0
     trained = tokenizers.load_file(tmp_path / "out" / "tokenizer.json")
     assert 257 < trained.vocab_size <= 290
     assert documents(tmp_path / "out" / "corpus_text_document")[0][-1] == trained.eod
-    said = capsys.readouterr().out
-    assert f"--tokenizer-file {tmp_path}/out/tokenizer.json" in said
-    assert f"spec.data.path: [{tmp_path}/out/corpus_text_document], spec.data.tokenizer: {tmp_path}/out/tok" in said
+    output = capsys.readouterr().out
+    assert f"--tokenizer-file {tmp_path}/out/tokenizer.json" in output
+    assert f"spec.data.path: [{tmp_path}/out/corpus_text_document], spec.data.tokenizer: {tmp_path}/out/tok" in output
     (tmp_path / "out" / "tokenizer.json").write_text("another one")
     assert run(*flags, output="out/second", tokenizer=False) == 65
     assert "is another tokenizer" in capsys.readouterr().err
@@ -267,7 +267,7 @@ def test_tokenizer_flags_that_do_not_go_together(run: Run, flags: tuple[str, ...
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_two_runs_for_one_output(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
+def test_two_concurrent_runs_for_the_same_output_are_refused(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
     with prepare._working_directory(tmp_path / "out" / "corpus"):
         assert run() == 67
     assert "another `megatronapp data prepare` is writing" in capsys.readouterr().err
@@ -306,7 +306,7 @@ def test_a_disk_that_fills_later(
     assert (tmp_path / "out" / "corpus.preparing" / "journal.json").exists()
 
 
-def test_lines_tell_the_progress_where_there_is_no_terminal(capsys: Any) -> None:
+def test_progress_is_printed_as_lines_without_a_terminal(capsys: Any) -> None:
     times_s = iter([0.0, 9.0, 10.5, 19.0, 21.0])
     with progress("tokenising", total_bytes=8 << 20, done_bytes=1 << 20, clock=lambda: next(times_s)) as advance:
         for _ in range(4):
@@ -328,10 +328,10 @@ def test_the_command_line_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def typed(*words: str) -> int:
+def typed(*arguments: str) -> int:
     parser = argparse.ArgumentParser(prog="megatronapp")
     cli.register(parser.add_subparsers())
-    args = parser.parse_args(["data", "prepare", *words])
+    args = parser.parse_args(["data", "prepare", *arguments])
     return int(args.func(args))
 
 
@@ -340,7 +340,7 @@ def test_the_options_of_preprocess_data_make_the_same_files(
 ) -> None:
     folder = tmp_path / "gpt2"
     folder.mkdir()
-    trained = tokenizers.train([*WORDS * 10], 300).backend
+    trained = tokenizers.train([*VOCABULARY * 10], 300).backend
     trained.model.save(str(folder))
     files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
     common = ["--input", str(corpus), "--workers", "1", *files]
@@ -355,30 +355,30 @@ def test_the_options_of_preprocess_data_make_the_same_files(
         "1000",
     ]
     assert typed(*common, "--output-prefix", str(tmp_path / "theirs"), *spelled, "--keep-sequential-samples") == 0
-    said = capsys.readouterr().err
-    assert all(f"note: {flag}: " in said for flag in ("--partitions", "--log-interval", "--keep-sequential-samples"))
+    message = capsys.readouterr().err
+    assert all(f"note: {flag}: " in message for flag in ("--partitions", "--log-interval", "--keep-sequential-samples"))
     assert typed(*common, "--output", str(tmp_path / "ours")) == 0
-    one, other = (tmp_path / f"{name}_text_document.bin" for name in ("theirs", "ours"))
-    assert one.read_bytes() == other.read_bytes()
+    theirs, ours = (tmp_path / f"{name}_text_document.bin" for name in ("theirs", "ours"))
+    assert theirs.read_bytes() == ours.read_bytes()
 
 
 def test_a_tokenizer_may_be_named_by_its_folder(
     corpus: pathlib.Path, tokenizer_file: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--tokenizer-type", "HuggingFaceTokenizer"]
-    assert typed(*words, "--tokenizer-model", str(tokenizer_file.parent), "--workers", "1") == 0
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--tokenizer-type", "HuggingFaceTokenizer"]
+    assert typed(*arguments, "--tokenizer-model", str(tokenizer_file.parent), "--workers", "1") == 0
     assert f"--tokenizer-file {tokenizer_file}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("flags", "reason"),
     [
         ("--tokenizer-type BertWordPieceLowerCase", "BERT cannot be trained here yet"),
         ("--split-sentences", "--split-sentences: BERT cannot be trained here yet"),
         ("--tokenizer-type Llama2Tokenizer", "only tokenizers of tokenizer.json"),
     ],
 )
-def test_what_has_no_meaning_here_is_answered(words: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_meaning_here_is_answered(flags: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        typed("--input", "in", "--output-prefix", "out", *words.split())
+        typed("--input", "in", "--output-prefix", "out", *flags.split())
     assert reason in capsys.readouterr().err

@@ -25,7 +25,7 @@ small = st.integers(1, 6)
 
 
 @given(consumed=st.integers(0, 1000), microbatches=small, micro_batch_size=small, replicas=small)
-def test_replicas_share_the_next_samples(
+def test_replicas_split_the_next_samples(
     consumed: int, microbatches: int, micro_batch_size: int, replicas: int
 ) -> None:
     expected = range(consumed, consumed + microbatches * micro_batch_size * replicas)
@@ -33,7 +33,7 @@ def test_replicas_share_the_next_samples(
 
 
 @given(first=small, second=small, micro_batch_size=small, microbatches=small)
-def test_a_resume_with_other_replicas_goes_on_where_it_was(
+def test_a_resume_with_other_replicas_continues_after_the_last_sample(
     first: int, second: int, micro_batch_size: int, microbatches: int
 ) -> None:
     before = taken(0, microbatches, micro_batch_size, first)
@@ -41,11 +41,11 @@ def test_a_resume_with_other_replicas_goes_on_where_it_was(
     assert before + after == list(range(len(before) + len(after)))
 
 
-def test_the_order_begins_anew_after_the_last_sample() -> None:
+def test_the_order_starts_again_after_the_last_sample() -> None:
     assert taken(0, 3, 2, 1, size=4) == [0, 1, 2, 3, 0, 1]
 
 
-def test_an_evaluation_begins_anew_though_the_data_is_longer() -> None:
+def test_an_evaluation_starts_again_though_the_data_is_longer() -> None:
     sampler = SampleOrder(consumed_samples=0, micro_batch_size=2, data_rank=0, data_size=1, size=100, restart_after=4)
     assert [sampler.indices(step) for step in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
 

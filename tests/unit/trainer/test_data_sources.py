@@ -64,13 +64,13 @@ def test_chunks_know_their_lines(tmp_path: pathlib.Path, small_batches: None) ->
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_reading_is_told_within_a_line_as_long_as_the_file(tmp_path: pathlib.Path, name: str) -> None:
+def test_progress_is_reported_within_a_line_as_long_as_the_file(tmp_path: pathlib.Path, name: str) -> None:
     size_bytes = 3 * sources.CHUNK_BYTES
     (tmp_path / name).write_bytes(b"a" * size_bytes)
-    told: list[int] = []
-    (batch,) = batches(find(tmp_path), START, told.append)
-    assert batch.size_bytes == sum(told) == size_bytes
-    assert max(told) == sources.READ_BYTES
+    reported: list[int] = []
+    (batch,) = batches(find(tmp_path), START, reported.append)
+    assert batch.size_bytes == sum(reported) == size_bytes
+    assert max(reported) == sources.READ_BYTES
 
 
 def test_directories_are_searched_and_each_file_is_taken_once(tmp_path: pathlib.Path) -> None:
@@ -81,7 +81,7 @@ def test_directories_are_searched_and_each_file_is_taken_once(tmp_path: pathlib.
     assert [pathlib.Path(source.path).name for source in found] == ["b.py", "a.py"]
 
 
-def test_the_suffix_tells_the_format(tmp_path: pathlib.Path) -> None:
+def test_the_suffix_selects_the_format(tmp_path: pathlib.Path) -> None:
     for name in ("a.jsonl", "b.txt"):
         (tmp_path / name).write_text("{}")
     assert [source.format for source in find(tmp_path)] == [DocumentFormat.JSONL, DocumentFormat.TEXT]

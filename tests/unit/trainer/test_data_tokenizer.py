@@ -30,7 +30,7 @@ def files(trained: tokenizers.Tokenizer, tmp_path_factory: pytest.TempPathFactor
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_every_text_comes_back(trained: tokenizers.Tokenizer, text: str) -> None:
+def test_every_text_survives_tokenising_and_detokenising(trained: tokenizers.Tokenizer, text: str) -> None:
     assert trained.detokenize(trained.tokenize(text)) == text
 
 

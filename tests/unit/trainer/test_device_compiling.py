@@ -11,14 +11,14 @@ from megatronapp_trainer.device.compiling import can_compile
 
 
 @pytest.fixture(autouse=True)
-def _asked_anew() -> Iterator[None]:
+def _compiled_afresh() -> Iterator[None]:
     can_compile.cache_clear()
     yield
     can_compile.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("found", "message"),
     [
         ({"gcc", "Python.h"}, ""),
         ({"clang", "Python.h"}, ""),
@@ -28,7 +28,7 @@ def _asked_anew() -> Iterator[None]:
 )
 def test_a_compiler_and_headers_are_needed(
     found: set[str],
-    says: str,
+    message: str,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -38,7 +38,7 @@ def test_a_compiler_and_headers_are_needed(
     monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path))
     if "Python.h" in found:
         (tmp_path / "Python.h").touch()
-    assert can_compile() is (says == "")
+    assert can_compile() is (message == "")
     can_compile()
-    assert len(caplog.messages) == (says != ""), "once"
-    assert says in "".join(caplog.messages)
+    assert len(caplog.messages) == (message != ""), "once"
+    assert message in "".join(caplog.messages)

@@ -76,7 +76,7 @@ def joins(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     kinds = []
     while engine.is_busy:
         step = engine.step()
-        kinds.append({one.request_id for one in step})
+        kinds.append({record.request_id for record in step})
         events += step
     assert [generated(events, name) for name in "ad"] == apart
     assert {"a"} in kinds[:4]  # the one generates while the other's prompt of three chunks is read
@@ -86,7 +86,7 @@ def joins(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
 def mixes(gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     """Check requests at random times, many more than slots, some of them cancelled: each as if it were alone."""
     source = random.Random(3)
-    wanted = [
+    requests = [
         GenerationRequest(
             id=str(index),
             prompt=prompts((source.randint(1, 40),))[0],
@@ -97,19 +97,19 @@ def mixes(gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
         )
         for index in range(14)
     ]
-    apart = {one.id: generated(run(engine, one), one.id) for one in wanted}
+    apart = {request.id: generated(run(engine, request), request.id) for request in requests}
     late, events = Engine(gang, end_tokens={0}, most_waiting=20), []
-    for one in wanted:
-        late.submit(one)
+    for request in requests:
+        late.submit(request)
         if source.random() < 0.2:
-            late.cancel(one.id)
+            late.cancel(request.id)
         for _ in range(source.randint(0, 3)):
             events += late.step()
     events += drain(late)
-    for one in wanted:
-        said = generated(events, one.id)
-        assert said == apart[one.id][: len(said)]
-        assert (finish_of(events, one.id).reason == "cancelled") == (said != apart[one.id])
+    for request in requests:
+        tokens = generated(events, request.id)
+        assert tokens == apart[request.id][: len(tokens)]
+        assert (finish_of(events, request.id).reason == "cancelled") == (tokens != apart[request.id])
 
 
 def stops(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
@@ -124,8 +124,8 @@ def stops(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     ended = run(engine, greedy("text", PROMPTS[1], stop_texts=(text,)))
     assert finish_of(ended, "text").matched == text
     whole = decode(tokens)
-    said = "".join(one.text or "" for one in ended if isinstance(one, TokenEvent | FinishedEvent))
-    assert said == whole[: whole.index(text)]
+    streamed = "".join(event.text or "" for event in ended if isinstance(event, TokenEvent | FinishedEvent))
+    assert streamed == whole[: whole.index(text)]
 
 
 def ends_of_documents(gang: WorkerGroup, _engine: Engine, _plain: Any) -> None:
@@ -136,16 +136,16 @@ def ends_of_documents(gang: WorkerGroup, _engine: Engine, _plain: Any) -> None:
     first = tokens.index(tokens[1])
     assert generated(ended, "end") == tokens[: first + 1]
     assert finish_of(ended, "end").matched == tokens[1]
-    assert [one.text for one in ended if isinstance(one, TokenEvent) and one.request_id == "end"][-1] == ""
+    assert [event.text for event in ended if isinstance(event, TokenEvent) and event.request_id == "end"][-1] == ""
     assert generated(ended, "on") == tokens
     assert finish_of(ended, "on").reason == "length"
-    engine = Engine(gang, decode=decode, decode_plain=lambda ids: decode(one for one in ids if one != tokens[1]))
+    engine = Engine(gang, decode=decode, decode_plain=lambda ids: decode(token for token in ids if token != tokens[1]))
     ended = run(engine, greedy("whole", PROMPTS[2]), greedy("plain", PROMPTS[2], skip_special=True))
     texts = {
-        name: "".join(one.text or "" for one in ended if isinstance(one, TokenEvent) and one.request_id == name)
+        name: "".join(event.text or "" for event in ended if isinstance(event, TokenEvent) and event.request_id == name)
         for name in ("whole", "plain")
     }
-    assert texts == {"whole": decode(tokens), "plain": decode(one for one in tokens if one != tokens[1])}
+    assert texts == {"whole": decode(tokens), "plain": decode(token for token in tokens if token != tokens[1])}
 
 
 def cancels(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
@@ -167,28 +167,28 @@ def cancels(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     assert not engine.cancel("a")
 
 
-def tells_of_prompts(_gang: WorkerGroup, engine: Engine, plain: Any) -> None:
+def reports_prompts(_gang: WorkerGroup, engine: Engine, plain: Any) -> None:
     """Log-probabilities, candidates and logits of every position, in three chunks, equal plain torch's."""
     request = greedy("all", PROMPTS[3], 4, prompt_logprobs=True, logits=True, candidates=5)
     events = run(engine, request, greedy("none", PROMPTS[0], 4))
     assert prompt_events(events, "none") == []
-    told = prompt_events(events, "all")
-    made = [one for one in events if isinstance(one, TokenEvent) and one.request_id == "all"]
-    tokens = [*request.prompt, *(one.token for one in made)]
+    prompt = prompt_events(events, "all")
+    made = [event for event in events if isinstance(event, TokenEvent) and event.request_id == "all"]
+    tokens = [*request.prompt, *(event.token for event in made)]
     logits = plain.logits(tokens)
-    assert [one.index for one in told] == list(range(40))
-    assert [one.target for one in told] == [*request.prompt[1:], None]
-    every: list[PromptEvent | TokenEvent] = [*told[:-1], *made]
-    for place, one in enumerate(every):
-        assert one.logits is not None
-        torch.testing.assert_close(one.logits, logits[place], atol=1e-4, rtol=1e-4)
+    assert [event.index for event in prompt] == list(range(40))
+    assert [event.target for event in prompt] == [*request.prompt[1:], None]
+    every: list[PromptEvent | TokenEvent] = [*prompt[:-1], *made]
+    for place, event in enumerate(every):
+        assert event.logits is not None
+        torch.testing.assert_close(event.logits, logits[place], atol=1e-4, rtol=1e-4)
         logprobs = logits[place].log_softmax(0)
-        assert one.logprob == pytest.approx(float(logprobs[tokens[place + 1]]), abs=1e-4)
+        assert event.logprob == pytest.approx(float(logprobs[tokens[place + 1]]), abs=1e-4)
         best = logprobs.topk(5)
-        assert [candidate.logprob for candidate in one.candidates] == pytest.approx(best.values.tolist(), abs=1e-4)
-    assert told[-1].logits is not None
+        assert [candidate.logprob for candidate in event.candidates] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert prompt[-1].logits is not None
     assert made[0].logits is not None
-    assert torch.equal(told[-1].logits, made[0].logits)
+    assert torch.equal(prompt[-1].logits, made[0].logits)
 
 
 def reads_only(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
@@ -211,7 +211,7 @@ def waits_in_line(_gang: WorkerGroup, engine: Engine, _plain: Any) -> None:
     with pytest.raises(RequestError, match="open already"):
         engine.submit(greedy("0", PROMPTS[0]))
     events = drain(engine)
-    order = [one.request_id for one in events if isinstance(one, FinishedEvent)]
+    order = [event.request_id for event in events if isinstance(event, FinishedEvent)]
     assert order == sorted(order)
 
 
@@ -266,7 +266,7 @@ CHECKS = (
     stops,
     ends_of_documents,
     cancels,
-    tells_of_prompts,
+    reports_prompts,
     reads_only,
     waits_in_line,
     wakes,
@@ -275,7 +275,7 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("check", [one.__name__ for one in CHECKS])
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_engine(run_ranks: RunRanks, check: str) -> None:
     run_ranks(1, alone, check)
 
@@ -295,7 +295,7 @@ def test_a_cache_that_does_not_fit_is_not_allocated(run_ranks: RunRanks) -> None
     assert "slots of 100000000 tokens needs" in text
 
 
-class Gone(Exception):
+class DisconnectedError(Exception):
     """A rank that dies."""
 
 
@@ -310,11 +310,11 @@ def with_a_dead_rank(flags: str, dead: int) -> Any:
             nonlocal steps
             steps += 1
             if layout.rank == dead and steps == 5:
-                raise Gone
+                raise DisconnectedError
 
         gang.stage.model.decoder.register_forward_pre_hook(count)
         if engine is None:
-            with contextlib.suppress(Gone, EngineLostError):
+            with contextlib.suppress(DisconnectedError, EngineLostError):
                 gang.follow()
             return None  # the process ends, and with it its connections
         for index in range(3):
@@ -326,7 +326,7 @@ def with_a_dead_rank(flags: str, dead: int) -> Any:
         with pytest.raises(EngineLostError):
             engine.submit(greedy("more", PROMPTS[0]))
         ends = [finish_of(events, str(index)) for index in range(3)]
-        return [(one.reason, type(one.error).__name__, str(one.error), one.generated_tokens) for one in ends]
+        return [(end.reason, type(end.error).__name__, str(end.error), end.generated_tokens) for end in ends]
 
 
 @pytest.mark.parametrize(
@@ -354,20 +354,20 @@ def with_a_dead_first_rank(flags: str) -> str | None:
 
 
 def test_followers_learn_that_the_first_rank_is_dead(run_ranks: RunRanks) -> None:
-    _, said = run_ranks(2, with_a_dead_first_rank, LAYOUTS["PP2"][1])
-    assert said.startswith("a rank of the gang was lost")
+    _, message = run_ranks(2, with_a_dead_first_rank, LAYOUTS["PP2"][1])
+    assert message.startswith("a rank of the gang was lost")
 
 
 def commands(flags: str) -> list[Any]:
     """Return the commands that each rank received between steps."""
-    heard: list[Any] = []
+    received: list[Any] = []
     with groups_of(flags) as (layout, device):
         config = config_of(f"{flags} {VARIANTS['learned-tied']}")
         gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
-        gang.handle("note", lambda payload: heard.append((payload, gang.stage.plan is None)))
+        gang.handle("note", lambda payload: received.append((payload, gang.stage.plan is None)))
         if engine is None:
             gang.follow()
-            return heard
+            return received
         engine.command("note", {"large": "x" * 20000})
         engine.submit(greedy("a", PROMPTS[0], 2))
         engine.step()
@@ -375,10 +375,10 @@ def commands(flags: str) -> list[Any]:
         engine.command("forget_graphs")
         drain(engine)
         engine.close()
-        return heard
+        return received
 
 
-def test_commands_reach_all_ranks_at_step_borders(run_ranks: RunRanks) -> None:
+def test_commands_reach_all_ranks_at_step_boundaries(run_ranks: RunRanks) -> None:
     """Send a command that is larger than a message has space for at first."""
     ranks = run_ranks(2, commands, LAYOUTS["TP2"][1])
     assert ranks == [[({"large": "x" * 20000}, True), (2, False)]] * 2
@@ -390,7 +390,7 @@ def test_a_missing_checkpoint_is_named(tmp_path: pathlib.Path) -> None:
         checkpoint_config(tmp_path)
 
 
-def test_a_gang_is_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generating_gang_is_a_single_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UsageError, match=r"4 ranks are 2 replicas .*: start 2$"):

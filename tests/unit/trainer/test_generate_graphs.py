@@ -27,7 +27,7 @@ class Captures:
 
 
 @given(st.lists(st.integers(0, 6)), st.integers(1, 4))
-def test_families_that_ran_last_are_kept_and_others_freed_before_a_capture(families: list[int], most: int) -> None:
+def test_families_that_ran_last_stay_and_others_are_freed_before_a_capture(families: list[int], most: int) -> None:
     captures, freed = Captures(), list[Any]()
     graphs = GraphCache(enabled=True, most=most, forget=freed.append, capture=captures)
     recent: list[int] = []
@@ -47,25 +47,25 @@ def test_families_that_ran_last_are_kept_and_others_freed_before_a_capture(famil
     assert sorted(freed[len(expected) :]) == sorted(recent)
 
 
-def test_families_share_memory_and_the_one_that_nobody_looks_at_stays() -> None:
-    captures, gone = Captures(), list[Any]()
-    graphs = GraphCache(enabled=True, most=2, forget=gone.append, capture=captures)
+def test_graphs_of_families_use_common_memory_and_the_last_used_graph_stays() -> None:
+    captures, forgotten = Captures(), list[Any]()
+    graphs = GraphCache(enabled=True, most=2, forget=forgotten.append, capture=captures)
     for family, key in ((None, 1), ("a", 1), ("a", 2), (None, 2), ("a", 1), ("b", 1)):
         assert graphs.run(family, key, functools.partial(tuple, (family, key))) == (family, key)
     assert captures.pools == [None, None, 2, 1, None]
-    assert (captures.replays, gone) == (6, [])
+    assert (captures.replays, forgotten) == (6, [])
     graphs.run("a", 1, tuple)
     graphs.run("c", 1, tuple)
-    assert gone == ["b"]
+    assert forgotten == ["b"]
     graphs.run(None, 1, tuple)
     graphs.run("a", 2, tuple)
     assert captures.pools[5:] == [None]
     graphs.drop(lambda family: family == "a")
-    assert gone == ["b", "a"]
+    assert forgotten == ["b", "a"]
     graphs.run("a", 1, tuple)
     assert captures.pools[6:] == [None]
     graphs.clear()
-    assert gone == ["b", "a", "c", "a"]
+    assert forgotten == ["b", "a", "c", "a"]
     graphs.run(None, 1, tuple)
     assert captures.pools[7:] == [None]
 
@@ -78,12 +78,12 @@ def test_without_graphs_everything_is_computed() -> None:
     assert captures.pools == []
 
 
-def test_turns_of_a_family_share_no_memory_and_go_together() -> None:
-    captures, gone = Captures(), list[Any]()
-    graphs = GraphCache(enabled=True, forget=gone.append, capture=captures)
-    for turn in (0, 1, 0, 1):
-        assert graphs.run("a", 1, functools.partial(tuple, (turn,)), turn=turn) == (turn,)
+def test_rotating_graphs_of_a_family_use_separate_memory_and_are_forgotten_together() -> None:
+    captures, forgotten = Captures(), list[Any]()
+    graphs = GraphCache(enabled=True, forget=forgotten.append, capture=captures)
+    for parity in (0, 1, 0, 1):
+        assert graphs.run("a", 1, functools.partial(tuple, (parity,)), turn=parity) == (parity,)
     graphs.run("a", 2, tuple, turn=1)
     assert captures.pools == [None, None, 2]
     graphs.drop(lambda _family: True)
-    assert gone == ["a"]
+    assert forgotten == ["a"]

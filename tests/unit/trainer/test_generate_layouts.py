@@ -41,7 +41,7 @@ SPLIT = VARIANTS | {"rotary-one-key-head": MORE_VARIANTS["rotary-one-key-head"]}
 """The last has fewer key heads than ranks: all hold the one."""
 BOTH = {name: SPLIT[name] for name in ("learned-tied", "rotary-one-key-head", "rotary-tied-window")}
 """Models for splits of tensors and layers at once: each split alone is tested with all of them."""
-ONE_BY_ONE = {name: (VARIANTS | MORE_VARIANTS)[name] for name in ("rotary-tied-window", "half-rotary-local")}
+SEQUENTIAL = {name: (VARIANTS | MORE_VARIANTS)[name] for name in ("rotary-tied-window", "half-rotary-local")}
 """Prompts that are read token by token take long."""
 LENGTHS = (3, 17, 9, 1, 30, 2)
 
@@ -70,9 +70,9 @@ def generate(flags: str, variants: dict[str, str], chunks: tuple[int, ...]) -> l
             config = config_of(f"{flags} {variant}")
             for index, chunk in enumerate(chunks):
                 model = model_of(config, layout, device)
-                said = generate_with(model, config, layout, device, prefill_chunk=chunk)
-                if said is not None:
-                    answers[index][name] = said
+                events = generate_with(model, config, layout, device, prefill_chunk=chunk)
+                if events is not None:
+                    answers[index][name] = events
     return answers if layout.rank == 0 else None
 
 
@@ -87,26 +87,26 @@ def generate_with(model: Any, config: Any, layout: Any, device: Any, **options: 
         engine.submit(request)
     events = drain(engine)
     engine.close()
-    assert all(finish_of(events, one.id).reason == "length" for one in requests())
-    return {one.id: generated(events, one.id) for one in requests()}
+    assert all(finish_of(events, request.id).reason == "length" for request in requests())
+    return {request.id: generated(events, request.id) for request in requests()}
 
 
 class Replays:
     """Fake of CUDA graphs: a captured graph never changes, and reports when it is released."""
 
     def __init__(self) -> None:
-        self.kept: list[weakref.ref[Any]] = []
+        self.values: list[weakref.ref[Any]] = []
 
     def __call__(self, compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
         def replay() -> None:
             """Do nothing in place of a replay."""
 
-        self.kept.append(weakref.ref(replay))
+        self.values.append(weakref.ref(replay))
         return replay, compute(), pool
 
     @property
     def alive(self) -> int:
-        return sum(one() is not None for one in self.kept)
+        return sum(reference() is not None for reference in self.values)
 
 
 def let_go() -> tuple[int, int]:
@@ -122,7 +122,7 @@ def let_go() -> tuple[int, int]:
             engine.submit(*requests())
             drain(engine)
             engine.close()
-        return len(replays.kept), replays.alive
+        return len(replays.values), replays.alive
 
 
 def test_graphs_are_let_go_before_communicators_end(run_ranks: RunRanks) -> None:
@@ -144,11 +144,11 @@ def expectations(variants: dict[str, str], answers: Answers) -> list[str]:
     return wrong
 
 
-def differences(plain: PlainGpt, said: dict[str, list[int]]) -> list[str]:
+def differences(plain: PlainGpt, generated_tokens: dict[str, list[int]]) -> list[str]:
     """Tokens that plain torch would not have taken, but for those it was undecided about."""
     wrong = []
     for request in requests():
-        tokens = said[request.id]
+        tokens = generated_tokens[request.id]
         assert len(tokens) == request.max_new_tokens
         for place, (token, margin) in enumerate(expected(plain, request, tokens)):
             if token != tokens[place] and margin > TOLERANCE:
@@ -163,24 +163,24 @@ def alone(run_ranks: RunRanks) -> list[Answers]:
     return list(answers)
 
 
-def test_one_process_says_what_plain_torch_does(run_ranks: RunRanks, alone: list[Answers]) -> None:
+def test_a_single_process_generates_what_plain_torch_does(run_ranks: RunRanks, alone: list[Answers]) -> None:
     (wrong,) = run_ranks(1, expectations, VARIANTS | MORE_VARIANTS, alone[0])
     assert wrong == []
 
 
 def test_sizes_of_chunks_change_nothing(run_ranks: RunRanks, alone: list[Answers]) -> None:
     assert alone[1] == alone[0]
-    ((tokens,),) = run_ranks(1, generate, "", ONE_BY_ONE, (1,))
-    assert tokens == {name: alone[0][name] for name in ONE_BY_ONE}
+    ((tokens,),) = run_ranks(1, generate, "", SEQUENTIAL, (1,))
+    assert tokens == {name: alone[0][name] for name in SEQUENTIAL}
 
 
 def test_answers_differ_between_requests_and_models(alone: list[Answers]) -> None:
-    said = [tuple(tokens) for model in alone[0].values() for tokens in model.values()]
-    assert len(set(said)) == len(said)
+    token_lists = [tuple(tokens) for model in alone[0].values() for tokens in model.values()]
+    assert len(set(token_lists)) == len(token_lists)
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2", "PP2-uneven", "TP2xPP2"])
-def test_layouts_say_the_same(run_ranks: RunRanks, alone: list[Answers], layout: str) -> None:
+def test_all_layouts_generate_the_same_tokens(run_ranks: RunRanks, alone: list[Answers], layout: str) -> None:
     (world, flags), variants = LAYOUTS[layout], BOTH if layout in {"TP2xPP2", "PP2-uneven"} else SPLIT
     answers = run_ranks(world, generate, flags, variants, (16,))[0][0]
     if any(answers[name] != alone[0][name] for name in variants):  # but for ties within rounding
@@ -196,7 +196,7 @@ class Reader:
         self._stage = stage
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def step_begin(self, _sight: StepContext) -> str:
+    def step_begin(self, _context: StepContext) -> str:
         if self._seen is not None:
             self.unchanged.append(torch.equal(*self._seen))
         return "all"
@@ -208,7 +208,7 @@ class Reader:
         buffers = list(self._stage._transfer.buffers.values())
         self._seen = (buffers[-1], buffers[-1].clone()) if buffers else None
 
-    def forget(self, _looked: object) -> None:
+    def forget(self, _read: object) -> None:
         """Do nothing, as there are no graphs."""
 
 
@@ -227,7 +227,7 @@ def read_between_steps(flags: str) -> list[bool]:
     return reader.unchanged
 
 
-def test_a_stage_is_sent_nothing_new_before_what_looks_at_the_last_step_is_told(run_ranks: RunRanks) -> None:
+def test_the_next_step_waits_until_the_readers_of_the_last_step_finish(run_ranks: RunRanks) -> None:
     world, flags = LAYOUTS["PP2"]
     _, second = run_ranks(world, read_between_steps, flags)
     assert (len(second) > 8, all(second)) == (True, True)
@@ -262,8 +262,8 @@ def generate_from(load: str, flags: str) -> tuple[dict[str, list[int]] | None, l
         if layout.world_size == 1:
             same_as_drawn(model, config, layout, device, load)
         plain = plain_of(model, config) if layout.world_size == 1 else None
-        said = generate_with(model, config, layout, device)
-    return said, [] if plain is None or said is None else differences(plain, said)
+        events = generate_with(model, config, layout, device)
+    return events, [] if plain is None or events is None else differences(plain, events)
 
 
 def same_as_drawn(model: Any, config: Any, layout: Any, device: Any, load: str) -> None:
@@ -271,7 +271,7 @@ def same_as_drawn(model: Any, config: Any, layout: Any, device: Any, load: str) 
     drawn = build_model(config, layout, device, vocab_size=VOCABULARY)
     load_weights(drawn, config, pathlib.Path(load))
     pairs = zip(model.named_parameters(), drawn.named_parameters(), strict=True)
-    assert all(name == other and torch.equal(one, two) for (name, one), (other, two) in pairs)
+    assert all(name == other and torch.equal(first, second) for (name, first), (other, second) in pairs)
 
 
 def test_a_checkpoint_trained_with_sequence_parallelism(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
@@ -280,6 +280,6 @@ def test_a_checkpoint_trained_with_sequence_parallelism(run_ranks: RunRanks, tmp
     variant = VARIANTS["rotary-grouped"]
     steps = "--train-iters 3 --eval-iters 0"
     run_ranks(2, train, f"{variant} {two} --sequence-parallel {steps} --save {tmp_path}")
-    said, wrong = run_ranks(1, generate_from, str(tmp_path), "")[0]
+    tokens, wrong = run_ranks(1, generate_from, str(tmp_path), "")[0]
     assert wrong == []
-    assert run_ranks(2, generate_from, str(tmp_path), two)[0][0] == said
+    assert run_ranks(2, generate_from, str(tmp_path), two)[0][0] == tokens

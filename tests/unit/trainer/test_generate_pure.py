@@ -71,8 +71,8 @@ LOGITS = [1.0, 0.0, 2.0, -1.0, 0.5]
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_softmax(temperature: float) -> None:
     """Fixed seeds. Four deviations of a share over 20,000 draws are below 0.015."""
-    shares = drawn(LOGITS, 20_000, temperature=temperature)
-    torch.testing.assert_close(shares, (torch.tensor(LOGITS) / temperature).softmax(0), atol=0.015, rtol=0)
+    frequencies = drawn(LOGITS, 20_000, temperature=temperature)
+    torch.testing.assert_close(frequencies, (torch.tensor(LOGITS) / temperature).softmax(0), atol=0.015, rtol=0)
 
 
 def test_filters_keep_the_likeliest() -> None:
@@ -82,11 +82,11 @@ def test_filters_keep_the_likeliest() -> None:
     assert (drawn(LOGITS, 2000, top_p=0.5) > 0).tolist() == [False, False, True, False, False]
     assert (drawn(LOGITS, 2000, top_k=3, top_p=0.99) > 0).tolist() == [True, False, True, False, True]
     assert drawn(LOGITS, 10, temperature=0)[2] == 1
-    kept = torch.tensor([2.0, 1.0]).softmax(0)
-    assert drawn(LOGITS, 20_000, top_k=2)[2].item() == pytest.approx(kept[0].item(), abs=0.015)
+    expected = torch.tensor([2.0, 1.0]).softmax(0)
+    assert drawn(LOGITS, 20_000, top_k=2)[2].item() == pytest.approx(expected[0].item(), abs=0.015)
 
 
-def test_a_neighbour_that_filters_takes_no_token_away() -> None:
+def test_a_filtering_neighbour_removes_no_token() -> None:
     """Sums of floats reach 1 early where there are many tokens."""
     logits = torch.cat((torch.tensor([30.0]), torch.linspace(0, -30, 5000)))
     ordered, free, bound = logits.expand(2, -1), torch.zeros(2, dtype=torch.int64), torch.tensor([1.0, 0.9])
@@ -115,14 +115,14 @@ def test_readings_of_mixed_outputs() -> None:
     logprobs = torch.tensor(LOGITS).log_softmax(0).tolist()
     assert greedy.token == 2
     assert greedy.logprob == pytest.approx(logprobs[2])
-    assert [one.token for one in greedy.candidates] == [2, 0, 4]
+    assert [candidate.token for candidate in greedy.candidates] == [2, 0, 4]
     assert target.token == 3
     assert target.logprob == pytest.approx(logprobs[3])
     assert target.candidates == ()
     assert target.logits is not None
     assert target.logits.tolist() == LOGITS
     assert sampled.token == int(drawn(LOGITS, 1).argmax())
-    assert [one.token for one in sampled.candidates] == [2]
+    assert [candidate.token for candidate in sampled.candidates] == [2]
 
 
 def test_measures_of_more_rows_than_there_is_memory_for() -> None:
@@ -130,11 +130,11 @@ def test_measures_of_more_rows_than_there_is_memory_for() -> None:
     whole = StatisticsLauncher(rows=8).launch(logits, [3, 0, 3, 2, 3])
     parts = StatisticsLauncher(rows=2).launch(logits, [3, 0, 3, 2, 3])
     assert [row for row in range(5) if whole[row] is None] == [row for row in range(5) if parts[row] is None] == [1]
-    for row, (one, other) in enumerate(zip(whole, parts, strict=True)):
-        if one is not None and other is not None:
-            assert other.get().logprobs.tolist() == one.get().logprobs.tolist()
-            assert other.get().tokens.tolist() == logits[row].topk(one.count).indices.tolist()
-            assert other.get().partition.tolist() == one.get().partition.tolist()
+    for row, (row_alone, other) in enumerate(zip(whole, parts, strict=True)):
+        if row_alone is not None and other is not None:
+            assert other.get().logprobs.tolist() == row_alone.get().logprobs.tolist()
+            assert other.get().tokens.tolist() == logits[row].topk(row_alone.count).indices.tolist()
+            assert other.get().partition.tolist() == row_alone.get().partition.tolist()
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -151,30 +151,30 @@ def test_streamed_text_is_the_whole_text_up_to_a_stop(text: str, stops: list[str
         if stream.matched is not None:
             break
     parts.append(stream.finish())
-    said = "".join(parts)
+    streamed = "".join(parts)
     # The stop text that is complete first ends the text; of two that end together, the longer one.
     ends = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
     if stream.matched is None:
         assert not ends
-        assert said == text
+        assert streamed == text
     else:
-        assert text.startswith(said + stream.matched)
-        assert len(said) == min(ends)[1]
+        assert text.startswith(streamed + stream.matched)
+        assert len(streamed) == min(ends)[1]
 
 
 @given(st.lists(st.integers(0, 255), max_size=60))
-def test_bytes_that_are_no_text_come_out_at_last(tokens: list[int]) -> None:
+def test_bytes_that_are_no_text_are_replaced_at_the_end(tokens: list[int]) -> None:
     stream = TextStream(text_of)
-    said = "".join(stream.feed(token) for token in tokens) + stream.finish()
-    assert said.replace("\ufffd", "") == text_of(tokens).replace("\ufffd", "")
+    text = "".join(stream.feed(token) for token in tokens) + stream.finish()
+    assert text.replace("\ufffd", "") == text_of(tokens).replace("\ufffd", "")
 
 
-def test_a_character_comes_when_it_is_whole() -> None:
+def test_a_character_is_emitted_once_it_is_complete() -> None:
     stream = TextStream(text_of)
     assert [stream.feed(token) for token in "a\u20acb".encode()] == ["a", "", "", "\u20ac", "b"]
 
 
-def board(**sizes: int) -> Scheduler:
+def scheduler_of(**sizes: int) -> Scheduler:
     return Scheduler(**({"slots": 2, "prefill_chunk": 4, "most_waiting": 100} | sizes))
 
 
@@ -186,7 +186,7 @@ def board(**sizes: int) -> Scheduler:
 def test_every_position_is_read_once_and_in_order(
     requests: list[tuple[int, int, bool]], slots: int, chunk: int
 ) -> None:
-    line = board(slots=slots, prefill_chunk=chunk)
+    line = scheduler_of(slots=slots, prefill_chunk=chunk)
     for index, (length, count, wants_all) in enumerate(requests):
         prompt = tuple(range(length))
         line.add(GenerationRequest(id=str(index), prompt=prompt, max_new_tokens=count, prompt_logprobs=wants_all))
@@ -194,7 +194,7 @@ def test_every_position_is_read_once_and_in_order(
     while line.waiting or line.running:
         while line.next_admissible():
             line.admit(None)
-        owners = {one.slot: one for one in line.running}
+        owners = {sequence.slot: sequence for sequence in line.running}
         assert len(owners) == len(line.running) <= slots
         planned = line.plan()
         assert planned is not None
@@ -207,15 +207,15 @@ def test_every_position_is_read_once_and_in_order(
         for row in planned.rows:
             if row.position >= len(row.sequence.request.prompt) - 1:
                 row.sequence.generated.append(50)
-        for one in list(line.running):
-            if one.generated and one.stopped(frozenset()) is not None:
-                line.release(one)
+        for sequence in list(line.running):
+            if sequence.generated and sequence.stopped(frozenset()) is not None:
+                line.release(sequence)
     for index, (length, count, _) in enumerate(requests):
         assert read_by[str(index)] == [*range(length), *[50] * (count - 1)]
 
 
-def test_requests_come_together_or_not_at_all() -> None:
-    line = board(most_waiting=3)
+def test_grouped_requests_are_admitted_together_or_not_at_all() -> None:
+    line = scheduler_of(most_waiting=3)
     group = [GenerationRequest(id=str(index), prompt=(1, 2), group="run") for index in range(2)]
     with pytest.raises(RequestError, match=r"^id: 0 is open already"):
         line.add(*group, group[0])
@@ -237,13 +237,13 @@ def test_requests_come_together_or_not_at_all() -> None:
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=3), max_size=6))
-def test_the_background_waits_behind_all_others_and_each_kind_in_its_order(calls: list[list[bool]]) -> None:
-    line, kinds = board(), [kind for call in calls for kind in call]
+def test_background_requests_wait_after_all_others_in_their_own_order(calls: list[list[bool]]) -> None:
+    line, kinds = scheduler_of(), [kind for call in calls for kind in call]
     ids = iter(range(len(kinds)))
     for call in calls:
         line.add(*(GenerationRequest(id=str(next(ids)), prompt=(1,), is_background=kind) for kind in call))
-    wanted = [str(place) for kind in (False, True) for place, one in enumerate(kinds) if one is kind]
-    assert [one.id for one in line.waiting] == wanted
+    expected = [str(place) for kind in (False, True) for place, value in enumerate(kinds) if value is kind]
+    assert [request.id for request in line.waiting] == expected
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
@@ -252,15 +252,15 @@ def test_the_background_waits_for_so_many_and_no_more(kinds: list[bool]) -> None
     line.add(*(GenerationRequest(id=str(place), prompt=(1,), is_background=kind) for place, kind in enumerate(kinds)))
     ahead, seen = 0, []
     while line.waiting:
-        waits = any(one.is_background for one in line.waiting)
-        one = line.admit(None)
-        ahead = ahead + 1 if waits and not one.request.is_background else 0
+        waits = any(request.is_background for request in line.waiting)
+        admitted = line.admit(None)
+        ahead = ahead + 1 if waits and not admitted.request.is_background else 0
         assert ahead <= MOST_AHEAD
-        seen.append(one.request)
-        line.release(one)
+        seen.append(admitted.request)
+        line.release(admitted)
     for kind in (False, True):  # each kind in its order, and the background last
-        assert [int(one.id) for one in seen if one.is_background is kind] == [
-            place for place, one in enumerate(kinds) if one is kind
+        assert [int(admitted.id) for admitted in seen if admitted.is_background is kind] == [
+            place for place, admitted in enumerate(kinds) if admitted is kind
         ]
     assert not seen[0].is_background or all(kinds)
 
@@ -276,20 +276,20 @@ def test_the_size_of_the_cache() -> None:
 
 
 @given(st.integers(1, 2**26))
-def test_what_is_said_to_fit_does(free_bytes: int) -> None:
+def test_the_suggested_sizes_fit_into_memory(free_bytes: int) -> None:
     try:
         check_memory(shape(), free_bytes=free_bytes, place="cpu")
     except CacheTooLargeError as error:
         offers = str(error).partition("what fits: ")[2]
         for offer in filter(None, offers.split(", or ")):
-            words = offer.split()
-            check_memory(shape(slots=int(words[0]), capacity=int(words[3])), free_bytes=free_bytes, place="cpu")
+            fields = offer.split()
+            check_memory(shape(slots=int(fields[0]), capacity=int(fields[3])), free_bytes=free_bytes, place="cpu")
     else:
         assert shape().num_bytes <= free_bytes
 
 
 @given(st.binary(max_size=20000))
-def test_messages_come_through_whole(payload: bytes) -> None:
+def test_packed_messages_are_unpacked_unchanged(payload: bytes) -> None:
     parts = iter(_packed(payload))
     assert _unpacked(lambda part: part.copy_(next(parts))) == payload
     assert next(parts, None) is None

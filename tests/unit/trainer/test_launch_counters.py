@@ -81,7 +81,7 @@ def test_devices_are_read_in_cudas_order(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (Counter.GPU_MEMORY_USED_MIB, 0, 5120.0) in samples
 
 
-def test_what_a_device_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_that_a_device_does_not_report_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver(broken=("nvmlDeviceGetPowerUsage",)))
     reader = DeviceReader({})
     assert {counter for counter, _, _ in reader.sample()} == set(gpu_counters.READERS) - {Counter.GPU_POWER_W}
@@ -107,7 +107,7 @@ def test_no_driver_means_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(reader.sample()) == []
 
 
-def test_pressure_is_the_share_of_the_interval(tmp_path: pathlib.Path) -> None:
+def test_pressure_is_the_fraction_of_the_interval(tmp_path: pathlib.Path) -> None:
     (tmp_path / "pressure").mkdir()
     file = tmp_path / "pressure" / "cpu"
     pressure = PressureReader(tmp_path)
@@ -132,7 +132,7 @@ def thread(proc: pathlib.Path, name: str, wait_ns: int) -> None:
     (folder / "schedstat").write_text(f"123 {wait_ns} 9\n")
 
 
-def test_run_queue_sums_over_threads_that_come_and_go(tmp_path: pathlib.Path) -> None:
+def test_run_queue_sums_over_threads_that_start_and_end(tmp_path: pathlib.Path) -> None:
     queue = RunQueueReader(7, tmp_path)
     assert queue.read(SECOND) is None
     thread(tmp_path, "7", 100)
@@ -175,7 +175,9 @@ def test_thread_writes_and_closes_its_ring(tmp_path: pathlib.Path, monkeypatch: 
     assert temperature["aux"].view("<f4") == 60.0
 
 
-def test_without_room_there_are_no_counters(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_space_for_a_ring_there_are_no_counters(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sampler = CounterSampler(dict, DeviceReader({}))
     with CounterThread(tmp_path / "missing" / "ring", attempt=0, metadata={}, sampler=sampler):
         pass

@@ -65,7 +65,7 @@ def test_lines_do_not_depend_on_when_they_are_read(
     assert lines == [b"[rank 5] " + line + b"\n" for line in expected]
 
 
-def test_a_stdout_that_takes_nothing_holds_nobody_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_stdout_delays_no_rank(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_relay, "FINISH_S", 0.2)
     path = tmp_path / "rank-0.log"
     path.write_bytes(b"y" * 100 + b"\n")

@@ -88,9 +88,9 @@ async def gang(endpoint: Endpoint) -> AsyncIterator[tuple[Coordinator, GangMembe
             await second.close()
 
 
-async def next_notice(one: Coordinator | GangMember) -> Notices:
+async def next_notice(peer: Coordinator | GangMember) -> Notices:
     async with asyncio.timeout(DEADLINE_S):
-        return await one.notices.get()
+        return await peer.notices.get()
 
 
 @pytest.mark.asyncio
@@ -103,21 +103,23 @@ async def test_all_get_the_same_table_in_worker_order(endpoint: Endpoint) -> Non
 
 
 @pytest.mark.asyncio
-async def test_members_may_come_before_the_coordinator(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_members_may_connect_before_the_coordinator_listens(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refused = first_refusal(monkeypatch)
     early = [asyncio.create_task(enter(endpoint, join(index))) for index in (1, 2)]
     await refused.wait()
     async with coordinating(endpoint) as task:
         coordinator = await task
-        for one in early:
-            found = await one
+        for task_of_member in early:
+            found = await task_of_member
             assert found.briefing.table == coordinator.briefing.table
             await found.close()
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("own", "words"),
+    ("own", "message"),
     [
         (join(1, attempt=1), "attempt 1 joins attempt 2, late"),
         (join(0), "worker 0 is already here"),
@@ -127,17 +129,17 @@ async def test_members_may_come_before_the_coordinator(endpoint: Endpoint, monke
     ],
 )
 async def test_the_wrong_worker_is_refused_at_once_with_the_reason(
-    endpoint: Endpoint, own: JoinRequest, words: str
+    endpoint: Endpoint, own: JoinRequest, message: str
 ) -> None:
     async with coordinating(endpoint) as task:
-        with pytest.raises(RendezvousError, match=f"worker 0 refused this worker: .*{words}"):
+        with pytest.raises(RendezvousError, match=f"worker 0 refused this worker: .*{message}"):
             await enter(endpoint, own)
         assert not task.done()
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("own", "token", "words"),
+    ("own", "token", "message"),
     [
         (join(1), "cd" * 32, "wrong secret"),
         (join(1, uid="another"), TOKEN, "this is job u, not another"),
@@ -145,10 +147,10 @@ async def test_the_wrong_worker_is_refused_at_once_with_the_reason(
     ],
 )
 async def test_who_may_meet_a_stale_coordinator_tries_until_the_deadline(
-    endpoint: Endpoint, own: JoinRequest, token: str, words: str
+    endpoint: Endpoint, own: JoinRequest, token: str, message: str
 ) -> None:
     async with coordinating(endpoint):
-        with pytest.raises(RendezvousError, match=rf"no rank table from .* within 1 s; last: .*{words}"):
+        with pytest.raises(RendezvousError, match=rf"no rank table from .* within 1 s; last: .*{message}"):
             await enter(endpoint, own, token=token, timeout_s=1.0)
 
 
@@ -178,13 +180,13 @@ async def test_strangers_are_refused(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_duplicate_is_refused_and_a_worker_that_leaves_before_the_table_may_come_again(
+async def test_duplicates_are_refused_and_a_worker_that_left_early_may_rejoin(
     endpoint: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     async with coordinating(endpoint) as task:
         leaver = await joined_by_hand(endpoint, join(1))
-        await said(caplog, "worker 1 joined")
+        await wait_for_log(caplog, "worker 1 joined")
         with pytest.raises(RendezvousError, match="worker 1 is already here"):
             await enter(endpoint, join(1), timeout_s=1.0)
         await leaver.close()
@@ -194,9 +196,9 @@ async def test_a_duplicate_is_refused_and_a_worker_that_leaves_before_the_table_
         await second.close()
 
 
-async def said(caplog: pytest.LogCaptureFixture, words: str) -> None:
+async def wait_for_log(caplog: pytest.LogCaptureFixture, message: str) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while words not in caplog.text:
+        while message not in caplog.text:
             await asyncio.sleep(0.01)
 
 
@@ -216,9 +218,9 @@ async def test_a_worker_whose_old_connection_is_not_seen_to_end_tries_again(
     caplog.set_level("INFO")
     async with coordinating(endpoint) as task:
         old = await joined_by_hand(endpoint, join(1))
-        await said(caplog, "worker 1 joined")
+        await wait_for_log(caplog, "worker 1 joined")
         again = asyncio.create_task(enter(endpoint, join(1)))
-        await said(caplog, "worker 1 is already here")
+        await wait_for_log(caplog, "worker 1 is already here")
         await old.close()
         first, second = await asyncio.gather(again, enter(endpoint, join(2)))
         assert (await task).briefing.table == first.briefing.table
@@ -238,11 +240,11 @@ async def test_missing_workers_are_named_at_the_deadline(endpoint: Endpoint) -> 
 
 @pytest.mark.asyncio
 async def test_the_name_is_resolved_again_at_every_try(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    targets: list[str] = []
 
     def resolve(host: str) -> str:
-        asked.append(host)
-        if host == "worker-0.demo" and asked.count(host) < 3:
+        targets.append(host)
+        if host == "worker-0.demo" and targets.count(host) < 3:
             raise socket.gaierror(socket.EAI_NONAME, "not known yet")
         return HOST
 
@@ -253,7 +255,7 @@ async def test_the_name_is_resolved_again_at_every_try(endpoint: Endpoint, monke
         await task
         await first.close()
         await second.close()
-    assert asked.count("worker-0.demo") == 3
+    assert targets.count("worker-0.demo") == 3
 
 
 @pytest.mark.asyncio
@@ -302,9 +304,9 @@ async def test_the_order_of_ranks_is_that_of_worker_0(endpoint: Endpoint) -> Non
             enter(endpoint, join(1, topology="a,rack-2")), enter(endpoint, join(2, topology="a,rack-1"))
         )
         table = (await task).briefing.table
-        for one in members:
-            assert one.briefing.table == table
-            await one.close()
+        for gang_member in members:
+            assert gang_member.briefing.table == table
+            await gang_member.close()
     assert [worker.index for worker in table.workers] == [0, 2, 1]  # worker 0 has no labels
     assert [worker.ranks for worker in table.workers] == [(0, 1), (2, 3, 4), (5,)]
 
@@ -317,17 +319,17 @@ async def test_a_stop_while_gathering_reaches_who_is_here(
     caplog.set_level("INFO")
     async with coordinating(endpoint) as task:
         first = asyncio.create_task(enter(endpoint, join(1)))
-        await said(caplog, "worker 1 joined")
-        asked, other = (task, first) if stopped == 0 else (first, task)
-        asked.cancel()
+        await wait_for_log(caplog, "worker 1 joined")
+        stopping, other = (task, first) if stopped == 0 else (first, task)
+        stopping.cancel()
         with pytest.raises(StoppedError, match=f"worker {stopped} was asked to stop before the gang was complete"):
             await other
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await stopping
 
 
 @pytest.mark.asyncio
-async def test_a_stop_is_told_to_all_others(endpoint: Endpoint) -> None:
+async def test_a_stop_is_reported_to_all_others(endpoint: Endpoint) -> None:
     async with gang(endpoint) as (coordinator, first, second):
         first.broadcast(StopNotice(worker=1))
         assert await next_notice(coordinator) == await next_notice(second) == StopNotice(worker=1)
@@ -336,18 +338,18 @@ async def test_a_stop_is_told_to_all_others(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.asyncio
-async def test_progress_reaches_worker_0_only_where_it_is_wanted(endpoint: Endpoint) -> None:
-    board = GangStatus(2)
-    async with coordinating(endpoint, board=board) as task:
-        assert board.missing == [1, 2]
+async def test_progress_reaches_worker_0_only_if_it_is_requested(endpoint: Endpoint) -> None:
+    status = GangStatus(2)
+    async with coordinating(endpoint, board=status) as task:
+        assert status.missing == [1, 2]
         first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
-        assert board.missing == []
+        assert status.missing == []
         second.report({"iteration": 7})
         first.broadcast(EndNotice(worker=1, code=0))
         second.broadcast(EndNotice(worker=2, code=0))
         coordinator = await task
         assert {(await next_notice(coordinator)).worker, (await next_notice(coordinator)).worker} == {1, 2}
-        assert board.progress == {"iteration": 7}
+        assert status.progress == {"iteration": 7}
         await first.close()
         await second.close()
     async with gang(endpoint) as (coordinator, first, second):
@@ -402,7 +404,7 @@ def test_addresses_of_others_are_refused() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_failure_is_told_to_all_others(endpoint: Endpoint) -> None:
+async def test_a_failure_is_reported_to_all_others(endpoint: Endpoint) -> None:
     failure = EndNotice(worker=1, code=ExitCode.DATA, rank=2, message="rank 2 on worker 1 ended with exit code 65")
     async with gang(endpoint) as (coordinator, first, second):
         first.broadcast(failure)
@@ -415,11 +417,11 @@ async def test_a_failure_is_told_to_all_others(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.asyncio
-async def test_parting_without_a_word_is_a_loss(endpoint: Endpoint) -> None:
+async def test_a_disconnect_without_a_farewell_is_a_loss(endpoint: Endpoint) -> None:
     async with gang(endpoint) as (coordinator, first, second):
         await first.close()
-        for one in (coordinator, second):
-            notice = await next_notice(one)
+        for peer in (coordinator, second):
+            notice = await next_notice(peer)
             assert notice == connection_lost_notice(1)
 
 
@@ -482,15 +484,15 @@ async def test_a_greeting_that_is_none_is_refused_and_the_gang_still_gathers(end
         writer.write(line)
         async with asyncio.timeout(DEADLINE_S):
             with contextlib.suppress(ConnectionError):  # what was sent after the limit is not read any more
-                said = await reader.read()
-                assert b'"refused"' in said
+                wait_for_log = await reader.read()
+                assert b'"refused"' in wait_for_log
         writer.close()
         members = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
         await task
-        for one in members:
-            await one.close()
+        for gang_member in members:
+            await gang_member.close()
 
 
-def test_brackets_behind_a_greeting_are_no_message() -> None:
+def test_brackets_after_a_greeting_are_no_message() -> None:
     with pytest.raises(MessageError, match="not JSON"):
         messages.decode(b"[" * 200_000 + b"\n")

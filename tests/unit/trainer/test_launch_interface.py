@@ -19,7 +19,7 @@ FOUND = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5", "10.0.0.6"), "ib1": ("192.16
 
 
 @pytest.mark.parametrize(
-    ("wanted", "picked"),
+    ("pattern", "picked"),
     [
         ("eth0", ("eth0", "10.0.0.5")),
         ("ib.*", ("ib1", "192.168.1.5")),
@@ -30,16 +30,16 @@ FOUND = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5", "10.0.0.6"), "ib1": ("192.16
     ],
 )
 def test_an_interface_is_picked_by_name_or_by_an_expression_for_the_whole_name(
-    wanted: str, picked: tuple[str, str] | None
+    pattern: str, picked: tuple[str, str] | None
 ) -> None:
     if picked is not None:
-        assert pick_interface(wanted, FOUND) == picked
+        assert pick_interface(pattern, FOUND) == picked
         return
-    with pytest.raises(RendezvousError, match=wanted):
-        pick_interface(wanted, FOUND)
+    with pytest.raises(RendezvousError, match=pattern):
+        pick_interface(pattern, FOUND)
 
 
-def test_who_finds_no_interface_is_told_what_there_is() -> None:
+def test_an_unmatched_interface_lists_the_available_ones() -> None:
     with pytest.raises(
         RendezvousError, match=r"no interface matches net1 .* ib1 192.168.1.5, lo 127.0.0.1, v6 without"
     ):
@@ -61,8 +61,10 @@ def test_the_interface_of_the_own_address_is_the_libraries_default(monkeypatch: 
     assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("bond0", "mine")
 
 
-def test_the_interfaces_of_this_machine() -> None:
-    name = next(one for one, addresses in interface.own_interfaces().items() if "127.0.0.1" in addresses)
+def test_the_interfaces_of_this_host_are_found() -> None:
+    name = next(
+        interface_name for interface_name, addresses in interface.own_interfaces().items() if "127.0.0.1" in addresses
+    )
     assert name in psutil.net_if_stats()
     place = find_worker_address(
         {Env.INTERFACE: name, Env.ADDRESS: "127.0.0.7", Env.NETWORK_STATUS: "broken"}, "no-such-host"
@@ -93,7 +95,7 @@ def test_the_first_attachment_that_is_not_the_default_gives_the_address(
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("{", "is not a list of attachments"),
         ("[1]", "is not a list of attachments"),
@@ -101,21 +103,24 @@ def test_the_first_attachment_that_is_not_the_default_gives_the_address(
         (json.dumps([{"name": "rail", "ips": ["ten"]}]), "not an IPv4 address"),
     ],
 )
-def test_attachments_that_cannot_be_used_are_refused(text: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_attachments_that_cannot_be_used_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         attachment(text)
 
 
 def test_the_ways_to_an_address_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "own_interfaces", lambda: FOUND)
     status = json.dumps([POD, RAIL])
-    told: dict[str, str] = {Env.ADDRESS: "10.0.0.5"}
-    assert find_worker_address({**told, Env.NETWORK_STATUS: status, Env.INTERFACE: "ib1"}, "x").address == "192.168.1.5"
-    assert find_worker_address({**told, Env.NETWORK_STATUS: status}, "x") == WorkerAddress(
+    settings: dict[str, str] = {Env.ADDRESS: "10.0.0.5"}
+    assert (
+        find_worker_address({**settings, Env.NETWORK_STATUS: status, Env.INTERFACE: "ib1"}, "x").address
+        == "192.168.1.5"
+    )
+    assert find_worker_address({**settings, Env.NETWORK_STATUS: status}, "x") == WorkerAddress(
         address="192.168.3.9", interface="net1", listen_address="10.0.0.5"
     )
     own = WorkerAddress(address="10.0.0.5", interface="eth0", listen_address="10.0.0.5")
-    assert find_worker_address({**told, Env.NETWORK_STATUS: json.dumps([POD])}, "x") == own
+    assert find_worker_address({**settings, Env.NETWORK_STATUS: json.dumps([POD])}, "x") == own
     assert find_worker_address({Env.ADDRESS: "10.0.0.9"}, "x").interface is None, "no interface lists it"
     assert find_worker_address({}, "localhost").address == socket.gethostbyname("localhost")
     with pytest.raises(UsageError, match="IPv6"):

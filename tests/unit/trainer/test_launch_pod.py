@@ -32,20 +32,20 @@ def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "actions", "checkpointed"),
+    ("stopped", "actions", "checkpointed"),
     [
         pytest.param(1, dict.fromkeys(range(4), "polite"), [0, 1, 2, 3], id="all answer"),
         pytest.param(1, {0: "polite", 1: "polite", 2: "wait", 3: "wait"}, [0, 1], id="before ranks can answer"),
         pytest.param(0, {0: "wait", 1: "wait", 2: "victim", 3: "victim"}, [], id="ranks that lose those"),
     ],
 )
-def test_a_stop_of_one_launcher_reaches_all(
-    gang: Gang, asked: int, actions: dict[int, str], checkpointed: list[int]
+def test_a_stop_of_a_single_launcher_reaches_all(
+    gang: Gang, stopped: int, actions: dict[int, str], checkpointed: list[int]
 ) -> None:
     gang.start(actions, grace_s=5)
     gang.running(BOTH)
     gang.go()
-    gang.workers[asked].process.terminate()
+    gang.workers[stopped].process.terminate()
     assert [worker.end() for worker in gang.workers] == [ExitCode.PREEMPTED] * 2
     assert [worker.record()["reason"] for worker in gang.workers] == ["Preempted"] * 2
     states = {rank: gang.workers[index].run_dir / f"state-{rank}" for index, ranks in BOTH.items() for rank in ranks}
@@ -63,8 +63,8 @@ def test_uneven_workers_in_the_order_of_their_racks(tmp_path: pathlib.Path) -> N
     gang = Gang(tmp_path, "1,2,1")
     racks = [{"TOPOLOGY": "zone,rack-3"}, {"TOPOLOGY": "zone,rack-1"}, {"TOPOLOGY": "zone,rack-2"}]
     try:
-        wanted = json.dumps({"enabled": True, "timeoutSeconds": 60, "shmBytes": 1, "gpus": 0})
-        gang.start(dict.fromkeys(range(4), "finish"), each=racks, RANK_ORDER="topology", PREFLIGHT=wanted)
+        requirements = json.dumps({"enabled": True, "timeoutSeconds": 60, "shmBytes": 1, "gpus": 0})
+        gang.start(dict.fromkeys(range(4), "finish"), each=racks, RANK_ORDER="topology", PREFLIGHT=requirements)
         gang.running({1: [0, 1], 2: [2], 0: [3]})
         gang.go()
         assert [worker.end() for worker in gang.workers] == [ExitCode.OK] * 3
@@ -77,10 +77,10 @@ def test_uneven_workers_in_the_order_of_their_racks(tmp_path: pathlib.Path) -> N
     assert made["MASTER_ADDR"] == "127.0.0.3"
     assert environment_of(gang, 1, 1)["LOCAL_RANK"] == "1"
     table = json.loads((gang.workers[0].run_dir / "rank-table.json").read_text())
-    assert [(one["index"], one["ranks"]) for one in table["workers"]] == [(1, [0, 1]), (2, [2]), (0, [3])]
+    assert [(worker["index"], worker["ranks"]) for worker in table["workers"]] == [(1, [0, 1]), (2, [2]), (0, [3])]
 
 
-def ask(port: int, token: str) -> tuple[int, Any]:
+def request_status(port: int, token: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.2", port, timeout=30)
     try:
         connection.request("GET", "/api/v1/launcher", headers={"Authorization": f"Bearer {token}"})
@@ -92,31 +92,31 @@ def ask(port: int, token: str) -> tuple[int, Any]:
         connection.close()
 
 
-def test_worker_0_tells_table_and_progress_of_the_gang(gang: Gang) -> None:
+def test_worker_0_serves_table_and_progress_of_the_gang(gang: Gang) -> None:
     with address.reserved_port("127.0.0.2") as port:
         pass
     token = derive_token(read_secret(gang.tmp / "secret"), TokenRole.VIEWER)
     gang.start(dict.fromkeys(range(4), "polite"), only=0, STATUS_PORT=str(port))
-    wait_until(lambda: ask(port, token)[0] == 200)
-    answer = ask(port, token)[1]
+    wait_until(lambda: request_status(port, token)[0] == 200)
+    answer = request_status(port, token)[1]
     assert (answer["phase"], answer["missing"], answer["rankTable"]) == ("Gathering", [1], None)
     gang.start(dict.fromkeys(range(4), "polite"), only=1)  # has no port for a status, and reports all the same
     gang.running(BOTH)
     page = DocumentWriter(gang.shm / "demo-w1.progress")
     page.write({"iteration": 7, "state": "training"})
-    wait_until(lambda: ask(port, token)[1]["progress"] == {"iteration": 7, "state": "training"})
-    answer = ask(port, token)[1]
+    wait_until(lambda: request_status(port, token)[1]["progress"] == {"iteration": 7, "state": "training"})
+    answer = request_status(port, token)[1]
     assert (answer["attempt"], answer["phase"], answer["missing"]) == (0, "Running", [])
     assert answer["rankTable"] == json.loads((gang.workers[1].run_dir / "rank-table.json").read_text())
-    assert ask(port, derive_token(read_secret(gang.tmp / "secret"), TokenRole.AGENT))[0] == 401
+    assert request_status(port, derive_token(read_secret(gang.tmp / "secret"), TokenRole.AGENT))[0] == 401
     gang.workers[1].process.terminate()
     assert [worker.end() for worker in gang.workers] == [ExitCode.PREEMPTED] * 2
     page.close()
 
 
-def test_a_machine_that_lacks_something_is_named_by_all(gang: Gang) -> None:
-    wanted = [{}, {"PREFLIGHT": json.dumps({"enabled": True, "shmBytes": 1 << 62})}]
-    gang.start({}, each=wanted)
+def test_a_worker_that_fails_preflight_is_named_by_all(gang: Gang) -> None:
+    settings = [{}, {"PREFLIGHT": json.dumps({"enabled": True, "shmBytes": 1 << 62})}]
+    gang.start({}, each=settings)
     assert [worker.end() for worker in gang.workers] == [ExitCode.PEER_LOST, ExitCode.OWN_FAILURE]
     record = gang.workers[1].record()
     assert record["reason"] == "PreflightFailed"
@@ -124,7 +124,7 @@ def test_a_machine_that_lacks_something_is_named_by_all(gang: Gang) -> None:
     assert record["message"] in gang.workers[0].record()["message"]
 
 
-def test_rank_lines_reach_stdout_with_the_last_words_of_the_killed(gang: Gang) -> None:
+def test_rank_lines_reach_stdout_with_the_final_lines_of_the_killed_rank(gang: Gang) -> None:
     gang.start({0: "kill"}, LOG_TO_STDOUT="1")
     gang.running(BOTH)
     gang.go()
@@ -135,7 +135,7 @@ def test_rank_lines_reach_stdout_with_the_last_words_of_the_killed(gang: Gang) -
     assert "[rank 2] arguments ['--num-layers', '4']" in second
 
 
-def test_a_stdout_that_nobody_reads_holds_no_rank_up(tmp_path: pathlib.Path) -> None:
+def test_a_stdout_that_is_never_read_delays_no_rank(tmp_path: pathlib.Path) -> None:
     gang = Gang(tmp_path, "1")
     environment = gang.environment(0, LOG_TO_STDOUT="1") | {"ACTIONS": json.dumps({0: "chatter"})}
     with subprocess.Popen(gang.command(0.3), env=environment, stdout=subprocess.PIPE, text=True) as launcher:
@@ -168,7 +168,7 @@ def signals(pid: int, field: str) -> set[int]:
 def first_process(gang: Gang) -> psutil.Process:
     """The launcher inside of the namespace, once its program has begun."""
     outer = psutil.Process(gang.workers[0].process.pid)
-    wait_until(lambda: [one for one in outer.children() if "megatronapp_trainer.launch" in one.cmdline()])
+    wait_until(lambda: [child for child in outer.children() if "megatronapp_trainer.launch" in child.cmdline()])
     launcher = outer.children()[0]
     assert "\t1\n" in re.findall(r"NSpid:.*\n", pathlib.Path(f"/proc/{launcher.pid}/status").read_text())[0]
     return launcher
@@ -182,7 +182,7 @@ def test_the_launcher_as_process_1_reaps_orphans_and_passes_signals_on(tmp_path:
         wait_until((tmp_path / "worker-0" / "state-1").exists)
         gang.go()
         wait_until((tmp_path / "worker-0" / "abandoned").exists)
-        wait_until(lambda: psutil.STATUS_ZOMBIE not in [one.status() for one in launcher.children(recursive=True)])
+        wait_until(lambda: psutil.STATUS_ZOMBIE not in [child.status() for child in launcher.children(recursive=True)])
         launcher.terminate()
         assert gang.workers[0].end() == ExitCode.PREEMPTED
     finally:
@@ -192,7 +192,7 @@ def test_the_launcher_as_process_1_reaps_orphans_and_passes_signals_on(tmp_path:
     assert not list(gang.shm.iterdir())
 
 
-def test_process_1_keeps_a_signal_that_comes_before_it_has_handlers(tmp_path: pathlib.Path) -> None:
+def test_process_1_honours_a_signal_sent_before_its_handlers_exist(tmp_path: pathlib.Path) -> None:
     gang = Gang(tmp_path, "2")
     try:
         gang.start({}, prefix=namespace())

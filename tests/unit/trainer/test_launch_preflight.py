@@ -32,7 +32,7 @@ def test_gpus_that_are_missing_are_counted() -> None:
     assert text(machine.gpu_faults(8, 8)) == text(machine.gpu_faults(0, 2)) == ""
 
 
-def test_shared_memory_has_room_or_not(tmp_path: pathlib.Path) -> None:
+def test_shared_memory_size_is_checked(tmp_path: pathlib.Path) -> None:
     assert text(machine.shm_faults(1, tmp_path)) == ""
     assert "MiB, but 1152921504606 MiB are needed; raise spec.shm.sizeLimit" in text(
         machine.shm_faults(1152921504606 * machine.MIB, tmp_path)
@@ -70,7 +70,7 @@ UP, DOWN = "4: ACTIVE", "1: DOWN"
 
 
 @pytest.mark.parametrize(
-    ("states", "hca", "words"),
+    ("states", "hca", "message"),
     [
         ({"mlx5_0:1": UP, "mlx5_1:1": DOWN}, "", ""),
         ({"mlx5_0:1": DOWN, "mlx5_1:1": DOWN}, "", "not active: mlx5_0:1 is 1: DOWN, mlx5_1:1 is 1: DOWN"),
@@ -86,11 +86,11 @@ UP, DOWN = "4: ACTIVE", "1: DOWN"
     ],
 )
 def test_links_are_up_where_they_are_needed(
-    tmp_path: pathlib.Path, states: dict[str, str], hca: str, words: str
+    tmp_path: pathlib.Path, states: dict[str, str], hca: str, message: str
 ) -> None:
     found = text(machine.link_faults(hca, adapters(tmp_path, states)))
-    assert words in found
-    assert bool(found) is bool(words)
+    assert message in found
+    assert bool(found) is bool(message)
 
 
 def test_an_interface_that_is_not_up_is_named(tmp_path: pathlib.Path) -> None:
@@ -118,9 +118,9 @@ def briefing(ports: dict[int, int]) -> Briefing:
     return Briefing.of(joins, RankOrder.INDEX, report=False)
 
 
-async def looked(found: Briefing, tmp_path: pathlib.Path, **changes: Any) -> LauncherOutcome | None:
-    wanted = PreflightRequirements(**{"timeout_s": 0.1, **changes})
-    return await run.run_preflight(wanted, found, uid="u", index=0, place=PLACE, shm=tmp_path)
+async def run_preflight(found: Briefing, tmp_path: pathlib.Path, **changes: Any) -> LauncherOutcome | None:
+    requirements = PreflightRequirements(**{"timeout_s": 0.1, **changes})
+    return await run.run_preflight(requirements, found, uid="u", index=0, place=PLACE, shm=tmp_path)
 
 
 @pytest.mark.asyncio
@@ -129,8 +129,8 @@ async def test_who_answers_as_the_right_worker_is_reached(tmp_path: pathlib.Path
         reachability.answer_probes("127.0.0.3", reachability.answer("u", 2, 1)) as right,
         reachability.answer_probes("127.0.0.4", reachability.answer("u", 1, 2)) as older,
     ):
-        assert await looked(briefing({0: 5, 1: right, 2: 0}), tmp_path) is None
-        stale = await looked(briefing({0: 5, 1: right, 2: older}), tmp_path)
+        assert await run_preflight(briefing({0: 5, 1: right, 2: 0}), tmp_path) is None
+        stale = await run_preflight(briefing({0: 5, 1: right, 2: older}), tmp_path)
     assert stale is not None
     assert (stale.code, stale.reason) == (ExitCode.RENDEZVOUS, "PreflightFailed")
     assert stale.message == (
@@ -142,7 +142,7 @@ async def test_who_answers_as_the_right_worker_is_reached(tmp_path: pathlib.Path
 @pytest.mark.asyncio
 async def test_who_does_not_answer_is_named_with_its_node(tmp_path: pathlib.Path) -> None:
     with held_ports(1, "127.0.0.3") as (port,):
-        found = await looked(briefing({0: 5, 1: port}), tmp_path)
+        found = await run_preflight(briefing({0: 5, 1: port}), tmp_path)
     assert found is not None
     assert found.message.startswith(
         f"worker 0 on node node-0 does not reach worker 1 on node node-1 at 127.0.0.3:{port}"
@@ -154,21 +154,21 @@ async def test_who_does_not_answer_is_named_with_its_node(tmp_path: pathlib.Path
 async def test_a_worker_that_begins_to_answer_late_is_reached(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def send_greeting(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(reachability.answer("u", 2, 1))
         writer.close()
 
     refused = first_refusal(monkeypatch)
     with held_ports(1, "127.0.0.3") as (port,):
-        looking = asyncio.create_task(looked(briefing({0: 5, 1: port}), tmp_path, timeout_s=DEADLINE_S))
+        preflight = asyncio.create_task(run_preflight(briefing({0: 5, 1: port}), tmp_path, timeout_s=DEADLINE_S))
         await refused.wait()
-        async with await asyncio.start_server(say, "127.0.0.3", port):
-            assert await looking is None
+        async with await asyncio.start_server(send_greeting, "127.0.0.3", port):
+            assert await preflight is None
 
 
 @pytest.mark.asyncio
-async def test_a_fault_of_the_machine_comes_before_the_network(tmp_path: pathlib.Path) -> None:
-    found = await looked(briefing({0: 5, 1: 9}), tmp_path, shm_bytes=1 << 62)
+async def test_a_fault_of_the_host_precedes_network_faults(tmp_path: pathlib.Path) -> None:
+    found = await run_preflight(briefing({0: 5, 1: 9}), tmp_path, shm_bytes=1 << 62)
     assert found is not None
     assert (found.code, found.reason) == (ExitCode.OWN_FAILURE, "PreflightFailed")
     assert found.message.startswith("worker 0 on node node-0: ")
@@ -179,7 +179,7 @@ FAILED = EndNotice(worker=1, code=ExitCode.OWN_FAILURE, message="worker 1 on nod
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("news", "outcome"),
+    ("notices", "outcome"),
     [
         ([FAILED], LauncherOutcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=FAILED.message)),
         (
@@ -189,11 +189,11 @@ FAILED = EndNotice(worker=1, code=ExitCode.OWN_FAILURE, message="worker 1 on nod
         ([StopNotice(worker=1)], STOPPED),
     ],
 )
-async def test_what_others_tell_ends_the_looking(news: list[Notices], outcome: LauncherOutcome) -> None:
+async def test_a_notice_of_another_worker_ends_the_preflight(notices: list[Notices], outcome: LauncherOutcome) -> None:
     gang = SingleWorkerGang(briefing({0: 0}))
     never = asyncio.create_task(asyncio.Event().wait())
-    for one in news:
-        gang.notices.put_nowait(one)
+    for notice in notices:
+        gang.notices.put_nowait(notice)
     async with asyncio.timeout(DEADLINE_S):
         assert await run.until_notice(gang, never) == outcome  # type: ignore[arg-type]
     await asyncio.gather(never, return_exceptions=True)
@@ -201,7 +201,7 @@ async def test_what_others_tell_ends_the_looking(news: list[Notices], outcome: L
 
 
 @pytest.mark.asyncio
-async def test_what_was_heard_meanwhile_is_not_forgotten() -> None:
+async def test_notices_received_during_preflight_are_stored() -> None:
     gang = SingleWorkerGang(briefing({0: 0}))
     done = EndNotice(worker=1, code=0)
     gang.notices.put_nowait(done)

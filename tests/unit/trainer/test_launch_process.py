@@ -45,7 +45,7 @@ def test_a_gang_runs_to_its_end(gang: Gang) -> None:
     assert [worker.end() for worker in gang.workers] == [ExitCode.OK, ExitCode.OK]
     tables = [json.loads((worker.run_dir / "rank-table.json").read_text()) for worker in gang.workers]
     assert tables[0] == tables[1]
-    assert [one["ranks"] for one in tables[0]["workers"]] == [[0, 1], [2, 3]]
+    assert [worker["ranks"] for worker in tables[0]["workers"]] == [[0, 1], [2, 3]]
     for worker, ranks in zip(gang.workers, BOTH.values(), strict=True):
         assert worker.record()["code"] == 0
         for rank in ranks:
@@ -58,7 +58,7 @@ def test_a_gang_runs_to_its_end(gang: Gang) -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "code", "number", "words"),
+    ("action", "code", "number", "message"),
     [
         ("exit65", ExitCode.DATA, None, "rank 3 on worker 1 ended with exit code 65: error: this is why"),
         ("exit7", ExitCode.OWN_FAILURE, None, "rank 3 on worker 1 ended with exit code 1: error: this is why"),
@@ -66,7 +66,7 @@ def test_a_gang_runs_to_its_end(gang: Gang) -> None:
     ],
 )
 def test_the_first_failing_rank_is_the_evidence(
-    gang: Gang, action: str, code: ExitCode, number: int | None, words: str
+    gang: Gang, action: str, code: ExitCode, number: int | None, message: str
 ) -> None:
     gang.start({3: action})
     pids = gang.running(BOTH)
@@ -75,7 +75,7 @@ def test_the_first_failing_rank_is_the_evidence(
     victim, culprit = (worker.record() for worker in gang.workers)
     assert (culprit["rank"], culprit["localRank"], culprit["signal"]) == (3, 1, number)
     assert (victim["rank"], victim["reason"]) == (None, "PeerLost")
-    assert words in victim["message"]
+    assert message in victim["message"]
     if number is None:
         assert culprit["message"].endswith("error: this is why")
     assert_nothing_left(gang, pids)
@@ -92,7 +92,7 @@ def test_a_victim_that_ends_first_is_not_taken_for_the_culprit(gang: Gang) -> No
     assert "rank 3 on worker 1 ended with exit code 66" in gang.workers[0].record()["message"]
 
 
-def test_ranks_that_hang_are_told_of_a_lost_peer_and_end_by_themselves(gang: Gang) -> None:
+def test_hanging_ranks_learn_of_a_lost_peer_and_end_by_themselves(gang: Gang) -> None:
     gang.start({0: "watch", 1: "watch", 2: "watch", 3: "wait"}, grace_s=DEADLINE_S)
     pids = gang.running(BOTH)
     gang.go()
@@ -161,7 +161,12 @@ def test_a_stop_while_gathering_ends_at_once(gang: Gang) -> None:
     worker = gang.workers[0]
     host, _, port = gang.coordinator.rpartition(":")
     listening = f"{host}:{port}"
-    wait_until(lambda: any(listening == f"{one.laddr.ip}:{one.laddr.port}" for one in connections(worker.process.pid)))
+    wait_until(
+        lambda: any(
+            listening == f"{connection.laddr.ip}:{connection.laddr.port}"
+            for connection in connections(worker.process.pid)
+        )
+    )
     worker.process.terminate()
     assert worker.end() == ExitCode.PREEMPTED
 

@@ -89,7 +89,7 @@ def test_a_lone_worker_needs_no_coordinator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         (None, None),
         ('{"enabled": false, "gpus": 8}', None),
@@ -101,12 +101,12 @@ def test_a_lone_worker_needs_no_coordinator() -> None:
         ('{"rdma": {"enabled": false}, "hca": null}', PreflightRequirements()),
     ],
 )
-def test_what_the_preflight_is_to_look_at(text: str | None, wanted: PreflightRequirements | None) -> None:
-    assert LauncherSettings.from_environment(environment(PREFLIGHT=text), host_name="box").preflight == wanted
+def test_preflight_settings_are_parsed(text: str | None, expected: PreflightRequirements | None) -> None:
+    assert LauncherSettings.from_environment(environment(PREFLIGHT=text), host_name="box").preflight == expected
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"JOB": None}, "MEGATRONAPP_JOB is not set"),
         ({"SECRET_FILE": None}, "MEGATRONAPP_SECRET_FILE is not set"),
@@ -128,16 +128,16 @@ def test_what_the_preflight_is_to_look_at(text: str | None, wanted: PreflightReq
         ({"PREFLIGHT": '{"gpus": "8"}'}, "gpus is '8'; it must be an integer"),
     ],
 )
-def test_wrong_settings_name_the_variable(changes: dict[str, str | None], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_wrong_settings_name_the_variable(changes: dict[str, str | None], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         LauncherSettings.from_environment(environment(**changes), host_name="box")
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("::1", "IPv6"), ("worker-0", "not an IPv4 address"), ("1.2.3", "not an IPv4")]
+    ("text", "message"), [("::1", "IPv6"), ("worker-0", "not an IPv4 address"), ("1.2.3", "not an IPv4")]
 )
-def test_an_own_address_must_be_ipv4(text: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_an_own_address_must_be_ipv4(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         address.own_address(text, "unused")
     assert address.own_address("127.0.0.9", "unused") == "127.0.0.9"
 
@@ -157,7 +157,7 @@ def test_ranks_are_numbered_in_worker_order(counts: list[int], seed: Any) -> Non
     assert (table.master_address, table.master_port) == ("10.0.0.1", 29500)
 
 
-def test_table_survives_json_and_names_a_changed_one() -> None:
+def test_the_table_survives_json_and_a_changed_table_is_refused() -> None:
     table = build_table([join(1), join(0)])
     document = json.loads(json.dumps(table.to_json()))
     assert set(document) == {"attempt", "digest", "masterAddr", "masterPort", "workers"}
@@ -177,25 +177,25 @@ def test_table_survives_json_and_names_a_changed_one() -> None:
     order=st.sampled_from(RankOrder),
     seed=st.randoms(),
 )
-def test_ranks_follow_the_order_that_is_asked_for(places: list[Any], order: RankOrder, seed: Any) -> None:
+def test_ranks_follow_the_configured_order(places: list[Any], order: RankOrder, seed: Any) -> None:
     joins = [
         join(index, address=str(found), topology=labels, num_ranks=count)
         for index, (found, labels, count) in enumerate(places)
     ]
     keys = {
-        RankOrder.INDEX: lambda one: (one.index,),
-        RankOrder.IP: lambda one: ([int(part) for part in one.address.split(".")], one.index),
-        RankOrder.TOPOLOGY: lambda one: (one.topology.split(","), one.index),
+        RankOrder.INDEX: lambda request: (request.index,),
+        RankOrder.IP: lambda request: ([int(part) for part in request.address.split(".")], request.index),
+        RankOrder.TOPOLOGY: lambda request: (request.topology.split(","), request.index),
     }
     expected = sorted(joins, key=keys[order])
     seed.shuffle(joins)
     table = build_table(joins, order)
-    assert [worker.index for worker in table.workers] == [one.index for one in expected]
+    assert [worker.index for worker in table.workers] == [request.index for request in expected]
     assert [rank for worker in table.workers for rank in worker.ranks] == list(range(table.world_size))
     assert (table.master_address, table.master_port) == (expected[0].address, expected[0].port)
-    for place, one in enumerate(expected):
-        assert len(table.worker(one.index).ranks) == one.num_ranks
-        assert table.node_rank(one.index) == place
+    for place, request in enumerate(expected):
+        assert len(table.worker(request.index).ranks) == request.num_ranks
+        assert table.node_rank(request.index) == place
 
 
 def test_a_rank_knows_its_place_in_another_order() -> None:
@@ -211,16 +211,16 @@ def test_a_rank_knows_its_place_in_another_order() -> None:
     assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("lo", "=ib0")
 
 
-@pytest.mark.parametrize(("workers", "told"), [(400, True), (2048, False)])
-def test_a_rank_starts_however_large_its_gang_is(workers: int, told: bool) -> None:
+@pytest.mark.parametrize(("workers", "in_environment"), [(400, True), (2048, False)])
+def test_a_rank_starts_however_large_its_gang_is(workers: int, in_environment: bool) -> None:
     """Linux refuses a program with a variable of more than 128 KiB."""
     address = "10.128.{}.{}"
-    joins = [join(one, num_ranks=8, address=address.format(*divmod(one, 256))) for one in range(workers)]
+    joins = [join(index, num_ranks=8, address=address.format(*divmod(index, 256))) for index in range(workers)]
     table = build_table(joins)
     base = {"PATH": "/usr/bin:/bin", "MEGATRON_NODE_IPS": "from elsewhere"}
     made = rank_environment(base, table, worker=0, local_rank=0, place=PLACE)
     assert made["WORLD_SIZE"] == str(workers * 8)
-    assert ("MEGATRON_NODE_IPS" in made) is told
+    assert ("MEGATRON_NODE_IPS" in made) is in_environment
     assert len(made["NODE_IPS"].split(",")) == workers
     subprocess.run(["true"], env=made, check=True)
 
@@ -259,7 +259,7 @@ def test_rank_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words", "final"),
+    ("changes", "message", "final"),
     [
         ({"uid": "other"}, "this is job u, not other", False),
         ({"attempt": 1}, "attempt 1 joins attempt 2, late", True),
@@ -270,8 +270,8 @@ def test_rank_environment() -> None:
         ({"address": "fe80::1"}, "not one of IPv4", True),
     ],
 )
-def test_who_may_not_join_is_told_why(changes: dict[str, Any], words: str, final: bool) -> None:
-    with pytest.raises(RefusedError, match=words) as caught:
+def test_refused_joins_state_the_reason(changes: dict[str, Any], message: str, final: bool) -> None:
+    with pytest.raises(RefusedError, match=message) as caught:
         messages.check_join(join(**{"index": 1, **changes}), EXPECTED, {0})
     assert caught.value.final is final
 
@@ -351,8 +351,8 @@ def test_any_object_is_a_message_or_a_message_error(document: dict[str, Any]) ->
     )
 )
 def test_messages_survive_json(notice: EndNotice) -> None:
-    for news in (notice, StopNotice(worker=notice.worker)):
-        assert messages.notice_from_json(json.loads(json.dumps(messages.notice_to_json(news)))) == news
+    for received in (notice, StopNotice(worker=notice.worker)):
+        assert messages.notice_from_json(json.loads(json.dumps(messages.notice_to_json(received)))) == received
     assert messages.join_from_json(json.loads(json.dumps(messages.join_to_json(join())))) == join()
 
 
@@ -378,7 +378,7 @@ ELSEWHERE_LOST = EndNotice(worker=2, code=ExitCode.PEER_LOST)
 
 
 @pytest.mark.parametrize(
-    ("events", "asked", "standing", "reason"),
+    ("events", "stop_requested", "standing", "reason"),
     [
         pytest.param([], False, FailureState.FINE, None, id="nothing yet"),
         pytest.param([end(0), end(1, 75)], False, FailureState.FINE, None, id="orderly ends"),
@@ -408,8 +408,8 @@ ELSEWHERE_LOST = EndNotice(worker=2, code=ExitCode.PEER_LOST)
         ),
     ],
 )
-def test_judgement(events: list[Event], asked: bool, standing: FailureState, reason: Event | None) -> None:
-    judgement = judge(events, asked_to_stop=asked)
+def test_judgement(events: list[Event], stop_requested: bool, standing: FailureState, reason: Event | None) -> None:
+    judgement = judge(events, asked_to_stop=stop_requested)
     assert judgement.standing is standing
     assert judgement.reason == reason
 
@@ -455,7 +455,7 @@ def test_lost_peers_name_the_culprit_where_it_is_known() -> None:
     assert unnamed.message == "rank 1 lost a peer that no launcher has identified:\nlast line of rank 1"
 
 
-def test_notice_says_rank_worker_and_last_line() -> None:
+def test_the_notice_has_rank_worker_and_last_line() -> None:
     failed = LauncherOutcome(code=ExitCode.DATA, reason="RankFailed", message="a\nb", rank=5, local_rank=1)
     killed = dataclasses.replace(failed, code=ExitCode.OWN_FAILURE, signal=9)
     assert outcome.notice_of(killed, 2).message == "rank 5 on worker 2 ended with signal 9"

@@ -21,17 +21,19 @@ HOST = "127.0.0.2"
 
 
 @pytest.fixture
-def board() -> GangStatus:
+def gang_status() -> GangStatus:
     return GangStatus(3)
 
 
 @pytest.fixture
-def port(board: GangStatus) -> Iterator[int]:
-    with serve_status(board, token=TOKEN, address=HOST, port=0) as port:
+def port(gang_status: GangStatus) -> Iterator[int]:
+    with serve_status(gang_status, token=TOKEN, address=HOST, port=0) as port:
         yield port
 
 
-def ask(port: int, path: str = PATH, authorization: str | None = f"Bearer {TOKEN}", method: str = "GET") -> Any:
+def request_status(
+    port: int, path: str = PATH, authorization: str | None = f"Bearer {TOKEN}", method: str = "GET"
+) -> Any:
     connection = http.client.HTTPConnection(HOST, port, timeout=30)
     connection.request(method, path, headers={} if authorization is None else {"Authorization": authorization})
     answer = connection.getresponse()
@@ -40,9 +42,9 @@ def ask(port: int, path: str = PATH, authorization: str | None = f"Bearer {TOKEN
     return answer.status, answer.headers, body
 
 
-def test_what_worker_0_knows_is_told(board: GangStatus, port: int) -> None:
-    board.missing = [2]
-    status, headers, body = ask(port)
+def test_worker_0_serves_its_status(gang_status: GangStatus, port: int) -> None:
+    gang_status.missing = [2]
+    status, headers, body = request_status(port)
     assert (status, headers["Content-Type"]) == (200, "application/json")
     assert json.loads(body) == {
         "attempt": 3,
@@ -52,11 +54,17 @@ def test_what_worker_0_knows_is_told(board: GangStatus, port: int) -> None:
         "progress": None,
     }
     join = JoinRequest(uid="u", attempt=3, index=0, address="10.0.0.1", node="n", num_ranks=2, port=1)
-    board.table, board.phase, board.missing = build_table([join]), GangPhase.RUNNING, []
-    board.progress = {"iteration": 7, "loss": math.nan, "gradNorm": math.inf, "learningRate": 0.5, "state": "training"}
-    answer = json.loads(ask(port)[2])
+    gang_status.table, gang_status.phase, gang_status.missing = build_table([join]), GangPhase.RUNNING, []
+    gang_status.progress = {
+        "iteration": 7,
+        "loss": math.nan,
+        "gradNorm": math.inf,
+        "learningRate": 0.5,
+        "state": "training",
+    }
+    answer = json.loads(request_status(port)[2])
     assert answer["phase"] == "Running"
-    assert answer["rankTable"] == board.table.to_json()
+    assert answer["rankTable"] == gang_status.table.to_json()
     assert answer["progress"] == {
         "iteration": 7,
         "loss": None,
@@ -67,8 +75,8 @@ def test_what_worker_0_knows_is_told(board: GangStatus, port: int) -> None:
 
 
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer " + "cd" * 32, f"Basic {TOKEN}", "Bearer \xff"])
-def test_nothing_is_told_without_the_token(port: int, authorization: str | None) -> None:
-    status, headers, body = ask(port, authorization=authorization)
+def test_nothing_is_served_without_the_token(port: int, authorization: str | None) -> None:
+    status, headers, body = request_status(port, authorization=authorization)
     assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
     assert b"attempt" not in body
 
@@ -77,26 +85,26 @@ def test_nothing_is_told_without_the_token(port: int, authorization: str | None)
     ("method", "path", "status"), [("GET", "/", 404), ("POST", PATH, 501), ("GET", PATH + "x", 404)]
 )
 def test_there_is_nothing_else(port: int, method: str, path: str, status: int) -> None:
-    assert ask(port, path, method=method)[0] == status
+    assert request_status(port, path, method=method)[0] == status
 
 
-def test_the_silent_hold_nobody_up_and_are_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_block_no_request_and_are_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_server._StatusHandler, "timeout", 0.3)
     silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(status_server.MOST_CONNECTIONS - 1)]
-    assert ask(port)[0] == 200
-    for one in silent:
-        assert one.recv(1) == b""
-        one.close()
+    assert request_status(port)[0] == 200
+    for connection in silent:
+        assert connection.recv(1) == b""
+        connection.close()
 
 
 def test_too_many_at_once_are_closed_unanswered(port: int) -> None:
     silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(status_server.MOST_CONNECTIONS)]
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
-        ask(port)
-    for one in silent:
-        one.close()
+        request_status(port)
+    for connection in silent:
+        connection.close()
 
 
-def test_a_port_in_use_is_named(board: GangStatus, port: int) -> None:
+def test_a_port_in_use_is_named(gang_status: GangStatus, port: int) -> None:
     with pytest.raises(RendezvousError, match=rf"cannot serve its status at {HOST}:{port}: Address already in use"):
-        serve_status(board, token=TOKEN, address=HOST, port=port).__enter__()
+        serve_status(gang_status, token=TOKEN, address=HOST, port=port).__enter__()

@@ -27,8 +27,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     (folder / "verbs.c").write_text(SOURCE)
     for count in (-1, 0, 2):
         made[count] = str(folder / f"libverbs{count}.so")
-        words = ["cc", "-shared", "-fPIC", f"-DCOUNT={count}", "-o", made[count], str(folder / "verbs.c")]
-        subprocess.run(words, check=True)
+        command = ["cc", "-shared", "-fPIC", f"-DCOUNT={count}", "-o", made[count], str(folder / "verbs.c")]
+        subprocess.run(command, check=True)
     return made
 
 
@@ -60,9 +60,9 @@ def test_adapters_that_are_listed_and_open_are_no_fault(library: dict[int, str],
 
 
 def test_an_image_without_the_library_is_named(devices: pathlib.Path) -> None:
-    said = found("libibverbs.so.none", devices)
-    assert "libibverbs.so.none cannot be used" in said
-    assert "install libibverbs1 and ibverbs-providers in the image" in said
+    problem = found("libibverbs.so.none", devices)
+    assert "libibverbs.so.none cannot be used" in problem
+    assert "install libibverbs1 and ibverbs-providers in the image" in problem
     assert "libc.so.6 cannot be used" in found("libc.so.6", devices), "another library"
 
 
@@ -71,18 +71,18 @@ def test_a_library_without_a_provider_is_named(count: int, library: dict[int, st
     assert "finds no adapter: the node has none, or the image lacks its provider" in found(library[count], devices)
 
 
-def test_a_pod_without_devices_says_what_to_write(library: dict[int, str], tmp_path: pathlib.Path) -> None:
-    said = found(library[2], tmp_path)
-    assert f"there is no {tmp_path}/dev/uverbs*" in said
-    assert "network.rdma.resourceName" in said and "network.rdma.devices: HostPath" in said
+def test_a_pod_without_devices_suggests_the_field_to_set(library: dict[int, str], tmp_path: pathlib.Path) -> None:
+    problem = found(library[2], tmp_path)
+    assert f"there is no {tmp_path}/dev/uverbs*" in problem
+    assert "network.rdma.resourceName" in problem and "network.rdma.devices: HostPath" in problem
 
 
 def test_each_adapter_that_is_named_must_open(library: dict[int, str], devices: pathlib.Path) -> None:
     close(devices, 1)
     assert found(library[2], devices) == "", "a container may have one of the two that it sees"
     assert found(library[2], devices, "mlx5_0") == found(library[2], devices, "^mlx5_1") == ""
-    said = found(library[2], devices, "mlx5")
-    assert said == f"devices that cannot be opened: {devices}/dev/uverbs1 (mlx5_1): No such file or directory"
+    problem = found(library[2], devices, "mlx5")
+    assert problem == f"devices that cannot be opened: {devices}/dev/uverbs1 (mlx5_1): No such file or directory"
     close(devices, 0)
     assert "uverbs0 (mlx5_0)" in found(library[2], devices)
     assert "is of an adapter that irdma names; there are devices of mlx5_0, mlx5_1" in found(

@@ -89,7 +89,7 @@ def weights_with_and_without(flags: str) -> tuple[bool, list[float], list[float]
             clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
         norms.append([trainer.step().grad_norm or 0.0 for _ in range(3)])
         weights.append([parameter.detach().clone() for parameter in run.state.chunks[0].parameters()])
-    equal = all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    equal = all(torch.equal(fused, reference) for fused, reference in zip(*weights, strict=True))
     return equal, norms[0], norms[1]
 
 

@@ -18,8 +18,8 @@ def fault(kind: str = "compute", *, rank: int = 0, factor: float = 3.0, peer: in
     return InjectedFault(rank=rank, kind=kind, factor=factor, from_step=10, steps=5, peer=peer)
 
 
-def plan_with(one: InjectedFault, *, step: int = 10, usual_ns: int = 4 * MS) -> FaultPlan:
-    plan = FaultPlan(0, [one])
+def plan_with(injected: InjectedFault, *, step: int = 10, usual_ns: int = 4 * MS) -> FaultPlan:
+    plan = FaultPlan(0, [injected])
     for _ in range(HISTORY):
         plan.observe(RecordKind.FORWARD, usual_ns)
     plan.begin_step(step)
@@ -48,7 +48,7 @@ def test_host_and_link_count_in_usual_forward_times() -> None:
     assert plan_with(fault("link")).withhold_ns(7) == 8 * MS
 
 
-def test_link_can_be_one_source_only() -> None:
+def test_a_link_fault_delays_only_its_source() -> None:
     plan = plan_with(fault("link", peer=2))
     assert plan.withhold_ns(2) == 8 * MS
     assert plan.withhold_ns(3) == 0

@@ -25,16 +25,16 @@ def layout(rank: int, tensor: int, pipeline: int, data: int) -> Layout:
 def test_both_ends_hold_the_same_pairs(sizes: tuple[int, int, int]) -> None:
     tensor, pipeline, data = sizes
     world = tensor * pipeline * data
-    held = {rank: set(directed_pairs(layout(rank, *sizes))) for rank in range(world)}
-    for rank, pairs in held.items():
+    pairs_of_rank = {rank: set(directed_pairs(layout(rank, *sizes))) for rank in range(world)}
+    for rank, pairs in pairs_of_rank.items():
         for source, destination in pairs:
             assert rank in (source, destination)
-            assert (source, destination) in held[source] & held[destination]
+            assert (source, destination) in pairs_of_rank[source] & pairs_of_rank[destination]
             assert abs(source - destination) % (tensor * data) == 0
 
 
 @given(sizes=sizes)
-def test_neighbours_are_one_stage_away(sizes: tuple[int, int, int]) -> None:
+def test_neighbours_are_a_single_stage_apart(sizes: tuple[int, int, int]) -> None:
     tensor, pipeline, data = sizes
     for rank in range(tensor * pipeline * data):
         me = layout(rank, *sizes)
@@ -47,7 +47,7 @@ def test_neighbours_are_one_stage_away(sizes: tuple[int, int, int]) -> None:
 
 def test_slots_are_places_and_lonely_groups_are_left_out() -> None:
     table = communicators(layout(0, 1, 2, 2), {"tp": [0], "dp": [0, 1], "mp": [0, 2]})
-    assert [(one.slot, one.kind, one.members) for one in table] == [
+    assert [(communicator.slot, communicator.kind, communicator.members) for communicator in table] == [
         (0, "p2p", (2, 0)),
         (1, "p2p", (0, 2)),
         (2, "dp", (0, 1)),

@@ -13,7 +13,7 @@ from megatronapp_trainer.scan.device import DeviceClock, DeviceRecorder
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, float_bits
 
 
-class Clock:
+class FakeRingClock:
     """Host clock that the test sets, with its run-queue delay."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Device:
     """Stream that runs `lag_ns` after its host and whose events pass when the test says; `drift` is the speed of its
     clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeRingClock) -> None:
         self.clock = clock
         self.done_ns = 1 << 62
         self.drift = 1.0
@@ -60,8 +60,8 @@ class DeviceEvent:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeRingClock:
+    return FakeRingClock()
 
 
 @pytest.fixture
@@ -79,18 +79,18 @@ def records(path: pathlib.Path) -> np.ndarray:
     return np.frombuffer(data, RECORD)
 
 
-def host_recorder(path: pathlib.Path, clock: Clock, heard: list[tuple[RecordKind, int]]) -> Recorder:
+def host_recorder(path: pathlib.Path, clock: FakeRingClock, kinds: list[tuple[RecordKind, int]]) -> Recorder:
     return Recorder(
         ring(path),
         monotonic_ns=clock.read_ns,
         run_queue_ns=lambda: clock.waited_ns,
-        on_length=lambda fields, own_ns: heard.append((fields.kind, own_ns)),
+        on_length=lambda fields, own_ns: kinds.append((fields.kind, own_ns)),
     )
 
 
-def test_a_compute_span_carries_its_key_and_its_run_queue_delay(ring_path: pathlib.Path, clock: Clock) -> None:
-    heard: list[tuple[RecordKind, int]] = []
-    recorder = host_recorder(ring_path, clock, heard)
+def test_a_compute_span_carries_its_key_and_its_run_queue_delay(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
+    kinds: list[tuple[RecordKind, int]] = []
+    recorder = host_recorder(ring_path, clock, kinds)
     recorder.begin_step(7)
     fields = RecordKey(RecordKind.FORWARD, microbatch=3, chunk=1)
     mark = recorder.enter(fields)
@@ -101,10 +101,10 @@ def test_a_compute_span_carries_its_key_and_its_run_queue_delay(ring_path: pathl
     assert (record["step"], record["kind"], record["microbatch"], record["chunk"]) == (7, RecordKind.FORWARD, 3, 1)
     assert (record["start_ns"], record["duration"] * 8, record["aux"] * 8) == (1_000_000_000, 8_000, 1_600)
     assert record["flags"] == Flag.AUX_RUN_QUEUE
-    assert heard == [(RecordKind.FORWARD, 6_400)]
+    assert kinds == [(RecordKind.FORWARD, 6_400)]
 
 
-def test_an_open_span_is_seen_while_it_lasts(ring_path: pathlib.Path, clock: Clock) -> None:
+def test_an_open_span_is_seen_while_it_lasts(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
     recorder = host_recorder(ring_path, clock, [])
     recorder.begin_step(4)
     fields = RecordKey(RecordKind.RECV_WAIT)
@@ -116,7 +116,7 @@ def test_an_open_span_is_seen_while_it_lasts(ring_path: pathlib.Path, clock: Clo
     assert native.RingReader(str(ring_path)).info().open_span is None
 
 
-def test_a_transfer_carries_its_size(ring_path: pathlib.Path, clock: Clock) -> None:
+def test_a_transfer_carries_its_size(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
     recorder = host_recorder(ring_path, clock, [])
     recorder.transfer(RecordKey(RecordKind.SEND_POST, comm=2, ordinal=5), recorder.host_mark(), 4096)
     (record,) = records(ring_path)
@@ -133,7 +133,7 @@ def test_a_metric_beyond_32_bits_becomes_infinite() -> None:
     assert np.uint32(float_bits(-1e300)).view(np.float32) == -np.inf
 
 
-def test_a_metric_is_a_record_of_its_step(ring_path: pathlib.Path, clock: Clock) -> None:
+def test_a_metric_is_a_record_of_its_step(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
     recorder = host_recorder(ring_path, clock, [])
     recorder.begin_step(9)
     recorder.metric(Metric.LOSS, 2.5)
@@ -142,7 +142,7 @@ def test_a_metric_is_a_record_of_its_step(ring_path: pathlib.Path, clock: Clock)
     assert record["aux"].view(np.float32) == 2.5
 
 
-def device_recorder(path: pathlib.Path, clock: Clock, device: Device) -> DeviceRecorder:
+def device_recorder(path: pathlib.Path, clock: FakeRingClock, device: Device) -> DeviceRecorder:
     return DeviceRecorder(
         ring(path),
         monotonic_ns=clock.read_ns,
@@ -152,7 +152,7 @@ def device_recorder(path: pathlib.Path, clock: Clock, device: Device) -> DeviceR
     )
 
 
-def device_step(recorder: DeviceRecorder, clock: Clock, step: int, *, length_ns: int = 8_000) -> None:
+def device_step(recorder: DeviceRecorder, clock: FakeRingClock, step: int, *, length_ns: int = 8_000) -> None:
     recorder.begin_step(step)
     fields = RecordKey(RecordKind.BACKWARD, microbatch=0)
     mark = recorder.enter(fields)
@@ -160,7 +160,9 @@ def device_step(recorder: DeviceRecorder, clock: Clock, step: int, *, length_ns:
     recorder.leave(fields, mark)
 
 
-def test_device_spans_are_written_when_the_device_is_done_and_not_before(ring_path: pathlib.Path, clock: Clock) -> None:
+def test_device_spans_are_written_when_the_device_is_done_and_not_before(
+    ring_path: pathlib.Path, clock: FakeRingClock
+) -> None:
     device = Device(clock)
     recorder = device_recorder(ring_path, clock, device)
     device.done_ns = clock.now_ns - 1
@@ -175,7 +177,9 @@ def test_device_spans_are_written_when_the_device_is_done_and_not_before(ring_pa
 
 
 @pytest.mark.parametrize("lag_ns", [0, 400, 4_000_000])
-def test_a_device_span_carries_how_far_its_host_was_ahead(ring_path: pathlib.Path, clock: Clock, lag_ns: int) -> None:
+def test_a_device_span_carries_how_far_its_host_was_ahead(
+    ring_path: pathlib.Path, clock: FakeRingClock, lag_ns: int
+) -> None:
     device = Device(clock)
     recorder = device_recorder(ring_path, clock, device)
     device.lag_ns = lag_ns
@@ -187,7 +191,7 @@ def test_a_device_span_carries_how_far_its_host_was_ahead(ring_path: pathlib.Pat
     assert record["aux"] * 8 == lag_ns
 
 
-def test_the_device_clock_follows_drift(clock: Clock) -> None:
+def test_the_device_clock_follows_drift(clock: FakeRingClock) -> None:
     device = Device(clock)
     device.drift = 1.0001
     watch = DeviceClock(device.event, lambda: clock.now_ns)
@@ -200,7 +204,7 @@ def test_the_device_clock_follows_drift(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("drift", [1.00001, 0.99999])
-def test_leads_stay_right_however_long_a_run_lasts(ring_path: pathlib.Path, clock: Clock, drift: float) -> None:
+def test_leads_stay_right_however_long_a_run_lasts(ring_path: pathlib.Path, clock: FakeRingClock, drift: float) -> None:
     """Let the device end each span just after its host, with a clock that is wrong by 10 us a second."""
     device = Device(clock)
     device.drift = drift
@@ -212,14 +216,14 @@ def test_leads_stay_right_however_long_a_run_lasts(ring_path: pathlib.Path, cloc
     assert max(record["aux"] * 8 for record in records(ring_path)) < 50_000
 
 
-def test_finish_writes_what_is_pending(ring_path: pathlib.Path, clock: Clock) -> None:
+def test_finish_writes_what_is_pending(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
     recorder = device_recorder(ring_path, clock, Device(clock))
     device_step(recorder, clock, 0)
     recorder.finish()
     assert len(records(ring_path)) == 1
 
 
-def test_a_post_on_a_device_tells_when_the_stream_reached_it(ring_path: pathlib.Path, clock: Clock) -> None:
+def test_a_post_on_a_device_records_when_the_stream_reached_it(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
     recorder = device_recorder(ring_path, clock, Device(clock))
     recorder.begin_step(0)
     mark = recorder.host_mark()
@@ -231,7 +235,7 @@ def test_a_post_on_a_device_tells_when_the_stream_reached_it(ring_path: pathlib.
     assert (record["aux"] * 16, record["flags"]) == (4096, Flag.AUX_BYTES | Flag.DEVICE_CLOCK)
 
 
-def test_finish_leaves_a_stuck_stream_behind(ring_path: pathlib.Path, clock: Clock) -> None:
+def test_finish_abandons_a_stuck_stream(ring_path: pathlib.Path, clock: FakeRingClock) -> None:
     device = Device(clock)
     recorder = device_recorder(ring_path, clock, device)
     device.done_ns = clock.now_ns - 1

@@ -125,7 +125,7 @@ def interleaved(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_tracing_changes_no_bit(pipeline: list[dict[str, Any]], run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
     plain = traced(run_ranks, tmp_path, 4, *PIPELINE.split())
-    assert [one["losses"] for one in plain] == [one["losses"] for one in pipeline]
+    assert [result["losses"] for result in plain] == [result["losses"] for result in pipeline]
     assert len(plain[2]["losses"]) == STEPS
     assert not list(tmp_path.iterdir())
 
@@ -135,7 +135,11 @@ def test_every_send_has_its_receive(layout: str, request: pytest.FixtureRequest)
     results = request.getfixturevalue(layout)
     sent, received = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
     for result in results:
-        pairs = {one["slot"]: tuple(one["members"]) for one in result["metadata"]["comms"] if one["kind"] == "p2p"}
+        pairs = {
+            communicator["slot"]: tuple(communicator["members"])
+            for communicator in result["metadata"]["comms"]
+            if communicator["kind"] == "p2p"
+        }
         for record in records(result):
             key = (pairs.get(int(record["comm"])), int(record["step"]), int(record["ordinal"]))
             if record["kind"] == RecordKind.SEND_POST:
@@ -214,10 +218,10 @@ def test_an_overlapped_gather_is_waited_for_before_the_first_forward(
         for span in waits:
             assert not ((passes["start_ns"] <= span["start_ns"]) & (span["start_ns"] < ends)).any()
     plain = traced(run_ranks, tmp_path / "off", world, *flags.split())
-    assert [one["losses"] for one in plain] == [one["losses"] for one in traces]
+    assert [result["losses"] for result in plain] == [result["losses"] for result in traces]
 
 
-def test_each_step_has_one_step_span_around_its_spans(pipeline: list[dict[str, Any]]) -> None:
+def test_each_step_has_a_single_step_span_around_its_spans(pipeline: list[dict[str, Any]]) -> None:
     for result in pipeline:
         found = records(result)
         steps = found[found["kind"] == RecordKind.STEP]
@@ -231,8 +235,11 @@ def test_each_step_has_one_step_span_around_its_spans(pipeline: list[dict[str, A
 
 def test_the_reporting_rank_samples_the_loss_of_every_step(pipeline: list[dict[str, Any]]) -> None:
     samples = [records(result) for result in pipeline]
-    losses = [one[(one["kind"] == RecordKind.METRIC) & (one["comm"] == Metric.LOSS)] for one in samples]
-    assert [len(one) for one in losses] == [0, 0, STEPS, 0]
+    losses = [
+        rank_records[(rank_records["kind"] == RecordKind.METRIC) & (rank_records["comm"] == Metric.LOSS)]
+        for rank_records in samples
+    ]
+    assert [len(rank_losses) for rank_losses in losses] == [0, 0, STEPS, 0]
     assert losses[2]["aux"].view(np.float32).tolist() == [np.float32(x) for x in pipeline[2]["losses"]]
     assert losses[2]["step"].tolist() == list(range(STEPS))
 
@@ -261,7 +268,7 @@ def test_only_compute_and_data_know_their_microbatch(pipeline: list[dict[str, An
         assert named == {RecordKind.FORWARD, RecordKind.BACKWARD, RecordKind.DATA}
 
 
-def test_without_room_for_the_ring_training_goes_on(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+def test_training_continues_without_space_for_the_ring(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
     (result,) = traced(run_ranks, tmp_path / "missing", 1, "--global-batch-size", "4", "--trace")
     assert len(result["losses"]) == STEPS
     assert "records" not in result

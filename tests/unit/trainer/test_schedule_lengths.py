@@ -22,7 +22,7 @@ MODEL = (
 RAMP = "--rampup-batch-size 2 2 100"
 
 
-class OneGroup:
+class FakeParamGroup:
     """Part of an optimizer that megatron-core's scheduler touches."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ def rates_of(flags: str) -> list[float]:
     """The learning rate after each step, and before the first."""
     from megatronapp_trainer.training.optimizer import build_scheduler
 
-    config, optimizer = parse(shlex.split(f"{MODEL} {flags}")), OneGroup()
+    config, optimizer = parse(shlex.split(f"{MODEL} {flags}")), FakeParamGroup()
     batches = batch_schedule(config, data_size=1)
     with silence_megatron_imports():
         scheduler = build_scheduler(config, optimizer, batches)
@@ -94,7 +94,7 @@ def test_lengths_in_samples(ramp: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--train-iters 5 --train-samples 80", "give --train-iters or --train-samples, not both"),
         ("--train-samples 80 --lr-warmup-iters 2", "give --lr-warmup-samples instead"),
@@ -106,10 +106,10 @@ def test_lengths_in_samples(ramp: str) -> None:
         ("--train-samples 80 --lr-decay-style WSD", "--lr-wsd-decay-samples"),
     ],
 )
-def test_lengths_that_do_not_fit_together(flags: str, words: str) -> None:
+def test_lengths_that_do_not_fit_together(flags: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(shlex.split(f"{MODEL} {flags}"))
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_samples_need_the_size_of_a_step() -> None:

@@ -28,8 +28,8 @@ def make(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def server(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    words = f"--max-batch-size {BATCH} --queue-length {QUEUE} --max-tokens {MOST} --tokenizer-file"
-    with started(tmp_path_factory.mktemp("server"), model, *words.split(), str(model / "tokenizer.json")) as server:
+    arguments = f"--max-batch-size {BATCH} --queue-length {QUEUE} --max-tokens {MOST} --tokenizer-file"
+    with started(tmp_path_factory.mktemp("server"), model, *arguments.split(), str(model / "tokenizer.json")) as server:
         yield server
 
 
@@ -39,7 +39,7 @@ def client(server: Server) -> Iterator[httpx.Client]:
         yield client
 
 
-def ask(client: httpx.Client, **body: Any) -> dict[str, Any]:
+def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     document: dict[str, Any] = answer.json()
@@ -67,14 +67,16 @@ def chunks(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 
 def test_a_stream_gives_the_same_text_as_a_whole_answer(client: httpx.Client) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": ["hello world", "whales"], "max_tokens": 12, "seed": 5}
-    whole = ask(client, **body)
+    whole = complete(client, **body)
     parts = chunks(client, **body, stream_options={"include_usage": True})
     assert parts[-1]["usage"] == whole["usage"]
     assert whole["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in whole["choices"])
     for choice in whole["choices"]:
-        mine = [one for part in parts for one in part["choices"] if one["index"] == choice["index"]]
-        assert "".join(one["text"] for one in mine) == choice["text"]
-        assert [token for one in mine for token in one["token_ids"]] == choice["token_ids"]
+        mine = [
+            part_choice for part in parts for part_choice in part["choices"] if part_choice["index"] == choice["index"]
+        ]
+        assert "".join(part_choice["text"] for part_choice in mine) == choice["text"]
+        assert [token for part_choice in mine for token in part_choice["token_ids"]] == choice["token_ids"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"] != None  # noqa: E711 - a chain
 
 
@@ -83,28 +85,28 @@ def test_texts_and_their_ids_are_the_same_prompt(client: httpx.Client, model: pa
 
     ids = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).encode("hello world").ids
     body = {"max_tokens": 6, "temperature": 0}
-    texts = [ask(client, prompt=prompt, **body)["choices"][0]["text"] for prompt in ("hello world", ids, [ids])]
+    texts = [complete(client, prompt=prompt, **body)["choices"][0]["text"] for prompt in ("hello world", ids, [ids])]
     assert len(set(texts)) == 1
 
 
 def test_seeds_copies_stops_and_logprobs(client: httpx.Client) -> None:
-    two = ask(client, prompt="hello", max_tokens=8, seed=7, n=2, logprobs=3)["choices"]
-    other = ask(client, prompt="hello", max_tokens=8, seed=8)["choices"][0]
+    two = complete(client, prompt="hello", max_tokens=8, seed=7, n=2, logprobs=3)["choices"]
+    other = complete(client, prompt="hello", max_tokens=8, seed=8)["choices"][0]
     assert two[1]["token_ids"] == other["token_ids"] != two[0]["token_ids"]
-    alike = ask(client, prompt=["hello", "hello"], max_tokens=8, seed=7)["choices"]
-    assert [one["token_ids"] for one in alike] == [one["token_ids"] for one in two]
-    told = two[0]["logprobs"]
-    assert told["token_ids"] == two[0]["token_ids"]
-    assert all(len(one) == 3 for one in told["top_logprobs"])
-    assert all(value < 0 for value in told["token_logprobs"])
+    alike = complete(client, prompt=["hello", "hello"], max_tokens=8, seed=7)["choices"]
+    assert [choice["token_ids"] for choice in alike] == [choice["token_ids"] for choice in two]
+    logprobs = two[0]["logprobs"]
+    assert logprobs["token_ids"] == two[0]["token_ids"]
+    assert all(len(candidates) == 3 for candidates in logprobs["top_logprobs"])
+    assert all(value < 0 for value in logprobs["token_logprobs"])
     tokens = other["token_ids"]
-    stopped = ask(client, prompt="hello", max_tokens=8, seed=8, stop_token_ids=[tokens[2:4]])["choices"][0]
+    stopped = complete(client, prompt="hello", max_tokens=8, seed=8, stop_token_ids=[tokens[2:4]])["choices"][0]
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", tokens[2:4])
     assert stopped["token_ids"] == tokens[:4]
 
 
 def test_an_empty_prompt_begins_a_document(client: httpx.Client) -> None:
-    assert ask(client, prompt="", max_tokens=1)["usage"]["prompt_tokens"] == 1
+    assert complete(client, prompt="", max_tokens=1)["usage"]["prompt_tokens"] == 1
 
 
 def test_the_model_is_listed(client: httpx.Client) -> None:
@@ -115,7 +117,7 @@ def test_the_model_is_listed(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "param", "words"),
+    ("change", "status", "param", "message"),
     [
         ({"prompt": []}, 422, "prompt", "prompt"),
         ({"prompt": [1, 300]}, 422, "prompt", "token 1 is 300; the vocabulary has ids 0 to 299"),
@@ -138,11 +140,11 @@ def test_the_model_is_listed(client: httpx.Client) -> None:
     ],
 )
 def test_a_wrong_request_is_refused_with_its_place(
-    client: httpx.Client, change: dict[str, Any], status: int, param: str, words: str
+    client: httpx.Client, change: dict[str, Any], status: int, param: str, message: str
 ) -> None:
     answer = client.post("/v1/completions", json={"prompt": "hello"} | change)
     assert answer.status_code == status, answer.text
-    assert words in answer.json()["message"]
+    assert message in answer.json()["message"]
     error = answer.json()["error"]
     assert error["param"] == param
     assert error["message"].endswith(answer.json()["hint"]), "OpenAI's clients show nothing else"
@@ -150,20 +152,20 @@ def test_a_wrong_request_is_refused_with_its_place(
 
 def test_more_texts_than_run_together_wait_for_each_other(client: httpx.Client) -> None:
     body = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    alone = ask(client, prompt="hello", **body)["choices"][0]
-    together = ask(client, prompt=["hello", "whales", "hello"], **body)["choices"]
+    alone = complete(client, prompt="hello", **body)["choices"][0]
+    together = complete(client, prompt=["hello", "whales", "hello"], **body)["choices"]
     assert len(together) == BATCH + QUEUE
-    assert [one["token_ids"] for one in together][::2] == [alone["token_ids"]] * 2
+    assert [completion["token_ids"] for completion in together][::2] == [alone["token_ids"]] * 2
 
 
-def test_a_broken_body_says_where(client: httpx.Client) -> None:
+def test_a_malformed_body_is_refused_with_its_position(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", content='{"prompt": }', headers={"Content-Type": "application/json"})
     assert answer.status_code == 422
     assert answer.json()["message"] == "the body: is not valid JSON: Expecting value (character 11)"
     assert answer.json()["error"]["param"] is None
 
 
-def test_nobody_is_let_in_without_the_key(server: Server) -> None:
+def test_requests_without_the_key_are_refused(server: Server) -> None:
     for token in ("", "wrong", "é"):
         with server.client("" if token == "é" else token) as stranger:
             headers = {b"Authorization": b"Bearer \xe9"} if token == "é" else {}
@@ -183,9 +185,9 @@ def test_too_large_a_body_is_not_read(client: httpx.Client) -> None:
 def test_the_queue_shows_places_refuses_beyond_and_forgets_who_hangs_up(client: httpx.Client, server: Server) -> None:
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(client.stream("POST", "/v1/completions", json=LONG)) for _ in range(2))
-        running = [events(one) for one in (first, second)]
-        for one in running:
-            next(one)
+        running = [events(stream) for stream in (first, second)]
+        for stream in running:
+            next(stream)
         waiting = stack.enter_context(
             client.stream("POST", "/v1/completions", json=LONG | {"stream_options": {"include_queue": True}})
         )
@@ -197,8 +199,8 @@ def test_the_queue_shows_places_refuses_beyond_and_forgets_who_hangs_up(client: 
         assert "megatronapp_serve_num_requests_waiting 1.0\n" in counts
         assert "megatronapp_serve_num_requests_running 2.0\n" in counts
         first.close()
-        heard = events(waiting)
-        places = [(name, json.loads(data)["position"]) for name, data in (next(heard), next(heard))]
+        received = events(waiting)
+        places = [(name, json.loads(data)["position"]) for name, data in (next(received), next(received))]
         assert places == [("queue", 0), ("queue", None)]
     until_idle(client)
     assert 'megatronapp_serve_requests_total{finished_reason="cancelled"} 3.0\n' in client.get("/metrics").text
@@ -221,18 +223,18 @@ def test_runs_of_megascope_outlive_their_request_until_they_are_cancelled(client
     header, samples = shown["header"], shown["samples"]
     assert (header["run"], header["state"], header["steps"]) == (run, "done", 4)
     for sample, prompt in enumerate(("hello", "whales")):
-        told = samples[sample]
-        assert (told["ids"], "".join(told["texts"])) == (shown["ids"][sample], shown["texts"][sample])
-        assert told["finished"] == [None, None, None, "length"]
+        described = samples[sample]
+        assert (described["ids"], "".join(described["texts"])) == (shown["ids"][sample], shown["texts"][sample])
+        assert described["finished"] == [None, None, None, "length"]
         whole = (prompt + shown["texts"][sample]).encode("utf-16-le")
-        for text, offset in zip(told["texts"], told["offsets"], strict=True):
+        for text, offset in zip(described["texts"], described["offsets"], strict=True):
             assert text == ("" if offset is None else whole[2 * offset[0] : 2 * offset[1]].decode("utf-16-le"))
     endless = {"prompts": ["hello"], "tokens": 512, "sampling": greedy}
     long = client.post("/scope/v1/runs", json=endless).json()["run"]
     assert client.delete(f"/scope/v1/runs/{long}").status_code == 204
     while (state := client.get(f"/scope/v1/runs/{long}").json()["state"]) != "cancelled":
         assert state in {"queued", "prefill", "decoding"}
-    assert [one["run"] for one in client.get("/scope/v1/runs").json()][:2] == [long, run]
+    assert [run["run"] for run in client.get("/scope/v1/runs").json()][:2] == [long, run]
     assert client.delete("/scope/v1/runs/000000000000").status_code == 404
     changed = client.patch(f"/scope/v1/runs/{run}", json={"capture": {"preset": "lite"}})
     assert (
@@ -242,13 +244,13 @@ def test_runs_of_megascope_outlive_their_request_until_they_are_cancelled(client
     assert (probed.status_code, probed.json()["code"]) == (409, "nothing-looks")
 
 
-def test_whoever_waits_hears_of_the_end(model: pathlib.Path, server: Server) -> None:
+def test_a_waiting_request_receives_the_end_of_the_server(model: pathlib.Path, server: Server) -> None:
     with server.client() as client:
         until_idle(client)
         with client.stream("POST", "/v1/completions", json=LONG) as response:
-            heard = events(response)
-            next(heard)
+            received = events(response)
+            next(received)
             server.process.send_signal(signal.SIGTERM)
-            name, data = list(heard)[-1]
+            name, data = list(received)[-1]
     assert (name, json.loads(data)["error"]["code"]) == ("error", "stopping")
     assert server.process.wait(30) == 75

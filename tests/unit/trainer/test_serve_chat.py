@@ -70,8 +70,8 @@ def theirs(template: str) -> Any:
 def test_messages_become_the_text_that_transformers_makes(name: str, prompt: bool) -> None:
     ours, other = ChatTemplate(text=TEMPLATES[name], tokens=TOKENS), theirs(TEMPLATES[name])
     for messages in CONVERSATIONS:
-        wanted = other.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        assert ours.render(messages, add_generation_prompt=prompt) == wanted
+        expected = other.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        assert ours.render(messages, add_generation_prompt=prompt) == expected
 
 
 @pytest.mark.parametrize("kind", ["jinja", "config", "named", "json"])
@@ -105,7 +105,7 @@ def test_a_model_without_a_template_has_its_special_tokens_all_the_same(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7].content.x }}", "UndefinedError|undefined|no element"),
@@ -115,8 +115,8 @@ def test_a_model_without_a_template_has_its_special_tokens_all_the_same(tmp_path
         ("{% for i in range(10000000) %}x{% endfor %}", "Range too big"),
     ],
 )
-def test_a_template_that_refuses_or_fails_says_why(template: str, words: str) -> None:
-    with pytest.raises(TemplateError, match=words):
+def test_a_template_that_refuses_or_fails_gives_the_reason(template: str, message: str) -> None:
+    with pytest.raises(TemplateError, match=message):
         ChatTemplate(text=template).render([{"role": "user", "content": "a"}], add_generation_prompt=True)
 
 

@@ -20,8 +20,8 @@ MOST = 40
 def server(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = tmp_path_factory.mktemp("model")
     run_ranks(1, make, str(model))
-    words = f"--max-batch-size 2 --max-tokens {MOST} --tokenizer-file {model / 'tokenizer.json'}"
-    with started(tmp_path_factory.mktemp("server"), pathlib.Path(model), *words.split()) as server:
+    arguments = f"--max-batch-size 2 --max-tokens {MOST} --tokenizer-file {model / 'tokenizer.json'}"
+    with started(tmp_path_factory.mktemp("server"), pathlib.Path(model), *arguments.split()) as server:
         yield server
 
 
@@ -45,10 +45,10 @@ def client(server: Server, http: httpx.Client) -> Iterator[openai.OpenAI]:
 
 def test_completions_with_nulls_and_with_scored_prompts(client: openai.OpenAI) -> None:
     nothing: Any = None
-    said = client.completions.create(
+    completion = client.completions.create(
         model="tiny", prompt="hello", max_tokens=nothing, n=nothing, temperature=0, stop=nothing, presence_penalty=0.0
     )
-    assert said.choices[0].finish_reason in {"length", "stop"}
+    assert completion.choices[0].finish_reason in {"length", "stop"}
     scored = client.completions.create(model="tiny", prompt="hello world", echo=True, logprobs=2, max_tokens=0)
     logprobs = scored.choices[0].logprobs
     assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
@@ -56,7 +56,7 @@ def test_completions_with_nulls_and_with_scored_prompts(client: openai.OpenAI) -
     first: Any = logprobs.token_logprobs[0]
     assert first is None
     assert all(value < 0 for value in logprobs.token_logprobs[1:])
-    assert [len(one) for one in logprobs.top_logprobs[1:]] == [2] * (len(logprobs.token_logprobs) - 1)
+    assert [len(candidates) for candidates in logprobs.top_logprobs[1:]] == [2] * (len(logprobs.token_logprobs) - 1)
 
 
 def test_an_error_is_printed_with_its_hint(client: openai.OpenAI) -> None:
@@ -87,26 +87,28 @@ def test_messages_are_the_prompt_that_the_template_makes_of_them(client: openai.
     assert chat.usage == plain.usage
     scored = chat.choices[0].logprobs
     assert scored is not None and scored.content is not None
-    for one in scored.content:
-        assert one.bytes == (None if one.token.startswith("id:") else list(one.token.encode()))
-    assert all(len(one.top_logprobs) == 3 and one.logprob < 0 for one in scored.content)
+    for scored_token in scored.content:
+        assert scored_token.bytes == (
+            None if scored_token.token.startswith("id:") else list(scored_token.token.encode())
+        )
+    assert all(len(scored_token.top_logprobs) == 3 and scored_token.logprob < 0 for scored_token in scored.content)
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     counted = http.post("/tokenize", json={"messages": parts}).json()
     assert counted["tokens"] == http.post("/tokenize", json={"prompt": "<user>a\nb\n<a>"}).json()["tokens"]
 
 
-def test_an_answer_goes_on_where_the_conversation_ended(client: openai.OpenAI) -> None:
+def test_a_chat_answer_continues_the_conversation(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4, temperature=0)
     history = [*MESSAGES, first.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
     assert client.chat.completions.create(model="tiny", messages=history, max_tokens=4).usage is not None
 
 
 def test_without_a_length_an_answer_has_the_most_that_the_server_gives(client: openai.OpenAI) -> None:
-    said = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model="tiny", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}
     )
-    assert said.usage is not None
-    assert said.usage.completion_tokens == MOST
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == MOST
 
 
 def test_a_stream_of_chat_gives_the_same_answer(client: openai.OpenAI) -> None:
@@ -116,15 +118,15 @@ def test_a_stream_of_chat_gives_the_same_answer(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == whole.usage
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     for choice in whole.choices:
-        mine = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
-        assert "".join(one.delta.content or "" for one in mine) == choice.message.content
+        mine = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert "".join(part.delta.content or "" for part in mine) == choice.message.content
         assert mine[-1].finish_reason == choice.finish_reason
-        assert [one.delta.role for one in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert [part.delta.role for part in mine] == ["assistant"] + [None] * (len(mine) - 1)
 
 
 def test_what_clients_send_by_default_changes_nothing(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "seed": 3, "max_tokens": 6, "logprobs": True}
-    said = client.chat.completions.create(
+    completion = client.chat.completions.create(
         **body,
         store=False,
         metadata={"run": "1"},
@@ -136,7 +138,7 @@ def test_what_clients_send_by_default_changes_nothing(client: openai.OpenAI) -> 
         stop="",
         extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "stop_token_ids": [299]},
     )
-    assert said.choices == client.chat.completions.create(**body).choices
+    assert completion.choices == client.chat.completions.create(**body).choices
     with pytest.raises(openai.UnprocessableEntityError, match=r"min_p: 0\.1 is not supported: .*; send 0, or leave it"):
         client.chat.completions.create(**body, extra_body={"min_p": 0.1})
     with client.chat.completions.stream(**body) as stream:
@@ -146,10 +148,10 @@ def test_what_clients_send_by_default_changes_nothing(client: openai.OpenAI) -> 
 
 def test_texts_become_tokens_and_tokens_texts(http: httpx.Client) -> None:
     text = "né à Paris, hello"
-    said = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-    assert (said["count"], said["max_model_len"]) == (len(said["tokens"]), POSITIONS)
-    assert len(said["token_strs"]) == said["count"]
-    assert http.post("/detokenize", json={"tokens": said["tokens"]}).json() == {"prompt": text}
+    tokenized = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert (tokenized["count"], tokenized["max_model_len"]) == (len(tokenized["tokens"]), POSITIONS)
+    assert len(tokenized["token_strs"]) == tokenized["count"]
+    assert http.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": text}
     assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     info = http.get("/tokenizer_info").json()
@@ -157,7 +159,7 @@ def test_texts_become_tokens_and_tokens_texts(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "words"),
+    ("path", "body", "message"),
     [
         ("/tokenize", {}, "the body: give prompt or messages, one of them"),
         ("/tokenize", {"prompt": "a", "model": "b"}, "there is no model b, only tiny"),
@@ -165,8 +167,8 @@ def test_texts_become_tokens_and_tokens_texts(http: httpx.Client) -> None:
     ],
 )
 def test_what_cannot_be_made_tokens_or_text_is_refused(
-    http: httpx.Client, path: str, body: dict[str, Any], words: str
+    http: httpx.Client, path: str, body: dict[str, Any], message: str
 ) -> None:
     answer = http.post(path, json=body)
     assert answer.is_client_error
-    assert answer.json()["message"] == words
+    assert answer.json()["message"] == message

@@ -64,18 +64,18 @@ def token(request_id: str, index: int) -> Any:
     return TokenEvent(request_id=request_id, index=index, token=3, logprob=-0.5, candidates=top, text="a", logits=None)
 
 
-def test_both_of_two_tokens_with_one_text_are_told() -> None:
-    async def told() -> Any:
+def test_two_tokens_with_the_same_text_are_both_reported() -> None:
+    async def logprobs_of_answer() -> Any:
         answer, _, _ = answer_of(1)
         return answer.text_chunks(token("r0", 0))[0].logprobs
 
-    logprobs = asyncio.run(told())
+    logprobs = asyncio.run(logprobs_of_answer())
     assert logprobs.top_logprobs == [{"a": -0.5, "id:0": -0.7}]
     assert logprobs.top_token_ids == [[3, 0]]
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
-def test_events_that_nobody_reads_are_bounded_and_end_with_their_reason(prompts: int) -> None:
+def test_unread_events_are_bounded_and_end_with_their_reason(prompts: int) -> None:
     from megatronapp_trainer.serve.openai.completion import stream
     from megatronapp_trainer.serve.openai.schemas_completions import StreamOptions
     from megatronapp_trainer.serve.request_broker import MAX_BUFFERED
@@ -85,12 +85,12 @@ def test_events_that_nobody_reads_are_bounded_and_end_with_their_reason(prompts:
         for index in range(MAX_BUFFERED + 10):
             ticket.put([token(f"r{index % prompts}", index)])
         await asyncio.sleep(0)
-        return [piece async for piece in stream(answer, ticket, StreamOptions())], cancelled, ticket
+        return [data async for data in stream(answer, ticket, StreamOptions())], cancelled, ticket
 
-    pieces, cancelled, ticket = asyncio.run(left_unread())
+    streamed, cancelled, ticket = asyncio.run(left_unread())
     assert cancelled == [ticket], "generation ends, once"
-    assert len(pieces) == MAX_BUFFERED + 1
-    name, data = pieces[-1].splitlines()[:2]
+    assert len(streamed) == MAX_BUFFERED + 1
+    name, data = streamed[-1].splitlines()[:2]
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["error"]["code"] == "slow-reader"
 
@@ -119,7 +119,7 @@ def test_a_prompt_with_its_candidates_is_written_outside_the_event_loop(monkeypa
         ended = FinishedEvent(request_id="r0", reason="length", prompt_tokens=1, generated_tokens=1)
         ticket.put([token("r0", 0), ended])
         if streamed:
-            assert "".join([piece async for piece in stream(answer, ticket, StreamOptions())]).count("data: ") == 4
+            assert "".join([data async for data in stream(answer, ticket, StreamOptions())]).count("data: ") == 4
         else:
             assert json.loads(await whole(answer, ticket))["choices"][0]["text"] == "ba"
 

@@ -43,9 +43,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.setattr(EvictingProtocol, "stall_s", stall_s)
             sock = web.listen("127.0.0.1", 0)
             port: int = sock.getsockname()[1]
-            desk = RequestBroker(most_open=2, tally=ServerStatistics())
-            desk.is_stopping = stopping
-            app = web.create_app(desk, secret=secret)
+            broker = RequestBroker(most_open=2, tally=ServerStatistics())
+            broker.is_stopping = stopping
+            app = web.create_app(broker, secret=secret)
             if route is not None:
                 app.add_api_route("/route", route)
             stack.enter_context(web.served(app, sock))
@@ -58,17 +58,17 @@ def connected(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=30)
 
 
-def ask(port: int, path: str, *, method: str = "GET", body: bytes = b"", **headers: str) -> int:
+def request_status(port: int, path: str, *, method: str = "GET", body: bytes = b"", **headers: str) -> int:
     """Status of an answer."""
     with connected(port) as sock:
-        return ask_on(sock, path, method=method, body=body, **headers)
+        return request_on(sock, path, method=method, body=body, **headers)
 
 
-def ask_on(sock: socket.socket, path: str, *, method: str = "GET", body: bytes = b"", **headers: str) -> int:
-    told = {"host": "localhost", "content-length": str(len(body))} | {
+def request_on(sock: socket.socket, path: str, *, method: str = "GET", body: bytes = b"", **headers: str) -> int:
+    all_headers = {"host": "localhost", "content-length": str(len(body))} | {
         name.replace("_", "-"): value for name, value in headers.items()
     }
-    lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    lines = "".join(f"{name}: {value}\r\n" for name, value in all_headers.items())
     sock.sendall(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode())
     with contextlib.suppress(ConnectionError):  # it need not read what it refuses
         sock.sendall(body)
@@ -82,25 +82,25 @@ def ended(sock: socket.socket) -> bool:
     return True
 
 
-def test_connections_that_ask_nothing_give_their_places_to_those_that_do(serve: Any) -> None:
+def test_idle_connections_yield_their_places_to_active_ones(serve: Any) -> None:
     port = serve(SECRET)
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connected(port)) for _ in range(40)]
-        for path, wanted in (("/healthz", 200), ("/readyz", 503), ("/v1/models", 401)):
-            assert ask(port, path) == wanted
+        for path, expected in (("/healthz", 200), ("/readyz", 503), ("/v1/models", 401)):
+            assert request_status(port, path) == expected
         assert ended(idle[0])
-        assert ask_on(idle[-1], "/healthz") == 200
+        assert request_on(idle[-1], "/healthz") == 200
 
 
-def test_nobody_reads_what_strangers_send_to_a_probe(serve: Any) -> None:
+def test_bodies_sent_to_probe_endpoints_are_not_read(serve: Any) -> None:
     port = serve(SECRET)
     bodies: list[dict[str, Any]] = [
         {"content_length": "4194304", "expect": "100-continue"},
         {"transfer_encoding": "chunked"},
     ]
-    for told in bodies:
+    for headers in bodies:
         with connected(port) as sock:
-            assert ask_on(sock, "/readyz", method="POST", **told) == 405, "at once, and before anything has come"
+            assert request_on(sock, "/readyz", method="POST", **headers) == 405, "at once, and before anything has come"
             assert read(sock, MIB) < MIB, "and then ends"
 
 
@@ -123,28 +123,28 @@ def test_strangers_whatever_they_do_give_their_places_and_who_has_the_token_does
     key: dict[str, Any] = {"authorization": f"Bearer {KEY}"}
     with contextlib.ExitStack() as stack:
         mine = stack.enter_context(connected(port))
-        assert ask_on(mine, "/nothing", content_length="1", expect="100-continue", **key) == 100
+        assert request_on(mine, "/nothing", content_length="1", expect="100-continue", **key) == 100
         busy = []
         for _ in range(20):
             busy.append(stack.enter_context(connected(port)))
             busy[-1].sendall(b"GET /route HTTP/1.1\r\nHost: a\r\n\r\n")
             assert reached.acquire(timeout=30)
-        assert [ask(port, "/healthz"), ask(port, "/v1/models", **key)] == [200, 503]
+        assert [request_status(port, "/healthz"), request_status(port, "/v1/models", **key)] == [200, 503]
         assert ended(busy[0])
         mine.sendall(b"a")
         assert mine.recv(4096).startswith(b"HTTP/1.1 404")
 
 
-def test_a_head_that_does_not_come_ends_its_connection(serve: Any) -> None:
+def test_a_connection_without_a_complete_head_is_closed(serve: Any) -> None:
     port = serve(SECRET, head_s=0.2)
     with connected(port) as silent, connected(port) as slow:
         slow.sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
         assert ended(silent)
         assert ended(slow)
-    assert ask(port, "/healthz") == 200
+    assert request_status(port, "/healthz") == 200
 
 
-def test_who_reads_nothing_of_an_answer_is_cut_off(serve: Any) -> None:
+def test_a_client_that_reads_nothing_of_a_stream_is_disconnected(serve: Any) -> None:
     from starlette.responses import StreamingResponse
 
     over = threading.Event()
@@ -162,7 +162,7 @@ def test_who_reads_nothing_of_an_answer_is_cut_off(serve: Any) -> None:
 
     port = serve(SECRET, stall_s=0.2, route=route)
     with connected(port) as sock:
-        assert ask_on(sock, "/route", authorization=f"Bearer {KEY}") == 200
+        assert request_on(sock, "/route", authorization=f"Bearer {KEY}") == 200
         assert over.wait(30)
 
 
@@ -240,7 +240,9 @@ def test_a_large_answer_may_take_long_as_long_as_it_is_read(serve: Any, monkeypa
     assert got > LARGE
 
 
-def test_who_stops_reading_a_large_answer_is_cut_off(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_stops_reading_a_large_answer_is_disconnected(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stalls = Stalls(monkeypatch)
     port = serve(SECRET, route=large_answer)
     with reader(port) as sock:
@@ -255,7 +257,7 @@ def test_who_reads_an_answer_still_is_not_closed_for_another(serve: Any) -> None
         assert read(sock, MIB) == MIB
         for _ in range(24):
             stack.enter_context(connected(port))
-            assert ask(port, "/healthz") == 200
+            assert request_status(port, "/healthz") == 200
         assert MIB + read(sock, LARGE) > LARGE
 
 
@@ -264,12 +266,12 @@ def test_more_requests_than_are_worked_on_are_refused_and_probes_are_not(serve: 
     key: dict[str, Any] = {"authorization": f"Bearer {KEY}"}
     with contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(connected(port)) for _ in range(8)]
-        told = [ask_on(sock, "/nothing", content_length="1", expect="100-continue", **key) for sock in waiting]
-        assert told == [100] * 8, "each body is waited for"
-        assert [ask(port, path, **key) for path in ("/nothing", "/healthz", "/nothing")] == [503, 200, 503]
+        statuses = [request_on(sock, "/nothing", content_length="1", expect="100-continue", **key) for sock in waiting]
+        assert statuses == [100] * 8, "each body is waited for"
+        assert [request_status(port, path, **key) for path in ("/nothing", "/healthz", "/nothing")] == [503, 200, 503]
         waiting[0].sendall(b"a")
         assert waiting[0].recv(4096).startswith(b"HTTP/1.1 404")
-        assert ask(port, "/nothing", **key) == 404
+        assert request_status(port, "/nothing", **key) == 404
 
 
 BASIS = "PUT", "/scope/v1/basis"
@@ -287,9 +289,9 @@ def test_a_basis_may_be_larger_than_other_bodies_for_who_has_the_token(
     serve: Any, route: tuple[str, str], size: int, known: bool, status: int
 ) -> None:
     port, (method, path) = serve(SECRET), route
-    told = {"content_length": str(size), "authorization": f"Bearer {KEY if known else 'wrong'}"}
+    headers = {"content_length": str(size), "authorization": f"Bearer {KEY if known else 'wrong'}"}
     body = b"a" * size if status == 503 else b"a"  # a large body is refused before it is received
-    assert ask(port, path, method=method, body=body, **told) == status
+    assert request_status(port, path, method=method, body=body, **headers) == status
 
 
 def test_a_body_of_unknown_size_is_read_up_to_its_bound(serve: Any) -> None:
@@ -319,7 +321,7 @@ def test_requests_that_follow_without_waiting_are_answered_in_their_order(serve:
     assert found == [b"503", b"404", b"503", b"200"]
 
 
-def test_a_connection_takes_one_request_after_the_other(serve: Any) -> None:
+def test_a_connection_serves_requests_in_sequence(serve: Any) -> None:
     port = serve(SECRET)
     with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {KEY}"}) as client:
         ends = set()
@@ -346,23 +348,23 @@ HOSTS = [
 ]
 
 
-def test_without_a_key_only_names_of_this_machine_are_answered(serve: Any) -> None:
+def test_without_a_key_only_names_of_this_host_are_answered(serve: Any) -> None:
     port = serve(None)
-    found = [(host, ask(port, "/v1/models", host=host)) for host, _ in HOSTS]
+    found = [(host, request_status(port, "/v1/models", host=host)) for host, _ in HOSTS]
     assert found == HOSTS
-    assert ask(port, "/v1/models", host="evil.example", origin="http://evil.example") == 421
-    assert ask(port, "/v1/models", host="localhost", origin="http://evil.example") == 403
+    assert request_status(port, "/v1/models", host="evil.example", origin="http://evil.example") == 421
+    assert request_status(port, "/v1/models", host="localhost", origin="http://evil.example") == 403
 
 
 def test_with_a_key_any_name_will_do(serve: Any) -> None:
     port = serve(SECRET)
-    assert ask(port, "/v1/models", host="demo-serve.team.svc", authorization=f"Bearer {KEY}") == 503
+    assert request_status(port, "/v1/models", host="demo-serve.team.svc", authorization=f"Bearer {KEY}") == 503
 
 
-def test_a_server_that_was_asked_to_stop_says_so_at_once(serve: Any) -> None:
-    asked = threading.Event()
-    port = serve(SECRET, stopping=asked.is_set)
-    for wanted in ("starting", "stopping"):
+def test_a_stopping_server_reports_it_at_once(serve: Any) -> None:
+    stop_requested = threading.Event()
+    port = serve(SECRET, stopping=stop_requested.is_set)
+    for expected in ("starting", "stopping"):
         answer = httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False)
-        assert (answer.status_code, answer.json()) == (503, {"status": wanted})
-        asked.set()
+        assert (answer.status_code, answer.json()) == (503, {"status": expected})
+        stop_requested.set()

@@ -44,7 +44,9 @@ def test_a_container_that_sees_its_group_as_the_root_and_version_1(own: pathlib.
     assert host_memory.group_bytes(tmp_path / "nothing", tmp_path) == []
 
 
-def test_a_rank_takes_its_share(own: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_takes_its_fraction_of_memory(
+    own: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit = psutil.virtual_memory().available // 4
     group(tmp_path / "groups", str(limit), 0)
     monkeypatch.setattr(host_memory, "_OWN_GROUP", own)

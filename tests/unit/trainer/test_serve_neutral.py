@@ -74,11 +74,11 @@ def test_neutral_values_are_those_of_a_request_without_them(monkeypatch: pytest.
         (COMPLETION, completion),
         (COMPLETION | {"suffix": "", "return_token_ids": False}, completion),
     ):
-        asked = [completion_requests(MODEL, CompletionRequest.model_validate(body), "x", 1) for body in (given, least)]
-        assert asked[0] == asked[1]
+        parsed = [completion_requests(MODEL, CompletionRequest.model_validate(body), "x", 1) for body in (given, least)]
+        assert parsed[0] == parsed[1]
     for body in (CHAT, CHAT | {"reasoning_effort": "medium", "tool_choice": "none", "parallel_tool_calls": True}):
-        asked = [chat_requests(MODEL, ChatRequest.model_validate(one), "x", 1) for one in (body, chat)]
-        assert asked[0] == asked[1]
+        parsed = [chat_requests(MODEL, ChatRequest.model_validate(request), "x", 1) for request in (body, chat)]
+        assert parsed[0] == parsed[1]
 
 
 def problem(kind: type[CompletionRequest | ChatRequest], body: dict[str, Any]) -> str:
@@ -105,8 +105,8 @@ def problem(kind: type[CompletionRequest | ChatRequest], body: dict[str, Any]) -
 )
 def test_other_values_are_refused_with_what_to_send(field: str, value: object, advice: str) -> None:
     for kind, body in ((CompletionRequest, COMPLETION), (ChatRequest, CHAT)):
-        said = problem(kind, body | {field: value})
-        assert said.startswith(f"{field}: ") and said.endswith(f" is not supported: {advice}")
+        problem_text = problem(kind, body | {field: value})
+        assert problem_text.startswith(f"{field}: ") and problem_text.endswith(f" is not supported: {advice}")
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_other_values_are_refused_with_what_to_send(field: str, value: object, a
     ],
 )
 def test_what_would_change_a_chat_is_refused_by_name(field: str, value: object) -> None:
-    assert f"{field}: " in (said := problem(ChatRequest, CHAT | {field: value}))
-    assert "leave it out" in said
+    assert f"{field}: " in (problem_text := problem(ChatRequest, CHAT | {field: value}))
+    assert "leave it out" in problem_text
 
 
-def test_tokens_that_end_a_text_come_alone_or_as_sequences() -> None:
+def test_stop_token_ids_are_a_list_or_a_list_of_sequences() -> None:
     def found(value: object) -> object:
         return CompletionRequest.model_validate({"prompt": "a", "stop_token_ids": value}).stop_sequences
 
@@ -143,8 +143,10 @@ def test_an_empty_stop_text_ends_nothing_and_none_among_others_is_taken() -> Non
     assert "stop.1: must have at least 1 characters" in problem(CompletionRequest, COMPLETION | {"stop": ["a", ""]})
 
 
-def test_an_assistant_may_have_said_nothing_and_others_may_not() -> None:
-    said = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": None, "reasoning_content": None}]})
-    assert said.messages[0].plain() == {"role": "assistant", "content": ""}
+def test_only_an_assistant_message_may_have_no_content() -> None:
+    request = ChatRequest.model_validate(
+        {"messages": [{"role": "assistant", "content": None, "reasoning_content": None}]}
+    )
+    assert request.messages[0].plain() == {"role": "assistant", "content": ""}
     for message in ({"role": "user", "content": None}, {"role": "system"}):
         assert "messages.0: content must be given" in problem(ChatRequest, {"messages": [message]})

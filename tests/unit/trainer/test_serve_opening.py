@@ -22,10 +22,10 @@ from megatronapp_trainer.scope.assemble import SOCKET
 from megatronapp_trainer.serve.rank_main import ADDRESS_FILE, main
 
 pytestmark = pytest.mark.torch
-TIME_TO_TELL_S = 0.5
+TIME_TO_PUBLISH_S = 0.5
 """Seconds after the model is ready and before the server is; a message that follows rank 0's report is answered in
 them."""
-ASKED = {"prompts": ["hello"], "tokens": 2, "sampling": {"temperature": 0}}
+RUN_REQUEST = {"prompts": ["hello"], "tokens": 2, "sampling": {"temperature": 0}}
 
 
 def next_frame(stream: BinaryIO) -> Frame:
@@ -33,14 +33,16 @@ def next_frame(stream: BinaryIO) -> Frame:
     return decode(head + stream.read(frame_length(head) - 16))
 
 
-def ask_at_once(folder: pathlib.Path, listener: socket.socket, heard: threading.Event) -> tuple[int, set[int]]:
+def start_run_at_once(
+    folder: pathlib.Path, listener: socket.socket, rank_published: threading.Event
+) -> tuple[int, set[int]]:
     """Request a run faster than a page can: return the answer, and the kinds of frames that follow."""
     try:
         with listener.accept()[0] as peer, peer.makefile("rb") as stream:
             assert next_frame(stream).type == FrameType.SCOPE_PUBLISHER
-            heard.set()
+            rank_published.set()
             url = (folder / ADDRESS_FILE).read_text().strip()
-            status = httpx.post(f"{url}/scope/v1/runs", json=ASKED, trust_env=False).status_code
+            status = httpx.post(f"{url}/scope/v1/runs", json=RUN_REQUEST, trust_env=False).status_code
             found: set[int] = set()
             while status == 201 and not {FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS} <= found:
                 found.add(next_frame(stream).type)
@@ -49,31 +51,31 @@ def ask_at_once(folder: pathlib.Path, listener: socket.socket, heard: threading.
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def serve_and_ask(model: str) -> tuple[int, set[int]]:
+def serve_and_start_run(model: str) -> tuple[int, set[int]]:
     with tempfile.TemporaryDirectory() as name, concurrent.futures.ThreadPoolExecutor() as pool:
         folder = pathlib.Path(name)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/{SOCKET}")
             listener.listen()
             os.environ |= {Env.RUN_DIR: name, Env.HUB_URL: "http://127.0.0.1:9", Env.ATTEMPT: "0"}
-            asked = pool.submit(ask_at_once, folder, listener, heard := threading.Event())
+            started = pool.submit(start_run_at_once, folder, listener, rank_published := threading.Event())
             warm_up = Engine.warm_up
 
             def warm_up_and_wait(engine: Engine) -> None:
                 warm_up(engine)
-                if heard.wait(TIME_TO_TELL_S):
-                    concurrent.futures.wait([asked])
+                if rank_published.wait(TIME_TO_PUBLISH_S):
+                    concurrent.futures.wait([started])
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Engine, "warm_up", warm_up_and_wait)
                 main(["--load", f"{model}/saved", "--tokenizer-file", f"{model}/tokenizer.json", "--port", "0"])
-            return asked.result()
+            return started.result()
 
 
-def test_a_run_is_taken_as_soon_as_the_hub_may_hear_of_rank_0(
+def test_a_run_is_accepted_as_soon_as_rank_0_may_be_published_to_the_hub(
     run_ranks: Callable[..., list[Any]], tmp_path: pathlib.Path
 ) -> None:
     run_ranks(1, write_model, str(tmp_path))
-    ((status, found),) = run_ranks(1, serve_and_ask, str(tmp_path))
+    ((status, found),) = run_ranks(1, serve_and_start_run, str(tmp_path))
     assert status == 201
     assert found >= {FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS}

@@ -19,18 +19,20 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.torch]
 
 
 @dataclasses.dataclass
-class Told:
+class RecordingHub:
     states: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
     def __call__(self, header: Mapping[str, Any]) -> None:
         self.states.append((header["state"], header["steps"]))
 
 
-def opened(told: Told, *prompts: str) -> RunRecord:
+def opened(hub: RecordingHub, *prompts: str) -> RunRecord:
     ids = [f"r-{sample}" for sample in range(len(prompts))]
-    ticket = RequestHandle([GenerationRequest(id=one, prompt=(1,), max_new_tokens=9) for one in ids], lambda _: None)
+    ticket = RequestHandle(
+        [GenerationRequest(id=request_id, prompt=(1,), max_new_tokens=9) for request_id in ids], lambda _: None
+    )
     return RunRecord(
-        run="r", body=RunRequest(prompts=prompts), seed=0, ticket=ticket, started_at="", prompts=[], announce=told
+        run="r", body=RunRequest(prompts=prompts), seed=0, ticket=ticket, started_at="", prompts=[], announce=hub
     )
 
 
@@ -53,31 +55,31 @@ async def followed(record: RunRecord, *batches: list[TokenEvent | FinishedEvent 
         await record.follow()
 
 
-async def test_a_run_that_is_cancelled_in_its_prefill_says_so_and_that_no_step_came() -> None:
-    record = opened(told := Told(), "a", "b")
+async def test_a_run_cancelled_in_its_prefill_reports_no_step() -> None:
+    record = opened(hub := RecordingHub(), "a", "b")
     await followed(record, [QueueEvent(None)], [end(0, "cancelled")], [end(1, "cancelled")])
-    assert told.states == [("prefill", 0), ("cancelled", 0)]
+    assert hub.states == [("prefill", 0), ("cancelled", 0)]
     assert record.detail().samples[0].model_dump() == {"ids": [], "texts": [], "offsets": [], "finished": []}
 
 
 async def test_a_run_has_ended_when_its_last_prompt_has() -> None:
-    record = opened(told := Told(), "a", "b")
+    record = opened(hub := RecordingHub(), "a", "b")
     await followed(
         record,
         [QueueEvent(None), token(0, 0), token(1, 0)],
         [end(0, "cancelled"), token(1, 1), token(1, 2)],
         [end(1, "cancelled", "tail")],
     )
-    assert told.states == [("prefill", 0), ("decoding", 1), ("cancelled", 3)]
+    assert hub.states == [("prefill", 0), ("decoding", 1), ("cancelled", 3)]
     assert record.shown().texts == ["x", "xxxtail"]
     assert record.detail().samples[1].texts == ["x", "x", "x"]
 
 
-async def test_what_was_told_of_tokens_can_be_told_again() -> None:
-    record = opened(told := Told(), "whale \U0001f40b")
+async def test_reported_tokens_can_be_read_again() -> None:
+    record = opened(hub := RecordingHub(), "whale \U0001f40b")
     await followed(record, [token(0, 0, ""), token(0, 1, "\U0001f40b"), token(0, 2, "")], [end(0, "length", "!")])
     detail = record.detail()
-    assert told.states == [("decoding", 1), ("done", 3)]
+    assert hub.states == [("decoding", 1), ("done", 3)]
     assert detail.header["state"] == "done"
     assert detail.samples[0].model_dump() == {
         "ids": [5, 6, 7],
@@ -88,14 +90,14 @@ async def test_what_was_told_of_tokens_can_be_told_again() -> None:
 
 
 async def test_a_lost_engine_fails_the_run() -> None:
-    record = opened(told := Told(), "a", "b")
+    record = opened(hub := RecordingHub(), "a", "b")
     lost = EngineLostError("a rank was lost")
     await followed(record, [end(0, "error", error=lost), end(1, "error", error=lost)])
-    assert [state for state, _ in told.states] == ["failed"]
+    assert [state for state, _ in hub.states] == ["failed"]
     assert record.error is not None and "a rank was lost" in record.error["message"]
 
 
-async def test_a_seed_that_is_drawn_can_be_asked_for_again() -> None:
+async def test_a_drawn_seed_can_be_requested_again() -> None:
     seeds = [new_seed(None) for _ in range(64)]
     assert len(set(seeds)) > 1
     for seed in seeds:

@@ -50,8 +50,8 @@ def server(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPat
     """Answers are short, so that what counts is the number of requests."""
     model = pathlib.Path(tmp_path_factory.mktemp("model"))
     run_ranks(1, make, str(model))
-    words = f"--max-batch-size 2 --queue-length 4 --max-tokens 16 --tokenizer-file {model / 'tokenizer.json'}"
-    with started(tmp_path_factory.mktemp("server"), model, *words.split()) as server:
+    arguments = f"--max-batch-size 2 --queue-length 4 --max-tokens 16 --tokenizer-file {model / 'tokenizer.json'}"
+    with started(tmp_path_factory.mktemp("server"), model, *arguments.split()) as server:
         yield server
 
 
@@ -82,7 +82,7 @@ def test_all_operations_are_known(document: Any) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
-def test_every_answer_is_as_the_document_says(
+def test_every_answer_matches_the_openapi_document(
     *, server: Server, client: httpx.Client, document: Any, run: str, method: str, path: str, mode: GenerationMode
 ) -> None:
     def known(case: "Case[Any]") -> None:
@@ -95,15 +95,15 @@ def test_every_answer_is_as_the_document_says(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_events_of_a_stream_are_as_the_document_says(
+def test_stream_events_match_the_openapi_document(
     server: Server, client: httpx.Client, document: Any, path: str
 ) -> None:
     is_chat = path != "/v1/completions"
-    asked = {"messages": [{"role": "user", "content": "hello"}]} if is_chat else {"prompt": "hello"}
+    prompt = {"messages": [{"role": "user", "content": "hello"}]} if is_chat else {"prompt": "hello"}
     logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2, "echo": True}
     options = {"stream": True, "stream_options": {"include_usage": True, "include_queue": True}, "n": 3}
     operation = schemathesis.openapi.from_dict(document)[path]["POST"]
-    case = operation.Case(body=asked | logprobs | options, media_type="application/json")
+    case = operation.Case(body=prompt | logprobs | options, media_type="application/json")
     headers = {"Authorization": client.headers["Authorization"]}
     checks = list(schema_checks.CHECKS)
     answer = case.call_and_validate(base_url=server.url, checks=checks, headers=headers)

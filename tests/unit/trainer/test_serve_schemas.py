@@ -19,10 +19,12 @@ def test_null_is_the_default_of_each_optional_field() -> None:
     assert StreamOptions.model_validate({"include_usage": None}) == StreamOptions()
 
 
-def test_the_schema_says_that_null_may_be_sent() -> None:
+def test_fields_that_may_be_null_are_nullable_in_the_schema() -> None:
     fields = TypeAdapter(CompletionRequest).json_schema()["properties"]
     nullable = {
-        name for name, field in fields.items() if "null" in [one.get("type") for one in field.get("anyOf", [field])]
+        name
+        for name, field in fields.items()
+        if "null" in [option.get("type") for option in field.get("anyOf", [field])]
     }
     assert nullable == set(fields) - {"prompt"}
     assert fields["max_tokens"]["default"] == 16
@@ -39,7 +41,7 @@ def test_zero_penalties_are_taken_as_any_number() -> None:
     assert CompletionRequest.model_validate(body) == CompletionRequest(prompt="a")
 
 
-def test_a_drawn_seed_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_drawn_seed_is_a_valid_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.randbelow", lambda most: most - 1)
     largest = new_seed(None)
     assert SamplingSettings(seed=largest).seed == largest

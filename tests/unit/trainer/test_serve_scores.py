@@ -46,11 +46,13 @@ def make(root: str) -> dict[str, list[list[float]]]:
     convert(ConversionOptions(load_dir=here / "hf", save_dir=here / "ours"))
     with torch.no_grad():
         logits = {text: model(torch.tensor([tokenizer.tokenize(text)])).logits[0] for text in PROMPTS}
-    found: dict[str, list[list[float]]] = {text: one.log_softmax(-1).tolist() for text, one in logits.items()}
+    found: dict[str, list[list[float]]] = {
+        text: logits_of_text.log_softmax(-1).tolist() for text, logits_of_text in logits.items()
+    }
     return found
 
 
-def ask(root: str, flags: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+def complete_all(root: str, flags: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """Run on every rank of a layout; return the answers to these requests on rank 0 alone."""
     warnings.simplefilter("ignore")
     from serving_ranks import served
@@ -59,8 +61,8 @@ def ask(root: str, flags: str, bodies: list[dict[str, Any]]) -> list[dict[str, A
     from megatronapp_trainer.serve.rank_main import load
     from megatronapp_trainer.serve.settings import configure, read_command
 
-    words = f"--load {root}/ours --max-batch-size 2 --prefill-chunk 7 {flags}"
-    command = read_command(words.split())
+    arguments = f"--load {root}/ours --max-batch-size 2 --prefill-chunk 7 {flags}"
+    command = read_command(arguments.split())
     config = configure(command)
     gang = load(command, config)
     if gang.stage.layout.rank:
@@ -70,8 +72,8 @@ def ask(root: str, flags: str, bodies: list[dict[str, Any]]) -> list[dict[str, A
 
     async def answers() -> list[dict[str, Any]]:
         async with served(gang, command, config) as client:
-            said = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
-            return [answer.json() for answer in said]
+            responses = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            return [answer.json() for answer in responses]
 
     found = asyncio.run(answers())
     destroy_groups()
@@ -107,18 +109,18 @@ def test_prompts_are_scored_as_transformers_scores_them(
     context, whole = ids(CONTEXT), ids(CONTEXT) + ids(CONTINUATION)
     # As lm-evaluation-harness' local-completions asks for the log-likelihood of a continuation.
     harness = {"prompt": [whole], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    said = run_ranks(world, ask, str(root), flags, [echoed, harness])[0]
-    for choice, text in zip(said[0]["choices"], PROMPTS, strict=True):
+    answers = run_ranks(world, complete_all, str(root), flags, [echoed, harness])[0]
+    for choice, text in zip(answers[0]["choices"], PROMPTS, strict=True):
         check_scores(choice, text, ids(text), plain[text])
-    assert said[0]["usage"] == {
+    assert answers[0]["usage"] == {
         "prompt_tokens": (count := sum(len(ids(text)) for text in PROMPTS)),
         "completion_tokens": 0,
         "total_tokens": count,
     }
-    scored = said[1]["choices"][0]["logprobs"]
+    scored = answers[1]["choices"][0]["logprobs"]
     likelihood = sum(scored["token_logprobs"][len(context) : -1])
-    wanted = [plain[PROMPTS[0]][place][token] for place, token in enumerate(whole[1:])][len(context) - 1 :]
-    assert likelihood == pytest.approx(sum(wanted), abs=TOLERANCE)
+    expected = [plain[PROMPTS[0]][place][token] for place, token in enumerate(whole[1:])][len(context) - 1 :]
+    assert likelihood == pytest.approx(sum(expected), abs=TOLERANCE)
     assert len(scored["token_logprobs"]) == len(whole) + 1, "the last is of the generated token"
 
 
@@ -129,9 +131,9 @@ def check_scores(choice: dict[str, Any], text: str, tokens: list[int], plain: li
     for place, token in enumerate(tokens[1:]):
         before = plain[place]
         assert scored["token_logprobs"][place + 1] == pytest.approx(before[token], abs=TOLERANCE)
-        best = sorted(range(VOCABULARY), key=lambda one: -before[one])[:TOP]
+        best = sorted(range(VOCABULARY), key=lambda token_id: -before[token_id])[:TOP]
         top = scored["top_logprobs"][place + 1]
-        assert list(top.values()) == pytest.approx([before[one] for one in best], abs=TOLERANCE)
+        assert list(top.values()) == pytest.approx([before[token_id] for token_id in best], abs=TOLERANCE)
         # As a greedy choice is found: the token's name is that of the likeliest candidate.
         assert (scored["tokens"][place + 1] == next(iter(top))) == (token == best[0])
     starts = scored["text_offset"]
@@ -139,27 +141,27 @@ def check_scores(choice: dict[str, Any], text: str, tokens: list[int], plain: li
     assert len(starts) == len(tokens)
 
 
-def test_the_first_piece_of_a_text_is_its_prompt(run_ranks: RunRanks, root: pathlib.Path, plain: Any) -> None:
+def test_the_first_part_of_an_echoed_stream_is_its_prompt(run_ranks: RunRanks, root: pathlib.Path, plain: Any) -> None:
     body = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "seed": 1, "n": 2, "ignore_eos": True, "logprobs": 0}
-    alone, echoed, stream, (status, refusal) = run_ranks(1, asked_thrice, str(root), body)[0]
+    alone, echoed, stream, (status, refusal) = run_ranks(1, complete_three_ways, str(root), body)[0]
     assert (status, refusal["code"]) == (422, "no-chat-template")
     assert "messages need the model's chat template, and ours has none" in refusal["error"]["message"]
-    for one, other in zip(alone["choices"], echoed["choices"], strict=True):
-        assert other["text"] == "hello" + one["text"]
-        assert other["token_ids"][-3:] == one["token_ids"]
-        shifted = [place + len("hello") for place in one["logprobs"]["text_offset"]]
+    for unechoed, other in zip(alone["choices"], echoed["choices"], strict=True):
+        assert other["text"] == "hello" + unechoed["text"]
+        assert other["token_ids"][-3:] == unechoed["token_ids"]
+        shifted = [place + len("hello") for place in unechoed["logprobs"]["text_offset"]]
         assert other["logprobs"]["text_offset"][-3:] == shifted
-        assert other["logprobs"]["token_logprobs"][-3:] == one["logprobs"]["token_logprobs"]
+        assert other["logprobs"]["token_logprobs"][-3:] == unechoed["logprobs"]["token_logprobs"]
     assert alone["usage"] == echoed["usage"]
-    pieces = [choice for chunk in stream for choice in chunk["choices"]]
+    parts = [choice for chunk in stream for choice in chunk["choices"]]
     for index, choice in enumerate(echoed["choices"]):
-        mine = [piece for piece in pieces if piece["index"] == index]
+        mine = [part for part in parts if part["index"] == index]
         assert mine[0]["text"] == "hello"
-        assert "".join(piece["text"] for piece in mine) == choice["text"]
-        assert [token for piece in mine for token in piece["token_ids"]] == choice["token_ids"]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        assert [token for part in mine for token in part["token_ids"]] == choice["token_ids"]
 
 
-def asked_thrice(root: str, body: dict[str, Any]) -> list[Any]:
+def complete_three_ways(root: str, body: dict[str, Any]) -> list[Any]:
     """Request without the prompt, with it, and with it as a stream."""
     from serving_ranks import served
 
@@ -179,6 +181,6 @@ def asked_thrice(root: str, body: dict[str, Any]) -> list[Any]:
             streamed = await client.post("/v1/completions", json=body | {"echo": True, "stream": True})
             data = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: {")]
             chat = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
-            return [*whole, [json.loads(one) for one in data], (chat.status_code, chat.json())]
+            return [*whole, [json.loads(event) for event in data], (chat.status_code, chat.json())]
 
     return asyncio.run(answers())

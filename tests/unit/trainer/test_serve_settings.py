@@ -53,11 +53,11 @@ def write_checkpoint(folder: pathlib.Path, iteration: int = 1, changes: dict[str
     return path
 
 
-def configured(folder: pathlib.Path, *words: str) -> Any:
-    return configure(read_command(["--load", str(folder), *words]))
+def configured(folder: pathlib.Path, *arguments: str) -> Any:
+    return configure(read_command(["--load", str(folder), *arguments]))
 
 
-def test_the_checkpoint_tells_its_model(tmp_path: pathlib.Path) -> None:
+def test_the_model_is_read_from_the_checkpoint(tmp_path: pathlib.Path) -> None:
     write_checkpoint(tmp_path)
     config = configured(tmp_path, "--tensor-model-parallel-size", "2")
     assert (config.model.num_layers, config.model.heads_of_keys, config.model.swiglu) == (4, 2, True)
@@ -75,12 +75,12 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "limits"), LIMITS)
-def test_what_a_run_may_ask_for_is_known_before(
-    tmp_path: pathlib.Path, words: tuple[str, ...], limits: tuple[int, int]
+@pytest.mark.parametrize(("arguments", "limits"), LIMITS)
+def test_limits_of_a_run_are_known_before_the_model_is_loaded(
+    tmp_path: pathlib.Path, arguments: tuple[str, ...], limits: tuple[int, int]
 ) -> None:
     write_checkpoint(tmp_path)
-    command = read_command(["--load", str(tmp_path), *words])
+    command = read_command(["--load", str(tmp_path), *arguments])
     assert limits_of(command, configure(command)) == {"prompts": limits[0], "tokens": limits[1]}
 
 
@@ -91,14 +91,14 @@ def test_the_newest_whole_checkpoint_is_served(tmp_path: pathlib.Path) -> None:
     assert configured(tmp_path).model.num_layers == 6
 
 
-def test_a_tokenizer_beside_the_checkpoint_is_taken_unless_another_is_named(tmp_path: pathlib.Path) -> None:
+def test_the_tokenizer_of_the_checkpoint_is_used_unless_another_is_named(tmp_path: pathlib.Path) -> None:
     path = write_checkpoint(tmp_path, 1, {"--tokenizer-file": "tokenizer.json"})
     assert configured(tmp_path).data.tokenizer_file == str(path / "tokenizer.json")
     assert configured(tmp_path, "--tokenizer-file=other.json").data.tokenizer_file == "other.json"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ((), "--load is missing"),
         (("--load", "x", "--port", "70000"), "--port 70000 is no port"),
@@ -107,15 +107,17 @@ def test_a_tokenizer_beside_the_checkpoint_is_taken_unless_another_is_named(tmp_
         (("--load", "x", "--precision", "fp16"), "invalid choice: 'fp16'"),
     ],
 )
-def test_a_wrong_command_line_is_refused(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match=said):
-        read_command(words)
-    assert main(words) == ExitCode.USAGE
-    assert said in capsys.readouterr().err
+def test_a_wrong_command_line_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_command(arguments)
+    assert main(arguments) == ExitCode.USAGE
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "world", "code", "flag", "said"),
+    ("arguments", "world", "code", "flag", "message"),
     [
         ((), 1, None, None, ""),
         (("--tensor-model-parallel-size", "2"), 2, None, None, ""),
@@ -126,39 +128,39 @@ def test_a_wrong_command_line_is_refused(words: tuple[str, ...], said: str, caps
         (("--lerning-rate", "1"), 1, ExitCode.USAGE, "--lerning-rate", "unknown flag"),
     ],
 )
-def test_what_cannot_be_served_is_told_before_anything_is_started(
-    tmp_path: pathlib.Path, *, words: tuple[str, ...], world: int, code: int | None, flag: str | None, said: str
+def test_unservable_settings_are_reported_before_anything_is_started(
+    tmp_path: pathlib.Path, *, arguments: tuple[str, ...], world: int, code: int | None, flag: str | None, message: str
 ) -> None:
     write_checkpoint(tmp_path)
-    found = find_problems(["--load", str(tmp_path), *words], world)
+    found = find_problems(["--load", str(tmp_path), *arguments], world)
     assert [problem.code for problem in found] == ([] if code is None else [code])
-    assert all(said in problem.message for problem in found)
+    assert all(message in problem.message for problem in found)
     assert flag is None or flag in found[0].flags
 
 
-def test_a_folder_without_a_checkpoint_is_told_by_its_flag(tmp_path: pathlib.Path) -> None:
+def test_a_folder_without_a_checkpoint_is_reported_under_its_flag(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         configured(tmp_path)
     (problem,) = find_problems(["--load", str(tmp_path)], 1)
     assert problem.flags == ("--load",)
 
 
-def test_without_a_secret_only_this_machine_is_let_in() -> None:
+def test_without_a_secret_only_this_host_is_admitted() -> None:
     check_address("127.0.0.1", None)
     check_address("0.0.0.0", SECRET)
     with pytest.raises(UsageError, match="lets other nodes connect"):
         check_address("0.0.0.0", None)
 
 
-def test_a_port_that_is_taken_is_told() -> None:
-    with listen("127.0.0.1", 0) as held:
-        port = held.getsockname()[1]
+def test_a_port_in_use_is_reported() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(RendezvousError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
             listen("127.0.0.1", port)
 
 
 @pytest.mark.asyncio
-async def test_pages_of_other_sites_are_kept_out_where_there_is_no_key() -> None:
+async def test_requests_of_other_sites_are_refused_without_a_key() -> None:
     app = Guard(PlainTextResponse("hello"), check=TokenCheck(None))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:1") as client:
         assert (await client.get("/v1/models")).status_code == 200
@@ -183,22 +185,22 @@ def test_a_long_prompt_is_judged_up_to_its_first_bad_token(prompt: Any) -> None:
     assert refused.value.error_count() <= 4  # one for each kind of prompt
 
 
-def test_a_server_that_nobody_asks_for_its_speed_forgets_too() -> None:
+def test_statistics_that_are_never_queried_forget_old_tokens() -> None:
     from megatronapp_trainer.inference.events import TokenEvent
 
     clock = itertools.count(0.0, 1.0)
-    tally = ServerStatistics(lambda: next(clock))
+    statistics = ServerStatistics(lambda: next(clock))
     token = TokenEvent(request_id="a", index=0, token=1, logprob=-1.0, candidates=(), text=None, logits=None)
     for _ in range(1000):
-        tally.count([token])
-    assert len(tally._recent) < 20
+        statistics.count([token])
+    assert len(statistics._recent) < 20
 
 
 def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
     from megatronapp_trainer.inference.events import FinishedEvent, FinishReason, TokenEvent
 
     now = 10.0
-    tally = ServerStatistics(lambda: now)
+    statistics = ServerStatistics(lambda: now)
 
     def token(request_id: str, index: int) -> TokenEvent:
         return TokenEvent(
@@ -208,23 +210,23 @@ def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
     def end(request_id: str, reason: FinishReason) -> FinishedEvent:
         return FinishedEvent(request_id=request_id, reason=reason, prompt_tokens=0, generated_tokens=0)
 
-    tally.submitted(["a", "b", "c"])
-    tally.admitted("probe")
-    tally.count([token("probe", 0), token("probe", 1), end("probe", "length")])
+    statistics.submitted(["a", "b", "c"])
+    statistics.admitted("probe")
+    statistics.count([token("probe", 0), token("probe", 1), end("probe", "length")])
     now = 10.5
-    tally.admitted("a")
+    statistics.admitted("a")
     now = 12.0
-    tally.count([token("a", 0)])
+    statistics.count([token("a", 0)])
     now = 12.25
-    tally.count([token("a", 1)])
+    statistics.count([token("a", 1)])
     now = 390.0
-    tally.count([end("c", "length")])
+    statistics.count([end("c", "length")])
     now = 400.0
-    tally.count([end(one, "cancelled") for one in "ab"])
-    tally.admitted("b")
-    tally.count([token("a", 2), token("b", 0)])
-    assert tally.prompts == 3, "the probe is not counted"
-    text = tally.exposition(waiting=0, running=0).decode()
+    statistics.count([end(request_id, "cancelled") for request_id in "ab"])
+    statistics.admitted("b")
+    statistics.count([token("a", 2), token("b", 0)])
+    assert statistics.prompts == 3, "the probe is not counted"
+    text = statistics.exposition(waiting=0, running=0).decode()
     for name, bounds, seconds in (
         ("request_queue_time", ('0.25"} 0', '0.5"} 1', '+Inf"} 1'), 0.5),
         ("time_to_first_token", ('1.0"} 0', '2.5"} 1', '+Inf"} 1'), 2.0),
@@ -242,15 +244,15 @@ def test_tokens_per_second_forget_what_is_old() -> None:
     from megatronapp_trainer.inference.events import FinishedEvent, TokenEvent
 
     times = [1.0, 1.0, 2.0, 3.0, 3.0, 12.5]
-    tally = ServerStatistics(lambda: times.pop(0) if times else 13.0)
-    tally.submitted(["a"])
+    statistics = ServerStatistics(lambda: times.pop(0) if times else 13.0)
+    statistics.submitted(["a"])
     token = TokenEvent(request_id="a", index=0, token=1, logprob=-1.0, candidates=(), text=None, logits=None)
     for _ in range(3):
-        tally.count([token, token])
-    assert tally.tokens_per_second() == 0.6
-    assert tally.tokens_per_second() == 0.2
-    tally.count([FinishedEvent(request_id="a", reason="stop", prompt_tokens=5, generated_tokens=6)])
-    text = tally.exposition(waiting=3, running=1).decode()
+        statistics.count([token, token])
+    assert statistics.tokens_per_second() == 0.6
+    assert statistics.tokens_per_second() == 0.2
+    statistics.count([FinishedEvent(request_id="a", reason="stop", prompt_tokens=5, generated_tokens=6)])
+    text = statistics.exposition(waiting=3, running=1).decode()
     for line in (
         "megatronapp_serve_num_requests_waiting 3.0",
         'megatronapp_serve_requests_total{finished_reason="stop"} 1.0',

@@ -49,7 +49,7 @@ def bind_the_port_again() -> str:
     return "bound"
 
 
-def test_the_port_of_forked_ranks_is_held(run_ranks: Callable[..., list[Any]]) -> None:
+def test_the_port_of_forked_ranks_is_reserved(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(1, bind_the_port_again) == ["EADDRINUSE"]
 
 

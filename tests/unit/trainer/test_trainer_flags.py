@@ -47,7 +47,7 @@ def test_defaults_are_megatrons() -> None:
     assert config.training.check_for_nan
 
 
-def test_negative_spellings_turn_off() -> None:
+def test_negative_spellings_disable_their_option() -> None:
     config = parsed("--no-save-optim --disable-bias-linear --no-save-rng --no-check-for-nan-in-loss-and-grad")
     assert not config.model.add_bias_linear
     assert not config.checkpoint.save_rng
@@ -101,7 +101,7 @@ def test_a_flag_that_is_near_none_gets_no_suggestion(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "words"),
+    ("flag", "answer"),
     [
         ("--trace-dir", "megatronapp trace export JOB -o FILE"),
         ("--trace-interval=5", "--from N --to M"),
@@ -110,10 +110,10 @@ def test_a_flag_that_is_near_none_gets_no_suggestion(flag: str) -> None:
         ("--tranformer-impl", "a misprint of --transformer-impl"),
     ],
 )
-def test_flags_of_megatronapps_pages_are_answered(flag: str, words: str) -> None:
+def test_flags_of_megatronapps_pages_are_answered(flag: str, answer: str) -> None:
     message = refusal(flag)
     assert message.startswith(f"{flag.partition('=')[0]}: ")
-    assert words in message
+    assert answer in message
 
 
 @pytest.mark.parametrize("flag", ["--fp8-margin=1", "--moe-router-topk", "--async-save"])
@@ -132,7 +132,7 @@ def test_megatrons_other_flags_are_refused_by_name(flag: str) -> None:
         ("--ignore-forward-tensor-parallel", "MegaFBD"),
     ],
 )
-def test_runtimes_to_come_are_refused_as_such(flag: str, runtime: str) -> None:
+def test_runtimes_of_later_releases_are_refused_as_such(flag: str, runtime: str) -> None:
     assert f"comes with a later release: this trainer has no {runtime} yet" in refusal(flag)
 
 
@@ -166,7 +166,7 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ("--num-layers 0", "--num-layers is missing"),
         ("--hidden-size 66", "not a multiple of --num-attention-heads"),
@@ -208,8 +208,8 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
         ("--log-interval 0", "--log-interval must be above 0"),
     ],
 )
-def test_what_cannot_work_is_refused(more: str, words: str) -> None:
-    assert words in refusal(more)
+def test_what_cannot_work_is_refused(more: str, message: str) -> None:
+    assert message in refusal(more)
 
 
 def test_a_negative_rate_is_named_once() -> None:
@@ -252,12 +252,12 @@ def test_every_section_is_frozen_and_every_field_has_help() -> None:
 
 
 @given(st.integers(1, 10**6), st.floats(1e-9, 1, allow_nan=False), st.booleans())
-def test_values_come_through(iters: int, rate: float, bf16: bool) -> None:
+def test_values_are_parsed_unchanged(iters: int, rate: float, bf16: bool) -> None:
     config = parsed(f"--train-iters {iters} --lr {rate!r}" + " --bf16" * bf16)
     assert (config.training.train_iters, config.optimizer.lr, config.precision.bf16) == (iters, rate, bf16)
 
 
-def test_the_entry_ends_with_the_usage_code_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_entry_point_exits_with_the_usage_code_and_a_single_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL.split(), "--num-layer", "4"]) == ExitCode.USAGE
     captured = capsys.readouterr()
     assert captured.err == "error (rank 0): unknown flag --num-layer; did you mean --num-layers?\n"
@@ -291,7 +291,7 @@ def test_layers_of_stages(flags: str, layers: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (f"{PP} 3", "--num-layers 4 cannot be divided into 3 stages; take a multiple of 3, or give uneven stages with"),
         (f"{PP} 2 --account-for-loss-in-pipeline-split", "4 and 1 counted for embedding and loss cannot be divided"),
@@ -308,13 +308,13 @@ def test_layers_of_stages(flags: str, layers: tuple[int, ...]) -> None:
         ),
     ],
 )
-def test_stages_that_cannot_be_cut_so(flags: str, words: str) -> None:
-    assert words in refusal(flags)
+def test_impossible_stage_divisions_are_refused(flags: str, message: str) -> None:
+    assert message in refusal(flags)
 
 
-def test_all_wrong_flags_are_told_at_once() -> None:
-    words = "--hiden-size 3 --trace-dir out --train-iters many --fp16 --trace-interval 5 --lr fast --async-save 1 2"
-    problems = refusal(words).splitlines()
+def test_all_wrong_flags_are_reported_together() -> None:
+    flags = "--hiden-size 3 --trace-dir out --train-iters many --fp16 --trace-interval 5 --lr fast --async-save 1 2"
+    problems = refusal(flags).splitlines()
     assert [problem.split("(")[0][:44].strip() for problem in problems] == [
         "argument --train-iters: invalid int value: '",
         "argument --lr: invalid float value: 'fast'",
@@ -326,7 +326,7 @@ def test_all_wrong_flags_are_told_at_once() -> None:
     ]
 
 
-def test_all_broken_rules_are_told_at_once() -> None:
+def test_all_broken_rules_are_reported_together() -> None:
     problems = refusal(
         "--openai-gelu --swiglu --num-query-groups 3 --group-query-attention --save-interval 0"
     ).splitlines()
@@ -401,31 +401,31 @@ def _apart(drawn: list[str]) -> list[str]:
     before=st.integers(0, 12),
 )
 def test_every_wrong_flag_of_a_command_line_is_named_once(mistakes: list[str], before: int) -> None:
-    words = [word for mistake in mistakes[:before] for word in mistake.split()]
-    words += SMALL.split()
-    words += [word for mistake in mistakes[before:] for word in mistake.split()]
+    arguments = [argument for mistake in mistakes[:before] for argument in mistake.split()]
+    arguments += SMALL.split()
+    arguments += [argument for mistake in mistakes[before:] for argument in mistake.split()]
     with pytest.raises(UsageError) as caught:
-        parse(words)
+        parse(arguments)
     problems = str(caught.value).splitlines()
     for mistake in mistakes:
         assert sum(MISTAKES[mistake] in problem for problem in problems) == 1, (mistake, problems)
     assert len(problems) == len(mistakes), problems
 
 
-_WORDS = st.one_of(
-    st.sampled_from(sorted({word for mistake in MISTAKES for word in mistake.split()})),
+_ARGUMENTS = st.one_of(
+    st.sampled_from(sorted({argument for mistake in MISTAKES for argument in mistake.split()})),
     st.sampled_from(["--", "-", "-h1", "--=", "--lr=", "-5", "--lr=-1", "", "--num-layers", "0", "1e400", "9" * 400]),
     st.text(max_size=8),
 )
 
 
-@given(words=st.lists(_WORDS, max_size=12))
-def test_whatever_is_on_a_command_line_is_taken_or_refused(words: list[str]) -> None:
+@given(arguments=st.lists(_ARGUMENTS, max_size=12))
+def test_whatever_is_on_a_command_line_is_taken_or_refused(arguments: list[str]) -> None:
     with contextlib.suppress(UsageError):
-        parse([*SMALL.split(), *words])
+        parse([*SMALL.split(), *arguments])
 
 
-def test_all_missing_flags_are_told_at_once() -> None:
+def test_all_missing_flags_are_reported_together() -> None:
     with pytest.raises(UsageError) as caught:
         parse(["--mock-data", "--vocab-size", "128"])
     missing = [problem.split()[0] for problem in str(caught.value).splitlines()]
@@ -441,15 +441,15 @@ def test_all_missing_flags_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--num-query-groups 0", "--num-query-groups must be 1 or more"),
         ("--num-layers-per-virtual-pipeline-stage 0", "--num-layers-per-virtual-pipeline-stage must be 1 or more"),
         ("--num-virtual-stages-per-pipeline-rank 0", "into 2 stages of 0 chunks"),
     ],
 )
-def test_sizes_of_nothing_are_refused(flags: str, words: str) -> None:
-    assert words in refusal(f"--pipeline-model-parallel-size 2 {flags}")
+def test_sizes_of_nothing_are_refused(flags: str, message: str) -> None:
+    assert message in refusal(f"--pipeline-model-parallel-size 2 {flags}")
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_flags_that_nearly_every_script_has_are_taken(flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--use-flash-attn --transformer-impl local", "--use-flash-attn and --transformer-impl local exclude each"),
         ("--attention-backend local", "needs --transformer-impl local"),
@@ -495,5 +495,5 @@ def test_flags_that_nearly_every_script_has_are_taken(flags: str) -> None:
         ("--num-gpus 4", "spec.gpusPerNode"),
     ],
 )
-def test_flags_whose_meaning_differs_get_an_answer_each(flags: str, words: str) -> None:
-    assert words in refusal(flags)
+def test_flags_whose_meaning_differs_get_an_answer_each(flags: str, message: str) -> None:
+    assert message in refusal(flags)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from recording_reporter import RecordingReporter
 
 pytestmark = pytest.mark.torch
 
@@ -23,24 +24,6 @@ LLAMA = (
 TOLERANCE = 1e-5
 
 
-class Recorder:
-    """Reporter that stores what it receives."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
-
-    def step(self, metrics: Any, **_details: object) -> None:
-        self.losses.append(metrics.loss)
-        self.grad_norms.append(metrics.grad_norm or 0.0)
-
-    def state(self, state: str) -> None:
-        pass
-
-    def validation(self, iteration: int, loss: float, split: str) -> None:
-        pass
-
-
 def train(flags: str) -> tuple[list[float], list[float]] | None:
     """Losses and gradient norms of a run, on the reporting rank."""
     warnings.simplefilter("ignore")
@@ -56,7 +39,7 @@ def train(flags: str) -> tuple[list[float], list[float]] | None:
     device = prepare_device(layout.local_rank)
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
-    recorder: Any = Recorder() if layout.is_reporter else None
+    recorder: Any = RecordingReporter() if layout.is_reporter else None
     Trainer(
         run, build_iterators(config, layout, 0), build_schedule(run), stop_request=StopRequest(), reporter=recorder
     ).train()
@@ -95,14 +78,14 @@ def alone(run_ranks: RunRanks) -> Callable[[str], tuple[list[float], list[float]
         ),
     ],
 )
-def test_pipelines_are_bit_equal_to_one_process(run_ranks: RunRanks, alone: Any, world: int, layout: str) -> None:
+def test_pipelines_are_bit_equal_to_a_single_process(run_ranks: RunRanks, alone: Any, world: int, layout: str) -> None:
     losses, _ = losses_of(run_ranks, world, f"{UNTIED} {layout}")
     assert len(losses) == 10
     assert losses == alone(UNTIED)[0]
 
 
 @pytest.mark.parametrize(
-    ("world", "layers", "cut"),
+    ("world", "layers", "stage_flags"),
     [
         pytest.param(2, 4, "--decoder-first-pipeline-num-layers 3", id="first"),
         pytest.param(2, 4, "--decoder-last-pipeline-num-layers 1 --use-distributed-optimizer", id="last"),
@@ -119,11 +102,11 @@ def test_pipelines_are_bit_equal_to_one_process(run_ranks: RunRanks, alone: Any,
         ),
     ],
 )
-def test_uneven_stages_are_bit_equal_to_one_process(
-    run_ranks: RunRanks, alone: Any, world: int, layers: int, cut: str
+def test_uneven_stages_are_bit_equal_to_a_single_process(
+    run_ranks: RunRanks, alone: Any, world: int, layers: int, stage_flags: str
 ) -> None:
     model = f"{UNTIED} --num-layers {layers} --train-iters 4"
-    losses, _ = losses_of(run_ranks, world, f"{model} --pipeline-model-parallel-size {world} {cut}")
+    losses, _ = losses_of(run_ranks, world, f"{model} --pipeline-model-parallel-size {world} {stage_flags}")
     assert losses == alone(model)[0]
 
 
@@ -156,7 +139,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("world", "layout", "model"), CASES.values(), ids=list(CASES))
-def test_layouts_agree_with_one_process(run_ranks: RunRanks, alone: Any, world: int, layout: str, model: str) -> None:
+def test_layouts_agree_with_a_single_process(
+    run_ranks: RunRanks, alone: Any, world: int, layout: str, model: str
+) -> None:
     losses, norms = losses_of(run_ranks, world, f"{model} {layout}")
     assert losses == pytest.approx(alone(model)[0], rel=TOLERANCE)
     assert norms == pytest.approx(alone(model)[1], rel=1e-3)

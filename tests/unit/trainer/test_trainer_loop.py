@@ -24,7 +24,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 VPP = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 
 
-class Recorder:
+class RecordingServices:
     """Fake of reporter, checkpoints and observer that stores what it receives."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def train(flags: str) -> dict[str, Any]:
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
-    recorder: Any = Recorder()
+    recorder: Any = RecordingServices()
     code = Trainer(
         run, iterators, build_schedule(run), stop_request=StopRequest(), reporter=recorder, checkpoints=recorder
     ).train()
@@ -117,9 +117,10 @@ def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared("")
-    with StopRequest() as wish, pytest.raises(UnsavedStopError) as caught:
-        ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        Trainer(run, DataIterators(train=ask, valid=None, test=None), build_schedule(run), stop_request=wish).train()
+    with StopRequest() as stop, pytest.raises(UnsavedStopError) as caught:
+        hooked = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        iterators = DataIterators(train=hooked, valid=None, test=None)
+        Trainer(run, iterators, build_schedule(run), stop_request=stop).train()
     return int(caught.value.exit_code), str(caught.value)
 
 
@@ -130,10 +131,10 @@ def train_with_a_signal_in_the_last_step() -> int:
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared("--train-iters 2")
-    with StopRequest() as wish:
-        ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        iterators = DataIterators(train=ask, valid=None, test=None)
-        return int(Trainer(run, iterators, build_schedule(run), stop_request=wish).train())
+    with StopRequest() as stop:
+        hooked = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        iterators = DataIterators(train=hooked, valid=None, test=None)
+        return int(Trainer(run, iterators, build_schedule(run), stop_request=stop).train())
 
 
 def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
@@ -143,13 +144,13 @@ def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(PP2)
-    recorder: Any = Recorder()
-    with StopRequest() as wish:
+    recorder: Any = RecordingServices()
+    with StopRequest() as stop:
         if run.layout.rank == 0:
-            ask = at_step(iterators.train, 2, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-            iterators = DataIterators(train=ask, valid=None, test=None)
+            hooked = at_step(iterators.train, 2, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            iterators = DataIterators(train=hooked, valid=None, test=None)
         code = Trainer(
-            run, iterators, build_schedule(run), stop_request=wish, reporter=recorder, checkpoints=recorder
+            run, iterators, build_schedule(run), stop_request=stop, reporter=recorder, checkpoints=recorder
         ).train()
     return int(code), recorder.saved, run.state.iteration
 
@@ -162,7 +163,7 @@ def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[t
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
-    recorder: Any = Recorder()
+    recorder: Any = RecordingServices()
     taken = 0
 
     def counted(batches: Iterator[Any] | None) -> Iterator[Any]:
@@ -174,9 +175,9 @@ def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[t
             yield batch
 
     iterators = DataIterators(train=iterators.train, valid=counted(iterators.valid), test=None)
-    with StopRequest() as wish:
+    with StopRequest() as stop:
         trainer = Trainer(
-            run, iterators, build_schedule(run), stop_request=wish, reporter=recorder, checkpoints=recorder
+            run, iterators, build_schedule(run), stop_request=stop, reporter=recorder, checkpoints=recorder
         )
         code = trainer.test() if run.config.logging.skip_train else trainer.train()
     return int(code), recorder.saved, run.state.iteration, taken // 4, recorder.validations
@@ -190,12 +191,12 @@ def stop_where_an_evaluation_is_due() -> tuple[int, list[int], list[str]]:
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared("--eval-iters 2 --eval-interval 2")
-    recorder: Any = Recorder()
-    with StopRequest() as wish:
-        ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        iterators = DataIterators(train=ask, valid=iterators.valid, test=None)
+    recorder: Any = RecordingServices()
+    with StopRequest() as stop:
+        hooked = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        iterators = DataIterators(train=hooked, valid=iterators.valid, test=None)
         code = Trainer(
-            run, iterators, build_schedule(run), stop_request=wish, reporter=recorder, checkpoints=recorder
+            run, iterators, build_schedule(run), stop_request=stop, reporter=recorder, checkpoints=recorder
         ).train()
     return int(code), recorder.saved, recorder.states
 
@@ -238,7 +239,7 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
             next(run.state.chunks[0].parameters()).register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
 
         iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
-    recorder: Any = Recorder()
+    recorder: Any = RecordingServices()
     with pytest.raises(NotFiniteError) as caught:
         Trainer(run, iterators, build_schedule(run), stop_request=StopRequest(), checkpoints=recorder).train()
     finite = all(bool(weight.isfinite().all()) for weight in run.state.chunks[0].parameters())
@@ -252,7 +253,7 @@ def train_and_test(flags: str) -> Any:
     from megatronapp_trainer.training.signals import StopRequest
 
     run, iterators = prepared(flags)
-    recorder: Any = Recorder()
+    recorder: Any = RecordingServices()
     trainer = Trainer(
         run, iterators, build_schedule(run), stop_request=StopRequest(), reporter=recorder, checkpoints=recorder
     )
@@ -341,7 +342,7 @@ def feed_of_a_step(microbatches: int, flags: str = "") -> tuple[list[int], list[
     return read, [int(batch.tokens[0, 0]) for batch in batches if batch is not None], observer.events
 
 
-def test_a_signal_on_any_rank_stops_all_at_the_same_border(run_ranks: RunRanks) -> None:
+def test_a_signal_on_any_rank_stops_all_at_the_same_step_boundary(run_ranks: RunRanks) -> None:
     results = run_ranks(4, train_with_a_signal_on_rank_0)
     assert results == [(int(ExitCode.PREEMPTED), [4], 4)] * 4
 
@@ -369,9 +370,9 @@ def test_a_stop_does_not_wait_for_an_evaluation_that_is_due(run_ranks: RunRanks)
 
 def test_a_stop_without_a_checkpoint_is_no_preemption(run_ranks: RunRanks) -> None:
     """Check that no preemption is reported: the operator restarts preempted jobs for free, this one without end."""
-    ((code, words),) = run_ranks(1, train_with_a_signal_and_no_checkpoints)
+    ((code, messages),) = run_ranks(1, train_with_a_signal_and_no_checkpoints)
     assert code == ExitCode.OWN_FAILURE
-    assert "stopped after 2 steps, as asked, without a checkpoint (no --save)" in words
+    assert "stopped after 2 steps, as asked, without a checkpoint (no --save)" in messages
 
 
 def test_a_stop_in_the_last_step_finds_all_done(run_ranks: RunRanks) -> None:
@@ -468,7 +469,7 @@ def check_step(step: list[tuple[str, str, int, int]], chunks: int, backwards: li
         assert kinds.count(kind) == 1
     compute = [event for event in step if event[1] in {"FORWARD", "BACKWARD", "DATA"}]
     assert [event[0] for event in compute] == ["begin", "end"] * (len(compute) // 2)
-    assert all(one[1] == two[1] for one, two in zip(compute[::2], compute[1::2], strict=True))
+    assert all(forward[1] == backward[1] for forward, backward in zip(compute[::2], compute[1::2], strict=True))
 
 
 def test_microbatches_are_read_together_but_never_those_of_the_next_step(run_ranks: RunRanks) -> None:
@@ -479,7 +480,7 @@ def test_microbatches_are_read_together_but_never_those_of_the_next_step(run_ran
     assert spans == [("begin", "DATA", 0, 0), end, ("begin", "DATA", 0, 8), end]
 
 
-def test_without_threads_that_read_ahead_microbatches_are_read_one_by_one(run_ranks: RunRanks) -> None:
+def test_without_prefetching_threads_microbatches_are_read_on_demand(run_ranks: RunRanks) -> None:
     ((_, _, spans),) = run_ranks(1, feed_of_a_step, 3, "--num-workers 0")
     assert [span[3] for span in spans if span[0] == "begin"] == [0, 1, 2]
 

@@ -36,7 +36,7 @@ def documents(key: int) -> tuple[Any, Any, Any]:
     generator = torch.Generator().manual_seed(key)
     ends = torch.rand(LENGTH, generator=generator) < 0.2
     number = torch.cumsum(ends, 0) - ends.long()
-    starts = [int((number == one).nonzero()[0]) for one in number.tolist()]
+    starts = [int((number == document).nonzero()[0]) for document in number.tolist()]
     positions = torch.arange(LENGTH) - torch.tensor(starts)
     hidden = (number[:, None] != number[None, :]) | torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     padded = LENGTH - int(torch.randint(0, 12, (), generator=generator))
@@ -72,7 +72,7 @@ def trained(flags: str) -> list[float] | None:
 
     run, batches = prepared(flags)
     recorder = small_training.train(run, iterators=DataIterators(train=batches, valid=None, test=None))
-    return None if recorder is None else [*recorder.losses, *recorder.norms]
+    return None if recorder is None else [*recorder.losses, *recorder.grad_norms]
 
 
 def plainly_trained(flags: str) -> list[float]:
@@ -117,8 +117,8 @@ def _losses(weights: dict[str, Any], batch: Any) -> Any:
     import torch
     from torch.nn import functional
 
-    word = weights["embedding.word_embeddings.weight"]
-    stream = word[batch["tokens"]] + weights["embedding.position_embeddings.weight"][batch["position_ids"]]
+    embedding = weights["embedding.word_embeddings.weight"]
+    stream = embedding[batch["tokens"]] + weights["embedding.position_embeddings.weight"][batch["position_ids"]]
     for layer in range(LAYERS):
         own = {
             name.removeprefix(f"decoder.layers.{layer}."): weight
@@ -137,13 +137,13 @@ def _losses(weights: dict[str, Any], batch: Any) -> Any:
         query = grouped[..., :-2, :].flatten(2, 3)
         key, value = (grouped[..., at, :].repeat_interleave(HEADS // GROUPS, dim=2) for at in (-2, -1))
         scores = torch.einsum("bihd,bjhd->bhij", query, key) / math.sqrt(HIDDEN // HEADS)
-        shares = scores.masked_fill(batch["attention_mask"], -math.inf).softmax(-1)
-        attended = torch.einsum("bhij,bjhd->bihd", shares, value).flatten(2)
+        probabilities = scores.masked_fill(batch["attention_mask"], -math.inf).softmax(-1)
+        attended = torch.einsum("bhij,bjhd->bihd", probabilities, value).flatten(2)
         stream = stream + linear("self_attention.linear_proj", attended)
         inner = functional.gelu(linear("mlp.linear_fc1", norm("pre_mlp_layernorm", stream)))
         stream = stream + linear("mlp.linear_fc2", inner)
     last = [weights[f"decoder.final_layernorm.{name}"] for name in ("weight", "bias")]
-    logits = functional.layer_norm(stream, (HIDDEN,), *last) @ weights.get("output_layer.weight", word).T
+    logits = functional.layer_norm(stream, (HIDDEN,), *last) @ weights.get("output_layer.weight", embedding).T
     return functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
 
 

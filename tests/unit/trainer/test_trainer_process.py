@@ -91,7 +91,7 @@ def wait_for_steps(process: "subprocess.Popen[str]", steps: int) -> None:
         assert "iteration" in process.stdout.readline()
 
 
-def test_sigterm_saves_and_a_new_start_goes_on(start: Start, tmp_path: pathlib.Path) -> None:
+def test_sigterm_saves_and_a_new_start_continues(start: Start, tmp_path: pathlib.Path) -> None:
     flags = f"{FLAGS} --save {tmp_path / 'checkpoints'}"
     ranks = start(flags)
     wait_for_steps(ranks[1], 3)
@@ -106,12 +106,12 @@ def test_sigterm_saves_and_a_new_start_goes_on(start: Start, tmp_path: pathlib.P
     again = start(f"{flags} --exit-interval {done + 2}")
     output, errors = again[1].communicate(timeout=LIMIT_S)
     assert again[1].returncode == ExitCode.OK, errors
-    told, *lines = output.splitlines()
-    assert told.startswith(f"resumes after step {done} of ")
+    announced, *lines = output.splitlines()
+    assert announced.startswith(f"resumes after step {done} of ")
     assert [int(line.split("iteration")[1].split("/")[0]) for line in lines] == [done + 1, done + 2]
 
 
-def test_ranks_whose_directory_has_a_newer_owner_write_nothing_and_say_so(start: Start, tmp_path: pathlib.Path) -> None:
+def test_ranks_of_a_superseded_attempt_write_nothing_and_report_it(start: Start, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "checkpoints"
     ranks = start(f"{FLAGS} --save {folder}")
     wait_for_steps(ranks[1], 2)
@@ -124,7 +124,7 @@ def test_ranks_whose_directory_has_a_newer_owner_write_nothing_and_say_so(start:
     assert not list(folder.glob("iter_*"))
 
 
-def test_a_rank_that_loses_its_peer_says_so(start: Start) -> None:
+def test_a_rank_that_loses_its_peer_reports_it(start: Start) -> None:
     ranks = start(FLAGS)
     wait_for_steps(ranks[1], 2)
     ranks[0].kill()

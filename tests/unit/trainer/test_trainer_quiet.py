@@ -9,7 +9,7 @@ import pytest
 from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports, silence_saving
 
 
-def told(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of_difference(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the message of rank 1 when rank 0 has another state, without a process group."""
     with silence_megatron_imports():
         import torch.distributed as dist
@@ -34,8 +34,8 @@ def told(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_state_that_only_the_first_replica_has_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    assert told({"optimizer": {"param_state": None, "step": 3}}, caplog) == []
+def test_optimizer_state_of_the_first_replica_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of_difference({"optimizer": {"param_state": None, "step": 3}}, caplog) == []
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_state_that_only_the_first_replica_has_is_no_news(caplog: pytest.LogCapt
         {"optimizer": {"param_state": None, "step": 3}, "iteration": 7},
     ],
 )
-def test_any_other_difference_is_told(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    (message,) = told(here, caplog)
+def test_any_other_difference_gives_a_warning(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    (message,) = warnings_of_difference(here, caplog)
     assert "differs from rank 0" in message
 
 
 def test_without_the_filter_megatron_speaks(caplog: pytest.LogCaptureFixture) -> None:
     """Check that the filter is still needed."""
     with mock.patch("megatronapp_trainer.utils.silence_megatron._is_relevant", lambda _record: True):
-        assert len(told({"optimizer": {"param_state": None, "step": 3}}, caplog)) == 1
+        assert len(warnings_of_difference({"optimizer": {"param_state": None, "step": 3}}, caplog)) == 1

@@ -90,7 +90,7 @@ def lives(folder: str) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def test_a_run_that_is_stopped_in_any_phase_goes_on(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+def test_a_run_that_is_stopped_in_any_phase_continues(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
     (found,) = run_ranks(1, lives, str(tmp_path))
     whole, end = found.pop("none")
     assert whole == (DONE, [2, 4])

@@ -163,7 +163,7 @@ def test_peaks_are_known_by_the_name_of_the_device(name: str, peak: float | None
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16", "words"),
+    ("name", "bf16", "message"),
     [
         ("cuda:0 NVIDIA H100 80GB HBM3 MIG 1g.10gb", True, "is a MIG slice"),
         ("cuda:0 NVIDIA GeForce RTX 4090", True, "the peak of cuda:0 NVIDIA GeForce RTX 4090 is not known"),
@@ -172,12 +172,12 @@ def test_peaks_are_known_by_the_name_of_the_device(name: str, peak: float | None
         ("cpu", True, None),
     ],
 )
-def test_a_missing_share_of_the_peak_has_a_reason(name: str, bf16: bool, words: str | None) -> None:
+def test_a_missing_mfu_has_a_reason(name: str, bf16: bool, message: str | None) -> None:
     reason = why_no_mfu(name, bf16=bf16)
-    assert reason is None if words is None else words in (reason or "")
+    assert reason is None if message is None else message in (reason or "")
 
 
-def test_the_log_line_has_the_share_of_the_peak_where_it_is_known() -> None:
+def test_the_log_line_has_the_mfu_where_the_peak_is_known() -> None:
     known, unknown = (
         log_line(
             dataclasses.replace(metrics_of(1, 2.0), tflops_per_gpu=346.2, mfu=mfu),
@@ -225,7 +225,7 @@ def test_log_lines_hold_means_over_the_interval() -> None:
     assert "time left: 0:00:02 |" in line
 
 
-def test_the_progress_page_tells_state_and_figures(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_document_has_state_and_figures(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(Env.SHM_DIR, str(tmp_path))
     monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
     monkeypatch.setenv(Env.ATTEMPT, "3")
@@ -245,9 +245,11 @@ def test_the_progress_page_tells_state_and_figures(tmp_path: pathlib.Path, monke
     json.dumps(document)
 
 
-@pytest.mark.parametrize(("iteration", "said"), [(7, "resumes after step 7 of 10"), (10, "nothing is left to train")])
-def test_a_resume_is_told_at_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, iteration: int, said: str
+@pytest.mark.parametrize(
+    ("iteration", "printed"), [(7, "resumes after step 7 of 10"), (10, "nothing is left to train")]
+)
+def test_a_resume_is_printed_at_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, iteration: int, printed: str
 ) -> None:
     monkeypatch.setenv(Env.SHM_DIR, str(tmp_path))
     monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
@@ -257,7 +259,7 @@ def test_a_resume_is_told_at_once(
     document = DocumentReader(tmp_path / "job.0.progress").read()
     assert document is not None
     assert (document["iteration"], document["state"]) == (iteration, "starting")
-    assert [line.startswith(said) for line in lines] == [True]
+    assert [line.startswith(printed) for line in lines] == [True]
 
 
 class Events:
@@ -326,7 +328,7 @@ def test_an_event_folder_that_cannot_be_written_is_refused_at_once(
         open_events(str(file / "events"))
 
 
-def test_no_page_without_a_worker_and_a_warning_without_room(
+def test_no_progress_document_without_a_worker_and_a_warning_without_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(Env.SHM_PREFIX, raising=False)
@@ -448,9 +450,9 @@ def test_second_interrupt_does_not_wait() -> None:
     from megatronapp_trainer.training.signals import StopRequest
 
     before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as wish:
+    with StopRequest() as stop_request:
         signal.raise_signal(signal.SIGTERM)
-        assert wish.requested
+        assert stop_request.requested
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

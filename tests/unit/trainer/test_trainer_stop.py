@@ -68,9 +68,9 @@ def evaluations(flags: str, split: str, before: int) -> list[list[tuple[int, flo
             asking = {split: asking_to_stop(getattr(iterators, split), before)}
             iterators = dataclasses.replace(iterators, **asking)
         reporter: Any = Reporter()
-        with StopRequest() as wish:
+        with StopRequest() as stop_request:
             Trainer(
-                run, iterators, build_schedule(run), stop_request=wish, reporter=reporter, checkpoints=manager
+                run, iterators, build_schedule(run), stop_request=stop_request, reporter=reporter, checkpoints=manager
             ).train()
         results.append(reporter.validations)
     return results

@@ -44,7 +44,7 @@ def train(flags: str) -> list[tuple[float, float]] | None:
     layout = run.layout
     masked = uneven(build_iterators(run.config, layout, 0).train, layout.data_rank, layout.data_size)
     recorder = small_training.train(run, iterators=DataIterators(train=masked, valid=None, test=None))
-    return None if recorder is None else list(zip(recorder.losses, recorder.norms, strict=True))
+    return None if recorder is None else list(zip(recorder.losses, recorder.grad_norms, strict=True))
 
 
 def values_of(run_ranks: RunRanks, world: int, flags: str) -> list[float]:

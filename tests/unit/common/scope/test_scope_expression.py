@@ -167,7 +167,7 @@ def value(text: str) -> float:
 
 
 @pytest.mark.parametrize("text", READ)
-def test_what_people_type_is_computed(text: str) -> None:
+def test_expressions_as_users_type_them_are_computed(text: str) -> None:
     assert value(text) == pytest.approx(READ[text], rel=1e-6)
 
 
@@ -178,12 +178,12 @@ def test_the_long_form_is_read_to_an_equal_tree(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_cannot_be_is_told_with_its_column(text: str) -> None:
+def test_impossible_expressions_are_refused_with_their_column(text: str) -> None:
     with pytest.raises(FilterError) as refused:
         parse(text)
-    column, told = REFUSED[text]
+    column, sentence = REFUSED[text]
     assert refused.value.column == column, refused.value
-    assert told in refused.value.sentence
+    assert sentence in refused.value.sentence
     assert str(refused.value) == f"column {column}: {refused.value.sentence}"
 
 
@@ -195,7 +195,7 @@ def test_the_tree_is_small_and_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "sentence"),
     [
         ("(" * 100 + "data.mean()" + ")" * 100, "nests more than"),
         ("-" * 100 + "data.mean()", "nests more than"),
@@ -209,8 +209,8 @@ def test_the_tree_is_small_and_typed() -> None:
         ("9**" * 60 + "data.mean()", "nests more than"),
     ],
 )
-def test_limits_are_told(text: str, told: str) -> None:
-    with pytest.raises(FilterError, match=told):
+def test_limits_are_refused_with_a_reason(text: str, sentence: str) -> None:
+    with pytest.raises(FilterError, match=sentence):
         parse(text)
 
 
@@ -251,12 +251,12 @@ def test_nasty_texts_take_little_memory(text: str) -> None:
         tracemalloc.stop()
 
 
-WORDS = (
+TOKENS = (
     "data torch . mean max abs where ( ) [ ] : , - + * ** / < >= == = dim keepdim -1 0 1 2.5 1e3 ... values True "
     "999999999999999999 \u00e9 _ if"
 )
-pieces = st.sampled_from([*WORDS.split(), " ", "\n"])
-texts = st.text(max_size=60) | st.lists(pieces, max_size=40).map("".join) | st.lists(pieces, max_size=20).map(" ".join)
+tokens = st.sampled_from([*TOKENS.split(), " ", "\n"])
+texts = st.text(max_size=60) | st.lists(tokens, max_size=40).map("".join) | st.lists(tokens, max_size=20).map(" ".join)
 
 
 def check(text: str) -> None:
@@ -289,7 +289,7 @@ def test_any_text_is_an_expression_or_an_expression_error(text: str) -> None:
 @given(filters(), st.data())
 def test_a_filter_with_a_change_is_an_expression_or_an_expression_error(text: str, draw: st.DataObject) -> None:
     place = draw.draw(st.integers(0, len(text)))
-    check(text[:place] + draw.draw(pieces | st.text(max_size=2)) + text[place + draw.draw(st.integers(0, 3)) :])
+    check(text[:place] + draw.draw(tokens | st.text(max_size=2)) + text[place + draw.draw(st.integers(0, 3)) :])
 
 
 @settings(max_examples=150)
@@ -304,7 +304,7 @@ def test_any_filter_has_a_long_form(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "sentence"),
     [
         ("histogram", "write histogram(32, -4, 4)"),
         ("histogram(3)", "write histogram(32, -4, 4)"),
@@ -317,8 +317,8 @@ def test_any_filter_has_a_long_form(text: str) -> None:
         ("histogram(8, 0, 1) + 1", "write histogram"),
     ],
 )
-def test_histograms_that_cannot_be(text: str, told: str) -> None:
-    with pytest.raises(FilterError, match=told.replace("(", r"\(").replace(")", r"\)")):
+def test_histograms_that_cannot_be(text: str, sentence: str) -> None:
+    with pytest.raises(FilterError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
         parse_reducer(text)
 
 

@@ -74,31 +74,31 @@ def test_the_nearest_number_that_fits(width: int, pixels: int, shards: int, fitt
         assert fitting_pixels(width, pixels, shards) == fitting
 
 
-@pytest.mark.parametrize(("pixels", "told"), [(0, "write 1 to 24"), (25, "write 1 to 24"), (10, "write 12 pixels")])
-def test_cuts_that_cannot_be(pixels: int, told: str) -> None:
-    with pytest.raises(ReductionPlanError, match=told):
+@pytest.mark.parametrize(("pixels", "sentence"), [(0, "write 1 to 24"), (25, "write 1 to 24"), (10, "write 12 pixels")])
+def test_impossible_divisions_into_pixels_are_refused(pixels: int, sentence: str) -> None:
+    with pytest.raises(ReductionPlanError, match=sentence):
         compile_reduction_plan(NAMED["mean"], width=WIDTH, pixels=pixels, shards=4)
 
 
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("pixels", [1, 2, 4, 12])
-def test_reducers_are_what_numpy_says(pixels: int, shards: int) -> None:
+def test_reducers_are_equal_to_numpy(pixels: int, shards: int) -> None:
     data = np.random.default_rng(3).normal(size=(3, 2, WIDTH)).astype(np.float32)
-    cut = data.reshape(3, 2, pixels, -1).astype(np.float64)
+    pixel_values = data.reshape(3, 2, pixels, -1).astype(np.float64)
     expected = {
-        "mean": cut.mean(-1),
-        "absmax": np.abs(cut).max(-1),
-        "rms": np.sqrt(np.square(cut).mean(-1)),
-        "std": cut.std(-1),
-        "min": cut.min(-1),
-        "max": cut.max(-1),
+        "mean": pixel_values.mean(-1),
+        "absmax": np.abs(pixel_values).max(-1),
+        "rms": np.sqrt(np.square(pixel_values).mean(-1)),
+        "std": pixel_values.std(-1),
+        "min": pixel_values.min(-1),
+        "max": pixel_values.max(-1),
     }
     assert expected.keys() == NAMED.keys()
-    for name, wanted in expected.items():
+    for name, reference in expected.items():
         plan = compile_reduction_plan(parse_reducer(name), width=WIDTH, pixels=pixels, shards=shards)
         found = sharded(plan, data)
         assert (found.dtype.name, found.shape, plan.values) == ("float32", (3, 2, pixels, 1), 1)
-        np.testing.assert_allclose(found[..., 0], wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found[..., 0], reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shards", SHARDS)
@@ -110,8 +110,8 @@ def test_a_histogram_counts_as_numpy_does_and_leaves_out_the_rest(pixels: int, s
     found = sharded(plan, data)
     assert found.shape == (2, pixels, 8)
     rows = data.reshape(2, pixels, -1)
-    wanted = [[np.histogram(row[np.isfinite(row)], 8, (-2, 2))[0] for row in rows_of] for rows_of in rows]
-    np.testing.assert_array_equal(found, wanted)
+    expected = [[np.histogram(row[np.isfinite(row)], 8, (-2, 2))[0] for row in rows_of] for rows_of in rows]
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_spread_merges_without_losing_digits() -> None:
@@ -128,7 +128,7 @@ def test_merged_pixels_may_have_two_widths(name: str) -> None:
     np.testing.assert_allclose(sharded(plan, data), unsharded(NAMED[name], data, 3), rtol=1e-6)
 
 
-def test_pixels_of_two_widths_stand_in_their_order() -> None:
+def test_pixels_of_two_widths_are_in_order() -> None:
     data = np.arange(10, dtype=np.float32)
     plan = compile_reduction_plan(parse_reducer("data[0]"), width=10, pixels=4)
     assert plan.edges == (0, 2, 5, 7, 10)
@@ -148,14 +148,14 @@ def test_shards_merge_to_the_unsharded_answer(text: str, pixels: int, shards: in
         return
     data = exact_data(seed, 2, WIDTH)
     assume(well_conditioned(reducer, data, pixels))
-    found, wanted = sharded(plan, data), unsharded(reducer, data, pixels)
+    found, expected = sharded(plan, data), unsharded(reducer, data, pixels)
     assert found.shape == (2, pixels, plan.values)
-    np.testing.assert_allclose(found, wanted, rtol=TOLERANCE, atol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=1e-6)
 
 
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "sentence"),
     [
         ("data[:8].mean()", "column 6: a part of the vector cannot be taken where a pixel lies on several of"),
         ("data[0]", "column 6: an element cannot be taken"),
@@ -167,9 +167,9 @@ def test_shards_merge_to_the_unsharded_answer(text: str, pixels: int, shards: in
         ("data.abs()[1].square()", "column 12: an element cannot be taken"),
     ],
 )
-def test_what_has_no_state_that_merges_is_refused(text: str, told: str, shards: int) -> None:
+def test_what_has_no_state_that_merges_is_refused(text: str, sentence: str, shards: int) -> None:
     reducer = parse_reducer(text)
-    with pytest.raises(FilterError, match=told) as refused:
+    with pytest.raises(FilterError, match=sentence) as refused:
         compile_reduction_plan(reducer, width=WIDTH, pixels=1, shards=shards)
     assert f"ask for {shards} pixels" in refused.value.sentence
     compile_reduction_plan(reducer, width=WIDTH, pixels=1)
@@ -177,7 +177,7 @@ def test_what_has_no_state_that_merges_is_refused(text: str, told: str, shards: 
 
 
 @pytest.mark.parametrize(
-    ("text", "pixels", "told"),
+    ("text", "pixels", "sentence"),
     [
         ("data[8:].mean()", 4, "column 6: nothing is left of a pixel of 6 numbers"),
         ("data[6]", 4, "column 6: there is no element 6: a pixel has 6 numbers"),
@@ -187,8 +187,8 @@ def test_what_has_no_state_that_merges_is_refused(text: str, told: str, shards: 
         ("data[2]", 10, "a pixel has 2 numbers here"),
     ],
 )
-def test_parts_must_fit_the_pixels(text: str, pixels: int, told: str) -> None:
-    with pytest.raises(FilterError, match=told):
+def test_parts_must_fit_the_pixels(text: str, pixels: int, sentence: str) -> None:
+    with pytest.raises(FilterError, match=sentence):
         compile_reduction_plan(parse_reducer(text), width=WIDTH, pixels=pixels)
 
 

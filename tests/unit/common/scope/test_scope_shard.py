@@ -26,17 +26,17 @@ def test_what_is_read_is_what_was_written(name: str, shards: int, draw: st.DataO
     shard = Shard(reducer=name, width=4 * shards, pixels=pixels, shards=shards, shard=draw.draw(st.integers(0, 1)))
     assert parse_shard(json.loads(json.dumps(shard.dump()))[MERGE]) == shard
     bounds = shard.plan.shard_bounds
-    owned = [shard.plan.shard_pixels(one) for one in range(shards)]
-    held = [list(range(first, end)) for first, end in itertools.pairwise(bounds)]
-    assert held == [[one for one in range(shards) if pixel in owned[one]] for pixel in range(pixels)]
+    owned = [shard.plan.shard_pixels(index) for index in range(shards)]
+    pixels_of_shards = [list(range(first, end)) for first, end in itertools.pairwise(bounds)]
+    assert pixels_of_shards == [[index for index in range(shards) if pixel in owned[index]] for pixel in range(pixels)]
     data = np.arange(4.0 * shards)
-    parts = [run(shard.plan.program(one), piece) for one, piece in enumerate(np.split(data, shards))]
+    parts = [run(shard.plan.program(index), chunk) for index, chunk in enumerate(np.split(data, shards))]
     assert all(part.shape == (1, shard.plan.columns) for part in parts)
     assert shard.plan.combine(parts).shape == (pixels, shard.plan.values)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"shards": 4, "pixels": 4}, "makes no part of 4 pixels"),
         ({"shard": 4}, "shard 4 of 4"),
@@ -51,15 +51,15 @@ def test_what_is_read_is_what_was_written(name: str, shards: int, draw: st.DataO
         ({"shard": -1}, "merge.shard"),
     ],
 )
-def test_what_cannot_merge_is_refused(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(FrameError, match=words):
+def test_what_cannot_merge_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(FrameError, match=message):
         parse_shard(GOOD | change)
 
 
 @given(st.one_of(ODD, st.dictionaries(st.sampled_from([*GOOD, "other"]), ODD)))
-def test_nothing_else_comes_of_anything(said: Any) -> None:
-    for one in (said, GOOD | said if isinstance(said, dict) else said):
+def test_any_header_is_parsed_or_refused(header: Any) -> None:
+    for document in (header, GOOD | header if isinstance(header, dict) else header):
         try:
-            assert parse_shard(one).plan.merged
+            assert parse_shard(document).plan.merged
         except FrameError as error:
             assert str(error).startswith(MERGE) and len(str(error)) < 400

@@ -8,19 +8,21 @@ import pytest
 from megatronapp_common.web import loopback
 
 
-def test_all_addresses_of_a_name_below_localhost_are_told() -> None:
+def test_all_addresses_of_a_name_below_localhost_are_returned() -> None:
     """Check both families: the C library may not resolve such names itself (RFC 6761)."""
     assert loopback.addresses()[0] == "127.0.0.1"
     with socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::1", 0))  # this machine has it
     assert loopback.addresses() == ("127.0.0.1", "::1")
-    assert [loopback.family_of(one) for one in loopback.addresses()] == [socket.AF_INET, socket.AF_INET6]
+    assert [loopback.family_of(address) for address in loopback.addresses()] == [socket.AF_INET, socket.AF_INET6]
 
 
 @pytest.mark.parametrize(
     ("code", "there"), [(errno.EAFNOSUPPORT, False), (errno.EADDRNOTAVAIL, False), (errno.EPERM, True)]
 )
-def test_what_cannot_be_told_may_be_there(monkeypatch: pytest.MonkeyPatch, code: int, there: bool) -> None:
+def test_an_address_family_that_cannot_be_probed_may_exist(
+    monkeypatch: pytest.MonkeyPatch, code: int, there: bool
+) -> None:
     def refuse(*_: object) -> socket.socket:
         raise OSError(code, "no")
 

@@ -42,7 +42,7 @@ def test_origins(headers: dict[str, str], same: bool) -> None:
 @pytest.mark.parametrize(
     ("host", "port"), [("127.0.0.1:8080", ":8080"), ("localhost", ""), ("LOCALHOST:1", ":1"), ("[::1]:80", ":80")]
 )
-def test_this_machine_gets_a_name_for_each_forward(host: str, port: str) -> None:
+def test_the_loopback_host_gets_a_new_alias_for_each_forward(host: str, port: str) -> None:
     names = {loopback_alias(host, "gateway") for _ in range(8)}
     assert len(names) == 8
     assert all(re.fullmatch(rf"gateway-[0-9a-f]{{16}}\.localhost{port}", name or "") for name in names)

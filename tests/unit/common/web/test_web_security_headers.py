@@ -11,32 +11,32 @@ from megatronapp_common.web.security_headers import SAFE_HEADERS, SecurityHeader
 Pairs = list[tuple[bytes, bytes]]
 
 
-def answered(said: Pairs, **how: Any) -> list[Message]:
+def answered(given: Pairs, **how: Any) -> list[Message]:
     """Return what a server receives from an application with these headers."""
-    told: list[Message] = []
+    sent: list[Message] = []
 
     async def app(_: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "http.request"
-        await send({"type": "http.response.start", "status": 200, "headers": said})
+        await send({"type": "http.response.start", "status": 200, "headers": given})
         await send({"type": "http.response.body", "body": b"x"})
 
     async def receive() -> Message:
         return {"type": "http.request"}
 
     async def send(message: Message) -> None:
-        told.append(message)
+        sent.append(message)
 
     asyncio.run(SecurityHeaders(app, **how)({"type": "http"}, receive, send))
-    return told
+    return sent
 
 
-def test_every_answer_gets_them_and_what_a_route_says_stays() -> None:
-    said = [(b"Cache-Control", b"public"), (b"set-cookie", b"a"), (b"set-cookie", b"b")]
-    start, body = answered(said, more={"Content-Security-Policy": "sandbox"})
-    assert start["headers"][:3] == said
+def test_every_answer_gets_the_safe_headers_and_those_of_a_route_stay() -> None:
+    given = [(b"Cache-Control", b"public"), (b"set-cookie", b"a"), (b"set-cookie", b"b")]
+    start, body = answered(given, more={"Content-Security-Policy": "sandbox"})
+    assert start["headers"][:3] == given
     added = {name.decode(): value.decode() for name, value in start["headers"][3:]}
-    wanted = {name.lower(): value for name, value in SAFE_HEADERS.items() if name != "Cache-Control"}
-    assert added == wanted | {"content-security-policy": "sandbox"}
+    expected = {name.lower(): value for name, value in SAFE_HEADERS.items() if name != "Cache-Control"}
+    assert added == expected | {"content-security-policy": "sandbox"}
     assert body == {"type": "http.response.body", "body": b"x"}
 
 
@@ -45,7 +45,7 @@ def test_a_route_overrides_in_any_case_of_letters() -> None:
 
 
 def test_what_is_no_http_passes_untouched() -> None:
-    told: list[Message] = []
+    sent: list[Message] = []
 
     async def app(_: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         await send({"type": "websocket.accept"})
@@ -54,7 +54,7 @@ def test_what_is_no_http_passes_untouched() -> None:
         return {}
 
     async def send(message: Message) -> None:
-        told.append(message)
+        sent.append(message)
 
     asyncio.run(SecurityHeaders(app)({"type": "websocket"}, receive, send))
-    assert told == [{"type": "websocket.accept"}]
+    assert sent == [{"type": "websocket.accept"}]

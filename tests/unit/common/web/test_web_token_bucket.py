@@ -11,7 +11,7 @@ from megatronapp_common.web.token_bucket import BucketEmpty, BucketSize, TokenBu
     waits=st.lists(st.floats(0, 3), max_size=60),
     size=st.builds(BucketSize, st.integers(1, 9), st.floats(0.05, 300)),
 )
-def test_nobody_gets_more_than_the_burst_and_the_rate(waits: list[float], size: BucketSize) -> None:
+def test_no_key_gets_more_than_the_burst_and_the_rate(waits: list[float], size: BucketSize) -> None:
     buckets, now_s, granted = TokenBuckets(8), 0.0, 0
     for wait_s in waits:
         now_s += wait_s
@@ -26,7 +26,7 @@ def test_nobody_gets_more_than_the_burst_and_the_rate(waits: list[float], size: 
     assert buckets.consume({"another": size}, now_s) is None
 
 
-def test_a_key_without_a_turn_takes_none_of_the_others() -> None:
+def test_an_empty_bucket_consumes_no_tokens_of_the_others() -> None:
     buckets, jane, job = TokenBuckets(8), BucketSize(1, 0.5), BucketSize(3, 0.1)
     assert buckets.consume({"jane": jane, "job": job}, 0) is None
     for _ in range(5):
@@ -34,7 +34,7 @@ def test_a_key_without_a_turn_takes_none_of_the_others() -> None:
     assert [buckets.consume({"job": job}, 0) for _ in range(3)] == [None, None, BucketEmpty("job", 10)]
 
 
-def test_what_costs_several_turns_takes_them_all_or_none() -> None:
+def test_a_request_for_several_tokens_consumes_all_or_none() -> None:
     buckets, size = TokenBuckets(8), BucketSize(4, 0.5)
     assert buckets.consume({"one": size}, 0, 3) is None
     assert buckets.consume({"one": size}, 0, 3) == BucketEmpty("one", 4)
@@ -51,7 +51,7 @@ def test_a_caller_that_is_refused_waits_no_longer_for_asking_again() -> None:
     assert buckets.consume({"one": size}, 10) is None
 
 
-def test_keys_are_bounded_and_who_was_not_heard_of_for_longest_begins_anew() -> None:
+def test_keys_are_bounded_and_the_least_recently_used_is_reset() -> None:
     buckets, size = TokenBuckets(3), BucketSize(1, 0.001)
     for key in "abcab":
         buckets.consume({key: size}, 0)

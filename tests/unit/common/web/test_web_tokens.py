@@ -19,11 +19,11 @@ def test_a_known_token() -> None:
 
 
 @given(secrets, secrets)
-def test_a_token_proves_its_role_under_its_secret_only(one: str, other: str) -> None:
+def test_a_token_proves_its_role_under_its_secret_only(first: str, second: str) -> None:
     for role in TokenRole:
-        token = derive_token(one, role)
-        assert {r for r in TokenRole if is_valid_token(one, r, token)} == {role}
-        assert is_valid_token(other, role, token) == (one == other)
+        token = derive_token(first, role)
+        assert {r for r in TokenRole if is_valid_token(first, r, token)} == {role}
+        assert is_valid_token(second, role, token) == (first == second)
 
 
 @pytest.mark.parametrize("token", ["", "0" * 64, "x"])

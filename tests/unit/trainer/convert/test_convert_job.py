@@ -28,11 +28,11 @@ def convert(load: pathlib.Path, save: pathlib.Path, **options: Any) -> Any:
     return run(ConversionOptions(load_dir=load, save_dir=save, **options))
 
 
-def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
     import torch
 
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) and left[name].dtype == right[name].dtype for name in left
     )
 
 
@@ -42,7 +42,7 @@ def hf(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "hf"
 
 
-def test_a_conversion_tells_what_it_made(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_conversion_reports_what_it_wrote(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
     tokenizers.train(["a text"], 257).backend.save(str(hf / "tokenizer.json"))
     summary = convert(hf, tmp_path / "ours", tensor_size=2)
     folder = tmp_path / "ours" / "iter_0000000"
@@ -98,7 +98,7 @@ def headless(tensors: dict[str, Any], config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (without, "lacks model.layers.1.mlp.up_proj.weight; is the download complete?"),
         (surplus, f"has {O_BIAS}, which no such llama model has"),
@@ -111,13 +111,13 @@ def headless(tensors: dict[str, Any], config: dict[str, Any]) -> None:
         (headless, "has no tensor model.embed_tokens.weight"),
     ],
 )
-def test_a_source_that_cannot_be_converted(hf: pathlib.Path, tmp_path: pathlib.Path, change: Any, words: str) -> None:
+def test_a_source_that_cannot_be_converted(hf: pathlib.Path, tmp_path: pathlib.Path, change: Any, message: str) -> None:
     tensors, config = tiny_folder.read(hf), dict(LLAMA)
     change(tensors, config)
     tiny_folder.rewrite(hf, tensors, config)
     with pytest.raises(CheckpointError) as caught:
         convert(hf, tmp_path / "ours")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
@@ -164,7 +164,7 @@ def test_old_names_and_buffers_of_gpt2(tmp_path: pathlib.Path) -> None:
     assert len(set(modes.values())) == 1  # who may read one may read the other
 
 
-def test_a_head_that_repeats_the_embedding_comes_back(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_an_output_head_tied_to_the_embedding_is_restored(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
     tensors = tiny_folder.read(hf)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tiny_folder.rewrite(hf, tensors, LLAMA | {"tie_word_embeddings": True})
@@ -180,14 +180,14 @@ def test_another_type_of_numbers(hf: pathlib.Path, tmp_path: pathlib.Path) -> No
     convert(hf, tmp_path / "ours", dtype="bf16")
     assert read_manifest(tmp_path / "ours" / "iter_0000000").arguments["--bf16"] is True
     summary = convert(tmp_path / "ours", tmp_path / "back")
-    wanted = {name: tensor.to(torch.bfloat16) for name, tensor in tiny_folder.read(hf).items()}
-    assert equal(tiny_folder.read(tmp_path / "back"), wanted)
+    expected = {name: tensor.to(torch.bfloat16) for name, tensor in tiny_folder.read(hf).items()}
+    assert equal(tiny_folder.read(tmp_path / "back"), expected)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
     assert summary.dtype == "bf16"
 
 
-def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    wishes: list[tuple[dict[str, Any], str]] = [
+def test_impossible_tensor_sizes_are_refused(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    options: list[tuple[dict[str, Any], str]] = [
         ({"tensor_size": 3}, "2 key heads cannot be split over 3 ranks; take a divisor of 2, or a multiple"),
         ({"tensor_size": 8}, "4 query heads cannot be split over 8 ranks"),
         ({"pipeline_size": 3}, "2 layers cannot be split over 3"),
@@ -198,9 +198,9 @@ def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathl
         ({"tokenizer": hf}, "holds neither tokenizer.json nor vocab.json with merges.txt"),
         ({"tokenizer": hf / "config.json"}, "is neither a tokenizer.json"),
     ]
-    for wish, words in wishes:
-        with pytest.raises(UsageError, match=words):
-            convert(hf, tmp_path / "ours", **wish)
+    for option, message in options:
+        with pytest.raises(UsageError, match=message):
+            convert(hf, tmp_path / "ours", **option)
     convert(hf, tmp_path / "ours", tensor_size=4)  # two ranks for each key head
     with pytest.raises(UsageError, match="holds checkpoints of this trainer, not a Hugging Face model"):
         convert(tmp_path / "ours", tmp_path / "again", source="hf")
@@ -210,18 +210,20 @@ def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathl
         convert(tmp_path / "ours", tmp_path / "again", iteration=7)
 
 
-def test_numbers_that_a_type_cannot_hold_are_told_in_both_directions(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_values_outside_the_range_of_a_type_are_refused_in_both_directions(
+    hf: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     import torch
 
     name = "model.layers.1.mlp.down_proj.weight"
     tensors = tiny_folder.read(hf)
     tensors[name][3, 4] = -131072.0
     tiny_folder.rewrite(hf, tensors, LLAMA)
-    words = f"{name} has 1.311e\\+05, and fp16 ends at 6.55e\\+04: .* write --dtype bf16 or fp32"
-    with pytest.raises(CheckpointError, match=words):
+    message = f"{name} has 1.311e\\+05, and fp16 ends at 6.55e\\+04: .* write --dtype bf16 or fp32"
+    with pytest.raises(CheckpointError, match=message):
         convert(hf, tmp_path / "half", dtype="fp16")
     convert(hf, tmp_path / "ours", dtype="bf16")
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "ours", tmp_path / "back", dtype="fp16")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "ours"]
     tensors[name][3, 4] = torch.inf
@@ -245,7 +247,7 @@ def test_the_tokenizer_of_another_folder(hf: pathlib.Path, tmp_path: pathlib.Pat
         convert(hf, tmp_path / "third", tokenizer=other)
 
 
-def test_damaged_checkpoints_are_told(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_damaged_checkpoints_are_reported(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
     convert(hf, tmp_path / "ours")
     data = tmp_path / "ours" / "iter_0000000" / "__0_0.distcp"
     content = data.read_bytes()
@@ -258,7 +260,7 @@ def test_damaged_checkpoints_are_told(hf: pathlib.Path, tmp_path: pathlib.Path) 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "ours"]
 
 
-def test_a_target_is_replaced_only_if_asked_for_and_only_conversions(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_only_a_conversion_is_overwritten_and_only_on_request(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
     ours = tmp_path / "ours"
     ours.mkdir()  # empty: may be taken
     convert(hf, ours)
@@ -313,7 +315,7 @@ def test_what_killed_conversions_left_is_cleared(hf: pathlib.Path, tmp_path: pat
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "other", "ours"]
 
 
-def test_two_conversions_to_one_folder(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_two_concurrent_conversions_to_a_folder_are_refused(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "ours.converting").mkdir()
     descriptor = os.open(tmp_path / "ours.converting", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -333,17 +335,17 @@ def test_a_place_that_cannot_be_written(hf: pathlib.Path, tmp_path: pathlib.Path
         convert(hf, tmp_path / "file" / "ours")
 
 
-def command(*words: str) -> int:
+def command(*arguments: str) -> int:
     from megatronapp_trainer.convert.cli import register
 
     parser = argparse.ArgumentParser(prog="megatronapp")
     register(parser.add_subparsers())
-    args = parser.parse_args(["checkpoint", "convert", *words])
+    args = parser.parse_args(["checkpoint", "convert", *arguments])
     code: int = args.func(args)
     return code
 
 
-def test_the_command_tells_what_it_made_and_how_to_use_it(
+def test_the_command_prints_what_it_wrote_and_how_to_use_it(
     hf: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizers.train(["a text"], 257).backend.save(str(hf / "tokenizer.json"))

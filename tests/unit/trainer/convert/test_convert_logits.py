@@ -67,8 +67,8 @@ def differences(root: str, flags: str) -> dict[str, float | None]:
         logits = ranks.loaded_logits(config, layout, device, models.tokens())
         if logits is not None:
             vocabulary = manifest["arguments"]["--vocab-size"]
-            wanted = torch.load(pathlib.Path(root) / name / "logits")
-            found[name] = float((logits[..., :vocabulary] - wanted).abs().max())
+            expected = torch.load(pathlib.Path(root) / name / "logits")
+            found[name] = float((logits[..., :vocabulary] - expected).abs().max())
     destroy_groups()
     return found
 
@@ -154,6 +154,6 @@ def resume(root: str) -> str:
     return ""
 
 
-def test_converted_weights_are_no_training_to_go_on_with(run_ranks: RunRanks, root: pathlib.Path) -> None:
+def test_converted_weights_cannot_be_resumed_without_finetune(run_ranks: RunRanks, root: pathlib.Path) -> None:
     (message,) = run_ranks(1, resume, str(root))
     assert message.endswith("was converted and holds weights alone; give --finetune to start from them")

@@ -59,7 +59,9 @@ def test_the_same_logits_as_in_megatron_core(run_ranks: RunRanks, tmp_path: path
         for model in megatron_ranks.MODELS
         for kind in ("torch_dist", "legacy")
     }
-    (here,) = run_ranks(1, logits_here, [(str(one.path), list(one.flags), "") for one in made.values()])
+    (here,) = run_ranks(
+        1, logits_here, [(str(conversion.path), list(conversion.flags), "") for conversion in made.values()]
+    )
     width = megatron_ranks.VOCABULARY
     differences = {
         key: float((found - there[key[0]])[..., :width].abs().max()) for key, found in zip(made, here, strict=True)
@@ -87,21 +89,21 @@ def weights_of(folder: pathlib.Path) -> dict[str, Any]:
 def test_chunks_of_an_interleaved_schedule_are_put_in_their_order(split: pathlib.Path) -> None:
     import torch
 
-    one = weights_of(converted(split / "llama-legacy", overwrite=True).path / "iter_0000000")
+    weights = weights_of(converted(split / "llama-legacy", overwrite=True).path / "iter_0000000")
     other = weights_of(converted(split / "llama-torch_dist", overwrite=True).path / "iter_0000000")
-    assert one.keys() == other.keys()
-    assert {name for name in one if not torch.equal(one[name], other[name])} == set()
-    layers = one["decoder.layers.mlp.linear_fc2.weight"]
+    assert weights.keys() == other.keys()
+    assert {name for name in weights if not torch.equal(weights[name], other[name])} == set()
+    layers = weights["decoder.layers.mlp.linear_fc2.weight"]
     assert len({layer.sum().item() for layer in layers}) == 4
 
 
-def test_what_is_made_says_what_it_is_and_what_was_not_taken(split: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    said: list[str] = []
+def test_a_conversion_prints_what_it_is_and_what_it_omits(split: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    lines: list[str] = []
     summary = convert(
-        ConversionOptions(load_dir=split / "gpt-legacy", save_dir=tmp_path / "out", dtype="bf16"), said.append
+        ConversionOptions(load_dir=split / "gpt-legacy", save_dir=tmp_path / "out", dtype="bf16"), lines.append
     )
-    assert said[0].startswith("the weights of iteration 20 are converted, not the optimizer's state")
-    assert "trained with --tokenizer-type GPT2BPETokenizer" in said[1]
+    assert lines[0].startswith("the weights of iteration 20 are converted, not the optimizer's state")
+    assert "trained with --tokenizer-type GPT2BPETokenizer" in lines[1]
     manifest = read_manifest(tmp_path / "out" / "iter_0000000")
     assert (summary.written, summary.dtype, manifest.arguments["--vocab-size"]) == (OURS, "bf16", megatron_ranks.ROWS)
     assert manifest.arguments["--openai-gelu"] is False
@@ -129,7 +131,7 @@ def test_the_end_of_documents_of_a_null_tokenizer_is_a_token_more(arguments: dic
     assert vocabulary_from(arguments, 128) == tokens
 
 
-def test_one_iteration_may_be_named_in_two_ways(split: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_an_iteration_may_be_named_by_number_or_by_folder(split: pathlib.Path, tmp_path: pathlib.Path) -> None:
     source = split / "gpt-legacy"
     convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "number", iteration=megatron_ranks.ITERATION))
     convert(ConversionOptions(load_dir=source / "iter_0000020", save_dir=tmp_path / "folder", source=MEGATRON))
@@ -178,9 +180,9 @@ def test_what_cannot_be_trained_here_is_refused_by_its_argument(split: pathlib.P
         (half, r"lacks decoder\.layers\.0\.mlp\.linear_fc2\.bias"),
         (more, r"has binary_head\.weight, which no such model"),
     )
-    for change, words in cases:
+    for change, message in cases:
         source = rewritten(split / "gpt-legacy", tmp_path / change.__name__, change)
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=message):
             convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "out"))
     (tmp_path / "more" / "iter_0000020" / "mp_rank_00_001" / "model_optim_rng.pt").unlink()
     with pytest.raises(CheckpointError, match=r"lacks decoder\.layers"):
@@ -235,9 +237,9 @@ def test_names_and_orders_from_before_megatron_core(
     source = rewritten(first, tmp_path / "old", old)
     convert(ConversionOptions(load_dir=source, save_dir=tmp_path / "from-old"))
     convert(ConversionOptions(load_dir=first, save_dir=tmp_path / "from-new"))
-    one, other = (weights_of(tmp_path / name / "iter_0000000") for name in ("from-old", "from-new"))
-    assert one.keys() == other.keys()
-    assert {name for name in one if not torch.equal(one[name], other[name])} == set()
+    old_weights, new_weights = (weights_of(tmp_path / name / "iter_0000000") for name in ("from-old", "from-new"))
+    assert old_weights.keys() == new_weights.keys()
+    assert {name for name in old_weights if not torch.equal(old_weights[name], new_weights[name])} == set()
 
 
 class Runs:

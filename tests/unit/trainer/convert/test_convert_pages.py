@@ -52,14 +52,14 @@ python tools/checkpoint/convert.py \\
 
 def typed(printed: str, there: pathlib.Path) -> int:
     """Return the exit code of our command with the arguments after the script's name."""
-    _python, _script, *words = shlex.split(printed.format(there=there).replace("\\\n", " "))
-    return run(words)
+    _python, _script, *arguments = shlex.split(printed.format(there=there).replace("\\\n", " "))
+    return run(arguments)
 
 
-def run(words: list[str]) -> int:
+def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="megatronapp")
     register(parser.add_subparsers())
-    args = parser.parse_args(["checkpoint", "convert", *words])
+    args = parser.parse_args(["checkpoint", "convert", *arguments])
     code: int = args.func(args)
     return code
 
@@ -82,16 +82,16 @@ def test_the_llama_of_the_docker_page_keeps_its_tokenizer(tmp_path: pathlib.Path
     assert served_tokenizer(made) == "a text"
 
 
-def test_a_tokenizer_that_cannot_be_used_is_told_before_anything_is_written(
+def test_an_unusable_tokenizer_is_reported_before_anything_is_written(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "Meta-Llama-3-8B-Instruct"
     tiny_folder.write(source, tiny_folder.LLAMA)
     (source / "tokenizer.model").write_bytes(b"of sentencepiece")
     assert typed(LLAMA, tmp_path) == 2
-    said = capsys.readouterr().err
-    assert f"{source} holds tokenizer.model but neither tokenizer.json nor vocab.json with merges.txt" in said
-    assert "save_pretrained" in said
+    message = capsys.readouterr().err
+    assert f"{source} holds tokenizer.model but neither tokenizer.json nor vocab.json with merges.txt" in message
+    assert "save_pretrained" in message
     assert [entry.name for entry in tmp_path.iterdir()] == [source.name]
     assert run(["--load-dir", str(source), "--save-dir", str(tmp_path / "ids")]) == 0
     assert capsys.readouterr().err.startswith(f"note: {source} holds tokenizer.model but neither")
@@ -116,9 +116,9 @@ def test_either_file_of_gpt2_names_the_other(tmp_path: pathlib.Path, name: str) 
     other.mkdir()
     tokenizers.train(["a text"], 257).backend.model.save(str(other))
     flag = "--vocab-file" if name == "vocab.json" else "--merge-file"
-    words = ["--load-dir", str(source), "--save-dir", str(tmp_path / "ours"), flag, str(other / name)]
-    assert run(words) == 0
+    arguments = ["--load-dir", str(source), "--save-dir", str(tmp_path / "ours"), flag, str(other / name)]
+    assert run(arguments) == 0
     assert served_tokenizer(tmp_path / "ours") == "a text"
     (other / "merges.txt").unlink()
     (other / "vocab.json").touch()
-    assert run([*words[:3], str(tmp_path / "again"), *words[4:]]) == 2
+    assert run([*arguments[:3], str(tmp_path / "again"), *arguments[4:]]) == 2

@@ -34,7 +34,7 @@ def byte_level(*, template: bool) -> Tokenizer:
     return made
 
 
-def sentence_pieces(*, template: bool, end: bool = False) -> Tokenizer:
+def sentencepiece_tokenizer(*, template: bool, end: bool = False) -> Tokenizer:
     """Make a tokenizer as Llama 2 and Mistral have it."""
     letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "▁")} | {"▁", "\n", "<", ">"})
     vocab = {name: index for index, name in enumerate(["<unk>", BEGIN, END, *letters])}
@@ -57,16 +57,16 @@ KINDS: dict[str, tuple[Tokenizer, dict[str, Any]]] = {
     "qwen2": (byte_level(template=False), {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}),
     "llama3": (byte_level(template=True), {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}),
     "llama2": (
-        sentence_pieces(template=True),
+        sentencepiece_tokenizer(template=True),
         {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, **NAMES},
     ),
     "told so by the settings alone, which tokenizer.json overrules": (
-        sentence_pieces(template=False),
+        sentencepiece_tokenizer(template=False),
         {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **NAMES},
     ),
-    "mistral": (sentence_pieces(template=True), {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}),
+    "mistral": (sentencepiece_tokenizer(template=True), {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}),
     "with an end": (
-        sentence_pieces(template=True, end=True),
+        sentencepiece_tokenizer(template=True, end=True),
         {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"content": BEGIN, "__type": "AddedToken"}},
     ),
 }
@@ -106,22 +106,22 @@ def test_a_prompt_has_the_ids_that_transformers_gives_it(kind: str, tmp_path: pa
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     model = served(tmp_path)
     for prompt in PROMPTS:
-        if wanted := ids_of_transformers(tmp_path, prompt):
-            assert list(model.ids_of(prompt)) == wanted, prompt
+        if expected := ids_of_transformers(tmp_path, prompt):
+            assert list(model.ids_of(prompt)) == expected, prompt
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_of_gpt2s_two_files_the_settings_say_what_is_added(begins: bool, tmp_path: pathlib.Path) -> None:
+def test_gpt2_settings_decide_which_special_tokens_are_added(begins: bool, tmp_path: pathlib.Path) -> None:
     made = byte_level(template=False)
     made.model.save(str(tmp_path))
     settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": begins, "bos_token": END, "eos_token": END}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": END}))
-    wanted = ids_of_transformers(tmp_path, "the whale")
-    assert list(served(tmp_path).ids_of("the whale")) == wanted
-    assert (wanted[0] == 0) == begins
+    expected = ids_of_transformers(tmp_path, "the whale")
+    assert list(served(tmp_path).ids_of("the whale")) == expected
+    assert (expected[0] == 0) == begins
 
 
-def test_what_is_generated_keeps_its_first_space_and_a_prompts_own_tokens_stand_beside_its_text(
+def test_generated_text_starts_with_its_space_and_a_prompt_lists_its_special_tokens(
     tmp_path: pathlib.Path,
 ) -> None:
     from megatronapp_trainer.serve.served_model import incremental_decoder
@@ -130,12 +130,12 @@ def test_what_is_generated_keeps_its_first_space_and_a_prompts_own_tokens_stand_
     made.save(str(tmp_path / "tokenizer.json"))
     model = served(tmp_path)
     ids = model.ids_of("the whale")
-    (word,) = model.ids_of(" a", special=False)
-    assert incremental_decoder(model.tokenizer)([word]) == " a" == f" {model.tokenizer.detokenize([word])}"
+    (token_id,) = model.ids_of(" a", special=False)
+    assert incremental_decoder(model.tokenizer)([token_id]) == " a" == f" {model.tokenizer.detokenize([token_id])}"
     end = model.end_tokens[0]
-    assert (model.decode([word, end]), model.decode_plain([word, end])) == (" a</s>", " a")
-    told = model.describe_prompt("the whale", ids)
-    assert told["offsets"][0] is None and told["offsets"][-1] == [8, 9]
+    assert (model.decode([token_id, end]), model.decode_plain([token_id, end])) == (" a</s>", " a")
+    description = model.describe_prompt("the whale", ids)
+    assert description["offsets"][0] is None and description["offsets"][-1] == [8, 9]
     assert model.ids_of("the whale", special=False) == ids[1:]
 
 
@@ -188,7 +188,7 @@ def test_a_server_of_a_converted_model_has_its_tokens(tmp_path: pathlib.Path) ->
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"before": ["<s>"]}', '{"ends": [-1]}', '{"other": [1]}'])
-def test_damaged_ids_are_told(content: str, tmp_path: pathlib.Path) -> None:
+def test_damaged_ids_are_reported(content: str, tmp_path: pathlib.Path) -> None:
     from megatronapp_trainer.data.text_tokens import read_text_tokens
 
     (tmp_path / "text_tokens.json").write_text(content)

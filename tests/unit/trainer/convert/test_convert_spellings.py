@@ -15,14 +15,14 @@ from megatronapp_trainer.errors import UsageError
 FOLDERS = ("--load-dir", "in", "--save-dir", "out")
 
 
-def parsed(*words: str) -> argparse.Namespace:
+def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megatronapp")
     register(parser.add_subparsers())
-    return parser.parse_args(["checkpoint", "convert", *words])
+    return parser.parse_args(["checkpoint", "convert", *arguments])
 
 
-def options(*words: str) -> ConversionOptions:
-    return options_from(parsed(*words))
+def options(*arguments: str) -> ConversionOptions:
+    return options_from(parsed(*arguments))
 
 
 def cases() -> list[tuple[LegacyOption, str | None]]:
@@ -39,8 +39,8 @@ def cases() -> list[tuple[LegacyOption, str | None]]:
     ("spelling", "value"), cases(), ids=lambda part: part.flag if isinstance(part, LegacyOption) else part
 )
 def test_every_spelling_is_understood_or_answered(spelling: LegacyOption, value: str | None) -> None:
-    words = [spelling.flag] if value is None else [spelling.flag, value]
-    given = [*words, *(FOLDERS if "_path" not in spelling.flag else ("--load-dir", "a", "--save-dir", "b"))]
+    arguments = [spelling.flag] if value is None else [spelling.flag, value]
+    given = [*arguments, *(FOLDERS if "_path" not in spelling.flag else ("--load-dir", "a", "--save-dir", "b"))]
     try:
         meant = translate_option(spelling, value)
     except UsageError as reason:
@@ -52,10 +52,10 @@ def test_every_spelling_is_understood_or_answered(spelling: LegacyOption, value:
         assert last == f"write: {COMMAND} {shlex.join(FOLDERS)}"
         assert options(*shlex.split(last)[4:]) == options(*FOLDERS)  # the command that is named works
     else:
-        assert options(*given) == options(*given[len(words) :], *meant)
+        assert options(*given) == options(*given[len(arguments) :], *meant)
 
 
-def test_no_spelling_is_one_of_ours_and_each_stands_once() -> None:
+def test_no_foreign_spelling_is_ours_and_each_is_listed_once() -> None:
     flags = [spelling.flag for spelling in SPELLINGS]
     assert len(flags) == len(set(flags))
     for spelling in SPELLINGS:
@@ -65,7 +65,7 @@ def test_no_spelling_is_one_of_ours_and_each_stands_once() -> None:
         assert len(given) == 1, spelling.flag
 
 
-def test_every_spelling_stands_in_the_documentation() -> None:
+def test_every_spelling_is_listed_in_the_documentation() -> None:
     text = (pathlib.Path(__file__).parents[4] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     assert [spelling.flag for spelling in SPELLINGS if f"{spelling.flag}" not in text] == []
     assert [flag for action in build_convert()._actions for flag in action.option_strings if flag not in text] == [
@@ -96,7 +96,7 @@ def test_the_command_of_the_pages_for_llama_runs() -> None:
     )
 
 
-def test_the_two_steps_for_gpt2_become_one() -> None:
+def test_the_two_steps_for_gpt2_become_a_single_command() -> None:
     first = options("--load_path", "gpt2", "--save_path", "out", "--target_tensor_model_parallel_size", "2")
     assert first == ConversionOptions(load_dir=pathlib.Path("gpt2"), save_dir=pathlib.Path("out"), tensor_size=2)
     second = "--model-type GPT --loader legacy --saver core --load-dir a --save-dir b --megatron-path /x"
@@ -105,10 +105,12 @@ def test_the_two_steps_for_gpt2_become_one() -> None:
     )
 
 
-def test_reasons_come_with_a_command_that_works() -> None:
-    words = "--model-type GPT --loader core --saver legacy --load-dir a --save-dir b --tokenizer_name gpt2 --dtype bf16"
+def test_reasons_include_a_command_that_works() -> None:
+    arguments = (
+        "--model-type GPT --loader core --saver legacy --load-dir a --save-dir b --tokenizer_name gpt2 --dtype bf16"
+    )
     with pytest.raises(UsageError) as caught:
-        options(*words.split())
+        options(*arguments.split())
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("--saver legacy: Megatron's legacy layout")
     assert lines[1].startswith("--tokenizer_name: nothing is downloaded")
@@ -120,7 +122,7 @@ def test_the_way_back_of_the_old_script() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ((), "both folders are needed"),
         (("--load-dir", "a"), "both folders are needed"),
@@ -129,8 +131,10 @@ def test_the_way_back_of_the_old_script() -> None:
         (("--target_params_dtype", "int8", *FOLDERS), "--dtype"),
     ],
 )
-def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_convert(parsed(*words)) == 2
+def test_what_cannot_be_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_convert(parsed(*arguments)) == 2
     error = capsys.readouterr().err
     assert message in error
     assert all(line.startswith("error: ") for line in error.splitlines())

@@ -43,7 +43,7 @@ SHAPES = st.builds(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(shape=SHAPES)
-def test_every_tensor_comes_back_as_it_was(name: str, shape: ModelShape) -> None:
+def test_every_tensor_is_restored_unchanged(name: str, shape: ModelShape) -> None:
     import torch
 
     if name == "gpt2":  # has as many key heads as query heads
@@ -60,7 +60,7 @@ def test_every_tensor_comes_back_as_it_was(name: str, shape: ModelShape) -> None
     assert f"p.{FAMILIES[name].embedding}" in seen
 
 
-def test_query_key_and_value_stand_group_by_group() -> None:
+def test_query_key_and_value_are_stored_group_by_group() -> None:
     import torch
 
     from megatronapp_trainer.convert.tensors import interleaved
@@ -113,7 +113,7 @@ def test_windows_count_the_token_itself_in_theirs_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "words"),
+    ("name", "values", "message"),
     [
         ("llama", {"attention_bias": True}, "attention_bias is true; supported: false"),
         ("llama", {"mlp_bias": True}, "mlp_bias is true; supported: false"),
@@ -134,10 +134,10 @@ def test_windows_count_the_token_itself_in_theirs_only() -> None:
         ("gpt2", {"n_embd": 65}, "n_embd is 65; a multiple of n_head"),
     ],
 )
-def test_what_is_not_supported_is_refused_under_its_key(name: str, values: dict[str, object], words: str) -> None:
+def test_what_is_not_supported_is_refused_under_its_key(name: str, values: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(name, **values)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("config.json: ")
 
 
@@ -157,7 +157,7 @@ def test_a_config_that_is_written_reads_as_the_same_model(name: str, shape: Mode
         rotary_base=500000 if scaled else 10000,
         untie_embeddings_and_output_weights=data.draw(st.booleans()),
     )
-    wanted = dataclasses.replace(shape, model=model)
-    values = {"vocab_size": shape.vocab_size, **family.write(wanted)}
+    changed = dataclasses.replace(shape, model=model)
+    values = {"vocab_size": shape.vocab_size, **family.write(changed)}
     again = family.read(ConfigKeys(values, ""))
     assert again.model == model

@@ -55,8 +55,8 @@ def differences(root: str) -> dict[str, float | None]:
         if layout.rank == 0:
             auto: Any = transformers.AutoModelForCausalLM
             convert(ConversionOptions(load_dir=save, save_dir=back))
-            wanted = models.logits_of(auto.from_pretrained(back).eval())
-            found[name] = float((logits[..., :120] - wanted).abs().max())
+            expected = models.logits_of(auto.from_pretrained(back).eval())
+            found[name] = float((logits[..., :120] - expected).abs().max())
         dist.barrier()
     destroy_groups()
     return found

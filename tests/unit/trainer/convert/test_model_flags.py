@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from recording_reporter import RecordingReporter
 
 from megatronapp_trainer.checkpoint import arguments
 from megatronapp_trainer.config import ModelConfig, parse
@@ -24,22 +25,6 @@ WINDOW = "--window-size 7,0"
 ROPE = f"--position-embedding-type rope --rotary-base 5e5 --use-rope-scaling --rope-scaling-factor 32 {WINDOW}"
 TANH = f"--openai-gelu {WINDOW}"
 TP2 = "--tensor-model-parallel-size 2"
-
-
-class Recorder:
-    """A reporter that keeps the losses."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def step(self, metrics: Any, **_details: object) -> None:
-        self.losses.append(metrics.loss)
-
-    def state(self, state: str) -> None:
-        pass
-
-    def validation(self, iteration: int, loss: float, split: str) -> None:
-        pass
 
 
 def train(*runs: str) -> list[list[float] | None]:
@@ -59,7 +44,7 @@ def train(*runs: str) -> list[list[float] | None]:
         if index == 0:
             initialize_groups(config, layout, device)
         run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
-        recorder: Any = Recorder() if layout.is_reporter else None
+        recorder: Any = RecordingReporter() if layout.is_reporter else None
         Trainer(
             run, build_iterators(config, layout, 0), build_schedule(run), stop_request=StopRequest(), reporter=recorder
         ).train()
@@ -107,7 +92,7 @@ def test_a_window_hides_what_lies_further_back(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--window-size 4,1", "never looks ahead"),
         ("--window-size four", "write --window-size 1023,0"),
@@ -117,8 +102,8 @@ def test_a_window_hides_what_lies_further_back(run_ranks: RunRanks) -> None:
         ("--rotary-base -1", "--rotary-base must be above 0"),
     ],
 )
-def test_what_cannot_work_is_refused(flags: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_what_cannot_work_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parse(f"{MODEL} {flags}".split())
 
 

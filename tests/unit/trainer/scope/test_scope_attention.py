@@ -46,26 +46,26 @@ def test_rows_are_the_formula(heads: int, groups: int, window: int | None, dtype
     rule = AttentionRule(scale=0.25, window=window)
     positions = torch.arange(TOKENS)[None]
     found = attention_recompute.probabilities(query[:, None], keys[:, None], positions, rule)
-    wanted = written_out(query, keys, window, 0.25)
+    reference = written_out(query, keys, window, 0.25)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found[:, 0].double(), wanted, atol=1e-5, rtol=0)
-    seen = (wanted > 0).sum(-1)
+    torch.testing.assert_close(found[:, 0].double(), reference, atol=1e-5, rtol=0)
+    seen = (reference > 0).sum(-1)
     measures = attention_recompute.head_measures(found, positions, rule)
-    entropy = torch.special.entr(wanted).sum(-1) / seen.clamp(min=2).double().log()
-    for name, expected in (("entropy", entropy), ("max", wanted.amax(-1)), ("sink", wanted[..., 0])):
+    entropy = torch.special.entr(reference).sum(-1) / seen.clamp(min=2).double().log()
+    for name, expected in (("entropy", entropy), ("max", reference.amax(-1)), ("sink", reference[..., 0])):
         torch.testing.assert_close(measures[f"head.{name}"][:, 0].double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
 
 
 def test_sixteen_bits_are_within_a_hundredth_of_a_model_of_thirty_two() -> None:
     query, keys = drawn(4, 2)
-    wanted = written_out(query, keys, None, 0.25)
+    expected = written_out(query, keys, None, 0.25)
     found = attention_recompute.probabilities(
         query.bfloat16()[:, None],
         keys.bfloat16()[:, None],
         torch.arange(TOKENS)[None],
         AttentionRule(scale=0.25, window=None),
     )
-    torch.testing.assert_close(found[:, 0].double(), wanted, atol=1e-2, rtol=0)
+    torch.testing.assert_close(found[:, 0].double(), expected, atol=1e-2, rtol=0)
 
 
 @pytest.mark.parametrize("buffer", [1, 4 * TOKENS * 5, 1 << 24])
@@ -80,11 +80,11 @@ def test_pictures_are_the_same_in_any_chunks_and_blocks(
     for start in range(0, TOKENS, chunk):
         end = min(TOKENS, start + chunk)
         atlas.add(query[:, start:end], keys[:, :end], start, rule)
-    wanted = written_out(query, keys, None, 0.25)
+    expected = written_out(query, keys, None, 0.25)
     edges = [index * TOKENS // 8 for index in range(9)]
     for y in range(8):
         for x in range(8):
-            cell = wanted[..., edges[y] : edges[y + 1], edges[x] : edges[x + 1]].amax(dim=(2, 3))
+            cell = expected[..., edges[y] : edges[y + 1], edges[x] : edges[x + 1]].amax(dim=(2, 3))
             torch.testing.assert_close(atlas.cells[:, :, y, x].double(), cell, atol=1e-5, rtol=0)
 
 
@@ -107,7 +107,7 @@ def test_a_long_prompt_needs_no_square_of_all_heads(monkeypatch: pytest.MonkeyPa
 def test_no_value_is_read_from_the_device() -> None:
     """Check with tensors of the meta device, which have no values: reading one fails."""
     meta = torch.device("meta")
-    query, keys = (one.to(meta) for one in drawn(4, 2))
+    query, keys = (tensor.to(meta) for tensor in drawn(4, 2))
     positions, rule = torch.empty(1, TOKENS, dtype=torch.int64, device=meta), AttentionRule(scale=1.0, window=5)
     chances = attention_recompute.probabilities(query[:, None], keys[:, None], positions, rule)
     assert attention_recompute.head_measures(chances, positions, rule)["head.max"].shape == (LAYERS, 1, TOKENS, 4)
@@ -123,15 +123,15 @@ def test_buckets_hold_what_they_must(count: int, most: int) -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 512), st.sampled_from([1, 2, 4, 6, 8]))
-def test_pixels_fit_shards(width: int, wanted: int, shards: int) -> None:
-    count = pixel_count(width * shards, wanted, shards)
-    assert 1 <= count <= min(wanted, width * shards)
+def test_pixels_fit_shards(width: int, expected: int, shards: int) -> None:
+    count = pixel_count(width * shards, expected, shards)
+    assert 1 <= count <= min(expected, width * shards)
     assert merges(width * shards, count, shards) == (count < shards)
-    if wanted % shards == 0 or shards % wanted == 0:
-        assert count == min(wanted, width * shards)
+    if expected % shards == 0 or shards % expected == 0:
+        assert count == min(expected, width * shards)
 
 
-def told_rows(run: TrackedRequest, plan: StepPlan) -> list[TrackedRow]:
+def tracked_rows(run: TrackedRequest, plan: StepPlan) -> list[TrackedRow]:
     return run.rows(run.reads(plan.segments), decode=plan.decode)
 
 
@@ -142,7 +142,7 @@ def test_overviews_fit_into_a_message(layers: int, heads: int, length: int) -> N
     assert recipe is not None
     run = tracked_run("a", CaptureSettings(), (length,), ModelSizes(layers=layers, heads=heads))
     segment = Segment(slot=0, start=0, tokens=(0,) * length, request_id="a-0")
-    rows = told_rows(run, StepPlan(segments=(segment,), outputs=(), decode=False))
+    rows = tracked_rows(run, StepPlan(segments=(segment,), outputs=(), decode=False))
     assert rows[0].position == 0
     assert rows[-1].position == length - 1
     row_bytes = layers * (3 * (32 + 4) + 2 * (64 + 4) + 6 + 3 * heads + 16)
@@ -151,21 +151,21 @@ def test_overviews_fit_into_a_message(layers: int, heads: int, length: int) -> N
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 7))
-def test_chunks_tell_every_row_once(lengths: list[int], chunk: int) -> None:
+def test_chunks_report_every_row_once(lengths: list[int], chunk: int) -> None:
     run = tracked_run("a", CaptureSettings(), lengths, ModelSizes(layers=2, heads=2))
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     for sample, length in enumerate(lengths):
         for start in range(0, length, chunk):
             tokens = (0,) * min(chunk, length - start)
             segment = Segment(slot=sample, start=start, tokens=tokens, request_id=f"a-{sample}")
             plan = StepPlan(segments=(segment,), outputs=(), decode=False)
             assert not run.all_read
-            told += [(row.sample, row.position) for row in told_rows(run, plan)]
+            reported += [(row.sample, row.position) for row in tracked_rows(run, plan)]
             run.advance(run.reads(plan.segments))
     assert run.all_read
-    assert told == [(sample, place) for sample, length in enumerate(lengths) for place in range(length)]
+    assert reported == [(sample, place) for sample, length in enumerate(lengths) for place in range(length)]
     decoding = [Segment(slot=s, start=length, tokens=(0,), request_id=f"a-{s}") for s, length in enumerate(lengths)]
-    rows = told_rows(run, StepPlan(segments=tuple(decoding), outputs=(), decode=True))
+    rows = tracked_rows(run, StepPlan(segments=tuple(decoding), outputs=(), decode=True))
     assert {run.step_of(row) for row in rows} == {1}
     assert not run.more(1, rows)
 
@@ -178,4 +178,4 @@ def test_strides_take_the_last_row() -> None:
 def test_rows_that_follow_each_other_are_a_range() -> None:
     rows = [TrackedRow(token=0, sample=sample, position=place) for sample, place in ((0, 2), (0, 3), (0, 5), (1, 6))]
     assert ranges(rows) == [[0, 2, 2], [0, 5, 1], [1, 6, 1]]
-    assert np.sum([one[2] for one in ranges(rows)]) == 4
+    assert np.sum([span[2] for span in ranges(rows)]) == 4

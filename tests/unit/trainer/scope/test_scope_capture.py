@@ -43,19 +43,21 @@ class Seen:
         for hello, frames in zip(self.hellos, ranks, strict=True):
             self.frames += [(hello.header["coordinates"]["tp"], decode(data)) for data in frames[1:]]
 
-    def pieces(self, **of: Any) -> list[ShardTensor]:
-        parts = [(tp, one) for tp, one in self.frames if one.type == FrameType.SCOPE_PART]
-        chosen = [(tp, one) for tp, one in parts if all(one.header.get(name) == value for name, value in of.items())]
-        return [piece for tp, one in chosen for piece in shard_tensors_of(one, tp)]
+    def shards(self, **of: Any) -> list[ShardTensor]:
+        parts = [(tp, frame) for tp, frame in self.frames if frame.type == FrameType.SCOPE_PART]
+        chosen = [
+            (tp, frame) for tp, frame in parts if all(frame.header.get(name) == value for name, value in of.items())
+        ]
+        return [shard for tp, frame in chosen for shard in shard_tensors_of(frame, tp)]
 
     def tables(self, **of: Any) -> dict[str, Any]:
         named: dict[str, list[ShardTensor]] = defaultdict(list)
-        for piece in self.pieces(**of):
-            if piece.tensor.name != "atlas":
-                named[piece.tensor.name].append(piece)
+        for shard in self.shards(**of):
+            if shard.tensor.name != "atlas":
+                named[shard.tensor.name].append(shard)
         if of.get("run"):
             named.pop("attention", None)
-        return {name: merged(pieces) for name, pieces in named.items()}
+        return {name: merged(shards) for name, shards in named.items()}
 
 
 @functools.cache
@@ -68,10 +70,10 @@ def layout_seen(run_ranks: RunRanks, layout: str) -> dict[str, Seen]:
     return {name: Seen([rank[name][0] for rank in found], found[0][name][2], truth[name]) for name in variants}
 
 
-def close(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
+def close(found: np.ndarray, expected: np.ndarray, what: str) -> None:
     """Compare within some roundings of the largest number."""
-    largest = max(1.0, float(np.abs(wanted).max()))
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * largest, err_msg=what)
+    largest = max(1.0, float(np.abs(expected).max()))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * largest, err_msg=what)
 
 
 CASES = [(layout, name) for layout, names in BY_LAYOUT.items() for name in names]
@@ -88,9 +90,9 @@ def every(test: Any) -> Any:
     return pytest.mark.parametrize("seen", CASES, ids=ids, indirect=True)(test)
 
 
-def heads_of(piece: ShardTensor) -> range:
-    assert piece.span is not None
-    return range(*piece.span)
+def heads_of(shard: ShardTensor) -> range:
+    assert shard.span is not None
+    return range(*shard.span)
 
 
 def step_rows(step: int) -> list[tuple[int, int]]:
@@ -122,14 +124,14 @@ def expected_tables(seen: Seen, rows: Any) -> dict[str, np.ndarray]:
 def head_tables(seen: Seen, rows: Any) -> dict[str, np.ndarray]:
     chances = [seen.truth[sample]["attention"][:, :, position].astype(np.float64) for sample, position in rows]
     entropies = []
-    for one in chances:
-        keys = (one > 0).sum(-1)
-        logs = np.log(one, out=np.zeros_like(one), where=one > 0)
-        entropies.append(-(one * logs).sum(-1) / np.maximum(np.log(keys), 1e-9))
+    for probabilities in chances:
+        keys = (probabilities > 0).sum(-1)
+        logs = np.log(probabilities, out=np.zeros_like(probabilities), where=probabilities > 0)
+        entropies.append(-(probabilities * logs).sum(-1) / np.maximum(np.log(keys), 1e-9))
     return {
         "head.entropy": np.stack(entropies),
-        "head.max": np.stack([one.max(-1) for one in chances]),
-        "head.sink": np.stack([one[..., 0] for one in chances]),
+        "head.max": np.stack([probabilities.max(-1) for probabilities in chances]),
+        "head.sink": np.stack([probabilities[..., 0] for probabilities in chances]),
     }
 
 
@@ -139,20 +141,20 @@ def test_tables_of_steps(seen: Seen) -> None:
         tables = seen.tables(run=RUN, step=step)
         rows = tables["q"].rows
         assert set(step_rows(step)) <= set(rows)
-        wanted = expected_tables(seen, rows)
-        assert set(tables) == set(wanted)
+        expected = expected_tables(seen, rows)
+        assert set(tables) == set(expected)
         for name, table in tables.items():
             layers = tuple(BASIS_LAYERS) if name == "pca" else (0, 1, 2, 3)
             assert (table.rows, table.layers) == (rows, layers), name
-            close(table.data, wanted[name], f"{name}, step {step}")
+            close(table.data, expected[name], f"{name}, step {step}")
 
 
 @every
 def test_pinned_rows(seen: Seen) -> None:
     for step in range(1, NEW):
-        rows = attention_rows(seen.pieces(run=RUN, step=step))
-        wanted = [(sample, *pin, place) for sample, place in step_rows(step) for pin in ((1, 2), (3, 0))]
-        assert sorted(row[:4] for row in rows) == sorted(wanted)
+        rows = attention_rows(seen.shards(run=RUN, step=step))
+        expected = [(sample, *pin, place) for sample, place in step_rows(step) for pin in ((1, 2), (3, 0))]
+        assert sorted(row[:4] for row in rows) == sorted(expected)
         for sample, layer, head, position, codes in rows:
             truth = seen.truth[sample]["attention"][layer, head, position, : position + 1]
             np.testing.assert_allclose(codes, 255 * np.sqrt(truth), atol=0.51)
@@ -160,27 +162,27 @@ def test_pinned_rows(seen: Seen) -> None:
 
 @every
 def test_atlases(seen: Seen) -> None:
-    pieces = [piece for piece in seen.pieces(run=RUN, step=0) if piece.tensor.name == "atlas"]
+    shards = [shard for shard in seen.shards(run=RUN, step=0) if shard.tensor.name == "atlas"]
     for sample, length in enumerate(LENGTHS):
         truth = seen.truth[sample]["attention"][:, :, :length, :length]
         edges = [index * length // 8 for index in range(9)]
-        mine = [piece for piece in pieces if piece.rows[0][0] == sample]
-        assert sum(len(piece.layers or ()) * len(heads_of(piece)) for piece in mine) == 16
-        for piece in mine:
-            part = truth[np.ix_(piece.layers or (), heads_of(piece))]
+        mine = [shard for shard in shards if shard.rows[0][0] == sample]
+        assert sum(len(shard.layers or ()) * len(heads_of(shard)) for shard in mine) == 16
+        for shard in mine:
+            part = truth[np.ix_(shard.layers or (), heads_of(shard))]
             for y in range(8):
                 for x in range(8):
                     cell = part[..., edges[y] : edges[y + 1], edges[x] : edges[x + 1]].max(axis=(2, 3), initial=0)
-                    np.testing.assert_allclose(piece.tensor.data[..., y, x], 255 * np.sqrt(cell), atol=0.51)
+                    np.testing.assert_allclose(shard.tensor.data[..., y, x], 255 * np.sqrt(cell), atol=0.51)
 
 
 @every
-def test_probes_tell_exact_numbers(seen: Seen) -> None:
+def test_probes_return_exact_numbers(seen: Seen) -> None:
     lengths = [length + NEW - 1 for length in LENGTHS]
     rows = tuple((sample, position) for sample, length in enumerate(lengths) for position in range(length))
     for site in (*PROBED, "q before", "k before"):
-        pieces = seen.pieces(probe=seen.probes[site])
-        assert {piece.tensor.extra.get("rotary") for piece in pieces} == {"before" if "before" in site else None}
+        shards = seen.shards(probe=seen.probes[site])
+        assert {shard.tensor.extra.get("rotary") for shard in shards} == {"before" if "before" in site else None}
         table = seen.tables(probe=seen.probes[site])[site.split()[0]]
         assert table.rows == rows, site
         close(table.data, rows_of_site(seen, site, rows), site)
@@ -188,20 +190,20 @@ def test_probes_tell_exact_numbers(seen: Seen) -> None:
 
 @every
 def test_probes_of_attention(seen: Seen) -> None:
-    pieces = seen.pieces(probe=seen.probes["attention"])
-    assert {piece.tensor.data.shape[-1] for piece in pieces} == {max(LENGTHS) + NEW - 1}
-    told = 0
-    for piece in pieces:
-        for place, (sample, position) in enumerate(piece.rows):
-            for at, layer in enumerate(piece.layers or ()):
-                for index, head in enumerate(heads_of(piece)):
-                    row = piece.tensor.data[place, at, index]
+    shards = seen.shards(probe=seen.probes["attention"])
+    assert {shard.tensor.data.shape[-1] for shard in shards} == {max(LENGTHS) + NEW - 1}
+    rows_sent = 0
+    for shard in shards:
+        for place, (sample, position) in enumerate(shard.rows):
+            for at, layer in enumerate(shard.layers or ()):
+                for index, head in enumerate(heads_of(shard)):
+                    row = shard.tensor.data[place, at, index]
                     truth = seen.truth[sample]["attention"][layer, head, position]
                     np.testing.assert_allclose(row[: len(truth)], truth, atol=1e-5)
                     assert not row[len(truth) :].any()
-                    told += 1
-    assert told == 2 * 3 * sum(length + NEW - 1 for length in LENGTHS)
-    codes = attention_rows(seen.pieces(probe=seen.probes["attention codes"]))
+                    rows_sent += 1
+    assert rows_sent == 2 * 3 * sum(length + NEW - 1 for length in LENGTHS)
+    codes = attention_rows(seen.shards(probe=seen.probes["attention codes"]))
     assert [row[:4] for row in codes] == [(sample, 2, 2, place) for sample in range(3) for place in (2, 4, 6)]
 
 
@@ -218,22 +220,22 @@ def test_every_rank_reports_once_whole(seen: Seen) -> None:
             assert frame.header.get("pcaVersion") == (1 if has_pca else None)
             last[key].append(frame.header["more"])
     assert len(last) == len(seen.hellos) * (NEW + len(seen.probes))
-    assert all(said[-1] is False and all(said[:-1]) for said in last.values())
+    assert all(more_follow[-1] is False and all(more_follow[:-1]) for more_follow in last.values())
 
 
 @every
-def test_tokens_tell_their_distributions(seen: Seen) -> None:
-    frames = {one.header["step"]: one for _, one in seen.frames if one.type == FrameType.SCOPE_TOKENS}
+def test_token_frames_describe_the_distributions(seen: Seen) -> None:
+    frames = {frame.header["step"]: frame for _, frame in seen.frames if frame.type == FrameType.SCOPE_TOKENS}
     assert sorted(frames) == list(range(NEW))
     for step, frame in frames.items():
         assert [tuple(row) for row in frame.header["rows"]] == step_rows(step)
         assert frame.header["finished"] == (["length"] * 3 if step == NEW - 1 else [None] * 3)
         logits = rows_of_site(seen, "logits", step_rows(step)).astype(np.float64)
-        wanted = np.log(np.exp(logits[..., None] / np.array(TEMPERATURES)).sum(1))
+        expected = np.log(np.exp(logits[..., None] / np.array(TEMPERATURES)).sum(1))
         tensors = {tensor.name: tensor.data for tensor in unpack(frame)}
-        logs = logits - wanted[:, 5, None]
+        logs = logits - expected[:, 5, None]
         best = np.argsort(-logits, axis=-1)[:, :5]
-        close(tensors["partition"], wanted, "")
+        close(tensors["partition"], expected, "")
         np.testing.assert_array_equal(tensors["top.id"], best)
         assert frame.header["topTexts"] == [[f"<{token}>" for token in row] for row in best]
         close(tensors["top.logit"], np.take_along_axis(logits, best, -1), "")
@@ -256,17 +258,17 @@ def test_a_hub_makes_whole_steps_of_it(seen: Seen) -> None:
     frames = list(split(session_file.dump(core.feed, RUN)))
     kinds = [frame.type for frame in frames]
     assert FrameType.SCOPE_GAP not in kinds
-    assert [one.header["step"] for one in frames if one.type == FrameType.SCOPE_STEP] == list(range(NEW))
-    overviews = {one.header["sample"]: one for one in frames if one.type == FrameType.SCOPE_OVERVIEW}
+    assert [frame.header["step"] for frame in frames if frame.type == FrameType.SCOPE_STEP] == list(range(NEW))
+    overviews = {frame.header["sample"]: frame for frame in frames if frame.type == FrameType.SCOPE_OVERVIEW}
     assert sorted(overviews) == [0, 1, 2]
     for sample, length in enumerate(LENGTHS):
         assert overviews[sample].header["positions"] == list(range(length))
         assert "atlas" in {tensor.name for tensor in unpack(overviews[sample])}
-    steps = [one for one in frames if one.type == FrameType.SCOPE_STEP]
-    named = [{tensor.name: tensor for tensor in unpack(one)} for one in steps]
-    assert all({"q", "mlp1", "head.max", "residual.norm", "top.id", "partition"} <= set(one) for one in named)
-    wanted = head_tables(seen, step_rows(2))["head.max"]
-    np.testing.assert_allclose(named[2]["head.max"].data / 255, wanted, atol=0.003)
+    steps = [frame for frame in frames if frame.type == FrameType.SCOPE_STEP]
+    named = [{tensor.name: tensor for tensor in unpack(step_frame)} for step_frame in steps]
+    assert all({"q", "mlp1", "head.max", "residual.norm", "top.id", "partition"} <= set(table) for table in named)
+    expected = head_tables(seen, step_rows(2))["head.max"]
+    np.testing.assert_allclose(named[2]["head.max"].data / 255, expected, atol=0.003)
 
 
 def run_state() -> Frame:

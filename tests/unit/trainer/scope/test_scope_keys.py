@@ -16,7 +16,7 @@ from megatronapp_trainer.scope.capture.capture_spec import CaptureSpec, PixelRed
 from megatronapp_trainer.scope.capture.rank_shard import RankShard
 from megatronapp_trainer.scope.capture.reductions import Reductions, active_sites
 
-SHARE = RankShard(
+SHARD = RankShard(
     layers=(0, 2),
     heads=(0, 2),
     key_heads=(0, 2),
@@ -38,7 +38,7 @@ SHARE = RankShard(
     pp=0,
     pipeline_size=1,
 )
-SHARES = (SHARE, dataclasses.replace(SHARE, heads=(2, 4), key_heads=(2, 4), mlp=(32, 64), tp=1))
+SHARDS = (SHARD, dataclasses.replace(SHARD, heads=(2, 4), key_heads=(2, 4), mlp=(32, 64), tp=1))
 STATES = ("qkv", "attention", "mlp1", "mlp2", "probabilities", "pca")
 
 
@@ -61,8 +61,8 @@ def recipe(capture: dict[str, Any]) -> CaptureSpec:
     return found
 
 
-def looker(share: RankShard) -> Reductions:
-    return Reductions(HookCollector(torch.nn.Module()), share, torch.zeros(2, 4, 65, 2, 8))
+def reductions_of(shard: RankShard) -> Reductions:
+    return Reductions(HookCollector(torch.nn.Module()), shard, torch.zeros(2, 4, 65, 2, 8))
 
 
 @given(captures())
@@ -70,57 +70,57 @@ def test_a_key_names_what_the_ranks_hook(capture: dict[str, Any]) -> None:
     register_site("normed", "input_layernorm", reducers=("mean",))
     try:
         found = recipe(capture)
-        names = [set(looker(share).sites(found)) for share in SHARES]
+        names = [set(reductions_of(shard).sites(found)) for shard in SHARDS]
     finally:
         forget_site("normed")
     assert {site.name for site in active_sites(found)} == names[0] | names[1]
 
 
 @given(captures(), captures())
-def test_only_sites_change_a_key(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_only_sites_change_a_key(first: dict[str, Any], second: dict[str, Any]) -> None:
     sites = ("preset", "states", "rotary")
-    alike = recipe(one | {name: other[name] for name in set(one) - set(sites)})
-    assert active_sites(recipe(one)) == active_sites(alike)
-    states = one["states"] | {"mlp2": not one["states"]["mlp2"]}
-    assert active_sites(recipe(one)) != active_sites(recipe(one | {"states": states}))
+    alike = recipe(first | {name: second[name] for name in set(first) - set(sites)})
+    assert active_sites(recipe(first)) == active_sites(alike)
+    states = first["states"] | {"mlp2": not first["states"]["mlp2"]}
+    assert active_sites(recipe(first)) != active_sites(recipe(first | {"states": states}))
 
 
-def seen(share: RankShard, width: int, *, gated: bool) -> HookCollector:
+def seen(shard: RankShard, width: int, *, gated: bool) -> HookCollector:
     """A layer's numbers, 0, 1, 2, .., as far as this rank has them; of gated ones a part of each half."""
-    whole = torch.arange(float(width * share.tensor_size)).expand(3, -1)
+    whole = torch.arange(float(width * shard.tensor_size)).expand(3, -1)
     halves = whole.chunk(2, dim=-1) if gated else (whole,)
-    mine = torch.cat([half.chunk(share.tensor_size, dim=-1)[share.tp] for half in halves], dim=-1)
+    mine = torch.cat([half.chunk(shard.tensor_size, dim=-1)[shard.tp] for half in halves], dim=-1)
     found = HookCollector(torch.nn.Module())
     found.put({"own": SiteValues(values={0: mine})})
     return found
 
 
-def own_pixels(share: RankShard, width: int, *, gated: bool = False, **how: Any) -> dict[tuple[int, ...], torch.Tensor]:
+def own_pixels(shard: RankShard, width: int, *, gated: bool = False, **how: Any) -> dict[tuple[int, ...], torch.Tensor]:
     """Return what a rank reports of a registered site, by the span in its header."""
     register_site("own", "mlp", **how)
     try:
-        found = PixelReductions(recipe({"states": dict.fromkeys(STATES, False)}), share, torch.device("cpu"))
-        own = [one for one in found.compute(seen(share, width, gated=gated)) if one.name == "own"]
-        return {tuple(one.header["features"]): one.values[0] for one in own}
+        found = PixelReductions(recipe({"states": dict.fromkeys(STATES, False)}), shard, torch.device("cpu"))
+        own = [tensor for tensor in found.compute(seen(shard, width, gated=gated)) if tensor.name == "own"]
+        return {tuple(tensor.header["features"]): tensor.values[0] for tensor in own}
     finally:
         forget_site("own")
 
 
 @pytest.mark.parametrize("reducer", ["mean", "data.max()", "histogram(4, 0, 128)"])
 @pytest.mark.parametrize("axis", [ShardAxis.FEATURES, ShardAxis.HEADS, ShardAxis.MLP])
-def test_shards_of_people_s_own_sites_are_the_whole_side_by_side(axis: ShardAxis, reducer: str) -> None:
+def test_shards_of_a_plugin_site_concatenate_to_the_whole(axis: ShardAxis, reducer: str) -> None:
     how: dict[str, Any] = {"axis": axis, "reducers": (reducer,), "pixels": 8}
-    alone = dataclasses.replace(SHARE, heads=(0, 4), key_heads=(0, 4), mlp=(0, 64), tensor_size=1)
+    alone = dataclasses.replace(SHARD, heads=(0, 4), key_heads=(0, 4), mlp=(0, 64), tensor_size=1)
     gated = axis is ShardAxis.MLP
     (whole,) = own_pixels(alone, 128, **how).values()
-    parts = {span: values for share in SHARES for span, values in own_pixels(share, 64, gated=gated, **how).items()}
+    parts = {span: values for shard in SHARDS for span, values in own_pixels(shard, 64, gated=gated, **how).items()}
     assert [span[0] for span in sorted(parts)] == ([0, 32, 64, 96] if gated else [0, 64])
     assert torch.equal(torch.cat([parts[span] for span in sorted(parts)], dim=-1), whole)
 
 
-def test_filters_are_kept_for_a_few_recipes() -> None:
-    found = looker(SHARE)
+def test_compiled_filters_are_cached_for_a_few_recipes() -> None:
+    found = reductions_of(SHARD)
     many = [recipe({"expression": {"qkv": f"data.mean() + {number}"}}) for number in range(12)]
-    kept = [found.pixels_of(one) for one in many]
-    assert [found.pixels_of(one) is known for one, known in zip(many[-8:], kept[-8:], strict=True)] == [True] * 8
-    assert found.pixels_of(many[0]) is not kept[0]
+    cached = [found.pixels_of(spec) for spec in many]
+    assert [found.pixels_of(spec) is known for spec, known in zip(many[-8:], cached[-8:], strict=True)] == [True] * 8
+    assert found.pixels_of(many[0]) is not cached[0]

@@ -24,8 +24,8 @@ def generate(variant: str) -> tuple[list[str], int]:
         drain(engine)
         engine.close()
         hooks = sum(
-            len(one._forward_hooks) + len(one._forward_pre_hooks) + len(one._backward_hooks)
-            for one in gang.stage.model.modules()
+            len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+            for module in gang.stage.model.modules()
         )
     return [name for name in sys.modules if name.startswith("megatronapp_trainer.scope")], hooks
 

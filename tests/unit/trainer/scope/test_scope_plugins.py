@@ -16,7 +16,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         (None, "ModuleNotFoundError: No module named 'plugin_of_test'"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
@@ -25,7 +25,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     ],
 )
 def test_a_plugin_that_cannot_be_used_is_named_with_the_reason(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, text: str | None, words: str
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, text: str | None, message: str
 ) -> None:
     import sys
 
@@ -37,7 +37,7 @@ def test_a_plugin_that_cannot_be_used_is_named_with_the_reason(
     monkeypatch.delitem(sys.modules, "plugin_of_test", raising=False)
     with pytest.raises(UsageError, match="--scope-plugins plugin_of_test") as caught:
         load_plugins(["plugin_of_test"])
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_sites_of_a_plugin_are_known(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +66,9 @@ def test_the_example_names_its_plugin_which_registers_two_sites(monkeypatch: pyt
 
     root = pathlib.Path(__file__).parents[4]
     document = yaml.safe_load((root / "examples" / "scope-plugin-serve.yaml").read_text())
-    words = megatron_arguments(load_job(document))
+    arguments = megatron_arguments(load_job(document))
     (plugin,) = document["spec"]["scope"]["plugins"]
-    assert words[words.index("--scope-plugins") + 1] == plugin
+    assert arguments[arguments.index("--scope-plugins") + 1] == plugin
     (variable,) = document["spec"]["env"]
     monkeypatch.syspath_prepend(str(root / variable["value"]))
     try:

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 VECTORS = pathlib.Path(__file__).resolve().parents[3] / "fixtures" / "scope" / "codes.json"
 WIDTH = 24
 TOLERANCE = 1e-5
-TYPED_BY_PEOPLE = [
+TYPED_BY_USERS = [
     "data.mean(dim=-1)",
     "data.abs().max(dim=-1).values",
     "data.max(dim=-1)[0]",
@@ -56,14 +56,14 @@ def reduced(plan: ReductionPlan, vectors: torch.Tensor) -> np.ndarray:
     return plan.combine(parts)
 
 
-@pytest.mark.parametrize("text", TYPED_BY_PEOPLE)
-def test_what_people_typed_gives_what_torch_gives(text: str) -> None:
+@pytest.mark.parametrize("text", TYPED_BY_USERS)
+def test_typed_filters_are_equal_to_torch(text: str) -> None:
     """The seeds bound `data` [batch, tokens, pixels, numbers] and had Python evaluate the text."""
     data = torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(1))
-    wanted = eval(text, {"torch": torch}, {"data": data})  # of the texts above
+    expected = eval(text, {"torch": torch}, {"data": data})  # of the texts above
     plan = compile_reduction_plan(parse_reducer(text), width=24, pixels=4)
     found = reduced(plan, data.flatten(-2))
-    np.testing.assert_allclose(found[..., 0], wanted.float().numpy(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found[..., 0], expected.float().numpy(), rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=120)
@@ -82,13 +82,13 @@ def test_merged_shards_are_the_unsharded_reference(text: str, pixels: int, shard
     np.testing.assert_allclose(found, unsharded(reducer, data, pixels), rtol=TOLERANCE, atol=1e-6)
 
 
-def one_of_each() -> list[Reducer]:
+def all_reducers() -> list[Reducer]:
     return [parse_reducer(name if name != "histogram" else "histogram(6, -2, 2)") for name in NAMES]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("pixels", [1, 2, 5, 8])
-@pytest.mark.parametrize("reducer", one_of_each(), ids=NAMES)
+@pytest.mark.parametrize("reducer", all_reducers(), ids=NAMES)
 def test_a_program_is_the_reference(reducer: Reducer, pixels: int, shards: int) -> None:
     if pixels == 5 and shards > 1:
         return
@@ -128,12 +128,12 @@ def test_a_strided_view_with_gradients_is_read_and_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "shape", "told"),
+    ("width", "shape", "message"),
     [(23, (2, 4, 1), "23 numbers was given to a plan of 24"), (24, (2, 5, 1), r"must be \(2, 4, 1\)")],
 )
-def test_what_does_not_fit_is_refused(width: int, shape: tuple[int, ...], told: str) -> None:
+def test_what_does_not_fit_is_refused(width: int, shape: tuple[int, ...], message: str) -> None:
     program = DeviceProgram(compile_reduction_plan(parse_reducer("mean"), width=WIDTH, pixels=4).program(0), CPU)
-    with pytest.raises(TrainerError, match=told):
+    with pytest.raises(TrainerError, match=message):
         program.run(torch.zeros(2, width), torch.zeros(shape))
 
 
@@ -144,8 +144,8 @@ def test_the_device_writes_the_golden_bytes(entry: dict[str, Any]) -> None:
     data, scales = torch.empty(values.shape, dtype=DTYPES[code]), torch.empty(values.shape[:-1])
     encode_into(code, values, data, scales if code is TensorCode.I8 else None)
     if code in {TensorCode.F16, TensorCode.F32}:  # of a NaN, the bits may differ
-        wanted = np.frombuffer(bytes.fromhex(entry["data"]), data.numpy().dtype).reshape(entry["shape"])
-        np.testing.assert_array_equal(data.numpy(), wanted)
+        expected = np.frombuffer(bytes.fromhex(entry["data"]), data.numpy().dtype).reshape(entry["shape"])
+        np.testing.assert_array_equal(data.numpy(), expected)
     else:
         assert data.numpy().tobytes().hex() == entry["data"]
     assert entry["scales"] in {None, scales.numpy().tobytes().hex()}
@@ -156,15 +156,15 @@ def test_the_device_writes_the_golden_bytes(entry: dict[str, Any]) -> None:
 def test_the_device_writes_what_the_reference_writes(numbers: list[float]) -> None:
     values = np.array([numbers, numbers[::-1]], np.float32)
     for code in TensorCode:
-        wanted = encode(code, values)
+        expected = encode(code, values)
         data, scales = torch.empty(values.shape, dtype=DTYPES[code]), torch.empty(2)
         encode_into(code, torch.from_numpy(values), data, scales)
         found = decode(code, data.numpy(), scales.numpy())
-        np.testing.assert_array_equal(found, decode(code, wanted.data, wanted.scales))
+        np.testing.assert_array_equal(found, decode(code, expected.data, expected.scales))
 
 
 OF_TWO_WIDTHS = [
-    (text, 3, 1) for text in [*TYPED_BY_PEOPLE, "std", "histogram(4, -1, 1)", "where(data.mean() > 0, 1, 0)"]
+    (text, 3, 1) for text in [*TYPED_BY_USERS, "std", "histogram(4, -1, 1)", "where(data.mean() > 0, 1, 0)"]
 ]
 MERGED = [(text, 1, 4) for text in ["mean", "std", "data.abs().max() / data.sum()", "histogram(4, -1, 1)"]]
 

@@ -76,13 +76,13 @@ def part(number: int) -> Frame:
 
 @pytest.fixture
 def publisher(path: pathlib.Path) -> Iterator[FramePublisher]:
-    one = FramePublisher(path, HELLO, bound_bytes=1 << 20)
-    one.start()
-    yield one
-    one.close()
+    frame_publisher = FramePublisher(path, HELLO, bound_bytes=1 << 20)
+    frame_publisher.start()
+    yield frame_publisher
+    frame_publisher.close()
 
 
-def test_frames_come_in_order_behind_who_sends_them(path: pathlib.Path, publisher: FramePublisher) -> None:
+def test_frames_arrive_in_order_after_the_publisher_frame(path: pathlib.Path, publisher: FramePublisher) -> None:
     with listening(path) as listener:
         publisher.post(ReadyFrames([part(0), part(1)]))
         with accepted(listener) as peer:
@@ -98,19 +98,19 @@ def test_a_path_longer_than_the_address_of_a_socket_is_connected_to(tmp_path: pa
     with bound(folder) as listener:
         listener.listen()
         listener.settimeout(20)
-        one = FramePublisher(folder / "scope.sock", HELLO)
-        one.start()
+        frame_publisher = FramePublisher(folder / "scope.sock", HELLO)
+        frame_publisher.start()
         with accepted(listener) as peer:
             assert read(peer).header == {"rank": 3}
-        one.close()
-        assert not one.failures
+        frame_publisher.close()
+        assert not frame_publisher.failures
 
 
 def test_a_connection_that_cannot_be_made_is_reported_once(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
-    one = FramePublisher(tmp_path / "file" / "scope.sock", HELLO)
-    assert not one._connect() and not one._connect()
-    assert list(one.failures) == [
+    frame_publisher = FramePublisher(tmp_path / "file" / "scope.sock", HELLO)
+    assert not frame_publisher._connect() and not frame_publisher._connect()
+    assert list(frame_publisher.failures) == [
         f"no connection to {tmp_path}/file/scope.sock: [Errno 20] Not a directory: '{tmp_path}/file'"
     ]
 
@@ -144,7 +144,7 @@ class Step:
         return [Frame(FrameType.SCOPE_PART, header | {"dropped": True}) for header in self._headers]
 
 
-def test_a_peer_that_does_not_read_costs_the_oldest_steps_and_they_say_so(
+def test_a_stalled_peer_loses_the_oldest_steps_which_are_marked_dropped(
     path: pathlib.Path, publisher: FramePublisher
 ) -> None:
     with listening(path) as listener, accepted(listener) as peer:
@@ -154,89 +154,89 @@ def test_a_peer_that_does_not_read_costs_the_oldest_steps_and_they_say_so(
             assert publisher.held_bytes <= (1 << 20) + 41 * FRAME_COST
         assert read(peer).header == {"rank": 3}
         assert read(peer).header == {"step": 0}
-        told = [read(peer).header for _ in range(40)]
-    assert [one["step"] for one in told] == list(range(40))
-    dropped = [one["step"] for one in told if one.get("dropped")]
+        headers = [read(peer).header for _ in range(40)]
+    assert [header["step"] for header in headers] == list(range(40))
+    dropped = [header["step"] for header in headers if header.get("dropped")]
     assert publisher.dropped == len(dropped) >= 25
     assert dropped[-1] <= 31  # the newest megabyte is there; before it the socket's buffer may have taken some
-    assert {one["part"] for one in told} == {0}
+    assert {header["part"] for header in headers} == {0}
 
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_a_slow_reader_loses_nothing_of_probes_and_prompts(data: st.DataObject) -> None:
     kinds = st.sampled_from([DropPolicy.STEP, DropPolicy.PROMPTS, DropPolicy.PROBE])
-    wanted = data.draw(st.lists(st.tuples(kinds, st.integers(1, 4)), min_size=1, max_size=16))
+    posted = data.draw(st.lists(st.tuples(kinds, st.integers(1, 4)), min_size=1, max_size=16))
     bound = 8 * BODY
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "scope.sock"
         with listening(path) as listener:
-            one = FramePublisher(path, HELLO, bound_bytes=bound, waiting_bytes=64 * (BODY + FRAME_COST))
-            one.start()
+            frame_publisher = FramePublisher(path, HELLO, bound_bytes=bound, waiting_bytes=64 * (BODY + FRAME_COST))
+            frame_publisher.start()
             with accepted(listener) as peer:
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                kept = 0
-                for number, (kind, frames) in enumerate(wanted):
-                    one.post(Step(number, kind=kind, frames=frames))
-                    kept += (kind is not DropPolicy.STEP) * (frames * BODY + FRAME_COST)
-                    assert one.held_bytes <= kept + bound + len(wanted) * FRAME_COST
-                told = [read(peer).header for _ in range(1 + sum(frames for _, frames in wanted))][1:]
-            one.close()
-    for number, (kind, frames) in enumerate(wanted):
-        mine = [header for header in told if header["step"] == number]
+                delivered = 0
+                for number, (kind, frames) in enumerate(posted):
+                    frame_publisher.post(Step(number, kind=kind, frames=frames))
+                    delivered += (kind is not DropPolicy.STEP) * (frames * BODY + FRAME_COST)
+                    assert frame_publisher.held_bytes <= delivered + bound + len(posted) * FRAME_COST
+                headers = [read(peer).header for _ in range(1 + sum(frames for _, frames in posted))][1:]
+            frame_publisher.close()
+    for number, (kind, frames) in enumerate(posted):
+        mine = [header for header in headers if header["step"] == number]
         assert [header["part"] for header in mine] == list(range(frames))
         assert [header["more"] for header in mine] == [True] * (frames - 1) + [False]
-        gone = [header.get("dropped", False) for header in mine]
-        assert set(gone) <= ({True, False} if kind is DropPolicy.STEP else {False})
-        assert len(set(gone)) == 1, "whole steps only"
+        dropped = [header.get("dropped", False) for header in mine]
+        assert set(dropped) <= ({True, False} if kind is DropPolicy.STEP else {False})
+        assert len(set(dropped)) == 1, "whole steps only"
 
 
-def heard(one: FramePublisher, path: pathlib.Path, count: int) -> list[Mapping[str, Any]]:
+def received_headers(sender: FramePublisher, path: pathlib.Path, count: int) -> list[Mapping[str, Any]]:
     """Return the headers of a publisher's first frames, after the one that names it."""
     with listening(path) as listener:
-        one.start()
+        sender.start()
         with accepted(listener) as peer:
             read(peer)
-            told = [read(peer).header for _ in range(count)]
-    one.close()
-    return told
+            headers = [read(peer).header for _ in range(count)]
+    sender.close()
+    return headers
 
 
-def test_the_newest_step_is_kept_however_large(path: pathlib.Path) -> None:
-    one = FramePublisher(path, HELLO, bound_bytes=BODY)
+def test_the_newest_step_is_retained_however_large(path: pathlib.Path) -> None:
+    frame_publisher = FramePublisher(path, HELLO, bound_bytes=BODY)
     for number in range(3):
-        one.post(Step(number, frames=4))
-        assert one.held_bytes <= 4 * BODY + 3 * FRAME_COST
-    told = heard(one, path, 12)
-    assert [header.get("dropped", False) for header in told] == [True] * 8 + [False] * 4
+        frame_publisher.post(Step(number, frames=4))
+        assert frame_publisher.held_bytes <= 4 * BODY + 3 * FRAME_COST
+    headers = received_headers(frame_publisher, path, 12)
+    assert [header.get("dropped", False) for header in headers] == [True] * 8 + [False] * 4
 
 
-def test_probes_and_steps_take_turns(path: pathlib.Path) -> None:
+def test_probes_and_steps_alternate(path: pathlib.Path) -> None:
     late = Step(0, kind=DropPolicy.PROBE, frames=6, body=1 << 10)
     late.is_ready = False
-    one = FramePublisher(path, HELLO)
-    one.post(late)
+    frame_publisher = FramePublisher(path, HELLO)
+    frame_publisher.post(late)
     for number in range(3):
-        one.post(Step(number, body=1 << 10))
+        frame_publisher.post(Step(number, body=1 << 10))
     late.is_ready = True
-    names = ["probe" in header for header in heard(one, path, 9)]
+    names = ["probe" in header for header in received_headers(frame_publisher, path, 9)]
     assert names == [False, True, False, True, False, True, True, True, True]
 
 
-def test_a_probe_for_which_there_is_no_room_is_told(path: pathlib.Path) -> None:
-    one = FramePublisher(path, HELLO, waiting_bytes=4 * BODY)
+def test_a_probe_that_exceeds_the_memory_is_reported_dropped(path: pathlib.Path) -> None:
+    frame_publisher = FramePublisher(path, HELLO, waiting_bytes=4 * BODY)
     for number, frames in enumerate((2, 3, 1)):
-        one.post(Step(number, kind=DropPolicy.PROBE, frames=frames))
-    told = heard(one, path, 6)
-    assert [(header["probe"], header.get("dropped", False)) for header in told] == [
+        frame_publisher.post(Step(number, kind=DropPolicy.PROBE, frames=frames))
+    headers = received_headers(frame_publisher, path, 6)
+    assert [(header["probe"], header.get("dropped", False)) for header in headers] == [
         *[("0", False)] * 2,
         *[("1", True)] * 3,
         ("2", False),
     ]
-    assert one.dropped == 1
+    assert frame_publisher.dropped == 1
 
 
-def test_a_probe_that_is_larger_than_the_room_goes_alone() -> None:
+def test_a_probe_larger_than_the_memory_is_sent_alone() -> None:
     waiting = FrameQueue(1 << 20, 4 * BODY)
     for number in range(2):
         waiting.put(Step(number, kind=DropPolicy.PROBE, frames=8))
@@ -270,31 +270,31 @@ def test_a_peer_that_dies_is_found_again(path: pathlib.Path, publisher: FramePub
         assert steps == sorted(steps)
 
 
-def test_nobody_there(path: pathlib.Path, publisher: FramePublisher) -> None:
+def test_steps_without_a_reader_are_bounded(path: pathlib.Path, publisher: FramePublisher) -> None:
     for number in range(40):
         publisher.post(Step(number))
         assert publisher.held_bytes <= (1 << 20) + 40 * FRAME_COST
     with listening(path) as listener, accepted(listener) as peer:
         assert read(peer).header == {"rank": 3}
-        told = [read(peer).header for _ in range(40)]
-    assert [one["step"] for one in told if not one.get("dropped")] == list(range(publisher.dropped, 40))
+        headers = [read(peer).header for _ in range(40)]
+    assert [header["step"] for header in headers if not header.get("dropped")] == list(range(publisher.dropped, 40))
 
 
-def test_what_rank_0_tells_is_bounded_and_the_newest_is_kept(path: pathlib.Path) -> None:
-    one = FramePublisher(path, HELLO, bound_bytes=64 * FRAME_COST)
+def test_frames_of_rank_0_are_bounded_and_the_newest_retained(path: pathlib.Path) -> None:
+    frame_publisher = FramePublisher(path, HELLO, bound_bytes=64 * FRAME_COST)
     for number in range(100):
-        one.post(ReadyFrames([Frame(FrameType.SCOPE_TOKENS, {"step": number})]))
-        assert one.held_bytes <= 64 * FRAME_COST
+        frame_publisher.post(ReadyFrames([Frame(FrameType.SCOPE_TOKENS, {"step": number})]))
+        assert frame_publisher.held_bytes <= 64 * FRAME_COST
     with listening(path) as listener:
-        one.start()
+        frame_publisher.start()
         with accepted(listener) as peer:
             read(peer)
-            told = [read(peer).header["step"] for _ in range(100 - one.dropped)]
-    one.close()
-    assert told == list(range(one.dropped, 100))
+            steps = [read(peer).header["step"] for _ in range(100 - frame_publisher.dropped)]
+    frame_publisher.close()
+    assert steps == list(range(frame_publisher.dropped, 100))
 
 
-def test_steps_that_never_come_are_bounded(publisher: FramePublisher) -> None:
+def test_steps_that_never_become_ready_are_bounded(publisher: FramePublisher) -> None:
     steps = [Step(number) for number in range(MOST_COMING + 5)]
     for step in steps:
         step.is_ready = False
@@ -305,7 +305,7 @@ def test_steps_that_never_come_are_bounded(publisher: FramePublisher) -> None:
         step.is_ready = True
 
 
-def test_what_cannot_be_told_is_counted_and_said(path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsendable_steps_are_counted_and_logged(path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Step):
         def build(self) -> Iterator[Frame]:
             yield next(super().build())
@@ -321,8 +321,8 @@ def test_what_cannot_be_told_is_counted_and_said(path: pathlib.Path, caplog: pyt
     publisher = FramePublisher(path, HELLO)
     for step in (Broken(0, frames=3), TooLarge(1, frames=2), Step(2)):
         publisher.post(step)
-    told = heard(publisher, path, 6)
-    seen = [(header["step"], header["part"], header.get("dropped", False)) for header in told]
+    headers = received_headers(publisher, path, 6)
+    seen = [(header["step"], header["part"], header.get("dropped", False)) for header in headers]
     assert seen == [(0, 0, False), (0, 1, True), (0, 2, True), (1, 0, False), (1, 1, True), (2, 0, False)]
     assert next(iter(publisher.failures)) == "'no such row'"
     assert any("no such row" in line for line in caplog.messages)
@@ -331,13 +331,13 @@ def test_what_cannot_be_told_is_counted_and_said(path: pathlib.Path, caplog: pyt
 
 def test_the_end_sends_what_is_left(path: pathlib.Path) -> None:
     with listening(path) as listener:
-        one = FramePublisher(path, HELLO)
-        one.start()
-        one.post(ReadyFrames([part(number) for number in range(5)]))
+        frame_publisher = FramePublisher(path, HELLO)
+        frame_publisher.start()
+        frame_publisher.post(ReadyFrames([part(number) for number in range(5)]))
         peer = accepted(listener)
         with peer:
             assert read(peer).header == {"rank": 3}
-            closing = threading.Thread(target=one.close, kwargs={"timeout_s": 20})
+            closing = threading.Thread(target=frame_publisher.close, kwargs={"timeout_s": 20})
             closing.start()
             assert [read(peer).header["step"] for _ in range(5)] == list(range(5))
             assert peer.recv(1) == b""
@@ -346,48 +346,50 @@ def test_the_end_sends_what_is_left(path: pathlib.Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_through_the_agent_a_hub_that_is_late_gets_a_whole_probe_and_hears_of_every_step(
+async def test_a_slow_hub_after_the_agent_gets_the_whole_probe_and_every_step_number(
     path: pathlib.Path,
 ) -> None:
     """The real agent's socket: while the hub takes nothing, all but its 8 MiB waits in the rank."""
     agent = ScopeSocket(path.parent, lambda: None)
     probe, steps = PartTracker(), {number: PartTracker() for number in range(30)}
     async with asyncio.timeout(20), agent.running():
-        one = FramePublisher(path, Frame(FrameType.SCOPE_PUBLISHER, {"rank": 0}))
-        one.start()
-        one.post(Step(0, kind=DropPolicy.PROBE, frames=24, body=1 << 20))
+        frame_publisher = FramePublisher(path, Frame(FrameType.SCOPE_PUBLISHER, {"rank": 0}))
+        frame_publisher.start()
+        frame_publisher.post(Step(0, kind=DropPolicy.PROBE, frames=24, body=1 << 20))
         for number in steps:
-            one.post(Step(number, body=1 << 20))
+            frame_publisher.post(Step(number, body=1 << 20))
         while agent.buffer.held_bytes < LIMIT_BYTES:
             await asyncio.sleep(0)
         assert agent.buffer.held_bytes < LIMIT_BYTES + (2 << 20)
-        assert one.held_bytes <= BOUND_BYTES + (26 << 20)
+        assert frame_publisher.held_bytes <= BOUND_BYTES + (26 << 20)
         while not (probe.finished and all(step.finished for step in steps.values())):
             if (data := agent.pop()) is not None and (frame := decoded(data)).type == FrameType.SCOPE_PART:
                 assert len(data) <= MAX_PART_BYTES
                 of = probe if "probe" in frame.header else steps[frame.header["step"]]
                 of.add(part_of(0, frame.header))
             await asyncio.sleep(0)
-        await asyncio.to_thread(one.close)
+        await asyncio.to_thread(frame_publisher.close)
     assert not probe.dropped
     dropped = [number for number, step in steps.items() if step.dropped]
-    assert 0 < len(dropped) == one.dropped and 29 not in dropped
+    assert 0 < len(dropped) == frame_publisher.dropped and 29 not in dropped
 
 
-def test_it_works_in_lulls_or_where_it_falls_behind(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_are_sent_in_idle_windows_or_when_too_many_wait(
+    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(publishing, "_IDLE_WINDOW_S", 600)
-    lull = IdleWindow()
-    one = FramePublisher(path, HELLO, idle_window=lull)
+    idle_window = IdleWindow()
+    frame_publisher = FramePublisher(path, HELLO, idle_window=idle_window)
     with listening(path) as listener:
-        one.start()
+        frame_publisher.start()
         for number in range(publishing._MAX_LAG_STEPS + 4):
-            one.post(Step(number, body=1))
+            frame_publisher.post(Step(number, body=1))
         with accepted(listener) as peer:
             assert read(peer).header == {"rank": 3}
             assert [read(peer).header["step"] for _ in range(4)] == list(range(4))
             assert not select.select([peer], [], [], 0)[0]
-            with lull:
+            with idle_window:
                 assert [read(peer).header["step"] for _ in range(8)] == list(range(4, 12))
-            one.post(Step(12, body=1))
-            one.close()  # the rest is sent without an idle window
+            frame_publisher.post(Step(12, body=1))
+            frame_publisher.close()  # the rest is sent without an idle window
             assert read(peer).header["step"] == 12

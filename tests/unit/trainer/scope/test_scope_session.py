@@ -57,21 +57,21 @@ class Opened:
         self.plain = plain_of(self.model, config)
 
     def begin(self, capture: CaptureSettings, run: str = RUN, **fields: Any) -> None:
-        wanted = [GenerationRequest(**{**_fields(one), **fields}) for one in requests()]
-        for request in self.leader.begin_run(run, capture, wanted):
+        generation_requests = [GenerationRequest(**{**_fields(request), **fields}) for request in requests()]
+        for request in self.leader.begin_run(run, capture, generation_requests):
             self.engine.submit(request)
 
     def parts(self, run: str = RUN) -> list[Frame]:
         frames = [decode(data) for data in self.sent.frames()]
-        return [one for one in frames if one.type == FrameType.SCOPE_PART and one.header.get("run") == run]
+        return [frame for frame in frames if frame.type == FrameType.SCOPE_PART and frame.header.get("run") == run]
 
     def hooks(self) -> int:
-        return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in self.model.modules())
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self.model.modules())
 
     def truth(self, events: list[Event], sample: int, run: str = RUN) -> dict[str, Any]:
         prompt = requests()[sample].prompt
         named = f"{run}-{sample}"
-        tokens = [one.token for one in events if isinstance(one, TokenEvent) and one.request_id == named]
+        tokens = [event.token for event in events if isinstance(event, TokenEvent) and event.request_id == named]
         return SeenGpt(self.plain._weights, self.plain._shape).sites([*prompt, *tokens[:-1]])
 
 
@@ -93,8 +93,8 @@ def seen_and_unseen(variant: str) -> tuple[bool, list[int]]:
         opened = Opened(layout, device, variant)
         hooks = [opened.hooks()]
         logits = []
-        for looks in (False, True, False):
-            if looks:
+        for capturing in (False, True, False):
+            if capturing:
                 opened.begin(CaptureSettings(), logits=True)
             else:
                 for request in requests():
@@ -104,7 +104,7 @@ def seen_and_unseen(variant: str) -> tuple[bool, list[int]]:
             hooks.append(opened.hooks())
             opened.leader.observe(events)
             events += observed(opened.engine, opened.leader)
-            logits.append([one.logits for one in events if isinstance(one, TokenEvent)])
+            logits.append([event.logits for event in events if isinstance(event, TokenEvent)])
         hooks.append(opened.hooks())
         same = all(torch.equal(a, b) for pair in zip(*logits, strict=True) for a, b in itertools.pairwise(pair))
         return same and len(logits[0]) > 0, hooks
@@ -134,10 +134,10 @@ def changed() -> tuple[dict[int, set[str]], dict[int, set[str]], int]:
 
 
 def test_captures_change_at_the_next_step(run_ranks: RunRanks) -> None:
-    ((looked, unseen, hooks),) = run_ranks(1, changed)
+    ((captured, unseen, hooks),) = run_ranks(1, changed)
     measures = {"residual.norm", "residual.change", "residual.cosine", "head.entropy", "head.max", "head.sink"}
     lite = {"q", "k", "v", "mlp2", *measures}
-    assert looked == {
+    assert captured == {
         0: lite | {"mlp1", "atlas"},
         1: lite | {"mlp1", "attention"},
         2: lite | {"mlp1", "attention"},
@@ -149,7 +149,7 @@ def test_captures_change_at_the_next_step(run_ranks: RunRanks) -> None:
     assert hooks == 0
 
 
-def beside_each_other() -> list[bool]:
+def concurrent_runs() -> list[bool]:
     """Two runs of other filters at once, with other prompts between: each has its own numbers."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
@@ -159,18 +159,18 @@ def beside_each_other() -> list[bool]:
         }
         opened.engine.submit(GenerationRequest(id="unseen", prompt=prompts((4,))[0], max_new_tokens=9))
         for run, capture in captures.items():
-            wanted = opened.leader.begin_run(run, capture, requests()[:1])
-            opened.engine.submit(wanted[0])
+            accepted = opened.leader.begin_run(run, capture, requests()[:1])
+            opened.engine.submit(accepted[0])
         events = observed(opened.engine, opened.leader)
         out = []
         for run, site in ((RUN, "q"), (OTHER, "q before")):
             truth = opened.truth(events, 0, run)[site].reshape(-1, 4, 64)
-            pieces = [
-                piece for part in opened.parts(run) for piece in shard_tensors_of(part, 0) if piece.tensor.name == "q"
+            shards = [
+                shard for part in opened.parts(run) for shard in shard_tensors_of(part, 0) if shard.tensor.name == "q"
             ]
-            table = merge(pieces)
-            wanted_rows = truth.reshape(len(truth), 4, 8, 8).max(-1) if run == RUN else pooled(truth, 4)
-            out.append(np.allclose(table.data, wanted_rows, rtol=1e-4, atol=1e-5))
+            table = merge(shards)
+            expected_rows = truth.reshape(len(truth), 4, 8, 8).max(-1) if run == RUN else pooled(truth, 4)
+            out.append(np.allclose(table.data, expected_rows, rtol=1e-4, atol=1e-5))
         return out
 
 
@@ -181,14 +181,14 @@ def unseen_between() -> list[str]:
         opened.engine.submit(GenerationRequest(id="unseen", prompt=prompts((4,))[0], max_new_tokens=9))
         for _ in range(3):
             opened.leader.observe(opened.engine.step())
-        wanted = GenerationRequest(id="x", prompt=prompts((40,))[0], max_new_tokens=2)
-        opened.engine.submit(*opened.leader.begin_run(RUN, CaptureSettings(), [wanted]))
+        request = GenerationRequest(id="x", prompt=prompts((40,))[0], max_new_tokens=2)
+        opened.engine.submit(*opened.leader.begin_run(RUN, CaptureSettings(), [request]))
         events = observed(opened.engine, opened.leader)
         return [event.reason for event in events if isinstance(event, FinishedEvent)]
 
 
-def test_runs_beside_each_other(run_ranks: RunRanks) -> None:
-    assert run_ranks(1, beside_each_other) == [[True, True]]
+def test_concurrent_runs_are_captured_separately(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, concurrent_runs) == [[True, True]]
     assert run_ranks(1, unseen_between) == [["length", "length"]]
 
 
@@ -219,27 +219,27 @@ def own_sites() -> list[bool]:
         forget_site("normed")
         forget_site("last")
         truth = opened.truth(events, 0, OTHER)
-        pieces = [piece for part in opened.parts(OTHER) for piece in shard_tensors_of(part, 0) if piece.rows[0][0] == 0]
-        last = {piece.rows: piece for piece in pieces if piece.tensor.name == "last"}
-        rows = [row for piece in last.values() for row in piece.rows if row[0] == 0]
-        wanted = np.sqrt(pooled(np.square(truth["final_norm"]), 2))
-        found = merge([piece for piece in pieces if piece.tensor.name == "last"])
+        shards = [shard for part in opened.parts(OTHER) for shard in shard_tensors_of(part, 0) if shard.rows[0][0] == 0]
+        last = {shard.rows: shard for shard in shards if shard.tensor.name == "last"}
+        rows = [row for shard in last.values() for row in shard.rows if row[0] == 0]
+        expected = np.sqrt(pooled(np.square(truth["final_norm"]), 2))
+        found = merge([shard for shard in shards if shard.tensor.name == "last"])
         mine = [place for place, row in enumerate(found.rows) if row[0] == 0]
         frames = [decode(data) for data in opened.sent.frames()]
-        exact = [one for one in frames if one.header.get("probe") == probe]
-        (piece,) = [piece for one in exact for piece in shard_tensors_of(one, 0)]
-        names = {piece.tensor.name for piece in pieces}
+        exact = [frame for frame in frames if frame.header.get("probe") == probe]
+        (own,) = [own for frame in exact for own in shard_tensors_of(frame, 0)]
+        names = {shard.tensor.name for shard in shards}
         opened.sent.jobs[:0] = sent
         return [
             len(rows) > 5,
-            np.allclose(found.data[mine], wanted, rtol=1e-4, atol=1e-5),
+            np.allclose(found.data[mine], expected, rtol=1e-4, atol=1e-5),
             {"normed.mean", "normed.absmax", "last", "mlp1"} <= names,
             "q" not in names,
-            piece.layers == (1, 2) and piece.tensor.data.shape == (3, 2, 64),
+            own.layers == (1, 2) and own.tensor.data.shape == (3, 2, 64),
         ]
 
 
-def test_sites_of_people_s_own(run_ranks: RunRanks) -> None:
+def test_plugin_sites_are_captured(run_ranks: RunRanks) -> None:
     assert run_ranks(1, own_sites) == [[True] * 5]
 
 
@@ -247,7 +247,7 @@ def refused() -> list[str]:
     """Return the errors for what cannot be captured."""
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
-        leader, told = opened.leader, []
+        leader, refusals = opened.leader, []
         hidden = np.zeros((1, 8, 3), "<f4")
         tensors = [Tensor("mean", "f32", hidden[0, :1]), Tensor("basis", "f32", hidden)]
         captures = [{"pinned": [{"layer": 4, "head": 0}]}, {"pixels": {"qkv": 768}, "expression": {"qkv": "data[3]"}}]
@@ -258,26 +258,26 @@ def refused() -> list[str]:
         ]
         calls: list[Callable[[], object]] = [
             *(
-                lambda one=one: leader.begin_run(RUN, CaptureSettings.model_validate(one), requests())
-                for one in captures
+                lambda document=document: leader.begin_run(RUN, CaptureSettings.model_validate(document), requests())
+                for document in captures
             ),
-            *(lambda one=one: leader.probe(ProbeRequest.model_validate(one)) for one in probes),
+            *(lambda document=document: leader.probe(ProbeRequest.model_validate(document)) for document in probes),
             lambda: leader.set_basis(build_frame(FrameType.SCOPE_BASIS, {"version": 1, "layers": [0]}, tensors)),
             lambda: leader.set_basis(Frame(FrameType.SCOPE_BASIS, {"version": 1})),
         ]
         for call in calls:
             with pytest.raises((CaptureError, FilterError)) as caught:
                 call()
-            told.append(str(caught.value))
+            refusals.append(str(caught.value))
         assert not opened.engine.is_busy
         opened.engine.submit(requests()[0])
         assert drain(opened.engine)
-        return told
+        return refusals
 
 
-def test_what_cannot_be_looked_at_is_refused_before_it_begins(run_ranks: RunRanks) -> None:
-    (told,) = run_ranks(1, refused)
-    wanted = [
+def test_impossible_captures_are_refused_before_they_begin(run_ranks: RunRanks) -> None:
+    (refusals,) = run_ranks(1, refused)
+    expected = [
         "pinned.0: there is no layer 4",
         "",
         "there is no site 'nowhere'; sites: embedding",
@@ -286,7 +286,7 @@ def test_what_cannot_be_looked_at_is_refused_before_it_begins(run_ranks: RunRank
         "does not fit 1 layers of 64 numbers",
         "a basis has version, layers",
     ]
-    for text, part in zip(told, wanted, strict=True):
+    for text, part in zip(refusals, expected, strict=True):
         assert part in text
 
 
@@ -301,47 +301,47 @@ def cancelled_in_prefill() -> tuple[list[str], list[Any], int, list[str]]:
         for sample in range(3):
             opened.engine.cancel(f"{RUN}-{sample}")
         events = observed(opened.engine, opened.leader)
-        reasons = [str(one.reason) for one in events if isinstance(one, FinishedEvent)]
-        told = [decode(data) for data in opened.sent.frames()]
+        reasons = [str(event.reason) for event in events if isinstance(event, FinishedEvent)]
+        sent = [decode(data) for data in opened.sent.frames()]
         tokens: list[Any] = [
             (frame.header["step"], frame.header["rows"], frame.header["finished"])
-            for frame in told
+            for frame in sent
             if frame.type == FrameType.SCOPE_TOKENS
         ]
         assert begun and all(begun)
         return reasons, tokens, opened.hooks(), _in_order(opened)
 
 
-def _steps(opened: Opened, looking: CaptureController) -> None:
+def _steps(opened: Opened, controller: CaptureController) -> None:
     for _ in range(3):
-        looking.observe(opened.engine.step())
+        controller.observe(opened.engine.step())
 
 
 def _in_order(opened: Opened) -> list[str]:
     """Check that tokens of a run that are ready before its first state has been reported wait for it."""
-    looking = CaptureController(opened.leader)
+    controller = CaptureController(opened.leader)
     before = len(opened.sent.jobs)
-    with looking.quiet():
-        for request in looking.begin(OTHER, CaptureSettings(preset="off"), requests(1), [0, 0, 0], None):
+    with controller.quiet():
+        for request in controller.begin(OTHER, CaptureSettings(preset="off"), requests(1), [0, 0, 0], None):
             opened.engine.submit(request)
-        other = threading.Thread(target=_steps, args=(opened, looking))
+        other = threading.Thread(target=_steps, args=(opened, controller))
         other.start()
         while not opened.engine.is_busy:
             pass
-        looking.announce({"run": OTHER, "state": "queued"})
+        controller.announce({"run": OTHER, "state": "queued"})
     other.join()
     frames = [frame for job in opened.sent.jobs[before:] for frame in job.build()]
     names = {FrameType.SCOPE_TOKENS: "tokens", FrameType.SCOPE_RUN_STATE: "state"}
     return [names[FrameType(frame.type)] for frame in frames if frame.type in names]
 
 
-def test_a_run_that_is_cancelled_in_its_prefill_tells_what_came_and_ends(run_ranks: RunRanks) -> None:
+def test_a_run_cancelled_in_its_prefill_sends_its_rows_and_ends(run_ranks: RunRanks) -> None:
     ((reasons, tokens, hooks, order),) = run_ranks(1, cancelled_in_prefill)
     assert (reasons, tokens, hooks) == (["cancelled"] * 3, [(0, [[0, 2]], ["cancelled"])], 0)
     assert order == ["state", "tokens"]
 
 
-def told_of(opened: Opened, run: str, **fields: Any) -> list[tuple[dict[str, Any], bytes]]:
+def frames_of_run(opened: Opened, run: str, **fields: Any) -> list[tuple[dict[str, Any], bytes]]:
     """Return the reports of parts of a run, in order. Another run in between has a prompt that takes a slot that is
     free again."""
     capture = CaptureSettings.model_validate({"pinned": [{"layer": 0, "head": 1}], "expression": {"qkv": "data.max()"}})
@@ -361,9 +361,9 @@ def put_off() -> list[bool]:
     with groups_of("") as (layout, device):
         opened = Opened(layout, device)
         runs = [f"{number:012x}" for number in range(4)]
-        whole, short = told_of(opened, runs[0]), told_of(opened, runs[1], max_new_tokens=1)
+        whole, short = frames_of_run(opened, runs[0]), frames_of_run(opened, runs[1], max_new_tokens=1)
         opened.session._deferred.set_scheduler(opened.gang.idle_window.defer)
-        same = [told_of(opened, runs[2]) == whole, told_of(opened, runs[3], max_new_tokens=1) == short]
+        same = [frames_of_run(opened, runs[2]) == whole, frames_of_run(opened, runs[3], max_new_tokens=1) == short]
         probe, reading = opened.leader.probe(
             ProbeRequest.model_validate({"ids": [requests()[0].prompt], "sites": [{"site": "q", "layers": [1]}]})
         )
@@ -375,7 +375,7 @@ def put_off() -> list[bool]:
         return [*same, len(whole) > 6, len(short) > 0, len(probed) == 1, opened.hooks() == 0]
 
 
-def test_what_is_put_off_tells_the_same(run_ranks: RunRanks) -> None:
+def test_deferred_captures_send_the_same_frames(run_ranks: RunRanks) -> None:
     assert run_ranks(1, put_off) == [[True] * 6]
 
 

@@ -37,36 +37,36 @@ def sheets(draw: st.DrawFn, rows: int) -> list[RowTensor]:
     found = []
     for place in range(draw(st.integers(1, 4))):
         layers = draw(st.one_of(st.none(), st.sets(st.integers(0, 90), min_size=1, max_size=9)))
-        word = draw(st.sampled_from(["heads", "features", ""]))
+        axis = draw(st.sampled_from(["heads", "features", ""]))
         width, tail = draw(st.integers(1, 60)), draw(st.sampled_from([(), (3,), (40,)]))
-        first = draw(st.integers(0, 5)) if word else 0
+        first = draw(st.integers(0, 5)) if axis else 0
         shape = (rows, *(() if layers is None else (len(layers),)), width, *tail)
         values = np.random.default_rng(place).standard_normal(shape).astype("<f4")
-        said = {"replicated": not word} | ({word: [first, first + width]} if word else {})
+        header = {"replicated": not axis} | ({axis: [first, first + width]} if axis else {})
         known = None if layers is None else tuple(sorted(layers))
-        found.append(RowTensor(name=f"t{place}", code="f32", values=values, layers=known, header=said))
+        found.append(RowTensor(name=f"t{place}", code="f32", values=values, layers=known, header=header))
     return found
 
 
 @given(st.data(), st.integers(0, 7), st.sampled_from([SMALLEST, 4 << 10, 64 << 10]))
 @settings(max_examples=60, deadline=None)
 def test_any_rows_layers_and_widths(data: st.DataObject, rows: int, limit: int) -> None:
-    wanted = data.draw(sheets(rows))
-    found = list(split_into_frames(wanted, rows, limit))
-    assert [cut.is_last for cut in found] == [False] * (len(found) - 1) + [True]
-    pieces: dict[str, list[ShardTensor]] = {}
-    for cut in found:
-        assert sum(tensor.data.nbytes for tensor in cut.tensors) <= limit or _is_one_unit(cut.tensors)
-        header = HEADER | {"rows": [[0, cut.rows.start, cut.rows.stop - cut.rows.start]]}
-        for piece in shard_tensors_of(frame_again(header, cut.tensors), 0):
-            pieces.setdefault(piece.tensor.name, []).append(piece)
-    for sheet in wanted:
-        table = merge(pieces[sheet.name])
-        assert table.layers == sheet.layers
-        assert table.data.tobytes() == sheet.values.tobytes()
+    tensors = data.draw(sheets(rows))
+    found = list(split_into_frames(tensors, rows, limit))
+    assert [frame.is_last for frame in found] == [False] * (len(found) - 1) + [True]
+    shards: dict[str, list[ShardTensor]] = {}
+    for frame in found:
+        assert sum(tensor.data.nbytes for tensor in frame.tensors) <= limit or _is_single_unit(frame.tensors)
+        header = HEADER | {"rows": [[0, frame.rows.start, frame.rows.stop - frame.rows.start]]}
+        for shard in shard_tensors_of(frame_again(header, frame.tensors), 0):
+            shards.setdefault(shard.tensor.name, []).append(shard)
+    for drawn in tensors:
+        table = merge(shards[drawn.name])
+        assert table.layers == drawn.layers
+        assert table.data.tobytes() == drawn.values.tobytes()
 
 
-def _is_one_unit(tensors: Sequence[Any]) -> bool:
+def _is_single_unit(tensors: Sequence[Any]) -> bool:
     """One head or feature of one row and layer cannot be cut."""
     (tensor,) = tensors
     axis = 1 if "layers" not in tensor.extra else 2
@@ -77,9 +77,9 @@ def frame_again(header: dict[str, Any], tensors: Sequence[Any]) -> Frame:
     return decode(encode(build_frame(FrameType.SCOPE_PART, header, tensors)))
 
 
-def parts_of(found: Sequence[NamedTensor], told: Sequence[FrameSpec], **options: Any) -> StepFrames:
-    parcel = pack(found)
-    return StepFrames(PendingCopy(parcel, parcel.flat.clone(), None, None), told, **options)
+def parts_of(found: Sequence[NamedTensor], specs: Sequence[FrameSpec], **options: Any) -> StepFrames:
+    packed = pack(found)
+    return StepFrames(PendingCopy(packed, packed.flat.clone(), None, None), specs, **options)
 
 
 def test_frames_of_a_large_probe_stay_under_the_limit_of_the_protocol() -> None:
@@ -93,25 +93,25 @@ def test_frames_of_a_large_probe_stay_under_the_limit_of_the_protocol() -> None:
     parts = parts_of([found], [FrameSpec(group=0, header=header, rows=rows, select=range(2), is_probe=True)])
     assert parts.kind is DropPolicy.PROBE and parts.nbytes == values.numel() * 4
     assert [mark.header["rows"] for mark in parts.marks()] == [[[0, 5, 2]]]
-    pieces, more = [], []
+    sliced, more = [], []
     for frame in parts.build():
         data = encode(frame)
         assert len(data) <= MAX_PART_BYTES
-        pieces += shard_tensors_of(decode(data), 0)
+        sliced += shard_tensors_of(decode(data), 0)
         more.append(frame.header["more"])
     assert more == [True] * (len(more) - 1) + [False] and len(more) > 4
-    assert merge(pieces).data.tobytes() == values.transpose(0, 1).contiguous().numpy().tobytes()
+    assert merge(sliced).data.tobytes() == values.transpose(0, 1).contiguous().numpy().tobytes()
     assert parts.marks() == []
 
 
-def test_pinned_heads_of_long_texts_and_pictures_are_cut_too() -> None:
+def test_pinned_heads_and_atlases_of_long_texts_are_split_too() -> None:
     heads, keys, slots = 4, 3000, 3
     codes = torch.randint(0, 256, (heads, slots, keys), dtype=torch.uint8)
     cells = torch.randint(0, 256, (6, 4, 8, 8), dtype=torch.uint8)
     pinned = NamedTensor(name="pinned", values=codes, group=EVERY)
-    said = {"site": "attention", "heads": [0, 4], "replicated": False}
+    header = {"site": "attention", "heads": [0, 4], "replicated": False}
     picture = NamedTensor(
-        name=f"{ATLAS}r 2", values=cells, layers=tuple(range(6)), header=said, group=EVERY, has_rows=False
+        name=f"{ATLAS}r 2", values=cells, layers=tuple(range(6)), header=header, group=EVERY, has_rows=False
     )
     rows = [TrackedRow(token=2, sample=0, position=2000), TrackedRow(token=0, sample=1, position=10)]
     pins = [(place, 5, place) for place in range(heads)]
@@ -121,31 +121,31 @@ def test_pinned_heads_of_long_texts_and_pictures_are_cut_too() -> None:
     )
     frames = list(parts_of([pinned, picture], [step, atlas], part_bytes=3 << 10).build())
     assert all(len(encode(frame)) <= 4 << 10 for frame in frames) and len(frames) > 6
-    pieces = [piece for frame in frames for piece in shard_tensors_of(decode(encode(frame)), 0)]
-    got = attention_rows([piece for piece in pieces if piece.tensor.name == "attention"])
+    shards = [shard for frame in frames for shard in shard_tensors_of(decode(encode(frame)), 0)]
+    got = attention_rows([shard for shard in shards if shard.tensor.name == "attention"])
     assert len(got) == heads * len(rows)
     for sample, layer, head, position, found in got:
         slot = {0: 2, 1: 0}[sample]
         assert layer == 5
         assert np.array_equal(found, codes[head, slot, : position + 1].numpy())
     joined = np.zeros_like(cells.numpy())
-    for piece in pieces:
-        if piece.tensor.name == "atlas":
-            assert piece.rows == ((2, 0),) and piece.layers is not None and piece.span is not None
-            joined[list(piece.layers), slice(*piece.span)] = piece.tensor.data
+    for shard in shards:
+        if shard.tensor.name == "atlas":
+            assert shard.rows == ((2, 0),) and shard.layers is not None and shard.span is not None
+            joined[list(shard.layers), slice(*shard.span)] = shard.tensor.data
     assert np.array_equal(joined, cells.numpy())
 
 
-def test_coordinates_say_of_which_basis_and_probes_go_by_themselves() -> None:
+def test_coordinates_name_their_basis_and_probes_have_separate_frames() -> None:
     values = torch.zeros(2, 3, 8)
     points = NamedTensor(name="pca", values=values, layers=(0, 1), header={"site": "residual", VERSION: 7}, group=0)
     other = NamedTensor(name="q", values=values, layers=(0, 1), header={"site": "q"}, group=1)
     rows = [TrackedRow(token=place, sample=0, position=place) for place in range(3)]
-    told = [
+    specs = [
         FrameSpec(group=0, header=HEADER, rows=rows, select=range(3)),
         FrameSpec(group=1, header={"probe": "p", "more": True}, rows=rows, select=range(3), is_probe=True),
     ]
-    first, second = parts_of([points, other], told).split()
+    first, second = parts_of([points, other], specs).split()
     assert (first.kind, second.kind) == (DropPolicy.STEP, DropPolicy.PROBE)
     (step,), (probe,) = first.build(), second.build()
     assert step.header["pcaVersion"] == 7 and "pcaVersion" not in step.header["tensors"][0]
@@ -153,38 +153,38 @@ def test_coordinates_say_of_which_basis_and_probes_go_by_themselves() -> None:
 
 
 @given(st.data(), st.integers(1, 5), st.integers(0, 2))
-def test_a_frame_of_all_first_rows_is_the_one_that_would_be_cut(data: st.DataObject, rows: int, idle: int) -> None:
+def test_a_frame_that_fits_is_equal_to_the_frame_that_would_be_split(data: st.DataObject, rows: int, idle: int) -> None:
     source, layers = np.random.default_rng(rows), (3, 4)
     widths = data.draw(st.lists(st.sampled_from([(), (1,), (3,), (2, 2)]), min_size=1, max_size=4))
-    said = {"site": "q", VERSION: 7}
+    header = {"site": "q", VERSION: 7}
     found = [
         NamedTensor(
-            name=f"t{place}", values=random_of(source, (2, rows + idle, *width)), layers=layers, header=said, group=0
+            name=f"t{place}", values=random_of(source, (2, rows + idle, *width)), layers=layers, header=header, group=0
         )
         for place, width in enumerate(widths)
     ]
     found += [NamedTensor(name="else", values=random_of(source, (rows + idle, 3)), group=1)]
     pinned = torch.arange(2 * (rows + idle) * 9, dtype=torch.uint8).view(2, -1, 9)
     found += [NamedTensor(name="pinned", values=pinned, group=EVERY)]
-    told = FrameSpec(
+    spec = FrameSpec(
         group=data.draw(st.integers(0, 1)),
         header={"run": "r", "step": 4, "more": data.draw(st.booleans())},
         rows=[TrackedRow(token=place, sample=place, position=data.draw(st.integers(0, 8))) for place in range(rows)],
         select=range(rows),
         pinned=data.draw(st.sampled_from([(), ((1, 3, 0),), ((0, 3, 0), (1, 4, 2))])),
     )
-    parcel = pack(found)
-    arrival = PendingCopy(parcel, parcel.flat.clone(), None, None)
-    arrays = [pair for pair in arrival.open() if pair[0].group in {told.group, EVERY}]
-    whole = _whole(told, arrival, arrays, 1 << 20)
+    packed = pack(found)
+    pending = PendingCopy(packed, packed.flat.clone(), None, None)
+    arrays = [pair for pair in pending.open() if pair[0].group in {spec.group, EVERY}]
+    whole = _whole(spec, pending, arrays, 1 << 20)
     assert whole is not None
-    (cut,) = _frames(told, arrays, 1 << 20)
-    assert {**whole.header, "tensors": ()} == {**cut.header, "tensors": ()}
-    ours, theirs = ({one.name + str(one.extra): one for one in unpack(frame)} for frame in (whole, cut))
+    (sliced,) = _frames(spec, arrays, 1 << 20)
+    assert {**whole.header, "tensors": ()} == {**sliced.header, "tensors": ()}
+    ours, theirs = ({tensor.name + str(tensor.extra): tensor for tensor in unpack(frame)} for frame in (whole, sliced))
     assert list(ours) == list(theirs)
-    for name, one in ours.items():
-        np.testing.assert_array_equal(one.data, theirs[name].data)
-        assert (one.code, one.extra) == (theirs[name].code, theirs[name].extra)
+    for name, tensor in ours.items():
+        np.testing.assert_array_equal(tensor.data, theirs[name].data)
+        assert (tensor.code, tensor.extra) == (theirs[name].code, theirs[name].extra)
 
 
 def random_of(source: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:

@@ -25,13 +25,13 @@ MODEL = ServedModel(
 )
 
 
-def asked(**fields: Any) -> tuple[CompletionRequest, list[GenerationRequest]]:
+def request_of(**fields: Any) -> tuple[CompletionRequest, list[GenerationRequest]]:
     body = CompletionRequest(**fields)
     return body, completion_requests(MODEL, body, "name", 1)
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
+    ("fields", "expected"),
     [
         ({"echo": True, "logprobs": 1, "max_tokens": 0}, 2 * 5 * 2),
         ({"echo": True, "logprobs": 0, "max_tokens": 3}, 2 * (5 + 3)),
@@ -40,12 +40,12 @@ def asked(**fields: Any) -> tuple[CompletionRequest, list[GenerationRequest]]:
         ({"echo": True, "max_tokens": 3}, 0),
     ],
 )
-def test_an_answer_holds_texts_by_tokens_by_candidates(fields: dict[str, Any], wanted: int) -> None:
-    assert logprobs_held(*asked(prompt=[[1] * 5] * 2, **fields)) == wanted
+def test_an_answer_holds_texts_by_tokens_by_candidates(fields: dict[str, Any], expected: int) -> None:
+    assert logprobs_held(*request_of(prompt=[[1] * 5] * 2, **fields)) == expected
 
 
 @pytest.mark.parametrize(
-    ("fits", "over", "words"),
+    ("fits", "over", "message"),
     [
         (
             {"prompt": [[1] * TOKENS] * FITTING},
@@ -57,14 +57,14 @@ def test_an_answer_holds_texts_by_tokens_by_candidates(fields: dict[str, Any], w
     ],
 )
 def test_a_request_for_more_is_refused_with_what_to_send(
-    fits: dict[str, Any], over: dict[str, Any], words: str
+    fits: dict[str, Any], over: dict[str, Any], message: str
 ) -> None:
     common = {"echo": True, "logprobs": 1, "max_tokens": 0}
-    assert logprobs_held(*asked(**common, **fits)) == MOST_ANSWER_LOGPROBS
+    assert logprobs_held(*request_of(**common, **fits)) == MOST_ANSWER_LOGPROBS
     with pytest.raises(HttpError) as caught:
-        asked(**(common | over))
+        request_of(**(common | over))
     assert (caught.value.status, caught.value.param) == (413, "logprobs")
-    assert words in f"{caught.value} {caught.value.hint}"
+    assert message in f"{caught.value} {caught.value.hint}"
     assert f"an answer may hold {MOST_ANSWER_LOGPROBS} log-probabilities" in str(caught.value)
 
 
@@ -90,29 +90,29 @@ class IdleEngine:
         """Return None, as no request waits."""
 
 
-def with_desk(check: Callable[[RequestBroker], None]) -> None:
+def with_broker(check: Callable[[RequestBroker], None]) -> None:
     async def run() -> None:
-        desk = RequestBroker(most_open=9, tally=ServerStatistics())
+        broker = RequestBroker(most_open=9, tally=ServerStatistics())
         engine: Any = IdleEngine()
-        desk.open(engine)
-        check(desk)
+        broker.open(engine)
+        check(broker)
 
     asyncio.run(run())
 
 
 def test_all_answers_together_are_bounded_until_they_are_sent() -> None:
-    def check(desk: RequestBroker) -> None:
+    def check(broker: RequestBroker) -> None:
         names = iter(range(99))
 
         def submit(logprobs: int) -> Any:
-            return desk.submit([GenerationRequest(id=f"r{next(names)}", prompt=(1,))], logprobs=logprobs)
+            return broker.submit([GenerationRequest(id=f"r{next(names)}", prompt=(1,))], logprobs=logprobs)
 
         first, _ = submit(MOST_ANSWER_LOGPROBS), submit(MOST_OPEN_LOGPROBS - MOST_ANSWER_LOGPROBS)
         with pytest.raises(QueueFullError, match=f"this one would add 1, and the limit is {MOST_OPEN_LOGPROBS}"):
             submit(1)
-        assert desk.tally.refused == 1
+        assert broker.tally.refused == 1
         submit(0)
-        desk.release(first)
+        broker.release(first)
         submit(MOST_ANSWER_LOGPROBS)
 
-    with_desk(check)
+    with_broker(check)

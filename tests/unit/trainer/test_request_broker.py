@@ -28,14 +28,14 @@ PROMPT = prompts((5,))[0]
 MOST_OPEN = 6
 
 
-def with_desk(check: str) -> None:
+def with_broker(check: str) -> None:
     """Run one of the checks below."""
     with groups_of("") as (layout, device):
         config = config_of(VARIANTS["rotary-grouped"])
         gang, _ = open_engine(model_of(config, layout, device), config, layout, device)
-        desk = RequestBroker(most_open=MOST_OPEN, tally=ServerStatistics())
-        desk.open(Engine(gang, most_waiting=MOST_OPEN + MOST_PROBED))
-        asyncio.run(globals()[check](desk))
+        broker = RequestBroker(most_open=MOST_OPEN, tally=ServerStatistics())
+        broker.open(Engine(gang, most_waiting=MOST_OPEN + MOST_PROBED))
+        asyncio.run(globals()[check](broker))
 
 
 def publisher_limits() -> object:
@@ -54,7 +54,7 @@ def publisher_limits() -> object:
     return hello.header["limits"]
 
 
-def asked(name: str, count: int = 4) -> GenerationRequest:
+def request_of(name: str, count: int = 4) -> GenerationRequest:
     return GenerationRequest(id=name, prompt=PROMPT, max_new_tokens=count, temperature=0, ignore_end=True)
 
 
@@ -65,57 +65,57 @@ def probe(name: str, count: int) -> list[GenerationRequest]:
     ]
 
 
-async def ended(desk: RequestBroker, ticket: RequestHandle) -> None:
+async def ended(broker: RequestBroker, ticket: RequestHandle) -> None:
     left = len(ticket.ids)
     while left:
-        desk.step(0)
+        broker.step(0)
         while (item := await ticket.get(0.01)) is not None:
             left -= isinstance(item, FinishedEvent)
 
 
-async def probes_apart(desk: RequestBroker) -> None:
-    probed = desk.submit(probe("p", MOST_PROBED))
+async def probes_apart(broker: RequestBroker) -> None:
+    probed = broker.submit(probe("p", MOST_PROBED))
     with pytest.raises(QueueFullError, match=f"{MOST_PROBED} prompts of probes are open, and at most {MOST_PROBED}"):
-        desk.submit(probe("q", 1))
-    tickets = [desk.submit([asked(f"a{place}")]) for place in range(MOST_OPEN)]
-    assert [one.position for one in tickets] == list(range(MOST_OPEN)), "no probe is before them"
+        broker.submit(probe("q", 1))
+    tickets = [broker.submit([request_of(f"a{place}")]) for place in range(MOST_OPEN)]
+    assert [handle.position for handle in tickets] == list(range(MOST_OPEN)), "no probe is before them"
     with pytest.raises(QueueFullError, match=f"{MOST_OPEN} prompts are open"):
-        desk.submit([asked("b")])
-    assert desk.tally.refused == 1
+        broker.submit([request_of("b")])
+    assert broker.tally.refused == 1
     for ticket in (*tickets, probed):
-        await ended(desk, ticket)
-    await ended(desk, desk.submit(probe("q", 1)))
+        await ended(broker, ticket)
+    await ended(broker, broker.submit(probe("q", 1)))
 
 
-async def running_kept(desk: RequestBroker) -> None:
+async def running_runs_stay_listed(broker: RequestBroker) -> None:
     detached_runs.MAX_RUNS = 2
     model = ServedModel(name="tiny", created=0, capacity=64, vocab_size=96, most_prompts=1, most_open=1, most_tokens=40)
-    known = detached_runs.RunStore(desk)
+    known = detached_runs.RunStore(broker)
 
     def start(name: str) -> detached_runs.RunRecord:
-        return known.start(name, RunRequest(prompts=("a",)), 0, model, [asked(f"{name}-0", 30)])
+        return known.start(name, RunRequest(prompts=("a",)), 0, model, [request_of(f"{name}-0", 30)])
 
     start("first")
     second = start("second")
     known.cancel("second")
     while second.state not in detached_runs.ENDED:
-        desk.step(0)
+        broker.step(0)
         await asyncio.sleep(0)
     start("third")
     start("fourth")
-    assert [one.run for one in known.newest_first()] == ["fourth", "third", "first"]
-    desk.close(QueueFullError("the test is over"))
+    assert [record.run for record in known.newest_first()] == ["fourth", "third", "first"]
+    broker.close(QueueFullError("the test is over"))
     while known.get("fourth").state not in detached_runs.ENDED:
         await asyncio.sleep(0)
 
 
-def test_probes_have_places_of_their_own_and_wait_behind_all_others(run_ranks: Callable[..., list[Any]]) -> None:
-    run_ranks(1, with_desk, "probes_apart")
+def test_probes_have_separate_places_and_wait_after_all_others(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(1, with_broker, "probes_apart")
 
 
-def test_a_run_that_goes_on_is_not_forgotten_for_newer_ones(run_ranks: Callable[..., list[Any]]) -> None:
-    run_ranks(1, with_desk, "running_kept")
+def test_a_running_run_is_not_evicted_by_newer_runs(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(1, with_broker, "running_kept")
 
 
-def test_rank_0_tells_what_a_run_may_ask_for(run_ranks: Callable[..., list[Any]]) -> None:
+def test_rank_0_publishes_the_limits_of_a_run(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(1, publisher_limits) == [{"prompts": 2, "tokens": 40}]

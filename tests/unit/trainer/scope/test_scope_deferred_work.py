@@ -15,46 +15,46 @@ STEPS = st.lists(st.tuples(st.booleans(), st.booleans()))
 
 @given(STEPS)
 def test_work_is_done_in_order_and_before_what_it_reads_changes(steps: list[tuple[bool, bool]]) -> None:
-    lull, behind, done = IdleWindow(), DeferredWork(), list[int]()
-    behind.set_scheduler(lull.defer)
-    for number, (decodes, has_lull) in enumerate(steps):
-        behind.before_step(decode=decodes)
+    idle_window, deferred, done = IdleWindow(), DeferredWork(), list[int]()
+    deferred.set_scheduler(idle_window.defer)
+    for number, (decodes, has_window) in enumerate(steps):
+        deferred.before_step(decode=decodes)
         late = number - len(done)
         assert late == 0 or (late == 1 and decodes and not steps[number - 1][0])
-        behind.submit(functools.partial(done.append, number), of_prompts=not decodes)
+        deferred.submit(functools.partial(done.append, number), of_prompts=not decodes)
         assert number not in done
-        if has_lull:
-            with lull:
+        if has_window:
+            with idle_window:
                 pass
             assert (number in done) == decodes
         assert done == list(range(len(done)))
-    behind.flush()
+    deferred.flush()
     assert done == list(range(len(steps)))
 
 
-def test_what_prompts_left_waits_for_a_lull_of_the_next_step() -> None:
-    lull, behind, done = IdleWindow(), DeferredWork(), list[str]()
-    behind.set_scheduler(lull.defer)
-    behind.before_step(decode=False)
-    behind.submit(lambda: done.append("prompts"), of_prompts=True)
+def test_work_of_prompts_waits_for_an_idle_window_of_the_next_step() -> None:
+    idle_window, deferred, done = IdleWindow(), DeferredWork(), list[str]()
+    deferred.set_scheduler(idle_window.defer)
+    deferred.before_step(decode=False)
+    deferred.submit(lambda: done.append("prompts"), of_prompts=True)
     for _ in range(3):  # ranks that answer for the others wait more than once in a step
-        with lull:
+        with idle_window:
             assert done == []
-    behind.before_step(decode=True)
-    with lull:
+    deferred.before_step(decode=True)
+    with idle_window:
         assert done == ["prompts"]
 
 
 def test_after_a_failure_nothing_more_is_launched() -> None:
-    lull, behind, done = IdleWindow(), DeferredWork(), list[str]()
-    behind.set_scheduler(lull.defer)
-    behind.before_step(decode=True)
-    behind.submit(_fail, of_prompts=False)
-    behind.submit(lambda: done.append("more"), of_prompts=False)
-    with pytest.raises(RuntimeError, match="no memory"), lull:
+    idle_window, deferred, done = IdleWindow(), DeferredWork(), list[str]()
+    deferred.set_scheduler(idle_window.defer)
+    deferred.before_step(decode=True)
+    deferred.submit(_fail, of_prompts=False)
+    deferred.submit(lambda: done.append("more"), of_prompts=False)
+    with pytest.raises(RuntimeError, match="no memory"), idle_window:
         pass
-    behind.flush()
-    with lull:
+    deferred.flush()
+    with idle_window:
         pass
     assert done == []
 
@@ -64,6 +64,6 @@ def _fail() -> None:
 
 
 def test_nothing_is_put_off_where_there_are_no_lulls() -> None:
-    behind, done = DeferredWork(), list[str]()
-    behind.submit(lambda: done.append("now"), of_prompts=True)
+    deferred, done = DeferredWork(), list[str]()
+    deferred.submit(lambda: done.append("now"), of_prompts=True)
     assert done == ["now"]

@@ -11,7 +11,7 @@ from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEven
 from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
 
-class Told:
+class RecordingLeader:
     """Fake of rank 0's leader that records what it receives."""
 
     def __init__(self) -> None:
@@ -30,25 +30,25 @@ def end() -> FinishedEvent:
 
 
 @given(st.lists(st.sampled_from(["token", "end", "lull"]), max_size=12))
-def test_everything_is_told_in_order_and_soon(steps: list[str]) -> None:
-    told: Any = Told()
-    lull = IdleWindow()
-    looking = CaptureController(told, lull.defer)
+def test_everything_is_reported_in_order_and_by_the_next_idle_window(steps: list[str]) -> None:
+    leader: Any = RecordingLeader()
+    idle_window = IdleWindow()
+    controller = CaptureController(leader, idle_window.defer)
     happened: list[Event] = []
     for index, step in enumerate(steps):
         if step == "lull":
-            with lull:
-                assert told.events == happened
+            with idle_window:
+                assert leader.events == happened
         else:
             happened.append(token(index) if step == "token" else end())
-            looking.observe(happened[-1:])
-            assert (told.events == happened) or step == "token"
-    assert told.events == happened[: len(told.events)]
-    with lull:
-        assert told.events == happened
+            controller.observe(happened[-1:])
+            assert (leader.events == happened) or step == "token"
+    assert leader.events == happened[: len(leader.events)]
+    with idle_window:
+        assert leader.events == happened
 
 
-def test_with_nothing_that_defers_all_is_told_at_once() -> None:
-    told: Any = Told()
-    CaptureController(told).observe([token(0)])
-    assert told.events == [token(0)]
+def test_everything_is_reported_at_once_without_an_idle_window() -> None:
+    leader: Any = RecordingLeader()
+    CaptureController(leader).observe([token(0)])
+    assert leader.events == [token(0)]

@@ -1,0 +1,20 @@
+"""A reporter of the training loop that stores losses and gradient norms."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass
+class RecordingReporter:
+    """Reporter that collects the loss and the gradient norm of each step."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+
+    def step(self, metrics: Any, **_details: object) -> None:
+        self.losses.append(metrics.loss)
+        self.grad_norms.append(metrics.grad_norm or 0.0)
+
+    def state(self, state: str) -> None: ...
+
+    def validation(self, iteration: int, loss: float, split: str) -> None: ...
