@@ -58,7 +58,7 @@ class JobMaintenance:
         """Do what is due; return when to reconcile again. Raises NamespaceTerminatingError, LeaseLostError."""
         await self._report_unknown(memory, work)
         await self._report_skipped(memory, work)
-        for name, errand in (
+        for name, task in (
             ("places", self._publish_placement),
             ("agents", self._report_agents),
             ("tend", self._tend),
@@ -67,7 +67,7 @@ class JobMaintenance:
             if self._clock() < retry_at:
                 continue
             try:
-                await errand(memory, work)
+                await task(memory, work)
                 memory.maintenance.pop(name, None)
             except NamespaceTerminatingError:
                 raise
@@ -123,13 +123,13 @@ class JobMaintenance:
     async def _report_agents(self, memory: JobMemory, work: JobContext) -> None:
         """Report agents that do not run. Training works without them, but its pages stay empty."""
         pods = self._store.pods(work.owner.namespace, memory.uid)
-        troubled = {one.uid: f"{one.name}: {one.agent_problem}" for one in pods if one.agent_problem}
-        news = sorted(text for uid, text in troubled.items() if uid not in memory.agents_reported)
-        if news:
-            message = f"the trace of {len(news)} workers is missing; {news[0]}"
+        troubled = {pod.uid: f"{pod.name}: {pod.agent_problem}" for pod in pods if pod.agent_problem}
+        problems = sorted(text for uid, text in troubled.items() if uid not in memory.agents_reported)
+        if problems:
+            message = f"the trace of {len(problems)} workers is missing; {problems[0]}"
             event = RecordEvent(type=EventType.WARNING, reason="AgentNotRunning", message=message)
             await self._executor.events.record(work.owner, event)
-        memory.agents_reported = (memory.agents_reported & {one.uid for one in pods}) | troubled.keys()
+        memory.agents_reported = (memory.agents_reported & {pod.uid for pod in pods}) | troubled.keys()
 
     async def _tend(self, memory: JobMemory, work: JobContext) -> None:
         """Restore deleted objects of the running attempt at intervals, and apply an edited policy at once.

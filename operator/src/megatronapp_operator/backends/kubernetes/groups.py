@@ -71,5 +71,5 @@ class PodGroupRemover:
 def _is_of_job(found: Object, owner: JobOwner, pods: frozenset[str]) -> bool:
     """Return True for a pod group with the job's label, or a workload that is owned by the job's pods."""
     metadata = found["metadata"]
-    owners = {one["uid"] for one in metadata.get("ownerReferences") or ()}
+    owners = {reference["uid"] for reference in metadata.get("ownerReferences") or ()}
     return (metadata.get("labels") or {}).get(LABEL_JOB_UID) == owner.uid or bool(owners & pods)

@@ -80,14 +80,14 @@ class HubPoller:
             )
         token = derive_token(job_secret(key, uid), TokenRole.VIEWER)
         hub, first = _hub_of(pods), _first_of(pods, attempt)
-        (said, at_hub), (answer, at_launcher) = await asyncio.gather(
+        (summary_answer, at_hub), (answer, at_launcher) = await asyncio.gather(
             self._poll_if_due(hub, f":{HUB_PORT}/api/v1/summary", token, before.hub),
             self._poll_if_due(first, f":{STATUS_PORT}/api/v1/launcher", token, before.launcher),
         )
-        summary = read_summary(said)
+        summary = read_summary(summary_answer)
         known, progress, table = _launcher(answer, before.rank_table)
         page = _page(summary, attempt)
-        known |= page is not None and (self._is_new(page, before.page) or _agents(said) >= workers)
+        known |= page is not None and (self._is_new(page, before.page) or _agents(summary_answer) >= workers)
         return PollResult(
             summary=summary,
             progress=progress,
@@ -170,20 +170,20 @@ def _host(pod: PodRecord) -> str:
 
 
 def _hub_of(pods: Iterable[PodRecord]) -> PodRecord | None:
-    return next((one for one in pods if one.type is ReplicaType.HUB and one.ready and one.address), None)
+    return next((pod for pod in pods if pod.type is ReplicaType.HUB and pod.ready and pod.address), None)
 
 
 def _first_of(pods: Iterable[PodRecord], attempt: int) -> PodRecord | None:
     """Return worker 0 of the attempt, if it runs."""
-    workers = (one for one in pods if one.type is ReplicaType.WORKER and one.index == 0 and one.attempt == attempt)
-    return next((one for one in workers if one.main.running and one.address), None)
+    workers = (pod for pod in pods if pod.type is ReplicaType.WORKER and pod.index == 0 and pod.attempt == attempt)
+    return next((worker for worker in workers if worker.main.running and worker.address), None)
 
 
 def _gathering(answer: Any, attempt: int, workers: int) -> GatheringStatus | None:  # noqa: ANN401 - JSON of another process
     """Return the workers that a launcher of this attempt waits for; indices outside the gang are ignored."""
     try:
-        told = map(int, answer["missing"][:MAX_MISSING])
-        missing = tuple(index for index in told if 0 <= index < workers)
+        indices = map(int, answer["missing"][:MAX_MISSING])
+        missing = tuple(index for index in indices if 0 <= index < workers)
         waits = answer["phase"] == GATHERING and int(answer["attempt"]) == attempt
     except UNREADABLE:
         return None
@@ -193,9 +193,9 @@ def _gathering(answer: Any, attempt: int, workers: int) -> GatheringStatus | Non
 def _launcher(answer: Any, table: Any) -> tuple[bool, Progress | None, Any]:  # noqa: ANN401 - JSON of another process
     """Return True if a launcher has answered, its progress and rank table; the given table if it has none."""
     try:
-        told, progress = answer["rankTable"], read_progress(answer["progress"])
-        if told is not None:
-            table = RankTable.model_validate_json(json.dumps(told)).to_dict()
+        ranks, progress = answer["rankTable"], read_progress(answer["progress"])
+        if ranks is not None:
+            table = RankTable.model_validate_json(json.dumps(ranks)).to_dict()
     except UNREADABLE:  # a ValidationError is a ValueError
         return False, None, table
     return True, progress, table

@@ -51,7 +51,7 @@ class KeyedQueue(Generic[Key]):
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
         if len(self._heap) > 2 * len(self._due) + SPARE:  # times that were replaced
-            self._heap = [one for one in self._heap if self._due.get(one[2]) == one[0]]
+            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
         self._changed.set()
 

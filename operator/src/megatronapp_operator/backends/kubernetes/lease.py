@@ -133,10 +133,10 @@ class LeaseHolder:
     def _written(self, lease: Object, *, holder: str | None = None) -> Object:
         """Return the lease with a new renewal; a new holder is a transition."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        spec, wanted = dict(lease.get("spec") or {}), self._identity if holder is None else holder
-        if spec.get("holderIdentity") != wanted:
+        spec, new_holder = dict(lease.get("spec") or {}), self._identity if holder is None else holder
+        if spec.get("holderIdentity") != new_holder:
             begins = {"acquireTime": now, "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1}
-            spec |= begins if wanted else {}
+            spec |= begins if new_holder else {}
         duration_s = max(1, round(self._settings.duration_s))
-        spec |= {"holderIdentity": wanted, "renewTime": now, "leaseDurationSeconds": duration_s}
+        spec |= {"holderIdentity": new_holder, "renewTime": now, "leaseDurationSeconds": duration_s}
         return lease | {"spec": spec}

@@ -68,12 +68,12 @@ class PollResult:
     @property
     def refused(self) -> tuple[str, ...]:
         """Names of those that reject our token."""
-        return tuple(name for name, one in (("hub", self.hub), ("launcher", self.launcher)) if one.refused)
+        return tuple(name for name, health in (("hub", self.hub), ("launcher", self.launcher)) if health.refused)
 
 
 def observe(
     pods: Iterable[PodRecord],
-    told: PollResult,
+    polled: PollResult,
     *,
     attempt: int,
     refusal: PodRejection | None,
@@ -83,21 +83,21 @@ def observe(
     by_type: dict[ReplicaType, list[PodRecord]] = {kind: [] for kind in ReplicaType}
     for pod in pods:
         by_type[pod.type].append(pod)
-    summary = told.summary
+    summary = polled.summary
     current = summary is not None and summary.attempt == attempt
-    gathering = told.gathering if told.gathering is not None and told.gathering.attempt == attempt else None
+    gathering = polled.gathering if polled.gathering is not None and polled.gathering.attempt == attempt else None
     return Observed(
         secret=True,
         hub=_hub(by_type[ReplicaType.HUB]),
-        workers=tuple(sorted(map(worker, by_type[ReplicaType.WORKER]), key=lambda one: (one.attempt, one.index))),
+        workers=tuple(sorted(map(worker, by_type[ReplicaType.WORKER]), key=lambda known: (known.attempt, known.index))),
         init=_init(by_type[ReplicaType.INIT]),
         volumes=volumes,
         refusal=refusal,
-        last_contact=told.received_at,
-        token_refused=told.refused,
-        unknown_key=told.unknown_key,
+        last_contact=polled.received_at,
+        token_refused=polled.refused,
+        unknown_key=polled.unknown_key,
         missing=gathering.missing if gathering is not None else (),
-        progress=newest([summary.progress if summary else None, told.progress]),
+        progress=newest([summary.progress if summary else None, polled.progress]),
         slow_ranks=summary.slow_ranks if summary else None,
         hung_ranks=summary.hung_ranks if summary and current else None,
         full_shared_memory=summary.full_shared_memory if summary else None,

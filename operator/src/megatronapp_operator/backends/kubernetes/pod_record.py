@@ -131,9 +131,9 @@ def _read_pod(pod: Object) -> PodRecord | None:
         job, uid, attempt = labels[LABEL_JOB], labels[LABEL_JOB_UID], int(labels.get(LABEL_ATTEMPT, 0))
     except KeyError:
         return None
-    if not any(one["uid"] == uid for one in metadata.get("ownerReferences") or ()):
+    if not any(reference["uid"] == uid for reference in metadata.get("ownerReferences") or ()):
         return None
-    conditions = {one["type"]: one for one in status.get("conditions") or ()}
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     deleted_at, grace_s = _deletion(metadata)
     return PodRecord(
         namespace=metadata["namespace"],
@@ -216,7 +216,7 @@ def _unreachable_since(status: Mapping[str, Any], conditions: Mapping[str, Mappi
 def _main(pod: Object, status: Mapping[str, Any]) -> ContainerState:
     """Return the state of the first container, which is the main one."""
     name = pod["spec"]["containers"][0]["name"]
-    found = next((one for one in status.get("containerStatuses") or () if one["name"] == name), None)
+    found = next((container for container in status.get("containerStatuses") or () if container["name"] == name), None)
     state = (found or {}).get("state") or {}
     if "terminated" in state:
         return _terminated(state["terminated"])
@@ -225,12 +225,12 @@ def _main(pod: Object, status: Mapping[str, Any]) -> ContainerState:
     if status.get("phase") in {"Failed", "Succeeded"}:
         return ContainerState(outcome=_without_container(status))
     before = status.get("initContainerStatuses") or ()
-    beside = _sidecars(pod)
-    preparing = [one for one in before if one["name"] not in beside]
+    sidecars = _sidecars(pod)
+    preparing = [container for container in before if container["name"] not in sidecars]
     return ContainerState(
         waiting=_waiting((*before, *([found] if found else []))),
-        preparing=any("running" in (one.get("state") or {}) for one in preparing),
-        prepared_at=max((at for one in preparing if (at := _ended_at(one)) is not None), default=None),
+        preparing=any("running" in (container.get("state") or {}) for container in preparing),
+        prepared_at=max((at for container in preparing if (at := _ended_at(container)) is not None), default=None),
     )
 
 
@@ -239,7 +239,11 @@ def _sidecars(pod: Object) -> set[str]:
 
     They prepare nothing.
     """
-    return {one["name"] for one in pod["spec"].get("initContainers") or () if one.get("restartPolicy") == "Always"}
+    return {
+        container["name"]
+        for container in pod["spec"].get("initContainers") or ()
+        if container.get("restartPolicy") == "Always"
+    }
 
 
 def _ended_at(container: Mapping[str, Any]) -> float | None:
@@ -249,31 +253,32 @@ def _ended_at(container: Mapping[str, Any]) -> float | None:
 def _agent_problem(pod: Object, status: Mapping[str, Any]) -> str | None:
     """Return why a container after the first does not run while the first one does; None if all run."""
     main = pod["spec"]["containers"][0]["name"]
-    others = [one for one in status.get("containerStatuses") or () if one["name"] != main]
+    others = [container for container in status.get("containerStatuses") or () if container["name"] != main]
     if not _main_runs(status, main):
         return None
-    for one in others:
-        ended = (one.get("state") or {}).get("terminated")
+    for container in others:
+        ended = (container.get("state") or {}).get("terminated")
         if ended is not None and ended["exitCode"] != 0:  # a stopped agent may end before its trainer
-            words = f": {ended['message'].strip()}" if ended.get("message") else ""
-            return f"{one['name']} ended with code {ended['exitCode']}{words}"
+            message = f": {ended['message'].strip()}" if ended.get("message") else ""
+            return f"{container['name']} ended with code {ended['exitCode']}{message}"
     return _waiting(others)
 
 
 def _main_runs(status: Mapping[str, Any], main: str) -> bool:
     return any(
-        one["name"] == main and "running" in (one.get("state") or {}) for one in status.get("containerStatuses") or ()
+        container["name"] == main and "running" in (container.get("state") or {})
+        for container in status.get("containerStatuses") or ()
     )
 
 
 def _waiting(statuses: Iterable[Mapping[str, Any]]) -> str | None:
     """Return why the first container that should start does not."""
-    for one in statuses:
-        waiting = (one.get("state") or {}).get("waiting") or {}
+    for container in statuses:
+        waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason")
         if reason and reason not in TRANSIENT_WAITS:
-            message = _last_end(one) or waiting.get("message")
-            return f"{one['name']}: {reason}" + (f": {message}" if message else "")
+            message = _last_end(container) or waiting.get("message")
+            return f"{container['name']}: {reason}" + (f": {message}" if message else "")
     return None
 
 
@@ -325,11 +330,11 @@ def _without_container(status: Mapping[str, Any]) -> WorkerOutcome:
 
 def _init_failure(status: Mapping[str, Any]) -> WorkerOutcome | None:
     """Return the outcome of a pod whose init container failed; None if none did."""
-    for one in status.get("initContainerStatuses") or ():
-        ended = (one.get("state") or {}).get("terminated")
+    for container in status.get("initContainerStatuses") or ():
+        ended = (container.get("state") or {}).get("terminated")
         if ended is not None and ended["exitCode"] != 0:
-            words = f": {ended['message'].strip()}" if ended.get("message") else ""
-            message = f"init container {one['name']} ended with code {ended['exitCode']}{words}"
+            detail = f": {ended['message'].strip()}" if ended.get("message") else ""
+            message = f"init container {container['name']} ended with code {ended['exitCode']}{detail}"
             return WorkerOutcome(code=ExitCode.OWN_FAILURE, reason="InitContainerFailed", message=message)
     return None
 

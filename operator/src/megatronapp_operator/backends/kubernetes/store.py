@@ -25,7 +25,7 @@ class ObjectStore:
     def __init__(self) -> None:
         self._jobs: dict[Key, Object] = {}
         self._pods: dict[Gang, dict[str, PodRecord]] = {}
-        self._graves: OrderedDict[str, None] = OrderedDict()
+        self._deleted: OrderedDict[str, None] = OrderedDict()
 
     @property
     def keys(self) -> list[Key]:
@@ -42,7 +42,7 @@ class ObjectStore:
     def put_job(self, job: Object) -> Key | None:
         """Store a job; return None if it is not new."""
         key, metadata = key_of(job), job["metadata"]
-        if metadata["uid"] in self._graves:
+        if metadata["uid"] in self._deleted:
             return None
         known = self._jobs.get(key)
         if known is not None and known["metadata"]["uid"] == metadata["uid"] and _version(known) >= _version(job):
@@ -68,7 +68,7 @@ class ObjectStore:
 
     def put_record(self, record: PodRecord) -> Key | None:
         """Store the record of a pod; return None if it is not new."""
-        if record.uid in self._graves:
+        if record.uid in self._deleted:
             return None
         gang = self._pods.setdefault((record.namespace, record.job_uid), {})
         known = gang.get(record.name)
@@ -99,18 +99,20 @@ class ObjectStore:
 
         Jobs that are missing from the list are removed, unless they are newer.
         """
-        listed = {one["metadata"]["uid"]: one for one in jobs}
-        changed = {self.put_job(one) for one in listed.values()}
-        gone = [one for one in self._jobs.values() if one["metadata"]["uid"] not in listed and _version(one) <= version]
-        changed |= {self.drop_job(one) for one in gone}
+        listed = {job["metadata"]["uid"]: job for job in jobs}
+        changed = {self.put_job(job) for job in listed.values()}
+        missing = [
+            job for job in self._jobs.values() if job["metadata"]["uid"] not in listed and _version(job) <= version
+        ]
+        changed |= {self.drop_job(job) for job in missing}
         return {key for key in changed if key is not None}
 
     def replace_pods(self, pods: Iterable[PodRecord | None], version: int, *, only: Gang | None = None) -> set[Key]:
         """Store a full list of all pods, or of those of one job. Return changed keys."""
-        listed = {one.uid: one for one in pods if one is not None}
-        changed = {self.put_record(one) for one in listed.values()}
-        gone = [one for one in self._known(only) if one.uid not in listed and one.version <= version]
-        changed |= {self.drop_record(one) for one in gone}
+        listed = {pod.uid: pod for pod in pods if pod is not None}
+        changed = {self.put_record(pod) for pod in listed.values()}
+        missing = [pod for pod in self._known(only) if pod.uid not in listed and pod.version <= version]
+        changed |= {self.drop_record(pod) for pod in missing}
         return {key for key in changed if key is not None}
 
     def _known(self, only: Gang | None) -> Iterator[PodRecord]:
@@ -118,9 +120,9 @@ class ObjectStore:
         return (record for gang in gangs for record in gang.values())
 
     def _mark_deleted(self, uid: str) -> None:
-        self._graves[uid] = None
-        if len(self._graves) > MAX_TOMBSTONES:
-            self._graves.popitem(last=False)
+        self._deleted[uid] = None
+        if len(self._deleted) > MAX_TOMBSTONES:
+            self._deleted.popitem(last=False)
 
 
 def _version(obj: Object) -> int:

@@ -25,8 +25,8 @@ class OwnedObjects:
         found = dict[Place, Object]()
         for resource in LISTED:
             for namespace in namespaces or (None,):
-                for one in (await api.list_objects(resource, namespace, labels=LABEL_JOB_UID)).items:
-                    found[resource, one["metadata"]["namespace"], one["metadata"]["name"]] = one
+                for obj in (await api.list_objects(resource, namespace, labels=LABEL_JOB_UID)).items:
+                    found[resource, obj["metadata"]["namespace"], obj["metadata"]["name"]] = obj
         return OwnedObjects(found)
 
     def find_differences(self, rendered: Iterable[tuple[Resource, Object]]) -> list[str]:
@@ -46,12 +46,12 @@ IMPLIED = frozenset({"apiVersion", "kind"})
 """Fields that items of a list do not have."""
 
 
-def _holds(wanted: Any, found: Any) -> bool:  # noqa: ANN401 - parts of objects
-    """Return True if `found` has all of `wanted`. The server omits empty values and adds defaults."""
-    if isinstance(wanted, dict):
+def _holds(rendered: Any, found: Any) -> bool:  # noqa: ANN401 - parts of objects
+    """Return True if `found` has all of `rendered`. The server omits empty values and adds defaults."""
+    if isinstance(rendered, dict):
         fields = found if isinstance(found, dict) else dict[str, Any]()
-        return all(_holds(value, fields.get(key)) for key, value in wanted.items() if key not in IMPLIED)
-    if isinstance(wanted, list):
+        return all(_holds(value, fields.get(key)) for key, value in rendered.items() if key not in IMPLIED)
+    if isinstance(rendered, list):
         items = found if isinstance(found, list) else []
-        return len(wanted) == len(items) and all(map(_holds, wanted, items))
-    return bool(wanted == found or (not wanted and found is None))
+        return len(rendered) == len(items) and all(map(_holds, rendered, items))
+    return bool(rendered == found or (not rendered and found is None))

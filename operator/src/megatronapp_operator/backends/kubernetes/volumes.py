@@ -12,12 +12,12 @@ READABLE = SHARED | {"ReadOnlyMany"}
 
 def claim_names(job: MegatronJob) -> list[str]:
     """Return the names of the claims that workers mount."""
-    return list(dict.fromkeys(one.claim for one in claims(job)))
+    return list(dict.fromkeys(volume.claim for volume in claims(job)))
 
 
 def find_volume_problem(job: MegatronJob, found: Mapping[str, Object | None]) -> str:
     """Return what is wrong with the claims, and what to do; empty: nothing."""
-    return "; ".join(text for one in claims(job) if (text := _of_claim(job, one.claim, found.get(one.claim))))
+    return "; ".join(text for volume in claims(job) if (text := _of_claim(job, volume.claim, found.get(volume.claim))))
 
 
 def _of_claim(job: MegatronJob, name: str, claim: Object | None) -> str:
@@ -26,11 +26,11 @@ def _of_claim(job: MegatronJob, name: str, claim: Object | None) -> str:
     if job.world.nodes == 1:
         return ""
     modes = frozenset(claim["spec"].get("accessModes") or ())
-    written = any(one.claim == name and not one.read_only for one in claims(job))
+    written = any(volume.claim == name and not volume.read_only for volume in claims(job))
     if modes & (SHARED if written else READABLE):
         return ""
-    wanted = "ReadWriteMany" if written else "ReadWriteMany or ReadOnlyMany"
+    mode = "ReadWriteMany" if written else "ReadWriteMany or ReadOnlyMany"
     return (
         f"the volume claim {name} is {', '.join(sorted(modes)) or 'of no access mode'}, and {job.world.nodes} workers "
-        f"mount it; if they are on several nodes it must be {wanted}"
+        f"mount it; if they are on several nodes it must be {mode}"
     )

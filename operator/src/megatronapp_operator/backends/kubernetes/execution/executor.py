@@ -87,9 +87,9 @@ class Executor:
     async def _ensure_hub(self, work: JobContext) -> None:
         """Ensure the hub's Service, and its pod, which replaces one that has ended."""
         await self.objects.put(work, render.hub_objects(work.job, work.owner, work.settings))
-        ended = [one for one in self.pods.of_type(work, ReplicaType.HUB) if one.phase in ENDED or one.deleted_at]
+        ended = [pod for pod in self.pods.of_type(work, ReplicaType.HUB) if pod.phase in ENDED or pod.deleted_at]
         await self.pods.delete_all(ended, 0)
-        starts = 1 + max((one.starts for one in ended), default=0)
+        starts = 1 + max((pod.starts for pod in ended), default=0)
         await self.pods.create(work, render.hub_pod(work.job, work.owner, work.settings, starts=starts))
 
     async def _retire_hub(self, work: JobContext) -> None:
@@ -100,12 +100,12 @@ class Executor:
         more.
         """
         workers = self.pods.of_type(work, ReplicaType.WORKER)
-        hubs = [one for one in self.pods.of_type(work, ReplicaType.HUB) if one.deleted_at is None]
-        if not hubs or any(one.attempt == work.attempt.number for one in workers):
+        hubs = [pod for pod in self.pods.of_type(work, ReplicaType.HUB) if pod.deleted_at is None]
+        if not hubs or any(worker.attempt == work.attempt.number for worker in workers):
             return
         enabled = work.job.spec.analyzer.enabled
-        wanted = render.hub_hash(work.job, work.owner, work.settings) if enabled else None
-        await self.pods.delete_all([one for one in hubs if one.template != wanted])
+        template = render.hub_hash(work.job, work.owner, work.settings) if enabled else None
+        await self.pods.delete_all([hub for hub in hubs if hub.template != template])
 
     def hub_pause_s(self, uid: str) -> float:
         """Return the seconds until a rejected hub of a job is tried again."""
@@ -133,15 +133,15 @@ class Executor:
                 grace_s = 0.0 if action.force else None
                 await self.pods.delete_all(self.pods.of_type(work, ReplicaType.INIT), grace_s)
             case DeleteWorker():
-                found = [one for one in self.pods.of_type(work, ReplicaType.WORKER) if one.index == action.index]
-                await self.pods.delete_all([one for one in found if one.attempt == action.attempt], action.grace_s)
+                found = [pod for pod in self.pods.of_type(work, ReplicaType.WORKER) if pod.index == action.index]
+                await self.pods.delete_all([pod for pod in found if pod.attempt == action.attempt], action.grace_s)
             case RemoveGroup():
                 await self._remove_group(work, action.attempt)
             case DeleteJob():
                 await self._api.delete(JOBS, work.document)
 
     async def _remove_group(self, work: JobContext, attempt: int) -> None:
-        pods = [one.uid for one in self.pods.of_type(work, ReplicaType.WORKER) if one.attempt == attempt]
+        pods = [pod.uid for pod in self.pods.of_type(work, ReplicaType.WORKER) if pod.attempt == attempt]
         refused = await self.groups.remove(work.owner, work.job.spec.scheduling.gang, attempt, pods)
         if refused is not None:
             await self.events.record(

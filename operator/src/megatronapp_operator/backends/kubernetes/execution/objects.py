@@ -52,7 +52,7 @@ class ObjectApplier:
         Unless `whole`, those that can be listed are skipped.
         """
         rendered = surroundings_of(work)
-        await self.put(work, rendered if whole else [one for one in rendered if one[0] not in LISTED])
+        await self.put(work, rendered if whole else [item for item in rendered if item[0] not in LISTED])
         await self._ensure_secret(work)
         if edited:
             await self._remove_unwanted(work)

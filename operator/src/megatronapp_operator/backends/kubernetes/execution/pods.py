@@ -25,7 +25,7 @@ class PodWriter:
         self._store = store
 
     def of_type(self, work: JobContext, kind: ReplicaType) -> list[PodRecord]:
-        return [one for one in self._store.pods(work.owner.namespace, work.owner.uid) if one.type is kind]
+        return [pod for pod in self._store.pods(work.owner.namespace, work.owner.uid) if pod.type is kind]
 
     async def start(self, work: JobContext, pods: Sequence[Object]) -> None:
         """Create all pods concurrently; of several, one is tried before by a dry run."""
@@ -49,7 +49,7 @@ class PodWriter:
         found = await self._api.get(PODS, metadata["namespace"], metadata["name"])
         if found is None:
             return None  # it was just deleted; the next reconcile creates it
-        if any(one["uid"] == work.owner.uid for one in found["metadata"].get("ownerReferences") or ()):
+        if any(reference["uid"] == work.owner.uid for reference in found["metadata"].get("ownerReferences") or ()):
             return found
         raise name_taken(PODS, metadata["namespace"], metadata["name"])
 
@@ -75,7 +75,7 @@ class PodWriter:
         key = work.job.spec.network.topology_key
         if key is None or not work.settings.node_access:
             return
-        waiting = [one for one in self.of_type(work, ReplicaType.WORKER) if one.node and not one.topology]
+        waiting = [worker for worker in self.of_type(work, ReplicaType.WORKER) if worker.node and not worker.topology]
         await run_all([self._annotate_topology(record, key) for record in waiting])
 
     async def _annotate_topology(self, record: PodRecord, key: str) -> None:

@@ -46,7 +46,7 @@ def gang_objects(
         _document(job, owner) if job.spec.analyzer.enabled else None,
         _group(WorkerDraft(job=job, owner=owner, attempt=attempt, index=0, settings=settings)),
     )
-    return tuple(one for one in made if one is not None)
+    return tuple(item for item in made if item is not None)
 
 
 def secret(owner: JobOwner, secret_hex: str, settings: RenderSettings) -> Rendered:

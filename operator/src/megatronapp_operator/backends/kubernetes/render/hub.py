@@ -64,13 +64,13 @@ def unwanted_hub_objects(
 ) -> tuple[tuple[Resource, str], ...]:
     """Return objects that an earlier spec of the job may have had and this one does not have."""
     names = ObjectNames(owner.name)
-    optional = [(NETWORK_POLICIES, one) for one in (names.workers, names.init, names.hub)]
+    optional = [(NETWORK_POLICIES, name) for name in (names.workers, names.init, names.hub)]
     optional += [(SERVICES, names.serve), (SERVICES, names.hub), (CONFIG_MAPS, names.document)]
     attempt = AttemptSettings(number=0)
     made = [*gang_objects(job, owner, attempt, settings)]
     made += hub_objects(job, owner, settings) if job.spec.analyzer.enabled else ()
-    wanted = {(resource, obj["metadata"]["name"]) for resource, obj in made}
-    return tuple(one for one in optional if one not in wanted)
+    needed = {(resource, obj["metadata"]["name"]) for resource, obj in made}
+    return tuple(item for item in optional if item not in needed)
 
 
 def hub_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings, *, starts: int) -> Object:
@@ -114,7 +114,7 @@ def _state_volume(job: MegatronJob) -> Object:
 
 def _container(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Object:
     given = job.spec.analyzer.resources
-    told = {
+    values = {
         Env.JOB: owner.name,
         Env.JOB_UID: owner.uid,
         Env.SECRET_FILE: storage.SECRET_FILE,
@@ -124,7 +124,7 @@ def _container(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> O
         "name": HUB,
         **analyzer_image(job, settings),
         "command": _command(job, owner, settings),
-        "env": variables(told),
+        "env": variables(values),
         "ports": [{"name": "http", "containerPort": HUB_PORT, "protocol": "TCP"}],
         "resources": given.to_dict() if given.requests or given.limits else {"requests": REQUESTS, "limits": LIMITS},
         "securityContext": container_security(read_only=True),

@@ -35,7 +35,7 @@ def workers_policy(job: MegatronJob, owner: JobOwner, settings: RenderSettings) 
 
 def init_policy(job: MegatronJob, owner: JobOwner) -> Rendered | None:
     """Return the policy of the initializers that run once: no incoming connections."""
-    if job.spec.network.policy == "None" or all(one.scope != "Job" for one in job.spec.initializers):
+    if job.spec.network.policy == "None" or all(given.scope != "Job" for given in job.spec.initializers):
         return None
     return _policy(owner, ObjectNames(owner.name).init, ReplicaType.INIT, [])
 

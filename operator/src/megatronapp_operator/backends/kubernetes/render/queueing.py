@@ -72,7 +72,7 @@ def _kueue(draft: WorkerDraft, group: str, queue: str) -> tuple[dict[str, str], 
 
 def pod_group(draft: WorkerDraft, resource: Resource, pods: Sequence[tuple[Object, int]]) -> Rendered:
     """Return the pod group; `pods` are the specs that must start together, each with its count."""
-    wanted = _without_none(
+    spec = _without_none(
         {
             "minMember": draft.world.nodes,
             "queue": None if resource is COSCHEDULING_POD_GROUPS else draft.spec.scheduling.queue,
@@ -84,7 +84,7 @@ def pod_group(draft: WorkerDraft, resource: Resource, pods: Sequence[tuple[Objec
         }
     )
     meta = metadata(draft.owner, draft.names.group(draft.attempt.number), labels(draft.owner, "worker"))
-    return resource, make(resource.api_version, "PodGroup", meta, spec=wanted)
+    return resource, make(resource.api_version, "PodGroup", meta, spec=spec)
 
 
 def _without_none(values: dict[str, Any]) -> Object:

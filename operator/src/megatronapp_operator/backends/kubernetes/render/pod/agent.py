@@ -61,5 +61,5 @@ def agent_resources(draft: WorkerDraft) -> Object:
 
 def is_guaranteed(resources: Resources) -> bool:
     """Return True if the limits of CPU and memory equal the requests; a missing request defaults to the limit."""
-    asked = resources.limits | resources.requests
-    return all(name in resources.limits and resources.limits[name] == asked[name] for name in ("cpu", "memory"))
+    requested = resources.limits | resources.requests
+    return all(name in resources.limits and resources.limits[name] == requested[name] for name in ("cpu", "memory"))

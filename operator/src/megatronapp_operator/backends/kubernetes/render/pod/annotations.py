@@ -42,7 +42,7 @@ class AwaitedAnnotation:
     """True if the ranks would not be as requested without it."""
 
 
-def awaited(draft: WorkerDraft) -> list[AwaitedAnnotation]:
+def awaited_annotations(draft: WorkerDraft) -> list[AwaitedAnnotation]:
     """Return the annotations that are written on a worker's pod after it is bound, and that its launcher reads."""
     made: list[AwaitedAnnotation] = []
     if network.waits_for_networks(draft):
@@ -59,15 +59,16 @@ def waiting_containers(draft: WorkerDraft, image: Object) -> list[Object]:
     is before the networks are attached. A container that starts after an init container sees what that has seen.
     `image` is the trainer's, which is needed in any case.
     """
-    files = awaited(draft)
+    files = awaited_annotations(draft)
     if not files:
         return []
-    needed, wanted = ([f"{FOLDER}/{one.file}" for one in files if one.needed is must] for must in (True, False))
+    needed = [f"{FOLDER}/{annotation.file}" for annotation in files if annotation.needed]
+    optional = [f"{FOLDER}/{annotation.file}" for annotation in files if not annotation.needed]
     return [
         {
             "name": NAME,
             **image,
-            "command": ["python3", "-c", PROGRAM, str(WAIT_S), *needed, "--", *wanted],
+            "command": ["python3", "-c", PROGRAM, str(WAIT_S), *needed, "--", *optional],
             "resources": {"requests": RESOURCES, "limits": RESOURCES},
             "volumeMounts": [{"name": VOLUME, "mountPath": FOLDER, "readOnly": True}],
             "securityContext": container_security(read_only=True),
@@ -79,7 +80,7 @@ def waiting_containers(draft: WorkerDraft, image: Object) -> list[Object]:
 def waiting_volumes(draft: WorkerDraft) -> list[Object]:
     """Return the volume from which the init container reads them; the kubelet updates it when they change."""
     items = [
-        {"path": one.file, "fieldRef": {"fieldPath": f"metadata.annotations['{one.annotation}']"}}
-        for one in awaited(draft)
+        {"path": annotation.file, "fieldRef": {"fieldPath": f"metadata.annotations['{annotation.annotation}']"}}
+        for annotation in awaited_annotations(draft)
     ]
     return [{"name": VOLUME, "downwardAPI": {"items": items}}] if items else []

@@ -113,18 +113,18 @@ def rank_order(draft: WorkerDraft) -> RankOrder:
 
     Without the right to read nodes the operator cannot give workers their topology.
     """
-    wanted = RANK_ORDERS[draft.spec.network.rank_order]
-    return RankOrder.INDEX if wanted is RankOrder.TOPOLOGY and not draft.settings.node_access else wanted
+    order = RANK_ORDERS[draft.spec.network.rank_order]
+    return RankOrder.INDEX if order is RankOrder.TOPOLOGY and not draft.settings.node_access else order
 
 
 def preflight(draft: WorkerDraft) -> dict[str, Any]:
     """Return what the launcher has to check (names.Env.PREFLIGHT)."""
     rdma = draft.spec.network.rdma
-    wanted = draft.spec.network.preflight.to_dict() | {"shmBytes": storage.shm_bytes(draft)}
+    requirements = draft.spec.network.preflight.to_dict() | {"shmBytes": storage.shm_bytes(draft)}
     if draft.gpus:
-        wanted["gpus"] = draft.gpus
+        requirements["gpus"] = draft.gpus
     if rdma.enabled:
-        wanted["rdma"] = True
+        requirements["rdma"] = True
     if rdma.enabled and rdma.hca is not None:
-        wanted["hca"] = rdma.hca
-    return wanted
+        requirements["hca"] = rdma.hca
+    return requirements

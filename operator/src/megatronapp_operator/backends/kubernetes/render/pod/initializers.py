@@ -20,25 +20,25 @@ MAX_NAME = 63
 """Most characters of a container's name (a DNS label)."""
 
 
-def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Object:
+def initializer(given: Initializer, job: MegatronJob, mounts: list[Object]) -> Object:
     """Return the container of an initializer.
 
     Its arguments may use $(STORAGE_URI) and $(TARGET), as in any container.
     """
-    told = {"STORAGE_URI": one.storage_uri, "TARGET": one.target}
+    values = {"STORAGE_URI": given.storage_uri, "TARGET": given.target}
     made: Object = {
-        "name": container_name(one.name),
-        "image": one.image,
+        "name": container_name(given.name),
+        "image": given.image,
         "imagePullPolicy": job.spec.image_pull_policy,
-        "env": variables({**UNPRIVILEGED_HOME, **{name: value for name, value in told.items() if value is not None}}),
+        "env": variables({**UNPRIVILEGED_HOME, **{name: value for name, value in values.items() if value is not None}}),
         "volumeMounts": mounts,
         "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    made |= {"resources": one.resources.to_dict()} if one.resources is not None else {}
-    made |= {"command": list(one.command)} if one.command else {}
-    made |= {"args": list(one.args)} if one.args else {}
-    made |= {"envFrom": [{"secretRef": {"name": one.secret_ref.name}}]} if one.secret_ref is not None else {}
+    made |= {"resources": given.resources.to_dict()} if given.resources is not None else {}
+    made |= {"command": list(given.command)} if given.command else {}
+    made |= {"args": list(given.args)} if given.args else {}
+    made |= {"envFrom": [{"secretRef": {"name": given.secret_ref.name}}]} if given.secret_ref is not None else {}
     return made
 
 
@@ -56,8 +56,8 @@ def node_containers(draft: WorkerDraft) -> list[Object]:
     """
     mounts = [*storage.claim_mounts(draft.job, writable=True), *storage.local_mounts(draft.job)]
     resources = draft.group.resources.to_dict()
-    made = [initializer(one, draft.job, mounts) for one in storage.node_initializers(draft.job)]
-    return [{"resources": resources} | one for one in made]
+    made = [initializer(given, draft.job, mounts) for given in storage.node_initializers(draft.job)]
+    return [{"resources": resources} | container for container in made]
 
 
 def init_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Object | None:
@@ -66,10 +66,10 @@ def init_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Obj
     The last one is its main container, the others its init containers. The kubelet does not restart it: the plan
     decides whether to try again.
     """
-    wanted = [one for one in job.spec.initializers if one.scope == "Job"]
-    if not wanted:
+    job_wide = [given for given in job.spec.initializers if given.scope == "Job"]
+    if not job_wide:
         return None
-    containers = [initializer(one, job, storage.claim_mounts(job, writable=True)) for one in wanted]
+    containers = [initializer(given, job, storage.claim_mounts(job, writable=True)) for given in job_wide]
     spec: Object = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
@@ -99,8 +99,8 @@ def _placement(job: MegatronJob) -> Object:
 def identity(job: MegatronJob) -> Object:
     """Return what all pods of a job have from its spec: account, pull secrets, tolerations and priority."""
     given: Object = {
-        "imagePullSecrets": [{"name": one.name} for one in job.spec.image_pull_secrets],
-        "tolerations": [one.to_dict() for one in job.spec.tolerations],
+        "imagePullSecrets": [{"name": secret.name} for secret in job.spec.image_pull_secrets],
+        "tolerations": [toleration.to_dict() for toleration in job.spec.tolerations],
         "serviceAccountName": job.spec.service_account_name,
         "priorityClassName": job.spec.priority_class_name,
     }

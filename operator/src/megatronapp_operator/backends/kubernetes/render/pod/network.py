@@ -53,8 +53,8 @@ def ucx_devices(hca: str) -> str | None:
 def rdma_resources(draft: WorkerDraft) -> dict[str, str]:
     """Return the RDMA devices as resources of the trainer."""
     rdma = draft.spec.network.rdma
-    wanted = rdma.enabled and rdma.resource_name is not None
-    return {rdma.resource_name: str(rdma.count)} if wanted and rdma.resource_name is not None else {}
+    enabled = rdma.enabled and rdma.resource_name is not None
+    return {rdma.resource_name: str(rdma.count)} if enabled and rdma.resource_name is not None else {}
 
 
 def device_volumes(draft: WorkerDraft) -> list[Object]:
@@ -95,7 +95,7 @@ def ports(draft: WorkerDraft) -> list[Object]:
     named = [("gather", COORDINATOR_PORT), ("status", STATUS_PORT)]
     named += [(SERVE, SERVE_PORT)] if draft.serves else []
     made: list[Object] = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named]
-    return [one | {"hostPort": one["containerPort"]} for one in made] if draft.host_network else made
+    return [port | {"hostPort": port["containerPort"]} for port in made] if draft.host_network else made
 
 
 def waits_for_networks(draft: WorkerDraft) -> bool:

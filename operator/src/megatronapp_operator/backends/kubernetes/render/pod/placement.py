@@ -17,7 +17,7 @@ PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 def tolerations(spec: Spec, gpus: int) -> list[Object]:
     """Return the tolerations of the user, and of the taint that keeps other pods off nodes with GPUs."""
-    given = [one.to_dict() for one in spec.tolerations]
+    given = [toleration.to_dict() for toleration in spec.tolerations]
     gpu = {"key": spec.gpu_resource_name, "operator": "Exists", "effect": "NoSchedule"}
     return [*given, gpu] if gpus and gpu not in given else given
 
@@ -47,8 +47,10 @@ def without_nodes(affinity: Object, nodes: Iterable[str]) -> Object:
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     required = affinity.get(REQUIRED) or {}
     terms = required.get("nodeSelectorTerms") or [{"matchFields": []}]
-    kept = [term | {"matchFields": [*(term.get("matchFields") or ()), *fields]} if term else term for term in terms]
-    return affinity | {REQUIRED: required | {"nodeSelectorTerms": kept}}
+    restricted = [
+        term | {"matchFields": [*(term.get("matchFields") or ()), *fields]} if term else term for term in terms
+    ]
+    return affinity | {REQUIRED: required | {"nodeSelectorTerms": restricted}}
 
 
 def _alone_on_its_node() -> Object:

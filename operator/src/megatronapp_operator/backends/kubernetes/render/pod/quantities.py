@@ -18,8 +18,8 @@ def text_of(value: fractions.Fraction) -> str:
 def requests_of(container: Object) -> Amounts:
     """Return the requests of a container; a limit without a request is one, too."""
     resources = container.get("resources") or {}
-    asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: quantity_value(str(text)) for name, text in asked.items()}
+    requested = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: quantity_value(str(text)) for name, text in requested.items()}
 
 
 def pod_requests(spec: Object) -> Amounts:
@@ -33,8 +33,8 @@ def pod_requests(spec: Object) -> Amounts:
 
 def gang_requests(pods: Iterable[tuple[Object, int]]) -> dict[str, str]:
     """Return the requests of pods together, as quantities; each pod has a count."""
-    asked = [{name: value * count for name, value in pod_requests(spec).items()} for spec, count in pods]
-    return {name: text_of(value) for name, value in sorted(_sum(asked).items())}
+    requested = [{name: value * count for name, value in pod_requests(spec).items()} for spec, count in pods]
+    return {name: text_of(value) for name, value in sorted(_sum(requested).items())}
 
 
 def _sum(parts: Iterable[Mapping[str, fractions.Fraction]]) -> Amounts:

@@ -42,9 +42,9 @@ def _memory_limits(draft: WorkerDraft) -> list[Any]:
     """
     own: Any = draft.group.resources.limits.get("memory")
     template = draft.spec.pod_template.spec
-    for one in template.get("containers") or ():
-        given = (one.get("resources") or {}).get("limits") or {}
-        if one["name"] == TRAINER and "memory" in given:
+    for container in template.get("containers") or ():
+        given = (container.get("resources") or {}).get("limits") or {}
+        if container["name"] == TRAINER and "memory" in given:
             own = given["memory"]
     pod = ((template.get("resources") or {}).get("limits") or {}).get("memory")
     return [limit for limit in (own, pod) if limit is not None]
@@ -111,10 +111,10 @@ def _claim_name(job: MegatronJob, claim: str) -> str:
 def local_targets(job: MegatronJob) -> dict[str, str]:
     """Return name and path of a directory for each initializer of every node that writes to no volume claim."""
     made: dict[str, str] = {}
-    for one in node_initializers(job):
-        if one.target is None or any(is_below(one.target, volume.mount_path) for volume in claims(job)):
+    for given in node_initializers(job):
+        if given.target is None or any(is_below(given.target, volume.mount_path) for volume in claims(job)):
             continue
-        place = posixpath.normpath(one.target)
+        place = posixpath.normpath(given.target)
         if not any(is_below(place, known) for known in made.values()):
             made[f"local-{len(made)}"] = place
     return made
@@ -132,7 +132,7 @@ def local_mounts(job: MegatronJob) -> list[Object]:
 
 def node_initializers(job: MegatronJob) -> list[Initializer]:
     """Return the initializers of every worker."""
-    return [one for one in job.spec.initializers if one.scope == "Node"]
+    return [given for given in job.spec.initializers if given.scope == "Node"]
 
 
 def is_below(path: str, folder: str) -> bool:

@@ -75,14 +75,14 @@ def render_worker(draft: WorkerDraft) -> Object:
     template = draft.spec.pod_template
     spec = merge(merge(_chosen(draft), template.spec), _reserved(draft))
     marks, notes = pod_marks(draft)
-    wanted = template.metadata
+    extra = template.metadata
     labels = {
-        **wanted.labels,
+        **extra.labels,
         **network.network_labels(draft),
         **marks,
         **pod_labels(draft.owner, ReplicaType.WORKER, index=draft.index, attempt=draft.attempt.number),
     }
-    annotations = {**wanted.annotations, **network.network_annotations(draft), **notes}
+    annotations = {**extra.annotations, **network.network_annotations(draft), **notes}
     meta = metadata(draft.owner, draft.names.worker(draft.index), labels) | {"annotations": annotations}
     return make("v1", "Pod", meta, spec=with_placement(spec, draft))
 
@@ -207,5 +207,5 @@ def _gather_s(draft: WorkerDraft) -> int:
     """
     deadline_s = draft.spec.run_policy.start_deadline_seconds
     before = [*node_containers(draft), *(draft.spec.pod_template.spec.get("initContainers") or ())]
-    prepares = any(one.get("restartPolicy") != "Always" for one in before)
+    prepares = any(container.get("restartPolicy") != "Always" for container in before)
     return GATHER_DEADLINES * deadline_s + WAIT_S + (PREPARE_S if prepares else 0)
