@@ -7,7 +7,7 @@ from operator_play import Play, manifest, play
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.plan import ControlAction
-from megatronapp_operator.plan.policies.controls import MAX_EVENTS, TURN_S, TURNS
+from megatronapp_operator.plan.policies.controls import BUCKET_SIZE, MAX_EVENTS, REFILL_S
 from megatronapp_operator.plan_io.hub_summary import HubSummary
 
 pytestmark = pytest.mark.asyncio
@@ -36,9 +36,9 @@ async def test_a_hub_that_makes_up_changes_makes_few_events(plane: kube.ControlP
         assert await events(stage, *range(64)) == 1 + MAX_EVENTS
         for first in range(64, 64 * 6, 64):
             found = await events(stage, *range(first, first + 64))
-        assert 1 + MAX_EVENTS < found <= TURNS + (stage.now() - began) / TURN_S
+        assert 1 + MAX_EVENTS < found <= BUCKET_SIZE + (stage.now() - began) / REFILL_S
         plane.kubectl("annotate", "mgj", "job", "-n", namespace, "written=by-the-author")
         found = await events(stage, *range(400, 464))
-        assert found <= TURNS + (stage.now() - began) / TURN_S, "who writes to the job gets no more turns"
-        await stage.pass_time(2 * TURN_S)
-        assert found < await events(stage, *range(464, 528)) <= TURNS + (stage.now() - began) / TURN_S
+        assert found <= BUCKET_SIZE + (stage.now() - began) / REFILL_S, "who writes to the job gets no more turns"
+        await stage.pass_time(2 * REFILL_S)
+        assert found < await events(stage, *range(464, 528)) <= BUCKET_SIZE + (stage.now() - began) / REFILL_S

@@ -11,11 +11,11 @@ from megatronapp_analyzer.scope.store.audit_log import AuditLog
 from megatronapp_operator.plan import ControlAction, JobSpec, JobState, Observed, RecordEvent, Status
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies.controls import (
+    BUCKET_SIZE,
     GAP,
     HUB_MAX_CONTROLS,
     MAX_EVENTS,
-    TURN_S,
-    TURNS,
+    REFILL_S,
     controls,
     spent_after,
 )
@@ -80,15 +80,15 @@ def test_a_hub_that_makes_up_actions_makes_few_events(told: Told) -> None:
         events, seen = events + len(texts), seen + bool(texts)
         told.now += 5
     assert seen > polls / 4, "what is new is told on and on"
-    assert events <= TURNS + polls * 5 / TURN_S
-    told.now += TURNS * TURN_S
+    assert events <= BUCKET_SIZE + polls * 5 / REFILL_S
+    told.now += BUCKET_SIZE * REFILL_S
     assert told.look(NOW_MS) == [f"did {NOW_MS}"]
 
 
 def test_what_has_no_turn_waits_for_one(told: Told) -> None:
-    told.status, told.spent = Status(last_control=1), NOW + TURNS * TURN_S
+    told.status, told.spent = Status(last_control=1), NOW + BUCKET_SIZE * REFILL_S
     assert told.look(1, 2) == []
-    assert (told.wakes, told.status.last_control) == ([NOW + TURN_S], 1)
+    assert (told.wakes, told.status.last_control) == ([NOW + REFILL_S], 1)
     (told.now,) = told.wakes
     assert told.look(1, 2) == ["did 2"]
     told.spent = told.now + 1e6
@@ -132,7 +132,7 @@ def test_each_action_is_told_or_counted_once(looks: list[tuple[set[int], float]]
         for text in told.look(*kept):
             accounted += 1 if text.startswith("did") else int(text.split()[0])
         told.now += pause
-    told.now += TURNS * TURN_S
+    told.now += BUCKET_SIZE * REFILL_S
     for text in told.look(*kept):
         accounted += 1 if text.startswith("did") else int(text.split()[0])
     assert accounted == len(kept)

@@ -92,7 +92,7 @@ def ignored(draft: PlanBuilder, worker: Worker) -> bool:
 
 def culprits(draft: PlanBuilder) -> tuple[Worker, ...]:
     """Return the workers whose failure is not ignored, most likely culprit first."""
-    return tuple(one for one in outcome.failed(draft.gang) if not ignored(draft, one))
+    return tuple(worker for worker in outcome.failed(draft.gang) if not ignored(draft, worker))
 
 
 def judged(draft: PlanBuilder, worker: Worker) -> Failure:
@@ -105,10 +105,11 @@ def judged_lost(draft: PlanBuilder, failure: Failure, disrupted: str | None = No
     """Return `failure` with the action for a worker that left no record: a preemption, unless a rule says otherwise."""
     assert failure.worker is not None
     found = FailureEvidence(worker=failure.worker, reason=failure.reason, message=failure.message, disrupted=disrupted)
-    asked = matching_user_action(draft.job.spec.policy.rules, found)
-    if asked is None or asked is FailureAction.IGNORE:  # a gang does not continue without one of its workers
+    user_action = matching_user_action(draft.job.spec.policy.rules, found)
+    # a gang does not continue without one of its workers
+    if user_action is None or user_action is FailureAction.IGNORE:
         return _possible(draft, failure)
-    return _possible(draft, dataclasses.replace(failure, action=asked))
+    return _possible(draft, dataclasses.replace(failure, action=user_action))
 
 
 def _possible(draft: PlanBuilder, failure: Failure) -> Failure:
@@ -125,7 +126,7 @@ def _own_rules(draft: PlanBuilder, worker: Worker) -> FailureAction:
     code = outcome.outcome_of(worker).code
     if worker.disrupted is not None or _deleted_first(worker):
         return FailureAction.RESTART_IGNORE_MAX
-    if outcome.suspicion(worker) and any(one.taken for one in draft.gang):
+    if outcome.suspicion(worker) and any(peer.taken for peer in draft.gang):
         return FailureAction.RESTART_IGNORE_MAX
     if code in DEVICE_CODES or _refused(worker):
         return FailureAction.EXCLUDE_AND_RESTART
@@ -155,7 +156,7 @@ def _refused(worker: Worker) -> bool:
 
 def _peer_taken(draft: PlanBuilder) -> bool:
     """Return True if a peer is being disrupted: NCCL then aborts the other ranks, which fail without a reason."""
-    return any(one.disrupted is not None or one.unreachable_since is not None for one in draft.gang)
+    return any(peer.disrupted is not None or peer.unreachable_since is not None for peer in draft.gang)
 
 
 def silent_workers(draft: PlanBuilder) -> tuple[Worker, ...]:
@@ -164,19 +165,19 @@ def silent_workers(draft: PlanBuilder) -> tuple[Worker, ...]:
     Return none while workers on several nodes are left, since these may still be ending, nor if another worker of the
     same node has ended: its kubelet works, because it reported that.
     """
-    quiet, ended = _may_be_silent(draft), [one for one in draft.gang if not one.live]
-    lost = all(one.phase is WorkerPhase.FAILED and outcome.suspicion(one) for one in ended)
-    nodes = {one.node for one in quiet}
+    quiet, ended = _may_be_silent(draft), [worker for worker in draft.gang if not worker.live]
+    lost = all(worker.phase is WorkerPhase.FAILED and outcome.suspicion(worker) for worker in ended)
+    nodes = {worker.node for worker in quiet}
     if not lost or len(nodes) != 1 or len(quiet) + len(ended) < draft.job.spec.workers:
         return ()
-    return () if nodes & {one.node for one in ended} else quiet
+    return () if nodes & {worker.node for worker in ended} else quiet
 
 
 def _may_be_silent(draft: PlanBuilder) -> tuple[Worker, ...]:
     """Return running workers that may be dead; none if a disruption already explains the failure."""
-    if any(one.taken for one in draft.gang):
+    if any(worker.taken for worker in draft.gang):
         return ()
-    return tuple(one for one in draft.gang if one.phase is WorkerPhase.RUNNING and one.node is not None)
+    return tuple(worker for worker in draft.gang if worker.phase is WorkerPhase.RUNNING and worker.node is not None)
 
 
 def settles_at(draft: PlanBuilder, culprit: Worker) -> float | None:
@@ -188,7 +189,7 @@ def settles_at(draft: PlanBuilder, culprit: Worker) -> float | None:
     policy = draft.job.spec.policy
     settle_s = max(policy.settle_s, policy.silent_s) if _may_be_silent(draft) else policy.settle_s
     at = outcome.settles_at(culprits(draft), draft.gang, settle_s)
-    if at is None and any(one.live for one in draft.gang) and _begins(draft) and _ended_at_once(culprit):
+    if at is None and any(worker.live for worker in draft.gang) and _begins(draft) and _ended_at_once(culprit):
         at = (culprit.finished_at or 0.0) + policy.settle_s
     return at
 
@@ -207,12 +208,12 @@ def _hopeless(draft: PlanBuilder) -> bool:
         first = _ended_the_same_before(draft)
     else:
         first = _begins(draft) and len(draft.gang) >= draft.job.spec.workers
-    return first and all(_ended_at_once(one) for one in draft.gang)
+    return first and all(_ended_at_once(worker) for worker in draft.gang)
 
 
 def _ended_the_same_before(draft: PlanBuilder) -> bool:
     """Return True for the second gang of a job that has never trained if the first ended with the same exit code."""
-    status, codes = draft.status, {outcome.outcome_of(one).code for one in draft.gang}
+    status, codes = draft.status, {outcome.outcome_of(worker).code for worker in draft.gang}
     if status.restarts != 1 or status.condition(ConditionType.RUNNING) is not None or not status.failures:
         return False
     return status.failures[-1].exit_code in codes

@@ -30,19 +30,19 @@ def suspicion(worker: Worker) -> int:
 
 def failed(workers: Sequence[Worker]) -> tuple[Worker, ...]:
     """Return the workers that failed, most likely culprit first: own failures before lost peers, then by time."""
-    found = (one for one in workers if one.phase is WorkerPhase.FAILED)
-    return tuple(sorted(found, key=lambda one: (suspicion(one), one.finished_at or 0.0, one.index)))
+    found = (worker for worker in workers if worker.phase is WorkerPhase.FAILED)
+    return tuple(sorted(found, key=lambda worker: (suspicion(worker), worker.finished_at or 0.0, worker.index)))
 
 
 def succeeded(workers: Sequence[Worker]) -> bool:
     """Return True if all workers have succeeded."""
-    return all(one.phase is WorkerPhase.SUCCEEDED for one in workers)
+    return all(worker.phase is WorkerPhase.SUCCEEDED for worker in workers)
 
 
 def preempted(workers: Sequence[Worker]) -> bool:
     """Return True if all workers have stopped in order: with a checkpoint, before they began, or with success."""
-    left = (one for one in workers if one.phase is not WorkerPhase.SUCCEEDED)
-    return all(one.phase is WorkerPhase.FAILED and outcome_of(one).code == ExitCode.PREEMPTED for one in left)
+    left = (worker for worker in workers if worker.phase is not WorkerPhase.SUCCEEDED)
+    return all(worker.phase is WorkerPhase.FAILED and outcome_of(worker).code == ExitCode.PREEMPTED for worker in left)
 
 
 def settles_at(culprits: Sequence[Worker], gang: Sequence[Worker], settle_s: float) -> float | None:
@@ -51,9 +51,9 @@ def settles_at(culprits: Sequence[Worker], gang: Sequence[Worker], settle_s: flo
     The launchers of victims may report before the culprit's does. Judging their record would restart a job whose data
     are corrupt, again and again.
     """
-    if not culprits or suspicion(culprits[0]) == 0 or not any(one.live for one in gang):
+    if not culprits or suspicion(culprits[0]) == 0 or not any(worker.live for worker in gang):
         return None
-    return min(one.finished_at or 0.0 for one in culprits) + settle_s
+    return min(worker.finished_at or 0.0 for worker in culprits) + settle_s
 
 
 def failure_of(worker: Worker, job: str, now: float, action: FailureAction) -> Failure:

@@ -24,7 +24,7 @@ class PlanBuilder:
     actions: list[Action] = dataclasses.field(default_factory=list)
     wakes: list[float] = dataclasses.field(default_factory=list)
     _gang: tuple[int, tuple[Worker, ...]] | None = None
-    _heard: dict[int, float | None] = dataclasses.field(default_factory=dict)
+    _reachable: dict[int, float | None] = dataclasses.field(default_factory=dict)
 
     @property
     def gang(self) -> tuple[Worker, ...]:
@@ -36,7 +36,7 @@ class PlanBuilder:
     @property
     def live(self) -> tuple[Worker, ...]:
         """Workers of any attempt that may still run."""
-        return tuple(one for one in self.observed.workers if one.live)
+        return tuple(worker for worker in self.observed.workers if worker.live)
 
     @property
     def missing_indices(self) -> list[int]:
@@ -66,8 +66,8 @@ class PlanBuilder:
             since=since,
             generation=self.job.spec.generation,
         )
-        kept = tuple(new if one.type is kind else one for one in self.status.conditions)
-        self.update(conditions=kept if old is not None else (*kept, new))
+        replaced = tuple(new if condition.type is kind else condition for condition in self.status.conditions)
+        self.update(conditions=replaced if old is not None else (*replaced, new))
 
     def clear_condition(self, kind: ConditionType, reason: str, message: str) -> None:
         """Set a condition to false if it is true; a condition that was never set stays absent."""
@@ -102,10 +102,10 @@ class PlanBuilder:
 
     def lost_at(self, worker: Worker) -> float | None:
         """Return when a worker that does not end, or whose node does not answer, is given up; None: all is well."""
-        heard = self._reachable_since(worker.attempt) if worker.unreachable_since is not None else None
+        reachable_since = self._reachable_since(worker.attempt) if worker.unreachable_since is not None else None
         since = []
-        if worker.unreachable_since is not None and heard is not None:
-            since.append(max(worker.unreachable_since, heard, self._moved_at(worker.attempt)))
+        if worker.unreachable_since is not None and reachable_since is not None:
+            since.append(max(worker.unreachable_since, reachable_since, self._moved_at(worker.attempt)))
         if worker.deletion is not None:
             since.append(worker.deletion.since + worker.deletion.grace_s)
         return min(since) + self.job.spec.policy.lost_worker_s if since else None
@@ -116,8 +116,8 @@ class PlanBuilder:
         No gang makes progress without each of its workers, so all were alive then, even if the API server reports
         for their nodes. A gang without progress since then is given up in its time.
         """
-        told = self.status.current_progress
-        return 0.0 if told is None or told.attempt != attempt else self.status.progress_time or 0.0
+        progress = self.status.current_progress
+        return 0.0 if progress is None or progress.attempt != attempt else self.status.progress_time or 0.0
 
     def _reachable_since(self, attempt: int) -> float | None:
         """Return since when a node of a gang has reported; None: no node of a whole gang on several nodes reports.
@@ -125,9 +125,9 @@ class PlanBuilder:
         Then the network to the API server has failed and not the nodes: the gang may well be training. When the nodes
         return one by one, the time of those that are still unreachable begins with the first.
         """
-        if attempt not in self._heard:
-            gang = [one for one in self.observed.workers if one.attempt == attempt]
-            several = len({one.node for one in gang}) > 1 and len(gang) >= self.job.spec.workers
-            known = (one.reachable_since or 0.0 for one in gang if one.unreachable_since is None)
-            self._heard[attempt] = min(known, default=None) if several else 0.0
-        return self._heard[attempt]
+        if attempt not in self._reachable:
+            gang = [worker for worker in self.observed.workers if worker.attempt == attempt]
+            several = len({worker.node for worker in gang}) > 1 and len(gang) >= self.job.spec.workers
+            known = (worker.reachable_since or 0.0 for worker in gang if worker.unreachable_since is None)
+            self._reachable[attempt] = min(known, default=None) if several else 0.0
+        return self._reachable[attempt]

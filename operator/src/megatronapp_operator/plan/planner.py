@@ -66,7 +66,7 @@ def plan(job: JobState, observed: Observed, now: float) -> Plan:
     now = micros(now)
     status, events = job.status, list[Action]()
     for _ in range(MAX_PASSES):
-        draft = _one_pass(job, observed, now, status)
+        draft = _single_pass(job, observed, now, status)
         if draft.status == status:
             break
         events += [action for action in draft.actions if isinstance(action, RecordEvent)]
@@ -74,7 +74,7 @@ def plan(job: JobState, observed: Observed, now: float) -> Plan:
     return Plan(actions=(*events, *draft.actions), status=status, wake_at=min(draft.wakes, default=None))
 
 
-def _one_pass(job: JobState, observed: Observed, now: float, status: Status) -> PlanBuilder:
+def _single_pass(job: JobState, observed: Observed, now: float, status: Status) -> PlanBuilder:
     draft = PlanBuilder(job=job, observed=observed, now=now, status=status)
     report.replicas(draft)
     report.volumes(draft)

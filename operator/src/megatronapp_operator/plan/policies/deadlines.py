@@ -56,16 +56,16 @@ def gathering(draft: PlanBuilder) -> bool:
     limit, running, missing = draft.job.spec.policy.start_deadline_s, draft.status.running_time, draft.observed.missing
     if limit is None or running is None or draft.status.current_progress is not None:
         return False
-    due, heard = running + limit, draft.observed.last_contact
+    due, contact = running + limit, draft.observed.last_contact
     if not missing:
         return _unheard(draft, limit, since=max(running, draft.observed.since))
-    if draft.now < due or (heard is not None and heard < due) or any(one.taken for one in draft.gang):
+    if draft.now < due or (contact is not None and contact < due) or any(worker.taken for worker in draft.gang):
         draft.wake(max(due, draft.now + POLL_AGAIN_S))
         return False
     named = ", ".join(map(str, missing[:NAMED])) + (" and others" if len(missing) > NAMED else "")
     message = f"all workers run, and after {limit:g} s worker 0 still waits for worker {named}: they cannot reach it"
     failure = _failure(draft, reasons.NOT_GATHERED, message, FailureAction.RESTART)
-    node = next((one.node for one in draft.gang if one.index == missing[0]), None)
+    node = next((worker.node for worker in draft.gang if worker.index == missing[0]), None)
     attempt_failed(draft, failure_rules.judged_lost(draft, dataclasses.replace(failure, worker=missing[0], node=node)))
     return True
 
@@ -75,8 +75,8 @@ def _unheard(draft: PlanBuilder, limit: float, *, since: float) -> bool:
 
     The gang may well be training, so its own launchers decide when to give up.
     """
-    heard = draft.observed.last_contact
-    if heard is None or heard >= since or draft.status.is_true(ConditionType.STALLED) or draft.observed.locked:
+    contact = draft.observed.last_contact
+    if contact is None or contact >= since or draft.status.is_true(ConditionType.STALLED) or draft.observed.locked:
         return False
     if draft.now < since + limit:
         draft.wake(since + limit)
@@ -93,11 +93,11 @@ def progress(draft: PlanBuilder) -> bool:
     if limit is None or running is None:
         return False
     since = max(running, draft.status.progress_time or 0.0, draft.observed.since)
-    due, heard = since + limit, draft.observed.last_contact
+    due, contact = since + limit, draft.observed.last_contact
     if draft.now < due:
         draft.wake(due)
         return False
-    if heard is not None and heard < due:
+    if contact is not None and contact < due:
         return _unknown(draft, limit, until=due + draft.job.spec.policy.unheard_s)
     message = f"no progress for {limit:g} s{_place(draft)}"
     draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_DEADLINE_EXCEEDED, message)

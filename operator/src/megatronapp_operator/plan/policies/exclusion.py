@@ -13,20 +13,21 @@ MAX_TOLERATED = 256
 def expire(draft: PlanBuilder) -> None:
     """Remove nodes from the lists whose time is over, and those that the user allows."""
     allowed, before = draft.job.spec.policy.exclusion.allowed, draft.status.excluded_nodes
-    kept = tuple(one for one in before if draft.now < one.until and one.node not in allowed)
-    tolerated = tuple(one for one in draft.status.tolerated_nodes if draft.now < one.until and one.node not in allowed)
-    draft.update(excluded_nodes=kept, tolerated_nodes=tolerated)
-    for one in before:
-        if one.node in allowed:
-            message = f"{one.node} may get workers of this job again: runPolicy.nodeExclusion.allowedNodes names it"
+    excluded = tuple(entry for entry in before if draft.now < entry.until and entry.node not in allowed)
+    tolerated = draft.status.tolerated_nodes
+    tolerated = tuple(entry for entry in tolerated if draft.now < entry.until and entry.node not in allowed)
+    draft.update(excluded_nodes=excluded, tolerated_nodes=tolerated)
+    for entry in before:
+        if entry.node in allowed:
+            message = f"{entry.node} may get workers of this job again: runPolicy.nodeExclusion.allowedNodes names it"
             draft.event(EventType.NORMAL, reasons.NODE_READMITTED, message)
-    if kept or tolerated:
-        draft.wake(min(one.until for one in (*kept, *tolerated)))
+    if excluded or tolerated:
+        draft.wake(min(entry.until for entry in (*excluded, *tolerated)))
 
 
-def is_slow(one: ExcludedNode) -> bool:
+def is_slow(excluded: ExcludedNode) -> bool:
     """Return True for a node that works and is only slow."""
-    return one.reason == reasons.SLOW_NODE_DETECTED
+    return excluded.reason == reasons.SLOW_NODE_DETECTED
 
 
 def readmit(draft: PlanBuilder, *, only_slow: bool) -> str | None:
@@ -35,11 +36,11 @@ def readmit(draft: PlanBuilder, *, only_slow: bool) -> str | None:
     Return the name of the node, or None if the list is empty. A slow node is preferred, and tolerated from then on:
     otherwise the gang would be restarted for it again and again.
     """
-    candidates = [one for one in draft.status.excluded_nodes if is_slow(one) or not only_slow]
+    candidates = [excluded for excluded in draft.status.excluded_nodes if is_slow(excluded) or not only_slow]
     if not candidates:
         return None
     chosen = next(filter(is_slow, candidates), candidates[0])
-    draft.update(excluded_nodes=tuple(one for one in draft.status.excluded_nodes if one is not chosen))
+    draft.update(excluded_nodes=tuple(excluded for excluded in draft.status.excluded_nodes if excluded is not chosen))
     if is_slow(chosen):
         draft.update(tolerated_nodes=(*draft.status.tolerated_nodes, chosen)[-MAX_TOLERATED:])
     message = f"{chosen.node} may get workers of this job again: without it there is no capacity for the gang"
@@ -49,8 +50,8 @@ def readmit(draft: PlanBuilder, *, only_slow: bool) -> str | None:
 
 def outdated(draft: PlanBuilder) -> list[str]:
     """Return nodes that unplaced workers were created to avoid, but that the job does not exclude any more."""
-    excluded = {one.node for one in draft.status.excluded_nodes}
-    made_without = {node for one in draft.gang if one.unplaced for node in one.avoids}
+    excluded = {excluded_node.node for excluded_node in draft.status.excluded_nodes}
+    made_without = {node for worker in draft.gang if worker.unplaced for node in worker.avoids}
     return sorted(made_without - excluded)
 
 
@@ -58,8 +59,8 @@ def exclude(draft: PlanBuilder, node: str, reason: str) -> None:
     """Avoid a node from now on. In a full list it replaces the oldest."""
     limits = draft.job.spec.policy.exclusion
     entry = ExcludedNode(node=node, reason=reason, until=micros(draft.now + limits.ttl_s))
-    others = tuple(one for one in draft.status.excluded_nodes if one.node != node)
-    tolerated = tuple(one for one in draft.status.tolerated_nodes if one.node != node)
+    others = tuple(excluded for excluded in draft.status.excluded_nodes if excluded.node != node)
+    tolerated = tuple(excluded for excluded in draft.status.tolerated_nodes if excluded.node != node)
     draft.update(excluded_nodes=(*others, entry)[-limits.max_nodes :], tolerated_nodes=tolerated)
     message = f"{node} gets no worker of this job for {limits.ttl_s:g} s: {reason}"
     draft.event(EventType.WARNING, reasons.NODE_EXCLUDED, message)

@@ -43,7 +43,7 @@ def judge_end(draft: PlanBuilder) -> bool:
     """Act on workers of this attempt that have ended."""
     gang, culprits = draft.gang, failure_rules.culprits(draft)
     if not culprits:
-        if len(gang) < draft.job.spec.workers or any(one.live for one in gang):
+        if len(gang) < draft.job.spec.workers or any(worker.live for worker in gang):
             return False
         message = f"{draft.job.spec.all_workers_text} ended with success"
         complete(draft, reasons.ALL_WORKERS_SUCCEEDED, message)
@@ -110,7 +110,7 @@ def _give_up(draft: PlanBuilder, worker: Worker, failure: Failure) -> None:
 
 def clear_stale(draft: PlanBuilder) -> bool:
     """Remove workers of older attempts; nothing is created while one is left."""
-    stale = [one for one in draft.observed.workers if one.attempt != draft.status.attempt]
+    stale = [worker for worker in draft.observed.workers if worker.attempt != draft.status.attempt]
     for worker in stale:
         draft.delete(worker, _stale_grace_s(draft, stale))
     return bool(stale)
@@ -125,7 +125,7 @@ def _stale_grace_s(draft: PlanBuilder, stale: list[Worker]) -> float:
     last, policy = draft.status.failures[-1:], draft.job.spec.policy
     if draft.status.released:
         return 0.0
-    parted = any(outcome.suspicion(one) for one in outcome.failed(stale))
+    parted = any(outcome.suspicion(worker) for worker in outcome.failed(stale))
     preempted = bool(last) and last[0].action is FailureAction.RESTART_IGNORE_MAX
     return policy.grace_s if preempted and not parted else policy.failed_grace_s
 
@@ -173,7 +173,7 @@ def create(draft: PlanBuilder) -> bool:
 
 def running(draft: PlanBuilder) -> bool:
     """Record that the whole gang runs, and that it trains; until it trains the job is starting."""
-    up = {one.index for one in draft.gang if one.phase is WorkerPhase.RUNNING} | set(draft.status.succeeded)
+    up = {worker.index for worker in draft.gang if worker.phase is WorkerPhase.RUNNING} | set(draft.status.succeeded)
     if len(up) < draft.job.spec.workers:
         return False
     if draft.status.running_time is None:

@@ -20,10 +20,11 @@ def remove(draft: PlanBuilder) -> None:
     if draft.job.spec.group is PodGroupKey.POD_GROUP:
         _remember_pod_group(draft)
         for attempt in draft.status.groups or ():
-            if _is_over(draft, attempt) and not any(one.live or one.occupies for one in _members(draft, attempt)):
+            members = _members(draft, attempt)
+            if _is_over(draft, attempt) and not any(worker.live or worker.occupies for worker in members):
                 draft.actions.append(RemoveGroup(attempt=attempt))
     if draft.job.spec.group is PodGroupKey.WORKLOAD:
-        for attempt in sorted({one.attempt for one in draft.observed.workers} - draft.observed.groups_refused):
+        for attempt in sorted({worker.attempt for worker in draft.observed.workers} - draft.observed.groups_refused):
             if _is_stuck(draft, _members(draft, attempt)):
                 draft.actions.append(RemoveGroup(attempt=attempt))
 
@@ -32,10 +33,10 @@ def _remember_pod_group(draft: PlanBuilder) -> None:
     """Remember the attempts whose pod groups may exist: their pods may vanish before the attempt is over."""
     status = draft.status
     known = _all_attempts(status) if status.groups is None else status.groups
-    kept = tuple(one for one in known if one not in draft.observed.groups_removed)
-    if status.attempt_time is not None and status.attempt not in kept and not _is_over(draft, status.attempt):
-        kept = (*kept, status.attempt)
-    draft.update(groups=kept)
+    remaining = tuple(attempt for attempt in known if attempt not in draft.observed.groups_removed)
+    if status.attempt_time is not None and status.attempt not in remaining and not _is_over(draft, status.attempt):
+        remaining = (*remaining, status.attempt)
+    draft.update(groups=remaining)
 
 
 def _all_attempts(status: Status) -> range:
@@ -56,12 +57,13 @@ def _is_stuck(draft: PlanBuilder, gang: list[Worker]) -> bool:
     Deleting a workload makes Kueue delete all its pods, also those that have ended. While the log of one of these is to
     be kept, the others have their time: those that only lack a node are ended by the cluster's pod garbage collector.
     """
-    held = [one for one in gang if _never_ends(one)]
-    if not held or any(one.live and not _never_ends(one) for one in gang):
+    endless = [worker for worker in gang if _never_ends(worker)]
+    if not endless or any(worker.live and not _never_ends(worker) for worker in gang):
         return False
-    if all(one.deletion is not None for one in gang):
+    if all(worker.deletion is not None for worker in gang):
         return True
-    at = max(one.deletion.since for one in held if one.deletion is not None) + draft.job.spec.policy.lost_worker_s
+    killed_at = max(worker.deletion.since for worker in endless if worker.deletion is not None)
+    at = killed_at + draft.job.spec.policy.lost_worker_s
     if draft.now < at:
         draft.wake(at)
     return draft.now >= at
@@ -73,4 +75,4 @@ def _never_ends(worker: Worker) -> bool:
 
 
 def _members(draft: PlanBuilder, attempt: int) -> list[Worker]:
-    return [one for one in draft.observed.workers if one.attempt == attempt]
+    return [worker for worker in draft.observed.workers if worker.attempt == attempt]

@@ -40,7 +40,7 @@ def _expire(draft: PlanBuilder) -> None:
 
 def _holding(draft: PlanBuilder) -> list[Worker]:
     """Return workers that occupy a node, even if only for an agent that has not noticed the end of the job."""
-    return [one for one in draft.observed.workers if one.live or one.occupies]
+    return [worker for worker in draft.observed.workers if worker.live or worker.occupies]
 
 
 def delete_job(draft: PlanBuilder) -> bool:
@@ -73,8 +73,8 @@ def stop_on_request(draft: PlanBuilder) -> bool:
     stop = draft.job.stop
     if stop is None or draft.status.is_true(ConditionType.FAILURE_TARGET):
         return False
-    asked = draft.status.condition(ConditionType.SUSPENDED)
-    if asked is None or asked.reason != stop.reason:
+    suspended = draft.status.condition(ConditionType.SUSPENDED)
+    if suspended is None or suspended.reason != stop.reason:
         draft.set_condition(ConditionType.SUSPENDED, False, stop.reason, stop.message)
         draft.event(EventType.NORMAL, stop.reason, stop.message)
     for worker in draft.live:
@@ -108,7 +108,7 @@ def _end_stopping(draft: PlanBuilder, stop: StopRequest) -> None:
 def _stop_failure(draft: PlanBuilder) -> Failure | None:
     """Return why the workers did not stop in order; None if they did, or if none of this attempt was started yet."""
     spec, status = draft.job.spec, draft.status
-    unsaved = [one for one in outcome.failed(draft.gang) if not outcome.preempted([one])]
+    unsaved = [worker for worker in outcome.failed(draft.gang) if not outcome.preempted([worker])]
     missing = [] if status.attempt_time is None else draft.missing_indices
     if unsaved:
         failure = outcome.failure_of(unsaved[0], spec.name, draft.now, FailureAction.FAIL_JOB)
@@ -122,10 +122,10 @@ def _stop_failure(draft: PlanBuilder) -> Failure | None:
 def _rest(draft: PlanBuilder, reason: str, message: str) -> None:
     draft.update(phase=Phase.SUSPENDED)
     draft.set_condition(ConditionType.SUSPENDED, True, reason, message)
-    for gone in (
+    for outdated in (
         ConditionType.PODS_SCHEDULED, ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED,
     ):  # fmt: skip
-        draft.clear_condition(gone, reason, message)
+        draft.clear_condition(outdated, reason, message)
 
 
 def finish_failing(draft: PlanBuilder) -> bool:
@@ -157,8 +157,10 @@ def end(draft: PlanBuilder, phase: Phase, kind: ConditionType, reason: str, mess
     """Enter a terminal phase."""
     draft.update(phase=phase, completion_time=draft.now)
     draft.set_condition(kind, True, reason, message)
-    for gone in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED, ConditionType.STALLED):
-        draft.clear_condition(gone, reason, message)
+    for outdated in (
+        ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED, ConditionType.STALLED,
+    ):  # fmt: skip
+        draft.clear_condition(outdated, reason, message)
 
 
 def suspend(draft: PlanBuilder) -> bool:

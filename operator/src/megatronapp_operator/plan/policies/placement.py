@@ -26,19 +26,19 @@ def record_placement(draft: PlanBuilder) -> None:
     status, gang = draft.status, draft.gang
     if status.attempt_time is None or status.scheduled_time is not None:
         return
-    wanted = draft.job.spec.workers
-    if len(gang) >= wanted:
+    desired = draft.job.spec.workers
+    if len(gang) >= desired:
         forget_denial(draft)
-    found = sum(_has_node(one) for one in gang)
+    found = sum(_has_node(worker) for worker in gang)
     if found and status.holding_time is None:
         draft.update(holding_time=draft.now)
-    if not any(one.unplaced for one in gang):
+    if not any(worker.unplaced for worker in gang):
         draft.update(unplaced_time=None)
     elif status.unplaced_time is None:
         draft.update(unplaced_time=draft.now)
-    if found >= wanted:
+    if found >= desired:
         draft.update(scheduled_time=draft.now)
-        message = f"{draft.job.spec.all_workers_text} {'has a node' if wanted == 1 else 'have nodes'}"
+        message = f"{draft.job.spec.all_workers_text} {'has a node' if desired == 1 else 'have nodes'}"
         draft.set_condition(ConditionType.PODS_SCHEDULED, True, reasons.ALL_SCHEDULED, message)
     elif gang:
         _report_waiting(draft, f"{found} of {draft.job.spec.workers_text} placed")
@@ -108,7 +108,7 @@ def judge_start(draft: PlanBuilder) -> bool:
     since = _begins_at(draft) or (status.holding_time if draft.job.spec.gang else status.attempt_time)
     if since is None:
         return _judge_queue(draft, limit)
-    if status.scheduled_time is not None and any(one.preparing for one in draft.gang):
+    if status.scheduled_time is not None and any(worker.preparing for worker in draft.gang):
         return False  # it is whole, and brings its data
     if draft.now < since + limit:
         draft.wake(since + limit)
@@ -163,13 +163,15 @@ def _begins_at(draft: PlanBuilder) -> float | None:
     """Return when the last worker had a node and had finished its initializers; None: some have no node."""
     if draft.status.scheduled_time is None:
         return None
-    return max([draft.status.scheduled_time, *(one.prepared_at for one in draft.gang if one.prepared_at is not None)])
+    return max(
+        [draft.status.scheduled_time, *(worker.prepared_at for worker in draft.gang if worker.prepared_at is not None)]
+    )
 
 
 def _lost_since(draft: PlanBuilder) -> bool:
     """Return True if a worker that had a node has none any more: it was preempted, or its node was lost."""
-    gone = len(draft.gang) < draft.job.spec.workers
-    return gone or any(not _has_node(one) or one.taken for one in draft.gang)
+    incomplete = len(draft.gang) < draft.job.spec.workers
+    return incomplete or any(not _has_node(worker) or worker.taken for worker in draft.gang)
 
 
 def waits_for_nodes(draft: PlanBuilder, culprit: Worker) -> bool:
@@ -200,12 +202,12 @@ def _report_waiting(draft: PlanBuilder, message: str) -> None:
 
 
 def _unplaced(draft: PlanBuilder) -> str:
-    missing = draft.job.spec.workers - sum(_has_node(one) for one in draft.gang)
+    missing = draft.job.spec.workers - sum(_has_node(worker) for worker in draft.gang)
     return f"{missing} of {draft.job.spec.workers_text} had"
 
 
 def _avoided(draft: PlanBuilder) -> str:
-    names = ", ".join(one.node for one in draft.status.excluded_nodes)
+    names = ", ".join(excluded.node for excluded in draft.status.excluded_nodes)
     return f" (without the excluded {names})" if names else ""
 
 
@@ -216,7 +218,7 @@ def _unstarted(draft: PlanBuilder) -> str:
 
 def _waiting(draft: PlanBuilder) -> str:
     """Return why the first waiting worker waits, as the end of a message."""
-    found = next((one for one in draft.gang if one.waiting is not None), None)
+    found = next((worker for worker in draft.gang if worker.waiting is not None), None)
     return "" if found is None else f"; worker {found.index}: {found.waiting}"
 
 

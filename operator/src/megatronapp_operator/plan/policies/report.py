@@ -25,22 +25,22 @@ HANG = "hang"
 
 def volumes(draft: PlanBuilder) -> None:
     """Report what is wrong with the volume claims. The gang starts all the same: all workers may be on one node."""
-    trouble = draft.observed.volumes
-    if trouble is None or draft.status.phase in TERMINAL_PHASES:
+    problem = draft.observed.volumes
+    if problem is None or draft.status.phase in TERMINAL_PHASES:
         return
-    if not trouble:
+    if not problem:
         if draft.status.condition(ConditionType.VOLUMES_SHARED) is not None:
             draft.set_condition(ConditionType.VOLUMES_SHARED, True, reasons.VOLUMES_FIT, "all workers can mount them")
         return
     known = draft.status.condition(ConditionType.VOLUMES_SHARED)
-    if known is None or known.message != trouble:
-        draft.event(EventType.WARNING, reasons.VOLUMES_UNFIT, trouble)
-    draft.set_condition(ConditionType.VOLUMES_SHARED, False, reasons.VOLUMES_UNFIT, trouble)
+    if known is None or known.message != problem:
+        draft.event(EventType.WARNING, reasons.VOLUMES_UNFIT, problem)
+    draft.set_condition(ConditionType.VOLUMES_SHARED, False, reasons.VOLUMES_UNFIT, problem)
 
 
 def replicas(draft: PlanBuilder) -> None:
     """Count the workers of the current attempt."""
-    found = Counter(one.phase for one in draft.gang)
+    found = Counter(worker.phase for worker in draft.gang)
     draft.update(
         generation=draft.job.spec.generation,
         replicas=Replicas(
@@ -58,9 +58,11 @@ def ends(draft: PlanBuilder) -> None:
     if draft.status.phase in TERMINAL_PHASES:
         return
     failed = outcome.failed(draft.gang)
-    fine = {one.index for one in failed if failure_rules.ignored(draft, one)}
-    fine |= {one.index for one in draft.gang if one.phase is WorkerPhase.SUCCEEDED}
-    draft.update(succeeded=tuple(sorted(fine)), ended=first_ends(tuple(one for one in failed if one.index not in fine)))
+    fine = {worker.index for worker in failed if failure_rules.ignored(draft, worker)}
+    fine |= {worker.index for worker in draft.gang if worker.phase is WorkerPhase.SUCCEEDED}
+    draft.update(
+        succeeded=tuple(sorted(fine)), ended=first_ends(tuple(worker for worker in failed if worker.index not in fine))
+    )
 
 
 def rank_zero(draft: PlanBuilder) -> None:
@@ -72,17 +74,20 @@ def rank_zero(draft: PlanBuilder) -> None:
 
 def removals(draft: PlanBuilder) -> None:
     """Report killed workers that are not removed, and their finalizers: until they are, no others are created."""
-    killed = [one for one in draft.observed.workers if one.deletion is not None and one.deletion.grace_s == 0]
-    due = {one: one.deletion.since + draft.job.spec.policy.lost_worker_s for one in killed if one.deletion is not None}
-    held = [one for one in killed if draft.now >= due[one]]
+    due = {
+        worker: worker.deletion.since + draft.job.spec.policy.lost_worker_s
+        for worker in draft.observed.workers
+        if worker.deletion is not None and worker.deletion.grace_s == 0
+    }
+    overdue = [worker for worker, at in due.items() if draft.now >= at]
     later = [at for at in due.values() if draft.now < at]
     if later:
         draft.wake(min(later))
-    if not held:
+    if not overdue:
         draft.clear_condition(ConditionType.REMOVAL_BLOCKED, reasons.WORKERS_GONE, "all killed workers are removed")
         return
-    names = ", ".join(str(one.index) for one in held[:NAMED]) + (" and others" if len(held) > NAMED else "")
-    finalizers = ", ".join(sorted({name for one in held for name in one.finalizers}))
+    names = ", ".join(str(worker.index) for worker in overdue[:NAMED]) + (" and others" if len(overdue) > NAMED else "")
+    finalizers = ", ".join(sorted({name for worker in overdue for name in worker.finalizers}))
     why = f"finalizers keep it: {finalizers}" if finalizers else "the cluster does not say why"
     limit = draft.job.spec.policy.lost_worker_s
     message = f"worker {names} still exists {limit:g} s after it was killed; {why}"
@@ -98,8 +103,8 @@ def progress(draft: PlanBuilder) -> None:
         return
     if old is None or _mark(new) != _mark(old):
         draft.update(progress_time=draft.now)
-    told_at = None if new.updated_at is None else float(int(new.updated_at))  # as it is written down
-    draft.update(progress=dataclasses.replace(new, updated_at=told_at))
+    reported_at = None if new.updated_at is None else float(int(new.updated_at))  # as it is written down
+    draft.update(progress=dataclasses.replace(new, updated_at=reported_at))
 
 
 def stalls(draft: PlanBuilder) -> None:
@@ -112,7 +117,7 @@ def stalls(draft: PlanBuilder) -> None:
     if draft.status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
         return
     if draft.status.running_time is None:
-        if all(one.attempt == draft.status.attempt for one in draft.observed.workers):
+        if all(worker.attempt == draft.status.attempt for worker in draft.observed.workers):
             draft.clear_condition(ConditionType.STALLED, reasons.WORKERS_GONE, "the workers that stalled were removed")
         return
     ranks = draft.status.hung_ranks
@@ -160,8 +165,8 @@ def hub(draft: PlanBuilder) -> None:
         return
     if found.waiting is None:
         return
-    word = found.waiting.partition(":")[0]
-    reason = SAME_PROBLEM.get(word, word)
+    cause = found.waiting.partition(":")[0]
+    reason = SAME_PROBLEM.get(cause, cause)
     message = f"the hub does not start, and training continues without it: {found.waiting}"
     if known is None or known.status or known.reason != reason:
         draft.event(EventType.WARNING, reasons.HUB_NOT_RUNNING, message)
@@ -215,11 +220,11 @@ def slow_ranks(draft: PlanBuilder) -> None:
 
 def sentences(verdicts: tuple[SlowRank, ...]) -> str:
     """Return the sentences of the verdicts without those about hung ranks, as message of the condition."""
-    return " ".join(one.sentence for one in _named(verdicts))
+    return " ".join(verdict.sentence for verdict in _named(verdicts))
 
 
 def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
-    return tuple(one for one in verdicts if one.state in NAMED_STATES and one.cause != HANG)
+    return tuple(verdict for verdict in verdicts if verdict.state in NAMED_STATES and verdict.cause != HANG)
 
 
 def _subject_label(verdict: SlowRank) -> str:
@@ -235,15 +240,15 @@ def _subject_label(verdict: SlowRank) -> str:
 
 def _report_verdicts(draft: PlanBuilder, before: tuple[SlowRank, ...], now: tuple[SlowRank, ...]) -> None:
     """Add an Event for each new verdict, and one for each that is not in the list any more."""
-    for one in _without(now, before):
-        draft.event(EventType.WARNING, reasons.SLOW_NODE_DETECTED, one.sentence)
-    for one in _without(before, now):
-        draft.event(EventType.NORMAL, reasons.SLOW_NODE_CLEARED, f"no longer: {one.sentence}")
+    for verdict in _without(now, before):
+        draft.event(EventType.WARNING, reasons.SLOW_NODE_DETECTED, verdict.sentence)
+    for verdict in _without(before, now):
+        draft.event(EventType.NORMAL, reasons.SLOW_NODE_CLEARED, f"no longer: {verdict.sentence}")
 
 
 def _without(verdicts: tuple[SlowRank, ...], others: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
-    ids = {one.id for one in others}
-    return tuple(one for one in verdicts if one.id not in ids)
+    ids = {verdict.id for verdict in others}
+    return tuple(verdict for verdict in verdicts if verdict.id not in ids)
 
 
 def _before(new: Progress, old: Progress) -> bool:

@@ -38,7 +38,9 @@ def unbudgeted_failures_since(status: Status, since: float) -> int:
 
     No budget ends a job that meets such failures again and again, so at least the pause must grow.
     """
-    return sum(one.action is FailureAction.RESTART_IGNORE_MAX and one.time > since for one in status.failures)
+    return sum(
+        failure.action is FailureAction.RESTART_IGNORE_MAX and failure.time > since for failure in status.failures
+    )
 
 
 def release_at(draft: PlanBuilder) -> float:
@@ -91,10 +93,10 @@ def fail_job(draft: PlanBuilder, reason: str, message: str) -> None:
 
 def next_attempt(draft: PlanBuilder) -> None:
     """Begin the next attempt; workers of the old one are stale from now on."""
-    held_since = draft.status.holding_time
-    held_s = 0.0 if held_since is None else max(0.0, draft.now - held_since)
+    holding_since = draft.status.holding_time
+    holding_s = 0.0 if holding_since is None else max(0.0, draft.now - holding_since)
     draft.update(
-        active_s=micros(draft.status.active_s + held_s),
+        active_s=micros(draft.status.active_s + holding_s),
         attempt=draft.status.attempt + 1,
         attempt_time=None,
         holding_time=None,

@@ -24,9 +24,9 @@ def slow_nodes(draft: PlanBuilder) -> bool:
     if policy.action is SlowNodeAction.REPORT or not limits.enabled or draft.status.phase is not Phase.RUNNING:
         return False
     found = _nodes(draft)
-    room = max(0, limits.max_nodes - len(draft.status.excluded_nodes))
-    _explain(draft, [*_tolerated(draft), *_beyond_limit(draft, list(found)[room:])])
-    taken = dict(list(found.items())[:room])
+    free = max(0, limits.max_nodes - len(draft.status.excluded_nodes))
+    _explain(draft, [*_tolerated(draft), *_beyond_limit(draft, list(found)[free:])])
+    taken = dict(list(found.items())[:free])
     for node in taken:
         exclusion.exclude(draft, node, reasons.SLOW_NODE_DETECTED)
     if not taken or policy.action is not SlowNodeAction.EXCLUDE_AND_RESTART:
@@ -37,13 +37,13 @@ def slow_nodes(draft: PlanBuilder) -> bool:
 
 def _nodes(draft: PlanBuilder) -> dict[str, SlowRank]:
     """Return nodes that are slow enough, for long enough, and may be excluded, with the first verdict about each."""
-    excluded = {one.node for one in (*draft.status.excluded_nodes, *draft.status.tolerated_nodes)}
+    excluded = {listed.node for listed in (*draft.status.excluded_nodes, *draft.status.tolerated_nodes)}
     excluded |= draft.job.spec.policy.exclusion.allowed
     found: dict[str, SlowRank] = {}
-    for one in draft.status.slow_ranks:
-        node = _node_of(draft, one)
-        if node is not None and node not in excluded and _bad_enough(draft, one):
-            found.setdefault(node, one)
+    for verdict in draft.status.slow_ranks:
+        node = _node_of(draft, verdict)
+        if node is not None and node not in excluded and _bad_enough(draft, verdict):
+            found.setdefault(node, verdict)
     return found
 
 
@@ -53,7 +53,7 @@ def _node_of(draft: PlanBuilder, verdict: SlowRank) -> str | None:
         return None
     if verdict.node is not None:
         return verdict.node
-    return next((one.node for one in draft.gang if one.index == verdict.worker), None)
+    return next((worker.node for worker in draft.gang if worker.index == verdict.worker), None)
 
 
 def _bad_enough(draft: PlanBuilder, verdict: SlowRank) -> bool:
@@ -74,8 +74,8 @@ def _beyond_limit(draft: PlanBuilder, nodes: list[str]) -> list[str]:
 
 
 def _tolerated(draft: PlanBuilder) -> list[str]:
-    tolerated = {one.node for one in draft.status.tolerated_nodes}
-    named = sorted(tolerated & {_node_of(draft, one) for one in draft.status.slow_ranks})
+    tolerated = {listed.node for listed in draft.status.tolerated_nodes}
+    named = sorted(tolerated & {_node_of(draft, verdict) for verdict in draft.status.slow_ranks})
     return [f"Not excluded, because the gang found no capacity without: {', '.join(named)}."] if named else []
 
 
