@@ -40,7 +40,7 @@ frontend/dist/index.html: frontend/node_modules/.ready $(FRONTEND_SOURCES)
 demo: setup ## Train a small GPT on this machine, make a rank slow, and see it named
 	$(BIN)/python scripts/demo.py
 
-test: test-py test-cpp test-ui ## All tests but those of test-full, e2e and tests/gpu
+test: test-py test-cpp test-ui ## What must hold for each commit: Python, C++, page (10 minutes on two cores)
 
 test-py: setup
 	scripts/system_packages.sh test
@@ -56,26 +56,19 @@ OLDEST_KUBERNETES := $(patsubst %,tests/integration/kube/test_%.py,admission api
   operator_life operator_lost operator_objects operator_serve operator_service operator_versions operator_writes pod_groups \
   render_objects rules rules_later status)
 
-test-full: test ## Those of test, all demos, and what needs Kueue, schedulers, kwok and Kubernetes 1.30 (25 minutes more the first time)
-	scripts/kube_tools.sh cluster
-	scripts/kube_tools.sh kueue
-	scripts/kube_tools.sh kwok
-	scripts/kube_tools.sh scheduler-plugins
-	scripts/kube_tools.sh api-1.30
-	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/queues --timeout 600 \
-	  tests/integration/kube/test_rdma_scheduling.py tests/integration/kube/test_operator_board.py tests/integration/kube/test_operator_upgrade.py \
-	  tests/integration/kube/test_operator_watches.py
-	export KUBEBUILDER_ASSETS && KUBEBUILDER_ASSETS=$$(scripts/kube_tools.sh api-1.30) && $(BIN)/python -m pytest $(OLDEST_KUBERNETES)
-	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/test_demo.py -k "host or link"
-	MEGATRONAPP_HISTORIES=40 $(BIN)/python -m pytest tests/integration/kube/test_operator_histories.py
-	SCHEMA_RANDOM=1 SCHEMA_EXAMPLES=80 $(BIN)/python -m pytest tests/integration/kube/test_gateway_schema.py --timeout 900
-	SCHEMA_RANDOM=1 SCHEMA_EXAMPLES=320 $(BIN)/python -m pytest tests/integration/hub/test_hub_schema.py tests/unit/trainer/test_serve_schema.py --timeout 900
+test-full: export MEGATRONAPP_FULL := 1
+test-full: test-full-tools test ## Those of test and all that are too long for it; Kueue, schedulers, kwok and Kubernetes 1.30 (25 minutes more the first time)
+	export KUBEBUILDER_ASSETS && KUBEBUILDER_ASSETS=$$(scripts/kube_tools.sh api-1.30) && $(BIN)/python -m pytest -n $(WORKERS) $(OLDEST_KUBERNETES)
+
+.PHONY: test-full-tools
+test-full-tools:
+	for tool in cluster kueue kwok scheduler-plugins api-1.30; do scripts/kube_tools.sh $$tool || exit; done
 
 test-cpp: $(BIN)/.ready
 	scripts/system_packages.sh native
-	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh asan
-	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh tsan
+	[ -z "$$MEGATRONAPP_FULL" ] || PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh test
+	[ -z "$$MEGATRONAPP_FULL" ] || PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh tsan
 
 test-ui: frontend/node_modules/.ready
 	cd frontend && npm test

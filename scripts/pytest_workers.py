@@ -3,7 +3,9 @@
 `pytest -n 2` runs whole files in two processes (pytest-xdist). The order is that of the seconds in
 tests/durations.json, which `--record-durations` (`make durations`) writes. Files not listed there are short.
 
-Tests marked `full` run only where MEGATRONAPP_FULL is set; `make test-full` sets it.
+Tests marked `full` run only where MEGATRONAPP_FULL is set, as `make test-full` does:
+
+    @pytest.mark.full("a sweep", but=("TP2", "PP2"))  # `make test` runs these cases (in `pytestmark`: functions)
 """
 
 import contextlib
@@ -26,6 +28,7 @@ LISTED_S = 2
 """Seconds from which a file is listed; the order of shorter ones does not matter."""
 CLUSTER = "tests/integration/kube/"
 """Files that are run last: each process that runs one keeps an API server until the end, which takes processor time."""
+FULL = bool(os.environ.get("MEGATRONAPP_FULL"))
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CLEANING_S = 60.0
 """How long an interrupted process may take to end its fixtures; an API server takes a few seconds."""
@@ -36,10 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full(reason): too long for each commit; runs where MEGATRONAPP_FULL is set")
+    config.addinivalue_line(
+        "markers",
+        "full(reason, but=()): too long for each commit; all but these run only where MEGATRONAPP_FULL is set",
+    )
     if hasattr(config, "workerinput"):
         os.setpgid(0, 0)  # the controller passes Ctrl-C on; a second one would disturb fixtures that end
-        config.pluginmanager.register(Worker())
+        config.pluginmanager.register(Worker(config.workeroutput))  # type: ignore[attr-defined]
     elif config.getoption("numprocesses", None):
         config.pluginmanager.register(Controller(config))
 
@@ -53,13 +59,40 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not os.environ.get("MEGATRONAPP_FULL"):
-        long = [item for item in items if item.get_closest_marker("full")]
+    if not any("::" in path for path in config.args):  # else some cases are not collected
+        check_marks(items)
+    if not FULL:
+        long = [item for item in items if is_long(item)]
         config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        items[:] = [item for item in items if not is_long(item)]
     if hasattr(config, "workerinput"):
         durations = read_durations()
         items.sort(key=lambda item: sort_key(file_of(item.nodeid), durations))
+
+
+def names_of(item: pytest.Item) -> set[str]:
+    """Return the names of the function and of the case."""
+    function, _, case = item.name.partition("[")
+    return {function, case.removesuffix("]")}
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Return true for a test that is marked `full`, unless the mark names its function or its case in `but`."""
+    marker = item.get_closest_marker("full")
+    return marker is not None and names_of(item).isdisjoint(marker.kwargs.get("but", ()))
+
+
+def check_marks(items: list[pytest.Item]) -> None:
+    """Refuse names in `but` that no test has: renamed, the test would run in `make test-full` only."""
+    unknown: dict[str, set[str]] = {}
+    known: dict[str, set[str]] = {}
+    for item in items:
+        if marker := item.get_closest_marker("full"):
+            unknown.setdefault(file_of(item.nodeid), set()).update(marker.kwargs.get("but", ()))
+            known.setdefault(file_of(item.nodeid), set()).update(names_of(item))
+    for path, names in unknown.items():
+        for name in sorted(names - known[path]):
+            raise ValueError(f"{path}: {name!r} in but=... of the mark 'full' is no function and no case")
 
 
 def read_durations() -> dict[str, float]:
@@ -94,10 +127,17 @@ class Schedule(Protocol):
 
 
 class Worker:
-    """Hooks of a process that runs tests."""
+    """Hooks of a process that runs tests. `output` is sent to the controller when the process ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: dict[str, Any]) -> None:
+        self.output = output
         self.processor_s = processor_s()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.output["running"] = nodeid
+
+    def pytest_runtest_logfinish(self) -> None:
+        del self.output["running"]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -117,7 +157,6 @@ class Controller:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.nodes: list[Node] = []
-        self.running: dict[str, None] = {}
         self.ran = 0
         self.wall: defaultdict[str, float] = defaultdict(float)
         self.processor: defaultdict[str, float] = defaultdict(float)
@@ -127,11 +166,7 @@ class Controller:
     def pytest_testnodeready(self, node: Node) -> None:
         self.nodes.append(node)
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.running[nodeid] = None
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.running.pop(nodeid, None)
+    def pytest_runtest_logfinish(self) -> None:
         self.ran += 1
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -166,9 +201,9 @@ class Controller:
             terminalreporter.section("seconds, processor seconds")
             for path, wall in sorted(self.wall.items(), key=lambda item: -item[1]):
                 terminalreporter.line(f"{wall:7.1f} {self.processor[path]:7.1f}  {path}")
-        if self.running:
-            terminalreporter.section("ended during")
-            terminalreporter.line("\n".join(self.running))
+        for node in self.nodes:
+            if running := getattr(node, "workeroutput", {}).get("running"):
+                terminalreporter.line(f"interrupted: {running}")
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,6 +1,7 @@
 """Settings of all tests, and ranks of torch: ``run_ranks(world, function, *arguments)`` gives the ranks' results.
 
-Generated inputs have no deadline, because a loaded machine is not a failure.
+Generated inputs have no deadline, because a loaded machine is not a failure. A property is tried on fewer than
+hypothesis' own 100 inputs, unless it asks for a number or `make test-full` runs.
 
 In continuous integration the inputs are the same in every run; elsewhere they are new each time and find more.
 
@@ -23,8 +24,9 @@ from hypothesis import settings
 
 pytest_plugins = ["pytest_workers"]
 
-settings.register_profile("shared", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
+EXAMPLES = 100 if os.environ.get("MEGATRONAPP_FULL") else 40
+settings.register_profile("shared", deadline=None, max_examples=EXAMPLES)
+settings.register_profile("ci", deadline=None, max_examples=EXAMPLES, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "shared")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

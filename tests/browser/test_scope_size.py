@@ -79,6 +79,7 @@ def opened(page: pw.Page, tmp_path: Any) -> Any:
     return sockets
 
 
+@pytest.mark.full("half a minute of a page that is sent thousands of tokens")
 def test_thousands_of_tokens_leave_nodes_and_memory_small(page: pw.Page, opened: Any, healthy_stack: Any) -> None:
     page.goto(healthy_stack.entry)
     pw.expect(page.get_by_role("button", name="Open MegaScope")).to_be_visible()

@@ -14,7 +14,7 @@ import yaml
 ROOT = pathlib.Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
-in_full = pytest.mark.skipif("MEGATRONAPP_FULL" not in os.environ, reason="takes minutes; `make test-full` runs it")
+in_full = pytest.mark.full("a demonstration takes two minutes; one is enough for each commit")
 
 
 @pytest.fixture

@@ -125,6 +125,7 @@ def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, sai
     assert megatronapp("get").stderr == "No jobs found.\n"
 
 
+@pytest.mark.full("each imports torch; test_trainer_flags has them all", but=("near",))
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -135,6 +136,7 @@ def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, sai
         (["--global-batch-size", "3", "--micro-batch-size", "2"], "spec.args[0]: --global-batch-size 3 is not"),
         (["many"], "spec.args: unexpected argument 'many'"),
     ],
+    ids=["near", "other spelling", "no number", "heads", "batch", "no flag"],
 )
 def test_bad_flags(megatronapp: Runner, args: list[str], said: str) -> None:
     assert_refused_before_the_start(megatronapp, manifest(args=args), said)
@@ -172,6 +174,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.full("each imports torch; test_data_prepare has them all", but=("cut",))
 @pytest.mark.parametrize(
     ("suffix", "size_bytes", "said"),
     [
@@ -193,6 +196,7 @@ def test_bad_data(megatronapp: Runner, corpus: pathlib.Path, suffix: str | None,
     assert_refused_before_the_start(megatronapp, manifest(data=data), f"spec.data.path[0]: {copied}/{said}")
 
 
+@pytest.mark.full("each imports torch", but=("below the tokenizer",))
 @pytest.mark.parametrize(
     ("data", "vocab_size", "said"),
     [

@@ -10,7 +10,11 @@ import pytest
 from chaos import KILL, STOP, Case, Chaos
 from chaos_job import Cli
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(900),
+    pytest.mark.full("a minute; test_process_kills kills the same processes around stand-ins for ranks"),
+]
 
 CASES = [
     Case(role="agent", number=KILL, after_s=0.3, pick=0.6),

@@ -29,21 +29,22 @@ def test_that_goes_on(job):
 """
 
 
-def begin(folder: pathlib.Path, content: str, *flags: str, **environment: str) -> subprocess.Popen[str]:
+def begin(folder: pathlib.Path, content: str, **environment: str) -> subprocess.Popen[str]:
     (folder / "test_file.py").write_text(content, encoding="utf-8")
     (folder / "pytest.ini").touch()
     return subprocess.Popen(
-        [*PYTEST, *flags, "test_file.py"],
+        [*PYTEST, "test_file.py"],
         cwd=folder,
         env=os.environ | ENVIRONMENT | environment,
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
 
 
-def run(folder: pathlib.Path, content: str, *flags: str, **environment: str) -> tuple[int, str]:
-    with begin(folder, content, *flags, **environment) as process:
+def run(folder: pathlib.Path, content: str, **environment: str) -> tuple[int, str]:
+    with begin(folder, content, **environment) as process:
         output = process.communicate()[0]
         return process.returncode, output
 
@@ -67,7 +68,7 @@ def test_fixtures_end_before_an_interrupted_run_does(
     assert (tmp_path / "cleaned").exists(), output
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     assert number.name in output
-    assert "\ntest_file.py::test_that_goes_on\n" in output
+    assert "\ninterrupted: test_file.py::test_that_goes_on\n" in output
 
 
 def test_fixtures_end_after_the_controller_is_killed(tmp_path: pathlib.Path) -> None:
@@ -93,12 +94,34 @@ def test_the_test_during_which_a_process_dies_has_failed_and_those_after_it_run(
     assert output.splitlines()[-1].startswith("===") and " 1 failed, 1 passed in " in output.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("environment", "outcome"), [({}, "1 passed"), ({"MEGATRONAPP_FULL": "1"}, "2 passed")])
+MARKED = """
+import pytest
+
+pytestmark = pytest.mark.full("kills", but=("test_short",))
+
+def test_long():
+    pass
+
+def test_short():
+    pass
+
+@pytest.mark.full("a sweep", but=("TP1-b",))
+@pytest.mark.parametrize("name", "ab")
+@pytest.mark.parametrize("layout", ["TP1", "TP2"])
+def test_sweep(name, layout):
+    pass
+
+@pytest.mark.parametrize("name", [pytest.param("c", marks=pytest.mark.full("slow"))])
+def test_one_case(name):
+    pass
+"""
+
+
+@pytest.mark.parametrize(("environment", "outcome"), [({}, "2 passed"), ({"MEGATRONAPP_FULL": "1"}, "7 passed")])
 def test_tests_marked_full_run_only_where_the_variable_is_set(
     tmp_path: pathlib.Path, environment: dict[str, str], outcome: str
 ) -> None:
-    content = 'import pytest\n@pytest.mark.full("long")\ndef test_long():\n    pass\ndef test_short():\n    pass\n'
-    code, output = run(tmp_path, content, **environment)
+    code, output = run(tmp_path, MARKED, **environment)
     assert code == pytest.ExitCode.OK
     assert f" {outcome} in " in output.splitlines()[-1]
 
@@ -114,6 +137,12 @@ def test_longest_files_run_first_and_those_with_an_api_server_last() -> None:
         "tests/integration/kube/d.py",
         "tests/integration/kube/c.py",
     ]
+
+
+def test_a_mark_that_names_no_test_is_refused(tmp_path: pathlib.Path) -> None:
+    code, output = run(tmp_path, MARKED.replace('"test_short",', '"test_shrt",'))
+    assert code != pytest.ExitCode.OK
+    assert "test_file.py: 'test_shrt' in but=... of the mark 'full' is no function and no case" in output
 
 
 def test_durations_are_of_files_that_exist() -> None:

@@ -1,6 +1,5 @@
-"""A real Kueue on a real API server; tests run where MEGATRONAPP_FULL is set, as `make test-full` does."""
+"""A real Kueue on a real API server."""
 
-import os
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -8,8 +7,6 @@ from collections.abc import Iterator
 import kube
 import kueue
 import pytest
-
-collect_ignore_glob = [] if os.environ.get("MEGATRONAPP_FULL") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

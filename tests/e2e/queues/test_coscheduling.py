@@ -17,7 +17,7 @@ from operator_play import Play, manifest, play
 
 from megatronapp_operator.backends.kubernetes.client.resources import COSCHEDULING_POD_GROUPS, JOBS, PODS, Object
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600), pytest.mark.full("a real scheduler: minutes")]
 DEADLINE_S = 120.0
 BROKEN = 42
 """The exit code of a worker whose node is to be avoided."""

@@ -14,7 +14,7 @@ from queued_machines import QueuedMachines
 
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, WORKLOADS, Object
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600), pytest.mark.full("a real Kueue: minutes")]
 DEADLINE_S = 120.0
 QUEUE = "team"
 LOST_S = 300

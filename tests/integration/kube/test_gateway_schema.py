@@ -10,6 +10,7 @@ import kube
 import pytest
 import schema_checks
 import schemathesis
+from pytest_workers import FULL
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
@@ -39,8 +40,8 @@ CASES = [
     *((*operation, GenerationMode.POSITIVE) for operation in OPERATIONS),
     *((*operation, GenerationMode.NEGATIVE) for operation in OPERATIONS[2:]),  # probes take nothing that could be wrong
 ]
-EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "12"))
-"""Fewer than of other interfaces, because each request is reviewed by the API server; `make test-full` makes more."""
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "80" if FULL else "8"))
+"""Fewer than of other interfaces, because each request is reviewed by the API server."""
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import pathlib
 import re
 import time
@@ -23,7 +22,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Obje
 pytestmark = [
     pytest.mark.asyncio,
     pytest.mark.timeout(600),
-    pytest.mark.skipif("MEGATRONAPP_FULL" not in os.environ, reason="takes most of a minute; `make test-full` runs it"),
+    pytest.mark.full("a minute of a real operator and Prometheus"),
 ]
 BOARD = CHART / "dashboards" / "operator.json"
 RULES = CHART / "rules" / "operator.yaml"

@@ -15,11 +15,12 @@ from typing import Any
 import kube
 import pytest
 from operator_play import CutApi, Play, manifest, play, refuse
+from pytest_workers import FULL
 
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
-STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23"))
+STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23" if FULL else "61"))
 """Distance between the requests that are cut; 1: all of them."""
 UNSTEADY = 20
 """Requests by which two runs of a history may differ: objects of a job are restored at an hour of the job's own."""
@@ -135,6 +136,7 @@ class Faulty:
         return "lost"
 
 
+@pytest.mark.full("the other kinds", but=("conflict", "lost"))
 @pytest.mark.parametrize("kind", ["conflict", "throttled", "unavailable", "lost"])
 async def test_answers_that_go_wrong_change_nothing_about_the_end(
     plane: kube.ControlPlane, namespace: str, kind: str

@@ -1,6 +1,6 @@
 """Generated histories of a job on a real API server, while the operator's requests fail and the operator is killed.
 
-MEGATRONAPP_HISTORIES sets how many are played.
+`make test-full` plays 40; MEGATRONAPP_HISTORIES sets another number.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from megatronapp_operator.backends.kubernetes.client.resources import (
     Resource,
 )
 
-pytestmark = pytest.mark.timeout(3600)
-EXAMPLES = int(os.environ.get("MEGATRONAPP_HISTORIES", "2"))
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.full("ten seconds each; test_operator_cut is in each run")]
+EXAMPLES = int(os.environ.get("MEGATRONAPP_HISTORIES", "40"))
 TTL_S = 400
 EXCLUDING = 43
 """Exit code for which the job excludes the node."""

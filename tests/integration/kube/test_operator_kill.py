@@ -51,6 +51,7 @@ def end_lease(plane: kube.ControlPlane, namespace: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full("kills of the operator's process; test_operator_cut ends it at requests")
 async def test_kills_anywhere_leave_neither_doubles_nor_orphans(
     plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
 ) -> None:

@@ -6,7 +6,6 @@ The former build and its definition are of this repository's history; both run a
 import asyncio
 import contextlib
 import io
-import os
 import pathlib
 import re
 import subprocess
@@ -33,7 +32,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import (
 pytestmark = [
     pytest.mark.asyncio,
     pytest.mark.timeout(900),
-    pytest.mark.skipif("MEGATRONAPP_FULL" not in os.environ, reason="takes minutes; `make test-full` runs it"),
+    pytest.mark.full("two builds of the operator, there and back: minutes"),
 ]
 FORMER = "2115fd5ea80327a5949a0132820bd6f9df48d546"
 """Last build before pod groups were removed, keys were rotated and installations were distinguished."""

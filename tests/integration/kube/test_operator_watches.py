@@ -15,7 +15,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JO
 pytestmark = [
     pytest.mark.asyncio,
     pytest.mark.timeout(900),
-    pytest.mark.skipif("MEGATRONAPP_FULL" not in os.environ, reason="takes minutes; `make test-full` runs it"),
+    pytest.mark.full("a sweep over moments at which watches end: minutes"),
 ]
 SEEDS = range(int(os.environ.get("MEGATRONAPP_WATCH_SEEDS", "2")))
 FAILURES = 3

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import pathlib
 import subprocess
 from collections.abc import Iterator
@@ -15,9 +14,7 @@ import pytest
 import rendered
 from ports import held_ports
 
-pytestmark = pytest.mark.skipif(
-    "MEGATRONAPP_FULL" not in os.environ, reason="builds kube-scheduler and kwok; `make test-full` runs it"
-)
+pytestmark = pytest.mark.full("builds kube-scheduler and kwok")
 RESOURCE = "rdma/hca_shared_devices_a"
 GPU_ROOM = {"cpu": "64", "memory": "512Gi", "pods": "110", "ephemeral-storage": "1Ti", "nvidia.com/gpu": "8"}
 NODES = {

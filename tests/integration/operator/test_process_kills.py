@@ -9,7 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.process
+KEPT = (
+    "test_kill_9_of_the_backend_leaves_nothing_and_is_told",
+    "test_kill_9_of_a_launcher_takes_its_ranks_and_restarts_the_gang",
+)
+pytestmark = [pytest.mark.process, pytest.mark.full("kills of the other processes", but=KEPT)]
 
 
 def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:

@@ -50,6 +50,7 @@ def stop_and_resume(
     return before, after
 
 
+@pytest.mark.full("a sweep of layouts", but=("bf16-distributed", "VPP", "TP2xPP2"))
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
@@ -71,6 +72,9 @@ def test_resume_is_bit_equal(run_ranks: RunRanks, tmp_path: pathlib.Path, world:
     assert before + after == whole
 
 
+@pytest.mark.full(
+    "a sweep of layouts", but=("distributed-TP2xPP2-to-one", "plain-DP2-to-TP2xPP2", "distributed-VPP-to-DP2")
+)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -65,6 +65,7 @@ def alone(run_ranks: RunRanks) -> Callable[[str], tuple[list[float], list[float]
     return losses
 
 
+@pytest.mark.full("a sweep of layouts", but=("PP4", "VPP"))
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
@@ -84,6 +85,7 @@ def test_pipelines_are_bit_equal_to_a_single_process(run_ranks: RunRanks, alone:
     assert losses == alone(UNTIED)[0]
 
 
+@pytest.mark.full("a sweep of layouts", but=("both", "loss-chunks"))
 @pytest.mark.parametrize(
     ("world", "layers", "stage_flags"),
     [
@@ -138,6 +140,23 @@ CASES = {
 }
 
 
+CORNERS = (
+    "gpt-TP2xPP2",
+    "gpt-PP2-tied-clipped",
+    "gpt-DP2-overlap",
+    "gpt-full-recompute",
+    "gpt-local-layers",
+    "gpt-DP2",
+    "gpt-per-token-loss",
+    "gpt-DP2-averaged",
+    "llama-TP2",
+    "llama-PP2xDP2",
+    "llama-selective-recompute",
+)
+"""Each way to cut the model, with one of the two models; TP4+SP, which takes a third of the time, is none of them."""
+
+
+@pytest.mark.full("a sweep of layouts and models", but=CORNERS)
 @pytest.mark.parametrize(("world", "layout", "model"), CASES.values(), ids=list(CASES))
 def test_layouts_agree_with_a_single_process(
     run_ranks: RunRanks, alone: Any, world: int, layout: str, model: str
