@@ -29,7 +29,7 @@ NOW = 1000.0
 
 
 @dataclasses.dataclass
-class Scene:
+class PlanHarness:
     """A job, and what exists of it; `plan` feeds the status back, as a backend does."""
 
     job: JobState
@@ -70,12 +70,12 @@ def worker() -> Callable[..., Worker]:
 
 
 @pytest.fixture
-def scene() -> Callable[..., Scene]:
+def plan_harness() -> Callable[..., PlanHarness]:
     """A job of two workers without a hub; keywords are fields of the run policy."""
 
-    def make(**policy: Any) -> Scene:
+    def make(**policy: Any) -> PlanHarness:
         limits = RunPolicy(backoff=Backoff(initial_s=10, max_s=40, factor=2), **policy)
-        return Scene(
+        return PlanHarness(
             JobState(
                 spec=JobSpec(name="job", uid="u", worker_groups=worker_groups(2), hub=False, policy=limits),
                 status=Status(),
@@ -86,11 +86,11 @@ def scene() -> Callable[..., Scene]:
 
 
 @pytest.fixture
-def running(scene: Callable[..., Scene], worker: Callable[..., Worker]) -> Callable[..., Scene]:
+def running(plan_harness: Callable[..., PlanHarness], worker: Callable[..., Worker]) -> Callable[..., PlanHarness]:
     """The same with both workers running, and training."""
 
-    def make(**policy: Any) -> Scene:
-        made = scene(**policy)
+    def make(**policy: Any) -> PlanHarness:
+        made = plan_harness(**policy)
         made.plan()
         made.see(worker(0), worker(1), progress=Progress(attempt=0, iteration=0))
         made.plan()

@@ -104,9 +104,9 @@ class EventExecutor(Executor):
 
 
 @pytest.mark.asyncio
-async def test_rules_that_are_not_enforced_are_named_in_one_warning() -> None:
+async def test_rules_that_are_not_enforced_are_named_in_a_single_warning() -> None:
     reconciler, executor = Remembering(), EventExecutor()
-    errands = JobMaintenance(cast("ObjectStore", Empty()), executor, lambda: 0.0)
+    maintenance = JobMaintenance(cast("ObjectStore", Empty()), executor, lambda: 0.0)
     reconciler.read(stored())
     memory = reconciler.memory(("default", "gpt"))
     assert memory is not None
@@ -115,7 +115,7 @@ async def test_rules_that_are_not_enforced_are_named_in_one_warning() -> None:
         settings=rendered.SETTINGS,
     )  # fmt: skip
     for _ in range(3):
-        await errands.run(memory, work)
+        await maintenance.run(memory, work)
     (event,) = executor.events.written
     assert (event.type, event.reason) == (EventType.WARNING, "RulesSkipped")
     assert "spec.env: " in event.message and "rule reserved-variable" in event.message

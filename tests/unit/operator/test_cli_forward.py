@@ -88,9 +88,7 @@ def test_a_port_that_is_ours_at_all_addresses_is_opened_under_a_fresh_name(forwa
     assert all(re.fullmatch(rf"http://gateway-[0-9a-f]{{16}}\.localhost:{forward.port}", page) for page in pages)
 
 
-def test_another_port_is_taken_where_somebody_has_the_other_address(
-    forward: PortForward, kubectl: pathlib.Path
-) -> None:
+def test_another_port_is_chosen_if_the_other_address_is_in_use(forward: PortForward, kubectl: pathlib.Path) -> None:
     kubectl.with_name("seize").write_text("x" * (gateway_client.TRIES - 1))
     forward.start()
     assert forward.named
@@ -139,15 +137,15 @@ def test_a_kubectl_that_forwards_from_elsewhere_is_not_believed(
     assert not forward.named
 
 
-def test_what_kubectl_says_is_told_once(forward: PortForward, kubectl: pathlib.Path) -> None:
-    asked = kubectl.with_name("asked")
-    kubectl.write_text(f"#!/bin/sh\necho x >> {asked}\necho error: no such pod >&2\nexit 1\n", encoding="utf-8")
+def test_errors_of_kubectl_are_reported_once(forward: PortForward, kubectl: pathlib.Path) -> None:
+    calls = kubectl.with_name("asked")
+    kubectl.write_text(f"#!/bin/sh\necho x >> {calls}\necho error: no such pod >&2\nexit 1\n", encoding="utf-8")
     with pytest.raises(OperatorError, match="cannot be forwarded: error: no such pod"):
         forward.start()
-    assert asked.read_text() == "x\n"
+    assert calls.read_text() == "x\n"
 
 
-def test_a_port_that_somebody_else_forwards_keeps_its_address() -> None:
+def test_a_port_forwarded_by_another_process_stays_an_address() -> None:
     assert GatewayEndpoint("http://127.0.0.1:8080").page == "http://127.0.0.1:8080"
 
 

@@ -38,7 +38,7 @@ def hostile_job() -> ClusterJob:
     return ClusterJob({"metadata": metadata, "spec": {"parallelism": {}}, "status": status})
 
 
-class Place:
+class FakeSource:
     def view(self, name: str) -> ClusterJob:
         return hostile_job()
 
@@ -56,7 +56,7 @@ def test_describe_writes_no_escape_sequence() -> None:
 @pytest.mark.parametrize("output", [None, "wide", "name", "json", "yaml"])
 def test_get_writes_no_escape_sequence(output: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = argparse.Namespace(job=None, output=output, watch=False, no_headers=False)
-    get.show(Place(), arguments, namespaces=True)
+    get.show(FakeSource(), arguments, namespaces=True)
     text = capsys.readouterr().out
     assert "gpt" in text
     assert not MOVES.search(text)
@@ -64,7 +64,7 @@ def test_get_writes_no_escape_sequence(output: str | None, capsys: pytest.Captur
         assert json.loads(text)["items"][0]["status"]["phase"] == EVIL
 
 
-def test_a_row_is_one_line_whatever_its_cells_say() -> None:
+def test_a_row_is_a_single_line_whatever_its_cells_contain() -> None:
     assert format_table([["A", "B"], ["x\ny\tz", "w"]]) == "A       B\nx y z   w\n"
 
 
@@ -75,7 +75,7 @@ def test_plain_keeps_all_but_what_moves(text: str) -> None:
     assert replace_control_characters(text) == text or MOVES.search(text)
 
 
-def test_errors_are_told_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_printed_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Check `megatronapp` itself, which prints what any part raises, such as the message of an API server about a
     pod."""
 
@@ -84,6 +84,6 @@ def test_errors_are_told_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     monkeypatch.setattr(get, "main", fail)
     assert cli.main(["get"]) == 1
-    told = capsys.readouterr().err
-    assert told == "".join(f"error: {replace_control_characters(line)}\n" for line in EVIL.splitlines())
-    assert not MOVES.search(told)
+    errors = capsys.readouterr().err
+    assert errors == "".join(f"error: {replace_control_characters(line)}\n" for line in EVIL.splitlines())
+    assert not MOVES.search(errors)

@@ -22,12 +22,12 @@ def document(**spec: Any) -> dict[str, Any]:
     return found
 
 
-def test_nothing_is_said_where_nothing_of_the_kind_is_given() -> None:
+def test_nothing_is_warned_of_without_cluster_only_fields() -> None:
     assert without_effect(load_job(document())) is None
     assert without_effect(load_job(document(network={}, imagePullPolicy="IfNotPresent"))) is None
 
 
-def test_one_line_names_all_that_has_no_effect() -> None:
+def test_a_single_line_names_all_fields_without_effect() -> None:
     volume = {"claim": "corpus", "mountPath": "/data"}
     given = document(image="a:1", data={"volume": volume}, runPolicy={"maxRestarts": 1, "ttlSecondsAfterFinished": 9})
     assert without_effect(load_job(given)) == (

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-ASK = 'source "$0"; COMP_WORDS=(megatronapp "$@"); COMP_CWORD=$#; _shtab_megatronapp; echo "${COMPREPLY[@]}"'
+SCRIPT = 'source "$0"; COMP_WORDS=(megatronapp "$@"); COMP_CWORD=$#; _shtab_megatronapp; echo "${COMPREPLY[@]}"'
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return made
 
 
-def completed(folder: pathlib.Path, *words: str, state: str = "state") -> list[str]:
+def completed(folder: pathlib.Path, *arguments: str, state: str = "state") -> list[str]:
     environment = os.environ | {"XDG_STATE_HOME": str(folder / state), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    command = ["bash", "-c", ASK, str(folder / "completion.bash"), *words]
+    command = ["bash", "-c", SCRIPT, str(folder / "completion.bash"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
 
 
@@ -40,7 +40,7 @@ def test_names_of_jobs_are_completed(folder: pathlib.Path, command: str) -> None
     assert completed(folder, command, "de") == ["demo", "demo-2"]
 
 
-def test_options_are_completed_beside_names_and_files_are_left_to_run(folder: pathlib.Path) -> None:
+def test_options_are_completed_after_names_and_files_by_the_shell(folder: pathlib.Path) -> None:
     assert completed(folder, "logs", "--fol") == ["--follow"]
     assert completed(folder, "get", "") == ["demo", "demo-2", "other"]
     assert "demo" not in completed(folder, "run", "de")

@@ -23,15 +23,15 @@ JOB = {"metadata": {"namespace": "team", "name": "gpt", "uid": "u", "creationTim
 pytestmark = pytest.mark.asyncio
 
 
-class Cluster:
+class UnreachableCluster:
     """API server with one job, which may be unreachable."""
 
     def __init__(self) -> None:
-        self.away = False
+        self.unreachable = False
 
     async def list_objects(self, *_: object) -> ObjectList:
         await asyncio.sleep(0)
-        if self.away:
+        if self.unreachable:
             raise ApiError("it does not answer")
         return ObjectList([JOB], "1")
 
@@ -41,28 +41,28 @@ def browser() -> Request:
 
 
 async def test_a_ticket_outlives_a_cluster_that_does_not_answer() -> None:
-    cluster, sessions = Cluster(), BrowserSessions()
+    cluster, sessions = UnreachableCluster(), BrowserSessions()
     gate, credentials = (
         Authorizer(JobCatalog(cast(KubernetesApi, cluster), keys=KeyRing([KEY])), None),
         Credentials(sessions, cookie="c"),
     )
     ticket = sessions.ticket((TOKEN,), whose="job u")
-    cluster.away = True
+    cluster.unreachable = True
     with pytest.raises(ApiError):
         await credentials.log_in(browser(), ticket, Response(), gate=gate)
-    cluster.away = False
+    cluster.unreachable = False
     answer = await credentials.log_in(browser(), ticket, Response(), gate=gate)
-    word = answer.headers["set-cookie"].partition("=")[2].partition(";")[0]
-    assert sessions.tokens(word) == (TOKEN,)
+    session = answer.headers["set-cookie"].partition("=")[2].partition(";")[0]
+    assert sessions.tokens(session) == (TOKEN,)
     with pytest.raises(HttpError) as refused:
         await credentials.log_in(browser(), ticket, Response(), gate=gate)
     assert refused.value.status == 401
 
 
-async def test_a_ticket_that_two_show_at_once_logs_one_in() -> None:
+async def test_a_ticket_shown_twice_at_once_logs_in_a_single_browser() -> None:
     sessions = BrowserSessions()
     gate, credentials = (
-        Authorizer(JobCatalog(cast(KubernetesApi, Cluster()), keys=KeyRing([KEY])), None),
+        Authorizer(JobCatalog(cast(KubernetesApi, UnreachableCluster()), keys=KeyRing([KEY])), None),
         Credentials(sessions, cookie="c"),
     )
     ticket = sessions.ticket((TOKEN,), whose="job u")

@@ -11,6 +11,7 @@ from typing import cast
 
 import aiohttp
 import pytest
+from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,30 +44,22 @@ from megatronapp_operator.gateway.ttl_cache import TtlCache
 from megatronapp_operator.keys import KeyRing
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_the_committed_document_is_what_the_gateway_says() -> None:
+def test_the_committed_openapi_document_is_that_of_the_gateway() -> None:
     committed = pathlib.Path(__file__).parents[3] / "frontend" / "src" / "api" / "gateway.json"
     assert json.loads(committed.read_text(encoding="utf-8")) == json.loads(json.dumps(build_api().openapi()))
 
 
 @pytest.mark.asyncio
-async def test_who_asks_at_the_same_time_is_answered_by_one_question() -> None:
-    asked: list[str] = []
+async def test_concurrent_requests_are_answered_by_a_single_load() -> None:
+    loads: list[str] = []
     go = asyncio.Event()
 
     async def load(key: str) -> int:
-        asked.append(key)
+        loads.append(key)
         await go.wait()
-        return len(asked)
+        return len(loads)
 
-    clock = Clock()
+    clock = FakeClock()
     cache = TtlCache(load, ttl_s=5, size=2, clock=clock)
     waiting = [asyncio.ensure_future(cache.get("a")) for _ in range(3)]
     await asyncio.sleep(0)
@@ -80,11 +73,11 @@ async def test_who_asks_at_the_same_time_is_answered_by_one_question() -> None:
     await cache.get("b")
     await cache.get("c")
     await cache.get("a")
-    assert asked == ["a", "a", "b", "c", "a"]
+    assert loads == ["a", "a", "b", "c", "a"]
 
 
 @pytest.mark.asyncio
-async def test_a_failure_is_told_and_not_kept() -> None:
+async def test_a_failure_is_raised_and_not_cached() -> None:
     answers: list[OSError | int] = [OSError("no"), 7]
 
     async def load(_: str) -> int:
@@ -103,35 +96,35 @@ class NoJobs:
     """An API server without jobs, which counts how often it is asked for them."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.requests = 0
 
     async def list_objects(self, *_: object) -> ObjectList:
-        self.asked += 1
+        self.requests += 1
         return ObjectList([], "1")
 
 
 @pytest.mark.asyncio
-async def test_a_token_of_a_job_that_is_gone_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_of_a_deleted_job_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that requests of a browser with several such tokens do not wait for one more listing for each of them."""
     monkeypatch.setattr("megatronapp_operator.gateway.job_catalog.FRESH_S", 1.0)
     api = NoJobs()
     catalog = JobCatalog(cast(KubernetesApi, api), keys=KeyRing(["ab" * 32]))
     tokens = [f"{number:064x}" for number in range(16)]
     assert await asyncio.gather(*map(catalog.job_of, tokens)) == [None] * 16
-    assert api.asked == 2
-    before = api.asked
+    assert api.requests == 2
+    before = api.requests
     assert [await catalog.job_of(token) for token in tokens] == [None] * 16
-    assert api.asked <= before + 1
+    assert api.requests <= before + 1
 
 
 class Cluster:
     """Lists jobs page by page, while it answers."""
 
     def __init__(self) -> None:
-        self.answers, self.asked = False, list[tuple[str | None, int]]()
+        self.answers, self.requests = False, list[tuple[str | None, int]]()
 
     async def pages(self, _resource: object, namespace: str | None, *, page: int) -> AsyncGenerator[ObjectList, None]:
-        self.asked.append((namespace, page))
+        self.requests.append((namespace, page))
         if not self.answers:
             raise UnavailableError("no answer")
         yield ObjectList([], "1")
@@ -139,7 +132,7 @@ class Cluster:
 
 
 @pytest.mark.asyncio
-async def test_the_gateway_is_ready_once_the_cluster_has_answered_and_stays_so_at_the_cost_of_one_job() -> None:
+async def test_the_gateway_is_ready_once_the_cluster_has_answered() -> None:
     cluster = Cluster()
     catalog = JobCatalog(cast(KubernetesApi, cluster), keys=KeyRing(["ab" * 32]), namespaces=("a", "b"))
     gateway = cast(Gateway, types.SimpleNamespace(catalog=catalog, reached=False))
@@ -147,20 +140,20 @@ async def test_the_gateway_is_ready_once_the_cluster_has_answered_and_stays_so_a
         await readyz(gateway)
     cluster.answers = True
     assert (await readyz(gateway)).status == "ok"
-    assert cluster.asked == [("a", 1), ("a", 1), ("b", 1)]
+    assert cluster.requests == [("a", 1), ("a", 1), ("b", 1)]
     cluster.answers = False
-    assert (await readyz(gateway)).status == "ok" and len(cluster.asked) == 3
+    assert (await readyz(gateway)).status == "ok" and len(cluster.requests) == 3
 
 
 @given(st.text())
-def test_words_of_a_close_frame_fit(text: str) -> None:
+def test_the_reason_of_a_close_frame_fits(text: str) -> None:
     reason = reason_of(HttpError(403, "no-right", text, ""))
     assert text.startswith(reason)
     assert len(reason.encode()) <= 123
 
 
 def test_a_ticket_is_good_once_and_for_five_minutes() -> None:
-    clock = Clock()
+    clock = FakeClock()
     sessions = BrowserSessions(clock=clock)
     ticket, late = sessions.ticket(("token",), whose="a"), sessions.ticket(("token",), whose="a")
     assert sessions.redeem(ticket) == ("token",)
@@ -170,7 +163,7 @@ def test_a_ticket_is_good_once_and_for_five_minutes() -> None:
 
 
 def test_a_browser_keeps_what_it_showed_until_its_time_is_over() -> None:
-    clock = Clock()
+    clock = FakeClock()
     sessions = BrowserSessions(clock=clock)
     first = sessions.log_in(("one",), whose="a")
     second = sessions.log_in(("two",), whose="a", before=first)
@@ -187,36 +180,36 @@ def test_a_browser_keeps_what_it_showed_until_its_time_is_over() -> None:
 
 @given(st.lists(st.text(min_size=1), max_size=40))
 def test_a_browser_keeps_at_most_so_many_tokens_the_newest(tokens: list[str]) -> None:
-    sessions, word = BrowserSessions(), ""
+    sessions, session_token = BrowserSessions(), ""
     for token in tokens:
-        word = sessions.log_in((token,), whose="a", before=word)
+        session_token = sessions.log_in((token,), whose="a", before=session_token)
     newest = list(dict.fromkeys(reversed(tokens)))
-    assert list(sessions.tokens(word)) == newest[:MAX_TOKENS]
+    assert list(sessions.tokens(session_token)) == newest[:MAX_TOKENS]
 
 
 def test_the_oldest_sessions_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_SESSIONS", 2)
-    book = TokenStore(life_s=1)
-    words = [book.add((str(number),), whose=str(number)) for number in range(3)]
-    assert [book.get(word) for word in words] == [(), ("1",), ("2",)]
+    store = TokenStore(life_s=1)
+    tokens = [store.add((str(number),), whose=str(number)) for number in range(3)]
+    assert [store.get(token) for token in tokens] == [(), ("1",), ("2",)]
 
 
 def test_the_tokens_of_all_sessions_fit_into_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_BYTES", 100)
-    book = TokenStore(life_s=1)
-    words = [book.add(("x" * 40,), whose=str(number)) for number in range(3)]
-    assert [bool(book.get(word)) for word in words] == [False, True, True]
-    book.drop(words[1])
-    words += [book.add(("x" * 40,), whose="y")]
-    assert [bool(book.get(word)) for word in words] == [False, False, True, True]
+    store = TokenStore(life_s=1)
+    tokens = [store.add(("x" * 40,), whose=str(number)) for number in range(3)]
+    assert [bool(store.get(token)) for token in tokens] == [False, True, True]
+    store.drop(tokens[1])
+    tokens += [store.add(("x" * 40,), whose="y")]
+    assert [bool(store.get(token)) for token in tokens] == [False, False, True, True]
 
 
 def test_who_logs_in_again_and_again_logs_out_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_EACH", 2)
-    book = TokenStore(life_s=1)
-    other = book.add(("other",), whose="other")
-    words = [book.add((str(number),), whose="me") for number in range(4)]
-    assert [book.get(word) for word in [other, *words]] == [("other",), (), (), ("2",), ("3",)]
+    store = TokenStore(life_s=1)
+    other = store.add(("other",), whose="other")
+    tokens = [store.add((str(number),), whose="me") for number in range(4)]
+    assert [store.get(token) for token in [other, *tokens]] == [("other",), (), (), ("2",), ("3",)]
 
 
 @given(st.dictionaries(st.text(min_size=1), st.text()))
@@ -228,12 +221,12 @@ def test_a_query_reaches_the_hub_as_it_was_but_for_tokens(query: dict[str, str])
     assert found == {key: value for key, value in query.items() if key != "token"}
 
 
-def claims(**said: object) -> str:
-    body = base64.urlsafe_b64encode(json.dumps(said).encode()).decode().rstrip("=")
+def claims(**fields: object) -> str:
+    body = base64.urlsafe_b64encode(json.dumps(fields).encode()).decode().rstrip("=")
     return f"head.{body}.signature"
 
 
-def test_for_whom_a_token_says_it_is() -> None:
+def test_audiences_of_a_token_are_read() -> None:
     assert audiences_of(claims(aud=[AUDIENCE, 7])) == [AUDIENCE]
     assert audiences_of(claims(aud=AUDIENCE)) == [AUDIENCE]
     assert [audiences_of(token) for token in ("", "a.b", "a.!.c", claims(sub="x"), claims(aud=7))] == [[]] * 5
@@ -244,26 +237,26 @@ def test_no_token_is_too_odd(token: str) -> None:
     assert audiences_of(token) == [] or "." in token
 
 
-def test_nobody_takes_more_than_their_share() -> None:
-    shares = ConcurrencyLimits("sockets", in_all=4)
-    first = shares.acquire({"alice": 2, "hub one": 3})
-    with shares.acquire({"alice": 2, "hub two": 3}), pytest.raises(HttpError, match="alice has 2 sockets at once"):
-        shares.acquire({"hub three": 3, "alice": 2})
-    assert shares.in_use == 1
-    with shares.acquire({"hub three": 2}), shares.acquire({"hub three": 2}), shares.acquire({"alice": 2}):
-        assert shares.in_use == 4
+def test_no_caller_exceeds_its_limit_of_sockets() -> None:
+    limits = ConcurrencyLimits("sockets", in_all=4)
+    first = limits.acquire({"alice": 2, "hub one": 3})
+    with limits.acquire({"alice": 2, "hub two": 3}), pytest.raises(HttpError, match="alice has 2 sockets at once"):
+        limits.acquire({"hub three": 3, "alice": 2})
+    assert limits.in_use == 1
+    with limits.acquire({"hub three": 2}), limits.acquire({"hub three": 2}), limits.acquire({"alice": 2}):
+        assert limits.in_use == 4
         with pytest.raises(HttpError, match="the gateway has 4 sockets at once"):
-            shares.acquire({"bob": 2})
+            limits.acquire({"bob": 2})
     first.close()
-    with shares.acquire({"alice": 2}), shares.acquire({"alice": 2}):
+    with limits.acquire({"alice": 2}), limits.acquire({"alice": 2}):
         pass
-    assert shares.in_use == 0
+    assert limits.in_use == 0
 
 
-def test_no_caller_can_fill_the_share_of_a_job() -> None:
+def test_no_caller_can_exhaust_the_limit_of_a_job() -> None:
     job, alice = CatalogJob("team", "gpt", "u"), Caller(User("alice"), frozenset())
-    shares = concurrency_keys(alice, job)
-    assert shares["user alice at the hub of team/gpt"] < shares["hub of team/gpt"] < MAX_REQUESTS
+    limits = concurrency_keys(alice, job)
+    assert limits["user alice at the hub of team/gpt"] < limits["hub of team/gpt"] < MAX_REQUESTS
     assert CALLERS_SOCKETS < JOBS_SOCKETS < MAX_SOCKETS
 
 
@@ -297,7 +290,7 @@ def test_cookies_of_two_installations_do_not_meet() -> None:
 def test_whose_pod_it_is() -> None:
     owner = {"kind": "MegatronJob", "uid": "u", "controller": True}
     pods = [owner, owner | {"uid": "v"}, owner | {"kind": "Job"}, owner | {"controller": False}]
-    found = [is_owned_by({"metadata": {"ownerReferences": [one]}}, "u") for one in pods]
+    found = [is_owned_by({"metadata": {"ownerReferences": [reference]}}, "u") for reference in pods]
     assert found == [True, False, False, False]
     assert not is_owned_by({"metadata": {}}, "u")
     assert (join("10.0.0.1", 80), join("fd00::1", 80)) == ("10.0.0.1:80", "[fd00::1]:80")

@@ -5,6 +5,7 @@ import urllib.parse
 
 import numpy as np
 import pytest
+from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from megatronapp_operator.gateway.subject_access import User
 from megatronapp_operator.keys import KeyRing
 
 RUN = "scope/runs/0123456789ab"
-WORDS = st.from_regex(re.compile(f"{PathSegment}", re.ASCII), fullmatch=True)
+SEGMENTS = st.from_regex(re.compile(f"{PathSegment}", re.ASCII), fullmatch=True)
 
 
 @pytest.mark.parametrize(
@@ -41,21 +42,21 @@ WORDS = st.from_regex(re.compile(f"{PathSegment}", re.ASCII), fullmatch=True)
         (f"faults/{RUN}/session", "", {JSON}, None),
     ],
 )
-def test_what_may_come_back_is_said_by_the_path(path: str, query: str, types: set[str], file: str | None) -> None:
+def test_the_path_decides_which_answers_may_return(path: str, query: str, types: set[str], file: str | None) -> None:
     kind = response_rule_for(path, query)
     assert (set(kind.types), kind.file) == (types, file)
 
 
 def test_as_many_bytes_pass_as_a_hub_sends_tiles() -> None:
     names = [f"{99999 - place},{99999 - place}" for place in range(tiles.MAX_TILES)]
-    said = {"run": "0" * 64, "sample": 2**20, "layer": 2**20, "head": 2**20, "level": tiles.MAX_LEVEL}
-    largest = tiles.body(said, ((name, np.zeros((tiles.TILE, tiles.TILE), np.uint8)) for name in names))
+    ranges = {"run": "0" * 64, "sample": 2**20, "layer": 2**20, "head": 2**20, "level": tiles.MAX_LEVEL}
+    largest = tiles.body(ranges, ((name, np.zeros((tiles.TILE, tiles.TILE), np.uint8)) for name in names))
     assert len(largest) <= response_rule_for(f"{RUN}/attention/0/1/2/0").most < len(largest) + tiles.TILE**2
     assert response_rule_for(f"{RUN}/attention/0/1/2/0/0/0").most == tiles.TILE**2
 
 
-@given(st.lists(WORDS, max_size=8).map("/".join), st.text(max_size=30))
-def test_a_file_s_name_is_made_of_plain_words(path: str, query: str) -> None:
+@given(st.lists(SEGMENTS, max_size=8).map("/".join), st.text(max_size=30))
+def test_a_file_s_name_is_made_of_plain_letters(path: str, query: str) -> None:
     for whole in (path, f"scope/runs/{path}", f"{RUN}/values/{path}"):
         for form in (query, f"format=csv&{query}", "format=npy"):
             name = response_rule_for(whole, form).file
@@ -72,41 +73,34 @@ def test_headers_of_a_hub_pass_only_as_what_they_should_be(hub: dict[str, str]) 
 
 
 @given(st.text(max_size=300))
-def test_a_name_in_a_header_is_printable_ascii_and_says_which_name_it_is(name: str) -> None:
-    told = encode_caller_name(name)
-    assert told.isascii() and (told.isprintable() or not told) and len(told) <= MAX_IDENTITY
-    if len(told) < MAX_IDENTITY and name == name.strip() and name.isprintable():
-        assert urllib.parse.unquote(told) == name
+def test_a_name_in_a_header_is_printable_ascii_and_unambiguous(name: str) -> None:
+    encoded = encode_caller_name(name)
+    assert encoded.isascii() and (encoded.isprintable() or not encoded) and len(encoded) <= MAX_IDENTITY
+    if len(encoded) < MAX_IDENTITY and name == name.strip() and name.isprintable():
+        assert urllib.parse.unquote(encoded) == name
     assert encode_caller_name("system:serviceaccount:team:jane") == "system:serviceaccount:team:jane"
 
 
-def test_who_looks_has_a_word_at_each_job_and_no_name() -> None:
+def test_a_viewer_has_an_alias_per_job_and_no_name() -> None:
     catalog = JobCatalog(None, keys=KeyRing(["ab" * 32]))  # type: ignore[arg-type]
     jane, joe = Caller(User("jane"), frozenset()), Caller(User("joe"), frozenset())
-    one, two = CatalogJob("team", "gpt", "u1"), CatalogJob("team", "gpt", "u2")
-    words = {catalog.alias(job, caller.identity) for job in (one, two) for caller in (jane, joe)}
-    assert len(words) == 4 and catalog.alias(one, jane.identity) in words
-    assert not any("jane" in word or "joe" in word for word in words)
+    first, second = CatalogJob("team", "gpt", "u1"), CatalogJob("team", "gpt", "u2")
+    aliases = {catalog.alias(job, caller.identity) for job in (first, second) for caller in (jane, joe)}
+    assert len(aliases) == 4 and catalog.alias(first, jane.identity) in aliases
+    assert not any("jane" in alias or "joe" in alias for alias in aliases)
     assert (jane.name, Caller(None, frozenset({"u1"})).name) == ("jane", TOKEN_HOLDER)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_turns_come_back_with_time_and_a_refusal_says_when() -> None:
-    clock = Clock()
+def test_tokens_are_refilled_over_time_and_a_refusal_has_the_delay() -> None:
+    clock = FakeClock(100.0)
     rates = RateLimits("calls", turns=3, fill_s=15.0, clock=clock)
     jane, joe = {"jane": 1, "the job": 2}, {"joe": 1, "the job": 2}
     for _ in range(3):
         rates.acquire(jane)
-    with pytest.raises(HttpError, match="jane has had 3 calls in a short time") as told:
+    with pytest.raises(HttpError, match="jane has had 3 calls in a short time") as refusal:
         rates.acquire(jane)
-    assert (told.value.status, told.value.retry_s) == (429, 5)
-    assert problem_response(told.value).headers["retry-after"] == "5"
+    assert (refusal.value.status, refusal.value.retry_s) == (429, 5)
+    assert problem_response(refusal.value).headers["retry-after"] == "5"
     for _ in range(3):
         rates.acquire(joe)
     with pytest.raises(HttpError, match="the job has had 6 calls"):

@@ -40,7 +40,7 @@ def test_a_file_without_keys_is_refused_with_what_to_write(tmp_path: pathlib.Pat
         KeyRing.read(path)
 
 
-def test_a_new_key_in_front_of_the_old_one_is_current_and_the_old_one_is_still_found(tmp_path: pathlib.Path) -> None:
+def test_a_prepended_key_becomes_current_and_the_previous_key_is_still_found(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "key"
     path.write_text(OLD, encoding="ascii")
     ring = KeyRing.read(path)
@@ -63,8 +63,8 @@ def test_a_file_that_became_unreadable_changes_nothing(tmp_path: pathlib.Path) -
     assert ring.values == (OLD,)
 
 
-def told(made: Any) -> list[str]:
-    return [one.reason for one in made.actions if isinstance(one, RecordEvent)]
+def event_reasons(made: Any) -> list[str]:
+    return [action.reason for action in made.actions if isinstance(action, RecordEvent)]
 
 
 @pytest.mark.parametrize("policy", [{"progress_deadline_s": 1800}, {"start_deadline_s": 900}])
@@ -77,15 +77,15 @@ def test_a_gang_that_refuses_our_token_is_never_restarted_for_it(
     made.see(*made.observed.workers, token_refused=("hub", "launcher"))
     first = made.plan()
     condition = first.status.condition(ConditionType.TOKEN_ACCEPTED)
-    assert (condition.status, condition.reason, told(first)) == (False, "TokenRefused", ["TokenRefused"])
+    assert (condition.status, condition.reason, event_reasons(first)) == (False, "TokenRefused", ["TokenRefused"])
     begin = made.now
     while made.now < begin + DAY_S:
         made.now += 600
-        assert told(made.plan()) == []
+        assert event_reasons(made.plan()) == []
     status = made.job.status
     assert (status.attempt, status.failures, status.is_true(ConditionType.STALLED)) == (0, (), False)
     made.see(*made.observed.workers, token_refused=(), since=made.now)  # a new process, which has sent no request yet
-    assert told(made.plan()) == [] and not made.job.status.is_true(ConditionType.TOKEN_ACCEPTED)
+    assert event_reasons(made.plan()) == [] and not made.job.status.is_true(ConditionType.TOKEN_ACCEPTED)
     made.see(*made.observed.workers, last_contact=made.now)
     assert made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)
 
@@ -94,7 +94,7 @@ def test_a_token_is_accepted_only_after_an_answer_later_than_the_refusal(running
     made = running()
     made.now = int(made.now) + 10.9
     made.see(*made.observed.workers, last_contact=made.now - 0.7, token_refused=("hub",))
-    assert told(made.plan()) == ["TokenRefused"]
+    assert event_reasons(made.plan()) == ["TokenRefused"]
     made.see(*made.observed.workers, token_refused=())  # the hub is away; the last answer is older than its refusal
     assert not made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)
     made.see(*made.observed.workers, last_contact=made.now + 0.1)
@@ -102,24 +102,24 @@ def test_a_token_is_accepted_only_after_an_answer_later_than_the_refusal(running
 
 
 @pytest.mark.parametrize("policy", [{"progress_deadline_s": 1800}, {"start_deadline_s": 900}])
-def test_a_gang_whose_key_is_lost_trains_on_and_its_condition_says_what_to_do(
+def test_a_gang_whose_key_is_lost_trains_on_and_its_condition_has_the_remedy(
     running: Callable[..., Any], policy: dict[str, float]
 ) -> None:
     made = running(**policy, max_restarts=3)
     made.see(*made.observed.workers, last_contact=0.0, progress=None, unknown_key=key_id(OLD))
     first = made.plan()
     condition = first.status.condition(ConditionType.TOKEN_ACCEPTED)
-    assert (condition.status, condition.reason, told(first)) == (False, "KeyUnknown", ["KeyUnknown"])
+    assert (condition.status, condition.reason, event_reasons(first)) == (False, "KeyUnknown", ["KeyUnknown"])
     assert f"the installation key {key_id(OLD)}, which is not in the key file" in condition.message
     assert "add the key that the job was started with after the new one" in condition.message
     begin = made.now
     while made.now < begin + DAY_S:
         made.now += 600
-        assert told(made.plan()) == []
+        assert event_reasons(made.plan()) == []
     assert (made.job.status.attempt, made.job.status.is_true(ConditionType.STALLED)) == (0, False)
 
 
-def test_a_gang_that_is_said_to_stand_still_is_restarted_though_the_hub_refuses_our_token(
+def test_a_hung_gang_is_restarted_though_the_hub_refuses_the_token(
     running: Callable[..., Any],
 ) -> None:
     made = running(progress_deadline_s=20)
@@ -141,7 +141,7 @@ async def test_a_process_that_has_waited_reads_the_keys_before_it_waits_again(tm
     assert ring.current == NEW
 
 
-class OneJob:
+class SingleJobApi:
     """An API server with one job, whose attempt has begun under a key."""
 
     def __init__(self, key: str) -> None:
@@ -160,7 +160,7 @@ class OneJob:
 async def test_the_gateway_reads_a_key_that_the_operator_took_first(tmp_path: pathlib.Path, listed: bool) -> None:
     path = tmp_path / "key"
     path.write_text(OLD, encoding="ascii")
-    catalog = JobCatalog(cast(KubernetesApi, OneJob(NEW)), keys=KeyRing.read(path))
+    catalog = JobCatalog(cast(KubernetesApi, SingleJobApi(NEW)), keys=KeyRing.read(path))
     path.write_text(f"{NEW}\n{OLD}", encoding="ascii")
     job = (await catalog.jobs())[0] if listed else await catalog.find("team", "gpt")
     assert job is not None
@@ -171,7 +171,7 @@ async def test_the_gateway_reads_a_key_that_the_operator_took_first(tmp_path: pa
 
 @pytest.mark.asyncio
 async def test_the_gateway_sends_no_token_of_another_key() -> None:
-    catalog = JobCatalog(cast(KubernetesApi, OneJob(NEW)), keys=KeyRing([OLD]))
+    catalog = JobCatalog(cast(KubernetesApi, SingleJobApi(NEW)), keys=KeyRing([OLD]))
     (job,) = await catalog.jobs()
     with pytest.raises(HttpError, match=rf"key {key_id(NEW)} of team/gpt is not in the gateway's key file") as refused:
         catalog.token(job, TokenRole.VIEWER)
@@ -183,7 +183,7 @@ async def test_the_gateway_follows_its_keys_while_it_serves(tmp_path: pathlib.Pa
     path = tmp_path / "key"
     path.write_text(OLD, encoding="ascii")
     settings = GatewaySettings(keys=KeyRing.read(path))
-    app = create_app(cast(KubernetesApi, OneJob(OLD)), settings, GatewayMetrics(CollectorRegistry()))
+    app = create_app(cast(KubernetesApi, SingleJobApi(OLD)), settings, GatewayMetrics(CollectorRegistry()))
     path.write_text(NEW, encoding="ascii")
     async with app.router.lifespan_context(app):
         await asyncio.sleep(0)

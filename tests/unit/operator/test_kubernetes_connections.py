@@ -23,9 +23,9 @@ pytestmark = pytest.mark.asyncio
 @contextlib.contextmanager
 def silent_server(folder: pathlib.Path) -> Iterator[tuple[int, threading.Semaphore]]:
     """A TLS server that reads each request and then neither answers nor closes; its port, and the requests read."""
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=server"
+    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=server"
     names = ("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key", "-out", "crt")
-    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True, cwd=folder)
+    subprocess.run(["openssl", *options.split(), *names], check=True, capture_output=True, cwd=folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "crt", folder / "key")
     read, open_here = threading.Semaphore(0), contextlib.ExitStack()
@@ -65,7 +65,11 @@ async def test_a_session_leaves_no_socket_of_a_cancelled_request(tmp_path: pathl
             for request in requests:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
-        found = [one for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port]
+        found = [
+            connection
+            for connection in psutil.Process().net_connections("tcp")
+            if connection.raddr and connection.raddr.port == port
+        ]
         assert found == []
 
 
@@ -78,7 +82,7 @@ async def test_a_connection_that_stays_open_is_logged(
     with made.make(address), made.make(address) as closed:
         closed.close()
         await made.close()
-        assert [one.getMessage().partition(": ")[2] for one in caplog.records] == ["('192.0.2.1', 6443)"]
+        assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["('192.0.2.1', 6443)"]
     caplog.clear()
     await made.close()
     assert not caplog.records

@@ -50,34 +50,34 @@ def worker(**status: Any) -> Any:
 
 
 @given(st.permutations(range(6)), st.integers(0, 6))
-def test_the_newest_news_win_in_any_order(order: list[int], until: int) -> None:
+def test_the_newest_version_wins_in_any_order(order: list[int], until: int) -> None:
     store = ObjectStore()
-    news = [pod(version=number, phase=f"P{number}") for number in range(6)]
+    versions = [pod(version=number, phase=f"P{number}") for number in range(6)]
     for number in order[:until]:
-        store.put_pod(news[number])
+        store.put_pod(versions[number])
     newest = max(order[:until], default=None)
-    assert [one.phase for one in store.pods("here", "job-uid")] == ([] if newest is None else [f"P{newest}"])
+    assert [pod.phase for pod in store.pods("here", "job-uid")] == ([] if newest is None else [f"P{newest}"])
 
 
 @given(st.permutations(["first", "second", "gone"]))
-def test_what_is_gone_stays_gone_whatever_comes_late(order: list[str]) -> None:
+def test_a_deleted_pod_stays_deleted_whatever_arrives_late(order: list[str]) -> None:
     store = ObjectStore()
-    for word in order:
-        if word == "gone":
+    for event in order:
+        if event == "gone":
             store.drop_pod(pod(version=9))
         else:
-            store.put_pod(pod(version=1 if word == "first" else 2))
+            store.put_pod(pod(version=1 if event == "first" else 2))
     assert store.pods("here", "job-uid") == []
     assert store.put_pod(pod(uid="next", version=3)) == ("here", "job")
-    assert [one.uid for one in store.pods("here", "job-uid")] == ["next"]
+    assert [pod.uid for pod in store.pods("here", "job-uid")] == ["next"]
 
 
-def test_a_list_takes_away_what_is_older_than_it_and_keeps_what_is_newer() -> None:
+def test_a_list_removes_older_pods_and_leaves_newer_ones() -> None:
     store = ObjectStore()
     store.put_pod(pod("a", uid="a", version=5))
     store.put_pod(pod("b", uid="b", version=20))
     assert store.replace_pods([read_pod(pod("c", uid="c", version=8))], 10) == {("here", "job")}
-    assert sorted(one.name for one in store.pods("here", "job-uid")) == ["b", "c"]
+    assert sorted(pod.name for pod in store.pods("here", "job-uid")) == ["b", "c"]
 
 
 def test_a_job_of_the_same_name_is_another_job() -> None:
@@ -94,12 +94,12 @@ def test_a_job_of_the_same_name_is_another_job() -> None:
     assert store.replace_jobs([], 9) == {("n", "j")} and store.keys == []
 
 
-def test_pods_that_only_say_to_be_of_a_job_are_none_of_it() -> None:
+def test_pods_with_forged_job_labels_are_ignored() -> None:
     store, forged = ObjectStore(), pod(uid="forged", version=99)
     store.put_pod(pod())
     forged["metadata"]["namespace"] = "elsewhere"
     store.put_pod(forged)
-    assert [one.uid for one in store.pods("here", "job-uid")] == ["u"]
+    assert [pod.uid for pod in store.pods("here", "job-uid")] == ["u"]
     assert store.replace_pods([read_pod(pod(version=2))], 100, only=("here", "job-uid")) == {("here", "job")}
     ownerless = pod()
     del ownerless["metadata"]["ownerReferences"]
@@ -164,7 +164,7 @@ def test_an_evicted_pod_was_disrupted_and_failed_without_a_container() -> None:
     assert worker(phase="Running", conditions=[by_kueue | {"status": "False"}]).disrupted is None
 
 
-def test_why_a_container_does_not_start_is_told_once_it_is_more_than_preparation() -> None:
+def test_a_container_that_cannot_start_is_reported_after_its_preparation() -> None:
     pull = {"reason": "ImagePullBackOff", "message": "not found"}
     assert worker(phase="Pending", **state(waiting={"reason": "ContainerCreating"})).waiting is None
     assert worker(phase="Pending", **state(waiting=pull)).waiting == "trainer: ImagePullBackOff: not found"
@@ -219,9 +219,7 @@ TAKEN_BACK = condition("Ready", "False")
     ],
     ids=str,
 )
-def test_that_a_node_is_not_heard_of_is_seen_at_its_pods(
-    conditions: list[Object], reason: str | None, lost: bool
-) -> None:
+def test_an_unreachable_node_is_seen_at_its_pods(conditions: list[Object], reason: str | None, lost: bool) -> None:
     seen = worker(phase="Running", conditions=conditions, reason=reason, **state(running={}))
     assert (seen.unreachable_since is not None) is lost and seen.phase is WorkerPhase.RUNNING
     if lost:
@@ -229,13 +227,13 @@ def test_that_a_node_is_not_heard_of_is_seen_at_its_pods(
 
 
 @pytest.mark.parametrize("reason", ["OutOfcpu", "UnexpectedAdmissionError", "TopologyAffinityError"])
-def test_what_a_kubelet_does_not_take_is_told_by_its_reason_and_is_no_disruption(reason: str) -> None:
+def test_a_pod_refused_by_the_kubelet_has_its_reason_and_is_no_disruption(reason: str) -> None:
     assert worker(phase="Failed", reason="NodeShutdown").disrupted == "NodeShutdown"
     refused = worker(phase="Failed", reason=reason)
     assert refused.disrupted is None and refused.outcome is not None and refused.outcome.reason == reason
 
 
-def test_that_a_worker_is_brought_its_data_is_told_from_waiting() -> None:
+def test_a_worker_that_receives_its_data_is_distinguished_from_a_waiting_worker() -> None:
     before = {"name": "init-data", "state": {"running": {}}}
     busy = worker(phase="Pending", initContainerStatuses=[before], **state(waiting={"reason": "PodInitializing"}))
     assert (busy.preparing, busy.prepared_at, busy.waiting) == (True, None, None)
@@ -252,7 +250,7 @@ def observed(kind: ReplicaType, **status: Any) -> Any:
     return observe([record], PollResult(), attempt=0, refusal=None)
 
 
-def test_why_a_hub_does_not_start_begins_with_a_word_for_programs() -> None:
+def test_a_hub_that_does_not_start_has_a_reason_for_programs() -> None:
     unplaced = condition("PodScheduled", "False", reason="Unschedulable", message="0/3 nodes are available")
     assert observed(ReplicaType.HUB, conditions=[unplaced]).hub.waiting == "Unschedulable: 0/3 nodes are available"
     gated = condition("PodScheduled", "False", reason="SchedulingGated")
@@ -263,7 +261,7 @@ def test_why_a_hub_does_not_start_begins_with_a_word_for_programs() -> None:
     assert hub.waiting == "CrashLoopBackOff: it ended with code 1: OSError: No space left"
 
 
-def test_an_initializer_is_seen_with_its_room_and_its_fate() -> None:
+def test_an_initializer_is_seen_with_its_node_and_its_end() -> None:
     placed = condition("PodScheduled", "True")
     first = {"name": "init-a", "state": {"terminated": {"exitCode": 0, "finishedAt": "2026-11-22T03:09:00Z"}}}
     init = observed(

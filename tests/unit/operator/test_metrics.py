@@ -32,8 +32,11 @@ class Scrape:
 
     def rows(self, prefix: str) -> dict[str, list[dict[str, str]]]:
         families = text_string_to_metric_families(generate_latest(self.registry).decode())
-        samples = [one for family in families for one in family.samples if one.name.startswith(prefix)]
-        return {name: [one.labels for one in samples if one.name == name] for name in {one.name for one in samples}}
+        samples = [sample for family in families for sample in family.samples if sample.name.startswith(prefix)]
+        return {
+            name: [sample.labels for sample in samples if sample.name == name]
+            for name in {sample.name for sample in samples}
+        }
 
 
 @pytest.fixture
@@ -81,7 +84,7 @@ def test_a_status_becomes_series_without_pod_or_rank(scrape: Scrape) -> None:
         (Phase.SUSPENDED, "ProgressUnknown", 0, []),
     ],
 )
-def test_a_job_of_which_nothing_is_known_does_not_count_as_one_that_hangs(
+def test_a_job_without_information_is_not_reported_as_hanging(
     scrape: Scrape, phase: Phase, reason: str, stalled: int, unknown: list[str]
 ) -> None:
     condition = Condition(
@@ -96,7 +99,7 @@ def test_a_job_of_which_nothing_is_known_does_not_count_as_one_that_hangs(
     assert scrape.value("megatron_job_progress_unknown", **JOB, reason="TokenRefused") == 1
 
 
-def test_facts_stay_until_new_ones_are_told(scrape: Scrape) -> None:
+def test_facts_stay_until_new_facts_are_reported(scrape: Scrape) -> None:
     scrape.see(Status(), facts=JobFacts(workers=3))
     scrape.see(Status(phase=Phase.STARTING))
     assert scrape.value("megatron_job_info", **JOB, mode="train", workers="3", world_size="0", queue="") == 1
@@ -111,7 +114,7 @@ def test_a_deleted_job_leaves_nothing(scrape: Scrape) -> None:
     assert left == {"other"}
 
 
-def test_who_loses_the_lease_tells_nothing_about_jobs(scrape: Scrape) -> None:
+def test_an_operator_without_the_lease_reports_no_jobs(scrape: Scrape) -> None:
     scrape.metrics.leader(True)
     scrape.see(Status())
     assert scrape.value("megatron_operator_is_leader") == 1
@@ -146,9 +149,9 @@ def test_restarts_by_reason_and_those_from_before(scrape: Scrape) -> None:
 
 @given(st.lists(st.sampled_from(["RankFailed", "PeerLost", "Preempted"]), max_size=30), st.integers(1, 20))
 def test_restarts_over_all_reasons_are_what_the_status_counts(reasons: list[str], stride: int) -> None:
-    scrape, kept = Scrape(), [failure(number, reason) for number, reason in enumerate(reasons)]
-    for end in [*range(0, len(kept), stride), len(kept)]:
-        scrape.see(Status(restarts=end, failures=tuple(kept[:end][-MAX_FAILURES:])))
+    scrape, failures = Scrape(), [failure(number, reason) for number, reason in enumerate(reasons)]
+    for end in [*range(0, len(failures), stride), len(failures)]:
+        scrape.see(Status(restarts=end, failures=tuple(failures[:end][-MAX_FAILURES:])))
         rows = scrape.rows("megatron_job_restarts_total").get("megatron_job_restarts_total", [])
         assert sum(scrape.value("megatron_job_restarts_total", **row) or 0 for row in rows) == end
 
@@ -169,7 +172,7 @@ def test_a_slow_node_is_named_with_its_cost_and_since_when(scrape: Scrape) -> No
     ]
 
 
-def test_what_a_verdict_says_itself_goes_before_what_is_worked_out(scrape: Scrape) -> None:
+def test_nodes_and_times_of_a_verdict_precede_computed_ones(scrape: Scrape) -> None:
     verdict = dataclasses.replace(slow(1, 0), node="gpu-z", since_time=NOW - 77)
     scrape.see(Status(slow_ranks=(verdict,)), facts=JobFacts(nodes={0: "gpu-a"}))
     name = "megatron_job_slow_node_since_timestamp_seconds"

@@ -125,7 +125,7 @@ def test_no_worker_is_ready_before_its_attempt_makes_progress() -> None:
 
 
 @given(st.integers(0, 4_000_000_000))
-def test_times_come_back(seconds: int) -> None:
+def test_times_survive_formatting_and_parsing(seconds: int) -> None:
     assert seconds_of(rfc3339(seconds) or "") == seconds
 
 
@@ -136,7 +136,7 @@ def test_a_lost_backend_fails_the_job_and_keeps_its_history() -> None:
     assert "hubUrl" not in lost
     assert lost["restarts"] == 2
     assert lost["replicaStatuses"]["running"] == 0
-    conditions = {one["type"]: one for one in lost["conditions"]}
+    conditions = {condition["type"]: condition for condition in lost["conditions"]}
     assert conditions["Running"]["status"] == "False"
     assert conditions["Failed"]["reason"] == "BackendLost"
     StatusDocument.model_validate_json(json.dumps(lost))
@@ -198,7 +198,7 @@ def test_rows_fit_their_headings(tmp_path: Any) -> None:
     assert job_row(make_view(tmp_path, suspect), wide=False)[5] == "<none>"
 
 
-def test_a_table_that_goes_on_keeps_its_columns() -> None:
+def test_a_table_that_is_continued_has_the_same_columns() -> None:
     table = Table()
     assert table.format([["NAME", "AGE"], ["a-long-name", "3s"]]) == "NAME          AGE\na-long-name   3s\n"
     assert table.format([["b", "4s"]]) == "b             4s\n"
@@ -206,10 +206,18 @@ def test_a_table_that_goes_on_keeps_its_columns() -> None:
     assert table.format([["b", "4s"]]) == "b                     4s\n"
 
 
-def test_describe_tells_state_failures_and_verdicts(tmp_path: Any) -> None:
+def test_describe_shows_state_failures_and_verdicts(tmp_path: Any) -> None:
     text = "\n".join(describe(make_view(tmp_path, status_document(FULL))))
-    for words in ("Phase:", "Running", "tensor 1, pipeline 2", "RestartJob", "rank 3 on worker 1", "link 0,2", "Slow."):
-        assert words in text
+    for text_part in (
+        "Phase:",
+        "Running",
+        "tensor 1, pipeline 2",
+        "RestartJob",
+        "rank 3 on worker 1",
+        "link 0,2",
+        "Slow.",
+    ):
+        assert text_part in text
     assert "with more words" not in text, "a table has one line per failure"
     assert "Events:  <none>" in text
 
@@ -229,7 +237,7 @@ def test_a_condition_is_waited_for_by_type_and_status(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "condition=Completed",
@@ -240,10 +248,10 @@ def test_a_condition_is_waited_for_by_type_and_status(tmp_path: Any) -> None:
         ("condition=Running=no", "'no' is not known; known: True, False, Unknown"),
     ],
 )
-def test_a_condition_that_no_job_has_is_refused_with_all_that_there_are(text: str, said: str) -> None:
+def test_a_condition_that_no_job_has_is_refused_with_all_that_there_are(text: str, message: str) -> None:
     with pytest.raises(OperatorError) as refused:
         parse_condition(text)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "Unknown" in str(refused.value) or "Complete, Failed" in str(refused.value)
 
 

@@ -31,7 +31,7 @@ LATE_S = STUCK_S + 1
 
 
 @pytest.mark.parametrize(
-    ("found", "word"),
+    ("found", "cause"),
     [
         ({}, None),
         ({"oldest_s": LATE_S}, None),  # reconciliations end: there is much to do
@@ -40,14 +40,14 @@ LATE_S = STUCK_S + 1
         ({"turned_ago_s": LOOP_LATE_S + 1}, "watches"),
     ],
 )
-def test_an_operator_is_stuck_where_jobs_wait_and_nothing_is_done_or_its_watches_stand_still(
-    found: dict[str, float], word: str | None
+def test_an_operator_is_stuck_if_jobs_wait_idle_or_its_watches_stall(
+    found: dict[str, float], cause: str | None
 ) -> None:
     app = create_app(CollectorRegistry(), alive=health(**found).stuck, ready=lambda: None)
     with TestClient(app) as client:
         answer = client.get("/healthz")
-    assert answer.status_code == (200 if word is None else 503)
-    assert (word or "ok") in answer.text
+    assert answer.status_code == (200 if cause is None else 503)
+    assert (cause or "ok") in answer.text
 
 
 def test_who_waits_for_the_lease_or_still_lists_everything_is_not_stuck() -> None:
@@ -57,7 +57,7 @@ def test_who_waits_for_the_lease_or_still_lists_everything_is_not_stuck() -> Non
     assert dataclasses.replace(listing, synced=False).stuck() is None
 
 
-def test_only_the_cause_says_that_a_namespace_ends() -> None:
+def test_a_terminating_namespace_is_known_by_its_cause() -> None:
     document = {"reason": "Forbidden", "message": 'pods "a" is forbidden: because it is being terminated'}
     assert type(api_error_for(403, document, "POST /pods")) is ForbiddenError
     cause = {"reason": "NamespaceTerminating", "field": "metadata.namespace"}

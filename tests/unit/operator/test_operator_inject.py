@@ -20,7 +20,7 @@ GOOD = {"--rank": "0", "--kind": "link", "--factor": "2", "--from-step": "1", "-
 def parse(changes: dict[str, str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megatronapp")
     commands.register(parser.add_subparsers())
-    flags = [word for pair in (GOOD | changes).items() for word in pair]
+    flags = [argument for pair in (GOOD | changes).items() for argument in pair]
     return parser.parse_args(["inject", "demo", *flags])
 
 
@@ -35,7 +35,7 @@ def test_a_length_in_the_arguments_of_the_job_decides(args: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"--rank": str(SIZE)}, f"rank {SIZE} is outside of this world of {SIZE}; take 0 to {SIZE - 1}"),
         ({"--peer": "99"}, f"rank 99 is outside of this world of {SIZE}"),
@@ -44,13 +44,13 @@ def test_a_length_in_the_arguments_of_the_job_decides(args: tuple[str, ...]) -> 
         ({"--from-step": str(TOTAL)}, f"it trains {TOTAL} iterations, steps 0 to {TOTAL - 1}"),
     ],
 )
-def test_a_fault_that_can_never_act_is_refused(changes: dict[str, str], said: str) -> None:
-    with pytest.raises(OperatorError, match=said):
+def test_a_fault_that_can_never_act_is_refused(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(OperatorError, match=message):
         check(JOB, parse(changes))
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "said"),
+    ("flag", "value", "message"),
     [
         ("--factor", "1", "argument --factor: write a number above 1"),
         ("--factor", "nan", "argument --factor: write a number above 1"),
@@ -60,15 +60,15 @@ def test_a_fault_that_can_never_act_is_refused(changes: dict[str, str], said: st
     ],
 )
 def test_bad_numbers_are_a_wrong_command_line(
-    flag: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ending:
         parse({flag: value})
     assert ending.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_hints_of_the_hub_go_on_in_small_letters_and_without_paths_for_programs() -> None:
+def test_hints_of_the_hub_are_appended_in_lower_case() -> None:
     answer = {"code": "c", "message": "rank 1 is not running", "hint": "Running now: 0."}
     assert problem_of(httpx.Response(409, json=answer)) == "rank 1 is not running; running now: 0."
     answer["hint"] = "See /api/v1/openapi.json for the fields."

@@ -19,7 +19,7 @@ from megatronapp_operator.controller.settings import parse
 from megatronapp_operator.metrics import OperatorMetrics
 
 
-class Server:
+class AdmissionServer:
     """API server that answers a dry run with an error, or as one that drops the field."""
 
     def __init__(self, error: Exception | None, minor: int) -> None:
@@ -29,7 +29,7 @@ class Server:
         assert dry_run
         if self._error is not None:
             raise self._error
-        containers = [{"name": one["name"]} for one in obj["spec"]["containers"]]
+        containers = [{"name": container["name"]} for container in obj["spec"]["containers"]]
         return obj | {"spec": obj["spec"] | {"containers": containers}}
 
     async def minor_version(self) -> int:
@@ -51,10 +51,10 @@ class Server:
 async def test_a_feature_that_a_provider_switched_off_is_not_used(
     error: Exception | None, minor: int, expected: bool
 ) -> None:
-    assert await has_container_restarts(cast(KubernetesApi, Server(error, minor)), "n") is expected
+    assert await has_container_restarts(cast(KubernetesApi, AdmissionServer(error, minor)), "n") is expected
 
 
-class SilentServer(Server):
+class SilentServer(AdmissionServer):
     """API server that answers no dry run."""
 
     async def create(self, _resource: Any, _obj: Object, *, dry_run: bool) -> Object:
@@ -70,7 +70,7 @@ async def test_the_version_decides_where_a_webhook_is_slow(monkeypatch: pytest.M
     assert not await has_container_restarts(cast(KubernetesApi, SilentServer(None, 34)), "n")
 
 
-class Asked(Exception):
+class RequestError(Exception):
     """The question has arrived."""
 
 
@@ -86,11 +86,11 @@ class CuriousServer:
         self.renewing = True
         await asyncio.Event().wait()
 
-    async def create(self, *_words: Any, **_options: Any) -> Object:
+    async def create(self, *_arguments: Any, **_options: Any) -> Object:
         """Create the object as Api.create does."""
         await asyncio.sleep(0)
         self.renewals.append(self.renewing)
-        raise Asked
+        raise RequestError
 
 
 @pytest.mark.asyncio
@@ -98,6 +98,6 @@ async def test_the_lease_is_renewed_while_the_first_question_waits(tmp_path: pat
     (tmp_path / "keys").write_text("ab" * 32)
     flags = ["--trainer-image", "a", "--analyzer-image", "b", "--key-file", str(tmp_path / "keys")]
     server, metrics = CuriousServer(), OperatorMetrics(CollectorRegistry(), version="0")
-    with pytest.raises((Asked, ExceptionGroup)):
+    with pytest.raises((RequestError, ExceptionGroup)):
         await _lead(cast(KubernetesApi, server), cast(LeaseHolder, server), parse(flags), metrics, ControllerHealth())
     assert server.renewals == [True]

@@ -66,7 +66,7 @@ def make_job(save: pathlib.Path | None) -> MegatronJob:
     ],
     ids=["saved", "between two attempts", "not saved"],
 )
-def test_a_stop_names_the_checkpoint_and_how_to_go_on(
+def test_a_stop_names_the_checkpoint_and_how_to_continue(
     tmp_path: pathlib.Path, status: Status, without: str, having: str
 ) -> None:
     save = tmp_path / "save"
@@ -85,27 +85,27 @@ def test_no_checkpoint_is_claimed_of_a_job_that_saves_nothing(tmp_path: pathlib.
     assert stopped_line(job, BETWEEN) == "stopped before attempt 1 began"
 
 
-def test_a_stop_that_could_not_save_says_why(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_that_could_not_save_has_the_reason(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     follower = JobFollower(make_job(tmp_path), JobPaths(tmp_path / "job"), verbose=False, retain_hub=False)
     follower(STOPPED, (RecordEvent(type=EventType.WARNING, reason="RankFailed", message="rank 0 failed"),))
     assert "warning: rank 0 failed\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("status", "end"), [(STOPPED, "Failed"), (RESTING, "Suspended")], ids=["failed", "suspended"])
-def test_a_stop_is_said_once(
+def test_a_stop_is_printed_once(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], status: Status, end: str
 ) -> None:
     job = make_job(tmp_path)
     follower = JobFollower(job, JobPaths(tmp_path / "job"), verbose=False, retain_hub=False)
-    asked = RecordEvent(type=EventType.NORMAL, reason="Interrupted", message="stopped by SIGINT")
+    interrupted = RecordEvent(type=EventType.NORMAL, reason="Interrupted", message="stopped by SIGINT")
     ended = RecordEvent(type=EventType.WARNING, reason=end, message="stopped by SIGINT")
-    follower(dataclasses.replace(status, phase=Phase.RUNNING, conditions=()), (asked,))
+    follower(dataclasses.replace(status, phase=Phase.RUNNING, conditions=()), (interrupted,))
     follower(status, (ended,))
     follower.finish(status)
-    said = capsys.readouterr().out
-    assert said.count("stopping: ") == 1
-    assert "SIGINT" not in said
-    assert f"{job.metadata.name}: {end} (Interrupted)\nstopped" in said
+    output = capsys.readouterr().out
+    assert output.count("stopping: ") == 1
+    assert "SIGINT" not in output
+    assert f"{job.metadata.name}: {end} (Interrupted)\nstopped" in output
     assert exit_code(status) == 130
 
 
@@ -115,15 +115,15 @@ def test_a_stop_of_a_job_that_saves_nothing_is_no_error(
     job, paths = make_job(None), JobPaths(tmp_path / "job")
     log = reporting_log(job, paths, 0)
     log.parent.mkdir(parents=True)
-    words = f"error (rank 0): stopped after 11 steps, {UNSAVED_STOP}; a restart begins from the start"
-    log.write_text(f"step 11\n{words}\n")
-    asked = RecordEvent(type=EventType.NORMAL, reason="Interrupted", message="stopped by SIGINT")
+    message = f"error (rank 0): stopped after 11 steps, {UNSAVED_STOP}; a restart begins from the start"
+    log.write_text(f"step 11\n{message}\n")
+    interrupted = RecordEvent(type=EventType.NORMAL, reason="Interrupted", message="stopped by SIGINT")
     failures = [
         RecordEvent(type=EventType.WARNING, reason="RankFailed", message=f"rank {rank} failed: {why}")
-        for rank, why in enumerate((words, "the disk is full"))
+        for rank, why in enumerate((message, "the disk is full"))
     ]
     follower = JobFollower(job, paths, verbose=True, retain_hub=False)
-    follower(dataclasses.replace(STOPPED, phase=Phase.RUNNING, conditions=()), (asked,))
+    follower(dataclasses.replace(STOPPED, phase=Phase.RUNNING, conditions=()), (interrupted,))
     follower(STOPPED, tuple(failures))
     follower.finish(STOPPED)
     assert capsys.readouterr().out.splitlines() == [
@@ -135,7 +135,7 @@ def test_a_stop_of_a_job_that_saves_nothing_is_no_error(
         "stopped; nothing was saved, as spec.checkpoint.save is not set",
     ]
     JobFollower(job, paths, verbose=False, retain_hub=False)(STOPPED, tuple(failures))
-    assert f"warning: rank 0 failed: {words}\n" in capsys.readouterr().out, "not asked from here"
+    assert f"warning: rank 0 failed: {message}\n" in capsys.readouterr().out, "not asked from here"
 
 
 def test_problems_of_the_text_name_the_file(tmp_path: pathlib.Path) -> None:

@@ -22,12 +22,12 @@ from megatronapp_operator.plan import (
 Maker = Callable[..., Any]
 
 
-def deeds(made: Any) -> list[Any]:
+def backend_actions(made: Any) -> list[Any]:
     """Actions other than events."""
     return [action for action in made.actions if not isinstance(action, RecordEvent)]
 
 
-def told(made: Any) -> list[str]:
+def event_reasons(made: Any) -> list[str]:
     return [action.reason for action in made.actions if isinstance(action, RecordEvent)]
 
 
@@ -49,29 +49,29 @@ def with_slow_node(made: Any, action: SlowNodeAction, *verdicts: SlowRank) -> An
     return made
 
 
-def test_a_slow_machine_is_excluded_and_the_gang_saves_and_starts_again_without_it(running: Maker) -> None:
+def test_a_slow_node_is_excluded_and_the_gang_saves_and_restarts_without_it(running: Maker) -> None:
     made = with_slow_node(running(grace_s=600, max_restarts=0), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
     early = made.plan()
     assert (early.status.slow_node, early.status.excluded_nodes, early.wake_at) == ("gpu-7", (), 1120.0)
     made.now = 1120.0
     restarted = made.plan()
-    assert [one.grace_s for one in deeds(restarted)] == [600, 600]
+    assert [action.grace_s for action in backend_actions(restarted)] == [600, 600]
     status = restarted.status
     assert status.excluded_nodes == (ExcludedNode(node="gpu-7", reason="SlowNodeDetected", until=1120.0 + 86400),)
     assert (status.phase, status.restarts, status.restarts_towards_max) == (Phase.RESTARTING, 1, 0)
     assert (status.failures[-1].reason, status.failures[-1].node) == ("SlowNodeExcluded", "gpu-7")
 
 
-def without_room(made: Any, worker: Maker, *, placed: int = 1, unplaced_by: str = "scheduler") -> Any:
+def without_capacity(made: Any, worker: Maker, *, placed: int = 1, unplaced_by: str = "scheduler") -> Any:
     """The next gang is created, and one worker of it finds no machine until the start deadline is over."""
     made.see(slow_ranks=())
-    while not deeds(waiting := made.plan()):
+    while not backend_actions(waiting := made.plan()):
         made.now = waiting.wake_at
     attempt = made.job.status.attempt
-    found = [unplaced(worker(one, "Pending", attempt=attempt)) for one in (0, 1)]
+    found = [unplaced(worker(index, "Pending", attempt=attempt)) for index in (0, 1)]
     if unplaced_by == "scheduler":
-        found = [dataclasses.replace(one, unplaced=True) for one in found]
-    found[:placed] = [worker(one, "Pending", attempt=attempt) for one in range(placed)]
+        found = [dataclasses.replace(pending, unplaced=True) for pending in found]
+    found[:placed] = [worker(index, "Pending", attempt=attempt) for index in range(placed)]
     made.see(*found)
     made.plan()
     made.now += 900
@@ -79,18 +79,18 @@ def without_room(made: Any, worker: Maker, *, placed: int = 1, unplaced_by: str 
 
 
 def excluded(made: Any) -> list[str]:
-    return [one.node for one in made.job.status.excluded_nodes]
+    return [node.node for node in made.job.status.excluded_nodes]
 
 
 @pytest.mark.parametrize("gang", [False, True])
-def test_a_slow_machine_is_used_again_where_no_other_is_free(running: Maker, worker: Maker, gang: bool) -> None:
+def test_a_slow_node_is_used_again_where_no_other_is_free(running: Maker, worker: Maker, gang: bool) -> None:
     made = with_slow_node(running(start_deadline_s=900), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
     made.spec(gang=gang)
     made.now = 1120.0
     made.plan()
-    released = without_room(made, worker, placed=0 if gang else 1)
-    assert ("NodeReadmitted" in told(released), released.status.released, excluded(made)) == (True, 1, [])
-    assert [one.node for one in released.status.tolerated_nodes] == ["gpu-7"]
+    released = without_capacity(made, worker, placed=0 if gang else 1)
+    assert ("NodeReadmitted" in event_reasons(released), released.status.released, excluded(made)) == (True, 1, [])
+    assert [node.node for node in released.status.tolerated_nodes] == ["gpu-7"]
     made.see()
     made.now = made.plan().wake_at
     made.plan()
@@ -113,12 +113,12 @@ def test_a_slow_machine_is_used_again_where_no_other_is_free(running: Maker, wor
     assert excluded(made) == ["gpu-7"], "the toleration ends when the exclusion would have"
 
 
-def test_a_gang_that_no_scheduler_has_looked_at_keeps_its_exclusions(running: Maker, worker: Maker) -> None:
+def test_a_gang_that_no_scheduler_has_seen_retains_its_exclusions(running: Maker, worker: Maker) -> None:
     made = with_slow_node(running(start_deadline_s=900), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
     made.spec(gang=True)
     made.now = 1120.0
     made.plan()
-    waiting = without_room(made, worker, placed=0, unplaced_by="queue")
+    waiting = without_capacity(made, worker, placed=0, unplaced_by="queue")
     assert (waiting.status.released, excluded(made)) == (0, ["gpu-7"])
 
 
@@ -133,8 +133,8 @@ def test_an_exclusion_that_ends_costs_no_place_in_a_queue(running: Maker, worker
     made.now = made.plan().wake_at
     made.plan()
     attempt = made.job.status.attempt
-    queued = [dataclasses.replace(worker(one, "Pending", attempt=attempt), scheduled=False) for one in (0, 1)]
-    queued = [dataclasses.replace(one, avoids=frozenset({"gpu-7"})) for one in queued]
+    queued = [dataclasses.replace(worker(index, "Pending", attempt=attempt), scheduled=False) for index in (0, 1)]
+    queued = [dataclasses.replace(pending, avoids=frozenset({"gpu-7"})) for pending in queued]
     made.see(*queued)
     made.now = made.plan().wake_at
     assert made.now == 1120.0 + 86400
@@ -143,16 +143,16 @@ def test_an_exclusion_that_ends_costs_no_place_in_a_queue(running: Maker, worker
     if unplaced_by == "queue":
         assert made.plan().wake_at is None
         return
-    made.see(*(dataclasses.replace(one, unplaced=True) for one in queued))
+    made.see(*(dataclasses.replace(pending, unplaced=True) for pending in queued))
     assert made.plan().wake_at == made.now + 900, "another gang may be about to leave its machines"
     made.now += 900
     released = made.plan()
-    assert (made.job.status.attempt, told(released)) == (attempt + 1, ["NodeReadmitted"])
+    assert (made.job.status.attempt, event_reasons(released)) == (attempt + 1, ["NodeReadmitted"])
     message = released.status.condition(ConditionType.PODS_SCHEDULED).message
     assert message == "2 of 2 workers had no node, and gpu-7 may be used again"
 
 
-def test_a_gang_without_a_queue_is_made_anew_as_soon_as_an_exclusion_ends(running: Maker, worker: Maker) -> None:
+def test_a_gang_without_a_queue_is_recreated_when_an_exclusion_ends(running: Maker, worker: Maker) -> None:
     made = running(start_deadline_s=900)
     made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="DeviceFault", until=1100.0),))
     made.see(worker(0), worker(1, "Failed", 1))
@@ -171,7 +171,7 @@ def test_a_gang_without_a_queue_is_made_anew_as_soon_as_an_exclusion_ends(runnin
     assert (made.job.status.attempt, made.job.status.released) == (2, 1)
 
 
-def test_a_queued_gang_gets_a_failed_machine_back_where_no_other_fits(running: Maker, worker: Maker) -> None:
+def test_a_queued_gang_gets_a_failed_node_back_where_no_other_fits(running: Maker, worker: Maker) -> None:
     made = running(start_deadline_s=900)
     made.spec(gang=True)
     made.see(worker(0), dataclasses.replace(worker(1, "Failed", 201), node="gpu-2"))
@@ -180,46 +180,50 @@ def test_a_queued_gang_gets_a_failed_machine_back_where_no_other_fits(running: M
     made.see()
     made.now = made.plan().wake_at
     made.plan()
-    queued = [unplaced(worker(one, "Pending", attempt=1)) for one in (0, 1)]
+    queued = [unplaced(worker(index, "Pending", attempt=1)) for index in (0, 1)]
     made.see(*queued)
     made.plan()
     made.now += 3600
     assert (made.plan().status.released, excluded(made)) == (0, ["gpu-2"]), "the queue has no room for it yet"
-    made.see(*(dataclasses.replace(one, unplaced=True, avoids=frozenset({"gpu-2"})) for one in queued))
+    made.see(*(dataclasses.replace(pending, unplaced=True, avoids=frozenset({"gpu-2"})) for pending in queued))
     assert made.plan().wake_at == made.now + 1800
     made.now += 1800
     released = made.plan()
-    assert (told(released), excluded(made), released.status.released) == (["NodeReadmitted", "Unschedulable"], [], 1)
+    assert (event_reasons(released), excluded(made), released.status.released) == (
+        ["NodeReadmitted", "Unschedulable"],
+        [],
+        1,
+    )
     condition = released.status.condition(ConditionType.PODS_SCHEDULED)
     assert condition.message == "2 of 2 workers had no node for 1800 s, so gpu-2 may be used again"
     made.see()
     made.now = made.plan().wake_at
     made.plan()
-    made.see(*(dataclasses.replace(unplaced(worker(one, "Pending", attempt=2)), unplaced=True) for one in (0, 1)))
+    made.see(*(dataclasses.replace(unplaced(worker(index, "Pending", attempt=2)), unplaced=True) for index in (0, 1)))
     assert made.plan().wake_at is None, "it avoids nothing any more, so nothing is gained by making it anew"
 
 
-def test_a_failed_machine_comes_after_a_slow_one(running: Maker, worker: Maker) -> None:
+def test_a_failed_node_is_tolerated_after_a_slow_node(running: Maker, worker: Maker) -> None:
     made = running(start_deadline_s=900)
     broken = ExcludedNode(node="gpu-1", reason="DeviceFault", until=1e9)
     tired = ExcludedNode(node="gpu-2", reason="SlowNodeDetected", until=1e9)
     made.status(excluded_nodes=(broken, tired))
     made.see(worker(0), worker(1, "Failed", 1))
     made.plan()
-    without_room(made, worker)
+    without_capacity(made, worker)
     assert excluded(made) == ["gpu-1"]
-    without_room(made, worker)
+    without_capacity(made, worker)
     assert (excluded(made), made.job.status.released) == ([], 2)
 
 
-def test_a_machine_that_the_user_allows_is_never_avoided(running: Maker, worker: Maker) -> None:
+def test_a_node_that_the_user_allows_is_never_avoided(running: Maker, worker: Maker) -> None:
     made = with_slow_node(running(max_restarts=9), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
     made.now = 1120.0
     made.plan()
     assert excluded(made) == ["gpu-7"]
     policy = dataclasses.replace(made.job.spec.policy, exclusion=NodeExclusion(allowed=frozenset({"gpu-7"})))
     made.spec(policy=policy)
-    assert (told(made.plan()), excluded(made)) == (["NodeReadmitted"], [])
+    assert (event_reasons(made.plan()), excluded(made)) == (["NodeReadmitted"], [])
     made.see()
     made.now += 60
     made.plan()
@@ -232,11 +236,11 @@ def test_a_machine_that_the_user_allows_is_never_avoided(running: Maker, worker:
     assert (made.plan().status.failures[-1].action, excluded(made)) == (FailureAction.RESTART, [])
 
 
-def test_a_slow_machine_is_excluded_from_the_next_attempt_only(running: Maker) -> None:
+def test_a_slow_node_is_excluded_from_the_next_attempt_only(running: Maker) -> None:
     made = with_slow_node(running(), SlowNodeAction.EXCLUDE, slow())
     made.now = 1120.0
     status = made.plan().status
-    assert ([one.node for one in status.excluded_nodes], status.attempt) == (["gpu-7"], 0)
+    assert ([node.node for node in status.excluded_nodes], status.attempt) == (["gpu-7"], 0)
     assert made.plan().actions == ()
 
 
@@ -253,31 +257,29 @@ def test_a_slow_machine_is_excluded_from_the_next_attempt_only(running: Maker) -
     ],
     ids=["mild", "recovering", "unknown cause", "link", "other attempt", "short", "nowhere"],
 )
-def test_only_what_is_slow_enough_for_long_enough_and_has_a_machine_is_excluded(
-    running: Maker, verdict: SlowRank
-) -> None:
+def test_only_long_and_severe_slowness_of_a_known_node_excludes(running: Maker, verdict: SlowRank) -> None:
     made = with_slow_node(running(), SlowNodeAction.EXCLUDE_AND_RESTART, verdict)
     made.now = 1120.0
     assert (made.plan().status.excluded_nodes, made.job.status.attempt) == ((), 0)
 
 
-def test_a_full_list_takes_no_more_slow_machines_and_says_so(running: Maker) -> None:
+def test_a_full_list_excludes_no_more_slow_nodes_and_reports_it(running: Maker) -> None:
     made = running(exclusion=NodeExclusion(max_nodes=1))
     made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="DeviceFault", until=9000.0),))
     with_slow_node(made, SlowNodeAction.EXCLUDE_AND_RESTART, slow())
     made.now = 1120.0
     status = made.plan().status
-    assert ([one.node for one in status.excluded_nodes], status.attempt) == (["gpu-1"], 0)
+    assert ([node.node for node in status.excluded_nodes], status.attempt) == (["gpu-1"], 0)
     message = status.condition(ConditionType.SLOW_NODE_DETECTED).message
     assert message.endswith("runPolicy.nodeExclusion.maxNodes (1) is reached: gpu-7.")
     made.observed = dataclasses.replace(made.observed, slow_ranks=None)  # the hub does not answer
     for _ in range(3):
         assert made.plan().status.condition(ConditionType.SLOW_NODE_DETECTED).message == message
     made.now = 9000.0
-    assert [one.node for one in made.plan().status.excluded_nodes] == ["gpu-7"]
+    assert [node.node for node in made.plan().status.excluded_nodes] == ["gpu-7"]
 
 
-def test_a_broken_device_excludes_its_machine_in_place_of_the_oldest(running: Maker, worker: Maker) -> None:
+def test_a_broken_device_excludes_its_node_in_place_of_the_oldest(running: Maker, worker: Maker) -> None:
     made = running(exclusion=NodeExclusion(max_nodes=1, ttl_s=100))
     made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="Old", until=9000.0),))
     made.see(worker(0), dataclasses.replace(worker(1, "Failed", 201), node="gpu-2"))

@@ -18,7 +18,7 @@ BEGIN = {"gathering": 600}
 """First history where few of the earlier ones need the policy; only one in several hundred needs that of gathering."""
 FIRST = random.SystemRandom().randrange(2**32)
 """Each run plays other histories; a broken promise names its seed."""
-POLICIES = {one.__name__: one for one in planner.POLICIES}
+POLICIES = {policy.__name__: policy for policy in planner.POLICIES}
 FOUND_OUT = (
     "active", "clear_stale", "create", "created", "delete_job", "ensure_hub", "finish_failing", "gathering",
     "guard_terminal", "initialize", "judge_end", "judge_lost_node", "judge_missing", "judge_refusal", "judge_start",
@@ -34,8 +34,10 @@ def test_promises_hold_in_generated_histories() -> None:
 
 
 @pytest.mark.parametrize("name", FOUND_OUT)
-def test_a_plan_without_one_of_its_policies_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "POLICIES", tuple(one for one in planner.POLICIES if one is not POLICIES[name]))
+def test_a_plan_without_any_of_its_policies_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        planner, "POLICIES", tuple(policy for policy in planner.POLICIES if policy is not POLICIES[name])
+    )
     assert found_out(BEGIN.get(name, 0))
 
 

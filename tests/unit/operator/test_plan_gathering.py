@@ -20,11 +20,11 @@ Maker = Callable[..., Any]
 
 
 @pytest.fixture
-def gathering(scene: Maker, worker: Maker) -> Callable[..., Any]:
+def gathering(plan_harness: Maker, worker: Maker) -> Callable[..., Any]:
     """Make a gang that runs, whose worker 0 waits for worker 1 and has just been asked."""
 
     def make(**policy: Any) -> Any:
-        made = scene(start_deadline_s=900, silent_start_s=300, **policy)
+        made = plan_harness(start_deadline_s=900, silent_start_s=300, **policy)
         made.plan()
         made.see(worker(0), dataclasses.replace(worker(1), node="gpu-3"), missing=(1,), last_contact=made.now)
         made.plan()
@@ -46,7 +46,7 @@ def test_who_does_not_reach_worker_0_ends_the_attempt_when_the_deadline_is_over(
     failure = made.plan().status.failures[-1]
     assert (failure.reason, failure.worker, failure.node) == ("NotGathered", 1, "gpu-3")
     assert failure.action is FailureAction.RESTART
-    assert {type(one) for one in made.plan().actions} == {DeleteWorker}
+    assert {type(action) for action in made.plan().actions} == {DeleteWorker}
 
 
 def test_a_gang_that_still_gathers_has_not_begun_to_train(gathering: Maker) -> None:
@@ -57,31 +57,31 @@ def test_a_gang_that_still_gathers_has_not_begun_to_train(gathering: Maker) -> N
     assert made.plan().status.phase is Phase.RUNNING
 
 
-def test_a_gang_that_has_told_of_progress_has_gathered(gathering: Maker) -> None:
+def test_a_gang_that_has_reported_progress_has_gathered(gathering: Maker) -> None:
     made = gathering()
     made.now += 1000
     made.see(*made.observed.workers, last_contact=made.now, progress=Progress(attempt=0, iteration=0, state="starting"))
     assert made.plan().status.failures == ()
 
 
-def test_workers_that_still_prepare_are_waited_for(scene: Maker, worker: Maker) -> None:
-    made = scene(start_deadline_s=900)
+def test_workers_that_still_prepare_are_waited_for(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(start_deadline_s=900)
     made.plan()
     made.see(worker(0), dataclasses.replace(worker(1, "Pending"), preparing=True), missing=(1,), last_contact=1e9)
     made.now += 50_000
     assert made.plan().status.failures == ()
 
 
-def test_a_rule_may_say_what_becomes_of_it(gathering: Maker) -> None:
+def test_a_failure_rule_may_decide_on_a_gang_that_did_not_gather(gathering: Maker) -> None:
     rule = FailureRule(match=FailureMatch(reasons=("NotGathered",)), action=FailureAction.EXCLUDE_AND_RESTART)
     made = gathering(rules=(rule,))
     made.now += 900
     made.see(*made.observed.workers, last_contact=made.now)
-    assert [one.node for one in made.plan().status.excluded_nodes] == ["gpu-3"]
+    assert [node.node for node in made.plan().status.excluded_nodes] == ["gpu-3"]
 
 
 @pytest.mark.parametrize("taken", [{"disrupted": "EvictionByEvictionAPI"}, {"unreachable_since": 1.0}])
-def test_nobody_is_blamed_while_the_cluster_takes_a_worker_away(gathering: Maker, taken: dict[str, Any]) -> None:
+def test_no_failure_is_recorded_while_the_cluster_removes_a_worker(gathering: Maker, taken: dict[str, Any]) -> None:
     made = gathering(lost_worker_s=1e9)
     made.now += 1000
     first, second = made.observed.workers
@@ -91,8 +91,8 @@ def test_nobody_is_blamed_while_the_cluster_takes_a_worker_away(gathering: Maker
     assert made.plan().status.failures[-1].reason == "NotGathered"
 
 
-def test_people_are_told_when_nobody_can_say_whether_a_gang_has_gathered(scene: Maker, worker: Maker) -> None:
-    made = scene(start_deadline_s=900, silent_start_s=300)
+def test_users_are_warned_when_the_gathering_cannot_be_observed(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(start_deadline_s=900, silent_start_s=300)
     made.plan()
     made.see(worker(0), worker(1), missing=(), last_contact=0.0)
     made.plan()
@@ -107,7 +107,7 @@ def test_people_are_told_when_nobody_can_say_whether_a_gang_has_gathered(scene: 
     assert not made.plan().status.is_true(ConditionType.STALLED)
 
 
-def test_a_job_whose_stalled_workers_are_gone_is_not_stalled(running: Maker, worker: Maker) -> None:
+def test_a_job_whose_stalled_workers_are_deleted_is_not_stalled(running: Maker, worker: Maker) -> None:
     made = running(progress_deadline_s=20, start_deadline_s=900)
     made.now += 20
     assert made.plan().status.is_true(ConditionType.STALLED)

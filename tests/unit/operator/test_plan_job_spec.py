@@ -82,7 +82,7 @@ def test_kueue_holds_pods_by_a_workload_of_its_own_and_others_take_a_pod_group()
     assert build_spec(load_job(MANIFEST.replace("gang: Volcano", "gang: KAI")), uid="u").group is PodGroupKey.POD_GROUP
 
 
-def test_what_only_a_cluster_has_is_left_out_on_one_machine() -> None:
+def test_cluster_only_fields_are_omitted_by_the_process_backend() -> None:
     spec = process_spec(load_job(MANIFEST), uid="u", retain_hub=True)
     assert not (spec.suspend or spec.initializers or spec.gang or spec.policy.exclusion.enabled)
     assert spec.slow_node.action is SlowNodeAction.REPORT and spec.group is PodGroupKey.NONE

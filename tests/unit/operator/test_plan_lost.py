@@ -37,11 +37,11 @@ Maker = Callable[..., Any]
 UNCOUNTED = FailureAction.RESTART_IGNORE_MAX
 
 
-def deeds(made: Any) -> list[Any]:
+def backend_actions(made: Any) -> list[Any]:
     return [action for action in made.actions if not isinstance(action, RecordEvent)]
 
 
-def told(made: Any) -> list[str]:
+def event_reasons(made: Any) -> list[str]:
     return [action.reason for action in made.actions if isinstance(action, RecordEvent)]
 
 
@@ -55,7 +55,7 @@ def last(made: Any) -> tuple[str, str | None, FailureAction]:
 
 
 @pytest.mark.parametrize("code", [1, 137])
-def test_what_dies_of_a_lost_machine_counts_against_nobody(running: Maker, worker: Maker, code: int) -> None:
+def test_failures_caused_by_a_lost_node_are_not_counted(running: Maker, worker: Maker, code: int) -> None:
     made = running(max_restarts=0)
     made.see(on(worker(0, "Failed", code), "gpu-2"), on(worker(1), "gpu-3", unreachable_since=made.now))
     assert last(made.plan())[2] is UNCOUNTED
@@ -64,7 +64,7 @@ def test_what_dies_of_a_lost_machine_counts_against_nobody(running: Maker, worke
     assert last(made.plan())[2] is UNCOUNTED
 
 
-def test_a_failure_that_says_what_it_is_stays_one_beside_a_lost_machine(running: Maker, worker: Maker) -> None:
+def test_a_failure_with_a_clear_cause_stays_a_failure_despite_a_lost_node(running: Maker, worker: Maker) -> None:
     made = running()
     made.see(worker(0, "Failed", ExitCode.DATA), on(worker(1), "gpu-3", unreachable_since=made.now))
     assert last(made.plan())[2] is FailureAction.FAIL_JOB
@@ -80,7 +80,7 @@ def test_who_is_killed_because_it_was_to_go_has_not_failed_by_itself(running: Ma
     assert last(made.plan())[2] is UNCOUNTED
 
 
-def test_a_peer_that_says_nothing_after_it_was_lost_is_on_a_lost_machine(running: Maker, worker: Maker) -> None:
+def test_a_silent_peer_after_a_loss_is_on_a_lost_node(running: Maker, worker: Maker) -> None:
     made = running(settle_s=5, silent_s=60, max_restarts=1)
     made.see(on(worker(0, "Failed", ExitCode.PEER_LOST), "gpu-2"), on(worker(1), "gpu-3"))
     made.now += 5
@@ -90,10 +90,10 @@ def test_a_peer_that_says_nothing_after_it_was_lost_is_on_a_lost_machine(running
     lost = made.plan()
     assert last(lost) == ("LostNode", "gpu-3", FailureAction.EXCLUDE_AND_RESTART)
     assert (lost.status.restarts, lost.status.restarts_towards_max) == (1, 1)
-    assert [one.node for one in lost.status.excluded_nodes] == ["gpu-3"]
+    assert [node.node for node in lost.status.excluded_nodes] == ["gpu-3"]
 
 
-def test_where_no_machine_may_be_excluded_a_silent_one_is_a_restart_that_counts(running: Maker, worker: Maker) -> None:
+def test_a_silent_node_that_may_not_be_excluded_is_a_counted_restart(running: Maker, worker: Maker) -> None:
     made = running(silent_s=60, exclusion=NodeExclusion(enabled=False))
     made.see(on(worker(0, "Failed", ExitCode.PEER_LOST), "gpu-2"), on(worker(1), "gpu-3"))
     made.now += 60
@@ -101,9 +101,7 @@ def test_where_no_machine_may_be_excluded_a_silent_one_is_a_restart_that_counts(
 
 
 @pytest.mark.parametrize("nodes", [("a", "b", "c"), ("a", "b", "a")])
-def test_no_live_machine_is_called_lost_on_the_word_of_one_peer(
-    running: Maker, worker: Maker, nodes: tuple[str, ...]
-) -> None:
+def test_no_live_node_is_declared_lost_by_a_single_peer(running: Maker, worker: Maker, nodes: tuple[str, ...]) -> None:
     made = running(settle_s=5, silent_s=60)
     made.spec(worker_groups=worker_groups(3))
     second = worker(1) if nodes[2] == "c" else worker(1, "Failed", ExitCode.PEER_LOST)
@@ -117,22 +115,22 @@ def test_no_live_machine_is_called_lost_on_the_word_of_one_peer(
 
 
 @pytest.mark.parametrize("reason", ["OutOfcpu", "OutOfnvidia.com/gpu", "UnexpectedAdmissionError"])
-def test_a_machine_whose_kubelet_does_not_take_a_worker_is_avoided_and_that_counts(
-    scene: Maker, worker: Maker, reason: str
+def test_a_node_whose_kubelet_refuses_a_worker_is_avoided_and_counted(
+    plan_harness: Maker, worker: Maker, reason: str
 ) -> None:
-    made = scene()
+    made = plan_harness()
     made.plan()
     refused = dataclasses.replace(worker(1, "Failed"), node="gpu-3", outcome=WorkerOutcome(code=1, reason=reason))
     made.see(on(worker(0, "Pending"), "gpu-2"), refused)
     plan = made.plan()
     assert last(plan) == (reason, "gpu-3", FailureAction.EXCLUDE_AND_RESTART)
-    assert ([one.node for one in plan.status.excluded_nodes], plan.status.restarts_towards_max) == (["gpu-3"], 1)
+    assert ([node.node for node in plan.status.excluded_nodes], plan.status.restarts_towards_max) == (["gpu-3"], 1)
     ran = dataclasses.replace(refused, started_at=made.now, finished_at=made.now, attempt=1)
     made.see(worker(0, "Pending", attempt=1), ran)
     assert last(made.plan())[2] is FailureAction.RESTART
 
 
-def test_the_late_word_of_the_culprit_is_waited_for_and_judged(running: Maker, worker: Maker) -> None:
+def test_the_late_outcome_of_the_culprit_is_awaited_and_judged(running: Maker, worker: Maker) -> None:
     made = running(settle_s=5, silent_s=60)
     victim = on(worker(0, "Failed", ExitCode.PEER_LOST), "gpu-2")
     made.see(victim, on(worker(1), "gpu-3"))
@@ -142,7 +140,7 @@ def test_the_late_word_of_the_culprit_is_waited_for_and_judged(running: Maker, w
     assert last(made.plan())[2] is FailureAction.FAIL_JOB
 
 
-def test_a_peer_that_ends_as_a_victim_too_is_no_lost_machine(running: Maker, worker: Maker) -> None:
+def test_a_peer_that_ends_as_a_victim_is_no_lost_node(running: Maker, worker: Maker) -> None:
     made = running(settle_s=5)
     made.see(on(worker(0, "Failed", ExitCode.PEER_LOST), "a"), on(worker(1, "Failed", ExitCode.PEER_LOST), "b"))
     assert last(made.plan())[2] is FailureAction.RESTART
@@ -162,8 +160,8 @@ def preempted(made: Any, worker: Maker, attempt: int) -> float:
     return pause
 
 
-def test_what_is_outside_of_the_budget_is_bounded_by_a_pause_that_grows(scene: Maker, worker: Maker) -> None:
-    made = scene(max_restarts=0, reset_after_s=3600)
+def test_what_is_outside_of_the_budget_is_bounded_by_a_pause_that_grows(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(max_restarts=0, reset_after_s=3600)
     made.plan()
     assert [preempted(made, worker, attempt) for attempt in range(4)] == [10, 20, 40, 40]
     made.now += 7200
@@ -172,12 +170,10 @@ def test_what_is_outside_of_the_budget_is_bounded_by_a_pause_that_grows(scene: M
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.sampled_from(FailureAction)), max_size=10), st.floats(0, 100))
-def test_only_what_was_taken_away_lately_lengthens_the_pause(
-    failures: list[tuple[float, FailureAction]], since: float
-) -> None:
-    kept = tuple(Failure(time=at, attempt=0, reason="", message="", action=action) for at, action in failures)
+def test_only_recent_disruptions_lengthen_the_pause(failures: list[tuple[float, FailureAction]], since: float) -> None:
+    failures_seen = tuple(Failure(time=at, attempt=0, reason="", message="", action=action) for at, action in failures)
     expected = len([at for at, action in failures if at > since and action is UNCOUNTED])
-    assert unbudgeted_failures_since(Status(failures=kept), since) == expected
+    assert unbudgeted_failures_since(Status(failures=failures_seen), since) == expected
 
 
 def init(phase: str, **others: Any) -> InitPod:
@@ -191,52 +187,52 @@ def initializing(scene: Maker, **policy: Any) -> Any:
     return made
 
 
-def test_an_initializer_that_is_taken_away_is_tried_again_outside_of_the_budget(scene: Maker) -> None:
-    made = initializing(scene, max_restarts=0)
+def test_an_evicted_initializer_is_retried_outside_of_the_budget(plan_harness: Maker) -> None:
+    made = initializing(plan_harness, max_restarts=0)
     for pause in (10, 20, 40):
         made.see(init=init("Failed", disrupted="Evicted", message="The node was low on resource: memory."))
-        away = made.plan()
-        assert deeds(away) == [DeleteInit()] and told(away) == ["Evicted"]
-        assert last(away) == ("Evicted", None, UNCOUNTED)
+        evicted = made.plan()
+        assert backend_actions(evicted) == [DeleteInit()] and event_reasons(evicted) == ["Evicted"]
+        assert last(evicted) == ("Evicted", None, UNCOUNTED)
         made.see(init=None)
         assert made.plan().wake_at == made.now + pause
         made.now += pause
-        assert deeds(made.plan()) == [CreateInit()]
+        assert backend_actions(made.plan()) == [CreateInit()]
     assert made.job.status.init_restarts == 0
     made.see(init=init("Succeeded"))
     assert made.plan().status.initialized
 
 
-def test_an_initializer_on_a_lost_machine_is_removed_by_force(scene: Maker) -> None:
-    made = initializing(scene, lost_worker_s=300, max_restarts=0)
+def test_an_initializer_on_a_lost_node_is_removed_by_force(plan_harness: Maker) -> None:
+    made = initializing(plan_harness, lost_worker_s=300, max_restarts=0)
     made.see(init=init("Running", unreachable_since=made.now))
     assert made.plan().wake_at == made.now + 300
     made.now += 300
     lost = made.plan()
-    assert deeds(lost) == [DeleteInit(force=True)] and last(lost)[0] == "LostNode"
+    assert backend_actions(lost) == [DeleteInit(force=True)] and last(lost)[0] == "LostNode"
     assert lost.status.init_restarts == 0
 
 
-def test_an_initializer_without_room_waits_and_says_so_once(scene: Maker) -> None:
-    made = initializing(scene, start_deadline_s=60, max_restarts=0)
+def test_an_initializer_without_capacity_waits_and_reports_it_once(plan_harness: Maker) -> None:
+    made = initializing(plan_harness, start_deadline_s=60, max_restarts=0)
     made.see(init=init("Pending", scheduled=False, message="0/3 nodes are available"))
     made.now += 60
     waiting = made.plan()
-    assert (deeds(waiting), told(waiting)) == ([], ["Unschedulable"])
+    assert (backend_actions(waiting), event_reasons(waiting)) == ([], ["Unschedulable"])
     found = waiting.status.condition(ConditionType.INITIALIZED)
     assert found.reason == "Unschedulable" and "0/3 nodes are available" in found.message
     made.now += 600
     assert made.plan().actions == ()
     made.see(init=init("Pending", begun_at=made.now))
-    assert (deeds(made.plan()), made.plan().wake_at) == ([], made.now + 60)
+    assert (backend_actions(made.plan()), made.plan().wake_at) == ([], made.now + 60)
 
 
-def test_what_brings_its_data_has_begun_however_long_that_takes(scene: Maker, worker: Maker) -> None:
-    made = initializing(scene, start_deadline_s=60, max_restarts=0)
+def test_what_brings_its_data_has_begun_however_long_that_takes(plan_harness: Maker, worker: Maker) -> None:
+    made = initializing(plan_harness, start_deadline_s=60, max_restarts=0)
     made.see(init=init("Pending", preparing=True))
     made.now += 6000
-    assert deeds(made.plan()) == []
-    made = scene(start_deadline_s=60)
+    assert backend_actions(made.plan()) == []
+    made = plan_harness(start_deadline_s=60)
     made.plan()
     made.see(worker(0), dataclasses.replace(worker(1, "Pending"), preparing=True))
     made.plan()
@@ -248,8 +244,8 @@ def test_what_brings_its_data_has_begun_however_long_that_takes(scene: Maker, wo
     assert last(made.plan())[0] == "StartDeadlineExceeded"
 
 
-def test_a_gang_that_is_half_placed_is_released_whatever_its_workers_do(scene: Maker, worker: Maker) -> None:
-    made = scene(start_deadline_s=60)
+def test_a_gang_that_is_half_placed_is_released_whatever_its_workers_do(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(start_deadline_s=60)
     made.plan()
     busy = dataclasses.replace(worker(0, "Pending"), preparing=True)
     made.see(busy, dataclasses.replace(worker(1, "Pending"), scheduled=False))
@@ -257,12 +253,12 @@ def test_a_gang_that_is_half_placed_is_released_whatever_its_workers_do(scene: M
     assert made.plan().status.released == 1
 
 
-def test_time_in_which_nobody_could_be_asked_is_no_lack_of_progress(running: Maker) -> None:
+def test_time_without_contact_is_no_lack_of_progress(running: Maker) -> None:
     made = running(progress_deadline_s=20, unheard_s=100, max_restarts=0, grace_s=600)
     made.see(*made.observed.workers, last_contact=made.now + 5)
     made.now += 20
     unknown = made.plan()
-    assert (unknown.status.failures, told(unknown)) == ((), ["ProgressUnknown"])
+    assert (unknown.status.failures, event_reasons(unknown)) == ((), ["ProgressUnknown"])
     assert unknown.status.condition(ConditionType.STALLED).reason == "ProgressUnknown"
     made.now += 10
     again = made.plan()
@@ -281,14 +277,14 @@ def test_an_answer_from_before_the_deadline_in_its_second_takes_nothing_back(run
     made.plan()
     made.see(*made.observed.workers, last_contact=made.now + 19.9)
     made.now += 20.1
-    assert told(made.plan()) == ["ProgressUnknown"]
-    assert told(made.plan()) == []
+    assert event_reasons(made.plan()) == ["ProgressUnknown"]
+    assert event_reasons(made.plan()) == []
     made.see(*made.observed.workers, last_contact=made.now + 1.0, progress=Progress(attempt=0, iteration=9))
     made.now += 1.0
     assert not made.plan().status.is_true(ConditionType.STALLED)
 
 
-def test_a_gang_that_is_said_to_stand_still_is_restarted(running: Maker) -> None:
+def test_a_gang_reported_hanging_is_restarted(running: Maker) -> None:
     made = running(progress_deadline_s=20)
     made.see(*made.observed.workers, last_contact=made.now + 19)
     made.now += 25
@@ -297,12 +293,12 @@ def test_a_gang_that_is_said_to_stand_still_is_restarted(running: Maker) -> None
     assert last(made.plan()) == ("ProgressDeadlineExceeded", None, FailureAction.RESTART)
 
 
-def test_nobody_is_believed_to_train_unheard_for_ever(running: Maker) -> None:
+def test_an_unobserved_gang_is_not_assumed_to_train_without_limit(running: Maker) -> None:
     made = running(progress_deadline_s=20, unheard_s=100, max_restarts=0, grace_s=600)
     made.see(*made.observed.workers, last_contact=0.0)
     made.now += 120
     assert last(made.plan()) == ("ProgressUnknown", None, UNCOUNTED)
-    assert [one.grace_s for one in deeds(made.plan())] == [600, 600]
+    assert [action.grace_s for action in backend_actions(made.plan())] == [600, 600]
 
 
 def see_hub(made: Any, waiting: str | None, phase: HubPhase = HubPhase.STARTING) -> Any:
@@ -310,26 +306,26 @@ def see_hub(made: Any, waiting: str | None, phase: HubPhase = HubPhase.STARTING)
     return made.plan()
 
 
-def test_why_the_hub_does_not_start_is_told_once_for_each_reason_and_taken_back(running: Maker) -> None:
+def test_a_hub_that_does_not_start_is_reported_once_per_reason_and_cleared(running: Maker) -> None:
     made = running()
     made.spec(hub=True)
-    assert ConditionType.HUB_READY not in {one.type for one in see_hub(made, None).status.conditions}
+    assert ConditionType.HUB_READY not in {condition.type for condition in see_hub(made, None).status.conditions}
     first = see_hub(made, "ErrImagePull: no such image")
-    assert told(first) == ["HubNotRunning"] and deeds(first) == []
+    assert event_reasons(first) == ["HubNotRunning"] and backend_actions(first) == []
     found = first.status.condition(ConditionType.HUB_READY)
     assert (found.status, found.reason) == (False, "ImagePullBackOff") and "no such image" in found.message
     assert first.status.phase is Phase.RUNNING
     assert see_hub(made, "ImagePullBackOff: Back-off pulling image").actions == ()
     assert see_hub(made, None).actions == ()
-    assert told(see_hub(made, "CrashLoopBackOff: it ended with code 1")) == ["HubNotRunning"]
+    assert event_reasons(see_hub(made, "CrashLoopBackOff: it ended with code 1")) == ["HubNotRunning"]
     ready = see_hub(made, None, HubPhase.READY)
-    assert told(ready) == ["HubRuns"] and ready.status.is_true(ConditionType.HUB_READY)
+    assert event_reasons(ready) == ["HubRuns"] and ready.status.is_true(ConditionType.HUB_READY)
     assert see_hub(made, None, HubPhase.READY).actions == ()
-    assert told(see_hub(made, "CrashLoopBackOff")) == ["HubNotRunning"]
+    assert event_reasons(see_hub(made, "CrashLoopBackOff")) == ["HubNotRunning"]
 
 
-def test_a_gang_whose_pods_were_on_a_lost_machine_is_released_and_not_blamed(scene: Maker, worker: Maker) -> None:
-    made = scene(start_deadline_s=60)
+def test_a_gang_with_pods_on_a_lost_node_is_released_without_a_failure(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(start_deadline_s=60)
     made.plan()
     made.see(worker(0), on(worker(1, "Pending"), "gpu-3", unreachable_since=made.now))
     made.plan()
@@ -337,8 +333,8 @@ def test_a_gang_whose_pods_were_on_a_lost_machine_is_released_and_not_blamed(sce
     assert (made.plan().status.released, made.job.status.failures) == (1, ())
 
 
-def test_excluded_machines_come_back_one_by_one_where_the_gang_finds_no_others(scene: Maker, worker: Maker) -> None:
-    made = scene(start_deadline_s=60)
+def test_excluded_nodes_are_readmitted_successively_where_no_others_fit(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(start_deadline_s=60)
     nodes = tuple(ExcludedNode(node=name, reason="Slow", until=1e6) for name in ("old", "new"))
     made.status(excluded_nodes=nodes)
     seen = []
@@ -349,7 +345,7 @@ def test_excluded_machines_come_back_one_by_one_where_the_gang_finds_no_others(s
         made.plan()
         made.now += 60
         made.plan()
-        seen.append([one.node for one in made.job.status.excluded_nodes])
+        seen.append([node.node for node in made.job.status.excluded_nodes])
         made.see()
         made.now = made.plan().wake_at
     assert seen == [["old", "new"], ["new"], [], []]
@@ -363,7 +359,7 @@ def test_a_deletion_without_more_is_judged_as_ever(running: Maker, worker: Maker
     assert last(made.plan())[2] is FailureAction.RESTART
 
 
-def test_a_gang_that_has_run_before_is_not_failed_for_a_registry_that_is_away(running: Maker, worker: Maker) -> None:
+def test_a_restarted_gang_is_not_failed_for_an_unreachable_registry(running: Maker, worker: Maker) -> None:
     made = running(start_deadline_s=60, max_restarts=2)
     made.see(worker(0), worker(1, "Failed", 1))
     made.plan()
@@ -378,19 +374,17 @@ def test_a_gang_that_has_run_before_is_not_failed_for_a_registry_that_is_away(ru
     assert made.job.status.restarts_towards_max == 2
 
 
-def test_who_has_lost_a_peer_gets_no_time_for_a_checkpoint_that_nobody_can_agree_on(
-    running: Maker, worker: Maker
-) -> None:
+def test_a_gang_with_a_lost_peer_gets_no_time_for_a_checkpoint(running: Maker, worker: Maker) -> None:
     made = running(settle_s=5, silent_s=60, grace_s=600, failed_grace_s=30)
     made.see(on(worker(0, "Failed", ExitCode.PEER_LOST), "gpu-2"), on(worker(1), "gpu-3"))
     made.now += 60
-    assert {one.grace_s for one in deeds(made.plan())} == {30}
+    assert {action.grace_s for action in backend_actions(made.plan())} == {30}
     made = running(grace_s=600, failed_grace_s=30)
     made.see(worker(0, "Failed", ExitCode.PREEMPTED), worker(1))
-    assert {one.grace_s for one in deeds(made.plan())} == {600}
+    assert {action.grace_s for action in backend_actions(made.plan())} == {600}
 
 
 def test_a_gang_whose_time_is_over_may_save(running: Maker) -> None:
     made = running(active_deadline_s=50, grace_s=600, failed_grace_s=30)
     made.now += 50
-    assert {one.grace_s for one in deeds(made.plan())} == {600}
+    assert {action.grace_s for action in backend_actions(made.plan())} == {600}

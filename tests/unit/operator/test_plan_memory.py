@@ -31,23 +31,23 @@ from megatronapp_operator.plan_io.status_reader import read_status
 COUNTS = st.integers(0, 2**31 - 1)
 TIMES = st.floats(0, 4e9).map(lambda seconds: round(seconds, 6))
 SECONDS = st.integers(0, 4_000_000_000).map(float)
-WORDS = st.text("abcXYZ 09\n\u00e9\u4e00", min_size=1, max_size=12)
+TEXTS = st.text("abcXYZ 09\n\u00e9\u4e00", min_size=1, max_size=12)
 REALS = st.floats(allow_nan=False, allow_infinity=False)
 MAYBE_COUNT, MAYBE_TIME = st.none() | COUNTS, st.none() | TIMES
-MAYBE_WORD, MAYBE_REAL = st.none() | WORDS, st.none() | REALS
+MAYBE_TEXT, MAYBE_REAL = st.none() | TEXTS, st.none() | REALS
 STATES = st.sampled_from(["starting", "training", "done"])
 OUTCOMES = st.builds(
-    WorkerOutcome, code=st.integers(0, 255), reason=WORDS, message=WORDS, rank=MAYBE_COUNT, signal=MAYBE_COUNT
+    WorkerOutcome, code=st.integers(0, 255), reason=TEXTS, message=TEXTS, rank=MAYBE_COUNT, signal=MAYBE_COUNT
 )
 DELETIONS = st.builds(Deletion, since=TIMES, grace_s=st.floats(0, 1e6))
 SLOW = st.builds(
-    SlowRank, id=WORDS, subject=WORDS, ranks=st.lists(COUNTS, max_size=3).map(tuple), cause=WORDS, state=WORDS,
-    sentence=WORDS, since_step=MAYBE_COUNT, slowdown=MAYBE_REAL, seconds_per_step=MAYBE_REAL, worker=MAYBE_COUNT,
-    node=MAYBE_WORD, since_attempt=MAYBE_COUNT, since_time=MAYBE_REAL,
+    SlowRank, id=TEXTS, subject=TEXTS, ranks=st.lists(COUNTS, max_size=3).map(tuple), cause=TEXTS, state=TEXTS,
+    sentence=TEXTS, since_step=MAYBE_COUNT, slowdown=MAYBE_REAL, seconds_per_step=MAYBE_REAL, worker=MAYBE_COUNT,
+    node=MAYBE_TEXT, since_attempt=MAYBE_COUNT, since_time=MAYBE_REAL,
 )  # fmt: skip
 FAILURES = st.builds(
-    Failure, time=TIMES, attempt=COUNTS, reason=WORDS, message=WORDS, action=st.sampled_from(FailureAction),
-    worker=MAYBE_COUNT, node=MAYBE_WORD, rank=MAYBE_COUNT, exit_code=MAYBE_COUNT, signal=MAYBE_COUNT,
+    Failure, time=TIMES, attempt=COUNTS, reason=TEXTS, message=TEXTS, action=st.sampled_from(FailureAction),
+    worker=MAYBE_COUNT, node=MAYBE_TEXT, rank=MAYBE_COUNT, exit_code=MAYBE_COUNT, signal=MAYBE_COUNT,
 )  # fmt: skip
 PAGES = st.builds(
     Progress, attempt=COUNTS, iteration=COUNTS, total_iterations=MAYBE_COUNT, state=STATES, loss=MAYBE_REAL,
@@ -61,27 +61,29 @@ ENDS = (ConditionType.COMPLETE, ConditionType.FAILED, ConditionType.SUSPENDED)
 def conditions() -> st.SearchStrategy[tuple[Condition, ...]]:
     """One of each type at most, and none that decides over the phase."""
     kinds = st.lists(st.sampled_from([kind for kind in ConditionType if kind not in ENDS]), unique=True)
-    one = {"status": st.booleans(), "reason": WORDS, "message": WORDS, "since": SECONDS, "generation": COUNTS}
-    return kinds.flatmap(lambda found: st.tuples(*(st.builds(Condition, type=st.just(kind), **one) for kind in found)))
+    condition = {"status": st.booleans(), "reason": TEXTS, "message": TEXTS, "since": SECONDS, "generation": COUNTS}
+    return kinds.flatmap(
+        lambda found: st.tuples(*(st.builds(Condition, type=st.just(kind), **condition) for kind in found))
+    )
 
 
 @st.composite
 def statuses(draw: st.DrawFn) -> Status:
     attempt = draw(COUNTS)
     ended = st.builds(
-        Worker, index=COUNTS, attempt=st.just(attempt), phase=st.just(WorkerPhase.FAILED), node=MAYBE_WORD,
-        disrupted=MAYBE_WORD, started_at=MAYBE_TIME, finished_at=MAYBE_TIME, outcome=st.none() | OUTCOMES,
+        Worker, index=COUNTS, attempt=st.just(attempt), phase=st.just(WorkerPhase.FAILED), node=MAYBE_TEXT,
+        disrupted=MAYBE_TEXT, started_at=MAYBE_TIME, finished_at=MAYBE_TIME, outcome=st.none() | OUTCOMES,
         deletion=st.none() | DELETIONS,
     )  # fmt: skip
     made = st.builds(
-        Status, phase=st.sampled_from([one for one in Phase if one not in {Phase.SUCCEEDED, Phase.FAILED}]),
+        Status, phase=st.sampled_from([phase for phase in Phase if phase not in {Phase.SUCCEEDED, Phase.FAILED}]),
         conditions=conditions(), generation=COUNTS, attempt=st.just(attempt), restarts=COUNTS,
         restarts_towards_max=COUNTS, start_time=MAYBE_TIME, attempt_time=MAYBE_TIME, holding_time=MAYBE_TIME,
         scheduled_time=MAYBE_TIME, running_time=MAYBE_TIME, last_restart_time=MAYBE_TIME, completion_time=MAYBE_TIME,
         released=COUNTS, released_time=MAYBE_TIME, initialized=st.booleans(), init_restarts=COUNTS,
         init_clearing=st.booleans(), active_s=TIMES, groups=st.none() | st.lists(COUNTS, max_size=3).map(tuple),
-        init_failed_time=MAYBE_TIME, progress=st.none() | PAGES, progress_time=MAYBE_TIME, slow_node=MAYBE_WORD,
-        excluded_nodes=st.lists(st.builds(ExcludedNode, node=WORDS, reason=WORDS, until=TIMES), max_size=2).map(tuple),
+        init_failed_time=MAYBE_TIME, progress=st.none() | PAGES, progress_time=MAYBE_TIME, slow_node=MAYBE_TEXT,
+        excluded_nodes=st.lists(st.builds(ExcludedNode, node=TEXTS, reason=TEXTS, until=TIMES), max_size=2).map(tuple),
         succeeded=st.sets(st.integers(0, 5000), max_size=8).map(lambda found: tuple(sorted(found))),
         ended=st.lists(ended, max_size=2).map(tuple), slow_ranks=st.lists(SLOW, max_size=2).map(tuple),
         hung_ranks=st.lists(COUNTS, max_size=3).map(tuple), last_control=st.none() | st.integers(0, 1 << 53),
@@ -143,23 +145,23 @@ def test_a_status_of_the_release_before_is_read() -> None:
     status = read_status(OLDER)
     assert (status.phase, status.attempt, status.restarts_towards_max) == (Phase.RUNNING, 1, 1)
     assert status.is_true(ConditionType.RUNNING)
-    assert [one.type for one in status.conditions] == [ConditionType.RUNNING]
+    assert [condition.type for condition in status.conditions] == [ConditionType.RUNNING]
     assert (status.running_time, status.attempt_time, status.released) == (1795168800.0, None, 0)
     assert status.slow_ranks[0].node is None
 
 
 @pytest.mark.parametrize("phase", ["Running", "Gone", None])
-def test_a_job_with_the_condition_of_its_end_has_ended_whatever_its_phase_says(phase: str | None) -> None:
+def test_a_job_with_a_terminal_condition_has_ended_whatever_its_phase(phase: str | None) -> None:
     end = {"type": "Failed", "status": "True", "lastTransitionTime": "2026-11-20T10:00:00Z"}
     status = read_status({"phase": phase, "conditions": [end]})
     assert (status.phase, status.completion_time) == (Phase.FAILED, 1795168800.0)
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_workers_are_told_in_ranges(numbers: set[int]) -> None:
+def test_worker_numbers_are_abbreviated_as_ranges(numbers: set[int]) -> None:
     assert numbers_of(ranges(sorted(numbers)) or "") == tuple(sorted(numbers))
 
 
-def test_what_ranges_look_like() -> None:
+def test_ranges_are_formatted_and_parsed() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert numbers_of("3-1,x,-,2-,99-,1-9999999999")[:2] == (1, 2)

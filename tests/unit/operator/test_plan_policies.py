@@ -32,7 +32,7 @@ from megatronapp_operator.plan_io.status_reader import read_status
 Maker = Callable[..., Any]
 
 
-def deeds(made: Any) -> list[Any]:
+def backend_actions(made: Any) -> list[Any]:
     """Actions other than events."""
     return [action for action in made.actions if not isinstance(action, RecordEvent)]
 
@@ -41,12 +41,12 @@ def reasons(made: Any) -> list[str]:
     return [action.reason for action in made.actions if isinstance(action, RecordEvent)]
 
 
-def test_a_new_job_gets_its_secret_hub_and_whole_gang_at_once(scene: Maker) -> None:
-    made = scene()
+def test_a_new_job_gets_its_secret_hub_and_whole_gang_at_once(plan_harness: Maker) -> None:
+    made = plan_harness()
     made.spec(hub=True)
     made.observed = dataclasses.replace(made.observed, secret=False)
     first = made.plan()
-    assert deeds(first) == [
+    assert backend_actions(first) == [
         EnsureSecret(),
         EnsureHub(),
         CreateWorker(index=0, attempt=0),
@@ -57,8 +57,8 @@ def test_a_new_job_gets_its_secret_hub_and_whole_gang_at_once(scene: Maker) -> N
     assert first.status.start_time == made.now
 
 
-def test_running_is_when_every_worker_runs_and_the_ranks_train(scene: Maker, worker: Maker) -> None:
-    made = scene()
+def test_running_is_when_every_worker_runs_and_the_ranks_train(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness()
     made.plan()
     made.see(worker(0), worker(1, "Pending"))
     assert made.plan().status.phase is Phase.STARTING
@@ -77,8 +77,8 @@ def test_running_is_when_every_worker_runs_and_the_ranks_train(scene: Maker, wor
     assert made.plan().actions == ()
 
 
-def test_a_gang_that_tells_no_progress_runs_after_a_while(scene: Maker, worker: Maker) -> None:
-    made = scene()
+def test_a_gang_without_progress_reports_runs_after_a_while(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness()
     made.plan()
     made.see(worker(0), worker(1))
     assert made.plan().wake_at == made.now + 300
@@ -92,7 +92,7 @@ def test_a_gang_that_tells_no_progress_runs_after_a_while(scene: Maker, worker: 
 
 
 @pytest.mark.parametrize(("of", "phase"), [(1, Phase.RESTARTING), (0, Phase.RUNNING)], ids=["this", "older"])
-def test_only_a_page_of_this_attempt_says_that_it_still_starts(
+def test_only_a_progress_document_of_this_attempt_means_starting(
     running: Maker, worker: Maker, of: int, phase: Phase
 ) -> None:
     made = running()
@@ -106,8 +106,8 @@ def test_only_a_page_of_this_attempt_says_that_it_still_starts(
     assert made.plan().status.phase is phase
 
 
-def test_a_rank_that_hangs_before_the_first_step_is_told(scene: Maker, worker: Maker) -> None:
-    made = scene()
+def test_a_rank_that_hangs_before_the_first_step_is_reported(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness()
     made.plan()
     made.see(worker(0), worker(1), hung_ranks=(1,))
     made.plan()
@@ -123,15 +123,15 @@ def test_complete_when_all_workers_succeeded(running: Maker, worker: Maker) -> N
     assert done.status.phase is Phase.SUCCEEDED
     assert done.status.is_true(ConditionType.COMPLETE)
     assert not done.status.is_true(ConditionType.RUNNING)
-    assert deeds(done) == []
+    assert backend_actions(done) == []
 
 
 @pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.DATA, ExitCode.NOT_FINITE, ExitCode.SUPERSEDED])
-def test_what_never_heals_fails_the_job_once_all_workers_are_gone(running: Maker, worker: Maker, code: int) -> None:
+def test_a_permanent_error_fails_the_job_once_all_workers_are_deleted(running: Maker, worker: Maker, code: int) -> None:
     made = running()
     made.see(worker(0), worker(1, "Failed", code))
     failing = made.plan()
-    assert deeds(failing) == [DeleteWorker(index=0, attempt=0, grace_s=made.job.spec.policy.failed_grace_s)]
+    assert backend_actions(failing) == [DeleteWorker(index=0, attempt=0, grace_s=made.job.spec.policy.failed_grace_s)]
     assert failing.status.phase is Phase.RUNNING
     assert failing.status.is_true(ConditionType.FAILURE_TARGET)
     assert failing.status.failures[-1].action is FailureAction.FAIL_JOB
@@ -159,16 +159,16 @@ def test_a_failure_restarts_the_gang_as_a_new_attempt_after_the_back_off(running
     first = made.plan()
     assert first.status.phase is Phase.RESTARTING
     assert (first.status.attempt, first.status.restarts, first.status.restarts_towards_max) == (1, 1, 1)
-    assert {type(one) for one in deeds(first)} == {DeleteWorker}
-    assert {one.index for one in deeds(first)} == {0, 1}
+    assert {type(action) for action in backend_actions(first)} == {DeleteWorker}
+    assert {action.index for action in backend_actions(first)} == {0, 1}
     made.see(worker(0, grace=5.0))
-    assert deeds(made.plan()) == []
+    assert backend_actions(made.plan()) == []
     made.see()
     waiting = made.plan()
-    assert deeds(waiting) == []
+    assert backend_actions(waiting) == []
     assert waiting.wake_at == made.now + 10
     made.now += 10
-    assert deeds(made.plan()) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
+    assert backend_actions(made.plan()) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
     made.see(worker(0, attempt=1), worker(1, attempt=1))
     assert made.plan().status.phase is Phase.RESTARTING
     made.observed = dataclasses.replace(made.observed, progress=Progress(attempt=1, iteration=4))
@@ -193,7 +193,7 @@ def test_a_preemption_restarts_outside_the_budget_and_leaves_time_for_the_checkp
     made.see(worker(0), worker(1, "Failed", ExitCode.PREEMPTED))
     first = made.plan()
     assert (first.status.restarts, first.status.restarts_towards_max) == (1, 0)
-    assert {one.grace_s for one in deeds(first)} == {60}
+    assert {action.grace_s for action in backend_actions(first)} == {60}
 
 
 def test_the_budget_is_whole_again_after_a_long_healthy_run(running: Maker, worker: Maker) -> None:
@@ -215,7 +215,7 @@ def test_a_failure_after_a_long_healthy_run_finds_the_budget_whole(running: Make
     assert made.plan().status.restarts_towards_max == 1
 
 
-def test_the_first_own_failure_is_the_evidence_whatever_its_victims_said_before(running: Maker, worker: Maker) -> None:
+def test_the_first_own_failure_is_the_evidence_despite_earlier_victims(running: Maker, worker: Maker) -> None:
     made = running()
     made.see(
         worker(0, "Failed", ExitCode.PEER_LOST, made.now - 3),
@@ -248,11 +248,11 @@ def test_a_worker_that_vanished_after_it_ran_restarts_the_gang(running: Maker, w
     assert status.attempt == 1
 
 
-def test_a_worker_that_vanished_before_it_ran_is_created_again(scene: Maker, worker: Maker) -> None:
-    made = scene()
+def test_a_worker_that_vanished_before_it_ran_is_created_again(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness()
     made.plan()
     made.see(worker(0))
-    assert deeds(made.plan()) == [CreateWorker(index=1, attempt=0)]
+    assert backend_actions(made.plan()) == [CreateWorker(index=1, attempt=0)]
 
 
 def test_the_active_deadline_fails_the_job(running: Maker) -> None:
@@ -261,11 +261,11 @@ def test_the_active_deadline_fails_the_job(running: Maker) -> None:
     made.now += 50
     failing = made.plan()
     assert failing.status.condition(ConditionType.FAILURE_TARGET).reason == "DeadlineExceeded"
-    assert len(deeds(failing)) == 2
+    assert len(backend_actions(failing)) == 2
 
 
-def test_the_start_deadline_fails_the_job(scene: Maker, worker: Maker) -> None:
-    made = scene(start_deadline_s=30)
+def test_the_start_deadline_fails_the_job(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(start_deadline_s=30)
     made.plan()
     made.see(worker(0), worker(1, "Pending"))
     assert made.plan().wake_at == made.now + 30
@@ -298,9 +298,9 @@ def test_a_worker_that_outlives_its_grace_is_removed_by_force_once(running: Make
     made.see(worker(0, grace=60.0), worker(1, "Failed", 75, grace=60.0))
     assert made.plan().wake_at == made.now + 360
     made.now += 360
-    assert deeds(made.plan()) == [DeleteWorker(index=0, attempt=0, grace_s=0)]
+    assert backend_actions(made.plan()) == [DeleteWorker(index=0, attempt=0, grace_s=0)]
     made.see(worker(0, grace=0.0), worker(1, "Failed", 75, grace=60.0))
-    assert deeds(made.plan()) == []
+    assert backend_actions(made.plan()) == []
 
 
 def test_suspending_stops_the_gang_and_resuming_takes_a_new_attempt_outside_the_budget(
@@ -309,15 +309,15 @@ def test_suspending_stops_the_gang_and_resuming_takes_a_new_attempt_outside_the_
     made = running(grace_s=60)
     made.spec(suspend=True)
     stopped = made.plan()
-    assert {one.grace_s for one in deeds(stopped)} == {60}
+    assert {action.grace_s for action in backend_actions(stopped)} == {60}
     assert stopped.status.phase is Phase.SUSPENDED
     made.see(worker(0, grace=60.0))
     made.plan()
     made.spec(suspend=False)
-    assert deeds(made.plan()) == []
+    assert backend_actions(made.plan()) == []
     made.see()
     resumed = made.plan()
-    assert deeds(resumed) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
+    assert backend_actions(resumed) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
     assert (resumed.status.restarts, resumed.status.phase) == (0, Phase.STARTING)
     assert not resumed.status.is_true(ConditionType.SUSPENDED)
 
@@ -327,16 +327,16 @@ def test_deleting_takes_the_hub_and_every_worker(running: Maker, ready_hub: HubS
     made.spec(hub=True)
     made.observed = dataclasses.replace(made.observed, hub=ready_hub)
     made.job = dataclasses.replace(made.job, deletion_requested=True)
-    assert {type(one) for one in deeds(made.plan())} == {DeleteWorker, DeleteHub}
+    assert {type(action) for action in backend_actions(made.plan())} == {DeleteWorker, DeleteHub}
 
 
 def test_the_terminal_guard_starts_nothing_and_kills_what_still_lives(running: Maker, worker: Maker) -> None:
     made = running()
     made.status(phase=Phase.FAILED, completion_time=made.now)
     made.see(worker(1))
-    assert deeds(made.plan()) == [DeleteWorker(index=1, attempt=0, grace_s=5)]
+    assert backend_actions(made.plan()) == [DeleteWorker(index=1, attempt=0, grace_s=5)]
     made.see()
-    assert deeds(made.plan()) == []
+    assert backend_actions(made.plan()) == []
 
 
 def test_the_hub_stays_for_its_time_after_the_end(running: Maker, worker: Maker, ready_hub: HubState) -> None:
@@ -345,7 +345,7 @@ def test_the_hub_stays_for_its_time_after_the_end(running: Maker, worker: Maker,
     made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0), hub=ready_hub)
     assert made.plan().wake_at == made.now + 100
     made.now += 100
-    assert deeds(made.plan()) == [DeleteHub()]
+    assert backend_actions(made.plan()) == [DeleteHub()]
 
 
 def test_a_hub_that_keeps_dying_is_started_less_and_less_often(running: Maker) -> None:
@@ -355,10 +355,10 @@ def test_a_hub_that_keeps_dying_is_started_less_and_less_often(running: Maker) -
     made.observed = dataclasses.replace(made.observed, hub=dead)
     assert made.plan().wake_at == made.now + 4
     made.now += 4
-    assert deeds(made.plan()) == [EnsureHub()]
+    assert backend_actions(made.plan()) == [EnsureHub()]
 
 
-def test_verdicts_and_hung_ranks_become_conditions_and_go_away(running: Maker) -> None:
+def test_verdicts_and_hung_ranks_become_conditions_that_are_cleared(running: Maker) -> None:
     made = running()
     slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
     made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,), hung_ranks=(3,))
@@ -374,7 +374,7 @@ def test_verdicts_and_hung_ranks_become_conditions_and_go_away(running: Maker) -
     assert reasons(made.plan()) == []
 
 
-def test_every_verdict_is_told_once_when_it_comes_and_once_when_it_goes(running: Maker) -> None:
+def test_every_verdict_is_reported_once_when_confirmed_and_once_when_cleared(running: Maker) -> None:
     def verdict(name: str, state: str = "confirmed", cause: str = "compute") -> SlowRank:
         return SlowRank(id=name, subject="rank", ranks=(1,), cause=cause, state=state, sentence=f"{name} is slow.")
 
@@ -389,19 +389,19 @@ def test_every_verdict_is_told_once_when_it_comes_and_once_when_it_goes(running:
         ((), [("SlowNodeCleared", "no longer: c is slow.")]),
         ((), []),
     ]
-    for said, told in history:
-        made.observed = dataclasses.replace(made.observed, slow_ranks=said)
+    for verdicts, expected in history:
+        made.observed = dataclasses.replace(made.observed, slow_ranks=verdicts)
         events = [action for action in made.plan().actions if isinstance(action, RecordEvent)]
-        assert [(event.reason, event.message) for event in events] == told
+        assert [(event.reason, event.message) for event in events] == expected
 
 
-def test_a_hub_that_says_nothing_takes_nothing_back(running: Maker) -> None:
+def test_a_hub_without_an_answer_clears_nothing(running: Maker) -> None:
     made = running()
     slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
     made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,), hung_ranks=(3,))
     made.plan()
-    for said in ((None, None), ((slow,), (3,))):
-        made.observed = dataclasses.replace(made.observed, slow_ranks=said[0], hung_ranks=said[1])
+    for findings in ((None, None), ((slow,), (3,))):
+        made.observed = dataclasses.replace(made.observed, slow_ranks=findings[0], hung_ranks=findings[1])
         again = made.plan()
         assert (again.status.slow_ranks, again.status.hung_ranks) == ((slow,), (3,))
         assert again.status.is_true(ConditionType.SLOW_NODE_DETECTED)
@@ -409,41 +409,41 @@ def test_a_hub_that_says_nothing_takes_nothing_back(running: Maker) -> None:
         assert reasons(again) == []
 
 
-@pytest.mark.parametrize("said", [None, ()], ids=["hub gone", "hub says all is well"])
-def test_the_verdict_stays_after_the_job(running: Maker, worker: Maker, said: tuple[SlowRank, ...] | None) -> None:
+@pytest.mark.parametrize("slow_ranks", [None, ()], ids=["hub gone", "hub says all is well"])
+def test_the_verdict_stays_after_the_job(
+    running: Maker, worker: Maker, slow_ranks: tuple[SlowRank, ...] | None
+) -> None:
     made = running()
     slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
     made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,))
     made.plan()
     made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0))
     made.plan()
-    made.observed = dataclasses.replace(made.observed, slow_ranks=said, hung_ranks=said)
+    made.observed = dataclasses.replace(made.observed, slow_ranks=slow_ranks, hung_ranks=slow_ranks)
     status = made.plan().status
     assert status.phase is Phase.SUCCEEDED
     assert status.slow_ranks == (slow,)
     assert status.is_true(ConditionType.SLOW_NODE_DETECTED)
 
 
-def test_what_people_change_is_told_once_also_by_the_next_operator_and_after_the_end(
-    running: Maker, worker: Maker
-) -> None:
-    def said(*numbers: int) -> list[str]:
+def test_user_actions_are_reported_once_across_operators_and_after_the_end(running: Maker, worker: Maker) -> None:
+    def events_of(*numbers: int) -> list[str]:
         controls = tuple(ControlAction(id=number, text=f"jane did {number}") for number in numbers)
         made.observed = dataclasses.replace(made.observed, controls=controls)
         document = status_document(made.job.status)
         made.job = dataclasses.replace(made.job, status=read_status(document))
-        events = [one for one in made.plan().actions if isinstance(one, RecordEvent)]
-        return [one.message for one in events if one.reason == "ScopeControl"]
+        events = [action for action in made.plan().actions if isinstance(action, RecordEvent)]
+        return [event.message for event in events if event.reason == "ScopeControl"]
 
     made = running()
-    assert said(7, 9) == ["jane did 7", "jane did 9"]
-    assert said(7, 9) == []
-    assert said() == []
-    assert said(9, 12) == ["jane did 12"]
+    assert events_of(7, 9) == ["jane did 7", "jane did 9"]
+    assert events_of(7, 9) == []
+    assert events_of() == []
+    assert events_of(9, 12) == ["jane did 12"]
     made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0))
     made.plan()
     assert made.job.status.phase is Phase.SUCCEEDED
-    assert said(9, 12, 13) == ["jane did 13"]
+    assert events_of(9, 12, 13) == ["jane did 13"]
     assert made.job.status.phase is Phase.SUCCEEDED
 
 
@@ -481,7 +481,7 @@ def test_the_time_of_a_condition_moves_only_with_its_status(running: Maker) -> N
     assert condition.since == since
 
 
-def test_the_hub_of_a_suspended_job_goes_when_its_pages_have_stayed_for_a_while(
+def test_the_hub_of_a_suspended_job_is_removed_after_its_retention(
     running: Maker, worker: Maker, ready_hub: HubState
 ) -> None:
     made = running()
@@ -489,11 +489,11 @@ def test_the_hub_of_a_suspended_job_goes_when_its_pages_have_stayed_for_a_while(
     made.see(worker(0), worker(1), hub=ready_hub)
     made.plan()
     made.see(hub=ready_hub)
-    kept = made.plan()
-    assert (deeds(kept), kept.wake_at) == ([], made.now + 300)
+    retained = made.plan()
+    assert (backend_actions(retained), retained.wake_at) == ([], made.now + 300)
     made.now += 300
-    assert deeds(made.plan()) == [DeleteHub()]
+    assert backend_actions(made.plan()) == [DeleteHub()]
     made.see(hub=None)
     assert made.plan().actions == ()
     made.spec(suspend=False)
-    assert EnsureHub() in deeds(made.plan())
+    assert EnsureHub() in backend_actions(made.plan())

@@ -24,8 +24,8 @@ from megatronapp_operator.plan import (
 Maker = Callable[..., Any]
 
 
-def test_the_active_deadline_of_a_queued_gang_counts_only_what_it_holds_machines(scene: Maker, worker: Maker) -> None:
-    made = scene(active_deadline_s=50)
+def test_the_active_deadline_of_a_queued_gang_counts_only_time_with_nodes(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(active_deadline_s=50)
     made.spec(gang=True)
     made.plan()
     for attempt in (0, 1):  # twice an hour in the queue, and 30 s with machines
@@ -48,8 +48,8 @@ def test_the_active_deadline_of_a_queued_gang_counts_only_what_it_holds_machines
     assert made.plan().status.condition(ConditionType.FAILURE_TARGET).reason == "DeadlineExceeded"
 
 
-def test_the_active_deadline_begins_anew_when_a_queued_job_is_resumed(scene: Maker, worker: Maker) -> None:
-    made = scene(active_deadline_s=50)
+def test_the_active_deadline_restarts_when_a_queued_job_is_resumed(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(active_deadline_s=50)
     made.spec(gang=True)
     made.plan()
     made.see(worker(0), worker(1))
@@ -68,19 +68,21 @@ def test_the_active_deadline_begins_anew_when_a_queued_job_is_resumed(scene: Mak
     assert made.plan().status.is_true(ConditionType.FAILURE_TARGET)
 
 
-def held(worker: Any, grace: float = 0.0, since: float = 1000.0, **changes: Any) -> Any:
+def terminating(worker: Any, grace: float = 0.0, since: float = 1000.0, **changes: Any) -> Any:
     """A worker that was asked to go, and that a finalizer keeps."""
     deletion = Deletion(since=since, grace_s=grace)
     return dataclasses.replace(worker, deletion=deletion, finalizers=("kueue.x-k8s.io/managed",), **changes)
 
 
 def groups(made: Any) -> list[int]:
-    return [one.attempt for one in made.actions if isinstance(one, RemoveGroup)]
+    return [action.attempt for action in made.actions if isinstance(action, RemoveGroup)]
 
 
 @pytest.mark.parametrize("how", ["suspended", "released", "past its deadline", "deleted"])
-def test_the_workload_of_a_gang_that_never_ran_goes_with_its_pods(scene: Maker, worker: Maker, how: str) -> None:
-    made = scene(start_deadline_s=60, active_deadline_s=30 if how == "past its deadline" else None)
+def test_the_workload_of_a_gang_that_never_ran_is_removed_with_its_pods(
+    plan_harness: Maker, worker: Maker, how: str
+) -> None:
+    made = plan_harness(start_deadline_s=60, active_deadline_s=30 if how == "past its deadline" else None)
     made.spec(gang=True, group=PodGroupKey.WORKLOAD)
     made.plan()
     placed, waits = worker(0, "Pending"), dataclasses.replace(worker(1, "Pending"), scheduled=False)
@@ -93,11 +95,11 @@ def test_the_workload_of_a_gang_that_never_ran_goes_with_its_pods(scene: Maker, 
     else:
         made.now += 60
     assert groups(made.plan()) == []  # the pods first: what runs has its time
-    made.see(held(placed, 30), held(waits))
+    made.see(terminating(placed, 30), terminating(waits))
     assert groups(made.plan()) == []
-    made.see(held(placed, 0), held(waits))
-    gone = made.plan()
-    assert groups(gone) == [0] and made.plan().actions == gone.actions
+    made.see(terminating(placed, 0), terminating(waits))
+    removed = made.plan()
+    assert groups(removed) == [0] and made.plan().actions == removed.actions
     made.see()
     assert groups(made.plan()) == []
 
@@ -121,21 +123,21 @@ def test_pod_groups_of_attempts_before_an_upgrade_are_removed_once(running: Make
     assert groups(made.plan()) == [], "the next process has removed none itself"
 
 
-def test_a_job_that_has_not_begun_has_no_pod_groups(scene: Maker) -> None:
-    made = scene()
+def test_a_job_that_has_not_begun_has_no_pod_groups(plan_harness: Maker) -> None:
+    made = plan_harness()
     made.spec(gang=True, group=PodGroupKey.POD_GROUP, suspend=True)
     assert (groups(made.plan()), made.job.status.groups) == ([], ())
 
 
-def test_a_workload_goes_where_a_machine_is_lost(running: Maker, worker: Maker) -> None:
+def test_a_workload_is_removed_if_a_node_is_lost(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300)
     made.spec(gang=True, group=PodGroupKey.WORKLOAD)
-    made.see(worker(0), held(worker(1), 30, unreachable_since=made.now))
+    made.see(worker(0), terminating(worker(1), 30, unreachable_since=made.now))
     made.now += 330
     assert made.plan().status.attempt == 1
-    made.see(held(worker(0), 30), held(worker(1), 0, made.now))
+    made.see(terminating(worker(0), 30), terminating(worker(1), 0, made.now))
     assert groups(made.plan()) == []
-    made.see(held(worker(1), 0, made.now))
+    made.see(terminating(worker(1), 0, made.now))
     assert groups(made.plan()) == [0]
     made.observed = dataclasses.replace(made.observed, groups_refused=frozenset({0}))
     assert groups(made.plan()) == [], "the operator may have no right to read workloads"
@@ -145,32 +147,30 @@ class NoRights:
     """An API server that refuses to show workloads."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.requests = 0
 
     async def get(self, *_: object) -> None:
-        self.asked += 1
+        self.requests += 1
         raise ForbiddenError("no")
 
 
 @pytest.mark.asyncio
 async def test_a_refused_removal_is_tried_again_after_ten_minutes_and_announced_once() -> None:
     now, api, owner = [0.0], NoRights(), JobOwner(namespace="team", name="gpt", uid="u")
-    kept = PodGroupRemover(cast(KubernetesApi, api), clock=lambda: now[0])
-    assert await kept.remove(owner, "Kueue", 1, ()) is not None
-    assert (kept.refused("u"), kept.refused("other")) == ({1}, frozenset())
+    remover = PodGroupRemover(cast(KubernetesApi, api), clock=lambda: now[0])
+    assert await remover.remove(owner, "Kueue", 1, ()) is not None
+    assert (remover.refused("u"), remover.refused("other")) == ({1}, frozenset())
     now[0] = RETRY_S
-    assert kept.refused("u") == frozenset()
-    assert await kept.remove(owner, "Kueue", 1, ()) is None
-    assert (kept.refused("u"), api.asked) == ({1}, 2)
+    assert remover.refused("u") == frozenset()
+    assert await remover.remove(owner, "Kueue", 1, ()) is None
+    assert (remover.refused("u"), api.requests) == ({1}, 2)
 
 
-def test_a_workload_goes_where_the_success_of_worker_0_ends_a_job_whose_others_wait(
-    running: Maker, worker: Maker
-) -> None:
+def test_a_workload_is_removed_if_worker_0_completes_the_job_while_others_wait(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300)
     made.spec(gang=True, group=PodGroupKey.WORKLOAD, success=SuccessPolicy.RANK0)
     done = worker(0, "Succeeded", 0, made.now)
-    made.see(done, held(worker(1), 0, made.now))
+    made.see(done, terminating(worker(1), 0, made.now))
     made.plan()
     made.now += 300
     assert groups(made.plan()) == [0]
@@ -184,27 +184,27 @@ def test_a_workload_stays_for_the_log_of_a_worker_that_failed_while_another_can_
     failed = worker(0, "Failed", ExitCode.DATA, made.now)
     made.see(failed, worker(1))
     assert made.plan().status.is_true(ConditionType.FAILURE_TARGET)
-    made.see(failed, held(worker(1), 0, made.now))
+    made.see(failed, terminating(worker(1), 0, made.now))
     assert groups(made.plan()) == []
     made.now += 300
     assert groups(made.plan()) == [0]
 
 
-def test_workers_that_do_not_go_are_told_of_with_what_holds_them(running: Maker, worker: Maker) -> None:
+def test_workers_that_cannot_be_deleted_are_reported_with_their_finalizers(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300)
     made.spec(suspend=True)
     made.plan()
-    made.see(held(worker(0), 0, made.now), held(worker(1), 0, made.now))
+    made.see(terminating(worker(0), 0, made.now), terminating(worker(1), 0, made.now))
     assert made.plan().wake_at == made.now + 300
     made.now += 300
-    told = made.plan()
-    condition = told.status.condition(ConditionType.REMOVAL_BLOCKED)
+    reported = made.plan()
+    condition = reported.status.condition(ConditionType.REMOVAL_BLOCKED)
     assert condition is not None and condition.status and condition.reason == "WorkersHeld"
     assert condition.message == (
         "worker 0, 1 still exists 300 s after it was killed; finalizers keep it: kueue.x-k8s.io/managed"
     )
-    assert [one.reason for one in told.actions if isinstance(one, RecordEvent)] == ["WorkersHeld"]
-    assert not [one for one in made.plan().actions if isinstance(one, RecordEvent)]
+    assert [action.reason for action in reported.actions if isinstance(action, RecordEvent)] == ["WorkersHeld"]
+    assert not [action for action in made.plan().actions if isinstance(action, RecordEvent)]
     made.see()
     assert not made.plan().status.is_true(ConditionType.REMOVAL_BLOCKED)
 

@@ -52,7 +52,7 @@ def test_a_rule_fits_where_all_that_it_asks_holds(match: FailureMatch, yes: bool
     assert matches_rule(match, FOUND) is yes
 
 
-def test_a_worker_that_the_cluster_took_away_fits_its_condition_and_reason() -> None:
+def test_an_evicted_worker_matches_its_condition_and_reason() -> None:
     evicted = dataclasses.replace(FOUND, disrupted="Evicted")
     assert matches_rule(FailureMatch(condition_types=("DisruptionTarget",), reasons=("Evicted",)), evicted)
     assert matches_rule(FailureMatch(condition_types=("TerminationTarget",)), evicted)
@@ -80,14 +80,14 @@ def ended(worker: Any, **changes: Any) -> Any:
     return dataclasses.replace(worker, **changes)
 
 
-def test_the_rules_of_the_user_come_before_our_own(running: Maker, worker: Maker) -> None:
+def test_rules_of_the_user_precede_the_built_in_rules(running: Maker, worker: Maker) -> None:
     rule = FailureRule(match=FailureMatch(exit_codes=(ExitCode.DATA,)), action=FailureAction.RESTART_IGNORE_MAX)
     made = running(rules=(rule,))
     made.see(worker(0), worker(1, "Failed", ExitCode.DATA))
     assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
 
 
-def test_an_ignored_worker_counts_as_one_that_succeeded(running: Maker, worker: Maker) -> None:
+def test_an_ignored_worker_is_treated_as_succeeded(running: Maker, worker: Maker) -> None:
     made = running(rules=(FailureRule(match=FailureMatch(workers=(1,)), action=FailureAction.IGNORE),))
     made.see(worker(0), worker(1, "Failed", 1))
     going = made.plan().status
@@ -96,7 +96,7 @@ def test_an_ignored_worker_counts_as_one_that_succeeded(running: Maker, worker: 
     assert made.plan().status.phase is Phase.SUCCEEDED
 
 
-def test_an_exclusion_without_a_list_or_a_machine_is_a_restart(running: Maker, worker: Maker) -> None:
+def test_an_exclusion_without_a_list_or_a_node_is_a_restart(running: Maker, worker: Maker) -> None:
     made = running(exclusion=NodeExclusion(enabled=False))
     made.see(worker(0), ended(worker(1, "Failed", 201), node="gpu-1"))
     assert judged(made) == (FailureAction.RESTART, 1)
@@ -106,9 +106,7 @@ def test_an_exclusion_without_a_list_or_a_machine_is_a_restart(running: Maker, w
 
 
 @pytest.mark.parametrize("code", [137, 1, ExitCode.DATA])
-def test_what_the_cluster_takes_away_is_a_preemption_whatever_its_exit_code(
-    running: Maker, worker: Maker, code: int
-) -> None:
+def test_an_eviction_is_a_preemption_whatever_its_exit_code(running: Maker, worker: Maker, code: int) -> None:
     made = running(max_restarts=0)
     made.see(worker(0), ended(worker(1, "Failed", code), disrupted="Evicted"))
     assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
@@ -134,7 +132,7 @@ def test_a_worker_that_had_failed_before_it_was_deleted_is_judged_by_its_end(run
 
 
 @pytest.mark.parametrize("how", ["disrupted", "deletion"])
-def test_the_victims_of_one_that_is_being_taken_away_are_preempted(running: Maker, worker: Maker, how: str) -> None:
+def test_the_victims_of_an_evicted_worker_are_preempted(running: Maker, worker: Maker, how: str) -> None:
     going = {"disrupted": "Evicted"} if how == "disrupted" else {"deletion": Deletion(since=1000.0, grace_s=600.0)}
     made = running(max_restarts=0, settle_s=5)
     made.see(ended(worker(0), **going), worker(1, "Failed", ExitCode.PEER_LOST))
@@ -142,21 +140,21 @@ def test_the_victims_of_one_that_is_being_taken_away_are_preempted(running: Make
     assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
 
 
-def test_a_job_out_of_memory_is_restarted_and_people_are_told(running: Maker, worker: Maker) -> None:
+def test_a_job_out_of_memory_is_restarted_with_a_warning(running: Maker, worker: Maker) -> None:
     made = running()
     made.see(worker(0), ended(worker(1, "Failed", 137), outcome=WorkerOutcome(code=137, reason="OOMKilled")))
     first = made.plan()
     assert (first.status.failures[-1].action, first.status.restarts_towards_max) == (FailureAction.RESTART, 1)
-    told = next((one.type, one.reason) for one in first.actions if hasattr(one, "reason"))
-    assert told == ("Warning", "OOMKilled")
+    event = next((action.type, action.reason) for action in first.actions if hasattr(action, "reason"))
+    assert event == ("Warning", "OOMKilled")
 
 
 def short_lived(worker: Any, seconds: float) -> Any:
     return dataclasses.replace(worker, started_at=worker.finished_at - seconds)
 
 
-def test_a_gang_whose_programs_end_at_once_has_wrong_arguments(scene: Maker, worker: Maker) -> None:
-    made = scene()
+def test_a_gang_whose_programs_end_at_once_has_wrong_arguments(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness()
     made.plan()
     early = short_lived(worker(0, "Failed", 2), 5)
     made.see(early, worker(1))
@@ -165,10 +163,8 @@ def test_a_gang_whose_programs_end_at_once_has_wrong_arguments(scene: Maker, wor
     assert judged(made)[0] is FailureAction.FAIL_JOB
 
 
-def test_one_worker_that_ends_at_once_is_restarted_when_the_others_had_time_to_follow(
-    scene: Maker, worker: Maker
-) -> None:
-    made = scene(settle_s=5)
+def test_an_isolated_early_failure_is_restarted_after_the_settle_time(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness(settle_s=5)
     made.plan()
     made.see(short_lived(worker(0, "Failed", 1), 5), worker(1))
     made.plan()
@@ -182,9 +178,9 @@ def test_one_worker_that_ends_at_once_is_restarted_when_the_others_had_time_to_f
     ids=["the same", "another code", "a lost peer"],
 )
 def test_the_only_worker_of_a_job_ends_at_once_twice_before_the_job_fails(
-    scene: Maker, worker: Maker, second_code: int, action: FailureAction
+    plan_harness: Maker, worker: Maker, second_code: int, action: FailureAction
 ) -> None:
-    made = scene()
+    made = plan_harness()
     made.spec(worker_groups=worker_groups(1))
     made.plan()
     made.see(short_lived(worker(0, "Failed", 1), 30))
@@ -196,8 +192,8 @@ def test_the_only_worker_of_a_job_ends_at_once_twice_before_the_job_fails(
     assert judged(made)[0] is action
 
 
-def test_the_only_worker_of_a_job_that_has_trained_may_end_at_once_again(scene: Maker, worker: Maker) -> None:
-    made = scene()
+def test_the_only_worker_of_a_job_that_has_trained_may_end_at_once_again(plan_harness: Maker, worker: Maker) -> None:
+    made = plan_harness()
     made.spec(worker_groups=worker_groups(1))
     made.plan()
     made.see(worker(0), progress=Progress(attempt=0, iteration=3))
@@ -212,8 +208,8 @@ def test_the_only_worker_of_a_job_that_has_trained_may_end_at_once_again(scene: 
 
 
 @pytest.mark.parametrize("case", ["late", "signal", "trained", "second attempt", "one of them late", "not started"])
-def test_other_early_ends_are_restarted(scene: Maker, worker: Maker, case: str) -> None:
-    made = scene()
+def test_other_early_ends_are_restarted(plan_harness: Maker, worker: Maker, case: str) -> None:
+    made = plan_harness()
     made.plan()
     first = short_lived(worker(0, "Failed", 1), 61 if case == "late" else 5)
     second = short_lived(worker(1, "Failed", 1), 61 if case in {"late", "one of them late"} else 5)

@@ -17,11 +17,11 @@ FULL = SharedMemorySpace(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
 ANSWER: dict[str, Any] = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}
 
 
-def told(made: Any) -> list[str]:
-    return [one.reason for one in made.actions if isinstance(one, RecordEvent)]
+def event_reasons(made: Any) -> list[str]:
+    return [action.reason for action in made.actions if isinstance(action, RecordEvent)]
 
 
-def test_a_full_one_is_told_once_and_its_end_is_seen(running: Callable[..., Any]) -> None:
+def test_full_shared_memory_is_reported_once_and_its_end_noticed(running: Callable[..., Any]) -> None:
     made = running()
     entry = {"worker": 1, "node": "n1", **FULL.to_json()}
     read = hub_summary.read_summary(ANSWER | {"fullSharedMemory": [entry]})
@@ -29,14 +29,18 @@ def test_a_full_one_is_told_once_and_its_end_is_seen(running: Callable[..., Any]
     made.see(*made.observed.workers, full_shared_memory=read.full_shared_memory)
     first = made.plan()
     condition = first.status.condition(ConditionType.SHARED_MEMORY_FULL)
-    assert (condition.status, condition.reason, told(first)) == (True, "SharedMemoryFull", ["SharedMemoryFull"])
+    assert (condition.status, condition.reason, event_reasons(first)) == (
+        True,
+        "SharedMemoryFull",
+        ["SharedMemoryFull"],
+    )
     assert condition.message.startswith("worker 1 on n1: /dev/shm (64 MiB) has less than 4 MiB free: ")
     assert "raise spec.shm.sizeLimit" in condition.message
     less = entry | dataclasses.replace(FULL, free=0).to_json()
     read = hub_summary.read_summary(ANSWER | {"fullSharedMemory": [less]})
     assert read is not None
     made.see(*made.observed.workers, full_shared_memory=read.full_shared_memory)
-    assert (again := made.plan()).status == first.status and told(again) == [], "no write for each byte"
+    assert (again := made.plan()).status == first.status and event_reasons(again) == [], "no write for each byte"
     made.see(*made.observed.workers, full_shared_memory=None)
     assert made.plan().status.is_true(ConditionType.SHARED_MEMORY_FULL), "a hub that is silent takes nothing back"
     made.see(*made.observed.workers, full_shared_memory=())
@@ -44,7 +48,7 @@ def test_a_full_one_is_told_once_and_its_end_is_seen(running: Callable[..., Any]
 
 
 @pytest.mark.parametrize("entries", [None, 3, [3], [{}], [{"worker": 0, "node": "n", "path": "x", "bytes": "y"}]])
-def test_what_cannot_be_read_takes_no_verdict_away(entries: Any) -> None:
+def test_an_unreadable_report_clears_no_warning(entries: Any) -> None:
     read = hub_summary.read_summary(ANSWER | {"fullSharedMemory": entries})
     assert read is not None and read.full_shared_memory is None
 
@@ -69,5 +73,5 @@ def test_a_file_system_is_measured(tmp_path: pathlib.Path) -> None:
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_a_folder_that_is_gone_says_nothing(tmp_path: pathlib.Path) -> None:
+def test_a_deleted_folder_measures_nothing(tmp_path: pathlib.Path) -> None:
     assert SharedMemorySpace.measure(tmp_path / "gone") is None

@@ -21,7 +21,7 @@ Maker = Callable[..., Any]
 STOP = StopRequest(reason="Interrupted", message="stopped by SIGINT")
 
 
-def deeds(made: Any) -> list[Any]:
+def backend_actions(made: Any) -> list[Any]:
     """Actions other than events."""
     return [action for action in made.actions if not isinstance(action, RecordEvent)]
 
@@ -30,14 +30,14 @@ def reasons(made: Any) -> list[str]:
     return [action.reason for action in made.actions if isinstance(action, RecordEvent)]
 
 
-def test_a_stop_leaves_time_for_a_checkpoint_and_a_second_one_does_not(running: Maker, worker: Maker) -> None:
+def test_a_stop_leaves_time_for_a_checkpoint_and_a_second_stop_does_not(running: Maker, worker: Maker) -> None:
     made = running(grace_s=60)
     made.job = dataclasses.replace(made.job, stop=STOP)
-    assert {one.grace_s for one in deeds(made.plan())} == {60}
+    assert {action.grace_s for action in backend_actions(made.plan())} == {60}
     made.see(worker(0, grace=60.0), worker(1, grace=60.0))
-    assert deeds(made.plan()) == []
+    assert backend_actions(made.plan()) == []
     made.job = dataclasses.replace(made.job, stop=dataclasses.replace(made.job.stop, force=True))
-    assert {one.grace_s for one in deeds(made.plan())} == {0}
+    assert {action.grace_s for action in backend_actions(made.plan())} == {0}
     made.see(worker(0, "Failed", 1, grace=0.0), worker(1, "Failed", ExitCode.PREEMPTED, grace=0.0))
     status = made.plan().status
     assert status.phase is Phase.FAILED
@@ -59,7 +59,7 @@ def test_a_stop_with_a_checkpoint_suspends_the_job_and_starts_nothing_again(runn
     made = running()
     saved = (worker(0, "Failed", ExitCode.PREEMPTED, grace=60.0), worker(1, "Failed", ExitCode.PREEMPTED, grace=60.0))
     rested = stopped(made, *saved)
-    assert (rested.status.phase, reasons(rested), deeds(rested)) == (Phase.SUSPENDED, ["Suspended"], [])
+    assert (rested.status.phase, reasons(rested), backend_actions(rested)) == (Phase.SUSPENDED, ["Suspended"], [])
     assert rested.status.condition(ConditionType.SUSPENDED).reason == "Interrupted"
     assert rested.status.condition(ConditionType.FAILED) is None
     assert not rested.status.is_true(ConditionType.RUNNING)
@@ -69,7 +69,7 @@ def test_a_stop_with_a_checkpoint_suspends_the_job_and_starts_nothing_again(runn
     assert (later.status.phase, later.actions) == (Phase.SUSPENDED, ())
 
 
-def test_a_stopped_job_goes_on_as_a_new_attempt_once_nobody_wants_it_stopped(running: Maker, worker: Maker) -> None:
+def test_a_stopped_job_continues_as_a_new_attempt_once_it_is_resumed(running: Maker, worker: Maker) -> None:
     made = running(active_deadline_s=50)
     saved = (worker(0, "Failed", ExitCode.PREEMPTED, grace=60.0), worker(1, "Failed", ExitCode.PREEMPTED, grace=60.0))
     stopped(made, *saved)
@@ -77,22 +77,22 @@ def test_a_stopped_job_goes_on_as_a_new_attempt_once_nobody_wants_it_stopped(run
     made.now += 10_000
     made.job = dataclasses.replace(made.job, stop=None)
     resumed = made.plan()
-    assert deeds(resumed) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
+    assert backend_actions(resumed) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
     assert (resumed.status.phase, resumed.status.restarts) == (Phase.STARTING, 0)
     assert not resumed.status.is_true(ConditionType.SUSPENDED)
 
 
-def test_a_stop_that_comes_after_the_last_step_finds_the_job_complete(running: Maker, worker: Maker) -> None:
+def test_a_stop_after_the_last_step_finds_the_job_complete(running: Maker, worker: Maker) -> None:
     done = stopped(running(), worker(0, "Succeeded", 0, grace=60.0), worker(1, "Succeeded", 0, grace=60.0))
     assert done.status.phase is Phase.SUCCEEDED
     assert done.status.is_true(ConditionType.COMPLETE)
-    assert "Interrupted" not in {one.reason for one in done.status.conditions}
+    assert "Interrupted" not in {condition.reason for condition in done.status.conditions}
 
 
 def test_a_stop_of_a_gang_that_is_not_whole_fails_the_job(running: Maker, worker: Maker) -> None:
     status = stopped(running(), worker(0, "Failed", ExitCode.PREEMPTED, grace=60.0)).status
     assert status.phase is Phase.FAILED
-    assert [(one.reason, one.worker, one.action) for one in status.failures] == [
+    assert [(failure.reason, failure.worker, failure.action) for failure in status.failures] == [
         ("WorkerLost", 1, FailureAction.FAIL_JOB)
     ]
 
@@ -121,7 +121,7 @@ def test_a_stop_that_could_not_save_keeps_its_reason(running: Maker, worker: Mak
 def test_a_worker_that_saved_first_is_not_the_reason_of_a_stop_that_failed(running: Maker, worker: Maker) -> None:
     saved = worker(0, "Failed", ExitCode.PREEMPTED, 1001.0, grace=60.0)
     ended = stopped(running(), saved, worker(1, "Failed", ExitCode.STORAGE, 1002.0, grace=60.0))
-    assert [one.exit_code for one in ended.status.failures] == [ExitCode.STORAGE]
+    assert [failure.exit_code for failure in ended.status.failures] == [ExitCode.STORAGE]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_worker_that_saved_first_is_not_the_reason_of_a_stop_that_failed(runni
     ],
     ids=["grace over", "by force", "by somebody else"],
 )
-def test_a_killed_worker_is_told_with_who_killed_it(
+def test_a_killed_worker_is_reported_with_the_signal(
     running: Maker, worker: Maker, grace: float, at: float, message: str
 ) -> None:
     killed = dataclasses.replace(
@@ -160,4 +160,4 @@ def test_a_stop_between_two_attempts_suspends_the_job(running: Maker, worker: Ma
     assert (rested.status.phase, len(rested.status.failures)) == (Phase.SUSPENDED, 1)
     assert not rested.status.is_true(ConditionType.RESTARTING)
     made.job = dataclasses.replace(made.job, stop=None)
-    assert deeds(made.plan()) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
+    assert backend_actions(made.plan()) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]

@@ -22,7 +22,7 @@ from megatronapp_operator.plan import (
 Maker = Callable[..., Any]
 
 
-def deeds(made: Any) -> list[Any]:
+def backend_actions(made: Any) -> list[Any]:
     return [action for action in made.actions if not isinstance(action, RecordEvent)]
 
 
@@ -38,28 +38,28 @@ def starting(scene: Maker, *found: Any, template: str, generation: int) -> Any:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_gang_that_does_not_run_yet_is_made_anew_by_an_edit(scene: Maker, worker: Maker, count: int) -> None:
-    pods = [worker(one, "Pending") for one in range(count)]
-    made = starting(scene, *pods, template="new", generation=2)
+def test_an_edit_recreates_a_gang_that_does_not_run_yet(plan_harness: Maker, worker: Maker, count: int) -> None:
+    pods = [worker(index, "Pending") for index in range(count)]
+    made = starting(plan_harness, *pods, template="new", generation=2)
     changed = made.plan()
     assert (changed.status.attempt, changed.status.restarts, changed.status.failures) == (1, 0, ())
-    assert {type(one) for one in deeds(changed)} == ({DeleteWorker} if count else {CreateWorker})
-    assert "GangOutdated" in [one.reason for one in changed.actions if isinstance(one, RecordEvent)]
+    assert {type(action) for action in backend_actions(changed)} == ({DeleteWorker} if count else {CreateWorker})
+    assert "GangOutdated" in [action.reason for action in changed.actions if isinstance(action, RecordEvent)]
     made.see()
-    assert not count or deeds(made.plan()) == [CreateWorker(index=one, attempt=1) for one in (0, 1)]
+    assert not count or backend_actions(made.plan()) == [CreateWorker(index=index, attempt=1) for index in (0, 1)]
 
 
-def test_an_edit_that_changes_no_worker_changes_nothing(scene: Maker, worker: Maker) -> None:
-    made = starting(scene, worker(0, "Pending"), worker(1, "Pending"), template="old", generation=2)
+def test_an_edit_that_changes_no_worker_changes_nothing(plan_harness: Maker, worker: Maker) -> None:
+    made = starting(plan_harness, worker(0, "Pending"), worker(1, "Pending"), template="old", generation=2)
     assert made.plan().actions == ()
 
 
 @pytest.mark.parametrize(("count", "attempt"), [(1, 1), (2, 0)], ids=["one is missing", "whole"])
-def test_another_release_makes_only_gangs_anew_that_it_would_mix(
-    scene: Maker, worker: Maker, count: int, attempt: int
+def test_another_release_recreates_only_gangs_of_mixed_templates(
+    plan_harness: Maker, worker: Maker, count: int, attempt: int
 ) -> None:
-    pods = [worker(one, "Pending") for one in range(count)]
-    made = starting(scene, *pods, template="new", generation=1)
+    pods = [worker(index, "Pending") for index in range(count)]
+    made = starting(plan_harness, *pods, template="new", generation=1)
     assert made.plan().status.attempt == attempt
 
 
@@ -83,12 +83,12 @@ def test_with_rank0_the_worker_that_holds_it_ends_the_job(running: Maker, worker
     made = running()
     made.spec(success=SuccessPolicy.RANK0, rank_zero=None)
     made.see(worker(0, "Succeeded", 0), worker(1))
-    assert deeds(made.plan()) == [], "nobody knows yet where rank 0 is"
+    assert backend_actions(made.plan()) == [], "nobody knows yet where rank 0 is"
     made.see(worker(0, "Succeeded", 0), worker(1), rank_zero=1)
-    assert (deeds(made.plan()), made.job.status.rank_zero) == ([], 1)
+    assert (backend_actions(made.plan()), made.job.status.rank_zero) == ([], 1)
     made.see(worker(0), worker(1, "Succeeded", 0), rank_zero=None)
     made.status(succeeded=())
-    assert deeds(made.plan()) == [DeleteWorker(index=0, attempt=0, grace_s=made.job.spec.policy.grace_s)]
+    assert backend_actions(made.plan()) == [DeleteWorker(index=0, attempt=0, grace_s=made.job.spec.policy.grace_s)]
     made.see(worker(0, "Failed", ExitCode.PREEMPTED), worker(1, "Succeeded", 0))
     assert made.plan().status.condition(ConditionType.COMPLETE).reason == "Rank0Succeeded"
 
@@ -111,6 +111,6 @@ def test_where_rank_0_was_is_forgotten_with_the_attempt(running: Maker, worker: 
     ],
     ids=["by address", "older attempt", "in a ConfigMap"],
 )
-def test_the_rank_table_says_who_holds_rank_0(attempt: int, workers: list[Any], found: int | None) -> None:
+def test_the_rank_table_names_the_worker_of_rank_0(attempt: int, workers: list[Any], found: int | None) -> None:
     assert rank_zero({"attempt": attempt, "workers": workers}, 2) == found
     assert rank_zero(None, 2) is None

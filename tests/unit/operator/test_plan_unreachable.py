@@ -14,7 +14,7 @@ Maker = Callable[..., Any]
 UNCOUNTED = FailureAction.RESTART_IGNORE_MAX
 
 
-def deeds(made: Any) -> list[Any]:
+def backend_actions(made: Any) -> list[Any]:
     return [action for action in made.actions if not isinstance(action, RecordEvent)]
 
 
@@ -27,26 +27,24 @@ def last(made: Any) -> tuple[str, str | None, FailureAction]:
     return failure.reason, failure.node, failure.action
 
 
-def test_a_worker_whose_machine_does_not_answer_is_given_up_without_waiting_for_its_deletion(
-    running: Maker, worker: Maker
-) -> None:
+def test_a_worker_on_an_unreachable_node_is_given_up_before_its_deletion(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300, grace_s=600, max_restarts=0)
     made.now += 40
-    away = on(worker(1), "gpu-3", unreachable_since=made.now - 40)
-    made.see(on(worker(0), "gpu-2"), away)
+    unreachable = on(worker(1), "gpu-3", unreachable_since=made.now - 40)
+    made.see(on(worker(0), "gpu-2"), unreachable)
     assert made.plan().wake_at == made.now + 260
     made.now += 260
     lost = made.plan()
     assert last(lost) == ("LostNode", "gpu-3", UNCOUNTED)
     assert "has not answered for 300 s" in lost.status.failures[-1].message
-    assert deeds(lost) == [
+    assert backend_actions(lost) == [
         DeleteWorker(index=0, attempt=0, grace_s=600),
         DeleteWorker(index=1, attempt=0, grace_s=0),
     ]
     assert (lost.status.restarts, lost.status.restarts_towards_max) == (1, 0)
 
 
-def test_a_machine_that_answers_again_in_time_costs_nothing(running: Maker, worker: Maker) -> None:
+def test_a_node_that_recovers_in_time_costs_nothing(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300)
     made.see(worker(0), on(worker(1), "gpu-3", unreachable_since=made.now))
     made.plan()
@@ -55,14 +53,14 @@ def test_a_machine_that_answers_again_in_time_costs_nothing(running: Maker, work
     assert (made.plan().status.failures, made.job.status.phase) == ((), Phase.RUNNING)
 
 
-def test_a_gang_none_of_whose_machines_is_heard_of_is_left_alone(running: Maker, worker: Maker) -> None:
+def test_a_gang_without_any_reachable_node_is_left_alone(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300)
-    away = [on(worker(index), f"gpu-{index}", unreachable_since=made.now) for index in (0, 1)]
-    made.see(*away)
+    unreachable = [on(worker(index), f"gpu-{index}", unreachable_since=made.now) for index in (0, 1)]
+    made.see(*unreachable)
     made.now += 1200
-    assert (deeds(made.plan()), made.job.status.failures) == ([], ())
-    made.see(on(worker(0), "gpu-0", reachable_since=made.now), away[1])
-    assert (deeds(made.plan()), made.plan().wake_at) == ([], made.now + 300)
+    assert (backend_actions(made.plan()), made.job.status.failures) == ([], ())
+    made.see(on(worker(0), "gpu-0", reachable_since=made.now), unreachable[1])
+    assert (backend_actions(made.plan()), made.plan().wake_at) == ([], made.now + 300)
     made.now += 300
     assert last(made.plan()) == ("LostNode", "gpu-1", UNCOUNTED)
 
@@ -74,34 +72,34 @@ def trains(made: Any, iteration: int, attempt: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_gang_whose_progress_is_heard_of_is_not_lost_whatever_its_machines_say(
-    scene: Maker, worker: Maker, workers: int
+def test_a_gang_with_progress_is_not_lost_whatever_its_nodes_report(
+    plan_harness: Maker, worker: Maker, workers: int
 ) -> None:
-    made = scene(lost_worker_s=300, max_restarts=0)
+    made = plan_harness(lost_worker_s=300, max_restarts=0)
     made.spec(worker_groups=worker_groups(workers))
     made.plan()
     made.see(*(worker(index) for index in range(workers)), progress=Progress(attempt=0, iteration=0))
     made.plan()
-    away = on(worker(workers - 1), "gpu-3", unreachable_since=made.now)
-    made.see(*(on(worker(index), "gpu-2") for index in range(workers - 1)), away)
+    unreachable = on(worker(workers - 1), "gpu-3", unreachable_since=made.now)
+    made.see(*(on(worker(index), "gpu-2") for index in range(workers - 1)), unreachable)
     for iteration in range(1, 10):
         made.now += 200
         plan = trains(made, iteration)
-        assert (deeds(plan), plan.status.failures, plan.wake_at) == ([], (), made.now + 300)
+        assert (backend_actions(plan), plan.status.failures, plan.wake_at) == ([], (), made.now + 300)
     made.now += 299
     assert made.plan().status.failures == ()
     made.now += 1
     assert last(made.plan()) == ("LostNode", "gpu-3", UNCOUNTED)
 
 
-def test_progress_of_an_older_attempt_does_not_keep_a_lost_machine(running: Maker, worker: Maker) -> None:
+def test_progress_of_an_older_attempt_saves_no_lost_node(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300)
     made.see(on(worker(0), "gpu-2"), on(worker(1, "Failed", 1), "gpu-3"))
     made.plan()
     lost = on(worker(0), "gpu-2", unreachable_since=made.now)
     made.see(lost, progress=Progress(attempt=0, iteration=7, updated_at=made.now))
     made.now += 300
-    assert DeleteWorker(index=0, attempt=0, grace_s=0) in deeds(made.plan())
+    assert DeleteWorker(index=0, attempt=0, grace_s=0) in backend_actions(made.plan())
 
 
 def test_a_page_from_before_is_no_progress(running: Maker) -> None:
@@ -128,7 +126,7 @@ def test_who_leaves_such_a_gang_at_the_bidding_of_the_cluster_is_given_up(runnin
 
 
 @pytest.mark.parametrize(("nodes", "second"), [(("a", "a"), "Running"), (("a", "b"), "Failed")])
-def test_a_gang_of_which_something_was_heard_or_that_has_one_machine_is_not_left_alone(
+def test_a_partly_reachable_or_single_node_gang_is_not_left_alone(
     running: Maker, worker: Maker, nodes: tuple[str, str], second: str
 ) -> None:
     made = running(lost_worker_s=300, settle_s=1000)
@@ -136,15 +134,13 @@ def test_a_gang_of_which_something_was_heard_or_that_has_one_machine_is_not_left
     ended = worker(1, second, None if since else ExitCode.PREEMPTED)
     made.see(on(worker(0), nodes[0], unreachable_since=made.now), on(ended, nodes[1], unreachable_since=since))
     made.now += 300
-    assert DeleteWorker(index=0, attempt=0, grace_s=0) in deeds(made.plan())
+    assert DeleteWorker(index=0, attempt=0, grace_s=0) in backend_actions(made.plan())
 
 
-def test_a_worker_that_is_deleted_on_a_lost_machine_is_not_waited_for_until_its_grace_is_over(
-    running: Maker, worker: Maker
-) -> None:
+def test_a_terminating_worker_on_a_lost_node_is_not_awaited_for_its_grace(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300, grace_s=600)
     made.now += 299
     going = on(worker(1, grace=600.0), "gpu-3", unreachable_since=made.now - 299)
     made.see(worker(0), going)
     made.now += 1
-    assert DeleteWorker(index=1, attempt=0, grace_s=0) in deeds(made.plan())
+    assert DeleteWorker(index=1, attempt=0, grace_s=0) in backend_actions(made.plan())

@@ -23,7 +23,7 @@ def make_job(**spec: Any) -> MegatronJob:
 
 def answer(*problems: dict[str, Any]) -> tuple[str, ...]:
     """A check that gives these problems."""
-    report = {"problems": [{"code": 65, "flags": [], "value": None, "message": "no"} | one for one in problems]}
+    report = {"problems": [{"code": 65, "flags": [], "value": None, "message": "no"} | problem for problem in problems]}
     return (sys.executable, "-S", "-c", f"import sys; print({json.dumps(report)!r}); sys.exit(65)")
 
 
@@ -33,17 +33,17 @@ def refusal(job: MegatronJob, *problems: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-def test_problems_are_told_with_their_places_and_the_names_of_fields() -> None:
+def test_problems_are_reported_with_their_fields() -> None:
     job = make_job(args=["--seed", "1", "--fp-16"])
     corpus = job.spec.data.path[0]
-    told = refusal(
+    message = refusal(
         job,
         {"flags": ["--fp-16", "--seed"], "message": "unknown flag --fp-16"},
         {"flags": ["--data-path"], "value": corpus, "message": f"{corpus}.bin is bad; or take --split 1"},
         {"flags": ["--vocab-size"], "message": "--vocab-size 5 is below 6; write --vocab-size 6"},
         {"flags": ["--no-such"], "message": "nobody knows"},
     )
-    assert told.splitlines() == [
+    assert message.splitlines() == [
         "spec.args[2]: unknown flag --fp-16",
         f"spec.data.path[0]: {corpus}.bin is bad; or take data.split 1",
         "spec.model.vocabSize: 5 is below 6; write model.vocabSize 6",
@@ -51,7 +51,7 @@ def test_problems_are_told_with_their_places_and_the_names_of_fields() -> None:
     ]
 
 
-def test_a_job_without_problems_or_without_a_check_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_without_problems_or_without_a_check_continues(capsys: pytest.CaptureFixture[str]) -> None:
     preflight(make_job(), answer())
     preflight(make_job(), ())
     assert capsys.readouterr().err == ""
@@ -62,9 +62,9 @@ def test_a_missing_trainer_is_left_to_its_launcher(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("words", [("-c", "raise SystemExit('broken')"), ("-c", "print('[]')")])
-def test_a_check_that_does_not_work_is_warned_of(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
-    preflight(make_job(), (sys.executable, "-S", *words))
+@pytest.mark.parametrize("command", [("-c", "raise SystemExit('broken')"), ("-c", "print('[]')")])
+def test_a_check_that_does_not_work_is_warned_of(capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
+    preflight(make_job(), (sys.executable, "-S", *command))
     assert capsys.readouterr().err.startswith("warning: flags and data could not be checked before the start: ")
 
 

@@ -85,7 +85,7 @@ def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_kin_are_found_by_job_attempt_and_worker(sleeper: Any) -> None:
+def test_processes_are_found_by_job_attempt_and_worker(sleeper: Any) -> None:
     first, tenth, other = sleeper("kin-a", 1), sleeper("kin-a", 10), sleeper("kin-ab", 1)
     assert set(job_processes.find(job_processes.ProcessSelector(uid="kin-a"))) == {first.pid, tenth.pid}
     assert job_processes.find(job_processes.ProcessSelector(uid="kin-a", attempt=0, worker=1)) == [first.pid]
@@ -93,7 +93,7 @@ def test_kin_are_found_by_job_attempt_and_worker(sleeper: Any) -> None:
     assert job_processes.find(job_processes.ProcessSelector(uid="kin-ab")) == [other.pid]
 
 
-def test_a_sweep_kills_kin_alone_also_stopped_ones(sleeper: Any) -> None:
+def test_a_sweep_kills_the_processes_of_its_job_also_stopped_ones(sleeper: Any) -> None:
     mine, stopped, other = sleeper("kin-c"), sleeper("kin-c"), sleeper("kin-d")
     stopped.send_signal(signal.SIGSTOP)
     assert job_processes.sweep(job_processes.ProcessSelector(uid="kin-c"))
@@ -129,14 +129,14 @@ def test_a_child_dies_with_its_parent() -> None:
 
 
 def test_a_child_of_another_parent_does_not_even_start() -> None:
-    words = [sys.executable, "-I", "-S", str(spawn.CHILD), "1", "/bin/echo", "hello"]
-    done = subprocess.run(words, capture_output=True, check=False)
+    command = [sys.executable, "-I", "-S", str(spawn.CHILD), "1", "/bin/echo", "hello"]
+    done = subprocess.run(command, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
-    words = [sys.executable, "-I", "-S", str(spawn.CHILD), str(os.getpid()), "/no/such/program"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-I", "-S", str(spawn.CHILD), str(os.getpid()), "/no/such/program"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 127
     assert done.stderr == "cannot start /no/such/program: No such file or directory\n"
 
@@ -152,7 +152,9 @@ def test_a_lock_is_seen_waited_out_and_refused(tmp_path: pathlib.Path) -> None:
     assert not is_locked(path)
 
 
-def test_who_only_asks_for_the_lock_makes_nobody_fail(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_lock_of_an_observer_makes_no_backend_fail(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "backend.lock"
     asking = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(asking, fcntl.LOCK_SH)  # by a process that does not get a processor to let go
@@ -172,23 +174,23 @@ def test_the_last_line_is_printed_without_its_end_once_nothing_follows(tmp_path:
     assert tail.lines(final=True) == []
 
 
-def make_backend(made: settings.ProcessSettings, told: list[Action]) -> ProcessBackend:
+def make_backend(made: settings.ProcessSettings, received: list[Action]) -> ProcessBackend:
     made.paths.root.mkdir(exist_ok=True)
     files.write_text(made.paths.secret, tokens.new_secret())
     spec = process_spec(load_job(MANIFEST), uid=made.uid, retain_hub=True)
-    return ProcessBackend(made, spec, facts={}, listener=lambda _status, actions: told.extend(actions))
+    return ProcessBackend(made, spec, facts={}, listener=lambda _status, actions: received.extend(actions))
 
 
-def test_a_hub_that_cannot_be_started_is_told_and_tried_again_later(tmp_path: pathlib.Path) -> None:
+def test_a_hub_that_cannot_be_started_is_reported_and_retried_later(tmp_path: pathlib.Path) -> None:
     made = make_settings(tmp_path, analyzer=True)
-    told: list[Action] = []
-    backend = make_backend(made, told)
+    actions: list[Action] = []
+    backend = make_backend(made, actions)
     made.paths.hub_log.mkdir()  # as good as a full disk
     backend._act(EnsureHub(), 5.0)
     seen = backend._observe().hub
     assert seen is not None and (seen.phase, seen.ended_at, seen.starts) == (HubPhase.ENDED, 5.0, 1)
-    assert [one.reason for one in told if isinstance(one, RecordEvent)] == ["HubNotStarted"]
-    assert [one["reason"] for one in files.read_lines(made.paths.events)] == ["HubNotStarted"]
+    assert [action.reason for action in actions if isinstance(action, RecordEvent)] == ["HubNotStarted"]
+    assert [entry["reason"] for entry in files.read_lines(made.paths.events)] == ["HubNotStarted"]
     assert backend._hub is not None
     backend._hub.close()
 
@@ -209,14 +211,14 @@ def test_an_agent_that_cannot_be_started_leaves_its_worker_alone(tmp_path: pathl
     finally:
         worker.delete(0, 2.0)
 
-        def gone() -> bool:
+        def ended() -> bool:
             worker.tick(100.0)
             return worker.gone
 
-        until(gone)
+        until(ended)
 
 
-def test_a_backend_does_not_wait_for_ever_for_room(
+def test_a_backend_does_not_wait_for_disk_space_without_limit(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make_settings(tmp_path)
@@ -227,7 +229,7 @@ def test_a_backend_does_not_wait_for_ever_for_room(
     assert "the last state was not written" in capsys.readouterr().err
 
 
-def test_a_warning_that_finds_no_room_harms_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_on_a_full_disk_breaks_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detached backend's standard error is a file on the disk that is full."""
     made = make_settings(tmp_path)
     backend = make_backend(made, [])
@@ -243,10 +245,10 @@ def test_a_warning_that_finds_no_room_harms_nobody(tmp_path: pathlib.Path, monke
 
 def test_shared_memory_is_measured_without_a_hub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(make_settings(tmp_path, shm=tmp_path), [])
-    for free, said in ((LEAST_BYTES, ()), (0, (f"{tmp_path} (64 MiB) has less than 4 MiB free",))):
-        room = SharedMemorySpace(path=str(tmp_path), total=64 << 20, free=free)
-        monkeypatch.setattr(SharedMemorySpace, "measure", lambda _folder, room=room: room)
-        assert backend._observe().full_shared_memory == said
+    for free, expected in ((LEAST_BYTES, ()), (0, (f"{tmp_path} (64 MiB) has less than 4 MiB free",))):
+        space = SharedMemorySpace(path=str(tmp_path), total=64 << 20, free=free)
+        monkeypatch.setattr(SharedMemorySpace, "measure", lambda _folder, space=space: space)
+        assert backend._observe().full_shared_memory == expected
 
 
 def test_processes_that_cannot_be_killed_are_named(
@@ -254,10 +256,10 @@ def test_processes_that_cannot_be_killed_are_named(
 ) -> None:
     made = make_settings(tmp_path)
     backend = make_backend(made, [])
-    monkeypatch.setattr(job_processes, "sweep", lambda _kin: False)
-    monkeypatch.setattr(job_processes, "find", lambda _kin: [41, 42])
+    monkeypatch.setattr(job_processes, "sweep", lambda _selector: False)
+    monkeypatch.setattr(job_processes, "find", lambda _selector: [41, 42])
     backend._sweep()
-    assert "could not be ended" in (said := capsys.readouterr().err) and "41, 42" in said
+    assert "could not be ended" in (errors := capsys.readouterr().err) and "41, 42" in errors
     assert files.read_lines(made.paths.events)[0]["reason"] == "ProcessesLeft"
 
 
@@ -269,7 +271,7 @@ def test_a_json_file_is_whole_or_absent(tmp_path: pathlib.Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text('{"a":')
     assert files.read_json(path) is None
-    assert [one.name for one in tmp_path.iterdir()] == ["x.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_a_half_written_event_is_left_out(tmp_path: pathlib.Path) -> None:
@@ -297,13 +299,13 @@ def test_events_are_written_whole_or_not_at_all(tmp_path: pathlib.Path) -> None:
     assert files.read_lines(path) == [{"n": 1}]
 
 
-def test_a_worker_that_cannot_be_started_counts_as_one_that_failed(tmp_path: pathlib.Path) -> None:
+def test_a_worker_that_cannot_be_started_is_treated_as_failed(tmp_path: pathlib.Path) -> None:
     made = make_settings(tmp_path)
     run_dir = made.paths.run_dir(0, 0)
     run_dir.parent.mkdir(parents=True)
     run_dir.touch()
-    words = settings.worker_environment(made, index=0, attempt=0, coordinator="127.0.0.2:1", hub_url="")
-    worker = WorkerProcess(made, index=0, attempt=0, environment=words, now=5.0)
+    environment = settings.worker_environment(made, index=0, attempt=0, coordinator="127.0.0.2:1", hub_url="")
+    worker = WorkerProcess(made, index=0, attempt=0, environment=environment, now=5.0)
     seen = worker.observe()
     assert seen.outcome is not None
     assert (seen.phase, seen.finished_at, seen.outcome.reason) == ("Failed", 5.0, "WorkerNotStarted")
@@ -314,7 +316,7 @@ def test_a_worker_that_cannot_be_started_counts_as_one_that_failed(tmp_path: pat
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 67), (errno.EAGAIN, 1)])
-def test_a_full_disk_is_told_by_its_code(number: int, code: int) -> None:
+def test_a_full_disk_is_reported_by_its_code(number: int, code: int) -> None:
     assert worker_not_started(OSError(number, os.strerror(number))).code == code
 
 
@@ -350,7 +352,9 @@ def make_settings(tmp_path: pathlib.Path, **changes: Any) -> settings.ProcessSet
     return dataclasses.replace(made, **changes)
 
 
-def test_a_worker_is_told_what_the_contract_says(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_worker_matches_the_contract(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(Env.HUB_URL, "http://another.job")
     made = settings.worker_environment(
         make_settings(tmp_path), index=1, attempt=3, coordinator="127.0.0.2:20000", hub_url=""
@@ -376,7 +380,7 @@ def test_a_worker_is_told_what_the_contract_says(tmp_path: pathlib.Path, monkeyp
 @pytest.mark.parametrize(
     ("visible", "devices"), [(None, ["2", "3"]), ("4,5,6,7", ["6", "7"]), ("GPU-a", [])], ids=["all", "some", "too few"]
 )
-def test_workers_of_one_machine_do_not_share_a_gpu(
+def test_workers_of_a_host_get_separate_gpus(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, devices: list[str]
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -472,14 +476,14 @@ def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
 def test_of_control_actions_the_newest_are_read_each_once_in_bounds() -> None:
     actions = [{"id": number, "at": "", "who": "jane\n\x1b[1m", "what": "w" * 9_999} for number in range(300)]
     read = hub_summary.read_controls([*actions, actions[-1], {"id": 1 << 60, "at": "", "who": "", "what": ""}])
-    assert [one.id for one in read] == list(range(46, 300))
-    assert {len(one.text) for one in read} == {len("jane ?[1m ") + hub_summary.MAX_WHAT}
+    assert [action.id for action in read] == list(range(46, 300))
+    assert {len(action.text) for action in read} == {len("jane ?[1m ") + hub_summary.MAX_WHAT}
     assert "\x1b" not in read[0].text and "\n" not in read[0].text
     answer: dict[str, Any] = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}
     odd: list[Any] = [None, 3, "text", {}, [{}], [{"id": "x", "who": 1, "what": 2}], [None]]
     for actions in odd:
-        told = hub_summary.read_summary(answer | {"actions": actions})
-        assert told is not None and told.controls == (), "what cannot be read takes no verdict away"
+        summary = hub_summary.read_summary(answer | {"actions": actions})
+        assert summary is not None and summary.controls == (), "what cannot be read takes no verdict away"
 
 
 def test_an_outcome_is_read_or_made_of_the_exit_status(tmp_path: pathlib.Path) -> None:
@@ -488,7 +492,7 @@ def test_an_outcome_is_read_or_made_of_the_exit_status(tmp_path: pathlib.Path) -
     log.write_text("first\nlast words\n")
     assert read_outcome(record, 3, log).message == "last words"
     record.write_text('{"code": 65, "reason": "BadData", "message": "no tokens", "rank": 2, "signal": null}')
-    told = read_outcome(record, 65, log)
-    assert (told.code, told.reason, told.rank) == (65, "BadData", 2)
+    outcome = read_outcome(record, 65, log)
+    assert (outcome.code, outcome.reason, outcome.rank) == (65, "BadData", 2)
     killed = read_outcome(record, -9, log)
     assert (killed.code, killed.signal) == (1, 9), "a record from before it was killed says nothing about that"

@@ -35,7 +35,7 @@ def with_agent(**ended: Any) -> Object:
     return pod(containerStatuses=[trainer, {"name": "agent", "state": {"terminated": ended}}])
 
 
-def test_an_agent_that_ends_as_asked_before_its_trainer_is_no_trouble() -> None:
+def test_an_agent_that_ends_in_order_is_no_problem() -> None:
     assert record(with_agent(exitCode=0)).agent_problem is None
     assert record(with_agent(exitCode=1, message="no hub")).agent_problem == "agent ended with code 1: no hub"
     going = with_agent(exitCode=143)
@@ -67,7 +67,7 @@ def _preparing(made: Object) -> bool:
     return (seen.workers or (seen.init,))[0].preparing  # type: ignore[union-attr]
 
 
-def test_since_when_a_worker_is_heard_of() -> None:
+def test_the_ready_time_of_a_worker_is_its_first_contact() -> None:
     ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-11-22T03:07:00Z"}
     made = record(pod(conditions=[ready]))
     (seen,) = observe([made], PollResult(), attempt=0, refusal=None).workers

@@ -28,8 +28,8 @@ FIELDS = {
 
 def kubelet(pod: rendered.Object, name: str = "trainer") -> dict[str, str]:
     """The environment that a container gets."""
-    told = rendered.environment(pod, name)
-    return {key: FIELDS.get(value, value).replace("$$", "$") for key, value in told.items()}
+    environment = rendered.environment(pod, name)
+    return {key: FIELDS.get(value, value).replace("$$", "$") for key, value in environment.items()}
 
 
 @pytest.mark.parametrize("kind", rendered.VARIETY)
@@ -47,11 +47,11 @@ def test_launchers_understand_their_environment(kind: str) -> None:
 
 
 def test_launchers_understand_rank_order_preflight_and_networks() -> None:
-    told = kubelet(rendered.make_worker(rendered.make_job(rendered.VARIETY["sriov"])))
-    found = LauncherSettings.from_environment(told, host_name="pod")
+    environment = kubelet(rendered.make_worker(rendered.make_job(rendered.VARIETY["sriov"])))
+    found = LauncherSettings.from_environment(environment, host_name="pod")
     assert (found.rank_order, found.topology) == (RankOrder.TOPOLOGY, "rack-2")
     assert found.preflight is not None
-    assert attachment(told[Env.NETWORK_STATUS]) == ("192.168.7.4", None)
+    assert attachment(environment[Env.NETWORK_STATUS]) == ("192.168.7.4", None)
 
 
 def test_the_launchers_flags_end_where_those_of_the_ranks_begin() -> None:
@@ -65,8 +65,8 @@ def test_agents_understand_their_environment(tmp_path: pathlib.Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("ab" * 32 + "\n", encoding="ascii")
     pod = rendered.make_worker(rendered.make_job(rendered.ANALYZED), 1, attempt=3)
-    told = kubelet(pod, "agent") | {Env.SECRET_FILE: str(secret), Env.SHM_DIR: str(tmp_path)}
-    found = load_settings(told)
+    environment = kubelet(pod, "agent") | {Env.SECRET_FILE: str(secret), Env.SHM_DIR: str(tmp_path)}
+    found = load_settings(environment)
     assert (found.job, found.worker, found.attempt, found.node) == ("gpt", 1, 3, "gpu-7")
     assert found.socket_url == "ws://gpt-hub.default.svc.cluster.local:8080/api/v1/agent"
     assert found.token == derive_token("ab" * 32, TokenRole.AGENT)

@@ -67,7 +67,7 @@ def test_objects_belong_to_their_job_and_have_names_of_their_own(job: MegatronJo
     for obj in objects:
         meta = obj["metadata"]
         assert NAME.fullmatch(meta["name"]), meta["name"]
-        assert [one["uid"] for one in meta["ownerReferences"]] == [rendered.UID]
+        assert [owner["uid"] for owner in meta["ownerReferences"]] == [rendered.UID]
         assert all(LABEL.fullmatch(value) for value in meta["labels"].values()), meta["labels"]
 
 
@@ -84,7 +84,7 @@ def test_pods_are_whole(job: MegatronJob, attempt: AttemptSettings) -> None:
         for container in containers:
             unique(container.get("env", []), "name")
             unique(container.get("volumeMounts", []), "mountPath")
-            assert {one["name"] for one in container.get("volumeMounts", [])} <= volumes
+            assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
         assert spec["automountServiceAccountToken"] is False
 
 
@@ -95,11 +95,11 @@ def unique(entries: list[rendered.Object], key: str) -> set[str]:
 
 
 @THOROUGHLY
-@given(job=jobs(), attempt=ATTEMPTS, word=TEXT)
+@given(job=jobs(), attempt=ATTEMPTS, variable=TEXT)
 def test_the_hub_reads_the_manifest_without_variables_of_users(
-    job: MegatronJob, attempt: AttemptSettings, word: str
+    job: MegatronJob, attempt: AttemptSettings, variable: str
 ) -> None:
-    spec = {"containers": [{"name": "trainer", "env": [{"name": "X", "value": word}]}]}
+    spec = {"containers": [{"name": "trainer", "env": [{"name": "X", "value": variable}]}]}
     given_job = rendered.with_template(job, {**spec, "again": spec})
     objects = render.gang_objects(given_job, rendered.owner_of(job), attempt, rendered.SETTINGS)
     texts = [obj["data"]["job.yaml"] for _, obj in objects if obj["kind"] == "ConfigMap"]
@@ -110,7 +110,7 @@ def test_the_hub_reads_the_manifest_without_variables_of_users(
     document = parse_manifest(text)
     assert document["metadata"] == {"name": job.metadata.name, "namespace": "default", "uid": rendered.UID}
     private = {"env", "podTemplate", "initializers"}
-    assert document["spec"] == {key: one for key, one in given_job.spec.to_dict().items() if key not in private}
+    assert document["spec"] == {key: value for key, value in given_job.spec.to_dict().items() if key not in private}
 
 
 @settings(max_examples=15, deadline=None)
@@ -120,20 +120,22 @@ def test_the_hub_reads_the_manifest_without_variables_of_users(
 )
 def test_objects_of_two_jobs_never_meet(name: str, suffix: str) -> None:
     names: list[set[Any]] = []
-    for one in (name, name + suffix):
-        job = rendered.make_job({**rendered.VARIETY["initializers"], **rendered.ANALYZED}, name=one)
+    for label in (name, name + suffix):
+        job = rendered.make_job({**rendered.VARIETY["initializers"], **rendered.ANALYZED}, name=label)
         objects = everything(job, AttemptSettings(number=0))
         names.append({(obj["kind"], obj["metadata"]["name"]) for obj in objects})
     assert not names[0] & names[1]
 
 
 @pytest.mark.parametrize("kind", rendered.VARIETY)
-def test_what_must_exist_first_comes_first(kind: str) -> None:
+def test_objects_that_others_need_are_created_first(kind: str) -> None:
     job = rendered.make_job(rendered.VARIETY[kind])
     order = ["NetworkPolicy", "Service", "ConfigMap", "PodGroup"]
     owner = rendered.owner_of(job)
     kinds = [obj["kind"] for _, obj in render.gang_objects(job, owner, AttemptSettings(number=0), rendered.SETTINGS)]
-    assert [order.index(one) for one in kinds] == sorted(order.index(one) for one in kinds)
+    assert [order.index(object_kind) for object_kind in kinds] == sorted(
+        order.index(object_kind) for object_kind in kinds
+    )
 
 
 def test_a_shortened_name_stays_a_name_of_its_own() -> None:

@@ -27,12 +27,12 @@ def network(patch: rendered.Object, **spec: object) -> rendered.Object:
 IB = {"enabled": True, "resourceName": "rdma/ib", "hca": "mlx5_0,mlx5_1:2", "gidIndex": 3}
 
 
-def test_rdma_asks_for_its_devices_and_tells_the_libraries() -> None:
+def test_rdma_requests_its_devices_and_configures_the_libraries() -> None:
     pod = network({"mode": "SharedDevice", "rdma": IB | {"count": 2}})
     resources = rendered.container(pod)["resources"]
     assert resources["limits"] == resources["requests"] == {"nvidia.com/gpu": "8", "rdma/ib": "2"}
-    told = rendered.environment(pod)
-    assert {name: value for name, value in told.items() if name.startswith(("NCCL_", "UCX_", "GLOO_"))} == {
+    environment = rendered.environment(pod)
+    assert {name: value for name, value in environment.items() if name.startswith(("NCCL_", "UCX_", "GLOO_"))} == {
         "NCCL_NET": "IB",
         "NCCL_IB_HCA": "mlx5_0,mlx5_1:2",
         "NCCL_IB_GID_INDEX": "3",
@@ -54,7 +54,7 @@ def test_a_job_may_leave_the_network_of_nccl_to_another_plugin() -> None:
     assert rendered.environment(pod)["NCCL_NET"] == "OFI"
 
 
-def test_nccl_is_not_held_to_adapters_that_a_job_of_an_earlier_release_does_not_get() -> None:
+def test_nccl_is_not_bound_to_adapters_for_jobs_of_earlier_releases() -> None:
     """Such jobs had TCP on the host network; what is stored now is refused without a device."""
     document = rendered.make_job(rendered.GPUS).to_dict()
     document["spec"]["network"] = {"mode": "HostNetwork", "policy": "None", "rdma": {"enabled": True}}
@@ -76,21 +76,25 @@ def test_adapters_in_the_spelling_of_ucx(hca: str, devices: str | None) -> None:
     assert ucx_devices(hca) == devices
 
 
-def test_what_the_user_says_is_never_overridden() -> None:
+def test_variables_of_the_user_are_never_overridden() -> None:
     env = [{"name": "NCCL_IB_HCA", "value": "mine"}, {"name": "UCX_NET_DEVICES", "value": "mine:1"}]
     env.append({"name": "NCCL_NET", "value": "Socket"})
     pod = network({"mode": "SharedDevice", "rdma": IB, "nccl": {"NCCL_IB_GID_INDEX": "0"}}, env=env)
-    told = rendered.environment(pod)
-    assert [told[name] for name in ("NCCL_IB_HCA", "UCX_NET_DEVICES", "NCCL_IB_GID_INDEX")] == ["mine", "mine:1", "0"]
-    assert told["NCCL_NET"] == "Socket"
+    environment = rendered.environment(pod)
+    assert [environment[name] for name in ("NCCL_IB_HCA", "UCX_NET_DEVICES", "NCCL_IB_GID_INDEX")] == [
+        "mine",
+        "mine:1",
+        "0",
+    ]
+    assert environment["NCCL_NET"] == "Socket"
 
 
-def test_without_rdma_nothing_is_said_to_the_libraries() -> None:
-    told = rendered.environment(network({"mode": "Default"}))
-    assert not [name for name in told if name.startswith(("NCCL_", "UCX_", "GLOO_"))]
+def test_without_rdma_the_libraries_are_not_configured() -> None:
+    environment = rendered.environment(network({"mode": "Default"}))
+    assert not [name for name in environment if name.startswith(("NCCL_", "UCX_", "GLOO_"))]
 
 
-def test_pinning_needs_root_and_one_capability() -> None:
+def test_pinning_needs_root_and_a_single_capability() -> None:
     pinned = rendered.container(network({"mode": "SharedDevice", "rdma": IB}))["securityContext"]
     assert (pinned["runAsUser"], pinned["runAsNonRoot"]) == (0, False)
     assert pinned["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
@@ -112,33 +116,33 @@ def test_the_nodes_own_devices_are_named_and_privileged() -> None:
     assert trainer["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     plugin = network({"mode": "HostNetwork", "policy": "None", "rdma": IB})
     assert "privileged" not in rendered.container(plugin)["securityContext"]
-    assert not [one for one in plugin["spec"]["volumes"] if "hostPath" in one]
+    assert not [volume for volume in plugin["spec"]["volumes"] if "hostPath" in volume]
 
 
 def test_root_keeps_its_own_home() -> None:
-    told = [
+    environments = [
         rendered.environment(network({"mode": "SharedDevice", "rdma": IB | {"ipcLock": pin}})) for pin in (True, False)
     ]
-    assert ["HOME" in one for one in told] == [False, True]
+    assert ["HOME" in names for names in environments] == [False, True]
 
 
 def test_the_interface_is_found_by_the_launcher() -> None:
-    told = rendered.environment(network({"mode": "SharedDevice", "rdma": IB | {"interface": "net[0-9]+"}}))
-    assert told[Env.INTERFACE] == "net[0-9]+"
-    assert told[Env.ADDRESS] == "status.podIP"
-    assert Env.NETWORK_STATUS not in told
+    environment = rendered.environment(network({"mode": "SharedDevice", "rdma": IB | {"interface": "net[0-9]+"}}))
+    assert environment[Env.INTERFACE] == "net[0-9]+"
+    assert environment[Env.ADDRESS] == "status.podIP"
+    assert Env.NETWORK_STATUS not in environment
 
 
 ATTACHED = {"mode": "Sriov", "attachments": ["fabric/a", "b@net2"], "rdma": IB | {"ipcLock": False}}
 
 
-def test_attached_networks_are_asked_for_and_waited_for() -> None:
+def test_attached_networks_are_requested_and_awaited() -> None:
     pod = network(ATTACHED)
     assert pod["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "fabric/a,b@net2"
     path = "metadata.annotations['k8s.v1.cni.cncf.io/network-status']"
     assert rendered.environment(pod)[Env.NETWORK_STATUS] == path
     waiting = pod["spec"]["initContainers"][0]
-    volume = next(one for one in pod["spec"]["volumes"] if one["name"] == "annotations")
+    volume = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "annotations")
     assert volume["downwardAPI"]["items"] == [{"path": "network-status", "fieldRef": {"fieldPath": path}}]
     assert waiting["command"][-2:] == ["/run/megatronapp/annotations/network-status", "--"]
     assert waiting["image"] == rendered.container(pod)["image"]
@@ -150,7 +154,7 @@ def test_a_named_interface_needs_no_waiting() -> None:
     assert Env.NETWORK_STATUS not in rendered.environment(pod)
 
 
-def test_topology_is_told_where_the_operator_may_read_nodes() -> None:
+def test_topology_is_passed_on_where_the_operator_may_read_nodes() -> None:
     job = rendered.make_job({"network": {"rankOrder": "Topology", "topologyKey": "rack"}})
     pod, blind = rendered.make_worker(job), rendered.make_worker(job, node_access=False)
     assert rendered.environment(pod)[Env.RANK_ORDER] == "topology"
@@ -160,8 +164,8 @@ def test_topology_is_told_where_the_operator_may_read_nodes() -> None:
     assert "initContainers" not in blind["spec"]
 
 
-def run_wait(seconds: str, *words: pathlib.Path | str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", annotations.PROGRAM, seconds, *map(str, words)]
+def run_wait(seconds: str, *paths: pathlib.Path | str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", annotations.PROGRAM, seconds, *map(str, paths)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
@@ -175,23 +179,23 @@ def test_waiting_ends_when_the_annotation_is_there(tmp_path: pathlib.Path) -> No
         assert waiting.wait() == 0
 
 
-def test_waiting_in_vain_says_for_what(tmp_path: pathlib.Path) -> None:
+def test_a_wait_that_times_out_names_the_missing_file(tmp_path: pathlib.Path) -> None:
     """A missing network fails the worker, a missing place in the topology does not."""
     status, topology = tmp_path / "network-status", tmp_path / "topology"
     status.touch()
     topology.touch()
     ends = []
-    for words in ((status, "--", topology), ("--", topology)):
-        with run_wait("0", *words) as waiting:
-            told = waiting.communicate()[1]
-            ends.append((waiting.returncode, told.splitlines()[0].rpartition(": ")[2]))
+    for paths in ((status, "--", topology), ("--", topology)):
+        with run_wait("0", *paths) as waiting:
+            errors = waiting.communicate()[1]
+            ends.append((waiting.returncode, errors.splitlines()[0].rpartition(": ")[2]))
     assert ends == [(1, "network-status, topology"), (0, "topology")]
 
 
 def test_the_network_of_the_node() -> None:
     spec = network({"mode": "HostNetwork", "policy": "None"})["spec"]
     assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
-    assert [(one["containerPort"], one["hostPort"]) for one in spec["containers"][0]["ports"]] == [
+    assert [(port["containerPort"], port["hostPort"]) for port in spec["containers"][0]["ports"]] == [
         (19400, 19400),
         (19401, 19401),
     ]
@@ -202,14 +206,14 @@ def test_the_network_of_the_node() -> None:
     assert term["labelSelector"] == {"matchLabels": {LABEL_HOST_NETWORK: labels[LABEL_HOST_NETWORK]}}
 
 
-def test_two_workers_in_the_network_of_the_node_are_kept_on_two_nodes() -> None:
+def test_workers_in_the_host_network_are_placed_on_separate_nodes() -> None:
     """Check that each refuses a node with the other one, whose labels it matches, as both take the same ports."""
     job = rendered.make_job({**rendered.GPUS, "nodes": 2, "network": {"mode": "HostNetwork", "policy": "None"}})
     pods = [rendered.make_worker(job, index) for index in (0, 1)]
-    taken = [{one["hostPort"] for one in pod["spec"]["containers"][0]["ports"]} for pod in pods]
+    taken = [{port["hostPort"] for port in pod["spec"]["containers"][0]["ports"]} for pod in pods]
     assert taken[0] & taken[1], "the reason to keep them apart"
-    for one, other in (pods, pods[::-1]):
-        (term,) = one["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    for candidate, other in (pods, pods[::-1]):
+        (term,) = candidate["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         assert (term["topologyKey"], term["namespaceSelector"]) == ("kubernetes.io/hostname", {})
         assert set(term["labelSelector"]) == {"matchLabels"}
         assert term["labelSelector"]["matchLabels"].items() <= other["metadata"]["labels"].items()
@@ -217,7 +221,7 @@ def test_two_workers_in_the_network_of_the_node_are_kept_on_two_nodes() -> None:
 
 def test_ports_of_a_pods_own_network_are_not_the_nodes() -> None:
     spec = network({"mode": "Default"})["spec"]
-    assert not any("hostPort" in one for one in spec["containers"][0]["ports"])
+    assert not any("hostPort" in port for port in spec["containers"][0]["ports"])
     assert "hostNetwork" not in spec
     assert "affinity" not in spec
 
@@ -228,12 +232,12 @@ def test_a_rank_table_of_any_gang_fits_into_a_config_map() -> None:
     for workers, key in ((64, "rank-table.json"), (4096, "rank-table.json.gz")):
         entries = [
             {
-                "index": one,
+                "index": index,
                 "address": "10.128.200.200",
-                "node": f"{one:063}",
-                "ranks": [64 * one + k for k in range(64)],
+                "node": f"{index:063}",
+                "ranks": [64 * index + k for k in range(64)],
             }
-            for one in range(workers)
+            for index in range(workers)
         ]
         table = {"attempt": 0, "digest": "d", "workers": entries}
         _, made = gang.ranks(owner, table)

@@ -21,10 +21,10 @@ def admits(affinity: rendered.Object, node: str, labels: rendered.Object) -> boo
 
     def meets(term: rendered.Object) -> bool:
         fields, expressions = term.get("matchFields") or [], term.get("matchExpressions") or []
-        assert all(one["operator"] == "NotIn" and len(one["values"]) == 1 for one in fields)
+        assert all(field["operator"] == "NotIn" and len(field["values"]) == 1 for field in fields)
         return bool(fields or expressions) and (
-            all(node not in one["values"] for one in fields)
-            and all(labels.get(one["key"]) in one["values"] for one in expressions)
+            all(node not in field["values"] for field in fields)
+            and all(labels.get(expression["key"]) in expression["values"] for expression in expressions)
         )
 
     return any(map(meets, required["nodeSelectorTerms"]))
@@ -41,7 +41,7 @@ AFFINITY = st.one_of(
 
 
 @given(affinity=AFFINITY, excluded=NODES.filter(bool))
-def test_exclusion_takes_these_nodes_away_and_no_others(affinity: rendered.Object, excluded: list[str]) -> None:
+def test_exclusion_removes_exactly_these_nodes(affinity: rendered.Object, excluded: list[str]) -> None:
     made = without_nodes(affinity, excluded)
     for node in "abcd":
         for label in (*LABELS, "z"):
@@ -56,9 +56,9 @@ def test_what_the_user_wrote_is_not_changed(affinity: rendered.Object) -> None:
     assert str(affinity) == text
 
 
-def test_excluded_nodes_stay_excluded_whatever_the_template_says() -> None:
-    wanted = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "k", "operator": "In", "values": ["x"]}]}]}
-    template = {"spec": {"affinity": {"nodeAffinity": {REQUIRED: wanted}}}}
+def test_excluded_nodes_stay_excluded_whatever_the_template_requires() -> None:
+    required = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "k", "operator": "In", "values": ["x"]}]}]}
+    template = {"spec": {"affinity": {"nodeAffinity": {REQUIRED: required}}}}
     pod = rendered.make_worker(rendered.make_job({"podTemplate": template}), excluded=("a",))
     affinity = pod["spec"]["affinity"]["nodeAffinity"]
     assert not admits(affinity, "a", {"k": "x"})
@@ -80,7 +80,7 @@ def read(pod: rendered.Object) -> PodRecord:
     return record
 
 
-def test_other_affinities_stay_beside_the_exclusion() -> None:
+def test_other_affinities_are_combined_with_the_exclusion() -> None:
     preferred = {
         "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": {"matchExpressions": []}}]
     }

@@ -107,7 +107,7 @@ def test_prometheus_without_labels_means_its_whole_namespace() -> None:
     assert not may_connect(policies, OUTSIDE["stranger"], OURS["hub"], HUB_PORT)
 
 
-def test_forgotten_labels_of_the_operator_let_nobody_in_for_it() -> None:
+def test_missing_operator_labels_admit_no_pod() -> None:
     """An empty selector would let its whole namespace in."""
     policies = objects(rendered.make_job(FETCHED), operator_labels={}, gateway_labels={})
     for source in ("operator", "gateway", "neighbour of the operator"):
@@ -116,7 +116,7 @@ def test_forgotten_labels_of_the_operator_let_nobody_in_for_it() -> None:
 
 
 @pytest.mark.parametrize("kind", rendered.VARIETY)
-def test_no_policy_says_anything_about_outgoing_connections(kind: str) -> None:
+def test_no_policy_restricts_outgoing_connections(kind: str) -> None:
     job = rendered.make_job(rendered.VARIETY[kind])
     assert all(policy["spec"]["policyTypes"] == ["Ingress"] for policy in objects(job))
     assert bool(objects(job)) == (job.spec.network.policy == "JobOnly")
@@ -129,7 +129,7 @@ def test_services_find_the_pods_of_this_job_alone() -> None:
     made += render.hub_objects(job, owner, rendered.SETTINGS)
     selectors = {obj["metadata"]["name"]: obj["spec"]["selector"] for _, obj in made if obj["kind"] == "Service"}
     found = {
-        name: sorted(who for who, one in EVERYBODY.items() if fits({"matchLabels": chosen}, one.labels))
+        name: sorted(who for who, peer in EVERYBODY.items() if fits({"matchLabels": chosen}, peer.labels))
         for name, chosen in selectors.items()
     }
     elsewhere = "job elsewhere"  # a Service looks into its own namespace only
@@ -137,17 +137,17 @@ def test_services_find_the_pods_of_this_job_alone() -> None:
     assert set(ReplicaType) == {ReplicaType.WORKER, ReplicaType.HUB, ReplicaType.INIT}
 
 
-def test_what_an_edit_takes_out_of_a_job_is_not_wanted_any_more() -> None:
+def test_objects_removed_from_a_spec_are_no_longer_rendered() -> None:
     """An object that only another spec of the job has would stay until the job is deleted."""
     whole = rendered.make_job({"analyzer": {"enabled": True}})
     less = rendered.make_job({"analyzer": {"enabled": False}, "network": {"policy": "None"}})
     owner = rendered.owner_of(whole)
-    gone = objects_of(whole) - objects_of(less)
-    assert ("configmaps", "gpt-job") in gone
+    removed = objects_of(whole) - objects_of(less)
+    assert ("configmaps", "gpt-job") in removed
     unwanted = {
         (resource.plural, name) for resource, name in render.unwanted_hub_objects(less, owner, rendered.SETTINGS)
     }
-    assert gone <= unwanted and not unwanted & objects_of(less)
+    assert removed <= unwanted and not unwanted & objects_of(less)
 
 
 def objects_of(job: MegatronJob) -> set[tuple[str, str]]:

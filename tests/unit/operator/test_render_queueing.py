@@ -49,18 +49,21 @@ def shape(pod: rendered.Object) -> rendered.Object:
     """Return what Kueue distinguishes pod sets by; a workload may have few of them."""
     parts = ("nodeSelector", "affinity", "tolerations", "runtimeClassName", "topologySpreadConstraints", "overhead")
     containers = [
-        [(one.get("resources", {}).get("requests"), one.get("ports")) for one in pod["spec"].get(kind, [])]
+        [
+            (container.get("resources", {}).get("requests"), container.get("ports"))
+            for container in pod["spec"].get(kind, [])
+        ]
         for kind in ("containers", "initContainers")
     ]
     return {"containers": containers, **{name: pod["spec"].get(name) for name in parts}}
 
 
 @pytest.mark.parametrize("kind", rendered.VARIETY)
-def test_workers_have_one_shape_for_each_group_of_workers(kind: str) -> None:
+def test_workers_have_the_same_shape_within_each_group(kind: str) -> None:
     job = rendered.make_job(rendered.VARIETY[kind])
     for alike in job.world.worker_groups:
         shapes = [shape(rendered.make_worker(job, index, excluded=("a",))) for index in alike.indices]
-        assert all(one == shapes[0] for one in shapes)
+        assert all(shape == shapes[0] for shape in shapes)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +118,8 @@ def test_another_name_of_the_scheduler() -> None:
     ],
 )
 def test_pod_groups(kind: str, spec: rendered.Object) -> None:
-    asked = {"requests": {"cpu": "1"}, "limits": {"cpu": "2", "memory": "4480Mi"}}
-    patch = {**rendered.GPUS, **rendered.ANALYZED, "resources": asked, "priorityClassName": "high"}
+    resources = {"requests": {"cpu": "1"}, "limits": {"cpu": "2", "memory": "4480Mi"}}
+    patch = {**rendered.GPUS, **rendered.ANALYZED, "resources": resources, "priorityClassName": "high"}
     made = group(rendered.make_job({**patch, **rendered.VARIETY[kind]}))
     assert made is not None
     assert made["spec"] == spec
@@ -128,8 +131,8 @@ def test_a_gang_of_several_kinds_of_workers_asks_for_all_of_them() -> None:
     assert made is not None
     assert made["spec"]["minMember"] == job.world.nodes
     pods = [rendered.make_worker(job, index) for index in range(job.world.nodes)]
-    asked = [rendered.container(pod, "trainer").get("resources", {}).get("limits", {}) for pod in pods]
-    total = sum(int(one.get("nvidia.com/gpu", 0)) for one in asked)
+    limits = [rendered.container(pod, "trainer").get("resources", {}).get("limits", {}) for pod in pods]
+    total = sum(int(limit.get("nvidia.com/gpu", 0)) for limit in limits)
     assert made["spec"]["minResources"]["nvidia.com/gpu"] == str(total)
 
 

@@ -17,13 +17,13 @@ OWNER = rendered.owner_of(JOB)
 OBJECTS = render.gang_objects(JOB, OWNER, AttemptSettings(number=0), rendered.SETTINGS)
 GATEWAY = Place(namespace="megatron-system", labels=rendered.SETTINGS.gateway_labels)
 OPERATOR = Place(namespace="megatron-system", labels=rendered.SETTINGS.operator_labels)
-BESIDE = Place(namespace="default", labels={"app": "client"})
+NEIGHBOUR = Place(namespace="default", labels={"app": "client"})
 ELSEWHERE = Place(namespace="other", labels={"app": "client"})
 
 
 def trainer(index: int, job: Any = JOB) -> dict[str, Any]:
     pod = render.worker_pod(job, OWNER, AttemptSettings(number=0), index, rendered.SETTINGS)
-    found: dict[str, Any] = next(one for one in pod["spec"]["containers"] if one["name"] == "trainer")
+    found: dict[str, Any] = next(container for container in pod["spec"]["containers"] if container["name"] == "trainer")
     return found
 
 
@@ -48,21 +48,21 @@ def test_a_job_that_trains_has_none_of_it() -> None:
     assert "megatronapp_trainer.serve" not in " ".join(container["command"])
 
 
-def test_workers_run_the_server_and_rank_0_says_when_it_is_ready() -> None:
+def test_workers_run_the_server_and_rank_0_has_the_readiness_probe() -> None:
     first, second = trainer(0), trainer(1)
     assert first["command"] == second["command"]
-    words = first["command"][: first["command"].index("--")]
-    assert words[-1] == "--program=-m megatronapp_trainer.serve"
+    launcher = first["command"][: first["command"].index("--")]
+    assert launcher[-1] == "--program=-m megatronapp_trainer.serve"
     assert "--load" in first["command"]
     assert first["ports"] == second["ports"], "pods of one shape for a queue"
     assert first["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "serve"}
     assert "readinessProbe" not in second
-    told = {one["name"]: one.get("value") for one in first["env"]}
-    assert told[Env.SERVE_ADDRESS] == f"0.0.0.0:{SERVE_PORT}"
-    assert Env.SERVE_ADDRESS not in {one["name"] for one in second["env"]}
+    variables = {variable["name"]: variable.get("value") for variable in first["env"]}
+    assert variables[Env.SERVE_ADDRESS] == f"0.0.0.0:{SERVE_PORT}"
+    assert Env.SERVE_ADDRESS not in {variable["name"] for variable in second["env"]}
 
 
-def test_the_hub_is_told_where_the_model_answers() -> None:
+def test_the_hub_gets_the_url_of_the_model() -> None:
     (hub,) = render.hub_pod(JOB, OWNER, rendered.SETTINGS, starts=1)["spec"]["containers"]
     url = hub["command"][hub["command"].index("--serve-url") + 1]
     assert url == "http://gpt-serve.default.svc.cluster.local:8000"
@@ -73,16 +73,16 @@ def test_the_hub_is_told_where_the_model_answers() -> None:
 @pytest.mark.parametrize(
     ("source", "port", "allowed"),
     [
-        (BESIDE, SERVE_PORT, True),
+        (NEIGHBOUR, SERVE_PORT, True),
         (GATEWAY, SERVE_PORT, True),
         (ELSEWHERE, SERVE_PORT, False),
         (OPERATOR, SERVE_PORT, False),
-        (BESIDE, STATUS_PORT, False),
+        (NEIGHBOUR, STATUS_PORT, False),
         (GATEWAY, STATUS_PORT, False),
         (OPERATOR, STATUS_PORT, True),
     ],
 )
-def test_who_may_ask_the_model(source: Place, port: int, *, allowed: bool) -> None:
+def test_the_network_policy_admits_clients_of_the_model(source: Place, port: int, *, allowed: bool) -> None:
     meta = render.worker_pod(JOB, OWNER, AttemptSettings(number=0), 0, rendered.SETTINGS)["metadata"]
     worker = Place(namespace=meta["namespace"], labels=meta["labels"])
     policies = [obj for resource, obj in OBJECTS if resource == NETWORK_POLICIES]

@@ -21,18 +21,18 @@ def with_template(spec: rendered.Object, metadata: rendered.Object | None = None
 def test_containers_are_merged_by_name_and_variables_too() -> None:
     trainer = {"name": "trainer", "env": [{"name": "B", "value": "template"}], "workingDir": "/work"}
     pod = with_template({"containers": [{"name": "extra", "image": "x"}, trainer]})
-    assert [one["name"] for one in pod["spec"]["containers"]] == ["trainer", "agent", "extra"]
-    told = rendered.environment(pod)
-    assert (told["A"], told["B"]) == ("job", "template")
+    assert [container["name"] for container in pod["spec"]["containers"]] == ["trainer", "agent", "extra"]
+    environment = rendered.environment(pod)
+    assert (environment["A"], environment["B"]) == ("job", "template")
     assert rendered.container(pod)["workingDir"] == "/work"
     assert rendered.container(pod)["image"] == "registry.example/trainer:1"
 
 
-def test_a_variable_may_come_from_elsewhere() -> None:
+def test_a_variable_with_a_source_is_not_merged_with_another() -> None:
     """Check that no variable is merged from half of one entry and half of another."""
     source = {"secretKeyRef": {"name": "s", "key": "k"}}
     pod = with_template({"containers": [{"name": "trainer", "env": [{"name": "A", "valueFrom": source}]}]})
-    entry = next(one for one in rendered.container(pod)["env"] if one["name"] == "A")
+    entry = next(variable for variable in rendered.container(pod)["env"] if variable["name"] == "A")
     assert entry == {"name": "A", "valueFrom": source}
 
 
@@ -52,7 +52,7 @@ def test_tolerations_and_pull_secrets_are_joined() -> None:
     job = rendered.make_job({**rendered.GPUS, "imagePullSecrets": [{"name": "a"}]})
     template = {"tolerations": [{"key": "k", "operator": "Exists"}], "imagePullSecrets": [{"name": "b"}]}
     spec = rendered.make_worker(rendered.with_template(job, template))["spec"]
-    assert [one["key"] for one in spec["tolerations"]] == ["nvidia.com/gpu", "k"]
+    assert [toleration["key"] for toleration in spec["tolerations"]] == ["nvidia.com/gpu", "k"]
     assert spec["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]
 
 
@@ -108,8 +108,8 @@ def test_what_the_gang_rests_on_is_not_changed() -> None:
         theirs, own = rendered.container(pod, name), rendered.container(ours, name)
         assert (theirs["command"], "args" in theirs) == (own["command"], False)
         assert theirs["volumeMounts"] == own["volumeMounts"]
-        told, known = rendered.environment(pod, name), rendered.environment(ours, name)
-        assert {variable: told[variable] for variable in known} == known
+        environment, known = rendered.environment(pod, name), rendered.environment(ours, name)
+        assert {variable: environment[variable] for variable in known} == known
     assert "restartPolicy" not in rendered.container(pod)
 
 

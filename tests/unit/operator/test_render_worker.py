@@ -45,10 +45,10 @@ def test_dollar_signs_reach_the_ranks_as_they_are_written() -> None:
     assert rendered.environment(pod)["A"] == "$$$$(B) $$C"
 
 
-def test_a_worker_is_told_its_place() -> None:
+def test_a_worker_gets_its_place_in_the_environment() -> None:
     job = rendered.make_job(rendered.ANALYZED, namespace="team")
-    told = rendered.environment(rendered.make_worker(job, 1, attempt=7, cluster_domain="example.org"))
-    assert {name: value for name, value in told.items() if name in OURS} == {
+    environment = rendered.environment(rendered.make_worker(job, 1, attempt=7, cluster_domain="example.org"))
+    assert {name: value for name, value in environment.items() if name in OURS} == {
         "MEGATRONAPP_JOB": "gpt",
         "MEGATRONAPP_JOB_UID": rendered.UID,
         "MEGATRONAPP_ATTEMPT": "7",
@@ -77,14 +77,14 @@ def test_only_the_first_worker_serves_the_status() -> None:
 
 def test_without_an_analyzer_there_is_neither_agent_nor_hub() -> None:
     pod = rendered.make_worker(rendered.make_job())
-    assert [one["name"] for one in pod["spec"]["containers"]] == ["trainer"]
+    assert [container["name"] for container in pod["spec"]["containers"]] == ["trainer"]
     assert Env.HUB_URL not in rendered.environment(pod)
 
 
-def test_the_agent_is_an_ordinary_container_behind_the_trainer() -> None:
+def test_the_agent_is_an_ordinary_container_after_the_trainer() -> None:
     """Check the order: an agent that starts before the trainer could keep it from starting (docs/adr/0010)."""
     spec = spec_of(rendered.ANALYZED)
-    assert [one["name"] for one in spec["containers"]] == ["trainer", "agent"]
+    assert [container["name"] for container in spec["containers"]] == ["trainer", "agent"]
     assert "initContainers" not in spec
     agent = spec["containers"][1]
     assert not {"startupProbe", "readinessProbe", "livenessProbe", "restartPolicy", "lifecycle"} & set(agent)
@@ -96,7 +96,7 @@ def test_trainer_and_agent_see_the_same_shared_memory_and_settings() -> None:
     trainer, agent = rendered.environment(pod), rendered.environment(pod, "agent")
     assert {name: trainer[name] for name in agent} == agent
     mounts = [
-        {one["mountPath"]: one["name"] for one in rendered.container(pod, name)["volumeMounts"]}
+        {mount["mountPath"]: mount["name"] for mount in rendered.container(pod, name)["volumeMounts"]}
         for name in ("trainer", "agent")
     ]
     assert mounts[0]["/dev/shm"] == mounts[1]["/dev/shm"] == "shm"
@@ -148,7 +148,7 @@ def test_a_hub_that_starts_slowly_is_not_killed_for_it() -> None:
 def test_shared_memory_fits_the_memory_limit(shm: str | None, memory: str | None, size: str) -> None:
     patch: rendered.Object = {"shm": {"sizeLimit": shm} if shm else {}}
     patch |= {"resources": {"limits": {"memory": memory}}} if memory else {}
-    volumes = {one["name"]: one for one in spec_of(patch)["volumes"]}
+    volumes = {volume["name"]: volume for volume in spec_of(patch)["volumes"]}
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
 
 
@@ -163,11 +163,11 @@ def test_shared_memory_fits_the_memory_limit(shm: str | None, memory: str | None
 )
 def test_shared_memory_fits_the_memory_limit_of_the_template(template: rendered.Object, size: str) -> None:
     job = rendered.with_template(rendered.make_job({"resources": {"limits": {"memory": "10Gi"}}}), template)
-    volumes = {one["name"]: one for one in rendered.make_worker(job)["spec"]["volumes"]}
+    volumes = {volume["name"]: volume for volume in rendered.make_worker(job)["spec"]["volumes"]}
     assert volumes["shm"]["emptyDir"]["sizeLimit"] == size
 
 
-def test_gpus_are_asked_for_and_their_taint_is_stood() -> None:
+def test_gpus_are_requested_and_their_taint_is_tolerated() -> None:
     spec = spec_of({**rendered.GPUS, "gpuResourceName": "example.com/gpu", "resources": {"limits": {"cpu": "9"}}})
     trainer = spec["containers"][0]
     assert trainer["resources"] == {
@@ -175,13 +175,13 @@ def test_gpus_are_asked_for_and_their_taint_is_stood() -> None:
         "limits": {"cpu": "9", "example.com/gpu": "8"},
     }
     assert spec["tolerations"] == [{"key": "example.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    assert "CUDA_VISIBLE_DEVICES" not in {one["name"] for one in trainer["env"]}
+    assert "CUDA_VISIBLE_DEVICES" not in {variable["name"] for variable in trainer["env"]}
 
 
 def test_a_worker_without_gpus_sees_none() -> None:
     pod = rendered.make_worker(rendered.make_job({"env": [{"name": "CUDA_VISIBLE_DEVICES", "value": "0"}]}))
-    told = rendered.environment(pod)
-    assert (told["CUDA_VISIBLE_DEVICES"], told["NVIDIA_VISIBLE_DEVICES"]) == ("", "void")
+    environment = rendered.environment(pod)
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["NVIDIA_VISIBLE_DEVICES"]) == ("", "void")
     assert "tolerations" not in pod["spec"]
     assert rendered.container(pod)["resources"] == {}
 
@@ -201,7 +201,10 @@ def test_forward_workers_go_where_they_are_sent() -> None:
 def test_images_and_how_they_are_pulled() -> None:
     default = spec_of(rendered.ANALYZED, image_pull_policy="Never")
     chosen = spec_of({**rendered.VARIETY["own-image"], "analyzer": {"enabled": True, "image": "mine/hub"}})
-    pairs = [[(one["image"], one["imagePullPolicy"]) for one in spec["containers"]] for spec in (default, chosen)]
+    pairs = [
+        [(container["image"], container["imagePullPolicy"]) for container in spec["containers"]]
+        for spec in (default, chosen)
+    ]
     assert pairs == [
         [("registry.example/trainer:1", "Never"), ("registry.example/analyzer:1", "Never")],
         [("registry.example/mine:2", "Always"), ("mine/hub", "Always")],
@@ -209,7 +212,7 @@ def test_images_and_how_they_are_pulled() -> None:
     assert chosen["imagePullSecrets"] == [{"name": "pull"}]
 
 
-def test_a_pod_holds_no_credentials_and_ends_as_its_manifest_says() -> None:
+def test_a_pod_has_no_credentials_and_ends_as_its_manifest_specifies() -> None:
     spec = spec_of({"runPolicy": {"terminationGracePeriodSeconds": 77}})
     assert spec["automountServiceAccountToken"] is False
     assert spec["enableServiceLinks"] is False
@@ -220,9 +223,9 @@ def test_a_pod_holds_no_credentials_and_ends_as_its_manifest_says() -> None:
 
 def test_claims_are_mounted_once_for_each_place() -> None:
     spec = spec_of(rendered.CLAIMS)
-    claims = [one["persistentVolumeClaim"] for one in spec["volumes"] if "persistentVolumeClaim" in one]
+    claims = [volume["persistentVolumeClaim"] for volume in spec["volumes"] if "persistentVolumeClaim" in volume]
     assert claims == [{"claimName": "corpus"}]
-    mounts = {one["mountPath"]: one for one in spec["containers"][0]["volumeMounts"]}
+    mounts = {mount["mountPath"]: mount for mount in spec["containers"][0]["volumeMounts"]}
     assert mounts["/data"] == {"name": "claim-0", "mountPath": "/data", "readOnly": True}
     assert mounts["/ckpt"] == {"name": "claim-0", "mountPath": "/ckpt", "subPath": "saved"}
 
@@ -231,8 +234,8 @@ def test_initializers_write_where_the_ranks_read() -> None:
     job = rendered.make_job(rendered.VARIETY["initializers"])
     pod = rendered.make_worker(job)
     cache = rendered.container(pod, "init-cache")
-    assert [one["name"] for one in pod["spec"]["initContainers"]] == ["init-cache"]
-    places = {one["mountPath"]: one for one in cache["volumeMounts"]}
+    assert [container["name"] for container in pod["spec"]["initContainers"]] == ["init-cache"]
+    places = {mount["mountPath"]: mount for mount in cache["volumeMounts"]}
     assert places["/cache"] in rendered.container(pod)["volumeMounts"]
     assert "readOnly" not in places["/data"]
     assert rendered.environment(pod, "init-cache")["TARGET"] == "/cache"
@@ -254,16 +257,19 @@ def test_launchers_wait_for_others_that_still_prepare_longer_than_the_operator_j
     assert gather_s(rendered.VARIETY["initializers"]) >= 86400 > plain_s > 3 * 900
 
 
-def test_initializers_of_the_job_run_one_after_the_other_in_a_pod_of_their_own() -> None:
+def test_initializers_of_the_job_run_in_sequence_in_a_separate_pod() -> None:
     job = rendered.make_job(rendered.VARIETY["initializers"])
     pod = render.init_pod(job, rendered.owner_of(job), rendered.SETTINGS)
     assert pod is not None
     spec = pod["spec"]
-    assert [one["name"] for one in (*spec["initContainers"], *spec["containers"])] == ["init-corpus", "init-tokenizer"]
+    assert [container["name"] for container in (*spec["initContainers"], *spec["containers"])] == [
+        "init-corpus",
+        "init-tokenizer",
+    ]
     assert spec["restartPolicy"] == "Never"
     corpus = spec["initContainers"][0]
     assert corpus["envFrom"] == [{"secretRef": {"name": "bucket"}}]
-    assert {one["name"]: one["value"] for one in corpus["env"]}["STORAGE_URI"] == "s3://bucket/corpus"
+    assert {variable["name"]: variable["value"] for variable in corpus["env"]}["STORAGE_URI"] == "s3://bucket/corpus"
     assert spec["containers"][0]["args"] == ["$(STORAGE_URI)"]
     assert render.init_pod(rendered.make_job(), rendered.owner_of(job), rendered.SETTINGS) is None
 
@@ -285,11 +291,11 @@ def test_initializers_and_hub_have_the_priority_of_their_job_and_initializers_it
     assert hub["priorityClassName"] == "high" and "nodeSelector" not in hub
 
 
-def test_preflight_is_told_what_the_pod_should_have() -> None:
+def test_preflight_gets_the_resources_of_the_pod() -> None:
     rdma = {"enabled": True, "resourceName": "rdma/ib", "hca": "mlx5_0"}
     network = {"mode": "SharedDevice", "rdma": rdma, "preflight": {"enabled": True, "timeoutSeconds": 30}}
-    told = rendered.environment(rendered.make_worker(rendered.make_job({**rendered.GPUS, "network": network})))
-    assert json.loads(told[Env.PREFLIGHT]) == {
+    environment = rendered.environment(rendered.make_worker(rendered.make_job({**rendered.GPUS, "network": network})))
+    assert json.loads(environment[Env.PREFLIGHT]) == {
         "enabled": True,
         "timeoutSeconds": 30,
         "gpus": 8,
@@ -313,7 +319,7 @@ def test_the_template_hash_is_of_the_job_and_not_of_an_attempt() -> None:
 def test_the_template_hash_sees_the_forward_workers() -> None:
     patch = rendered.VARIETY["forward-apart"]
     other = rendered.joined(patch, {"fbd": {"forward": {"nodeSelector": {"pool": "other"}}}})
-    hashes = {render.template_hash(rendered.make_job(one), rendered.SETTINGS) for one in (patch, other)}
+    hashes = {render.template_hash(rendered.make_job(nodes), rendered.SETTINGS) for nodes in (patch, other)}
     assert len(hashes) == 2
 
 

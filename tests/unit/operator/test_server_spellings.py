@@ -25,63 +25,69 @@ VALUES = {
     "T": "0.7",
     "P": "0.9",
 }
-OWN = [one for one in SPELLINGS if one.answer is None]
+OWN = [spelling for spelling in SPELLINGS if spelling.answer is None]
 
 
-def parse(*words: str) -> argparse.Namespace:
+def parse(*arguments: str) -> argparse.Namespace:
     parser = CommandParser(prog="megatronapp")
     commands.register(parser.add_subparsers(parser_class=CommandParser))
-    return parser.parse_args(list(words))
+    return parser.parse_args(list(arguments))
 
 
-def said(one: LegacyOption) -> list[str]:
-    return [one.flag] if one.takes is None else [one.flag, VALUES.get(one.takes, "4")]
+def arguments_for(option: LegacyOption) -> list[str]:
+    return [option.flag] if option.takes is None else [option.flag, VALUES.get(option.takes, "4")]
 
 
-def arguments_of(*words: str) -> tuple[dict[str, Any], list[str]]:
+def arguments_of(*arguments: str) -> tuple[dict[str, Any], list[str]]:
     """The manifest of a command line, and what its ranks are started with."""
-    document = manifest_of(parse("serve", "--load", "saved", *words))
+    document = manifest_of(parse("serve", "--load", "saved", *arguments))
     return document, megatron_arguments(load_job(document))
 
 
-def test_no_option_stands_twice_or_hides_one_of_ours() -> None:
-    flags = [one.flag for one in SPELLINGS]
+def test_no_option_is_listed_twice_or_hides_another_option() -> None:
+    flags = [spelling.flag for spelling in SPELLINGS]
     assert len(set(flags)) == len(flags)
     parse("serve", "--load", "saved")  # argparse refuses a flag that is added twice
 
 
-@pytest.mark.parametrize("one", OWN, ids=lambda one: one.flag)
-def test_an_option_runs_as_it_says(one: LegacyOption, capsys: pytest.CaptureFixture[str]) -> None:
-    document, arguments = arguments_of(*said(one))
+@pytest.mark.parametrize("spelling", OWN, ids=lambda spelling: spelling.flag)
+def test_an_option_runs_as_described(spelling: LegacyOption, capsys: pytest.CaptureFixture[str]) -> None:
+    document, arguments = arguments_of(*arguments_for(spelling))
     read_command(arguments)  # the trainer knows all of them
-    if one.passed:
-        assert document["spec"]["args"] == said(one)
-    elif one.means is not None:
-        assert document == manifest_of(parse("serve", "--load", "saved", one.means, said(one)[1]))
+    if spelling.passed:
+        assert document["spec"]["args"] == arguments_for(spelling)
+    elif spelling.means is not None:
+        assert document == manifest_of(parse("serve", "--load", "saved", spelling.means, arguments_for(spelling)[1]))
     else:
         assert document == manifest_of(parse("serve", "--load", "saved"))
-    told = capsys.readouterr().err
-    assert told == ("" if one.belongs is None else f"note: {' '.join(said(one))}: {one.belongs}\n")
+    errors = capsys.readouterr().err
+    assert errors == (
+        "" if spelling.belongs is None else f"note: {' '.join(arguments_for(spelling))}: {spelling.belongs}\n"
+    )
 
 
-@pytest.mark.parametrize("one", [one for one in SPELLINGS if one.answer is not None], ids=lambda one: one.flag)
-def test_an_option_is_answered(one: LegacyOption, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "spelling", [spelling for spelling in SPELLINGS if spelling.answer is not None], ids=lambda spelling: spelling.flag
+)
+def test_an_option_is_answered(spelling: LegacyOption, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse("serve", "--load", "saved", *said(one))
+        parse("serve", "--load", "saved", *arguments_for(spelling))
     assert ended.value.code == 2
-    assert f"error: {one.flag}: {one.answer}\n" in capsys.readouterr().err
+    assert f"error: {spelling.flag}: {spelling.answer}\n" in capsys.readouterr().err
 
 
 def test_what_is_passed_on_is_known_to_the_trainer() -> None:
     from megatronapp_trainer.config import build_parser
 
     known = {flag for action in build_parser()._actions for flag in action.option_strings}
-    assert {one.flag for one in SPELLINGS if one.passed} <= known
+    assert {option.flag for option in SPELLINGS if option.passed} <= known
 
 
-@pytest.mark.parametrize("one", [one for one in COMMANDS if one.ours], ids=lambda one: one.theirs)
-def test_a_command_is_one_of_ours(one: LegacyCommand) -> None:
-    assert callable(parse(*one.ours).func)
+@pytest.mark.parametrize(
+    "command", [command for command in COMMANDS if command.ours], ids=lambda command: command.theirs
+)
+def test_a_command_is_a_known_command(command: LegacyCommand) -> None:
+    assert callable(parse(*command.ours).func)
 
 
 def test_a_whole_script_runs() -> None:
@@ -99,7 +105,7 @@ def test_the_documentation_shows_the_table() -> None:
     assert table() in DOCUMENT.read_text(encoding="utf-8")
 
 
-def test_a_slip_in_one_of_two_needed_options_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_typing_error_in_a_required_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("serve", "--laod", "runs/a")
     assert "unknown option --laod; did you mean --load?" in capsys.readouterr().err

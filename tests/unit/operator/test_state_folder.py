@@ -70,9 +70,9 @@ def test_a_file_in_place_of_the_state_folder_is_named(
     (tmp_path / "megatronapp").write_text("a file")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main([command, *COMMANDS[command]]) == 1
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     sentence = "cannot keep the state of jobs here: Not a directory; remove the file, or set XDG_STATE_HOME"
-    assert (said.out, said.err) == ("", f"error: {tmp_path}/megatronapp: {sentence} to another folder\n")
+    assert (output.out, output.err) == ("", f"error: {tmp_path}/megatronapp: {sentence} to another folder\n")
 
 
 def run_on_a_mount(tmp_path: pathlib.Path, fault: str) -> list[list[str]]:
@@ -82,15 +82,15 @@ def run_on_a_mount(tmp_path: pathlib.Path, fault: str) -> list[list[str]]:
     manifest.write_text(MANIFEST)
     script.write_text(textwrap.dedent(ON_A_MOUNT))
     mount = f"mount -t tmpfs -o size=64k,nr_inodes=64 none {state} || exit 77\n"
-    words = ["unshare", "--mount", "--map-root-user", "sh", "-c", f'{mount} exec "$@"', "sh"]
-    command = [*words, sys.executable, str(script), str(state), str(manifest), fault]
+    unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c", f'{mount} exec "$@"', "sh"]
+    command = [*unshare, sys.executable, str(script), str(state), str(manifest), fault]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 77 or "unshare failed" in done.stderr:
         pytest.skip(f"no mount of one's own on this machine: {done.stderr.strip()}")
     return [block.splitlines() for block in done.stderr.split("> ")[1:]]
 
 
-def test_a_full_disk_is_one_sentence_with_the_path(tmp_path: pathlib.Path) -> None:
+def test_a_full_disk_is_reported_in_a_single_sentence_with_the_path(tmp_path: pathlib.Path) -> None:
     jobs = tmp_path / "state" / "megatronapp" / "jobs"
     answers = run_on_a_mount(tmp_path, "full")
     for answer in answers[:2]:
@@ -101,7 +101,7 @@ def test_a_full_disk_is_one_sentence_with_the_path(tmp_path: pathlib.Path) -> No
     assert answers[2][1:] == ["0"], "what was kept can be deleted"
 
 
-def test_a_read_only_folder_is_one_sentence_with_the_path(tmp_path: pathlib.Path) -> None:
+def test_a_read_only_folder_is_reported_in_a_single_sentence_with_the_path(tmp_path: pathlib.Path) -> None:
     jobs = tmp_path / "state" / "megatronapp" / "jobs"
     *refused, shown = run_on_a_mount(tmp_path, "read-only")
     for command, error, code in refused:

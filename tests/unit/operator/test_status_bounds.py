@@ -64,8 +64,8 @@ SUMMARIES = st.fixed_dictionaries(
 
 def numbers(document: Any) -> Iterator[int]:
     if isinstance(document, dict | list):
-        for one in document.values() if isinstance(document, dict) else document:
-            yield from numbers(one)
+        for value in document.values() if isinstance(document, dict) else document:
+            yield from numbers(value)
     elif isinstance(document, int):
         yield document
 
@@ -111,7 +111,7 @@ def test_every_page_of_a_launcher_becomes_a_status_that_can_be_written(page: Any
     check(written(HubSummary(progress=progress)))
 
 
-def test_as_many_long_verdicts_as_a_hub_can_tell_fit() -> None:
+def test_the_largest_answer_of_a_hub_fits_into_a_status() -> None:
     text = "\U0001f9ea" * 5000
     subject = {"type": text, "ranks": [2**62] * 5000, "node": text}
     verdict = {"id": text, "subject": subject, "cause": text, "state": "confirmed", "sentence": text}
@@ -123,13 +123,13 @@ def test_as_many_long_verdicts_as_a_hub_can_tell_fit() -> None:
     assert many is not None and len(many.slow_ranks) == 64
     document = written(many)
     check(document)
-    assert [len(one["message"]) for one in document["conditions"] if one["type"] == "SlowNodeDetected"] == [
-        64 * 501 - 1
-    ]
+    assert [
+        len(condition["message"]) for condition in document["conditions"] if condition["type"] == "SlowNodeDetected"
+    ] == [64 * 501 - 1]
 
 
 @given(st.text())
-def test_the_note_of_an_event_is_cut_in_bytes_and_between_letters(text: str) -> None:
+def test_the_note_of_an_event_is_truncated_in_bytes_between_characters(text: str) -> None:
     owner = JobOwner(namespace="n", name="j", uid="u")
     event = RecordEvent(type=EventType.NORMAL, reason="R", message=to_single_line(text) * 200)
     note = _event(owner, event, "me")["note"].encode()
@@ -138,4 +138,4 @@ def test_the_note_of_an_event_is_cut_in_bytes_and_between_letters(text: str) -> 
 
 
 def test_numbers_of_a_record_that_no_status_holds_are_none() -> None:
-    assert [_number(one) for one in (0, 2**31 - 1, 2**31, -1, True, "1", None)] == [0, 2**31 - 1, *[None] * 5]
+    assert [_number(number) for number in (0, 2**31 - 1, 2**31, -1, True, "1", None)] == [0, 2**31 - 1, *[None] * 5]

@@ -24,16 +24,16 @@ def test_a_good_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "megatronjob.megatronapp.io/demo is valid\n"
 
 
-def test_all_problems_of_a_manifest_are_told(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_of_a_manifest_are_printed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "bad.yaml", nodes=0, trainning={})
     assert cli.main(["validate", str(path)]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "error: spec.trainning: unknown field; did you mean training?\n" in told.err
-    assert "error: spec.nodes: 0 is too small; write 1 or more\n" in told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "error: spec.trainning: unknown field; did you mean training?\n" in output.err
+    assert "error: spec.nodes: 0 is too small; write 1 or more\n" in output.err
 
 
-def test_numbers_that_may_not_fit_together_are_told_to_be_taken_one_by_one(
+def test_sizes_that_may_not_fit_together_get_a_recommendation(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))["spec"]["model"]
@@ -47,12 +47,14 @@ def test_numbers_that_may_not_fit_together_are_told_to_be_taken_one_by_one(
     assert note.startswith("note: each number above fits the fields as they are now; change one")
 
 
-def test_several_files_are_told_apart(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_of_several_files_are_printed_separately(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad, missing = write(tmp_path, "bad.yaml", nodes=0), tmp_path / "missing.yaml"
     assert cli.main(["validate", str(bad), str(missing), str(EXAMPLE)]) == 2
-    told = capsys.readouterr()
-    assert told.out == "megatronjob.megatronapp.io/demo is valid\n"
-    assert told.err.splitlines() == [
+    output = capsys.readouterr()
+    assert output.out == "megatronjob.megatronapp.io/demo is valid\n"
+    assert output.err.splitlines() == [
         f"error: {bad}: spec.nodes: 0 is too small; write 1 or more",
         f"error: {missing}: cannot read the manifest: No such file or directory",
     ]

@@ -22,7 +22,7 @@ def ended(outcome: WorkerOutcome) -> Worker:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
+    ("outcome", "expected"),
     [
         (
             WorkerOutcome(code=1, reason="RankFailed", message=TRACEBACK, rank=3),
@@ -35,19 +35,21 @@ def ended(outcome: WorkerOutcome) -> Worker:
         ),
     ],
 )
-def test_a_failure_is_told_by_its_last_words_and_names_the_log(outcome: WorkerOutcome, said: str) -> None:
-    assert describe(ended(outcome), "demo") == said
-
-
-@pytest.mark.parametrize(("count", "said", "all_said"), [(1, "1 worker", "the only worker"), (2, "2 workers", "all 2")])
-def test_one_worker_is_not_many(count: int, said: str, all_said: str) -> None:
-    spec = JobSpec(name="demo", uid="u", worker_groups=worker_groups(count))
-    assert spec.workers_text == said
-    assert spec.all_workers_text.startswith(all_said)
+def test_a_failure_is_described_by_its_last_lines_and_names_the_log(outcome: WorkerOutcome, expected: str) -> None:
+    assert describe(ended(outcome), "demo") == expected
 
 
 @pytest.mark.parametrize(
-    ("spec", "force", "said"),
+    ("count", "expected", "expected_all"), [(1, "1 worker", "the only worker"), (2, "2 workers", "all 2")]
+)
+def test_a_single_worker_is_described_in_the_singular(count: int, expected: str, expected_all: str) -> None:
+    spec = JobSpec(name="demo", uid="u", worker_groups=worker_groups(count))
+    assert spec.workers_text == expected
+    assert spec.all_workers_text.startswith(expected_all)
+
+
+@pytest.mark.parametrize(
+    ("spec", "force", "expected"),
     [
         ({"mode": "serve"}, False, "stopping; open requests end with an error; at most 30 s"),
         ({"checkpoint": {"save": "ckpt"}}, False, "stopping; a checkpoint is written; at most 30 s"),
@@ -56,12 +58,12 @@ def test_one_worker_is_not_many(count: int, said: str, all_said: str) -> None:
         ({"mode": "serve"}, True, "stopping at once"),
     ],
 )
-def test_a_deletion_says_what_it_waits_for(
-    tmp_path: pathlib.Path, spec: dict[str, Any], force: bool, said: str
+def test_a_deletion_describes_what_it_waits_for(
+    tmp_path: pathlib.Path, spec: dict[str, Any], force: bool, expected: str
 ) -> None:
     document = {"spec": spec | {"runPolicy": {"terminationGracePeriodSeconds": 30}}, "status": {"phase": "Running"}}
     view = JobView(paths=JobPaths(tmp_path), document=document, alive=True)
-    assert _stopping(view, force=force) == said
+    assert _stopping(view, force=force) == expected
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.RUNNING])
