@@ -127,6 +127,11 @@ def encode(frame: Frame) -> bytes:
     return bytes(out)
 
 
+def encode_error(code: str, message: str, hint: str = "") -> bytes:
+    """Encode an ERROR frame: the last one of a connection, which says why it ends."""
+    return encode(Frame(FrameType.ERROR, {"code": code, "message": message, "hint": hint}))
+
+
 def accepts(version: object, newest: int) -> bool:
     """Return true if a peer of version `newest` reads this version: its own, and the one before.
 

@@ -39,6 +39,21 @@ class ReplicaType(enum.StrEnum):
     INIT = "init"
 
 
+class CloseCode(enum.IntEnum):
+    """Codes with which servers close a WebSocket (RFC 6455 and its registry; those from 4000 on are ours)."""
+
+    POLICY = 1008
+    """Wrong token, origin or message."""
+    FAULT = 1011
+    RESTART = 1012
+    """Connect again."""
+    BUSY = 1013
+    TOO_SLOW = 4008
+    """The page did not keep up."""
+    REPLACED = 4009
+    """Another agent of the same worker has connected."""
+
+
 class RankOrder(enum.StrEnum):
     """Key by which workers are sorted before their ranks are numbered (Env.RANK_ORDER)."""
 

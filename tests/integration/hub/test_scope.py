@@ -10,11 +10,12 @@ import scope_session
 from scope_pages import RUN, agents, play, receive, recording, until_done, viewer
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from megatronapp_analyzer.scope.delivery.limits import ConcurrencySlots
+from megatronapp_analyzer.scope.delivery.limits import too_many_pages
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.codes import TensorCode, decode
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
+from megatronapp_common.web.concurrency_limits import ConcurrencyLimits
 from megatronapp_common.web.tokens import TokenRole
 
 pytestmark = pytest.mark.asyncio
@@ -218,7 +219,7 @@ async def test_runs_of_a_rank_zero_that_has_gone_fail(hub: Any, fake_job: Any) -
 
 
 async def test_no_more_pages_than_a_hub_serves(hub: Any) -> None:
-    hub.hub.scope.pages = ConcurrencySlots(1)
+    hub.hub.scope.pages = ConcurrencyLimits("the hub", 1, refuse=too_many_pages)
     async with viewer(hub) as page, viewer(hub) as other:
         got = [await receive(one) for one in (page, other)]
         assert [one.type for one in got] == [FrameType.SCOPE_HELLO, FrameType.ERROR]

@@ -428,7 +428,7 @@ async def unread(hub: Any, who: str) -> tuple[asyncio.StreamReader, asyncio.Stre
 
 
 async def has_none(hub: Any, who: str) -> bool:
-    return bool(hub.hub.scope.sessions.in_use_by(f"viewer {who}") == 0)
+    return bool(hub.hub.scope.sessions.in_use(f"viewer {who}") == 0)
 
 
 async def test_who_reads_no_session_holds_no_place_for_long(
@@ -445,7 +445,7 @@ async def test_who_reads_no_session_holds_no_place_for_long(
         monkeypatch.setattr(session_download, "PATIENCE_S", 0.05)
         late = await unread(hub, "jim")
         await until(functools.partial(has_none, hub, "jim"))
-        assert hub.hub.scope.sessions.in_use_by("viewer jane") == 2, "these began with more patience"
+        assert hub.hub.scope.sessions.in_use("viewer jane") == 2, "these began with more patience"
         got = await asyncio.wait_for(late[0].read(), 20)
         assert len(got) < numbers.nbytes, "the reader sees that it broke off"
         for _, writer in [*held, late]:

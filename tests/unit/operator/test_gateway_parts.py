@@ -23,16 +23,16 @@ from megatronapp_operator.gateway.app import build_api
 from megatronapp_operator.gateway.authorization import Caller
 from megatronapp_operator.gateway.credentials import cookie_name
 from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
-from megatronapp_operator.gateway.proxy.concurrency_limits import ConcurrencyLimits
 from megatronapp_operator.gateway.proxy.gateway import (
     MAX_REQUESTS,
     MAX_SOCKETS,
     Gateway,
     concurrency_keys,
+    concurrency_limits,
     rate_limit_keys,
 )
 from megatronapp_operator.gateway.proxy.http_proxy import AT_ONCE, address_of, new_session
-from megatronapp_operator.gateway.proxy.hub_addresses import is_owned_by, join
+from megatronapp_operator.gateway.proxy.hub_addresses import is_owned_by
 from megatronapp_operator.gateway.proxy.websocket_admission import CALLERS_SOCKETS, JOBS_SOCKETS
 from megatronapp_operator.gateway.proxy.websocket_proxy import reason_of
 from megatronapp_operator.gateway.routes import (
@@ -238,19 +238,19 @@ def test_no_token_is_too_odd(token: str) -> None:
 
 
 def test_no_caller_exceeds_its_limit_of_sockets() -> None:
-    limits = ConcurrencyLimits("sockets", in_all=4)
+    limits = concurrency_limits("sockets", 4)
     first = limits.acquire({"alice": 2, "hub one": 3})
     with limits.acquire({"alice": 2, "hub two": 3}), pytest.raises(HttpError, match="alice has 2 sockets at once"):
         limits.acquire({"hub three": 3, "alice": 2})
-    assert limits.in_use == 1
+    assert limits.in_use() == 1
     with limits.acquire({"hub three": 2}), limits.acquire({"hub three": 2}), limits.acquire({"alice": 2}):
-        assert limits.in_use == 4
+        assert limits.in_use() == 4
         with pytest.raises(HttpError, match="the gateway has 4 sockets at once"):
             limits.acquire({"bob": 2})
     first.close()
     with limits.acquire({"alice": 2}), limits.acquire({"alice": 2}):
         pass
-    assert limits.in_use == 0
+    assert limits.in_use() == 0
 
 
 def test_no_caller_can_exhaust_the_limit_of_a_job() -> None:
@@ -293,4 +293,3 @@ def test_whose_pod_it_is() -> None:
     found = [is_owned_by({"metadata": {"ownerReferences": [reference]}}, "u") for reference in pods]
     assert found == [True, False, False, False]
     assert not is_owned_by({"metadata": {}}, "u")
-    assert (join("10.0.0.1", 80), join("fd00::1", 80)) == ("10.0.0.1:80", "[fd00::1]:80")

@@ -17,14 +17,13 @@ from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.names import CloseCode
 
 LOG = logging.getLogger(__name__)
 PROTOCOL = 1
 OPEN_TIMEOUT_S = 5.0
 PING_S = 5.0
 MAX_COMMAND_BYTES = 1 << 20
-REPLACED = 4009
-"""Close code of the hub: another agent of this worker has connected."""
 SOON_FAILURES = 30
 SOON_S = 1.0
 """Longest delay of the first attempts to connect: a hub that was restarted is ready within seconds."""
@@ -204,7 +203,7 @@ class Uplink:
                 self._on_command(frame.header)
             elif frame.type == FrameType.ERROR:
                 raise ProtocolError(str(frame.header.get("code")), json.dumps(dict(frame.header)))
-        if connection.close_code == REPLACED:
+        if connection.close_code == CloseCode.REPLACED:
             raise ProtocolError("replaced", "another agent of this worker has connected")
 
 

@@ -12,9 +12,10 @@ from pydantic import StringConstraints
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 
+from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope import schemas
 from megatronapp_analyzer.scope.delivery import page_socket, session_download, session_file
-from megatronapp_analyzer.scope.delivery.limits import caller_of, too_many_pages
+from megatronapp_analyzer.scope.delivery.limits import caller_of
 from megatronapp_analyzer.scope.probes.probe_client import RETRY_MS
 from megatronapp_analyzer.scope.probes.variance import variance_of
 from megatronapp_analyzer.scope.service import ScopeService
@@ -24,10 +25,11 @@ from megatronapp_analyzer.scope.views import export_values
 from megatronapp_analyzer.scope.views.candidates import candidates_of
 from megatronapp_analyzer.scope.views.server_counts import read_counts
 from megatronapp_analyzer.scope.views.tiles import MAX_LEVEL, MAX_TILES, TileRef, body, etag
-from megatronapp_analyzer.web.models import Problem
 from megatronapp_analyzer.web.roles import direct, role_of
+from megatronapp_common.names import CloseCode
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
+from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 
@@ -357,7 +359,7 @@ async def session(scope: ScopeOf, run: RunId, caller: Caller) -> Response:
     """The recorded session: what `megatronapp scope replay` plays. A reader that is too slow is ended."""
     known = run_of(scope, run)
     headers = {"Content-Disposition": f'attachment; filename="{known.id}.scope"', "Cache-Control": "no-store"}
-    with session_download.download_slot(scope.sessions, caller) as place:
+    with scope.sessions.acquire({caller: session_download.MAX_OF_CALLER}) as place:
         pieces = session_file.RunSnapshot(scope.core.feed, known).frames()
         return session_download.SessionResponse(pieces, place.pop_all(), headers)
 
@@ -379,11 +381,13 @@ async def reserved() -> None:
 async def page(socket: WebSocket, scope: ScopeOf) -> None:
     """One page, as long as it listens."""
     if SUBPROTOCOL not in socket.scope["subprotocols"]:
-        await socket.close(page_socket.REFUSED, reason=f"subprotocol {SUBPROTOCOL}")
+        await socket.close(CloseCode.POLICY, reason=f"subprotocol {SUBPROTOCOL}")
         return
     await socket.accept(subprotocol=SUBPROTOCOL)
-    with scope.pages.acquired() as granted:
-        if granted:
-            await page_socket.serve(socket, scope.core.feed, role_of(socket).value)
-        else:
-            await page_socket.refuse(socket, page_socket.BUSY, too_many_pages())
+    try:
+        slot = scope.pages.acquire()
+    except ProtocolError as error:
+        await page_socket.refuse(socket, CloseCode.BUSY, error)
+        return
+    with slot:
+        await page_socket.serve(socket, scope.core.feed, role_of(socket).value)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from megatronapp_analyzer.web.models import ApiModel
+from megatronapp_common.web.models import ApiModel
 
 RunState = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
 

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from megatronapp_analyzer.scope.core import ScopeCore
-from megatronapp_analyzer.scope.delivery.limits import MAX_CALLERS, MAX_PAGES, REQUESTS, ConcurrencySlots, too_fast
-from megatronapp_analyzer.scope.delivery.session_download import MAX_SESSIONS
+from megatronapp_analyzer.scope.delivery.limits import HUB, MAX_CALLERS, MAX_PAGES, REQUESTS, too_fast, too_many_pages
+from megatronapp_analyzer.scope.delivery.session_download import download_limits
 from megatronapp_analyzer.scope.probes.pca_service import PcaService
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
@@ -15,6 +15,7 @@ from megatronapp_analyzer.scope.settings import ScopeSettings
 from megatronapp_analyzer.scope.store.run import TURNED, ScopeRun
 from megatronapp_analyzer.scope.views import export_values
 from megatronapp_common.scope.protocol_requests import Rotary
+from megatronapp_common.web.concurrency_limits import ConcurrencyLimits
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.token_bucket import TokenBuckets
 
@@ -51,8 +52,8 @@ class ScopeService:
         self.pca = PcaService(self.probe_client)
         self.scores = ScoreService(self.probe_client)
         self.backfill = TokenBackfill(self.probe_client)
-        self.pages = ConcurrencySlots(MAX_PAGES)
-        self.sessions = ConcurrencySlots(MAX_SESSIONS)
+        self.pages = ConcurrencyLimits(HUB, MAX_PAGES, refuse=too_many_pages)
+        self.sessions = download_limits()
         self.requests = REQUESTS
         """Requests of one caller."""
         self._buckets = TokenBuckets(MAX_CALLERS)

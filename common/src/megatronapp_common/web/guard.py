@@ -4,10 +4,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from megatronapp_common.names import CloseCode
 from megatronapp_common.web.problems import Answer, HttpError, problem_response
-
-CLOSE_POLICY = 1008
-"""WebSocket close code "policy violation" (RFC 6455, section 7.4.1)."""
 
 
 class Guard:
@@ -26,6 +24,6 @@ class Guard:
         if error is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": CLOSE_POLICY, "reason": str(error)})
+            await send({"type": "websocket.close", "code": CloseCode.POLICY, "reason": str(error)})
         else:
             await self._answer(error)(scope, receive, send)

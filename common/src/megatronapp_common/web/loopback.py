@@ -33,6 +33,11 @@ def addresses() -> tuple[str, ...]:
     return (V4, V6) if has_ipv6() else (V4,)
 
 
+def authority(host: str, port: int) -> str:
+    """Return a host and a port as a URL has them: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def family_of(host: str) -> socket.AddressFamily:
     """Return IPv6 for its addresses, otherwise IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -14,7 +14,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from megatronapp_common.web.server import server_config
+from megatronapp_common.web.bounded_http import STALL_S
+from megatronapp_common.web.server import listen, server_config
 from megatronapp_operator.errors import SettingsError
 
 log = logging.getLogger(__name__)
@@ -71,24 +72,27 @@ def create_server(app: Starlette) -> ProbeServer:
 
 @contextlib.asynccontextmanager
 async def run_server(server: ProbeServer, port: int) -> AsyncIterator[int]:
-    """Serve on all addresses; yield the port. Raises SettingsError if it is in use."""
+    """Serve on all addresses; yield the port. Raises SettingsError if it is in use.
+
+    A kubelet probes a pod at its first address, which may be of IPv6.
+    """
     try:
-        listening = _listen(port)
+        listener = listen("::" if socket.has_dualstack_ipv6() else "0.0.0.0", port, stall_s=STALL_S)
     except OSError as error:
         raise SettingsError(f"--port {port}: {error.strerror}; choose another one") from error
-    with listening as listener:
-        found = int(listener.getsockname()[1])
-        log.info("metrics and probes at port %d", found)
+    found = int(listener.getsockname()[1])
+    log.info("metrics and probes at port %d", found)
+    async with serving(server, listener):
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def serving(server: ProbeServer, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve at a listening socket, which is closed at the end."""
+    with listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield found
+            yield
         finally:
             server.should_exit = True
             await task
-
-
-def _listen(port: int) -> socket.socket:
-    """Listen on all addresses of both families: a kubelet probes a pod at its first address, which may be of IPv6."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))

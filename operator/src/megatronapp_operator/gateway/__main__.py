@@ -2,12 +2,11 @@
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import pathlib
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -30,6 +29,7 @@ SHUTDOWN_S = 3
 MAX_CONNECTIONS = 1_000
 """Then the gateway answers 503. Live sockets have a limit of their own."""
 METRICS_PORT = 8081
+"""Port of metrics and liveness probe; network policies open it to Prometheus alone."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -84,8 +84,12 @@ async def serve(arguments: argparse.Namespace) -> None:
     )
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
+    probe_server = probes.create_server(probes.create_app(registry, alive=lambda: None, ready=lambda: None))
     with listen(arguments, "--port", arguments.port) as pages:
-        async with connect(kubeconfig=arguments.kubeconfig) as api, measured(arguments, registry):
+        async with (
+            connect(kubeconfig=arguments.kubeconfig) as api,
+            probes.serving(probe_server, listen(arguments, "--metrics-port", arguments.metrics_port)),
+        ):
             app = create_app(api.guarded(lambda: None, metrics.count_api_request), settings, metrics)
             config = server.server_config(
                 app,
@@ -96,20 +100,6 @@ async def serve(arguments: argparse.Namespace) -> None:
                 limit_concurrency=MAX_CONNECTIONS,
             )
             await uvicorn.Server(config).serve(sockets=[pages])
-
-
-@contextlib.asynccontextmanager
-async def measured(arguments: argparse.Namespace, registry: CollectorRegistry) -> AsyncIterator[None]:
-    """Serve metrics and the liveness probe at a separate port, which network policies open to Prometheus alone."""
-    app = probes.create_app(registry, alive=lambda: None, ready=lambda: None)
-    metrics = probes.create_server(app)
-    with listen(arguments, "--metrics-port", arguments.metrics_port) as listener:
-        task = asyncio.create_task(metrics.serve(sockets=[listener]))
-        try:
-            yield
-        finally:
-            metrics.should_exit = True
-            await task
 
 
 def main(argv: Sequence[str] | None = None) -> int:

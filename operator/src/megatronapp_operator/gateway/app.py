@@ -17,8 +17,7 @@ from megatronapp_operator.gateway.authorization import Authorizer
 from megatronapp_operator.gateway.credentials import Credentials, cookie_name
 from megatronapp_operator.gateway.job_catalog import JobCatalog
 from megatronapp_operator.gateway.metrics import GatewayMetrics, RequestCounter
-from megatronapp_operator.gateway.proxy.concurrency_limits import ConcurrencyLimits
-from megatronapp_operator.gateway.proxy.gateway import CONTROLS, MAX_SOCKETS, Gateway
+from megatronapp_operator.gateway.proxy.gateway import CONTROLS, MAX_SOCKETS, Gateway, concurrency_limits
 from megatronapp_operator.gateway.proxy.http_proxy import new_session
 from megatronapp_operator.gateway.proxy.hub_addresses import HubAddresses
 from megatronapp_operator.gateway.sessions import BrowserSessions
@@ -82,8 +81,8 @@ async def _following(keys: KeyRing) -> AsyncIterator[None]:
 
 def create_app(api: KubernetesApi, settings: GatewaySettings, metrics: GatewayMetrics) -> FastAPI:
     """The application that opens the jobs of a cluster."""
-    sockets = ConcurrencyLimits("live sockets", in_all=settings.max_sockets)
-    metrics.count_sockets(lambda: sockets.in_use, settings.max_sockets)
+    sockets = concurrency_limits("live sockets", settings.max_sockets)
+    metrics.count_sockets(sockets.in_use, settings.max_sockets)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Request, Security, WebSocket
 from starlette.responses import Response
 
+from megatronapp_common.web.models import Problem
 from megatronapp_operator.gateway.proxy import websocket_admission, websocket_proxy
 from megatronapp_operator.gateway.proxy.gateway import (
     MAX_BODY_BYTES,
@@ -22,7 +23,6 @@ from megatronapp_operator.gateway.routes import (
     PathSegment,
     gateway_of,
 )
-from megatronapp_operator.gateway.schemas import Problem
 from megatronapp_operator.gateway.subject_access import Verb
 
 JOB = "/jobs/{namespace}/{name}/scope"

@@ -2,22 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic.alias_generators import to_camel
+from pydantic import Field
 
-
-class ApiModel(BaseModel):
-    """Names are camelCase outside and snake_case inside."""
-
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", serialize_by_alias=True)
-
-
-class Problem(ApiModel):
-    """Body of every answer that is not a success."""
-
-    code: str
-    message: str
-    hint: str
+from megatronapp_common.web.models import ApiModel
 
 
 class GatewayJob(ApiModel):

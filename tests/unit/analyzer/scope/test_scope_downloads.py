@@ -8,13 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.scope.delivery import session_file
-from megatronapp_analyzer.scope.delivery.limits import ConcurrencySlots
 from megatronapp_analyzer.scope.delivery.session_download import (
     CHUNK_BYTES,
     MAX_OF_CALLER,
-    MAX_SESSIONS,
     ReadRateMonitor,
-    download_slot,
+    download_limits,
 )
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -37,19 +35,19 @@ def test_who_keeps_the_rate_is_never_ended_and_who_does_not_is_after_its_patienc
 
 
 def test_places_are_shared_out_by_callers() -> None:
-    slots = ConcurrencySlots(MAX_SESSIONS)
-    taken = [download_slot(slots, "jane") for _ in range(MAX_OF_CALLER)]
+    slots = download_limits()
+    taken = [slots.acquire({"jane": MAX_OF_CALLER}) for _ in range(MAX_OF_CALLER)]
     with pytest.raises(HttpError, match="you download 2 sessions") as refusal:
-        download_slot(slots, "jane")
+        slots.acquire({"jane": MAX_OF_CALLER})
     assert (refusal.value.status, refusal.value.code, refusal.value.retry_s) == (429, "too-many-sessions", 1)
-    taken += [download_slot(slots, name) for name in ("joe", "jim")]
+    taken += [slots.acquire({name: MAX_OF_CALLER}) for name in ("joe", "jim")]
     with pytest.raises(HttpError, match="4 sessions are being downloaded"):
-        download_slot(slots, "jill")
+        slots.acquire({"jill": MAX_OF_CALLER})
     taken.pop(0).close()
-    download_slot(slots, "jane").close()
+    slots.acquire({"jane": MAX_OF_CALLER}).close()
     for slot in taken:
         slot.close()
-    assert [slots.take("jane") for _ in range(MAX_SESSIONS + 1)] == [True] * MAX_SESSIONS + [False]
+    assert (slots.in_use(), slots.in_use("jane")) == (0, 0)
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.scope.delivery.page_queue import MAX_QUEUED_BYTES, PageQueue
-from megatronapp_analyzer.scope.delivery.page_socket import MessageRateLimit
 from megatronapp_analyzer.scope.probes import pca
 from megatronapp_analyzer.scope.store.frame_log import FrameLog
 from megatronapp_analyzer.scope.store.memory_budget import CLASS_FRACTIONS, MemoryBudget, RetentionClass
@@ -202,14 +201,6 @@ def test_a_page_that_lets_everything_wait_is_let_go() -> None:
         assert not outbox.overrun
         outbox.push(journal.append(big))
     assert outbox.overrun
-
-
-def test_a_rate_is_by_the_second() -> None:
-    now = [0.0]
-    rate = MessageRateLimit(2, clock=lambda: now[0])
-    assert [rate.allows() for _ in range(3)] == [True, True, False]
-    now[0] = 1.0
-    assert rate.allows()
 
 
 @settings(max_examples=30, deadline=None)

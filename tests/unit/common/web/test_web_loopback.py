@@ -30,6 +30,10 @@ def test_an_address_family_that_cannot_be_probed_may_exist(
     assert loopback.has_ipv6() is there
 
 
+def test_an_address_of_ipv6_has_brackets_in_a_url() -> None:
+    assert [loopback.authority(host, 80) for host in ("10.0.0.1", "fd00::1")] == ["10.0.0.1:80", "[fd00::1]:80"]
+
+
 @pytest.mark.parametrize(
     ("host", "shared"), [("127.0.0.1", True), ("localhost", True), ("127.0.0.5", False), ("0.0.0.0", False)]
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
+from megatronapp_common.web.loopback import authority
 from megatronapp_common.web.tokens import read_secret
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.text_tokens import read_text_tokens
@@ -253,8 +254,7 @@ def open_front(command: ServeCommand, wish: "StopRequest") -> Iterator[HttpFront
     if page is not None:
         page.update(state="starting", totalIterations=None)
     sock = web.listen(place, wanted_port)
-    host, port = sock.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = f"http://{authority(*sock.getsockname()[:2])}"
     desk = RequestBroker(most_open=_most_open(command), tally=ServerStatistics())
     desk.is_stopping = lambda: wish.requested
     app = web.create_app(desk, secret=secret)

@@ -23,6 +23,11 @@ from megatronapp_common.web.tokens import TokenRole, is_valid_token
 API = "/api/"
 AGENT_PATH = "/api/v1/agent"
 UNAUTHORISED = "Send 'Authorization: Bearer <viewer token>', or open the address that `megatronapp ui JOB` prints."
+MAX_BODY_BYTES = 64 << 10
+"""Limit of JSON that users and programs send."""
+MAX_PROMPT_BYTES = 4 << 20
+"""Limit of prompts, which only controllers send; rank 0 accepts no more."""
+PROMPTS_PATH = "/api/v1/scope/runs"
 
 
 def hub_of(connection: HTTPConnection) -> Hub:
@@ -63,3 +68,11 @@ class AccessCheck:
         if token is not None:
             return self._logins.role_of_token(token)
         return self._logins.role_of_session(cookie_parser(headers.get("cookie", "")).get(self._logins.cookie, ""))
+
+
+def limit_of(scope: Scope) -> int | None:
+    """Return the number of bytes that the body of a request may have; None where no route reads one but by itself."""
+    if not scope["path"].startswith(API) or scope["method"] in READING:
+        return None
+    prompts = scope["path"].rstrip("/") == PROMPTS_PATH and scope.get(ROLE) == TokenRole.CONTROLLER
+    return MAX_PROMPT_BYTES if prompts else MAX_BODY_BYTES

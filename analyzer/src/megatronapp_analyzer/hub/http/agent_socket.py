@@ -13,13 +13,11 @@ from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.names import CloseCode
 
 LOG = logging.getLogger(__name__)
 PROTOCOL = 1
 HELLO_TIMEOUT_S = 10.0
-REFUSED = 1008
-REPLACED = 4009
-"""WebSocket close code (private range): the same worker has connected again."""
 
 router = APIRouter()
 
@@ -71,9 +69,8 @@ async def _receive_hello(socket: WebSocket) -> Frame:
 
 
 async def _refuse(socket: WebSocket, code: str, message: str, hint: str) -> None:
-    problem = {"code": code, "message": message, "hint": hint}
-    await socket.send_bytes(frames.encode(Frame(FrameType.ERROR, problem)))
-    await socket.close(REFUSED, reason=code)
+    await socket.send_bytes(frames.encode_error(code, message, hint))
+    await socket.close(CloseCode.POLICY, reason=code)
 
 
 async def _converse(socket: WebSocket, hub: Hub) -> None:
@@ -94,4 +91,4 @@ async def _send_commands(socket: WebSocket, link: AgentLink) -> None:
         page = await link.outbox.get()
         if page:
             await socket.send_bytes(frames.encode(Frame(FrameType.COMMAND, page)))
-    await socket.close(REPLACED, reason="replaced")
+    await socket.close(CloseCode.REPLACED, reason="replaced")

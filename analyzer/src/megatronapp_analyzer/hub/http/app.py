@@ -18,7 +18,6 @@ from megatronapp_analyzer.hub.http import (
     routes_login,
     routes_read,
 )
-from megatronapp_analyzer.hub.http.body_limit import limit_of
 from megatronapp_analyzer.hub.http.login import LoginService
 from megatronapp_analyzer.hub.metrics import build_registry
 from megatronapp_analyzer.hub.service import Hub
@@ -67,7 +66,7 @@ def create_app(hub: Hub, *, secret: str, frontend: pathlib.Path | None, named: b
     app.state.logins = logins = LoginService(secret, uid=hub.identity.uid)
     if frontend is not None:
         app.include_router(pages.build_router(frontend, named=named))
-    app.add_middleware(BodyLimit, limit_of=limit_of)
+    app.add_middleware(BodyLimit, limit_of=access.limit_of)
     app.add_middleware(Guard, check=access.AccessCheck(secret=secret, logins=logins))
     app.add_middleware(SecurityHeaders)
     return app

@@ -17,13 +17,12 @@ from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.names import CloseCode
 
 LOG = logging.getLogger(__name__)
 QUEUE_FRAMES = 256
 SNAPSHOT_MIN_S = 1.0
 SNAPSHOT_MAX_S = 5.0
-TOO_SLOW = 4008
-"""WebSocket close code (private range): the page did not keep up."""
 
 router = APIRouter()
 
@@ -167,6 +166,5 @@ async def _until_disconnected(socket: WebSocket) -> None:
 async def _send_all(socket: WebSocket, queue: "asyncio.Queue[bytes | None]") -> None:
     while (frame := await queue.get()) is not None:
         await socket.send_bytes(frame)
-    problem = {"code": "too-slow", "message": "the page did not keep up", "hint": "Connect again."}
-    await socket.send_bytes(frames.encode(Frame(FrameType.ERROR, problem)))
-    await socket.close(TOO_SLOW)
+    await socket.send_bytes(frames.encode_error("too-slow", "the page did not keep up", "Connect again."))
+    await socket.close(CloseCode.TOO_SLOW)

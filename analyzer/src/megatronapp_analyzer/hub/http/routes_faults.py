@@ -7,7 +7,7 @@ from fastapi import APIRouter, status
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.state.faults import Fault, FaultRequest
-from megatronapp_analyzer.web.models import Problem
+from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}

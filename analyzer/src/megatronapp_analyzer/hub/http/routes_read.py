@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from megatronapp_analyzer.hub import export
 from megatronapp_analyzer.hub.http import schemas, views
 from megatronapp_analyzer.hub.http.access import HubOf
-from megatronapp_analyzer.web.models import Problem
+from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 422: {"model": Problem}}

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megatronapp_analyzer.hub.state.faults import Fault
 from megatronapp_analyzer.hub.state.progress import Progress
-from megatronapp_analyzer.web.models import ApiModel
+from megatronapp_common.web.models import ApiModel
 
 RankStateName = Literal["training", "silent", "hung", "ended"]
 HeatmapMetric = Literal["compute", "wait", "step", "slowdown"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_common.web.bounded_http import STALL_S
-from megatronapp_common.web.loopback import V4, V6, has_ipv6, is_shared
+from megatronapp_common.web.loopback import V4, V6, authority, has_ipv6, is_shared
 from megatronapp_common.web.server import listen
 
 TRIES = 64
@@ -24,8 +24,7 @@ class HubSockets(NamedTuple):
     @property
     def url(self) -> str:
         """Return the address for users and programs."""
-        host, port = self.sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://{authority(*self.sockets[0].getsockname()[:2])}"
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
-from megatronapp_analyzer.web.models import ApiModel
 from megatronapp_common.pages import PAGE_ROOM
+from megatronapp_common.web.models import ApiModel
 
 MAX_ENDED = 100
 """Number of faults that are over and still shown."""

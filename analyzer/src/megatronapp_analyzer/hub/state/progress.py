@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from megatronapp_analyzer.web.models import ApiModel
+from megatronapp_common.web.models import ApiModel
 
 
 def _finite_or_none(value: object) -> object:

@@ -1,9 +1,5 @@
 """Limits of what one caller, and all callers together, may use of MegaScope."""
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterator
-
 from starlette.requests import HTTPConnection
 
 from megatronapp_analyzer.errors import ProtocolError
@@ -16,42 +12,10 @@ REQUESTS = BucketSize(burst=400, per_s=200)
 """Requests of one caller: a page that opens requests many tiles."""
 MAX_CALLERS = 1024
 """Callers with a limit of their own; beyond, the one that was seen longest ago starts afresh."""
+HUB = "the hub"
+"""Key of what all callers share."""
 MAX_PAGES = 64
 """Sockets of pages at a time."""
-
-
-class ConcurrencySlots:
-    """A number of slots that callers share."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._taken: Counter[str] = Counter()
-
-    def in_use_by(self, caller: str) -> int:
-        """Return how many slots a caller has."""
-        return self._taken[caller]
-
-    def take(self, caller: str = "") -> bool:
-        """Take a slot if one is free, and return whether it was; `give_back` frees it."""
-        granted = self._taken.total() < self._count
-        if granted:
-            self._taken[caller] += 1
-        return granted
-
-    def give_back(self, caller: str = "") -> None:
-        """Free a slot of a caller."""
-        self._taken[caller] -= 1
-        self._taken += Counter()  # forgets who has none
-
-    @contextlib.contextmanager
-    def acquired(self) -> Iterator[bool]:
-        """Take a slot, if one is free, until the context ends."""
-        granted = self.take()
-        try:
-            yield granted
-        finally:
-            if granted:
-                self.give_back()
 
 
 def caller_of(connection: HTTPConnection) -> str:
@@ -60,9 +24,9 @@ def caller_of(connection: HTTPConnection) -> str:
     return f"{role_of(connection).value} {connection.headers.get(CALLER_HEADER, host)[:253]}"
 
 
-def too_many_pages() -> ProtocolError:
+def too_many_pages(_: str, limit: int) -> ProtocolError:
     """Return the error for a page beyond MAX_PAGES."""
-    return ProtocolError("too-many-pages", f"{MAX_PAGES} pages look already", "Close one, and connect again.")
+    return ProtocolError("too-many-pages", f"{limit} pages look already", "Close one, and connect again.")
 
 
 def too_fast(retry_s: int) -> HttpError:

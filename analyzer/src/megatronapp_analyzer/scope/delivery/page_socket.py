@@ -5,7 +5,6 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -13,38 +12,16 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.delivery.viewer_feed import Viewer, ViewerFeed
 from megatronapp_common import frames
-from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.names import CloseCode
 from megatronapp_common.scope.protocol import MAX_COMMAND_BYTES
+from megatronapp_common.web.token_bucket import BucketSize, TokenBuckets
 
 LOG = logging.getLogger(__name__)
-TOO_SLOW = 4008
-"""WebSocket close code (private range): the page did not keep up."""
-REFUSED = 1008
-BUSY = 1013
-"""Try again later."""
-MAX_RESUMES = 10
+RESUMES = BucketSize(burst=10, per_s=10)
 """Replays that one page may request in a second."""
-MAX_RATE = 200
+MESSAGES = BucketSize(burst=200, per_s=200)
 """Messages of a page in a second; an honest one sends one for every frame it paints."""
 GOODBYE_S = 1.0
-
-
-class MessageRateLimit:
-    """Counts events, and allows a number of them in each second. `clock` gives seconds."""
-
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
-        self._clock = clock
-        self._began = clock()
-        self._count = 0
-
-    def allows(self) -> bool:
-        """Count an event, and return whether it is within the limit."""
-        now = self._clock()
-        if now - self._began >= 1:
-            self._began, self._count = now, 0
-        self._count += 1
-        return self._count <= self._limit
 
 
 async def serve(socket: WebSocket, feed: ViewerFeed, role: str) -> None:
@@ -61,19 +38,20 @@ async def serve(socket: WebSocket, feed: ViewerFeed, role: str) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     if isinstance(problem, ProtocolError):
-        await refuse(socket, REFUSED, problem)
+        await refuse(socket, CloseCode.POLICY, problem)
     elif viewer.overrun.is_set():
-        await refuse(socket, TOO_SLOW, ProtocolError("too-slow", "the page did not keep up", "Connect again."))
+        await refuse(
+            socket, CloseCode.TOO_SLOW, ProtocolError("too-slow", "the page did not keep up", "Connect again.")
+        )
     elif problem is not None and not isinstance(problem, WebSocketDisconnect):
         raise problem
 
 
 async def refuse(socket: WebSocket, code: int, problem: ProtocolError) -> None:
     """Send the reason, if the page still reads, and close."""
-    said = {"code": problem.code, "message": str(problem), "hint": problem.hint}
     with contextlib.suppress(TimeoutError, WebSocketDisconnect, RuntimeError):
         async with asyncio.timeout(GOODBYE_S):
-            await socket.send_bytes(frames.encode(Frame(FrameType.ERROR, said)))
+            await socket.send_bytes(frames.encode_error(problem.code, str(problem), problem.hint))
             await socket.close(code, reason=problem.code)
 
 
@@ -88,16 +66,18 @@ async def _send_all(socket: WebSocket, viewer: Viewer, hello: bytes) -> None:
 
 
 async def _listen(socket: WebSocket, viewer: Viewer, feed: ViewerFeed) -> None:
-    rate, resumes = MessageRateLimit(MAX_RATE), MessageRateLimit(MAX_RESUMES)
+    buckets = TokenBuckets(2)
     while True:
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code") or 1005)
-        if not rate.allows():
-            raise ProtocolError("too-many", f"more than {MAX_RATE} messages in a second", "Send fewer.")
+        if buckets.consume({"messages": MESSAGES}, time.monotonic()) is not None:
+            raise ProtocolError("too-many", f"more than {MESSAGES.burst:.0f} messages in a second", "Send fewer.")
         command = parse_command(message.get("text"))
-        if command["type"] == "resume" and not resumes.allows():
-            raise ProtocolError("too-many", f"more than {MAX_RESUMES} resumes in a second", "Follow one run at a time.")
+        if command["type"] == "resume" and buckets.consume({"resumes": RESUMES}, time.monotonic()) is not None:
+            raise ProtocolError(
+                "too-many", f"more than {RESUMES.burst:.0f} resumes in a second", "Follow one run at a time."
+            )
         _run_command(command, viewer, feed)
 
 

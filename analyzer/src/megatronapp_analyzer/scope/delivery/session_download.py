@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from megatronapp_analyzer.scope.delivery.limits import ConcurrencySlots
+from megatronapp_analyzer.scope.delivery.limits import HUB
 from megatronapp_common import frames
-from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.web.concurrency_limits import ConcurrencyLimits
 from megatronapp_common.web.problems import HttpError
 
 LOG = logging.getLogger(__name__)
@@ -33,17 +33,16 @@ GOODBYE_S = 2.0
 HINT = "Download it again over a faster connection; `megatronapp scope replay` plays what came."
 
 
-def download_slot(slots: ConcurrencySlots, caller: str) -> contextlib.ExitStack:
-    """Take a download slot for a caller until the stack is closed. Raises HttpError 429 if none is free."""
-    if slots.in_use_by(caller) >= MAX_OF_CALLER:
-        text = f"you download {MAX_OF_CALLER} sessions at the moment"
-        raise HttpError(429, "too-many-sessions", text, "Ask again once one of them has ended.", retry_s=1)
-    if not slots.take(caller):
-        text = f"{MAX_SESSIONS} sessions are being downloaded at the moment"
-        raise HttpError(429, "too-many-sessions", text, "Ask again in a moment.", retry_s=1)
-    stack = contextlib.ExitStack()
-    stack.callback(slots.give_back, caller)
-    return stack
+def download_limits() -> ConcurrencyLimits:
+    """Return the limits of downloads; callers have at most MAX_OF_CALLER."""
+    return ConcurrencyLimits(HUB, MAX_SESSIONS, refuse=_too_many)
+
+
+def _too_many(key: str, limit: int) -> HttpError:
+    text, hint = f"you download {limit} sessions at the moment", "Ask again once one of them has ended."
+    if key == HUB:
+        text, hint = f"{limit} sessions are being downloaded at the moment", "Ask again in a moment."
+    return HttpError(429, "too-many-sessions", text, hint, retry_s=1)
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,7 +107,7 @@ async def _send(piece: bytes, pace: ReadRateMonitor, send: Send) -> None:
 
 async def _send_too_slow(send: Send) -> None:
     text = f"the download was ended: its reader took less than {LEAST_BYTES_S >> 10} KiB in a second"
-    said = frames.encode(Frame(FrameType.ERROR, {"code": "too-slow", "message": text, "hint": HINT}))
+    said = frames.encode_error("too-slow", text, HINT)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(GOODBYE_S):
             await send({"type": "http.response.body", "body": said, "more_body": True})

@@ -17,6 +17,7 @@ import httpx
 
 from megatronapp_common.job import RankTable
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
+from megatronapp_common.web.loopback import authority
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 from megatronapp_operator.backends.kubernetes.observe import GatheringStatus, PollHealth, PollResult
 from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
@@ -81,8 +82,8 @@ class HubPoller:
         token = derive_token(job_secret(key, uid), TokenRole.VIEWER)
         hub, first = _hub_of(pods), _first_of(pods, attempt)
         (summary_answer, at_hub), (answer, at_launcher) = await asyncio.gather(
-            self._poll_if_due(hub, f":{HUB_PORT}/api/v1/summary", token, before.hub),
-            self._poll_if_due(first, f":{STATUS_PORT}/api/v1/launcher", token, before.launcher),
+            self._poll_if_due(hub, HUB_PORT, "summary", token, before.hub),
+            self._poll_if_due(first, STATUS_PORT, "launcher", token, before.launcher),
         )
         summary = read_summary(summary_answer)
         known, progress, table = _launcher(answer, before.rank_table)
@@ -104,7 +105,7 @@ class HubPoller:
         return (before is not None and page > before) or abs(self._clock() - page[1]) <= RECENT_S
 
     async def _poll_if_due(
-        self, pod: PodRecord | None, path: str, token: str, contact: PollHealth
+        self, pod: PodRecord | None, port: int, path: str, token: str, contact: PollHealth
     ) -> tuple[Any, PollHealth]:
         """Return the answer of a pod if it is due, and the new state of polling it."""
         if pod is None:
@@ -114,7 +115,7 @@ class HubPoller:
         if self._clock() < contact.due:
             return None, contact
         try:
-            answer = await self._request(f"http://{_host(pod)}{path}", token)
+            answer = await self._request(f"http://{authority(pod.address or '', port)}/api/v1/{path}", token)
         except _TokenRefusedError:
             return None, PollHealth(uid=pod.uid, refused=True)
         except _PollTooLargeError:
@@ -161,12 +162,6 @@ def _agents(answer: Any) -> int:  # noqa: ANN401 - JSON of another process
         return int(answer["tracer"]["agents"])
     except UNREADABLE:
         return 0
-
-
-def _host(pod: PodRecord) -> str:
-    """Return a pod's address as written in a URL."""
-    address = pod.address or ""
-    return f"[{address}]" if ":" in address else address
 
 
 def _hub_of(pods: Iterable[PodRecord]) -> PodRecord | None:

@@ -8,13 +8,14 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
 from megatronapp_common.web.body_limit import read_body
+from megatronapp_common.web.concurrency_limits import ConcurrencyLimits
+from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.gateway.authorization import Authorizer, Caller
 from megatronapp_operator.gateway.credentials import Credentials
 from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
 from megatronapp_operator.gateway.metrics import GatewayMetrics
 from megatronapp_operator.gateway.proxy import http_proxy
-from megatronapp_operator.gateway.proxy.concurrency_limits import ConcurrencyLimits
 from megatronapp_operator.gateway.proxy.http_proxy import AT_ONCE, HubRequest
 from megatronapp_operator.gateway.proxy.hub_addresses import HubAddresses
 from megatronapp_operator.gateway.proxy.rate_limits import RateLimits
@@ -55,8 +56,8 @@ class Gateway:
         self.credentials = credentials
         self.session = session
         self.metrics = metrics
-        self.requests = ConcurrencyLimits("requests", in_all=MAX_REQUESTS)
-        self.bodies = ConcurrencyLimits("long bodies", in_all=MAX_LONG_BODIES)
+        self.requests = concurrency_limits("requests", MAX_REQUESTS)
+        self.bodies = concurrency_limits("long bodies", MAX_LONG_BODIES)
         self.sockets = sockets
         self.reached = False
         """True once the cluster has answered."""
@@ -117,6 +118,16 @@ class Gateway:
             answer = await http_proxy.send_request(self.session, question)
         answer.share = share.pop_all()
         return answer
+
+
+def concurrency_limits(what: str, total: int) -> ConcurrencyLimits:
+    """Return limits of things of a kind, whose error names the key."""
+
+    def refuse(key: str, limit: int) -> HttpError:
+        hint = "Close some pages, or try again in a moment."
+        return HttpError(429, "too-many", f"{key} has {limit} {what} at once, and no more", hint)
+
+    return ConcurrencyLimits("the gateway", total, refuse=refuse)
 
 
 def concurrency_keys(caller: Caller, job: CatalogJob) -> dict[str, int]:

@@ -8,6 +8,7 @@ import ipaddress
 import socket
 
 from megatronapp_common.names import HUB_PORT, KIND
+from megatronapp_common.web.loopback import authority
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.server import KERNEL_BYTES
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
@@ -38,7 +39,7 @@ class HubAddresses:
         if status.get("phase") != "Running" or not status.get("podIP"):
             phase = status.get("phase", "Pending")
             raise HttpError(503, "no-hub", f"the hub of {job.namespace}/{job.name} is {phase}, not Running", HINT)
-        return join(status["podIP"], self._port)
+        return authority(str(ipaddress.ip_address(status["podIP"])), self._port)
 
     async def _get(self, key: tuple[str, str]) -> Object | None:
         return await self._api.get(PODS, *key)
@@ -48,12 +49,6 @@ def is_owned_by(obj: Object, uid: str) -> bool:
     """Return True if the MegatronJob with this uid controls the object."""
     owners = obj["metadata"].get("ownerReferences", ())
     return any(one.get("controller") and one["kind"] == KIND and one["uid"] == uid for one in owners)
-
-
-def join(address: str, port: int) -> str:
-    """Return an address and a port in the form that a URL has."""
-    bare = ipaddress.ip_address(address)
-    return f"[{bare}]:{port}" if bare.version == 6 else f"{bare}:{port}"
 
 
 def hub_socket(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:

@@ -4,6 +4,7 @@ import contextlib
 
 from starlette.websockets import WebSocket
 
+from megatronapp_common.names import CloseCode
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
@@ -29,7 +30,7 @@ async def serve_websocket(socket: WebSocket, gateway: Gateway, namespace: str, n
             raise HttpError(400, "other-protocol", f"this socket speaks {rules.subprotocol} alone", hint)
     except HttpError as refusal:
         count_error(socket, refusal)
-        await socket.close(websocket_proxy.CLOSE_POLICY, websocket_proxy.reason_of(refusal))
+        await socket.close(CloseCode.POLICY, websocket_proxy.reason_of(refusal))
         return
 
     async def check() -> None:

@@ -14,8 +14,10 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.typing import Subprotocol
 
 from megatronapp_common import frames
-from megatronapp_common.frames import PREFIX, Frame, FrameType
+from megatronapp_common.frames import PREFIX, FrameType
+from megatronapp_common.names import CloseCode
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, SUBPROTOCOL
+from megatronapp_common.web.loopback import family_of
 from megatronapp_common.web.problems import HttpError
 from megatronapp_operator.gateway.proxy.hub_addresses import hub_socket
 
@@ -29,12 +31,8 @@ CLOSE_S = 5.0
 LEAVE_S = 1.0
 """So long may a hub take to say goodbye: until then it holds memory."""
 RECHECK_S = 30.0
-CLOSE_POLICY, CLOSE_FAULT, CLOSE_AGAIN = 1008, 1011, 1012
-"""WebSocket close codes (RFC 6455 and its registry): policy violation, internal error, service restart."""
 MAX_REASON_BYTES = 123
-TOO_SLOW = 4008
-"""A hub's code for a page that did not keep up."""
-PASSED_CODES = frozenset({CLOSE_POLICY, TOO_SLOW})
+PASSED_CODES = frozenset({CloseCode.POLICY, CloseCode.TOO_SLOW})
 """A hub's close codes that a page understands; after any other it connects again."""
 TEXT_S = 10.0
 """So long may a hub take to read what a page says."""
@@ -114,7 +112,7 @@ async def _reach(hub: str) -> socket.socket:
     """A connection to `host:port`. Raises OSError, TimeoutError."""
     parts = urllib.parse.urlsplit(f"//{hub}")
     host, port = str(parts.hostname), parts.port
-    made = hub_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made = hub_socket(family_of(host))
     try:
         async with asyncio.timeout(OPEN_S):
             await asyncio.get_running_loop().sock_connect(made, (host, port))
@@ -145,26 +143,27 @@ async def _pump(hub: Hub, page: WebSocket, rules: SocketRules) -> tuple[int, str
         async for message in hub:
             wrong = rules.refuses(message)
             if wrong is not None:
-                return CLOSE_FAULT, wrong
+                return CloseCode.FAULT, wrong
             assert isinstance(message, bytes)
             async with asyncio.timeout(SEND_S):
                 await page.send_bytes(message)
     except TimeoutError:
-        return CLOSE_POLICY, "the page does not read its frames"
+        return CloseCode.POLICY, "the page does not read its frames"
     except ConnectionClosed as error:
         LOG.info("a hub's %s socket broke off: %r", rules.path, str(error)[:200])
         return _end(error)
     except (RuntimeError, WebSocketDisconnect):
-        return CLOSE_AGAIN, ""
-    return CLOSE_AGAIN, "the hub has ended the connection"
+        return CloseCode.RESTART, ""
+    return CloseCode.RESTART, "the hub has ended the connection"
 
 
 def _end(error: ConnectionClosed) -> tuple[int, str]:
     """Return the code with which a page's socket is closed after its hub has ended the connection, and the reason."""
-    code = CLOSE_AGAIN if error.rcvd is None else error.rcvd.code
+    code = CloseCode.RESTART if error.rcvd is None else error.rcvd.code
     if code in PASSED_CODES:
-        return code, "the page did not keep up" if code == TOO_SLOW else "the hub did not take what the page said"
-    return CLOSE_AGAIN, "the hub has ended the connection"
+        slow = code == CloseCode.TOO_SLOW
+        return code, "the page did not keep up" if slow else "the hub did not take what the page said"
+    return CloseCode.RESTART, "the hub has ended the connection"
 
 
 async def _carry(page: WebSocket, hub: Hub) -> tuple[int, str]:
@@ -172,21 +171,21 @@ async def _carry(page: WebSocket, hub: Hub) -> tuple[int, str]:
     while (message := await page.receive())["type"] != "websocket.disconnect":
         text = message.get("text")
         if text is None:
-            return CLOSE_POLICY, "a page says texts only"
+            return CloseCode.POLICY, "a page says texts only"
         try:
             async with asyncio.timeout(TEXT_S):
                 await hub.send(text)
         except TimeoutError:
-            return CLOSE_AGAIN, "the hub does not read what the page says"
+            return CloseCode.RESTART, "the hub does not read what the page says"
         except ConnectionClosed as error:
             return _end(error)
-    return CLOSE_AGAIN, ""
+    return CloseCode.RESTART, ""
 
 
 async def _listen(page: WebSocket) -> tuple[int, str]:
     while (await page.receive())["type"] != "websocket.disconnect":
         pass
-    return CLOSE_AGAIN, ""
+    return CloseCode.RESTART, ""
 
 
 async def _guard(check: Check) -> tuple[int, str]:
@@ -195,7 +194,7 @@ async def _guard(check: Check) -> tuple[int, str]:
         try:
             await check()
         except HttpError as refusal:
-            return CLOSE_POLICY, reason_of(refusal)
+            return CloseCode.POLICY, reason_of(refusal)
 
 
 def reason_of(refusal: HttpError) -> str:
@@ -205,5 +204,5 @@ def reason_of(refusal: HttpError) -> str:
 
 async def send_error(page: WebSocket, refusal: HttpError) -> None:
     """Send the page the reason why it gets no frames, as an error frame, and close."""
-    await page.send_bytes(frames.encode(Frame(FrameType.ERROR, refusal.body)))
-    await page.close(CLOSE_AGAIN, refusal.code)
+    await page.send_bytes(frames.encode_error(refusal.code, str(refusal), refusal.hint))
+    await page.close(CloseCode.RESTART, refusal.code)

@@ -1,4 +1,4 @@
-"""Base of all models of the interface, and the body of errors."""
+"""Base of the models of our interfaces, and the body of errors."""
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
