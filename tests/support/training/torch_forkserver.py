@@ -134,7 +134,11 @@ class ForkServer:
     def _ensure_started(self) -> None:
         if self._process is not None:
             return
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         environment |= _DEVICES if self._devices else {"CUDA_VISIBLE_DEVICES": ""}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(self._path), "devices" if self._devices else "processor"],
