@@ -32,7 +32,7 @@ def tick(world: World) -> None:
 
 def admit(world: World) -> None:
     """A queue takes a gang that is whole."""
-    gated = [one for one in world.pods.values() if one.gated and one.deletion is None]
+    gated = [pod for pod in world.pods.values() if pod.gated and pod.deletion is None]
     if world.admits and len(gated) == world.spec.workers and world.random.random() < 0.7:
         for pod in gated:
             pod.gated = False
@@ -40,7 +40,7 @@ def admit(world: World) -> None:
 
 def place(world: World) -> None:
     """The scheduler gives pods a node, each alone or all of them together."""
-    waiting = [one for one in world.pods.values() if waits_for_node(one)]
+    waiting = [pod for pod in world.pods.values() if waits_for_node(pod)]
     if not waiting or world.random.random() < 0.3:
         return
     chosen = _choose(world, waiting)
@@ -59,8 +59,8 @@ def waits_for_node(pod: Pod) -> bool:
 
 
 def _choose(world: World, waiting: list[Pod]) -> dict[int, str]:
-    used = {one.node for one in world.pods.values() if one.live}
-    free = [one.name for one in world.nodes.values() if one.up and one.name not in used]
+    used = {pod.node for pod in world.pods.values() if pod.live}
+    free = [node.name for node in world.nodes.values() if node.up and node.name not in used]
     world.random.shuffle(free)
     chosen: dict[int, str] = {}
     for pod in waiting:
@@ -75,8 +75,8 @@ def let_go(world: World) -> None:
     """A queue takes its finalizers off once no pod of a gang that is never filled up again may still run."""
     for pod in list(world.pods.values()):
         gang = _gang(world, pod)
-        if pod.kept and not any(one.live for one in gang):
-            pod.kept = False
+        if pod.has_finalizer and not any(member.live for member in gang):
+            pod.has_finalizer = False
             if pod.deletion is not None and pod.deletion.grace_s == 0:
                 world.try_remove(pod)
 
@@ -110,7 +110,7 @@ def run(world: World, pod: Pod) -> None:
     if pod.preparing or world.random.random() < 0.3:
         return
     pod.phase, pod.waiting = WorkerPhase.RUNNING, None
-    pod.started = pod.heard = whole(world.now)
+    pod.started = pod.reachable_since = whole(world.now)
 
 
 def _node(world: World, pod: Pod) -> Node:
@@ -139,18 +139,18 @@ def lose_peers(world: World) -> None:
         lost = pod.attempt in world.broken or (world.peers_notice and not _all_alive(world, pod.attempt))
         if pod.runs and world.healthy(pod) and lost and world.random.random() < 0.5:
             stopped = any(
-                one.outcome is not None and one.outcome.code == ExitCode.PREEMPTED for one in _gang(world, pod)
+                member.outcome is not None and member.outcome.code == ExitCode.PREEMPTED for member in _gang(world, pod)
             )
             world.end(pod, ExitCode.PREEMPTED if stopped else ExitCode.PEER_LOST)
 
 
 def _gang(world: World, pod: Pod) -> list[Pod]:
-    return [one for one in world.pods.values() if one.attempt == pod.attempt]
+    return [member for member in world.pods.values() if member.attempt == pod.attempt]
 
 
 def _all_alive(world: World, attempt: int) -> bool:
     """Return whether no running pod of the gang is on a machine that is down."""
-    gang = [one for one in world.pods.values() if one.attempt == attempt and one.runs]
+    gang = [pod for pod in world.pods.values() if pod.attempt == attempt and pod.runs]
     return all(map(world.healthy, gang))
 
 
@@ -182,14 +182,14 @@ def crash(world: World) -> None:
     """End a worker by a permanent fault of its program, again and again."""
     if world.crashes_with is None or not world.trains() or world.random.random() < 0.5:
         return
-    gang = [one for one in world.pods.values() if one.attempt == world.job.status.attempt]
+    gang = [pod for pod in world.pods.values() if pod.attempt == world.job.status.attempt]
     world.end(world.random.choice(gang), world.crashes_with)
 
 
 def make_progress(world: World) -> None:
     """A gang that trains says so, to hub and launcher."""
     if world.polled and world.random.random() < 0.6:
-        world.heard = world.now
+        world.last_contact = world.now
     if not world.trains() or world.random.random() < 0.4:
         return
     world.iteration += 1
@@ -197,7 +197,7 @@ def make_progress(world: World) -> None:
     attempt = world.job.status.attempt
     world.progress = Progress(attempt=attempt, iteration=world.iteration, state=state, updated_at=whole(world.now))
     if world.polled:
-        world.heard = world.now
+        world.last_contact = world.now
 
 
 def set_down(world: World, node: Node, random_: random.Random) -> None:
@@ -214,5 +214,5 @@ def set_up(world: World, node: Node) -> None:
     node.down_since = None
     for pod in world.pods.values():
         if pod.node == node.name and pod.unreachable is not None:
-            pod.unreachable, pod.heard = None, whole(world.now)
+            pod.unreachable, pod.reachable_since = None, whole(world.now)
     world.note("up", node.name)

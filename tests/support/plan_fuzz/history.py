@@ -22,10 +22,10 @@ from megatronapp_operator.plan import (
 )
 from plan_fuzz import liveness
 from plan_fuzz.cluster import tick
-from plan_fuzz.look import Operator
+from plan_fuzz.faults import FAULTS
 from plan_fuzz.pods import Node
 from plan_fuzz.promises import Broken
-from plan_fuzz.trouble import TROUBLES
+from plan_fuzz.simulated_operator import Operator
 from plan_fuzz.world import World
 
 STEPS = 60
@@ -55,7 +55,7 @@ def play(seed: int) -> str:
     operator = Operator(world)
     try:
         for _ in range(draw.randrange(STEPS)):
-            if world.gone:
+            if world.job_removed:
                 break
             step(world, operator)
         operator.wait_frozen()
@@ -69,12 +69,12 @@ def step(world: World, operator: Operator) -> None:
     """Maybe inject a fault, advance the cluster and reconcile; then let time pass."""
     draw = world.random
     if draw.random() < 0.35:
-        draw.choice(TROUBLES)(world)
+        draw.choice(FAULTS)(world)
     if draw.random() < 0.75:
         tick(world)
     if draw.random() < 0.8:
-        cut_after = None if draw.random() < 0.85 else draw.randrange(4)
-        operator.look(cut_after=cut_after, stale=draw.random() < 0.3)
+        stop_after = None if draw.random() < 0.85 else draw.randrange(4)
+        operator.reconcile(stop_after=stop_after, stale=draw.random() < 0.3)
     due = operator.wake_at
     if due is None or due <= world.now or draw.random() < 0.6:
         world.now += draw.choice([0.001, 0.3, 1, 5, 5, 20])
@@ -92,7 +92,7 @@ def make_world(draw: random.Random, seed: int) -> World:
         job=JobState(spec=make_spec(draw, seed, workers, queue)),
         now=now,
         since=now,
-        nodes={name: Node(name) for name in (f"n{one}" for one in range(workers + draw.choice([0, 0, 1, 3])))},
+        nodes={name: Node(name) for name in (f"n{number}" for number in range(workers + draw.choice([0, 0, 1, 3])))},
         queue=queue,
         peers_notice=draw.random() < 0.7,
         polled=draw.random() < 0.8,
@@ -148,11 +148,12 @@ def make_policy(draw: random.Random) -> RunPolicy:
 
 def describe(world: World) -> str:
     """The state of the world for a report."""
-    pods = [(one.index, one.attempt, one.phase.value, one.node, one.deletion) for one in world.pods.values()]
-    nodes = [(one.name, one.up) for one in world.nodes.values()]
+    pods = [(pod.index, pod.attempt, pod.phase.value, pod.node, pod.deletion) for pod in world.pods.values()]
+    nodes = [(node.name, node.up) for node in world.nodes.values()]
     status = world.job.status
     lines = [f"spec {world.spec}", f"queue {world.queue}, nodes {nodes}", f"pods {pods}, init {world.init}"]
     lines += [f"phase {status.phase}, attempt {status.attempt}, released {status.released}"]
     lines += [f"excluded {status.excluded_nodes}, tolerated {status.tolerated_nodes}"]
-    lines += [f"{one.type.value}={one.status} {one.reason}: {one.message}" for one in status.conditions]
+    for condition in status.conditions:
+        lines.append(f"{condition.type.value}={condition.status} {condition.reason}: {condition.message}")
     return "\n".join(lines)

@@ -19,14 +19,14 @@ from megatronapp_operator.plan import (
     WorkerPhase,
 )
 from plan_fuzz.cluster import set_down, set_up, tick
-from plan_fuzz.look import Operator
+from plan_fuzz.faults import edit, slow_node
 from plan_fuzz.pods import Node
 from plan_fuzz.promises import broken
-from plan_fuzz.trouble import edit, slow_node
+from plan_fuzz.simulated_operator import Operator
 from plan_fuzz.world import World
 
-LOOKS = 600
-TRAINED_LOOKS = 5
+PLANS = 600
+TRAINED_PLANS = 5
 SHORTAGE_S = 5400.0
 SLACK_S = 360.0
 RELEASE_PAUSE_S = 900.0
@@ -34,12 +34,12 @@ RELEASE_PAUSE_S = 900.0
 BROKEN_DEVICE = 201
 """Exit code after which the node is excluded."""
 SLOW_S = 6 * 3600.0
-TRAINED_SHARE = 0.6
+TRAINED_FRACTION = 0.6
 
 
 def end(world: World, operator: Operator) -> str:
     """Play the history to its end in one of the worlds; returns which, and how it ended."""
-    if world.gone:
+    if world.job_removed:
         return "gone"
     calm(world)
     kind, keep = world.random.choice(WORLDS)
@@ -78,10 +78,10 @@ def keep_healthy(world: World, _: Operator) -> bool:
 def keep_dead_nodes(world: World, operator: Operator) -> bool:
     """Keep dead nodes dead, and let one more die under a worker; for every worker there is a node that works."""
     world.polled = world.random.random() < 0.5
-    under = [one.node for one in world.pods.values() if one.node is not None and world.healthy(one)]
+    under = [pod.node for pod in world.pods.values() if pod.node is not None and world.healthy(pod)]
     if under:
         set_down(world, world.nodes[world.random.choice(under)], world.random)
-    while sum(one.up for one in world.nodes.values()) < world.spec.workers:
+    while sum(node.up for node in world.nodes.values()) < world.spec.workers:
         name = f"n{len(world.nodes)}"
         world.nodes[name] = Node(name)
     return False
@@ -90,9 +90,9 @@ def keep_dead_nodes(world: World, operator: Operator) -> bool:
 def keep_slow_node(world: World, operator: Operator) -> bool:
     """Keep one of the nodes slow, and let the hub report it whenever a worker is on it: the gang must still train."""
     heal(world)
-    if not _may_train(world) or any(one.phase is WorkerPhase.SUCCEEDED for one in world.pods.values()):
+    if not _may_train(world) or any(pod.phase is WorkerPhase.SUCCEEDED for pod in world.pods.values()):
         return False
-    excluded = {one.node for one in world.job.status.excluded_nodes}
+    excluded = {entry.node for entry in world.job.status.excluded_nodes}
     others = [name for name in world.nodes if name not in excluded]
     if not others:  # a node that is excluded already is no reason for a restart, with any action
         return False
@@ -101,21 +101,21 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
     action = world.random.choice([*SlowNodeAction, SlowNodeAction.EXCLUDE_AND_RESTART])
     edit(world, policy=policy, slow_node=dataclasses.replace(world.spec.slow_node, action=action))
     slow, began, trained = world.random.choice(others), world.now, 0.0
-    for _ in range(20 * LOOKS):
+    for _ in range(20 * PLANS):
         tick(world)
-        operator.look()
+        operator.reconcile()
         if not _may_train(world) or _some_succeeded(world):
             return False
         trains = world.trains()
-        on_it = any(one.node == slow and one.runs for one in world.pods.values())
+        on_it = any(pod.node == slow and pod.runs for pod in world.pods.values())
         world.slow_ranks = (slow_node(world, slow, since=world.now - 100),) if trains and on_it else ()
         passed = _leap(world, operator)
         trained += passed if trains and world.now > began + SLOW_S / 2 else 0.0
         if world.now >= began + SLOW_S:
             break
-    if trained < TRAINED_SHARE * SLOW_S / 2:
+    if trained < TRAINED_FRACTION * SLOW_S / 2:
         broken("a slow node keeps the gang from training", f"{trained:.0f} s of {SLOW_S / 2:.0f} s")
-    tolerated = slow in {one.node for one in world.job.status.tolerated_nodes}
+    tolerated = slow in {entry.node for entry in world.job.status.tolerated_nodes}
     spare = len(world.nodes) > world.spec.workers and not tolerated
     if spare and limits.enabled and action is SlowNodeAction.EXCLUDE_AND_RESTART and on_it:
         broken("a slow node is used though another is free")
@@ -131,14 +131,15 @@ def keep_failed_node(world: World, operator: Operator) -> bool:
         world.spec.policy, exclusion=limits, rules=(), max_restarts=9, active_deadline_s=None, progress_deadline_s=None
     )
     edit(world, policy=policy)
-    if not _trains_within(world, operator, LOOKS * 300.0):
+    if not _trains_within(world, operator, PLANS * 300.0):
         return False
-    running = [one for one in world.pods.values() if one.runs]
-    used = {one.node for one in running}
-    for node in [one for one in world.nodes.values() if one.name not in used][world.random.choice([0, 0, 1]) :]:
+    running = [pod for pod in world.pods.values() if pod.runs]
+    used = {pod.node for pod in running}
+    unused = [node for node in world.nodes.values() if node.name not in used]
+    for node in unused[world.random.choice([0, 0, 1]) :]:
         set_down(world, node, world.random)
     world.end(world.random.choice(running), BROKEN_DEVICE)
-    excluded = operator.look().status.excluded_nodes
+    excluded = operator.reconcile().status.excluded_nodes
     rounds = 1 + max(1, len(excluded))
     bound = rounds * (2 * (world.spec.policy.start_deadline_s or 0.0) + RELEASE_PAUSE_S) + SHORTAGE_S
     if not _trains_within(world, operator, bound) and _may_train(world) and not _some_succeeded(world):
@@ -151,7 +152,7 @@ def _trains_within(world: World, operator: Operator, seconds: float) -> bool:
     until = world.now + seconds
     while world.now < until and _may_train(world) and not _some_succeeded(world):
         tick(world)
-        operator.look()
+        operator.reconcile()
         if world.trains():
             return True
         world.now += world.random.choice([5, 15, 30])  # a kubelet has several ticks within the shortest start deadline
@@ -162,7 +163,7 @@ def _may_train(world: World) -> bool:
     """Return whether nothing but the cluster keeps the gang from training."""
     status = world.job.status
     failing = status.phase in TERMINAL_PHASES or status.is_true(ConditionType.FAILURE_TARGET)
-    return not (failing or world.spec.suspend or world.job.deletion_requested or world.gone)
+    return not (failing or world.spec.suspend or world.job.deletion_requested or world.job_removed)
 
 
 def keep_hanging(world: World, operator: Operator) -> bool:
@@ -183,9 +184,9 @@ def keep_denied(world: World, operator: Operator) -> bool:
     heal(world)
     world.refuses = "denied"
     until = world.now + 2 * SHORTAGE_S
-    for _ in range(LOOKS):
+    for _ in range(PLANS):
         tick(world)
-        operator.look()
+        operator.reconcile()
         if rest_of(world) is not None or world.trains() or world.now > until:
             break
         pass_time(world, operator)
@@ -196,7 +197,7 @@ def keep_denied(world: World, operator: Operator) -> bool:
     return False
 
 
-def keep_image_away(world: World, operator: Operator) -> bool:
+def keep_image_missing(world: World, operator: Operator) -> bool:
     """Let no container of a new gang ever start: the job fails, it does not hold its machines without limit."""
     heal(world)
     world.image_fails = True
@@ -205,17 +206,17 @@ def keep_image_away(world: World, operator: Operator) -> bool:
 
 def keep_short_of_nodes(world: World, operator: Operator) -> bool:
     """Keep one node too few for a while: what is placed is released in time, and the gang starts when there is one."""
-    up = [one for one in world.nodes.values() if one.up]
+    up = [node for node in world.nodes.values() if node.up]
     for node in up[world.spec.workers - 1 :]:
         set_down(world, node, world.random)
     until, holding_since, attempt = world.now + SHORTAGE_S, world.now, -1
     bound = 2 * (world.spec.policy.start_deadline_s or 0.0) + world.spec.policy.lost_worker_s + SLACK_S
-    for _ in range(LOOKS):
+    for _ in range(PLANS):
         tick(world)
-        operator.look()
+        operator.reconcile()
         status = world.job.status
-        held = any(one.node and one.live and one.attempt == status.attempt for one in world.pods.values())
-        if status.attempt != attempt or not held or status.running_time is not None:
+        placed = any(pod.node and pod.live and pod.attempt == status.attempt for pod in world.pods.values())
+        if status.attempt != attempt or not placed or status.running_time is not None:
             attempt, holding_since = status.attempt, world.now
         if world.now > holding_since + bound and _may_train(world):
             broken("a gang that is not whole holds machines", f"{world.now - holding_since:.0f} s")
@@ -230,9 +231,9 @@ def keep_quota_full(world: World, operator: Operator) -> bool:
     """No pod is taken for a while, and then they are."""
     heal(world)
     world.refuses, until = "quota", world.now + SHORTAGE_S
-    for _ in range(LOOKS):
+    for _ in range(PLANS):
         tick(world)
-        operator.look()
+        operator.reconcile()
         _leap(world, operator)
         if world.now > until:
             break
@@ -246,7 +247,7 @@ WORLDS: tuple[tuple[str, Callable[[World, Operator], bool]], ...] = (
     ("dead nodes", keep_dead_nodes),
     ("slow node", keep_slow_node),
     ("failed node", keep_failed_node),
-    ("no image", keep_image_away),
+    ("no image", keep_image_missing),
     ("short of nodes", keep_short_of_nodes),
     ("hanging ranks", keep_hanging),
     ("denied pods", keep_denied),
@@ -257,10 +258,10 @@ WORLDS: tuple[tuple[str, Callable[[World, Operator], bool]], ...] = (
 def settle(world: World, operator: Operator) -> str:
     """Continue until the job rests. Raises Broken where it never does."""
     trained, trained_in = 0, -1
-    for _ in range(LOOKS):
+    for _ in range(PLANS):
         tick(world)
         fails = failing_for(world) is not None  # an operator that was cut off has decided it, and removed nothing yet
-        operator.look()
+        operator.reconcile()
         rests = rest_of(world)
         if rests is not None:
             return rests
@@ -269,9 +270,9 @@ def settle(world: World, operator: Operator) -> str:
         trained_in = status.attempt if trains and not fails else trained_in
         if trained_in == status.attempt and (why := failing_for(world)) == "StartDeadlineExceeded":
             broken("a gang that trains is said not to have started", why)
-        if trained == TRAINED_LOOKS and world.spec.hub and world.hub is None and _may_train(world):
+        if trained == TRAINED_PLANS and world.spec.hub and world.hub is None and _may_train(world):
             broken("a gang trains without its hub")
-        if trained > TRAINED_LOOKS or _some_succeeded(world):
+        if trained > TRAINED_PLANS or _some_succeeded(world):
             finish(world)
         pass_time(world, operator)
     broken("the job does not settle", world.job.status.phase)
@@ -280,13 +281,13 @@ def settle(world: World, operator: Operator) -> str:
 def rest_of(world: World) -> str | None:
     """Return how the job rests, or None if it does not yet."""
     status = world.job.status
-    if world.gone:
+    if world.job_removed:
         return "gone"
     if world.job.deletion_requested:
-        hub_goes = world.hub is None or world.hub.deleting or world.hub.phase is HubPhase.ENDED
-        return "deleted" if not world.pods and world.init is None and hub_goes else None
+        hub_ends = world.hub is None or world.hub.deleting or world.hub.phase is HubPhase.ENDED
+        return "deleted" if not world.pods and world.init is None and hub_ends else None
     if status.phase in TERMINAL_PHASES:
-        lives = any(one.live for one in world.pods.values()) or world.groups  # a queue counts groups
+        lives = any(pod.live for pod in world.pods.values()) or world.groups  # a queue counts groups
         return status.phase.value if world.spec.policy.ttl_s is None and not lives else None
     if world.spec.suspend:
         rests = status.phase is Phase.SUSPENDED and not world.pods and not world.groups
@@ -314,7 +315,7 @@ def finish(world: World) -> None:
 
 def _some_succeeded(world: World) -> bool:
     """The others of a gang end with it, once all of it has started."""
-    phases = [one.phase for one in world.pods.values()]
+    phases = [pod.phase for pod in world.pods.values()]
     phases += [WorkerPhase.SUCCEEDED] * len(world.job.status.succeeded)  # also of a failure that is ignored
     return WorkerPhase.SUCCEEDED in phases and WorkerPhase.PENDING not in phases
 

@@ -21,7 +21,7 @@ class Pod:
     """Nodes that it may not go to."""
     gated: bool = False
     """A queue has not admitted its gang."""
-    kept: bool = False
+    has_finalizer: bool = False
     """A queue's finalizer keeps it from going."""
     phase: WorkerPhase = WorkerPhase.PENDING
     node: str | None = None
@@ -31,7 +31,7 @@ class Pod:
     outcome: WorkerOutcome | None = None
     deletion: Deletion | None = None
     unreachable: float | None = None
-    heard: float | None = None
+    reachable_since: float | None = None
     disrupted: str | None = None
     waiting: str | None = None
     preparing: bool = False
@@ -68,9 +68,9 @@ class Pod:
             preparing=self.preparing,
             prepared_at=self.prepared,
             unreachable_since=self.unreachable,
-            reachable_since=self.heard,
+            reachable_since=self.reachable_since,
             disrupted=self.disrupted,
-            finalizers=("kueue.x-k8s.io/managed",) if self.kept and self.deletion is not None else (),
+            finalizers=("kueue.x-k8s.io/managed",) if self.has_finalizer and self.deletion is not None else (),
         )
 
 

@@ -32,9 +32,9 @@ def broken(what: str, *details: object) -> NoReturn:
     raise Broken(": ".join(map(str, (what, *details))))
 
 
-def deeds(made: Plan) -> list[Action]:
+def changes(made: Plan) -> list[Action]:
     """Actions that change the cluster."""
-    return [one for one in made.actions if not isinstance(one, RecordEvent)]
+    return [action for action in made.actions if not isinstance(action, RecordEvent)]
 
 
 def check(world: World, seen: Observed, made: Plan) -> None:
@@ -52,29 +52,29 @@ def check(world: World, seen: Observed, made: Plan) -> None:
 
 def check_creation(world: World, seen: Observed, made: Plan) -> None:
     """Gangs are made whole, of one attempt, and only while the job may run."""
-    created = [one for one in made.actions if isinstance(one, CreateWorker)]
-    starts = [one for one in made.actions if isinstance(one, CreateWorker | CreateInit)]
+    created = [action for action in made.actions if isinstance(action, CreateWorker)]
+    starts = [action for action in made.actions if isinstance(action, CreateWorker | CreateInit)]
     status = made.status
     if starts and (world.spec.suspend or world.job.deletion_requested):
         broken("something is created though the job is suspended or deleted")
     if starts and status.is_true(ConditionType.FAILURE_TARGET):
         broken("something is created though the job is failing")
     if status.phase in TERMINAL_PHASES and any(
-        isinstance(one, CreateWorker | CreateInit | EnsureHub) for one in made.actions
+        isinstance(action, CreateWorker | CreateInit | EnsureHub) for action in made.actions
     ):
         broken("something is created after the end")
     if not created:
         return
-    if any(one.attempt != status.attempt for one in seen.workers):
+    if any(worker.attempt != status.attempt for worker in seen.workers):
         broken("a gang is created beside workers of another attempt")
-    if any(one.attempt != status.attempt for one in created):
+    if any(action.attempt != status.attempt for action in created):
         broken("a worker of another attempt is created")
     if world.spec.initializers and not status.initialized:
         broken("a gang is created before the initializers are done")
-    if any((one.attempt, one.index) in world.used for one in created):
+    if any((action.attempt, action.index) in world.used for action in created):
         broken("a worker that has run is created again in the same attempt")
-    known = {one.index for one in created} | {one.index for one in seen.workers}
-    known |= set(status.succeeded) | {one.index for one in status.ended}
+    known = {action.index for action in created} | {action.index for action in seen.workers}
+    known |= set(status.succeeded) | {worker.index for worker in status.ended}
     if known != set(range(world.spec.workers)):
         broken("not all workers are created together", known)
 
@@ -131,16 +131,16 @@ def check_waking(world: World, seen: Observed, made: Plan) -> None:
     status = made.status
     if status.phase in TERMINAL_PHASES | {Phase.SUSPENDED} or world.job.deletion_requested:
         return
-    news = any(one.live or one.deletion for one in seen.workers) or seen.init is not None
-    if not news and made.wake_at is None and not deeds(made):
+    pending = any(worker.live or worker.deletion for worker in seen.workers) or seen.init is not None
+    if not pending and made.wake_at is None and not changes(made):
         broken("nothing is pending", status.phase)
 
 
 def check_exclusion(world: World, after: Status) -> None:
     """The list of nodes keeps to its bound, and to what the user allows."""
     limits = world.spec.policy.exclusion
-    avoided = [one.node for one in after.excluded_nodes]
-    tolerated = {one.node for one in after.tolerated_nodes}
+    avoided = [entry.node for entry in after.excluded_nodes]
+    tolerated = {entry.node for entry in after.tolerated_nodes}
     if len(avoided) > limits.max_nodes or len(set(avoided)) < len(avoided):
         broken("the list of excluded nodes is too long, or names one twice", avoided)
     if limits.allowed & set(avoided) or tolerated & set(avoided):
@@ -149,7 +149,7 @@ def check_exclusion(world: World, after: Status) -> None:
 
 def check_place_in_queue(world: World, seen: Observed, before: Status, after: Status) -> None:
     """Check that a gang that waits in a queue is not recreated for a node, unless a scheduler has found none."""
-    gang = [one for one in seen.workers if one.attempt == before.attempt]
+    gang = [worker for worker in seen.workers if worker.attempt == before.attempt]
     waits = before.holding_time is None and len(gang) == world.spec.workers and all(map(_only_waits, gang))
     placed = after.condition(ConditionType.PODS_SCHEDULED)
     for_a_node = placed is not None and placed.reason in {"NodeReadmitted", "Unschedulable"}
@@ -163,9 +163,9 @@ def _only_waits(worker: Worker) -> bool:
 
 def check_pods(world: World) -> None:
     """Check the pods of the cluster: one attempt at a time, of one template."""
-    live = [one for one in world.pods.values() if one.live]
-    if len({one.attempt for one in live}) > 1:
+    live = [pod for pod in world.pods.values() if pod.live]
+    if len({pod.attempt for pod in live}) > 1:
         broken("two attempts are alive")
-    current = {one.template for one in live if one.attempt == world.job.status.attempt}
+    current = {pod.template for pod in live if pod.attempt == world.job.status.attempt}
     if len(current) > 1:
         broken("a gang is made of two templates", current)

@@ -82,10 +82,10 @@ class World:
     missing: tuple[int, ...] = ()
     missing_in: int | None = None
     """Attempt that they are missing in; None: whichever."""
-    heard: float | None = None
+    last_contact: float | None = None
     since: float = 0.0
     iteration: int = 0
-    gone: bool = False
+    job_removed: bool = False
     """The job object."""
     used: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     """Attempt and index of workers that a look has seen to end, or in a gang that has run whole."""
@@ -96,13 +96,13 @@ class World:
         """Spec of the job, decoded."""
         return self.job.spec
 
-    def note(self, *words: object) -> None:
+    def note(self, *details: object) -> None:
         """Keep what happened for the report of a broken promise."""
-        self.log.append(f"{self.now - self.since:10.1f} {' '.join(map(str, words))}")
+        self.log.append(f"{self.now - self.since:10.1f} {' '.join(map(str, details))}")
 
     def observe(self) -> Observed:
         """Return all of the job that a reconciliation sees now."""
-        workers = tuple(one.view() for one in sorted(self.pods.values(), key=lambda one: (one.attempt, one.index)))
+        workers = tuple(pod.view() for pod in sorted(self.pods.values(), key=lambda pod: (pod.attempt, pod.index)))
         return Observed(
             secret=True,
             hub=self.hub,
@@ -116,7 +116,7 @@ class World:
             ),
             refusal=self.refusal,
             since=self.since,
-            last_contact=self.heard if self.polled else 0.0,
+            last_contact=self.last_contact if self.polled else 0.0,
             missing=self._missing(),
             progress=self.progress if self.polled else None,
             slow_ranks=self.slow_ranks,
@@ -129,8 +129,8 @@ class World:
 
     def _rank_zero(self) -> int | None:
         attempt = self.job.status.attempt
-        told = self.table_known and self.job.status.running_time is not None
-        return attempt % self.spec.workers if told else None
+        known = self.table_known and self.job.status.running_time is not None
+        return attempt % self.spec.workers if known else None
 
     def healthy(self, pod: Pod) -> bool:
         """Return whether the pod is on a machine that works."""
@@ -138,7 +138,7 @@ class World:
 
     def trains(self) -> bool:
         """Return whether the whole gang runs on machines that work, and has lost no worker."""
-        gang = [one for one in self.pods.values() if one.attempt == self.job.status.attempt and one.runs]
+        gang = [pod for pod in self.pods.values() if pod.attempt == self.job.status.attempt and pod.runs]
         whole_gang = len(gang) == self.spec.workers and all(map(self.healthy, gang))
         return whole_gang and self.job.status.attempt not in self.broken | self.hung
 
@@ -185,7 +185,7 @@ class World:
             case DeleteInit() if self.init is not None:
                 self.init = None if action.force else dataclasses.replace(self.init, deleting=True)
             case DeleteJob():
-                self.gone = True
+                self.job_removed = True
 
     def _refused(self) -> bool:
         if not self.refuses:
@@ -210,9 +210,9 @@ class World:
             attempt=action.attempt,
             template=self.spec.template,
             created=self.now,
-            avoids=frozenset(one.node for one in self.job.status.excluded_nodes if one.until > self.now),
+            avoids=frozenset(entry.node for entry in self.job.status.excluded_nodes if entry.until > self.now),
             gated=self.queue == "gated",
-            kept=self.spec.group is PodGroupKey.WORKLOAD,
+            has_finalizer=self.spec.group is PodGroupKey.WORKLOAD,
         )
 
     def _remove_group(self, attempt: int) -> None:
@@ -221,8 +221,8 @@ class World:
             self.refused_groups[attempt] = self.now
             return
         self.groups.discard(attempt)
-        for pod in [one for one in self.pods.values() if one.attempt == attempt and one.kept]:
-            pod.kept = False
+        for pod in [member for member in self.pods.values() if member.attempt == attempt and member.has_finalizer]:
+            pod.has_finalizer = False
             pod.deletion = pod.deletion or Deletion(since=whole(self.now), grace_s=HUB_GRACE_S)
             if pod.node is None or pod.deletion.grace_s == 0:
                 self.remove(pod)
@@ -238,7 +238,7 @@ class World:
 
     def try_remove(self, pod: Pod) -> None:
         """The API server forgets a pod that is to go, unless a finalizer keeps it."""
-        if not pod.kept:
+        if not pod.has_finalizer:
             self.remove(pod)
 
     def _ensure_hub(self) -> None:

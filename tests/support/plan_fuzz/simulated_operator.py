@@ -1,4 +1,4 @@
-"""The operator in the model: it looks, checks its promises, and does part of what it should."""
+"""The operator in the model: it plans, checks its promises, and carries out part of the actions."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from megatronapp_operator.plan_io.status_reader import read_status
 from plan_fuzz import promises
 from plan_fuzz.world import World
 
-FROZEN_LOOKS = 40
+FROZEN_PLANS = 40
 REFUSED_S = 1.0
 
 
@@ -32,8 +32,8 @@ class Operator:
         self._stale: Observed | None = None
         self.wake_at: float | None = None
 
-    def look(self, *, cut_after: int | None = None, stale: bool = False) -> Plan:
-        """Reconcile the job once. `cut_after`: the operator ends after this number of actions."""
+    def reconcile(self, *, stop_after: int | None = None, stale: bool = False) -> Plan:
+        """Reconcile the job once. `stop_after`: the operator ends after this number of actions."""
         world = self._world
         seen = self._stale if stale and self._stale is not None else world.observe()
         made = plan(world.job, seen, world.now)
@@ -43,15 +43,15 @@ class Operator:
         promises.check(world, seen, made)
         self._stale = seen if world.random.random() < 0.7 else None
         ran = made.status.running_time is not None
-        world.used |= {(one.attempt, one.index) for one in seen.workers if ran or not one.live}
-        news = made.status != world.job.status or bool(made.actions)
+        world.used |= {(worker.attempt, worker.index) for worker in seen.workers if ran or not worker.live}
+        changed = made.status != world.job.status or bool(made.actions)
         world.job = dataclasses.replace(world.job, status=made.status)
-        if news:
+        if changed:
             self._check_memory(seen, made)
         self._pin()
         if made.actions:
             world.refusal = None
-            self._carry_out(made.actions, cut_after)
+            self._carry_out(made.actions, stop_after)
         promises.check_pods(world)
         self.wake_at = made.wake_at
         if world.refusal is not None:  # the reconciler looks again as soon as pods were refused
@@ -66,11 +66,11 @@ class Operator:
                 attempt=status.attempt, template=world.spec.template, generation=world.spec.generation
             )
 
-    def _carry_out(self, actions: tuple[Action, ...], cut_after: int | None) -> None:
+    def _carry_out(self, actions: tuple[Action, ...], stop_after: int | None) -> None:
         """Carry out the actions, removals first."""
         starts = (CreateWorker, CreateInit)
-        ordered = sorted(actions, key=lambda one: isinstance(one, starts))
-        for action in ordered[:cut_after]:
+        ordered = sorted(actions, key=lambda action: isinstance(action, starts))
+        for action in ordered[:stop_after]:
             self._stale = None  # what an operator does itself it knows at once
             self._world.do(action)
 
@@ -82,19 +82,19 @@ class Operator:
         again = plan(world.job, seen, world.now)
         if again.status != made.status:
             changed = [
-                one.name
-                for one in dataclasses.fields(Status)
-                if getattr(again.status, one.name) != getattr(made.status, one.name)
+                field.name
+                for field in dataclasses.fields(Status)
+                if getattr(again.status, field.name) != getattr(made.status, field.name)
             ]
             promises.broken("the status is no fixpoint", changed)
-        if len(promises.deeds(again)) < len(again.actions):
+        if len(promises.changes(again)) < len(again.actions):
             promises.broken("an event is told again", again.actions)
 
     def wait_frozen(self) -> None:
         """Nothing happens for long: every look has a later next one, or none."""
         world = self._world
         job, seen, now = world.job, world.observe(), world.now
-        for _ in range(FROZEN_LOOKS):
+        for _ in range(FROZEN_PLANS):
             made = plan(job, seen, now)
             job = dataclasses.replace(job, status=made.status)
             if made.wake_at is None:

@@ -27,7 +27,7 @@ def pod_ends(world: World) -> None:
 
 
 def pod_vanishes(world: World) -> None:
-    if (pod := _pod(world)) is not None and not pod.kept:
+    if (pod := _pod(world)) is not None and not pod.has_finalizer:
         world.remove(pod)
 
 
@@ -106,12 +106,12 @@ def ranks_hang(world: World) -> None:
 
 
 def suspend(world: World) -> None:
-    if not world.gone and world.random.random() < 0.5:
+    if not world.job_removed and world.random.random() < 0.5:
         edit(world, suspend=not world.spec.suspend)
 
 
 def template_is_edited(world: World) -> None:
-    if not world.gone:
+    if not world.job_removed:
         edit(world, template=f"template-{world.spec.generation}")
 
 
@@ -159,7 +159,7 @@ def init_changes(world: World) -> None:
 def operator_restarts(world: World) -> None:
     """Start a new operator, which remembers the status alone, as the last one wrote it."""
     world.since = world.now
-    world.refusal = world.heard = None
+    world.refusal = world.last_contact = None
     world.job = dataclasses.replace(world.job, status=read_status(status_document(world.job.status)))
     world.note("operator restarts")
 
@@ -195,7 +195,7 @@ def resize(world: World) -> None:
             node_joins(world)
 
 
-TROUBLES: tuple[Callable[[World], None], ...] = (
+FAULTS: tuple[Callable[[World], None], ...] = (
     pod_ends, pod_vanishes, pod_is_deleted, node_changes, all_down, all_up, all_up, hub_ends, hub_is_deleted,
     refusals_change, right_to_remove_workloads_changes, queue_changes, hub_judges, ranks_hang, suspend,
     template_is_edited, node_is_allowed, job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change,
