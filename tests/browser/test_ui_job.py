@@ -201,3 +201,25 @@ def test_jobs_page_lists_the_job_and_leads_back(page: pw.Page, verdict: pw.Locat
     pw.expect(row).to_contain_text("Rank 2")
     row.get_by_role("link", name="tiny-gpt").click()
     pw.expect(page.get_by_role("heading", name="tiny-gpt")).to_be_visible()
+
+
+def test_curves_zoom_with_the_heat_map_and_select_the_step_under_the_pointer(
+    page: pw.Page, verdict: pw.Locator
+) -> None:
+    loss = page.get_by_role("img", name=re.compile("^Loss over steps, newest [0-9.]+"))
+    curve, heat = loss.locator("canvas"), page.get_by_test_id("heatmap")
+    loss.hover(position={"x": 300, "y": 40})
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -400)
+    page.keyboard.up("Control")
+    pw.expect(page.get_by_title("All steps (0)")).to_be_enabled()  # from now on the view no longer grows with the job
+    page.mouse.move(5, 5)
+    settle(page)
+    curve_before, heat_before = curve.evaluate(PICTURE), heat.evaluate(PICTURE)
+    loss.hover(position={"x": 300, "y": 40})
+    changed_from(page, curve, curve_before)
+    changed_from(page, heat, heat_before)
+    readout = page.get_by_text(re.compile(r"^step \d+, loss [0-9.]+, step time [0-9.]+ m?s$"))
+    step = int(readout.inner_text().split()[1].rstrip(","))
+    loss.click(position={"x": 300, "y": 40})
+    pw.expect(page).to_have_url(re.compile(rf"[?&]step={step}\b"))

@@ -1,5 +1,5 @@
 /**
- * The one renderer behind curves, heat map and timeline: a canvas in CSS pixels at the device's resolution.
+ * The renderer of heat maps and the timeline (curves: lineChart.ts): a canvas in CSS pixels at the device's resolution.
  * It knows rectangles, lines, hatches, text and cell images, and nothing of jobs.
  */
 import { tableIndex, type ColourMap } from "./colour";
@@ -91,13 +91,6 @@ export class Surface {
     context.setLineDash(dash);
     context.stroke();
     context.setLineDash([]);
-  }
-
-  dot(x: number, y: number, radius: number, colour: string): void {
-    this.context.beginPath();
-    this.context.arc(x, y, radius, 0, 2 * Math.PI);
-    this.context.fillStyle = colour;
-    this.context.fill();
   }
 
   /** An arrow from one point to another, bent so that parallel ones stay apart. */
