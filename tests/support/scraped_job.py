@@ -22,6 +22,7 @@ from ports import held_ports
 from prometheus_client import CollectorRegistry, start_http_server
 from worker_groups import worker_groups
 
+from megatronapp_common.job import read_status
 from megatronapp_operator.metrics import JobFacts, OperatorMetrics
 from megatronapp_operator.plan import (
     Backoff,
@@ -35,7 +36,6 @@ from megatronapp_operator.plan import (
     WorkerPhase,
     plan,
 )
-from megatronapp_operator.plan_io.status_reader import read_status
 
 CHART = kube.ROOT / "charts" / "megatronapp"
 HOME, TEAM, JOB, RESTARTED = "megatronapp", "team", "boards", "restarted"

@@ -11,10 +11,17 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from megatronapp_common.job.api.status import (
+    TERMINAL_PHASES,
+    ConditionType,
+    Phase,
+    Progress,
+    Replicas,
+    SlowRank,
+    Status,
+)
 from megatronapp_operator.plan import reasons
-from megatronapp_operator.plan.observed import Progress, SlowRank
 from megatronapp_operator.plan.policies.report import HANG, NAMED_STATES
-from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Status
 
 RECONCILE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds in seconds of one reconcile."""
@@ -233,7 +240,7 @@ class _JobCollector(Collector):
         yield _info(jobs)
         yield _labelled("phase", "1 for the phase that the job is in.", "phase", jobs, lambda j: {j.status.phase: 1})
         yield _labelled(
-            "workers", "Workers of the current attempt.", "state", jobs, lambda j: dataclasses.asdict(j.status.replicas)
+            "workers", "Workers of the current attempt.", "state", jobs, lambda j: _workers(j.status.replicas)
         )
         for name, text, read in _GAUGES:
             yield _gauge(name, text, jobs, read)
@@ -302,6 +309,12 @@ def _slow(jobs: _Jobs) -> Iterator[Metric]:
             cost.add_metric(place, one.seconds_per_step)
             since.add_metric(place, one.since)
     yield from (ratio, cost, since)
+
+
+def _workers(replicas: Replicas) -> dict[str, float]:
+    """Return the numbers of workers by state."""
+    states = ("desired", "pending", "running", "succeeded", "failed")
+    return {state: getattr(replicas, state) for state in states}
 
 
 def _progress(read: Callable[[Progress], float | None]) -> Callable[[Status], float | None]:

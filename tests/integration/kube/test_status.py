@@ -7,11 +7,11 @@ import kube
 import pytest
 import yaml
 
+from megatronapp_common.job import EndedWorker, read_status, status_document
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 from megatronapp_operator.plan import (
     Condition,
     ConditionType,
-    Deletion,
     ExcludedNode,
     Failure,
     FailureAction,
@@ -20,12 +20,7 @@ from megatronapp_operator.plan import (
     Replicas,
     SlowRank,
     Status,
-    Worker,
-    WorkerOutcome,
-    WorkerPhase,
 )
-from megatronapp_operator.plan_io.status_document import status_document
-from megatronapp_operator.plan_io.status_reader import read_status
 
 SECOND = 1_700_000_000.0
 MOMENT = 1_700_000_000.123456
@@ -56,10 +51,9 @@ RUNNING = Status(
     excluded_nodes=(ExcludedNode(node="gpu-7", reason="SlowNodeDetected", until=MOMENT),),
     succeeded=(0, 1, 2, 5),
     ended=(
-        Worker(
-            index=3, attempt=2, phase=WorkerPhase.FAILED, started_at=SECOND, finished_at=MOMENT, node="gpu-1",
-            disrupted="Evicted", deletion=Deletion(since=MOMENT, grace_s=600.0),
-            outcome=WorkerOutcome(code=137, reason="OOMKilled", message="words", rank=6, signal=9),
+        EndedWorker(
+            index=3, started_at=SECOND, finished_at=MOMENT, node="gpu-1", disrupted="Evicted", deleted_at=MOMENT,
+            grace_seconds=600.0, exit_code=137, reason="OOMKilled", message="words", rank=6, signal=9,
         ),
     ),
     progress_time=MOMENT,

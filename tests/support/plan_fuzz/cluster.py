@@ -3,6 +3,7 @@
 import dataclasses
 import random
 
+from megatronapp_common.job.api.status import ProgressState
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import Deletion, HubPhase, Progress, WorkerPhase
 from plan_fuzz.pods import Node, Pod, whole
@@ -11,7 +12,7 @@ from plan_fuzz.world import World
 EVICTED_AFTER_S = 300.0
 """Seconds without a report from a node after which the cluster deletes its pods."""
 EVICTION_GRACE_S = 30.0
-STATES = ("training", "training", "training", "training", "saving", "starting")
+STATES: tuple[ProgressState, ...] = ("training", "training", "training", "training", "saving", "starting")
 
 
 def tick(world: World) -> None:
@@ -193,7 +194,7 @@ def make_progress(world: World) -> None:
     if not world.trains() or world.random.random() < 0.4:
         return
     world.iteration += 1
-    state = "serving" if world.spec.serves else world.random.choice(STATES)
+    state: ProgressState = "serving" if world.spec.serves else world.random.choice(STATES)
     attempt = world.job.status.attempt
     world.progress = Progress(attempt=attempt, iteration=world.iteration, state=state, updated_at=whole(world.now))
     if world.polled:

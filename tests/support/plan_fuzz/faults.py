@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 from worker_groups import worker_groups
 
+from megatronapp_common.job import read_status, status_document
 from megatronapp_operator.plan import Deletion, HubPhase, Phase, SlowRank, WorkerPhase
 from megatronapp_operator.plan.spec import NodeExclusion
-from megatronapp_operator.plan_io.status_document import status_document
-from megatronapp_operator.plan_io.status_reader import read_status
 from plan_fuzz.cluster import delete, set_down, set_up
 from plan_fuzz.pods import Node, Pod, whole
 from plan_fuzz.world import World

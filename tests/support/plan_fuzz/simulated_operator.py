@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from megatronapp_common.job import read_status, status_document
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     Action,
@@ -15,8 +16,6 @@ from megatronapp_operator.plan import (
     Status,
     plan,
 )
-from megatronapp_operator.plan_io.status_document import status_document
-from megatronapp_operator.plan_io.status_reader import read_status
 from plan_fuzz import promises
 from plan_fuzz.world import World
 

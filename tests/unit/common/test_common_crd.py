@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megatronapp_common.job import load_job
-from megatronapp_common.job.api.types import MegatronJob
 from megatronapp_common.job.crd import custom_resource_definition, structural
 from megatronapp_common.job.fields import walk
+from megatronapp_common.job.megatron_job import MegatronJob
 from megatronapp_common.job.reference import render_reference
 from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES
 

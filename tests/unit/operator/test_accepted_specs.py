@@ -6,6 +6,7 @@ import pytest
 import rendered
 
 from megatronapp_common.errors import JobError
+from megatronapp_common.job import PinnedSettings
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.errands import JobMaintenance
@@ -15,7 +16,6 @@ from megatronapp_operator.backends.kubernetes.execution.job_context import JobCo
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.render import template_hash
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner
-from megatronapp_operator.backends.kubernetes.status_facts import PinnedAttempt
 from megatronapp_operator.backends.kubernetes.store import ObjectStore, key_of
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import EventType, RecordEvent
@@ -148,7 +148,7 @@ class Comparing(Reconciler):
     def know(self, document: Object, *, template: str | None = None) -> None:
         memory = self._remember(key_of(document), document)
         settings = rendered.SETTINGS
-        memory.pinned = PinnedAttempt(
+        memory.pinned = PinnedSettings(
             attempt=0,
             trainer_image=settings.trainer_image,
             analyzer_image=settings.analyzer_image,

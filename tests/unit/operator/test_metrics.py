@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatronapp_common.job.api.status import MAX_FAILURES, SlowRank
 from megatronapp_operator.metrics import EARLIER, SLOW_NODES_SHOWN, JobFacts, OperatorMetrics
 from megatronapp_operator.plan import Condition, ConditionType, Failure, FailureAction, Phase, Progress, Status
-from megatronapp_operator.plan.observed import SlowRank
-from megatronapp_operator.plan.status import MAX_FAILURES
 
 NOW = 1000.0
 JOB = {"namespace": "team", "name": "gpt"}

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from megatronapp_common.job import Status as StatusDocument
+from megatronapp_common.job import status_document
+from megatronapp_common.job.api.status import SlowRank
+from megatronapp_common.text.times import rfc3339, seconds_of
 from megatronapp_operator.backends.process.state.registry import JobView, lost_status
 from megatronapp_operator.cli.describe import describe
 from megatronapp_operator.cli.text.durations import human_duration, parse_duration
@@ -26,9 +29,8 @@ from megatronapp_operator.plan import (
     Replicas,
     Status,
 )
-from megatronapp_operator.plan.observed import SlowRank
-from megatronapp_operator.plan_io.status_document import rfc3339, seconds_of, status_document
 
+STORED = TypeAdapter(Status)
 SLOW = SlowRank(
     id="v1", subject="link", ranks=(0, 2), cause="link", state="confirmed", sentence="Slow.", since_step=7, slowdown=1.5
 )
@@ -86,10 +88,10 @@ def make_view(tmp_path: Any, status: dict[str, Any]) -> JobView:
 @pytest.mark.parametrize("status", [Status(), FULL], ids=["new", "full"])
 def test_the_status_is_what_the_api_types_accept(status: Status) -> None:
     document = status_document(status)
-    read = StatusDocument.model_validate_json(json.dumps(document))
+    read = STORED.validate_json(json.dumps(document))
     assert read.phase == status.phase
     assert read.attempt == status.attempt
-    assert read.to_dict()["replicaStatuses"]["running"] == status.replicas.running
+    assert status_document(read)["replicaStatuses"]["running"] == status.replicas.running
 
 
 def test_every_field_of_the_full_status_is_shown() -> None:
@@ -139,7 +141,7 @@ def test_a_lost_backend_fails_the_job_and_keeps_its_history() -> None:
     conditions = {condition["type"]: condition for condition in lost["conditions"]}
     assert conditions["Running"]["status"] == "False"
     assert conditions["Failed"]["reason"] == "BackendLost"
-    StatusDocument.model_validate_json(json.dumps(lost))
+    STORED.validate_json(json.dumps(lost))
 
 
 def test_a_lost_backend_that_wrote_nothing_is_a_failed_job_too() -> None:

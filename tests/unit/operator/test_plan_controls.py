@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from worker_groups import worker_groups
 
 from megatronapp_analyzer.scope.store.audit_log import AuditLog
+from megatronapp_common.job import read_status, status_document
 from megatronapp_operator.plan import ControlAction, JobSpec, JobState, Observed, RecordEvent, Status
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies.controls import (
@@ -20,8 +21,6 @@ from megatronapp_operator.plan.policies.controls import (
     spent_after,
 )
 from megatronapp_operator.plan_io.hub_summary import read_controls
-from megatronapp_operator.plan_io.status_document import status_document
-from megatronapp_operator.plan_io.status_reader import read_status
 
 NOW = 1_763_000_000.0
 NOW_MS = int(NOW) * 1000

@@ -13,6 +13,7 @@ from plan_histories.invariants import JobInvariants
 from plan_histories.simulated_job import SimulatedJob
 from worker_groups import worker_groups
 
+from megatronapp_common.job import read_status, status_document
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     Backoff,
@@ -42,8 +43,6 @@ from megatronapp_operator.plan import (
     WorkerPhase,
     plan,
 )
-from megatronapp_operator.plan_io.status_document import status_document
-from megatronapp_operator.plan_io.status_reader import read_status
 
 RULES = [
     (),

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from megatronapp_common.job import Status as StatusDocument
+from megatronapp_common.job import EndedWorker, PinnedSettings, read_status, status_document
+from megatronapp_common.text.ranges import format_ranges, parse_ranges
 from megatronapp_operator.plan import (
     Condition,
     ConditionType,
@@ -15,6 +17,7 @@ from megatronapp_operator.plan import (
     ExcludedNode,
     Failure,
     FailureAction,
+    Observed,
     Phase,
     Progress,
     Replicas,
@@ -24,9 +27,7 @@ from megatronapp_operator.plan import (
     WorkerOutcome,
     WorkerPhase,
 )
-from megatronapp_operator.plan_io.status_document import ranges, status_document
-from megatronapp_operator.plan_io.status_fields import numbers_of
-from megatronapp_operator.plan_io.status_reader import read_status
+from megatronapp_operator.plan.worker_history import ended_worker_record, whole_gang
 
 COUNTS = st.integers(0, 2**31 - 1)
 TIMES = st.floats(0, 4e9).map(lambda seconds: round(seconds, 6))
@@ -40,6 +41,18 @@ OUTCOMES = st.builds(
     WorkerOutcome, code=st.integers(0, 255), reason=TEXTS, message=TEXTS, rank=MAYBE_COUNT, signal=MAYBE_COUNT
 )
 DELETIONS = st.builds(Deletion, since=TIMES, grace_s=st.floats(0, 1e6))
+FAILED = st.builds(
+    Worker, index=COUNTS, attempt=st.just(3), phase=st.just(WorkerPhase.FAILED), node=MAYBE_TEXT, disrupted=MAYBE_TEXT,
+    started_at=MAYBE_TIME, finished_at=MAYBE_TIME, outcome=st.none() | OUTCOMES, deletion=st.none() | DELETIONS,
+)  # fmt: skip
+FACTS = {
+    "world_size": MAYBE_COUNT, "data_parallel_size": MAYBE_COUNT, "manager": MAYBE_TEXT, "hub_url": MAYBE_TEXT,
+    "serve_url": MAYBE_TEXT, "rank_table": st.none() | st.just({"attempt": 1, "digest": "d", "workers": []}),
+    "pinned": st.none() | st.builds(
+        PinnedSettings, attempt=COUNTS, trainer_image=TEXTS, analyzer_image=TEXTS, template_hash=TEXTS, key_id=TEXTS,
+        generation=COUNTS,
+    ),
+}  # fmt: skip
 SLOW = st.builds(
     SlowRank, id=TEXTS, subject=TEXTS, ranks=st.lists(COUNTS, max_size=3).map(tuple), cause=TEXTS, state=TEXTS,
     sentence=TEXTS, since_step=MAYBE_COUNT, slowdown=MAYBE_REAL, seconds_per_step=MAYBE_REAL, worker=MAYBE_COUNT,
@@ -71,9 +84,10 @@ def conditions() -> st.SearchStrategy[tuple[Condition, ...]]:
 def statuses(draw: st.DrawFn) -> Status:
     attempt = draw(COUNTS)
     ended = st.builds(
-        Worker, index=COUNTS, attempt=st.just(attempt), phase=st.just(WorkerPhase.FAILED), node=MAYBE_TEXT,
-        disrupted=MAYBE_TEXT, started_at=MAYBE_TIME, finished_at=MAYBE_TIME, outcome=st.none() | OUTCOMES,
-        deletion=st.none() | DELETIONS,
+        EndedWorker, index=COUNTS, node=MAYBE_TEXT, disrupted=MAYBE_TEXT, started_at=MAYBE_TIME,
+        finished_at=MAYBE_TIME, deleted_at=MAYBE_TIME, grace_seconds=st.none() | st.floats(0, 1e6),
+        exit_code=st.none() | st.integers(0, 255), reason=MAYBE_TEXT, message=MAYBE_TEXT, rank=MAYBE_COUNT,
+        signal=MAYBE_COUNT,
     )  # fmt: skip
     made = st.builds(
         Status, phase=st.sampled_from([phase for phase in Phase if phase not in {Phase.SUCCEEDED, Phase.FAILED}]),
@@ -88,7 +102,7 @@ def statuses(draw: st.DrawFn) -> Status:
         ended=st.lists(ended, max_size=2).map(tuple), slow_ranks=st.lists(SLOW, max_size=2).map(tuple),
         hung_ranks=st.lists(COUNTS, max_size=3).map(tuple), last_control=st.none() | st.integers(0, 1 << 53),
         replicas=st.builds(Replicas, desired=COUNTS, pending=COUNTS, running=COUNTS, succeeded=COUNTS, failed=COUNTS),
-        failures=st.lists(FAILURES, max_size=2).map(tuple),
+        failures=st.lists(FAILURES, max_size=2).map(tuple), **FACTS,
     )  # fmt: skip
     return draw(made)
 
@@ -97,8 +111,14 @@ def statuses(draw: st.DrawFn) -> Status:
 @given(statuses())
 def test_a_status_is_read_as_it_was_written_and_the_types_keep_all_of_it(status: Status) -> None:
     text = json.dumps(status_document(status), allow_nan=False)
-    assert read_status(json.loads(text)) == status
-    assert read_status(StatusDocument.model_validate_json(text).to_dict()) == status
+    assert read_status(json.loads(text)) == TypeAdapter(Status).validate_json(text) == status
+    assert json.dumps(status_document(read_status(json.loads(text)))) == text
+
+
+@given(FAILED)
+def test_a_failed_worker_is_on_record_as_it_was_seen(worker: Worker) -> None:
+    status = Status(attempt=3, ended=(ended_worker_record(worker),))
+    assert whole_gang(Observed(), status) == (worker,)
 
 
 ANYTHING = st.recursive(
@@ -159,9 +179,9 @@ def test_a_job_with_a_terminal_condition_has_ended_whatever_its_phase(phase: str
 
 @given(st.sets(st.integers(0, 60)))
 def test_worker_numbers_are_abbreviated_as_ranges(numbers: set[int]) -> None:
-    assert numbers_of(ranges(sorted(numbers)) or "") == tuple(sorted(numbers))
+    assert parse_ranges(format_ranges(sorted(numbers))) == tuple(sorted(numbers))
 
 
 def test_ranges_are_formatted_and_parsed() -> None:
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
-    assert numbers_of("3-1,x,-,2-,99-,1-9999999999")[:2] == (1, 2)
+    assert format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert parse_ranges("3-1,x,-,2-,99-,1-9999999999")[:2] == (1, 2)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatronapp_common.job import read_status, status_document
+from megatronapp_common.job.api.status import SlowRank
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import (
     ConditionType,
@@ -23,11 +25,8 @@ from megatronapp_operator.plan import (
     RecordEvent,
     StopRequest,
 )
-from megatronapp_operator.plan.observed import SlowRank
 from megatronapp_operator.plan.policies.restart import backoff_s
 from megatronapp_operator.plan.spec import Backoff
-from megatronapp_operator.plan_io.status_document import status_document
-from megatronapp_operator.plan_io.status_reader import read_status
 
 Maker = Callable[..., Any]
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import rendered
 
+from megatronapp_common.job import PinnedSettings, status_document
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.backends.kubernetes.status_facts import PinnedAttempt, rank_zero, read_pinned, status_facts
+from megatronapp_operator.backends.kubernetes.status_facts import attempt_template, rank_zero, read_pinned, with_facts
 from megatronapp_operator.plan import (
     AttemptTemplate,
     ConditionType,
@@ -71,12 +72,12 @@ def test_a_gang_that_has_run_waits_with_an_edit_for_its_next_attempt(running: Ma
 
 
 def test_what_was_pinned_is_read_again() -> None:
-    pinned = PinnedAttempt(
+    pinned = PinnedSettings(
         attempt=3, trainer_image="t", analyzer_image="a", template_hash="h", key_id="k", generation=7
     )
-    document = status_facts(rendered.make_job(), Status(attempt=3), table=None, pinned=pinned, urls={})
-    assert read_pinned(document) == pinned
-    assert pinned.template == AttemptTemplate(attempt=3, template="h", generation=7)
+    status = with_facts(rendered.make_job(), Status(attempt=3), manager="m", table=None, pinned=pinned, urls={})
+    assert read_pinned(status_document(status)) == pinned
+    assert attempt_template(pinned) == AttemptTemplate(attempt=3, template="h", generation=7)
 
 
 def test_with_rank0_the_worker_that_holds_it_ends_the_job(running: Maker, worker: Maker) -> None:

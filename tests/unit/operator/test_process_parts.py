@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.job import load_job
+from megatronapp_common.job import Status, load_job, status_document
 from megatronapp_common.names import Env
 from megatronapp_common.processes import is_locked
 from megatronapp_common.room import LEAST_BYTES, SharedMemorySpace
@@ -38,7 +38,6 @@ from megatronapp_operator.plan import Action, EnsureHub, HubPhase, Progress, Rec
 from megatronapp_operator.plan.outcome import describe
 from megatronapp_operator.plan_io import hub_summary
 from megatronapp_operator.plan_io.spec_reader import process_spec
-from megatronapp_operator.plan_io.status_document import progress_document
 
 DEADLINE_S = 30.0
 SLEEP = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
@@ -433,14 +432,14 @@ def test_the_time_of_a_page_is_text_there_and_in_the_status() -> None:
     page = hub_summary.read_progress({"iteration": 1, "updatedAt": "2026-11-21T10:33:16.500+00:00"})
     assert page is not None and page.updated_at == 1795257196.5
     assert hub_summary.newest([page, hub_summary.read_progress({"iteration": 1})]) == page
-    assert progress_document(page)["updatedAt"] == "2026-11-21T10:33:16Z"
+    assert status_document(Status(progress=page))["progress"]["updatedAt"] == "2026-11-21T10:33:16Z"
 
 
 def test_a_loss_that_is_no_number_never_reaches_the_status() -> None:
     text = '{"iteration": 1, "loss": NaN, "gradNorm": Infinity, "tokensPerSecond": 5.5}'
     page = hub_summary.read_progress(json.loads(text))
     assert page is not None
-    document = progress_document(page)
+    document = status_document(Status(progress=page))["progress"]
     assert document["tokensPerSecond"] == 5.5
     assert "NaN" not in json.dumps(document) and "Infinity" not in json.dumps(document)
 

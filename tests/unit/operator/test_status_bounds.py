@@ -7,9 +7,10 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from worker_groups import worker_groups
 
-from megatronapp_common.job import Status as StatusDocument
+from megatronapp_common.job import status_document
 from megatronapp_common.text.terminal import to_single_line
 from megatronapp_operator.backends.kubernetes.execution.events import MAX_NOTE, _event
 from megatronapp_operator.backends.kubernetes.pod_record import _number
@@ -18,8 +19,8 @@ from megatronapp_operator.plan import EventType, JobSpec, JobState, Observed, Re
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import report
 from megatronapp_operator.plan_io.hub_summary import UNREADABLE, HubSummary, read_progress, read_summary
-from megatronapp_operator.plan_io.status_document import status_document
 
+STORED = TypeAdapter(Status)
 MOST_BYTES = 1 << 20
 NUMBERS = st.one_of(
     st.integers(), st.sampled_from([2**63, -(2**63) - 1, 10**400, True]), st.floats(), st.text(max_size=3)
@@ -91,7 +92,7 @@ def written(summary: HubSummary | None) -> dict[str, Any]:
 def check(document: dict[str, Any]) -> None:
     text = json.dumps(document, allow_nan=False)
     assert len(text.encode()) < MOST_BYTES
-    StatusDocument.model_validate_json(text)
+    STORED.validate_json(text)
     assert all(-(2**63) <= number < 2**63 for number in numbers(document))
 
 

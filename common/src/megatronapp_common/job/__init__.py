@@ -31,19 +31,26 @@ from megatronapp_common.job.api.spec import EnvVar, Fault, Spec, Trace
 from megatronapp_common.job.api.status import (
     TERMINAL_PHASES,
     Condition,
+    ConditionType,
+    EndedWorker,
+    ExcludedNode,
     Failure,
+    FailureAction,
     Phase,
+    PinnedSettings,
     Progress,
     RankTable,
     RankTableEntry,
-    ReplicaStatuses,
+    Replicas,
+    SlowRank,
     Status,
 )
 from megatronapp_common.job.api.training import Checkpoint, Data, Recompute, Training
-from megatronapp_common.job.api.types import MegatronJob
 from megatronapp_common.job.arguments import megatron_arguments, place_of
 from megatronapp_common.job.judge import check_update
 from megatronapp_common.job.load import load_job, load_stored_job, parse_manifest, skipped_rules
+from megatronapp_common.job.megatron_job import MegatronJob
+from megatronapp_common.job.status import read_status, status_document
 from megatronapp_common.job.world import WorkerGroup, World, derive_world
 
 __all__ = [
@@ -53,11 +60,15 @@ __all__ = [
     "Backoff",
     "Checkpoint",
     "Condition",
+    "ConditionType",
     "Data",
     "Dpp",
+    "EndedWorker",
     "EnvVar",
+    "ExcludedNode",
     "ExitCodes",
     "Failure",
+    "FailureAction",
     "FailureMatch",
     "FailureRule",
     "Fault",
@@ -72,6 +83,7 @@ __all__ = [
     "ObjectReference",
     "Parallelism",
     "Phase",
+    "PinnedSettings",
     "PodMetadata",
     "PodTemplate",
     "Preflight",
@@ -80,13 +92,14 @@ __all__ = [
     "RankTableEntry",
     "Rdma",
     "Recompute",
-    "ReplicaStatuses",
+    "Replicas",
     "Resources",
     "RunPolicy",
     "Scheduling",
     "Serve",
     "SharedMemory",
     "SlowNode",
+    "SlowRank",
     "Spec",
     "Status",
     "Toleration",
@@ -104,5 +117,7 @@ __all__ = [
     "parse_manifest",
     "place_of",
     "quantity_value",
+    "read_status",
     "skipped_rules",
+    "status_document",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic.alias_generators import to_camel
 
 from megatronapp_common.job.api.spec import Spec
-from megatronapp_common.job.api.types import MegatronJob
+from megatronapp_common.job.megatron_job import MegatronJob
 
 Value = bool | int | float | str | tuple[object, ...] | None
 

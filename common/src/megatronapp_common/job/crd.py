@@ -9,8 +9,8 @@ from typing import Any
 
 from megatronapp_common.job.api.metadata import Metadata
 from megatronapp_common.job.api.spec import Spec
-from megatronapp_common.job.api.status import Status
-from megatronapp_common.job.api.types import MegatronJob
+from megatronapp_common.job.api.status import status_schema
+from megatronapp_common.job.megatron_job import MegatronJob
 from megatronapp_common.job.rules import CHANGE_RULES, NAME_RULES, SPEC_RULES, Rule
 from megatronapp_common.names import GROUP, KIND, VERSION
 
@@ -81,7 +81,7 @@ def _root() -> Schema:
             "kind": {"type": "string", "description": "Always MegatronJob."},
             "metadata": {"type": "object", "properties": {"name": {"type": "string", "description": _NAME}}},
             "spec": structural(Spec.model_json_schema(by_alias=True)) | _spec_validations(),
-            "status": structural(Status.model_json_schema(by_alias=True), with_defaults=False),
+            "status": structural(status_schema(), with_defaults=False),
         },
         **_name_validations(),
     }
@@ -137,7 +137,7 @@ def structural(schema: Schema, *, with_defaults: bool = True) -> Schema:
 
 
 def _convert(node: Schema, definitions: dict[str, Schema], with_defaults: bool) -> Schema:
-    node = _resolved(node, definitions)
+    node = resolve(node, definitions)
     out: Schema = {}
     for key, value in node.items():
         if key == "properties":
@@ -153,16 +153,16 @@ def _convert(node: Schema, definitions: dict[str, Schema], with_defaults: bool) 
     return _finished(out, node, definitions, with_defaults)
 
 
-def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
+def resolve(node: Schema, definitions: dict[str, Schema]) -> Schema:
     """Resolve references and remove the alternative `null`; keywords next to them win."""
     if "anyOf" in node:
         choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
         assert len(choices) == 1, f"no structural schema says {choices}"
         outer = {key: value for key, value in node.items() if key != "anyOf" and (key, value) != ("default", None)}
-        return _resolved({**choices[0], **outer}, definitions)
+        return resolve({**choices[0], **outer}, definitions)
     if "$ref" in node:
         outer = {key: value for key, value in node.items() if key != "$ref"}
-        return {**_resolved(definitions[node["$ref"].rsplit("/", 1)[-1]], definitions), **outer}
+        return {**resolve(definitions[node["$ref"].rsplit("/", 1)[-1]], definitions), **outer}
     return node
 
 

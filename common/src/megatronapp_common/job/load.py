@@ -10,8 +10,8 @@ import yaml
 from pydantic import ValidationError
 
 from megatronapp_common.errors import JobError
-from megatronapp_common.job.api.types import MegatronJob
 from megatronapp_common.job.judge import broken_rules, find_problems
+from megatronapp_common.job.megatron_job import MegatronJob
 from megatronapp_common.job.partial import partial_spec
 from megatronapp_common.job.problems import describe_errors
 

@@ -1,18 +1,11 @@
 """The reference of the manifest, generated from its types: one table per block."""
 
-import types
-import typing
 from collections.abc import Iterable, Iterator
-from typing import Literal
-
-from annotated_types import Ge, Gt, Le, Lt, MaxLen
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from megatronapp_common.job.admission import ADMISSION_RULES
-from megatronapp_common.job.api.types import MegatronJob
-from megatronapp_common.job.fields import describe_type, fields_by_alias, model_of, without_none
+from megatronapp_common.job.api.status import status_schema
+from megatronapp_common.job.crd import Schema, resolve
+from megatronapp_common.job.megatron_job import MegatronJob
 from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
 
 _HEAD = """\
@@ -48,13 +41,33 @@ What may not change once the job exists.
 |---|---|
 {}
 """
+_VALUES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "a block of fields",
+    "array": "a list",
+}
+_PLURALS = {"integer": "whole numbers", "number": "numbers", "string": "texts", "object": "blocks of fields"}
+_LIMITS = {
+    "minimum": "{} or more",
+    "exclusiveMinimum": "above {}",
+    "maximum": "{} or less",
+    "exclusiveMaximum": "below {}",
+    "maxLength": "at most {} long",
+    "maxItems": "at most {} long",
+    "maxProperties": "at most {} long",
+}
 LARGEST_INT32 = 2_147_483_647
 _TABLE_HEAD = "| field | type | default | meaning |\n|---|---|---|---|"
 
 
 def render_reference() -> str:
     """Return the whole page as Markdown."""
-    return "\n".join([_HEAD, *_sections(MegatronJob, ""), _rules()]) + "\n"
+    job, status = MegatronJob.model_json_schema(by_alias=True), status_schema()
+    definitions = job["$defs"] | status["$defs"] | {"Status": status}
+    return "\n".join([_HEAD, *_sections(job, "", definitions), _rules()]) + "\n"
 
 
 def _rules() -> str:
@@ -65,61 +78,40 @@ def _rule_rows(rules: Iterable[Rule]) -> str:
     return "\n".join(f"| `spec{rule.field}` | {rule.message} |" for rule in rules)
 
 
-def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
-    """Yield a model's table, then those of the blocks below it."""
-    fields = fields_by_alias(model)
-    yield f"## {path or 'The object'}\n\n{(model.__doc__ or '').strip()}\n\n{_TABLE_HEAD}"
-    yield "\n".join(_row(name, field) for name, field in fields.items()) + "\n"
+def _sections(schema: Schema, path: str, definitions: dict[str, Schema]) -> Iterator[str]:
+    """Yield the table of a block, then those of the blocks below it."""
+    fields, required = schema["properties"], schema.get("required", ())
+    yield f"## {path or 'The object'}\n\n{schema['description']}\n\n{_TABLE_HEAD}"
+    yield "\n".join(_row(name, resolve(field, definitions), name in required) for name, field in fields.items()) + "\n"
     for name, field in fields.items():
-        nested = model_of(field.annotation)
-        if nested is not None:
-            suffix = "[]" if typing.get_origin(without_none(field.annotation)) is tuple else ""
-            yield from _sections(nested, f"{path}.{name}{suffix}".removeprefix("."))
+        value = next((choice for choice in field.get("anyOf", ()) if choice.get("type") != "null"), field)
+        block = value.get("items", value)
+        block = definitions.get(block.get("$ref", "").rpartition("/")[2], block)
+        if "properties" in block:
+            nested = f"{path}.{name}{'[]' if 'items' in value else ''}".removeprefix(".")
+            yield from _sections(block, nested, definitions)
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    cells = (f"`{name}`", _type(field), _default(field), field.description or "")
+def _row(name: str, field: Schema, required: bool) -> str:
+    cells = (f"`{name}`", _type(field), "required" if required else _default(field), field.get("description", ""))
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def _type(field: FieldInfo) -> str:
-    plain = without_none(field.annotation)
-    if typing.get_origin(plain) is Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(plain))
-    limits = [text for item in _constraints(field) if (text := _limit(item))]
-    return ", ".join([describe_type(plain), *limits])
+def _type(field: Schema) -> str:
+    choices = [field["const"]] if "const" in field else field.get("enum")
+    if choices:
+        return ", ".join(f"`{choice}`" for choice in choices)
+    kind = field.get("type", "string")  # without a type: a quantity, which the API server takes as a number, too
+    values = _VALUES[kind]
+    if kind == "array":
+        values = f"a list of {_PLURALS[field['items'].get('type', 'object')]}"
+    known = {name: text for name, text in _LIMITS.items() if field.get(name, LARGEST_INT32) != LARGEST_INT32}
+    limits = [text.format(field[name]) for name, text in known.items() if kind != "string" or name == "maxLength"]
+    return ", ".join([values, *limits])
 
 
-def _constraints(field: FieldInfo) -> Iterator[object]:
-    """Yield limits on the field itself, also those inside of `X | None`."""
-    yield from field.metadata
-    if typing.get_origin(field.annotation) in {types.UnionType, typing.Union}:
-        for part in typing.get_args(field.annotation):
-            yield from getattr(part, "__metadata__", ())
-
-
-def _limit(item: object) -> str:
-    text = ""
-    match item:
-        case FieldInfo(metadata=inner):
-            text = ", ".join(filter(None, map(_limit, inner)))
-        case Ge(ge=value):
-            text = f"{value} or more"
-        case Gt(gt=value):
-            text = f"above {value}"
-        case Le(le=value) if value != LARGEST_INT32:
-            text = f"{value} or less"
-        case Lt(lt=value):
-            text = f"below {value}"
-        case MaxLen(max_length=value):
-            text = f"at most {value} long"
-    return text
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.default
-    if value is None or value is PydanticUndefined or isinstance(value, BaseModel) or value in ((), {}):
+def _default(field: Schema) -> str:
+    value = field.get("default")
+    if value is None or isinstance(value, dict | list):
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -4,6 +4,7 @@ import contextlib
 import pathlib
 
 from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.api.status import Progress
 from megatronapp_common.names import UNSAVED_STOP
 from megatronapp_common.topology import Topology
 from megatronapp_operator.backends.process.state.paths import JobPaths
@@ -11,7 +12,6 @@ from megatronapp_operator.cli.addresses import api_access, page_address
 from megatronapp_operator.cli.text.stop_messages import INTERRUPTED, stopped_line, stopping_line, was_interrupted
 from megatronapp_operator.errors import HubError, OperatorError
 from megatronapp_operator.plan import TERMINAL_PHASES, Action, EventType, Phase, RecordEvent, Status
-from megatronapp_operator.plan.observed import Progress
 from megatronapp_operator.plan.policies.report import NAMED_STATES
 
 REPORTED_BY_VERDICTS = frozenset({"SlowNodeDetected", "RankHung"})

@@ -10,7 +10,6 @@ from megatronapp_common.job.arguments import gives
 from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.addresses import hub_access
 from megatronapp_operator.errors import HubError, OperatorError
-from megatronapp_operator.plan_io.status_document import without_none
 
 TIMEOUT_S = 5.0
 """Seconds for an answer of the hub."""
@@ -29,16 +28,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 def fault_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fault as a document of the hub's API."""
-    return without_none(
-        {
-            "rank": arguments.rank,
-            "kind": arguments.kind,
-            "factor": arguments.factor,
-            "fromStep": arguments.from_step,
-            "steps": arguments.steps,
-            "peer": arguments.peer,
-        }
-    )
+    fault = {
+        "rank": arguments.rank,
+        "kind": arguments.kind,
+        "factor": arguments.factor,
+        "fromStep": arguments.from_step,
+        "steps": arguments.steps,
+    }
+    return fault if arguments.peer is None else fault | {"peer": arguments.peer}
 
 
 def describe_fault(answer: dict[str, Any], arguments: argparse.Namespace) -> str:

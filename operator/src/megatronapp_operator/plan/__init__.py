@@ -1,5 +1,18 @@
 """Decide what to do about a job from what is observed of it, without side effects."""
 
+from megatronapp_common.job.api.status import (
+    TERMINAL_PHASES,
+    Condition,
+    ConditionType,
+    ExcludedNode,
+    Failure,
+    FailureAction,
+    Phase,
+    Progress,
+    Replicas,
+    SlowRank,
+    Status,
+)
 from megatronapp_operator.plan.actions import (
     Action,
     CreateInit,
@@ -24,8 +37,6 @@ from megatronapp_operator.plan.observed import (
     InitPod,
     Observed,
     PodRejection,
-    Progress,
-    SlowRank,
     Worker,
     WorkerOutcome,
     WorkerPhase,
@@ -45,17 +56,6 @@ from megatronapp_operator.plan.spec import (
     SlowNodePolicy,
     StopRequest,
     SuccessPolicy,
-)
-from megatronapp_operator.plan.status import (
-    TERMINAL_PHASES,
-    Condition,
-    ConditionType,
-    ExcludedNode,
-    Failure,
-    FailureAction,
-    Phase,
-    Replicas,
-    Status,
 )
 
 __all__ = [

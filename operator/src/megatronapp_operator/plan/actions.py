@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from megatronapp_operator.plan.status import Status
+from megatronapp_common.job.api.status import Status
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

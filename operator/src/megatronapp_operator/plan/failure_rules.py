@@ -2,13 +2,13 @@
 
 import dataclasses
 
+from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction
 from megatronapp_common.names import ExitCode
 from megatronapp_common.text.re2 import matches_re2
 from megatronapp_operator.plan import outcome
 from megatronapp_operator.plan.observed import Worker, WorkerPhase
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.spec import FailureMatch, FailureRule
-from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
 
 DISRUPTIONS = frozenset({"DisruptionTarget", "TerminationTarget"})
 """Conditions of a failed pod that rules may match, by Kubernetes and Kueue: the cluster disrupted the pod."""

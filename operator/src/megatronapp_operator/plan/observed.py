@@ -4,6 +4,8 @@ import dataclasses
 import enum
 from collections.abc import Set as AbstractSet
 
+from megatronapp_common.job.api.status import Progress, SlowRank
+
 
 class WorkerPhase(enum.StrEnum):
     """Phase of a worker, named as those of pods."""
@@ -149,46 +151,6 @@ class HubState:
     """Deletion of the hub, if its time is known: on a lost node a deleted hub never ends by itself."""
     waiting: str | None = None
     """Why it does not start: a CamelCase reason, and after a colon the details."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Newest progress document of the job."""
-
-    attempt: int
-    iteration: int
-    total_iterations: int | None = None
-    state: str = "training"
-    loss: float | None = None
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-    tokens_per_second: float | None = None
-    tflops_per_gpu: float | None = None
-    seconds_left: float | None = None
-    consumed_samples: int | None = None
-    validation_loss: float | None = None
-    updated_at: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SlowRank:
-    """A verdict of the hub, shortened for the status."""
-
-    id: str
-    subject: str
-    """Kind of the subject: rank, link, worker, node or stage."""
-    ranks: tuple[int, ...]
-    cause: str
-    state: str
-    sentence: str
-    since_step: int | None = None
-    slowdown: float | None = None
-    seconds_per_step: float | None = None
-    worker: int | None = None
-    node: str | None = None
-    """Node of the subject in the attempt of the verdict."""
-    since_attempt: int | None = None
-    since_time: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

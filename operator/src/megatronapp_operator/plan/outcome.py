@@ -3,10 +3,10 @@
 import signal
 from collections.abc import Sequence
 
+from megatronapp_common.job.api.status import Failure, FailureAction
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.observed import Worker, WorkerOutcome, WorkerPhase
-from megatronapp_operator.plan.status import Failure, FailureAction
 
 SUSPICION = {ExitCode.RENDEZVOUS: 1, ExitCode.PEER_LOST: 2}
 """Rank of exit codes that blame another worker. An own failure (0) outranks them, however late it is seen."""

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
+from megatronapp_common.job.api.status import Condition, ConditionType, Status
 from megatronapp_operator.plan import worker_history
 from megatronapp_operator.plan.actions import Action, DeleteWorker, EventType, RecordEvent
 from megatronapp_operator.plan.observed import Observed, Worker
 from megatronapp_operator.plan.spec import JobState
-from megatronapp_operator.plan.status import Condition, ConditionType, Status
 
 MAX_REASON, MAX_MESSAGE = 1024, 32_768
 """Most characters that a condition may have (metav1.Condition)."""

@@ -7,6 +7,7 @@ and nothing is created before everything stale is deleted.
 
 from collections.abc import Callable
 
+from megatronapp_common.job.api.status import Status
 from megatronapp_operator.plan.actions import Action, Plan, RecordEvent
 from megatronapp_operator.plan.observed import Observed
 from megatronapp_operator.plan.plan_builder import PlanBuilder
@@ -23,7 +24,6 @@ from megatronapp_operator.plan.policies import (
     slow_nodes,
 )
 from megatronapp_operator.plan.spec import JobState
-from megatronapp_operator.plan.status import Status
 from megatronapp_operator.plan.worker_history import micros
 
 POLICIES: tuple[Callable[[PlanBuilder], bool], ...] = (

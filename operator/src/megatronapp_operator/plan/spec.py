@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from megatronapp_common.job import WorkerGroup
-from megatronapp_operator.plan.status import FailureAction, Status
+from megatronapp_common.job.api.status import FailureAction, Status
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

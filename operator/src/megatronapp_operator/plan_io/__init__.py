@@ -1,1 +1,1 @@
-"""Conversion between the MegatronJob resource and the plan's types."""
+"""Conversion of the MegatronJob resource and of reports to the plan's types."""

@@ -7,17 +7,18 @@ import dataclasses
 import itertools
 import json
 import math
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatronapp_common.errors import DocumentError
+from megatronapp_common.job.api.status import Progress, ProgressState, SlowRank
 from megatronapp_common.pages import DocumentReader
 from megatronapp_common.room import SharedMemorySpace
 from megatronapp_common.text.terminal import to_single_line
-from megatronapp_operator.plan import Progress
-from megatronapp_operator.plan.observed import ControlAction, SlowRank
+from megatronapp_common.text.times import seconds_of
+from megatronapp_operator.plan.observed import ControlAction
 from megatronapp_operator.plan.policies.controls import HUB_MAX_CONTROLS
-from megatronapp_operator.plan_io.status_document import seconds_of
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 """Exceptions from reading a document of a wrong shape."""
@@ -38,7 +39,7 @@ MAX_CONTROLS, MAX_WHO, MAX_WHAT = HUB_MAX_CONTROLS, 256, 512
 """Most control actions that are read, and most characters of their user and their change."""
 MAX_CONTROL_ID = (1 << 53) - 1
 """Hubs number by milliseconds since 1970; JSON readers differ about larger integers."""
-STATES = frozenset({"starting", "training", "evaluating", "saving", "done", "serving"})
+STATES = frozenset(typing.get_args(ProgressState))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,62 +1,152 @@
-"""Types of the status, written by the backend only; its counters are stored here only."""
+"""Types of the status, the only memory between two plans. Times are seconds since the epoch.
 
+One description for everything: the plan builds these classes as plain dataclasses, `job.status` reads and writes them
+by their annotations, and the schema of the CRD and the reference are made from the same annotations.
+"""
+
+import dataclasses
+import enum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import (
+    AfterValidator,
+    AliasPath,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
 
 from megatronapp_common.job.api.base import StatusModel
+from megatronapp_common.job.api.status_fields import (
+    CONFIG,
+    EMPTY_IS_ABSENT,
+    TEXT,
+    Count,
+    Flag,
+    Name,
+    OptionalText,
+    SchemaOf,
+    Time,
+    WholeTime,
+    is_falsy,
+    requires,
+)
+from megatronapp_common.text.ranges import format_ranges, parse_ranges
 
-Phase = Literal["Pending", "Queued", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
-TERMINAL_PHASES: frozenset[Phase] = frozenset({"Succeeded", "Failed"})
 MAX_FAILURES = 10
-"""Number of newest failures that are stored."""
-Int32 = Annotated[int, Field(ge=0, le=2_147_483_647)]
+"""Newest failures that a status keeps."""
+STARTING = "starting"
+"""State of a progress document while the ranks have not begun to train."""
+ProgressState = Literal["starting", "training", "evaluating", "saving", "done", "serving"]
 
-Name = Annotated[str, Field(max_length=253)]
-"""A name or an address: at most as long as a DNS name."""
+
+class StatusType:
+    """Base of the types that the plan builds. A field that a newer release wrote is ignored."""
+
+    __slots__ = ()
+    __pydantic_config__ = CONFIG
 
 
-class Condition(StatusModel):
+class Phase(enum.StrEnum):
+    """Summary for users and table columns; programs read the conditions."""
+
+    PENDING = "Pending"
+    QUEUED = "Queued"
+    """The workers wait for a queue or a gang scheduler to place them."""
+    STARTING = "Starting"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+TERMINAL_PHASES = frozenset({Phase.SUCCEEDED, Phase.FAILED})
+
+
+class ConditionType(enum.StrEnum):
+    """Types of conditions; names follow batch/v1 Job if it has one."""
+
+    CREATED = "Created"
+    INITIALIZED = "Initialized"
+    VOLUMES_SHARED = "VolumesShared"
+    """False: a volume claim is missing, or cannot be mounted by all workers."""
+    PODS_SCHEDULED = "PodsScheduled"
+    HUB_READY = "HubReady"
+    """False: the hub does not start; the gang runs without it."""
+    TOKEN_ACCEPTED = "TokenAccepted"
+    """False: hub or launcher reject the token that the operator derives; they have the secret of another key."""
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDED = "Suspended"
+    SHARED_MEMORY_FULL = "SharedMemoryFull"
+    """True: rings and documents of a worker may be missing, because its shared memory has no space for them."""
+    STALLED = "Stalled"
+    REMOVAL_BLOCKED = "RemovalBlocked"
+    """True: workers were killed but not removed."""
+    SLOW_NODE_DETECTED = "SlowNodeDetected"
+    FAILURE_TARGET = "FailureTarget"
+    """True: the job is going to fail and its workers are being stopped. Failed follows when none is left."""
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Condition(StatusType):
     """One condition, in the API conventions' shape (metav1.Condition)."""
 
-    type: Annotated[str, Field(max_length=316)]
+    __pydantic_config__ = CONFIG | requires("type", "status", "reason", "lastTransitionTime")
+
+    type: Annotated[ConditionType, WithJsonSchema({"type": "string", "maxLength": 316})]
     """Created, Initialized, VolumesShared, PodsScheduled, HubReady, TokenAccepted, Running, Restarting, Suspended,
     SharedMemoryFull, Stalled, RemovalBlocked, SlowNodeDetected, FailureTarget, Complete or Failed."""
-    status: Literal["True", "False", "Unknown"]
+    status: Annotated[
+        bool,
+        PlainValidator(lambda text: text == "True"),
+        PlainSerializer(str),
+        WithJsonSchema({"type": "string", "enum": ["True", "False", "Unknown"]}),
+    ] = False
     """True if the condition holds, Unknown if that cannot be observed."""
-    reason: Annotated[str, Field(max_length=1024)]
+    reason: Annotated[str, Field(max_length=1024)] = ""
     """CamelCase reason for programs."""
     message: Annotated[str, Field(max_length=32768)] = ""
     """Sentence for users."""
-    last_transition_time: str
+    since: Annotated[WholeTime, Field(alias="lastTransitionTime")] = 0.0
     """When the status changed last, RFC 3339."""
-    observed_generation: int | None = None
+    generation: Annotated[int, Field(alias="observedGeneration")] = 0
     """Generation of the spec that it was derived from."""
 
 
-class ReplicaStatuses(StatusModel):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas(StatusType):
     """Numbers of workers by state."""
 
-    desired: Int32 = 0
+    desired: Count = 0
     """Workers of a gang."""
-    pending: Int32 = 0
+    pending: Count = 0
     """Workers created, not running yet."""
-    running: Int32 = 0
+    running: Count = 0
     """Workers that run."""
-    ready: Int32 = 0
-    """Running workers whose training has begun."""
-    succeeded: Int32 = 0
+    ready: Count | None = dataclasses.field(default=None, compare=False)
+    """Running workers whose training has begun."""  # set when the status is written
+    succeeded: Count = 0
     """Workers that ended with code 0."""
-    failed: Int32 = 0
+    failed: Count = 0
     """Workers that ended otherwise."""
 
 
-class Progress(StatusModel):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(StatusType):
     """Progress of the training, from its progress document. Absent values are null."""
 
-    attempt: int | None = None
+    __pydantic_config__ = CONFIG | requires()
+
+    attempt: int = 0
     """Attempt that reported."""
-    iteration: int | None = None
+    iteration: int
     """Number of finished steps; for a served model, of answered prompts."""
     total_iterations: int | None = None
     """Steps of the whole training."""
@@ -76,35 +166,77 @@ class Progress(StatusModel):
     """Number of samples consumed."""
     validation_loss: float | None = None
     """Loss of the newest evaluation."""
-    state: Literal["starting", "training", "evaluating", "saving", "done", "serving"] | None = None
+    state: ProgressState = "training"
     """Activity of the ranks."""
-    updated_at: str | None = None
+    updated_at: WholeTime | None = None
     """Real time of the report, RFC 3339."""
+
+
+def _verdict_document(verdict: "SlowRank") -> dict[str, Any]:
+    """Return a verdict in the form of the hub's summary, without absent values."""
+    subject = {"type": verdict.subject, "ranks": list(verdict.ranks), "worker": verdict.worker, "node": verdict.node}
+    effect = {"secondsPerStep": verdict.seconds_per_step, "slowdown": verdict.slowdown}
+    since = {"attempt": verdict.since_attempt, "step": verdict.since_step, "time": verdict.since_time}
+    return {
+        "id": verdict.id,
+        "subject": {name: value for name, value in subject.items() if value is not None},
+        "cause": verdict.cause,
+        "state": verdict.state,
+        "effect": {name: value for name, value in effect.items() if value is not None},
+        "since": {name: value for name, value in since.items() if value is not None},
+        "sentence": verdict.sentence,
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank(StatusType):
+    """A verdict of the hub, shortened for the status."""
+
+    id: str
+    subject: Annotated[str, Field(validation_alias=AliasPath("subject", "type"))] = ""
+    """Kind of the subject: rank, link, worker, node or stage."""
+    ranks: Annotated[tuple[int, ...], Field(validation_alias=AliasPath("subject", "ranks"))] = ()
+    cause: str = ""
+    state: str = ""
+    sentence: str = ""
+    since_step: Annotated[int | None, Field(validation_alias=AliasPath("since", "step"))] = None
+    slowdown: Annotated[float | None, Field(validation_alias=AliasPath("effect", "slowdown"))] = None
+    seconds_per_step: Annotated[float | None, Field(validation_alias=AliasPath("effect", "secondsPerStep"))] = None
+    worker: Annotated[int | None, Field(validation_alias=AliasPath("subject", "worker"))] = None
+    node: Annotated[OptionalText, Field(validation_alias=AliasPath("subject", "node"))] = None
+    """Node of the subject in the attempt of the verdict."""
+    since_attempt: Annotated[int | None, Field(validation_alias=AliasPath("since", "attempt"))] = None
+    since_time: Annotated[float | None, Field(validation_alias=AliasPath("since", "time"))] = None
+
+
+Verdict = Annotated[
+    SlowRank, PlainSerializer(_verdict_document), WithJsonSchema({"type": "object", "additionalProperties": True})
+]
 
 
 class RankTableEntry(StatusModel):
     """Placement of a worker's ranks."""
 
-    index: Int32
+    index: Count
     """Index of the worker."""
     address: Name
     """Address of the worker."""
     node: Name = ""
     """Node (real or simulated) that it runs on."""
-    ranks: tuple[Int32, ...] = ()
+    ranks: tuple[Count, ...] = ()
     """Global ranks of the worker."""
 
 
 class RankTable(StatusModel):
     """The table that the launchers agreed on."""
 
-    attempt: Int32
+    attempt: Count
     """Attempt that it belongs to."""
     digest: Name
     """Digest that changes with any entry."""
     master_addr: Name = ""
     """Address that torch's store listens on."""
-    master_port: Int32 = 0
+    master_port: Count = 0
     """Port that torch's store listens on."""
     workers: tuple[RankTableEntry, ...] = ()
     """Workers in order; none if there are more than 32 of them."""
@@ -112,10 +244,11 @@ class RankTable(StatusModel):
     """ConfigMap that holds a longer table, as `rank-table.json`."""
 
 
-class PinnedSettings(StatusModel):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedSettings(StatusType):
     """Settings that the pods of an attempt are made of, so that another release of the operator keeps them."""
 
-    attempt: Int32
+    attempt: Count
     """Attempt that the settings belong to."""
     trainer_image: str
     """Image of the workers."""
@@ -123,22 +256,35 @@ class PinnedSettings(StatusModel):
     """Image of agents and hub."""
     template_hash: str = ""
     """Digest of the rendered worker."""
-    generation: int | None = None
+    generation: int = 0
     """Generation of the spec that the workers were made of; later edits wait for the next attempt."""
     key_id: str = ""
     """Id of the installation's key from which the tokens of the attempt are derived."""
 
 
-class Failure(StatusModel):
+class FailureAction(enum.StrEnum):
+    """Action of the plan about a failure."""
+
+    FAIL_JOB = "FailJob"
+    RESTART = "RestartJob"
+    RESTART_IGNORE_MAX = "RestartJobIgnoreMax"
+    EXCLUDE_AND_RESTART = "ExcludeNodeAndRestart"
+    IGNORE = "Ignore"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure(StatusType):
     """End of an attempt: the first worker that failed by itself."""
 
-    time: str
+    __pydantic_config__ = CONFIG | requires("time", "attempt")
+
+    time: Time
     """Time of the failure, RFC 3339."""
-    attempt: Int32
+    attempt: Count = 0
     """Attempt that ended."""
     worker: int | None = None
     """Worker that failed first."""
-    node: str | None = None
+    node: OptionalText = None
     """Node that it ran on."""
     rank: int | None = None
     """Global rank that failed first."""
@@ -150,80 +296,84 @@ class Failure(StatusModel):
     """CamelCase reason for programs."""
     message: str = ""
     """Sentence for users, with the last lines of the log."""
-    action: str = ""
+    action: Annotated[FailureAction, TEXT]
     """Action of the backend."""
 
 
-class ExcludedNode(StatusModel):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExcludedNode(StatusType):
     """A node on which this job runs no worker for a while."""
 
-    node: str
+    node: Annotated[str, EMPTY_IS_ABSENT]
     """Name of the node."""
     reason: str = ""
     """CamelCase reason for programs."""
-    until: str
+    until: Time
     """Time from which it may be used again, RFC 3339."""
 
 
-class EndedWorker(StatusModel):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndedWorker(StatusType):
     """A failed worker of the current attempt, also after its pod is deleted."""
 
-    index: Int32
+    index: Count
     """Index of the worker."""
     exit_code: int | None = None
     """Exit code; absent if no record of it was found."""
-    reason: str = ""
+    reason: str | None = None
     """CamelCase reason for programs."""
-    message: str = ""
+    message: str | None = None
     """Last lines of its log."""
     rank: int | None = None
     """Global rank that failed first in it."""
     signal: int | None = None
     """Signal that ended it."""
-    node: str | None = None
+    node: OptionalText = None
     """Node that it ran on."""
-    disrupted: str | None = None
+    disrupted: OptionalText = None
     """Reason for which the cluster removed it."""
-    started_at: str | None = None
+    started_at: Time | None = None
     """Time at which it started, RFC 3339."""
-    finished_at: str | None = None
+    finished_at: Time | None = None
     """Time at which it ended, RFC 3339."""
-    deleted_at: str | None = None
+    deleted_at: Time | None = None
     """Time at which its deletion was requested, RFC 3339."""
     grace_seconds: float | None = None
     """Seconds between the request and its deletion."""
 
 
-class Status(StatusModel):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Status(StatusType):
     """Observed state of the job."""
 
-    phase: Phase = "Pending"
+    phase: Phase = Phase.PENDING
     """Summary for users, derived from the conditions."""
-    observed_generation: int | None = None
+    generation: Annotated[int, Field(alias="observedGeneration")] = 0
     """Generation of the spec that the backend has seen."""
-    conditions: tuple[Condition, ...] = Field(
-        default=(), json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
-    )
+    conditions: Annotated[
+        tuple[Condition, ...],
+        Field(json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
+    ] = ()
     """Conditions of the job, one entry per type."""
-    attempt: Int32 = 0
+    attempt: Count = 0
     """Number of the gang's life, from 0."""
-    restarts: Int32 = 0
+    restarts: Count = 0
     """Restarts of the gang so far."""
-    restarts_towards_max: Int32 = 0
+    restarts_towards_max: Count = 0
     """Restarts that are counted against runPolicy.maxRestarts."""
-    world_size: int | None = None
+    world_size: int | None = dataclasses.field(default=None, compare=False)
     """Number of ranks."""
-    data_parallel_size: int | None = None
+    data_parallel_size: int | None = dataclasses.field(default=None, compare=False)
     """Number of model replicas."""
-    replica_statuses: ReplicaStatuses = ReplicaStatuses()
+    replicas: Annotated[Replicas, Field(alias="replicaStatuses")] = Replicas()
     """Numbers of workers by state."""
     progress: Progress | None = None
     """Progress of the training."""
-    rank_table: RankTable | None = None
+    rank_table: Annotated[dict[str, Any] | None, SchemaOf(RankTable)] = dataclasses.field(default=None, compare=False)
     """Placement of the ranks."""
-    slow_ranks: tuple[dict[str, Any], ...] = ()
+    slow_ranks: tuple[Verdict, ...] = ()
     """Current verdicts of the hub."""
-    slow_node: str | None = None
+    slow_node: OptionalText = None
     """Short name of what is slow now: a node, or "rank 3"."""
     excluded_nodes: tuple[ExcludedNode, ...] = ()
     """Nodes that new workers avoid, oldest first."""
@@ -235,53 +385,89 @@ class Status(StatusModel):
     """Newest control action through the hub that has an event."""
     failures: tuple[Failure, ...] = ()
     """The 10 newest failures, oldest first."""
-    initialized: bool = False
+    initialized: Flag = False
     """True once the initializers are done; they run once per job."""
-    init_restarts: Int32 = 0
+    init_restarts: Count = 0
     """Number of retries of the initializers."""
-    init_clearing: bool | None = None
+    init_clearing: Annotated[Flag, Field(exclude_if=is_falsy)] = False
     """True while the failed pod of the initializers is being removed."""
-    released: Int32 = 0
+    released: Count = 0
     """Number of releases of a gang that did not start completely, since one last ran or failed."""
-    rank_zero_worker: int | None = None
+    rank_zero: Annotated[int | None, Field(alias="rankZeroWorker")] = None
     """Worker that holds rank 0 in the current attempt, where network.rankOrder does not fix it."""
-    succeeded_workers: str | None = None
+    succeeded: Annotated[
+        tuple[int, ...],
+        PlainValidator(parse_ranges),
+        PlainSerializer(format_ranges),
+        TEXT,
+        Field(alias="succeededWorkers", exclude_if=is_falsy),
+    ] = ()
     """Workers of the current attempt that have succeeded, such as 0-3,7."""
-    ended_workers: tuple[EndedWorker, ...] = ()
+    ended: Annotated[tuple[EndedWorker, ...], Field(alias="endedWorkers")] = ()
     """First workers of the current attempt that have failed, most likely culprit first."""
-    start_time: str | None = None
+    start_time: Time | None = None
     """Time at which the first attempt was created, RFC 3339."""
-    attempt_time: str | None = None
+    attempt_time: Time | None = None
     """Time at which the current attempt was created, RFC 3339."""
-    holding_time: str | None = None
+    holding_time: Time | None = None
     """Time at which the first worker of the current attempt had a node, RFC 3339."""
-    unplaced_time: str | None = None
+    unplaced_time: Time | None = None
     """Time since which a scheduler finds no node for a worker of the current attempt, RFC 3339."""
-    scheduled_time: str | None = None
+    scheduled_time: Time | None = None
     """Time at which all workers of the current attempt had nodes, RFC 3339."""
-    progress_time: str | None = None
+    progress_time: Time | None = None
     """Time of the last observed progress of the training, RFC 3339."""
-    released_time: str | None = None
+    released_time: Time | None = None
     """Time of the last release of a gang that did not start completely, RFC 3339."""
-    denied_time: str | None = None
+    denied_time: Time | None = None
     """Time since which the pods of a job that has never run are denied, RFC 3339."""
-    init_failed_time: str | None = None
+    init_failed_time: Time | None = None
     """Time of the last failure of the initializers, RFC 3339."""
-    pod_groups: tuple[int, ...] | None = None
+    groups: Annotated[tuple[int, ...] | None, Field(alias="podGroups")] = None
     """Attempts whose pod groups may still exist."""
-    active_seconds: float | None = None
+    active_s: Annotated[
+        float,
+        AfterValidator(lambda seconds: max(0.0, seconds)),
+        Field(alias="activeSeconds", exclude_if=is_falsy),
+    ] = 0.0
     """Seconds in which earlier gangs held nodes, since the job was last resumed."""
-    running_time: str | None = None
+    running_time: Time | None = None
     """Time at which all workers of the current attempt first ran, RFC 3339."""
-    last_restart_time: str | None = None
+    last_restart_time: Time | None = None
     """Time of the last restart of the gang, RFC 3339."""
-    completion_time: str | None = None
+    completion_time: Time | None = None
     """Time at which the job ended, RFC 3339."""
-    pinned: PinnedSettings | None = None
+    pinned: PinnedSettings | None = dataclasses.field(default=None, compare=False)
     """Settings that the pods of the current attempt are made of."""
-    manager: str | None = None
+    manager: str | None = dataclasses.field(default=None, compare=False)
     """Installation that manages the job, as NAMESPACE/LEASE of its operator: the first that saw it, and no other."""
-    hub_url: str | None = None
+    hub_url: str | None = dataclasses.field(default=None, compare=False)
     """Address of the hub, while it listens."""
-    serve_url: str | None = None
+    serve_url: str | None = dataclasses.field(default=None, compare=False)
     """Address of the API of a served model."""
+
+    @property
+    def current_progress(self) -> Progress | None:
+        """Progress of this attempt, if its ranks have reported any."""
+        return self.progress if self.progress is not None and self.progress.attempt == self.attempt else None
+
+    @property
+    def trains(self) -> bool:
+        """True once the ranks of this attempt have begun: groups, model and data are ready."""
+        return self.current_progress is not None and self.current_progress.state != STARTING
+
+    def condition(self, kind: ConditionType) -> Condition | None:
+        """Return the condition of this type, or None if it was never set."""
+        return next((condition for condition in self.conditions if condition.type is kind), None)
+
+    def is_true(self, kind: ConditionType) -> bool:
+        """Return True if the condition is set and true."""
+        condition = self.condition(kind)
+        return condition is not None and condition.status
+
+
+def status_schema() -> JsonSchemaValue:
+    """Return the JSON Schema of the status, with descriptions: reading these from the source is too slow elsewhere."""
+    for kind in StatusType.__subclasses__():
+        kind.__pydantic_config__["use_attribute_docstrings"] = True
+    return TypeAdapter(Status).json_schema(by_alias=True)

@@ -2,10 +2,9 @@
 
 import dataclasses
 
-from megatronapp_common.job import MegatronJob
+from megatronapp_common.job import MegatronJob, PinnedSettings
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.observe import PollResult
-from megatronapp_operator.backends.kubernetes.status_facts import PinnedAttempt
 from megatronapp_operator.plan import PodRejection, Status
 
 
@@ -26,7 +25,7 @@ class JobMemory:
     """Since when a change besides progress has not been written yet."""
     since: float = 0.0
     """When this process saw the job first."""
-    pinned: PinnedAttempt | None = None
+    pinned: PinnedSettings | None = None
     volumes: str | None = None
     """Problems of the volume claims; None until they were checked."""
     volumes_seen: tuple[int, int] | None = None

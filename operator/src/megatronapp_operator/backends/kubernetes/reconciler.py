@@ -14,7 +14,14 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from megatronapp_common.errors import JobError
-from megatronapp_common.job import MegatronJob, load_stored_job, skipped_rules
+from megatronapp_common.job import (
+    MegatronJob,
+    PinnedSettings,
+    load_stored_job,
+    read_status,
+    skipped_rules,
+    status_document,
+)
 from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
@@ -34,7 +41,7 @@ from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.observe import observe
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
-from megatronapp_operator.backends.kubernetes.status_facts import PinnedAttempt, rank_zero, read_pinned, status_facts
+from megatronapp_operator.backends.kubernetes.status_facts import attempt_template, rank_zero, with_facts
 from megatronapp_operator.backends.kubernetes.store import Key, ObjectStore
 from megatronapp_operator.backends.kubernetes.surroundings import OwnedObjects
 from megatronapp_operator.backends.kubernetes.volumes import claim_names, find_volume_problem
@@ -53,8 +60,6 @@ from megatronapp_operator.plan import (
 )
 from megatronapp_operator.plan.policies.controls import spent_after
 from megatronapp_operator.plan_io.spec_reader import build_spec
-from megatronapp_operator.plan_io.status_document import status_document
-from megatronapp_operator.plan_io.status_reader import read_status
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +204,7 @@ class Reconciler:
             job, unknown = load_stored_job(document, accepted=is_accepted(document))
             known = JobMemory(metadata["uid"], metadata["generation"], job, read_status(status), status, status)
             known.since, known.unknown_fields = self._clock(), unknown
-            known.pinned = read_pinned(status)
+            known.pinned = known.status.pinned
             known.skipped_rules = skipped_rules(job) if known.status.phase not in TERMINAL_PHASES else ()
             self._memories[key] = known
         elif known.generation != metadata["generation"]:
@@ -227,7 +232,7 @@ class Reconciler:
             groups_removed=self._executor.groups.removed_attempts(memory.uid),
             groups_refused=self._executor.groups.refused(memory.uid),
             controls_spent=self._spent.get(key, 0.0),
-            attempt_template=None if memory.pinned is None else memory.pinned.template,
+            attempt_template=attempt_template(memory.pinned),
             rank_zero=rank_zero(self._table(memory), memory.status.attempt),
         )
         return plan.plan(job, seen, self._clock())
@@ -291,14 +296,15 @@ class Reconciler:
     async def _write(self, key: Key, memory: JobMemory, made: Plan) -> tuple[bool, float | None]:
         """Write the new status, now or when it is due; return True if it was written, and when to reconcile again."""
         self._pin(memory, made.status)
-        document = status_document(made.status) | self._facts(memory, made.status)
+        status = self._with_facts(memory, made.status)
+        document = status_document(status)
         changed = {name for name in document.keys() | memory.sent.keys() if document.get(name) != memory.sent.get(name)}
         due = self._due(memory, changed, made)
         if not changed or self._clock() < due:
-            memory.status = made.status
+            memory.status = status
             return False, _earliest(due if changed else None, made.wake_at)
         await self._replace_status(key, memory, document)
-        memory.status = made.status  # not before: events of a status that was not written are still due
+        memory.status = status  # not before: events of a status that was not written are still due
         return True, made.wake_at
 
     def _due(self, memory: JobMemory, changed: AbstractSet[str], made: Plan) -> float:
@@ -316,7 +322,7 @@ class Reconciler:
         """Pin what a gang is made of with the decision to create it."""
         pinned = memory.pinned
         if status.attempt_time is not None and (pinned is None or pinned.attempt != status.attempt):
-            memory.pinned = PinnedAttempt(
+            memory.pinned = PinnedSettings(
                 attempt=status.attempt,
                 trainer_image=memory.job.spec.image or self._settings.trainer_image,
                 analyzer_image=memory.job.spec.analyzer.image or self._settings.analyzer_image,
@@ -326,19 +332,24 @@ class Reconciler:
             )
 
     def _table(self, memory: JobMemory) -> Object | None:
-        return memory.poll_result.rank_table or memory.written.get("rankTable")
+        return memory.poll_result.rank_table or memory.status.rank_table
 
-    def _facts(self, memory: JobMemory, status: Status) -> Object:
-        job, table = memory.job, self._table(memory)
-        urls = {} if status.phase in TERMINAL_PHASES else self._urls(job)
-        found = status_facts(job, status, table=table, pinned=memory.pinned, urls=urls)
-        return found | {"manager": self._installation}
+    def _with_facts(self, memory: JobMemory, status: Status) -> Status:
+        """Return the status with the fields that are not the plan's."""
+        return with_facts(
+            memory.job,
+            status,
+            manager=self._installation,
+            table=self._table(memory),
+            pinned=memory.pinned,
+            urls={} if status.phase in TERMINAL_PHASES else self._urls(memory.job),
+        )
 
     def _urls(self, job: MegatronJob) -> dict[str, str]:
         """Return the addresses of hub and API."""
         name, namespace, domain = job.metadata.name, job.metadata.namespace, self._settings.cluster_domain
-        hub = {"hubUrl": f"http://{name}-hub.{namespace}.svc.{domain}:{HUB_PORT}"}
-        serve = {"serveUrl": render.serve_url(namespace, name, domain)}
+        hub = {"hub_url": f"http://{name}-hub.{namespace}.svc.{domain}:{HUB_PORT}"}
+        serve = {"serve_url": render.serve_url(namespace, name, domain)}
         return (hub if job.spec.analyzer.enabled else {}) | (serve if job.spec.mode == "serve" else {})
 
     async def _replace_status(self, key: Key, memory: JobMemory, document: Object) -> None:
@@ -409,7 +420,7 @@ class Reconciler:
         """Return the settings of an attempt that begins now."""
         return dataclasses.replace(self._settings, key_id=self._keys.current_id)
 
-    def _pinned_settings(self, pinned: PinnedAttempt) -> RenderSettings:
+    def _pinned_settings(self, pinned: PinnedSettings) -> RenderSettings:
         """Return the settings of an attempt that has begun."""
         return dataclasses.replace(
             self._settings,

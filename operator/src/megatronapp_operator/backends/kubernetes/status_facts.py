@@ -4,71 +4,49 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatronapp_common.job import MegatronJob
+from megatronapp_common.job import MegatronJob, PinnedSettings, Status, read_status
 from megatronapp_operator.backends.kubernetes.client.resources import Object
-from megatronapp_operator.plan import AttemptTemplate, Status
+from megatronapp_operator.plan import AttemptTemplate
 
 TABLE_ENTRIES = 32
 """Most entries of a rank table in the status; of a longer one, in a ConfigMap, the status has digest and reference."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PinnedAttempt:
-    """Images and template of the pods of an attempt. An operator of another release continues with them."""
-
-    attempt: int
-    trainer_image: str
-    analyzer_image: str
-    template_hash: str = ""
-    key_id: str = ""
-    """Id of the installation's key; empty: pinned by a release that had one key only."""
-    generation: int = 0
-    """Generation of the job's spec; 0: pinned by a release that did not store it."""
-
-    @property
-    def template(self) -> AttemptTemplate:
-        """Template of the attempt for the plan."""
-        return AttemptTemplate(attempt=self.attempt, template=self.template_hash, generation=self.generation)
-
-
-def read_pinned(status: Mapping[str, Any]) -> PinnedAttempt | None:
-    """Parse what a stored status has pinned; None if that is nothing, or of an unknown shape."""
-    found = status.get("pinned") or {}
-    try:
-        return PinnedAttempt(
-            attempt=int(found["attempt"]),
-            trainer_image=str(found["trainerImage"]),
-            analyzer_image=str(found["analyzerImage"]),
-            template_hash=str(found.get("templateHash", "")),
-            key_id=str(found.get("keyId", "")),
-            generation=int(found.get("generation", 0)),
-        )
-    except (KeyError, TypeError, ValueError):
+def attempt_template(pinned: PinnedSettings | None) -> AttemptTemplate | None:
+    """Return the template of an attempt for the plan."""
+    if pinned is None:
         return None
+    return AttemptTemplate(attempt=pinned.attempt, template=pinned.template_hash, generation=pinned.generation)
 
 
-def status_facts(
+def read_pinned(status: Mapping[str, Any]) -> PinnedSettings | None:
+    """Parse what a stored status has pinned; None if that is nothing, or of an unknown shape."""
+    return read_status({"pinned": status.get("pinned")}).pinned
+
+
+def with_facts(
     job: MegatronJob,
     status: Status,
     *,
-    table: Mapping[str, Any] | None,
-    pinned: PinnedAttempt | None,
+    manager: str,
+    table: Object | None,
+    pinned: PinnedSettings | None,
     urls: Mapping[str, str],
-) -> Object:
-    """Return fields in addition to those of `status_document`; `urls` are `hubUrl` and `serveUrl`, if they exist."""
-    document: Object = {"worldSize": job.world.world_size, "dataParallelSize": job.world.data_parallel_size}
-    if pinned is not None:
-        document["pinned"] = {
-            "attempt": pinned.attempt,
-            "trainerImage": pinned.trainer_image,
-            "analyzerImage": pinned.analyzer_image,
-            "templateHash": pinned.template_hash,
-            "keyId": pinned.key_id,
-            "generation": pinned.generation,
-        }
+) -> Status:
+    """Return the status with the fields that are not the plan's; `urls` has `hub_url` and `serve_url` if they exist."""
+    current_table = None
     if table is not None and table.get("attempt") == status.attempt:
-        document["rankTable"] = shortened(table, f"{job.metadata.name}-ranks")
-    return document | dict(urls)
+        current_table = shortened(table, f"{job.metadata.name}-ranks")
+    return dataclasses.replace(
+        status,
+        world_size=job.world.world_size,
+        data_parallel_size=job.world.data_parallel_size,
+        manager=manager,
+        pinned=pinned,
+        rank_table=current_table,
+        hub_url=urls.get("hub_url"),
+        serve_url=urls.get("serve_url"),
+    )
 
 
 def rank_zero(table: Mapping[str, Any] | None, attempt: int) -> int | None:

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatronapp_common.job import status_document
 from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.pages import DocumentReader
 from megatronapp_common.room import SharedMemorySpace
+from megatronapp_common.text.times import rfc3339
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.process import job_processes, signals, spawn
 from megatronapp_operator.backends.process.hub import HubProcess
@@ -40,7 +42,6 @@ from megatronapp_operator.plan import (
     plan,
 )
 from megatronapp_operator.plan_io import hub_summary
-from megatronapp_operator.plan_io.status_document import rfc3339, status_document
 
 TICK_S = 0.5
 """Seconds between reads of progress and checks of the deadlines of processes."""
@@ -309,16 +310,16 @@ class ProcessBackend:
         return self._hub is None or self._hub.ended_at is not None
 
     def _store(self) -> None:
-        document = status_document(self._job.status) | self._facts
-        table = self._workers[0].rank_table() if 0 in self._workers else None
-        if table is not None:
-            document["rankTable"] = table
-        if self._hub is not None and self._hub.ended_at is None:
-            document["hubUrl"] = self._hub.url
-        if self._api is not None:
-            document["serveUrl"] = self._api_url(self._api)
+        hub = None if self._hub is None or self._hub.ended_at is not None else self._hub
+        status = dataclasses.replace(
+            self._job.status,
+            **self._facts,
+            rank_table=self._workers[0].rank_table() if 0 in self._workers else None,
+            hub_url=None if hub is None else hub.url,
+            serve_url=None if self._api is None else self._api_url(self._api),
+        )
         with self._kept_alive_on_a_full_disk(self._settings.paths.status):
-            files.write_json(self._settings.paths.status, document)
+            files.write_json(self._settings.paths.status, status_document(status))
         if self._unwritten_events:
             self._write_events()
 

@@ -68,4 +68,4 @@ def serve_place(job: MegatronJob) -> tuple[str, int] | None:
 
 def build_facts(job: MegatronJob) -> dict[str, Any]:
     """Return the part of the status that follows from the spec alone."""
-    return {"worldSize": job.world.world_size, "dataParallelSize": job.world.data_parallel_size}
+    return {"world_size": job.world.world_size, "data_parallel_size": job.world.data_parallel_size}

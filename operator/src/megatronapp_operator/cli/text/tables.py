@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.text.terminal import to_single_line
+from megatronapp_common.text.times import seconds_of
 from megatronapp_operator.cli.jobs import JobHandle
 from megatronapp_operator.cli.text.durations import human_duration
 from megatronapp_operator.plan.policies.report import HANG, NAMED_STATES
-from megatronapp_operator.plan_io.status_document import seconds_of
 
 GAP = 3
 NONE = "<none>"

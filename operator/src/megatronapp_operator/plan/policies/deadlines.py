@@ -8,11 +8,11 @@ the budget: a gang that hangs must not occupy its nodes without limit, and one t
 
 import dataclasses
 
+from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction
 from megatronapp_operator.plan import failure_rules, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies.restart import attempt_failed, fail_job
-from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
 
 NAMED = 8
 """Most workers that a message names."""

@@ -1,9 +1,9 @@
 """Nodes that a job avoids for a while."""
 
+from megatronapp_common.job.api.status import ExcludedNode
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.status import ExcludedNode
 from megatronapp_operator.plan.worker_history import micros
 
 MAX_TOLERATED = 256

@@ -1,5 +1,6 @@
 """The gang: created all together, judged by its first failed worker, never mixed with another attempt."""
 
+from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction, Phase
 from megatronapp_operator.plan import failure_rules, outcome, reasons
 from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType
 from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
@@ -8,7 +9,6 @@ from megatronapp_operator.plan.policies.lifecycle import complete
 from megatronapp_operator.plan.policies.placement import release, waits_for_nodes
 from megatronapp_operator.plan.policies.restart import attempt_failed, backoff_s, reset_budget, restart_at
 from megatronapp_operator.plan.spec import Backoff, JobSpec, SuccessPolicy
-from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
 HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
 """Pause before a hub that has ended is started again."""

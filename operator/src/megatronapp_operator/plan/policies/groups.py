@@ -5,11 +5,11 @@ Kueue creates a workload from the pods and keeps them by a finalizer until all o
 or on a lost one, does not end.
 """
 
+from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, Status
 from megatronapp_operator.plan.actions import RemoveGroup
 from megatronapp_operator.plan.observed import Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.spec import PodGroupKey
-from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Status
 
 MAX_UNLISTED = 1000
 """Number of the newest attempts that are checked if the status does not list them."""

@@ -1,5 +1,6 @@
 """Initializers: one pod prepares what the workers have in common, once, before the first gang."""
 
+from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction, Phase
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import CreateInit, DeleteInit, EventType
 from megatronapp_operator.plan.observed import InitPod, WorkerPhase
@@ -12,7 +13,6 @@ from megatronapp_operator.plan.policies.restart import (
     restart_at,
     unbudgeted_failures_since,
 )
-from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
 
 def initialize(draft: PlanBuilder) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, Failure, FailureAction, Phase
 from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import DeleteHub, DeleteJob, EventType
 from megatronapp_operator.plan.observed import HubPhase, Worker
@@ -9,7 +10,6 @@ from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies.initialize import stop_init
 from megatronapp_operator.plan.policies.restart import next_attempt, record
 from megatronapp_operator.plan.spec import CleanPodPolicy, StopRequest
-from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Failure, FailureAction, Phase
 
 
 def guard_terminal(draft: PlanBuilder) -> bool:

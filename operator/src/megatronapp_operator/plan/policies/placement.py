@@ -6,6 +6,7 @@ gives back its nodes, and tries again after a pause that grows and differs betwe
 
 import dataclasses
 
+from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction, Phase
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import EventType
@@ -13,7 +14,6 @@ from megatronapp_operator.plan.observed import PodRejection, Worker
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import exclusion
 from megatronapp_operator.plan.policies.restart import attempt_failed, next_attempt, release_at
-from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
 LASTING = frozenset(
     {reasons.UNSCHEDULABLE, reasons.QUOTA_EXCEEDED, reasons.POD_FORBIDDEN, reasons.POD_DENIED, reasons.POD_INVALID}

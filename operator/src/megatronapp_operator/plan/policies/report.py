@@ -3,11 +3,11 @@
 import dataclasses
 from collections import Counter
 
+from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, Phase, Progress, Replicas, SlowRank
 from megatronapp_operator.plan import failure_rules, outcome, reasons
 from megatronapp_operator.plan.actions import EventType
-from megatronapp_operator.plan.observed import HubPhase, Observed, Progress, SlowRank, WorkerPhase
+from megatronapp_operator.plan.observed import HubPhase, Observed, WorkerPhase
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Replicas
 from megatronapp_operator.plan.worker_history import first_ends
 
 NAMED_STATES = frozenset({"confirmed", "recovering"})

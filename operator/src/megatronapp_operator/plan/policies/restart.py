@@ -3,12 +3,12 @@
 import dataclasses
 import hashlib
 
+from megatronapp_common.job.api.status import MAX_FAILURES, ConditionType, Failure, FailureAction, Phase, Status
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import exclusion
 from megatronapp_operator.plan.spec import Backoff
-from megatronapp_operator.plan.status import MAX_FAILURES, ConditionType, Failure, FailureAction, Phase, Status
 from megatronapp_operator.plan.worker_history import micros
 
 COUNTED = frozenset({FailureAction.RESTART, FailureAction.EXCLUDE_AND_RESTART})

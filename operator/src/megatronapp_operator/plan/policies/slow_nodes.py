@@ -1,12 +1,11 @@
 """Nodes that the hub has confirmed to be slow, and what the user chose to do about them."""
 
+from megatronapp_common.job.api.status import ConditionType, Failure, FailureAction, Phase, SlowRank
 from megatronapp_operator.plan import reasons
-from megatronapp_operator.plan.observed import SlowRank
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import exclusion, report
 from megatronapp_operator.plan.policies.restart import attempt_failed
 from megatronapp_operator.plan.spec import SlowNodeAction
-from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
 CONFIRMED = "confirmed"
 NODE_SUBJECTS = frozenset({"rank", "worker", "node"})

@@ -15,11 +15,11 @@ import yaml
 from megatronapp_common.job import TERMINAL_PHASES, MegatronJob, place_of
 from megatronapp_common.processes import is_locked
 from megatronapp_common.state import jobs_dir
+from megatronapp_common.text.times import rfc3339
 from megatronapp_operator.backends.process import job_processes
 from megatronapp_operator.backends.process.state import files, lock
 from megatronapp_operator.backends.process.state.paths import JobPaths, shm_dir, shm_prefix
 from megatronapp_operator.errors import JobConflictError, JobNotFoundError
-from megatronapp_operator.plan_io.status_document import rfc3339
 
 ENDED_PHASES = TERMINAL_PHASES | {"Suspended"}
 """Phases without a backend. On this machine a job is suspended by stopping it; the same `run` resumes it."""

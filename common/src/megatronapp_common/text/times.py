@@ -3,15 +3,13 @@
 import datetime
 
 
-def rfc3339(seconds: float | None) -> str | None:
+def rfc3339(seconds: float) -> str:
     """Format seconds since the epoch like metav1.Time, in whole seconds."""
-    return None if seconds is None else rfc3339_micro(int(seconds))
+    return rfc3339_micro(int(seconds))
 
 
-def rfc3339_micro(seconds: float | None) -> str | None:
+def rfc3339_micro(seconds: float) -> str:
     """Format seconds since the epoch to the microsecond, if there is a fraction: for times that a plan reads again."""
-    if seconds is None:
-        return None
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return moment.isoformat().replace("+00:00", "Z")
 

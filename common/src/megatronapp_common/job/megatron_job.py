@@ -1,11 +1,14 @@
 """The type of the object, MegatronJob."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from megatronapp_common.job.api.base import ManifestModel
 from megatronapp_common.job.api.metadata import Metadata
 from megatronapp_common.job.api.spec import Spec
 from megatronapp_common.job.api.status import Status
+from megatronapp_common.job.status import read_status
 from megatronapp_common.job.world import World, derive_world
 
 
@@ -20,7 +23,7 @@ class MegatronJob(ManifestModel):
     """Name and labels."""
     spec: Spec
     """Desired state: a model to train or serve, its resources, and how it is restarted."""
-    status: Status = Status()
+    status: Annotated[Status, BeforeValidator(read_status)] = Status()
     """Observed state; a status in a manifest is overwritten."""
 
     @property
