@@ -9,6 +9,8 @@ SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
 PY_DIRS := $(SOURCES) tests bench scripts
 JOBS ?= 2
 WORKERS ?= 2
+# Tests start hundreds of interpreters, and pytest rewrites 300 files; without bytecode all of that is compiled each time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 PYTEST_FLAGS ?=
@@ -46,7 +48,7 @@ test-py: setup
 	scripts/system_packages.sh test
 	scripts/kube_tools.sh api
 	scripts/kube_tools.sh helm
-	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/e2e $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/e2e --ignore tests/gpu $(PYTEST_FLAGS)
 	$(BIN)/python -m pytest tests/e2e --timeout 600
 
 durations: ## Run the tests of Python and write tests/durations.json, by which they are ordered
