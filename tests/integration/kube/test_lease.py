@@ -54,11 +54,11 @@ async def test_the_first_leads_and_a_release_lets_the_next_lead(plane: kube.Cont
         renewing = asyncio.create_task(first.hold())
         assert await holder_of(api, namespace) == ("first", 1)
         renewing.cancel()
-        assert [first.is_held, second.is_held] == [True, False]
+        assert [first.is_leader, second.is_leader] == [True, False]
         await first.release()
-        assert [first.is_held, second.is_held] == [False, False]
+        assert [first.is_leader, second.is_leader] == [False, False]
         await waiting
-        assert second.is_held
+        assert second.is_leader
         assert await holder_of(api, namespace) == ("second", 2)
 
 
@@ -71,7 +71,7 @@ async def test_a_holder_that_renews_keeps_it_longer_than_a_lease_lasts(
         renewing = asyncio.create_task(first.hold())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(second.acquire(), 2 * BRISK.duration_s)
-        assert first.is_held
+        assert first.is_leader
         assert not renewing.done()
         renewing.cancel()
 
@@ -97,7 +97,7 @@ async def test_a_holder_that_is_cut_off_stops_before_another_one_leads(
         wire.cut()
         with pytest.raises(LeaseLostError, match="first no longer leads"):
             await renewing
-        assert not first.is_held
+        assert not first.is_leader
         assert not waiting.done(), "nobody leads while the one who is cut off might still believe it does"
         await waiting
         wire.join()  # its earlier requests arrive late, and must change nothing
@@ -116,7 +116,7 @@ async def test_who_slept_through_its_lease_knows_it_before_it_acts(plane: kube.C
         )  # fmt: skip
         await sleeper.acquire()
         asleep_s = BRISK.renew_deadline_s
-        assert not sleeper.is_held
+        assert not sleeper.is_leader
         with pytest.raises(LeaseLostError):  # although no other holder has taken it yet
             await sleeper.hold()
         await candidate(api, namespace, "other").acquire()
@@ -132,7 +132,7 @@ async def test_of_many_who_begin_at_once_one_leads(plane: kube.ControlPlane, nam
             for task in others:
                 task.cancel()
             (winner,) = [waiting[task] for task in done]
-            assert [one for one in crowd if one.is_held] == [winner]
+            assert [one for one in crowd if one.is_leader] == [winner]
             assert (await holder_of(api, namespace))[1] == turn + 1
             await winner.release()
             crowd.remove(winner)

@@ -17,7 +17,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import (
     Object,
     Resource,
 )
-from megatronapp_operator.backends.kubernetes.errands import RETRY_S, TEND_S
+from megatronapp_operator.backends.kubernetes.maintenance import RETRY_S, TEND_S
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.backends.kubernetes.reconciler import RECONCILE_RETRY_S
 from megatronapp_operator.backends.kubernetes.status_facts import TABLE_ENTRIES

@@ -9,10 +9,10 @@ from megatronapp_common.errors import JobError
 from megatronapp_common.job import PinnedSettings
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.resources import Object
-from megatronapp_operator.backends.kubernetes.errands import JobMaintenance
 from megatronapp_operator.backends.kubernetes.execution.events import EventWriter
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
+from megatronapp_operator.backends.kubernetes.maintenance import JobMaintenance
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.render import template_hash
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner

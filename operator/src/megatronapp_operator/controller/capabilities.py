@@ -30,7 +30,7 @@ async def has_container_restarts(api: KubernetesApi, namespace: str) -> bool:
             "using the server's version to decide whether containers may restart: %s", error or "no answer in time"
         )
         return await _by_version(api)
-    return any(one.get("restartPolicy") for one in made["spec"]["containers"])
+    return any(container.get("restartPolicy") for container in made["spec"]["containers"])
 
 
 async def _by_version(api: KubernetesApi) -> bool:

@@ -141,7 +141,7 @@ async def _serve(
 
 def _guard(lease: LeaseHolder) -> Callable[[], None]:
     def guard() -> None:
-        if not lease.is_held:
+        if not lease.is_leader:
             raise LeaseLostError("the lease may have been lost: nothing is changed")
 
     return guard

@@ -59,8 +59,8 @@ def create_app(registry: CollectorRegistry, *, alive: Check, ready: Check) -> St
 
 def _probe(check: Check) -> Callable[[Request], PlainTextResponse]:
     def answer(_request: Request) -> PlainTextResponse:
-        trouble = check()
-        return PlainTextResponse("ok\n" if trouble is None else f"{trouble}\n", 200 if trouble is None else 503)
+        problem = check()
+        return PlainTextResponse("ok\n" if problem is None else f"{problem}\n", 200 if problem is None else 503)
 
     return answer
 

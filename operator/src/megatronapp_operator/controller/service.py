@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 BACKOFF_S = (0.5, 300.0)
 """First and longest pause in seconds after a reconcile that failed."""
-PAUSE_PER_LOOK, PAUSE_S = 2.0, 0.5
+PAUSE_FACTOR, PAUSE_S = 2.0, 0.5
 """Pause of a key as a multiple of the length of its last reconcile, and its limit in seconds."""
 POLLERS = 32
 """Jobs that are polled at a time; a poll takes three seconds at most."""
@@ -133,11 +133,11 @@ class LeaderService:
     def on_watch_event(self, resource: str, kind: str | None, obj: Object) -> None:
         """Store an object of a watch and queue its job (`watches.WatchCallback`)."""
         self._metrics.watch_event(resource, time.time())
-        gone = kind == "DELETED"
+        deleted = kind == "DELETED"
         if resource == PLURAL:
-            key = self._store.drop_job(obj) if gone else self._store.put_job(obj)
+            key = self._store.drop_job(obj) if deleted else self._store.put_job(obj)
         else:
-            key = self._store.drop_pod(obj) if gone else self._store.put_pod(obj)
+            key = self._store.drop_pod(obj) if deleted else self._store.put_pod(obj)
         if key is not None:
             self._queue.add(key)
             self._metrics.queue(self._queue.depth, self._queue.oldest_s)
@@ -210,13 +210,13 @@ class LeaderService:
                 log.exception("listing all objects failed, retry in %g s", RESYNC_RETRY_S)
                 pause = RESYNC_RETRY_S
 
-    async def _work(self, queue: KeyedQueue[Key], look: Callable[[Key], Awaitable[None]]) -> None:
+    async def _work(self, queue: KeyedQueue[Key], handle: Callable[[Key], Awaitable[None]]) -> None:
         while True:
             key, began = await queue.take(), time.monotonic()
             try:
-                await look(key)
+                await handle(key)
             finally:  # a large gang takes time: events close together need one reconcile
-                pause = min(PAUSE_S, PAUSE_PER_LOOK * (time.monotonic() - began))
+                pause = min(PAUSE_S, PAUSE_FACTOR * (time.monotonic() - began))
                 asyncio.get_running_loop().call_later(pause, queue.done, key)
 
     async def _reconcile(self, key: Key) -> None:
@@ -294,12 +294,12 @@ class LeaderService:
         gang = {"attempt": status.attempt, "workers": status.replicas.desired}
         key_id = memory.pinned.key_id if memory.pinned is not None else self._settings.keys.current_id
         try:
-            told = await self._poller.poll(memory.uid, pods, memory.poll_result, key_id=key_id, **gang)
+            polled = await self._poller.poll(memory.uid, pods, memory.poll_result, key_id=key_id, **gang)
         except Exception:
             log.exception("%s/%s: polling hub and launcher failed", *key)
-            told = memory.poll_result
-        changed = told != memory.poll_result or told.refused != memory.poll_result.refused
-        memory.poll_result = told  # also an equal result: it has a newer time
+            polled = memory.poll_result
+        changed = polled != memory.poll_result or polled.refused != memory.poll_result.refused
+        memory.poll_result = polled  # also an equal result: it has a newer time
         if changed:
             self._queue.add(key)
         if memory.status.phase not in TERMINAL_PHASES:
@@ -309,7 +309,9 @@ class LeaderService:
 def _facts(memory: JobMemory) -> JobFacts:
     """Return the labels of metrics that the status does not have."""
     world, table = memory.job.world, memory.poll_result.rank_table or {}
-    nodes = {rank: str(one.get("node", "")) for one in table.get("workers") or () for rank in one.get("ranks") or ()}
+    nodes = {
+        rank: str(worker.get("node", "")) for worker in table.get("workers") or () for rank in worker.get("ranks") or ()
+    }
     queue = memory.job.spec.scheduling.queue or ""
     return JobFacts(
         mode=memory.job.spec.mode, workers=world.nodes, world_size=world.world_size, queue=queue, nodes=nodes

@@ -55,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cluster-domain", default="cluster.local")
     parser.add_argument("--node-access", action="store_true", help="the operator may read nodes")
     parser.add_argument("--prometheus-namespace", default="", help="namespace whose Prometheus may scrape hubs")
-    for whom in ("prometheus", "operator", "gateway"):
-        parser.add_argument(f"--{whom}-labels", default="", metavar="K=V,..", help=f"labels of the {whom}'s pods")
+    for peer in ("prometheus", "operator", "gateway"):
+        parser.add_argument(f"--{peer}-labels", default="", metavar="K=V,..", help=f"labels of the {peer}'s pods")
     add_renamed_option(parser, "--door-labels", "--gateway-labels")
     parser.add_argument("--resync-seconds", type=float, default=300.0, help="seconds between full lists")
     parser.add_argument("--kubeconfig", help="kubeconfig for running outside a cluster")

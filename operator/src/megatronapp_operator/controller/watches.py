@@ -35,13 +35,13 @@ LOOP_CHECK_S = 1.0
 
 
 class Watches:
-    """Watches of jobs and of their pods. `news` is called in the thread of `loop`."""
+    """Watches of jobs and of their pods. `on_event` is called in the thread of `loop`."""
 
-    def __init__(self, kubeconfig: str | None, namespaces: Sequence[str], news: WatchCallback) -> None:
+    def __init__(self, kubeconfig: str | None, namespaces: Sequence[str], on_event: WatchCallback) -> None:
         """Prepare watches; `kubeconfig` as for `api.connect`, no namespaces: all."""
         self._kubeconfig = kubeconfig
         self._namespaces = namespaces
-        self._news = news
+        self._on_event = on_event
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -75,7 +75,7 @@ class Watches:
             log.exception("the watches have ended")
 
     async def _operate(self) -> None:
-        turns = asyncio.create_task(self._mark_alive())
+        heartbeat = asyncio.create_task(self._mark_alive())
         try:
             await kopf.operator(
                 registry=self._registry(),
@@ -86,7 +86,7 @@ class Watches:
                 stop_flag=self._stop,
             )
         finally:
-            turns.cancel()
+            heartbeat.cancel()
 
     async def _mark_alive(self) -> NoReturn:
         while True:
@@ -96,15 +96,15 @@ class Watches:
     def _registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
 
-        def told(resource: str) -> Callable[..., None]:
+        def handler(resource: str) -> Callable[..., None]:
             async def handle(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401 - kopf's arguments
                 assert self._loop is not None
-                self._loop.call_soon_threadsafe(self._news, resource, event["type"], dict(event["object"]))
+                self._loop.call_soon_threadsafe(self._on_event, resource, event["type"], dict(event["object"]))
 
             return handle  # type: ignore[return-value]
 
-        kopf.on.event(GROUP, VERSION, PLURAL, id="jobs", registry=registry)(told(PLURAL))
-        kopf.on.event("v1", "pods", labels={LABEL_JOB_UID: kopf.PRESENT}, id="pods", registry=registry)(told("pods"))
+        kopf.on.event(GROUP, VERSION, PLURAL, id="jobs", registry=registry)(handler(PLURAL))
+        kopf.on.event("v1", "pods", labels={LABEL_JOB_UID: kopf.PRESENT}, id="pods", registry=registry)(handler("pods"))
         kopf.on.login(id="login", registry=registry)(self._login)
         return registry
 

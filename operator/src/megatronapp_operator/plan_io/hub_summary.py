@@ -167,8 +167,8 @@ def _moment(time: float | None) -> float | None:
 
 def _in_bounds(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
     """Return the first verdicts that together fit into a status."""
-    sizes = itertools.accumulate(len(json.dumps(dataclasses.asdict(one))) for one in verdicts)
-    return tuple(one for one, size in zip(verdicts, sizes, strict=True) if size <= MAX_VERDICT_BYTES)
+    sizes = itertools.accumulate(len(json.dumps(dataclasses.asdict(verdict))) for verdict in verdicts)
+    return tuple(verdict for verdict, size in zip(verdicts, sizes, strict=True) if size <= MAX_VERDICT_BYTES)
 
 
 def _verdict(entry: Mapping[str, Any]) -> SlowRank:

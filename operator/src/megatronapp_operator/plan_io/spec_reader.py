@@ -24,7 +24,7 @@ def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSp
         serves=spec.mode == "serve",
         hub_retain_s=spec.analyzer.retain_seconds,
         suspend=spec.suspend,
-        initializers=any(one.scope == "Job" for one in spec.initializers),
+        initializers=any(initializer.scope == "Job" for initializer in spec.initializers),
         gang=spec.scheduling.gang != "None",
         group=GROUPS.get(spec.scheduling.gang, plan.PodGroupKey.POD_GROUP),
         success=plan.SuccessPolicy(spec.success_policy),
@@ -63,7 +63,7 @@ def run_policy(given: RunPolicy) -> plan.RunPolicy:
         start_deadline_s=given.start_deadline_seconds,
         progress_deadline_s=given.progress_deadline_seconds,
         grace_s=given.termination_grace_period_seconds,
-        rules=tuple(_rule(one) for one in given.rules),
+        rules=tuple(_rule(rule) for rule in given.rules),
     )
 
 

@@ -39,7 +39,7 @@ def boot_s() -> float:
 class LeaseHolder:
     """One candidate of the election.
 
-    Use: `await acquire()`, then `await hold()` in parallel with the work; check `is_held` before every write.
+    Use: `await acquire()`, then `await hold()` in parallel with the work; check `is_leader` before every write.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LeaseHolder:
         """Newest resourceVersion of another's lease, and when it was first seen."""
 
     @property
-    def is_held(self) -> bool:
+    def is_leader(self) -> bool:
         """True if the lease is surely ours at this moment."""
         return self._clock() < self._renewed_at + self._settings.renew_deadline_s
 
@@ -75,9 +75,9 @@ class LeaseHolder:
 
         A late renewal is a loss even if no other process has taken the lease: work was not guarded meanwhile.
         """
-        while self.is_held:
+        while self.is_leader:
             await asyncio.sleep(self._settings.retry_s)
-            if self.is_held:
+            if self.is_leader:
                 await self._try()
         self._renewed_at = float("-inf")
         lease = f"{self._namespace}/{self._name}"

@@ -34,10 +34,10 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     RetryReconcileError,
 )
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Object
-from megatronapp_operator.backends.kubernetes.errands import JobMaintenance
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
+from megatronapp_operator.backends.kubernetes.maintenance import JobMaintenance
 from megatronapp_operator.backends.kubernetes.observe import observe
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
@@ -105,7 +105,7 @@ class Reconciler:
         self._keys = keys
         self._installation = installation
         self._clock = clock
-        self._errands = JobMaintenance(store, executor, clock)
+        self._maintenance = JobMaintenance(store, executor, clock)
         self._memories: dict[Key, JobMemory] = {}
         self._troubles: dict[Key, str] = {}
         self._left: set[str] = set()
@@ -123,17 +123,17 @@ class Reconciler:
         try:
             found = await OwnedObjects.listed(self._api, namespaces)
         except ForbiddenError as error:
-            if self._errands.lists is not False:  # once
+            if self._maintenance.lists is not False:  # once
                 log.warning("deleted Services and policies are restored only within an hour: %s", error)
-            self._errands.lists = False
+            self._maintenance.lists = False
             return []
-        self._errands.lists, differing = True, list[Key]()
+        self._maintenance.lists, differing = True, list[Key]()
         for key in self._store.keys:
             document, memory = self._store.job(key), self._memories.get(key)
             if document is None or memory is None or (memory.status.attempt_time or 0.0) > began:
                 continue
             with contextlib.suppress(JobError):  # of a spec that cannot be rendered; `reconcile` reports it
-                if self._errands.compare(memory, self._work(memory, document), found):
+                if self._maintenance.compare(memory, self._work(memory, document), found):
                     differing.append(key)
             await asyncio.sleep(0)  # yields to other tasks between two jobs
         return differing
@@ -160,7 +160,7 @@ class Reconciler:
         if made.actions:
             self._spend(key, made)
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
-        wake_at = _earliest(wake_at, look_at, await self._errands.run(memory, self._work(memory, document)))
+        wake_at = _earliest(wake_at, look_at, await self._maintenance.run(memory, self._work(memory, document)))
         self._troubles.pop(key, None)  # an error that returns after a success is reported again
         return wake_at
 

@@ -29,9 +29,9 @@ class ProcessSelector:
 
     def matches(self, environment: bytes) -> bool:
         """Return True if a process with this environment (NUL separated) is selected."""
-        wanted = {Env.JOB_UID: self.uid, Env.ATTEMPT: self.attempt, Env.WORKER_INDEX: self.worker}
+        required = {Env.JOB_UID: self.uid, Env.ATTEMPT: self.attempt, Env.WORKER_INDEX: self.worker}
         entries = set(environment.split(b"\0"))
-        return all(f"{name}={value}".encode() in entries for name, value in wanted.items() if value is not None)
+        return all(f"{name}={value}".encode() in entries for name, value in required.items() if value is not None)
 
 
 def _pids() -> Iterator[int]:
@@ -46,32 +46,32 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
-def find(kin: ProcessSelector) -> list[int]:
+def find(selector: ProcessSelector) -> list[int]:
     """Return the pids of the selected living processes, without this one."""
     me = os.getpid()
-    return [pid for pid in _pids() if pid != me and kin.matches(_environment(pid))]
+    return [pid for pid in _pids() if pid != me and selector.matches(_environment(pid))]
 
 
-def send(kin: ProcessSelector, number: signal.Signals) -> int:
+def send(selector: ProcessSelector, number: signal.Signals) -> int:
     """Signal every selected process; return their number."""
     count = 0
-    for pid in find(kin):
+    for pid in find(selector):
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
         with os.fdopen(fd, "rb", buffering=0):
-            if kin.matches(_environment(pid)):
+            if selector.matches(_environment(pid)):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(fd, number)
                     count += 1
     return count
 
 
-def sweep(kin: ProcessSelector, deadline_s: float = 10.0) -> bool:
+def sweep(selector: ProcessSelector, deadline_s: float = 10.0) -> bool:
     """Kill until none is left: a process may have forked while the list was read. Return False if some are left."""
     end = time.monotonic() + deadline_s
-    while send(kin, signal.SIGKILL):
+    while send(selector, signal.SIGKILL):
         if time.monotonic() > end:
             return False
         time.sleep(POLL_S)

@@ -29,31 +29,31 @@ class ReservedPort:
         """
         self.address = address
         self._option = socket.SO_REUSEPORT if pages else socket.SO_REUSEADDR
-        self._beside = (V6,) if pages and is_shared(address) and has_ipv6() else ()
+        self._other_addresses = (V6,) if pages and is_shared(address) and has_ipv6() else ()
         self._sockets = self._bind(number) if number else self._bind_free()
         self.number = int(self._sockets[0].getsockname()[1])
 
     def close(self) -> None:
         """Release the port, so that other programs can use it."""
-        for held in self._sockets:
-            held.close()
+        for reserved in self._sockets:
+            reserved.close()
 
     def _bind(self, number: int) -> list[socket.socket]:
-        held = [_bound(self.address, number, self._option)]
-        for address in self._beside:
+        reserved = [_bound(self.address, number, self._option)]
+        for address in self._other_addresses:
             with contextlib.suppress(BackendError):
-                held.append(_bound(address, number, self._option))
-        return held
+                reserved.append(_bound(address, number, self._option))
+        return reserved
 
     def _bind_free(self) -> list[socket.socket]:
         """Bind a port that is free on all addresses; if no port is, one that is free on the first."""
         second = None
-        for held in self._samples():
-            if len(held) > len(self._beside):
+        for reserved in self._samples():
+            if len(reserved) > len(self._other_addresses):
                 _close(second)
-                return held
-            _close(held if second is not None else None)
-            second = second or held
+                return reserved
+            _close(reserved if second is not None else None)
+            second = second or reserved
         if second is None:
             text = f"no free port between {PORTS.start} and {PORTS.stop - 1}; stop a program that listens there"
             raise BackendError(f"{self.address}: {text}")
@@ -65,21 +65,21 @@ class ReservedPort:
                 yield self._bind(number)
 
 
-def _close(held: list[socket.socket] | None) -> None:
-    for one in held or ():
-        one.close()
+def _close(reserved: list[socket.socket] | None) -> None:
+    for reserved_socket in reserved or ():
+        reserved_socket.close()
 
 
 def _bound(address: str, number: int, option: int) -> socket.socket:
-    held = socket.socket(family_of(address), socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, option, 1)
+    reserved = socket.socket(family_of(address), socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
         _probe(address, number)
-        held.bind((address, number))
+        reserved.bind((address, number))
     except OSError as error:
-        held.close()
+        reserved.close()
         raise BackendError(f"{address}:{number}: cannot listen there: {error.strerror}; choose another port") from error
-    return held
+    return reserved
 
 
 def _probe(address: str, number: int) -> None:

@@ -20,15 +20,15 @@ STOP_S = 5.0
 def stored_hub(job: JobView, command: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run a hub on a free port within the context; yield its address and its process."""
     paths = job.paths
-    held = ReservedPort(V4, pages=True)
-    words = (
-        *("--host", V4, "--port", str(held.number), "--job-file", str(paths.manifest)),
+    port = ReservedPort(V4, pages=True)
+    arguments = (
+        *("--host", V4, "--port", str(port.number), "--job-file", str(paths.manifest)),
         *("--state-dir", str(paths.hub_state), "--status-file", str(paths.status), "--jobs-dir", str(jobs_dir())),
     )
     own = {Env.JOB: job.name, Env.SECRET_FILE: str(paths.secret), "PYTHONUNBUFFERED": "1"}
-    with contextlib.closing(held):
-        process = spawn((*command, *words), environment={**inherited_environment(), **own}, log=paths.hub_log)
+    with contextlib.closing(port):
+        process = spawn((*command, *arguments), environment={**inherited_environment(), **own}, log=paths.hub_log)
         try:
-            yield f"http://{V4}:{held.number}", process
+            yield f"http://{V4}:{port.number}", process
         finally:
             terminate(process, STOP_S)

@@ -91,40 +91,41 @@ class KubernetesApi:
         *,
         request_s: float = REQUEST_S,
         guard: Callable[[], None] = lambda: None,
-        told: Callable[[str, str, int], None] = lambda _verb, _resource, _status: None,
+        on_answer: Callable[[str, str, int], None] = lambda _verb, _resource, _status: None,
         dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
         at_once: int | None = None,
     ) -> None:
         """Wrap a client.
 
-        `guard` is called before every request that may change something, and raises if that is not allowed now. `told`
-        receives verb, resource and HTTP status (0: none) of every answer; `dated` receives the server's time of answers
-        that have it, and the monotonic times of request and answer. `at_once` limits concurrent requests; others wait.
+        `guard` is called before every request that may change something, and raises if that is not allowed now.
+        `on_answer` receives verb, resource and HTTP status (0: none) of every answer; `dated` receives the server's
+        time of answers that have it, and the monotonic times of request and answer. `at_once` limits concurrent
+        requests; others wait.
         """
         self._client = client
         self._request_s = request_s
         self._guard = guard
-        self._told = told
+        self._on_answer = on_answer
         self._dated = dated
         self._limit = contextlib.nullcontext() if at_once is None else asyncio.Semaphore(at_once)
 
     def guarded(
         self,
         guard: Callable[[], None],
-        told: Callable[[str, str, int], None],
+        on_answer: Callable[[str, str, int], None],
         *,
         dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
         at_once: int | None = None,
     ) -> "KubernetesApi":
         """Return a client of the same server, with a guard before requests that change something."""
         return KubernetesApi(
-            self._client, request_s=self._request_s, guard=guard, told=told, dated=dated, at_once=at_once
+            self._client, request_s=self._request_s, guard=guard, on_answer=on_answer, dated=dated, at_once=at_once
         )
 
     async def minor_version(self) -> int:
         """Return the server's minor version: 35 for Kubernetes 1.35."""
-        told = await self._send("GET", VERSIONS, "/version")
-        return int(re.sub(r"\D", "", str(told.get("minor"))) or 0)  # some providers write "35+"
+        version = await self._send("GET", VERSIONS, "/version")
+        return int(re.sub(r"\D", "", str(version.get("minor"))) or 0)  # some providers write "35+"
 
     async def get(
         self, resource: Resource, namespace: str | None, name: str, *, timeout_s: float | None = None
@@ -141,8 +142,8 @@ class KubernetesApi:
         """List all objects whose labels match, of a namespace or of all; read in pages."""
         for _ in range(2):
             try:
-                pages = [one async for one in self.pages(resource, namespace, labels=labels, page=page)]
-                return ObjectList([item for one in pages for item in one.items], pages[-1].resource_version)
+                pages = [listed async for listed in self.pages(resource, namespace, labels=labels, page=page)]
+                return ObjectList([item for listed in pages for item in listed.items], pages[-1].resource_version)
             except ExpiredError:  # the pages took longer than the server keeps the state of the first
                 page = 0
         raise ExpiredError(f"list {resource.plural}: the server has forgotten its own list")
@@ -261,7 +262,7 @@ class KubernetesApi:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
             finally:
-                self._told(method, resource.plural, status)
+                self._on_answer(method, resource.plural, status)
 
     def _note_date(self, date: str | None, sent: float) -> None:
         """Report the Date header; a proxy may omit it, or write another value."""

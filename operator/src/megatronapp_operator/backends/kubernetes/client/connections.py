@@ -32,19 +32,19 @@ class SocketTracker:
 
     async def close(self) -> None:
         """Close open sockets, without waiting for the server. Call it after closing the session."""
-        for one in self._open():
+        for connection in self._open():
             with contextlib.suppress(OSError):  # not connected any more
-                one.shutdown(socket.SHUT_RDWR)  # its transport reads the end, and closes it
+                connection.shutdown(socket.SHUT_RDWR)  # its transport reads the end, and closes it
         try:
             async with asyncio.timeout(CLOSE_S):
-                for one in self._open():
-                    await one.closed.wait()
+                for connection in self._open():
+                    await connection.closed.wait()
         except TimeoutError:
-            left = ", ".join(str(one.remote) for one in self._open())
+            left = ", ".join(str(connection.remote) for connection in self._open())
             log.warning("connections still open %g s after the end of their session: %s", CLOSE_S, left)
 
     def _open(self) -> "list[_Socket]":
-        return [one for one in self._sockets if one.fileno() >= 0]
+        return [connection for connection in self._sockets if connection.fileno() >= 0]
 
 
 class _Socket(socket.socket):

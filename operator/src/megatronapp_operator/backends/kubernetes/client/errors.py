@@ -103,7 +103,7 @@ def api_error_for(status: int, document: Mapping[str, Any], request: str) -> Api
     details = document.get("details") or {}
     if document.get("reason") == "AlreadyExists":
         kind = AlreadyExistsError
-    if kind is ForbiddenError and any(one.get("reason") == NAMESPACE_ENDS for one in details.get("causes") or ()):
+    if kind is ForbiddenError and any(cause.get("reason") == NAMESPACE_ENDS for cause in details.get("causes") or ()):
         kind = NamespaceTerminatingError
     message = document.get("message") or "no reason given"
     return kind(f"{request}: {message}", status=status, details=details)

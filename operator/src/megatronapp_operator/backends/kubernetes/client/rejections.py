@@ -23,10 +23,10 @@ def classify_rejection(error: ApiError, attempt: int) -> PodRejection | None:
         return None
     if forbidden and QUOTA in text:
         return PodRejection(attempt=attempt, final=False, reason=reasons.QUOTA_EXCEEDED, message=text)
-    if forbidden and any(words in text for words in OWN_RIGHTS):
+    if forbidden and any(phrase in text for phrase in OWN_RIGHTS):
         return None
     if POD_SECURITY in text:
         return PodRejection(attempt=attempt, final=True, reason=reasons.POD_FORBIDDEN, message=text)
-    if forbidden or any(words in text for words in DENIED):
+    if forbidden or any(phrase in text for phrase in DENIED):
         return PodRejection(attempt=attempt, final=False, denied=True, reason=reasons.POD_DENIED, message=text)
     return PodRejection(attempt=attempt, final=True, reason=reasons.POD_INVALID, message=text)
