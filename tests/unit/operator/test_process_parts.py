@@ -21,13 +21,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common import child
 from megatronapp_common.job import Status, load_job, status_document
 from megatronapp_common.names import Env
 from megatronapp_common.processes import is_locked
 from megatronapp_common.room import LEAST_BYTES, SharedMemorySpace
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web import tokens
-from megatronapp_operator.backends.process import job_processes, settings, settings_builder, spawn
+from megatronapp_operator.backends.process import job_processes, settings, settings_builder
 from megatronapp_operator.backends.process.backend import ProcessBackend
 from megatronapp_operator.backends.process.state import files, lock
 from megatronapp_operator.backends.process.state.paths import JobPaths, shm_prefix
@@ -112,7 +113,7 @@ def test_a_child_dies_with_its_parent() -> None:
     """The parent starts a child through the wrapper and is killed with no chance to say a word."""
     script = (
         "import subprocess, sys, os, time\n"
-        f"child = subprocess.Popen([sys.executable, '-I', '-S', {str(spawn.CHILD)!r}, str(os.getpid()), *{SLEEP!r}])\n"
+        f"child = subprocess.Popen([sys.executable, '-I', '-S', {child.__file__!r}, str(os.getpid()), *{SLEEP!r}])\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -128,13 +129,13 @@ def test_a_child_dies_with_its_parent() -> None:
 
 
 def test_a_child_of_another_parent_does_not_even_start() -> None:
-    command = [sys.executable, "-I", "-S", str(spawn.CHILD), "1", "/bin/echo", "hello"]
+    command = [sys.executable, "-I", "-S", child.__file__, "1", "/bin/echo", "hello"]
     done = subprocess.run(command, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
-    command = [sys.executable, "-I", "-S", str(spawn.CHILD), str(os.getpid()), "/no/such/program"]
+    command = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), "/no/such/program"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 127
     assert done.stderr == "cannot start /no/such/program: No such file or directory\n"

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from megatronapp_common import child
 from megatronapp_common.names import Env
 
-CHILD = pathlib.Path(__file__).with_name("child.py")
 PR_SET_CHILD_SUBREAPER = 36
 OWN_ENVIRONMENT = frozenset(Env) - {Env.SHM_DIR}
 
@@ -23,7 +23,7 @@ def become_subreaper() -> None:
 
 def spawn(command: Sequence[str], *, environment: Mapping[str, str], log: pathlib.Path) -> subprocess.Popen[bytes]:
     """Start `command` in a new session and process group; it dies with this process. Main thread only."""
-    wrapped = [sys.executable, "-I", "-S", str(CHILD), str(os.getpid()), *command]
+    wrapped = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command]
     with log.open("ab") as out:
         return subprocess.Popen(
             wrapped,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import psutil
 
-from megatronapp_trainer.launch.ranks import child
+from megatronapp_common import child
 
 PR_SET_PDEATHSIG = 1
 PR_GET_PDEATHSIG = 2

@@ -1,9 +1,9 @@
 """Start a program that dies with its parent: `python -I -S child.py PARENT_PID PROGRAM ARGUMENT...`.
 
-Runs by path with the standard library alone, because it precedes every process of a job. A function between fork and
-exec (preexec_fn) could deadlock in a process with threads; a program in between cannot.
+Runs by path with the standard library alone, because it precedes every process of a job and every rank. A function
+between fork and exec (preexec_fn) could deadlock in a process with threads; a program in between cannot.
 
-The kernel sends the parent-death signal when the *thread* that forked ends (prctl(2)), so the backend forks in its main
+The kernel sends the parent-death signal when the *thread* that forked ends (prctl(2)), so parents fork in their main
 thread only. A parent that died before prctl took effect is noticed by the changed parent pid.
 """
 
@@ -13,6 +13,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+NOT_STARTED = 127
+"""Exit code of a program that cannot be started, as of a shell."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -33,7 +35,7 @@ def main() -> None:
         os.execvp(command[0], command)
     except OSError as error:
         print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr)
-        sys.exit(127)
+        sys.exit(NOT_STARTED)
 
 
 if __name__ == "__main__":
