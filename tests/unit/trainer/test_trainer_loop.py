@@ -119,8 +119,7 @@ def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
     run, iterators = prepared("")
     with StopRequest() as stop, pytest.raises(UnsavedStopError) as caught:
         hooked = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        iterators = DataIterators(train=hooked, valid=None, test=None)
-        Trainer(run, iterators, build_schedule(run), stop_request=stop).train()
+        Trainer(run, DataIterators(train=hooked, valid=None, test=None), build_schedule(run), stop_request=stop).train()
     return int(caught.value.exit_code), str(caught.value)
 
 
@@ -334,7 +333,8 @@ def feed_of_a_step(microbatches: int, flags: str = "") -> tuple[list[int], list[
 
     observer: Any = Observer()
     source = BatchSource(run.config, run.layout, run.device)
-    feed = StepFeed(source, noted(), microbatches, needed_by=frozenset({0, 1}), observer=observer)
+    source.reading_chunks = frozenset({0, 1})
+    feed = StepFeed(source, noted(), microbatches, observer=observer)
     chunks = [ChunkFeed(feed, chunk) for chunk in (0, 1)]
     batches = [chunk.next() for _ in range(microbatches) for chunk in chunks]
     with pytest.raises(ValueError, match=f"microbatch {microbatches} was requested in a step of {microbatches}"):

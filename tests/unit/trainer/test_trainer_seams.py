@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.topology import RankRole, Topology
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.parallel.layout import Layout
 
@@ -176,3 +177,118 @@ def test_a_forward_rank_has_no_optimizer_and_computes_the_same_loss(run_ranks: R
     assert scheduler is None
     assert forward_loss == loss
     assert loss is not None and loss > 0
+
+
+class SequentialSchedule:
+    """Forward and backward pass of one microbatch after another, on one stage without megatron-core's schedules."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def train(self, feed: Any, num_microbatches: int) -> list[Any]:
+        context, (chunk,) = self._context, self._context.chunks
+        reports = []
+        for microbatch in range(num_microbatches):
+            batch = feed.take(0, microbatch)
+            context.observer.begin(RecordKind.FORWARD, 0, microbatch)
+            total, tokens, report = context.family.loss(context.family.forward(chunk, batch), batch)
+            context.observer.end(RecordKind.FORWARD)
+            context.observer.begin(RecordKind.BACKWARD, 0, microbatch)
+            context.optimizer.scale_loss(total / tokens / num_microbatches).backward()
+            context.observer.end(RecordKind.BACKWARD)
+            reports.append(report)
+        chunk.finish_grad_sync()
+        return reports
+
+    def evaluate(self, feed: Any, num_microbatches: int) -> list[Any]:
+        raise AssertionError("no evaluation is due")
+
+
+class DictionaryFamily:
+    """GPT whose microbatches are dictionaries."""
+
+    def __getattr__(self, name: str) -> Any:
+        from megatronapp_trainer.models import gpt
+
+        return getattr(gpt, name)
+
+    def batch_source(self, config: Any, layout: Any, device: Any) -> Any:
+        return DictionarySource(self.__getattr__("batch_source")(config, layout, device))
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        from megatronapp_trainer.models.language_model_loss import token_loss
+
+        return token_loss(output, batch["loss_mask"], batch["loss_tokens"])
+
+
+class DictionarySource:
+    """Source of microbatches as dictionaries."""
+
+    together = 1
+    reading_chunks = frozenset({0})
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def read(self, iterator: Any, count: int) -> list[Any]:
+        return [
+            {name: getattr(batch, name) for name in batch.__slots__} for batch in self._source.read(iterator, count)
+        ]
+
+
+def train_with(schedule: str, family: str) -> tuple[list[tuple[str, str, int]], list[float], list[float]]:
+    """Passes, losses and gradient norms of a run with a schedule and a family that were registered before it."""
+    from megatronapp_trainer.config import ModelConfig, TrainerConfig
+    from megatronapp_trainer.models.registry import FAMILIES
+    from megatronapp_trainer.pipeline.registry import SCHEDULES
+    from megatronapp_trainer.training.build import build_iterators, build_schedule
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopRequest
+
+    SCHEDULES["sequential"] = SequentialSchedule
+    FAMILIES["dictionary"] = DictionaryFamily()
+    patch = pytest.MonkeyPatch()  # in a process of this test's own
+    patch.setattr(TrainerConfig, "schedule", property(lambda _config: schedule))
+    patch.setattr(ModelConfig, "type", property(lambda _config: family))
+    run = small_training.prepare(f"{MODEL} --global-batch-size 4 --eval-iters 0 --train-iters 3")
+    observer: Any = PassObserver()
+    iterators = build_iterators(run.config, run.layout, 0)
+    schedule_of_run = build_schedule(run, observer)
+    trainer = Trainer(run, iterators, schedule_of_run, stop_request=StopRequest(), observer=observer)
+    outcomes = [trainer.step() for _ in range(3)]
+    return (
+        observer.passes,
+        [outcome.loss.mean for outcome in outcomes],
+        [outcome.grad_norm or 0 for outcome in outcomes],
+    )
+
+
+class PassObserver:
+    """Observer that keeps the passes."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[str, str, int]] = []
+
+    def begin(self, kind: RecordKind, _chunk: int, microbatch: int) -> None:
+        if kind in {RecordKind.FORWARD, RecordKind.BACKWARD}:
+            self.passes.append(("begin", kind.name, microbatch))
+
+    def end(self, kind: RecordKind) -> None:
+        if kind in {RecordKind.FORWARD, RecordKind.BACKWARD}:
+            self.passes.append(("end", kind.name, -1))
+
+    def step_begin(self, _step: int) -> None: ...
+
+    def step_end(self, _metrics: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("schedule", "family"), [("sequential", "gpt"), ("static", "dictionary")])
+def test_a_registered_schedule_and_family_train_without_a_change_of_the_loop(
+    run_ranks: RunRanks, schedule: str, family: str
+) -> None:
+    (expected,) = run_ranks(1, train_with, "static", "gpt")
+    assert run_ranks(1, train_with, schedule, family) == [expected]
+    assert len(expected[0]) == 3 * 4 * 4

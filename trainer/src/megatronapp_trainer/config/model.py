@@ -67,6 +67,11 @@ class ModelConfig:
         """Name of the family in `models.registry`, as `model.type` of the manifest; no flag chooses another one yet."""
         return "gpt"
 
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Round a vocabulary up. The result does not depend on the layout, so checkpoints are valid for all layouts."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-vocab_size // multiple) * multiple
+
     @property
     def heads_of_keys(self) -> int:
         """Return the number of key and value heads."""

@@ -41,8 +41,7 @@ class ModelShape:
     @property
     def padded_vocab_size(self) -> int:
         """Return the number of rows of our embedding."""
-        multiple = self.model.make_vocab_size_divisible_by
-        return -(-self.vocab_size // multiple) * multiple
+        return self.model.padded_vocab_size(self.vocab_size)
 
     def trainer_config(self, *, bf16: bool = False) -> TrainerConfig:
         """Return this model as the trainer's configuration, without settings of training."""

@@ -6,7 +6,7 @@ G microbatches that are sent together, P planes, B samples of a microbatch, S se
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -65,10 +65,23 @@ class Microbatch:
     """bool [B, 1, S, S], true where attention is masked; None: plain causal"""
 
 
+class MicrobatchSource(Protocol):
+    """Reads the microbatches of a model family; what they hold is between it and the family's `forward` and `loss`."""
+
+    together: int
+    """Microbatches to read at once."""
+    reading_chunks: frozenset[int]
+    """Chunks of this rank that need data."""
+
+    def read(self, iterator: Iterator[Any], count: int) -> list[Any]:
+        """Return the next `count` microbatches of this iterator; collective over the tensor group."""
+
+
 class BatchSource:
     """Source of this rank's microbatches on its device; the first rank of a tensor group sends them to the others."""
 
     def __init__(self, config: TrainerConfig, layout: Layout, device: Device) -> None:
+        self.reading_chunks = chunks_that_need_data(config, layout)
         self._device = device
         self._size = (config.training.micro_batch_size, config.model.seq_length)
         self._causal_positions = torch.arange(self._size[1], device=device.torch_device).expand(self._size)
@@ -133,24 +146,22 @@ class StepFeed:
 
     def __init__(
         self,
-        source: BatchSource,
-        iterator: Iterator[HostMicrobatch],
+        source: MicrobatchSource,
+        iterator: Iterator[Any],
         num_microbatches: int,
         *,
-        needed_by: frozenset[int],
         observer: StepObserver | None,
     ) -> None:
         self._source = source
         self._iterator = iterator
         self._num_microbatches = num_microbatches
-        self._needed_by = needed_by
         self._observer = observer
-        self._held: dict[int, tuple[Microbatch, int]] = {}
+        self._held: dict[int, tuple[Any, int]] = {}
         self._read = 0
 
-    def take(self, chunk: int, microbatch: int) -> Microbatch | None:
+    def take(self, chunk: int, microbatch: int) -> Any | None:  # noqa: ANN401 - the family's microbatch
         """Return this chunk's microbatch, or None if the chunk needs no data."""
-        if chunk not in self._needed_by:
+        if chunk not in self._source.reading_chunks:
             return None
         if self._read <= microbatch:
             self._fetch(chunk, microbatch)
@@ -165,12 +176,12 @@ class StepFeed:
         while self._read <= microbatch:
             count = min(self._source.together, self._num_microbatches - self._read)
             for batch in self._source.read(self._iterator, count):
-                self._held[self._read] = (batch, len(self._needed_by))
+                self._held[self._read] = (batch, len(self._source.reading_chunks))
                 self._read += 1
         if self._observer is not None:
             self._observer.end(RecordKind.DATA)
 
-    def _release(self, microbatch: int) -> Microbatch:
+    def _release(self, microbatch: int) -> Any:  # noqa: ANN401 - the family's microbatch
         batch, users = self._held.pop(microbatch)
         if users > 1:
             self._held[microbatch] = (batch, users - 1)
@@ -185,7 +196,7 @@ class ChunkFeed:
         self.microbatch = -1
         self._feed = feed
 
-    def next(self) -> Microbatch | None:
+    def next(self) -> Any | None:  # noqa: ANN401 - the family's microbatch
         """Return the chunk's next microbatch."""
         self.microbatch += 1
         return self._feed.take(self.chunk, self.microbatch)

@@ -6,18 +6,13 @@ from typing import Any
 import torch
 
 from megatronapp_trainer.config import ModelConfig, TrainerConfig
-from megatronapp_trainer.data.microbatches import DataIterators, Microbatch
+from megatronapp_trainer.data.microbatches import BatchSource, DataIterators, Microbatch
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.models.initial import initialize_weights
 from megatronapp_trainer.models.language_model_loss import token_loss
 from megatronapp_trainer.models.layers import block_spec, resolve_implementation
 from megatronapp_trainer.parallel.layout import Layout
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """Round the vocabulary up. The result does not depend on the layout, so checkpoints are valid for all layouts."""
-    return -(-vocab_size // divisible_by) * divisible_by
 
 
 def transformer_config(config: TrainerConfig, device: Device) -> Any:  # noqa: ANN401 - untyped library
@@ -39,7 +34,7 @@ def build_chunks(
     `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
     core_config = transformer_config(config, device)
-    vocab_size = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
+    vocab_size = config.model.padded_vocab_size(vocab_size)
     chunks = [
         _build_chunk(config, core_config, layout, chunk, vocab_size, drawn=drawn).to(device.torch_device)
         for chunk in range(layout.virtual_size)
@@ -59,7 +54,7 @@ def build_stage(
 
     `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
-    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
+    padded = config.model.padded_vocab_size(vocab_size)
     model = _build_chunk(config, transformer_config(config, device), layout, 0, padded, drawn=drawn)
     if config.precision.bf16:
         model.bfloat16()
@@ -79,6 +74,11 @@ def forward(model: Any, batch: Microbatch | None) -> torch.Tensor:  # noqa: ANN4
 def loss(output: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum the loss of each token, which the last chunk puts out, over the unmasked tokens of a microbatch."""
     return token_loss(output, batch.loss_mask, batch.loss_tokens)
+
+
+def batch_source(config: TrainerConfig, layout: Layout, device: Device) -> BatchSource:
+    """Return the source that turns host batches into microbatches on this rank's device."""
+    return BatchSource(config, layout, device)
 
 
 def build_iterators(

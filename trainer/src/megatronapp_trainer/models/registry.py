@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import torch
 
 from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.data.microbatches import DataIterators, Microbatch
+from megatronapp_trainer.data.microbatches import DataIterators, MicrobatchSource
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.models import gpt
@@ -28,16 +28,19 @@ class ModelFamily(Protocol):
     ) -> Any:  # noqa: ANN401 - a model of megatron-core
         """Build a pipeline stage's model without what training wraps around it."""
 
-    def forward(self, model: Any, batch: Microbatch | None) -> torch.Tensor:  # noqa: ANN401 - DDP
+    def forward(self, model: Any, batch: Any | None) -> torch.Tensor:  # noqa: ANN401 - DDP, microbatch of the source
         """Run one chunk with its inputs of a microbatch; None: the chunk reads no data."""
 
-    def loss(self, output: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def loss(self, output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # noqa: ANN401
         """Sum the loss over a microbatch: sum, number of tokens, and both as a report [2]."""
 
     def build_iterators(
         self, config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
     ) -> DataIterators:
         """Open the datasets and iterate over microbatches of this rank from the given sample on; collective."""
+
+    def batch_source(self, config: TrainerConfig, layout: Layout, device: Device) -> MicrobatchSource:
+        """Return the source of this family's microbatches on the device."""
 
 
 FAMILIES: dict[str, ModelFamily] = {"gpt": gpt}

@@ -41,6 +41,8 @@ class ScheduleContext:
     """megatron-core's TransformerConfig."""
     chunks: list[Any]
     """Model chunks of this rank, each in megatron-core's DistributedDataParallel."""
+    optimizer: Any
+    """megatron-core's, which scales the loss; None on a rank that only runs forward passes."""
     family: ModelFamily
     transport: Transport | None
     """For training steps, with the spans of an observer; None: there is one stage."""

@@ -61,6 +61,8 @@ class StaticSchedule:
         self._layout = context.layout
         self._chunks = context.chunks
         self._forward_backward = get_forward_backward_func()
+        if context.optimizer is not None:
+            _connect_gradients(context)
         self._timers: PassTimers | None = None
         if context.observer is not None:
             self._timers = PassTimers(context.observer, context.core_config.timers)
@@ -108,15 +110,16 @@ def backward_order(layout: Layout, num_microbatches: int) -> tuple[tuple[int, in
     return tuple((layout.virtual_size - 1 - chunk, microbatch) for microbatch, chunk in table)
 
 
-def connect(core_config: Any, chunks: list[Any], optimizer: Any, *, overlap_grad_reduce: bool) -> None:  # noqa: ANN401
-    """Set how megatron-core's configuration scales losses and reduces gradients, as the schedules expect."""
+def _connect_gradients(context: ScheduleContext) -> None:
+    """Set how megatron-core's configuration scales losses and reduces gradients, as its schedules expect."""
     from megatron.core.distributed import finalize_model_grads
 
+    core_config = context.core_config
     core_config.finalize_model_grads_func = finalize_model_grads
-    core_config.grad_scale_func = optimizer.scale_loss
-    if overlap_grad_reduce:
-        core_config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
-        core_config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+    core_config.grad_scale_func = context.optimizer.scale_loss
+    if context.config.parallel.overlap_grad_reduce:
+        core_config.no_sync_func = _one_or_all([chunk.no_sync for chunk in context.chunks])
+        core_config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in context.chunks])
 
 
 def _one_or_all(functions: list[Any]) -> Any:  # noqa: ANN401 - what megatron-core takes

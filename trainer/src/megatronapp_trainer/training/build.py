@@ -11,7 +11,6 @@ from megatronapp_trainer.config.checks import check_world
 from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepObserver
-from megatronapp_trainer.models.gpt import padded_vocab_size
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.groups import seed_everything
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
@@ -19,7 +18,6 @@ from megatronapp_trainer.parallel.transport import Transport
 from megatronapp_trainer.pipeline.megatron_transport import MegatronTransport
 from megatronapp_trainer.pipeline.registry import create_schedule
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule, ScheduleContext
-from megatronapp_trainer.pipeline.static import connect
 from megatronapp_trainer.training.optimizer import build_optimizer, build_scheduler
 
 
@@ -66,14 +64,13 @@ def build_run(
     if layout.role.has_optimizer:
         optimizer = build_optimizer(config, chunks)
         scheduler = build_scheduler(config, optimizer, batches)
-        connect(core_config, chunks, optimizer, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
     return TrainingRun(
         config=config,
         layout=layout,
         device=device,
         core_config=core_config,
         batches=batches,
-        padded_vocab_size=padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by),
+        padded_vocab_size=config.model.padded_vocab_size(vocab_size),
         state=TrainState(chunks=chunks, optimizer=optimizer, scheduler=scheduler),
     )
 
@@ -99,6 +96,7 @@ def build_schedule(run: TrainingRun, observer: StepObserver | None = None) -> Pi
         layout=run.layout,
         core_config=run.core_config,
         chunks=run.state.chunks,
+        optimizer=optimizer,
         transport=observed_transport,
         evaluation_transport=transport,
         family=model_family(run.config),

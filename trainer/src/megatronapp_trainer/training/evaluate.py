@@ -8,11 +8,10 @@ import torch
 
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.data.microbatches import (
-    BatchSource,
     DataIterators,
     HostMicrobatch,
+    MicrobatchSource,
     StepFeed,
-    chunks_that_need_data,
 )
 from megatronapp_trainer.models.language_model_loss import PendingLossReduction, reduce_loss
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
@@ -28,7 +27,7 @@ class Evaluator:
         self,
         run: TrainingRun,
         schedule: PipelineSchedule,
-        source: BatchSource,
+        source: MicrobatchSource,
         iterators: DataIterators,
         *,
         monitor: TrainingMonitor,
@@ -98,7 +97,7 @@ def is_due(iteration: int, interval: int | None) -> bool:
 def evaluate(
     run: TrainingRun,
     schedule: PipelineSchedule,
-    source: BatchSource,
+    source: MicrobatchSource,
     iterator: Iterator[HostMicrobatch],
     *,
     asked_to_stop: Callable[[], bool] = lambda: False,
@@ -109,13 +108,12 @@ def evaluate(
     Ranks agree on stopping after each batch, and read the answer after they have launched the next one: the device
     never waits for it.
     """
-    needed_by = chunks_that_need_data(run.config, run.layout)
     microbatches = run.batches.final // (run.batches.micro_batch_size * run.batches.data_size)
     reports: list[torch.Tensor] = []
     agreed: PendingLossReduction | None = None
     with untouched_training(run):
         for _ in range(run.config.logging.eval_iters):
-            feed = StepFeed(source, iterator, microbatches, needed_by=needed_by, observer=None)
+            feed = StepFeed(source, iterator, microbatches, observer=None)
             reports += schedule.evaluate(feed, microbatches)
             if agreed is not None and agreed.read().stop:
                 return None

@@ -9,9 +9,10 @@ from megatronapp_common.names import UNSAVED_STOP, ExitCode
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.data.microbatches import BatchSource, DataIterators
+from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.errors import UnsavedStopError
 from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import Evaluator, gathered_parameters, is_due
@@ -48,7 +49,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._saved_iteration = run.state.iteration
         self._monitor = TrainingMonitor(run, reporter, observer)
-        source = BatchSource(run.config, run.layout, run.device)
+        source = model_family(run.config).batch_source(run.config, run.layout, run.device)
         self._step = TrainingStep(
             run, schedule, source, iterators.train, monitor=self._monitor, stop_request=stop_request
         )

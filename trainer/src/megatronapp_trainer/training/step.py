@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from megatronapp_common.trace import RecordKind
-from megatronapp_trainer.data.microbatches import BatchSource, HostMicrobatch, StepFeed, chunks_that_need_data
+from megatronapp_trainer.data.microbatches import HostMicrobatch, MicrobatchSource, StepFeed
 from megatronapp_trainer.models.language_model_loss import (
     PendingLossReduction,
     reduce_loss,
@@ -24,7 +24,7 @@ class TrainingStep:
         self,
         run: TrainingRun,
         schedule: PipelineSchedule,
-        source: BatchSource,
+        source: MicrobatchSource,
         batches: Iterator[HostMicrobatch],
         *,
         monitor: TrainingMonitor,
@@ -39,7 +39,6 @@ class TrainingStep:
         self._batches = batches
         self._monitor = monitor
         self._stop_request = stop_request
-        self._needed_by = chunks_that_need_data(run.config, run.layout)
         self._pending: PendingLossReduction | None = None
         run.state.optimizer.get_grad_norm = self._refusing_not_finite(run.state.optimizer.get_grad_norm)
         self._began_s = time.monotonic()
@@ -69,9 +68,7 @@ class TrainingStep:
         for chunk in self._state.chunks:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
-        feed = StepFeed(
-            self._source, self._batches, microbatches, needed_by=self._needed_by, observer=self._monitor.observer
-        )
+        feed = StepFeed(self._source, self._batches, microbatches, observer=self._monitor.observer)
         reports = self._schedule.train(feed, microbatches)
         with self._monitor.span(RecordKind.LOSS_REDUCE):
             return reduce_loss(
