@@ -55,15 +55,15 @@ class GraphCache:
         self._lasting = _GraphFamily()
         self._families: cachetools.LRUCache[Hashable, _GraphFamily] = cachetools.LRUCache(most)
 
-    def run(self, family: Hashable, key: Hashable, compute: Callable[[], T], *, turn: int = 0) -> T:
+    def run(self, family: Hashable, key: Hashable, compute: Callable[[], T], *, buffer_set: int = 0) -> T:
         """Return the result of `compute`, run directly or replayed."""
         if not self.enabled:
             return compute()
         graphs = self._graphs_of(family)
-        if (turn, key) not in graphs.known:
-            replay, result, graphs.pools[turn] = self._capture(compute, graphs.pools.get(turn))
-            graphs.known[turn, key] = replay, result
-        replay, result = graphs.known[turn, key]
+        if (buffer_set, key) not in graphs.known:
+            replay, result, graphs.pools[buffer_set] = self._capture(compute, graphs.pools.get(buffer_set))
+            graphs.known[buffer_set, key] = replay, result
+        replay, result = graphs.known[buffer_set, key]
         replay()
         typed_result: T = result
         return typed_result

@@ -63,7 +63,9 @@ def checkpoint_config(directory: pathlib.Path, flags: Sequence[str] = (), *, bf1
         CheckpointError: the directory holds no whole checkpoint.
         UsageError: the flags do not fit the model, or each other.
     """
-    stored = next((one.manifest.arguments for one in _inspected(directory) if one.manifest is not None), None)
+    stored = next(
+        (checkpoint.manifest.arguments for checkpoint in _inspected(directory) if checkpoint.manifest is not None), None
+    )
     if stored is None:
         raise _nothing_whole(directory, _inspected(directory))
     precision = ["--bf16"] if (stored.get("--bf16") if bf16 is None else bf16) else []
@@ -98,18 +100,18 @@ def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> 
         CheckpointError: no checkpoint is whole, or it is of another model.
     """
     found = broadcast_from_zero(lambda: _inspected(directory))
-    for index, one in enumerate(found):
-        if one.manifest is None:
+    for index, checkpoint in enumerate(found):
+        if checkpoint.manifest is None:
             continue
-        if (reason := arguments.conflict(one.manifest.arguments, config, optimizer=False)) is not None:
-            raise CheckpointError(f"{one.path}: {reason}")
+        if (reason := arguments.conflict(checkpoint.manifest.arguments, config, optimizer=False)) is not None:
+            raise CheckpointError(f"{checkpoint.path}: {reason}")
         try:
-            verify(one.path, one.manifest, weights_alone=True)
-            _load(model, one.path)
+            verify(checkpoint.path, checkpoint.manifest, weights_alone=True)
+            _load(model, checkpoint.path)
         except BrokenCheckpointError as error:
-            found[index] = dataclasses.replace(one, manifest=None, flaw=str(error))
+            found[index] = dataclasses.replace(checkpoint, manifest=None, flaw=str(error))
         else:
-            return one.path
+            return checkpoint.path
     raise _nothing_whole(directory, found)
 
 
@@ -136,7 +138,7 @@ def _inspected(directory: pathlib.Path) -> list[_InspectedCheckpoint]:
 def _nothing_whole(directory: pathlib.Path, found: list[_InspectedCheckpoint]) -> CheckpointError:
     if (other := foreign.answer(directory)) is not None:
         return CheckpointError(other)
-    flaws = "; ".join(f"{one.path.name}: {one.flaw}" for one in found)
+    flaws = "; ".join(f"{checkpoint.path.name}: {checkpoint.flaw}" for checkpoint in found)
     return CheckpointError(f"{directory} holds no whole checkpoint ({flaws or 'nor any other'}); check the path")
 
 

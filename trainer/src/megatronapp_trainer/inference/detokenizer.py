@@ -7,7 +7,7 @@ Decode = Callable[[Sequence[int]], str]
 
 _INCOMPLETE = "\ufffd"
 """Character that a decoder writes for invalid bytes; at the end of a text, for a character that is not whole yet."""
-_MOST_HELD = 64
+_MOST_INCOMPLETE = 64
 """Number of tokens in a row that may end in no whole character. More of them are not text."""
 
 
@@ -20,46 +20,46 @@ class TextStream:
         self._window: list[int] = []
         self._context = 0
         """Number of tokens at the window's beginning whose text is all returned: that of the others depends on them."""
-        self._told = 0
+        self._returned = 0
         """Number of characters of the window's text that are returned."""
-        self._held = ""
+        self._withheld = ""
         self.matched: str | None = None
 
     def feed(self, token: int) -> str:
         """Return the text that has become certain with this token."""
         self._window.append(token)
-        self._held += self._complete_characters()
+        self._withheld += self._complete_characters()
         return self._release()
 
     def finish(self) -> str:
         """Return the text that was held back, if no stop text was found."""
         if self.matched is not None:
             return ""
-        held, self._held = self._held + self._decode(self._window)[self._told :], ""
-        self._window, self._context, self._told = [], 0, 0
-        return held
+        text, self._withheld = self._withheld + self._decode(self._window)[self._returned :], ""
+        self._window, self._context, self._returned = [], 0, 0
+        return text
 
     def _complete_characters(self) -> str:
         """Return text of the window that is not returned yet, but for a character at its end that is not whole."""
         whole = self._decode(self._window)
-        incomplete = whole.endswith(_INCOMPLETE) and len(self._window) - self._context < _MOST_HELD
+        incomplete = whole.endswith(_INCOMPLETE) and len(self._window) - self._context < _MOST_INCOMPLETE
         certain = whole[:-1] if incomplete else whole
-        new = certain[self._told :]
-        self._told = max(self._told, len(certain))
+        new = certain[self._returned :]
+        self._returned = max(self._returned, len(certain))
         if not incomplete:
             self._window = self._window[self._context :]
-            self._context, self._told = len(self._window), len(self._decode(self._window))
+            self._context, self._returned = len(self._window), len(self._decode(self._window))
         return new
 
     def _release(self) -> str:
-        found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stops if (place := self._withheld.find(stop)) >= 0]
         if found:
             place, self.matched = min(found)
-            text, self._held = self._held[:place], ""
+            text, self._withheld = self._withheld[:place], ""
             return text
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        split = len(self._held) - keep
-        text, self._held = self._held[:split], self._held[split:]
+        keep = max((_overlap(self._withheld, stop) for stop in self._stops), default=0)
+        split = len(self._withheld) - keep
+        text, self._withheld = self._withheld[:split], self._withheld[split:]
         return text
 
 

@@ -52,7 +52,7 @@ class Engine:
         self._end_tokens = frozenset(end_tokens)
         self._admitted = admitted
         options = gang.stage.options
-        self._board = Scheduler(slots=options.slots, prefill_chunk=options.prefill_chunk, most_waiting=most_waiting)
+        self._scheduler = Scheduler(slots=options.slots, prefill_chunk=options.prefill_chunk, most_waiting=most_waiting)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._cancelled: set[str] = set()
@@ -79,13 +79,13 @@ class Engine:
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            self._board.add(*requests)
+            self._scheduler.add(*requests)
             self._work.notify_all()
 
     def cancel(self, request_id: str) -> bool:
         """End a request at the next step, which gives its FinishedEvent. Returns false if no such request is open."""
         with self._lock:
-            if request_id not in self._board.open_ids():
+            if request_id not in self._scheduler.open_ids():
                 return False
             self._cancelled.add(request_id)
             return True
@@ -99,14 +99,14 @@ class Engine:
     def queue_position(self, request_id: str) -> int | None:
         """Return how many wait before this request; None if it does not wait (any more)."""
         with self._lock:
-            ids = [request.id for request in self._board.waiting]
+            ids = [request.id for request in self._scheduler.waiting]
             return ids.index(request_id) if request_id in ids else None
 
     @property
     def is_busy(self) -> bool:
         """Return true if some request is open."""
         with self._lock:
-            return bool(self._board.waiting or self._board.running)
+            return bool(self._scheduler.waiting or self._scheduler.running)
 
     def warm_up(self) -> None:
         """Do a step of each size, so that on a GPU no request waits for compilation; before the first request.
@@ -132,7 +132,7 @@ class Engine:
         self._gang.idle_window.defer(work)
 
     def _has_work(self) -> bool:
-        return bool(self._board.waiting or self._board.running or self._commands)
+        return bool(self._scheduler.waiting or self._scheduler.running or self._commands)
 
     def step(self) -> list[Event]:
         """Run one step and return its events. Without open requests it returns at once; call it every 30 s or so.
@@ -146,7 +146,7 @@ class Engine:
             raise self.failure
         events = self._end_cancelled()
         self._admit()
-        planned = self._board.plan()
+        planned = self._scheduler.plan()
         try:
             self._command()
             if planned is None:
@@ -171,26 +171,26 @@ class Engine:
     def _end_cancelled(self) -> list[Event]:
         with self._lock:
             ids, self._cancelled = self._cancelled, set()
-            waiting = [request for request in self._board.waiting if request.id in ids]
+            waiting = [request for request in self._scheduler.waiting if request.id in ids]
             for request in waiting:
-                self._board.waiting.remove(request)
-        running = [one for one in self._board.running if one.request.id in ids]
+                self._scheduler.waiting.remove(request)
+        running = [sequence for sequence in self._scheduler.running if sequence.request.id in ids]
         events: list[Event] = [_ended_waiting(request, "cancelled") for request in waiting]
-        return events + [self._finish(one, "cancelled") for one in running]
+        return events + [self._finish(sequence, "cancelled") for sequence in running]
 
     def _admit(self) -> None:
         with self._lock:
-            while self._board.next_admissible():
-                request = self._board.next_in_line
+            while self._scheduler.next_admissible():
+                request = self._scheduler.next_in_line
                 decode = self._decode_plain if request.skip_special else self._decode
-                one = self._board.admit(None if decode is None else TextStream(decode, request.stop_texts))
+                sequence = self._scheduler.admit(None if decode is None else TextStream(decode, request.stop_texts))
                 if self._admitted is not None:
-                    self._admitted(one.request.id)
+                    self._admitted(sequence.request.id)
 
     def _observe(self, planned: ScheduledStep, readings: tuple[SampledOutput, ...]) -> list[Event]:
         """Bring the sequences up to date with a step that has been computed."""
         slots = {segment.slot: segment for segment in planned.plan.segments}
-        for sequence in self._board.running:
+        for sequence in self._scheduler.running:
             if sequence.slot in slots:
                 sequence.read = slots[sequence.slot].end
         events: list[Event] = []
@@ -233,7 +233,7 @@ class Engine:
         self, sequence: Sequence, reason: FinishReason, matched: int | tuple[int, ...] | str | None = None
     ) -> FinishedEvent:
         with self._lock:
-            self._board.release(sequence)
+            self._scheduler.release(sequence)
         return FinishedEvent(
             request_id=sequence.request.id,
             reason=reason,
@@ -250,11 +250,11 @@ class Engine:
         failure.__cause__ = error
         with self._lock:
             self.failure = failure
-            open_requests = [one.request for one in self._board.running] + list(self._board.waiting)
-            generated = {one.request.id: len(one.generated) for one in self._board.running}
-            self._board.running.clear()
-            self._board.waiting.clear()
-        return [_ended_waiting(one, "error", failure, generated.get(one.id, 0)) for one in open_requests]
+            open_requests = [sequence.request for sequence in self._scheduler.running] + list(self._scheduler.waiting)
+            generated = {sequence.request.id: len(sequence.generated) for sequence in self._scheduler.running}
+            self._scheduler.running.clear()
+            self._scheduler.waiting.clear()
+        return [_ended_waiting(request, "error", failure, generated.get(request.id, 0)) for request in open_requests]
 
 
 def _prompt_event(request: GenerationRequest, position: int, reading: SampledOutput) -> PromptEvent:

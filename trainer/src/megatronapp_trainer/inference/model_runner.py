@@ -116,7 +116,7 @@ class ModelRunner:
         self._transfer = StageTransfer(
             layout, hidden=model.config.hidden_size, dtype=self._shape.dtype, device=device.torch_device
         )
-        self._turn = 0
+        self._buffer_set = 0
         self._graphs = GraphCache(enabled=device.is_cuda and options.cuda_graphs, forget=self._forgotten)
 
     def run(self, plan: StepPlan) -> torch.Tensor | None:
@@ -158,14 +158,16 @@ class ModelRunner:
 
     def _prefill(self, plan: StepPlan) -> torch.Tensor:
         tokens = [token for segment in plan.segments for token in segment.tokens]
-        places = [(one.slot, position) for one in plan.segments for position in range(one.start, one.end)]
+        places = [
+            (segment.slot, position) for segment in plan.segments for position in range(segment.start, segment.end)
+        ]
         inputs_3N = self._device.to_device(self._inputs_of(tokens, places))
-        looks = self._begin(plan, inputs_3N)
+        captured = self._begin(plan, inputs_3N)
         hidden = self._transfer.receive(len(tokens))
         attend = PrefillAttention(segments=plan.segments, scale=self._scale, window=self._window)
-        rows = self._selected([one.row for one in plan.outputs], len(tokens))
-        result, found = self._seen(lambda: self._forward(inputs_3N, hidden, attend, rows), looks is not None)
-        self._finish(found, result, looks is not None)
+        rows = self._selected([output.row for output in plan.outputs], len(tokens))
+        result, found = self._seen(lambda: self._forward(inputs_3N, hidden, attend, rows), captured is not None)
+        self._finish(found, result, captured is not None)
         return result
 
     def _decode(self, plan: StepPlan) -> torch.Tensor:
@@ -175,24 +177,24 @@ class ModelRunner:
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
         self._fill_inputs(plan, slots)
         # First the observer: its reading of an earlier step on a separate stream uses buffers that are written below.
-        looks = self._begin(plan, self._inputs[slots])
+        captured = self._begin(plan, self._inputs[slots])
         # Two sets of buffers alternate while a step is observed: one is read while the step fills the other.
-        self._turn ^= looks is not None
-        hidden = self._transfer.receive_decode(slots, None if looks is None else self._turn)
+        self._buffer_set ^= captured is not None
+        hidden = self._transfer.receive_decode(slots, None if captured is None else self._buffer_set)
 
         def forward() -> torch.Tensor:
             attend = self._decode_attention(slots, attended)
             return self._forward(self._inputs[slots], hidden, attend, None, fused=self._fuse)
 
         def seen() -> tuple[torch.Tensor, Any]:
-            return self._seen(forward, looks is not None)
+            return self._seen(forward, captured is not None)
 
-        turn = 0 if looks is None else self._turn
-        result, found = self._graphs.run(looks, (slots, attended), seen, turn=turn)
+        buffer_set = 0 if captured is None else self._buffer_set
+        result, found = self._graphs.run(captured, (slots, attended), seen, buffer_set=buffer_set)
         if self.layout.is_last_stage:
             rows = self._selected([plan.segments[output.row].slot for output in plan.outputs], slots)
             result = result if rows is None else result.index_select(0, rows)
-        self._finish(found, result, looks is not None)
+        self._finish(found, result, captured is not None)
         return result
 
     def _begin(self, plan: StepPlan, inputs_3N: torch.Tensor) -> Hashable:
@@ -203,16 +205,16 @@ class ModelRunner:
             StepContext(segments=plan.segments, output_rows=rows, decode=plan.decode, positions_N=inputs_3N[1])
         )
 
-    def _forgotten(self, looks: Hashable) -> None:
+    def _forgotten(self, captured: Hashable) -> None:
         if self.observer is not None:
-            self.observer.forget(looks)
+            self.observer.forget(captured)
 
-    def _seen(self, forward: Callable[[], torch.Tensor], looks: bool) -> tuple[torch.Tensor, Any]:
+    def _seen(self, forward: Callable[[], torch.Tensor], is_captured: bool) -> tuple[torch.Tensor, Any]:
         result = forward()
-        return result, self.observer.collect() if looks and self.observer is not None else None
+        return result, self.observer.collect() if is_captured and self.observer is not None else None
 
-    def _finish(self, found: Any, result: torch.Tensor, looks: bool) -> None:  # noqa: ANN401
-        if looks and self.observer is not None:
+    def _finish(self, found: Any, result: torch.Tensor, is_captured: bool) -> None:  # noqa: ANN401
+        if is_captured and self.observer is not None:
             logits = result if self.layout.is_last_stage else None
             self.observer.step_end(ForwardResult(collected=found, logits=logits))
 

@@ -64,8 +64,12 @@ class GenerationRequest:
 def check_fits(request: GenerationRequest, *, capacity: int, vocab_size: int, has_text: bool) -> None:
     """Raise RequestError where the request is too much for an engine of this size."""
     if (total := len(request.prompt) + request.max_new_tokens) > capacity:
-        room = capacity - len(request.prompt)
-        advice = f"ask for at most {room}" if room > 0 else f"shorten the prompt to at most {capacity - 1} tokens"
+        free_tokens = capacity - len(request.prompt)
+        advice = (
+            f"ask for at most {free_tokens}"
+            if free_tokens > 0
+            else f"shorten the prompt to at most {capacity - 1} tokens"
+        )
         raise RequestError(
             "max_new_tokens",
             f"{len(request.prompt)} tokens of the prompt and {request.max_new_tokens} new ones are {total}, and a "

@@ -122,20 +122,20 @@ class Scheduler:
             raise QueueFullError(
                 f"{waiting} requests wait, {count} came, {self._most_waiting} may wait; try again later"
             )
-        for group, members in collections.Counter(one.group for one in requests if one.group).items():
+        for group, members in collections.Counter(request.group for request in requests if request.group).items():
             if members > self._slots:
                 raise RequestError("group", f"{members} requests of {group} do not fit {self._slots} slots")
-        self.waiting = deque(sorted((*self.waiting, *requests), key=lambda one: one.is_background))
+        self.waiting = deque(sorted((*self.waiting, *requests), key=lambda request: request.is_background))
 
     def _groups_prefilling(self) -> set[str]:
         """Return groups of which some have not been read yet."""
         waiting = {request.group for request in list(self.waiting)}
-        reading = {one.request.group for one in self.running if one.is_prefilling}
+        reading = {sequence.request.group for sequence in self.running if sequence.is_prefilling}
         return (waiting | reading) - {""}
 
     def open_ids(self) -> set[str]:
         """Return the ids of all requests that have not ended."""
-        return {one.id for one in self.waiting} | {one.request.id for one in self.running}
+        return {request.id for request in self.waiting} | {sequence.request.id for sequence in self.running}
 
     def next_admissible(self) -> bool:
         """Return true if a request waits and a slot is free."""
@@ -146,7 +146,7 @@ class Scheduler:
         """Return the request to admit next: the first one, or one of the background that let enough others pass."""
         if self._ahead < MOST_AHEAD:
             return self.waiting[0]
-        return next((one for one in self.waiting if one.is_background), self.waiting[0])
+        return next((request for request in self.waiting if request.is_background), self.waiting[0])
 
     def admit(self, text: TextStream | None) -> Sequence:
         """Give the next request the lowest free slot: the fewer slots are in use, the smaller a decode step is."""
@@ -154,7 +154,7 @@ class Scheduler:
         self._free.remove(slot)
         request = self.next_in_line
         self.waiting.remove(request)
-        lets_wait = not request.is_background and any(one.is_background for one in self.waiting)
+        lets_wait = not request.is_background and any(request.is_background for request in self.waiting)
         self._ahead = self._ahead + 1 if lets_wait else 0
         sequence = Sequence(request=request, slot=slot, text=text)
         self.running.append(sequence)
@@ -167,9 +167,13 @@ class Scheduler:
 
     def plan(self) -> ScheduledStep | None:
         """Return the next step; None without work. Reading prompts and generating alternate if both are due."""
-        prefilling = [one for one in self.running if one.is_prefilling]
-        held = self._groups_prefilling()
-        decoding = [one for one in self.running if not one.is_prefilling and one.request.group not in held]
+        prefilling = [sequence for sequence in self.running if sequence.is_prefilling]
+        prefilling_groups = self._groups_prefilling()
+        decoding = [
+            sequence
+            for sequence in self.running
+            if not sequence.is_prefilling and sequence.request.group not in prefilling_groups
+        ]
         if not prefilling and not decoding:
             return None
         self._decoded_last = not prefilling or (bool(decoding) and not self._decoded_last)
@@ -179,12 +183,19 @@ class Scheduler:
 def _decode(sequences: list[Sequence]) -> ScheduledStep:
     """Plan the newest token of each sequence."""
     segments, outputs, rows = [], [], []
-    for row, one in enumerate(sequences):
-        segments.append(Segment(slot=one.slot, start=one.read, tokens=(one.generated[-1],), request_id=one.request.id))
-        output = one.output(row, one.read)
+    for row, sequence in enumerate(sequences):
+        segments.append(
+            Segment(
+                slot=sequence.slot,
+                start=sequence.read,
+                tokens=(sequence.generated[-1],),
+                request_id=sequence.request.id,
+            )
+        )
+        output = sequence.output(row, sequence.read)
         assert output is not None
         outputs.append(output)
-        rows.append(ScheduledRow(sequence=one, position=one.read))
+        rows.append(ScheduledRow(sequence=sequence, position=sequence.read))
     return ScheduledStep(plan=StepPlan(segments=tuple(segments), outputs=tuple(outputs), decode=True), rows=tuple(rows))
 
 
@@ -194,16 +205,16 @@ def _prefill(sequences: list[Sequence], chunk: int) -> ScheduledStep:
     outputs: list[OutputRequest] = []
     rows: list[ScheduledRow] = []
     used = 0
-    for one in sequences:
-        tokens = one.request.prompt[one.read : one.read + chunk - used]
+    for sequence in sequences:
+        tokens = sequence.request.prompt[sequence.read : sequence.read + chunk - used]
         if not tokens:
             break
-        segments.append(Segment(slot=one.slot, start=one.read, tokens=tokens, request_id=one.request.id))
-        for position in range(one.read, one.read + len(tokens)):
-            output = one.output(used + position - one.read, position)
+        segments.append(Segment(slot=sequence.slot, start=sequence.read, tokens=tokens, request_id=sequence.request.id))
+        for position in range(sequence.read, sequence.read + len(tokens)):
+            output = sequence.output(used + position - sequence.read, position)
             if output is not None:
                 outputs.append(output)
-                rows.append(ScheduledRow(sequence=one, position=position))
+                rows.append(ScheduledRow(sequence=sequence, position=position))
         used += len(tokens)
     return ScheduledStep(
         plan=StepPlan(segments=tuple(segments), outputs=tuple(outputs), decode=False), rows=tuple(rows)

@@ -126,7 +126,9 @@ class PrefillAttention:
     def __call__(self, query_NHD: torch.Tensor, cache: LayerKvCache) -> torch.Tensor:
         """Call the fused kernel once per segment."""
         parts = torch.split(query_NHD, [len(segment.tokens) for segment in self.segments])
-        return torch.cat([self._segment(part, one, cache) for part, one in zip(parts, self.segments, strict=True)])
+        return torch.cat(
+            [self._segment(part, segment, cache) for part, segment in zip(parts, self.segments, strict=True)]
+        )
 
     def _segment(self, query_NHD: torch.Tensor, segment: Segment, cache: LayerKvCache) -> torch.Tensor:
         keys_TGD = cache.keys_ZTGD[segment.slot, : segment.end]

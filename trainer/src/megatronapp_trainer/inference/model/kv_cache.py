@@ -52,11 +52,11 @@ class KvCacheShape:
 
 def check_memory(shape: KvCacheShape, *, free_bytes: int, place: str) -> None:
     """Raise CacheTooLargeError, with what does fit, where the cache needs over 90 % of the free memory."""
-    room_bytes = int(free_bytes * _MEMORY_FRACTION)
-    if shape.num_bytes <= room_bytes:
+    available_bytes = int(free_bytes * _MEMORY_FRACTION)
+    if shape.num_bytes <= available_bytes:
         return
-    slots = room_bytes // shape.bytes_per_slot
-    capacity = room_bytes // (shape.slots * shape.bytes_per_token) - 1
+    slots = available_bytes // shape.bytes_per_slot
+    capacity = available_bytes // (shape.slots * shape.bytes_per_token) - 1
     fits = []
     if slots > 0:
         fits.append(f"{slots} slots of {shape.capacity} tokens")
@@ -64,7 +64,7 @@ def check_memory(shape: KvCacheShape, *, free_bytes: int, place: str) -> None:
         fits.append(f"{shape.slots} slots of {capacity} tokens")
     raise CacheTooLargeError(
         f"the cache of keys and values for {shape.slots} slots of {shape.capacity} tokens needs "
-        f"{_gib(shape.num_bytes)}, and {_gib(room_bytes)} of {place} may be used for it (90 % of what is free); "
+        f"{_gib(shape.num_bytes)}, and {_gib(available_bytes)} of {place} may be used for it (90 % of what is free); "
         + (f"what fits: {', or '.join(fits)}" if fits else "no slot fits; use more ranks or a larger device")
     )
 

@@ -79,8 +79,8 @@ def choose(
         drawn_R = (scaled_RV + noise_RV).argmax(1)
     else:
         ordered_RV, order_RV = scaled_RV.sort(dim=1, descending=True, stable=True)
-        kept_RV = _sampling_mask(ordered_RV, top_k_R, top_p_R)
-        scores_RV = torch.where(kept_RV, ordered_RV + noise_RV.gather(1, order_RV), float("-inf"))
+        allowed_RV = _sampling_mask(ordered_RV, top_k_R, top_p_R)
+        scores_RV = torch.where(allowed_RV, ordered_RV + noise_RV.gather(1, order_RV), float("-inf"))
         drawn_R = order_RV.gather(1, scores_RV.argmax(1, keepdim=True)).squeeze(1)
     return torch.where(temperature_R == 0, logits_RV.argmax(1), drawn_R)
 
@@ -88,16 +88,16 @@ def choose(
 def _sampling_mask(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
     """Return which of the logits, sorted from the largest on, may be drawn. The first one always may."""
     place_V = torch.arange(ordered_RV.size(1), device=ordered_RV.device)
-    kept_RV = (top_k_R[:, None] == 0) | (place_V < top_k_R[:, None])
-    probability_RV = torch.where(kept_RV, ordered_RV, float("-inf")).softmax(1)
+    allowed_RV = (top_k_R[:, None] == 0) | (place_V < top_k_R[:, None])
+    probability_RV = torch.where(allowed_RV, ordered_RV, float("-inf")).softmax(1)
     before_RV = probability_RV.cumsum(1) - probability_RV
     # Sums of floats may reach 1 before the last token, which all are kept for.
     nucleus_RV = (before_RV < top_p_R[:, None]) | (top_p_R >= 1)[:, None]
-    return kept_RV & (nucleus_RV | (place_V == 0))
+    return allowed_RV & (nucleus_RV | (place_V == 0))
 
 
 def read(
-    logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...], measurer: StatisticsLauncher, lull: IdleWindow
+    logits_RV: torch.Tensor, outputs: tuple[OutputRequest, ...], measurer: StatisticsLauncher, idle_window: IdleWindow
 ) -> tuple[SampledOutput, ...]:
     """Return the answers for these positions; waits for the device once, and again for requested logits."""
     measured_RV, logits_RV = logits_RV, logits_RV.float()
@@ -109,7 +109,7 @@ def read(
         columns += [best_token_RK.double(), (best_RK - total_R1).double()]
     copy = HostCopy(torch.cat(columns, 1), is_cuda=logits_RV.is_cuda)  # others may use the device meanwhile
     measured = measurer.launch(measured_RV, [output.measures for output in outputs])
-    with lull:
+    with idle_window:
         table = copy.read().tolist()
     host_RV = logits_RV.cpu() if any(output.logits for output in outputs) else logits_RV
     return tuple(
@@ -158,7 +158,7 @@ _LIKELIEST = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, noise=(0, 0))
 def _drawn(logits_RV: torch.Tensor, samplings: list[SamplingParams]) -> torch.Tensor:
     device, vocab_size = logits_RV.device, logits_RV.size(1)
     # fp64 holds a key of 32 bits exactly; all the parameters cross to the device in one copy.
-    rows = [(one.temperature, one.top_k, one.top_p, *one.noise) for one in samplings]
+    rows = [(settings.temperature, settings.top_k, settings.top_p, *settings.noise) for settings in samplings]
     table = sent_to(device, torch.tensor(rows, dtype=torch.float64))
     return choose(
         logits_RV,
@@ -166,5 +166,5 @@ def _drawn(logits_RV: torch.Tensor, samplings: list[SamplingParams]) -> torch.Te
         table[:, 1].long(),
         table[:, 2].float(),
         table[:, 3:].long(),
-        filters=any(0 < one.top_k < vocab_size or one.top_p < 1 for one in samplings),
+        filters=any(0 < settings.top_k < vocab_size or settings.top_p < 1 for settings in samplings),
     )

@@ -22,11 +22,11 @@ class StageTransfer:
         """Receive the hidden states of a prompt's tokens from the stage before; None on the first stage."""
         return self._receive(torch.empty(tokens, 1, self._hidden, **self._like))
 
-    def receive_decode(self, slots: int, turn: int | None) -> torch.Tensor | None:
+    def receive_decode(self, slots: int, buffer_set: int | None) -> torch.Tensor | None:
         """Receive the hidden states of a decode step into the buffer of this size; None on the first stage."""
-        if (slots, turn) not in self.buffers:
-            self.buffers[slots, turn] = torch.empty(slots, 1, self._hidden, **self._like)
-        return self._receive(self.buffers[slots, turn])
+        if (slots, buffer_set) not in self.buffers:
+            self.buffers[slots, buffer_set] = torch.empty(slots, 1, self._hidden, **self._like)
+        return self._receive(self.buffers[slots, buffer_set])
 
     def _receive(self, hidden: torch.Tensor) -> torch.Tensor | None:
         # NCCL's stream waits for what was launched before, such as the last step that reads the same buffer, and what

@@ -69,19 +69,19 @@ class StatisticsLauncher:
         """Logits that the graphs read."""
         self._stream: torch.cuda.Stream | None = None
 
-    def launch(self, logits_RV: torch.Tensor, wanted: Sequence[int]) -> list[PendingStatistics | None]:
-        """Launch statistics of each row with the `wanted` number of likeliest tokens; None for 0. Waits for nothing."""
-        rows = [row for row, count in enumerate(wanted) if count]
+    def launch(self, logits_RV: torch.Tensor, candidates: Sequence[int]) -> list[PendingStatistics | None]:
+        """Launch statistics of each row with that many likeliest tokens; None where it is 0. Waits for nothing."""
+        rows = [row for row, count in enumerate(candidates) if count]
         if not rows:
-            return [None] * len(wanted)
-        if len(rows) < len(wanted):
+            return [None] * len(candidates)
+        if len(rows) < len(candidates):
             logits_RV = logits_RV.index_select(0, sent_to(logits_RV.device, torch.tensor(rows)))
-        most = min(_power(max(wanted)), logits_RV.size(1))
+        most = min(_power(max(candidates)), logits_RV.size(1))
         tables = [self._table(block, most) for block in torch.split(logits_RV, self._rows)]
         places = {row: divmod(place, self._rows) for place, row in enumerate(rows)}
         return [
             _StatisticsRow(tables[places[row][0]], places[row][1], count) if count else None
-            for row, count in enumerate(wanted)
+            for row, count in enumerate(candidates)
         ]
 
     def _table(self, logits_RV: torch.Tensor, most: int) -> "_StatisticsTable":
@@ -164,4 +164,4 @@ def _entropy(logits_RV: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
 
 def _partition(logits_RV: torch.Tensor) -> torch.Tensor:
     """Return [R, temperatures]; computed in sequence, since all together take many times the memory of the logits."""
-    return torch.stack([(logits_RV * (1 / one)).logsumexp(1) for one in TEMPERATURES], 1)
+    return torch.stack([(logits_RV * (1 / temperature)).logsumexp(1) for temperature in TEMPERATURES], 1)
