@@ -82,7 +82,7 @@ def test_rotating_graphs_of_a_family_use_separate_memory_and_are_forgotten_toget
     captures, forgotten = Captures(), list[Any]()
     graphs = GraphCache(enabled=True, forget=forgotten.append, capture=captures)
     for parity in (0, 1, 0, 1):
-        assert graphs.run("a", 1, functools.partial(tuple, (parity,)), turn=parity) == (parity,)
+        assert graphs.run("a", 1, functools.partial(tuple, (parity,)), buffer_set=parity) == (parity,)
     graphs.run("a", 2, tuple, buffer_set=1)
     assert captures.pools == [None, None, 2]
     graphs.drop(lambda _family: True)

@@ -409,7 +409,7 @@ ELSEWHERE_LOST = EndNotice(worker=2, code=ExitCode.PEER_LOST)
     ],
 )
 def test_judgement(events: list[Event], stop_requested: bool, standing: FailureState, reason: Event | None) -> None:
-    judgement = judge(events, asked_to_stop=stop_requested)
+    judgement = judge(events, stop_requested=stop_requested)
     assert judgement.standing is standing
     assert judgement.reason == reason
 

@@ -75,10 +75,10 @@ class Launcher:
         self._settings = settings
         self._options = options
         self._arguments = arguments
-        self._board = GangStatus(settings.attempt)
+        self._status = GangStatus(settings.attempt)
         self._supervisor: Supervisor | None = None
         self._preparing: asyncio.Future[Any] | None = None
-        self._asked_to_stop = False
+        self._stop_requested = False
 
     async def run(self) -> LauncherOutcome:
         """Run the worker to its end; errors become outcomes."""
@@ -100,7 +100,7 @@ class Launcher:
 
     def _stop(self) -> None:
         log.info("stop requested by signal")
-        self._asked_to_stop = True
+        self._stop_requested = True
         self._note_stop()
         if self._supervisor is not None:
             self._supervisor.stop()
@@ -108,7 +108,7 @@ class Launcher:
             self._preparing.cancel()
 
     def _note_stop(self) -> None:
-        self._board.phase = GangPhase.STOPPING
+        self._status.phase = GangPhase.STOPPING
 
     async def _run(self) -> LauncherOutcome:
         settings = self._settings
@@ -118,7 +118,7 @@ class Launcher:
             if settings.index == COORDINATOR and settings.status_port is not None:
                 token = _token(settings.secret_file, TokenRole.VIEWER)
                 stack.enter_context(
-                    serve_status(self._board, token=token, address=place.listen_address, port=settings.status_port)
+                    serve_status(self._status, token=token, address=place.listen_address, port=settings.status_port)
                 )
             probe_port = 0
             if settings.preflight is not None:
@@ -148,7 +148,7 @@ class Launcher:
         Raises StoppedError if this worker is asked to stop before it is available.
         """
         task = asyncio.ensure_future(preparing)
-        if self._asked_to_stop:
+        if self._stop_requested:
             task.cancel()
         self._preparing = task
         try:
@@ -174,20 +174,20 @@ class Launcher:
 
     async def _gather(self, place: WorkerAddress, join: JoinRequest) -> GangConnection:
         gang = await self._enter(place, join)
-        self._board.table = gang.briefing.table
+        self._status.table = gang.briefing.table
         _write_table(self._settings.run_dir, gang.briefing.table)
         return gang
 
     async def _enter(self, place: WorkerAddress, join: JoinRequest) -> GangConnection:
         settings, timeout_s = self._settings, self._options.gather_timeout_s
-        board = self._board if settings.status_port is not None else None
+        status = self._status if settings.status_port is not None else None
         if settings.coordinator is None:
-            return SingleWorkerGang(Briefing.of([join], settings.rank_order, report=board is not None), board)
+            return SingleWorkerGang(Briefing.of([join], settings.rank_order, report=status is not None), status)
         token = _token(settings.secret_file, TokenRole.GATHER)
         if settings.index != COORDINATOR:
             return await join_gang(settings.coordinator, token=token, own=join, timeout_s=timeout_s)
         expected = ExpectedGang(uid=settings.uid, attempt=settings.attempt, proc_per_node=settings.proc_per_node)
-        coordinator = Coordinator(token=token, expected=expected, own=join, order=settings.rank_order, board=board)
+        coordinator = Coordinator(token=token, expected=expected, own=join, order=settings.rank_order, status=status)
         try:
             await coordinator.gather(address.listening_socket(settings.coordinator, place.listen_address), timeout_s)
         except BaseException:
@@ -200,7 +200,7 @@ class Launcher:
         settings = self._settings
         if settings.preflight is None:
             return None
-        self._board.phase = GangPhase.PREFLIGHT
+        self._status.phase = GangPhase.PREFLIGHT
         check = preflight.run_preflight(
             settings.preflight,
             gang.briefing,
@@ -213,10 +213,10 @@ class Launcher:
 
     async def _supervise(self, gang: GangConnection, place: WorkerAddress) -> LauncherOutcome:
         settings, table = self._settings, gang.briefing.table
-        if self._asked_to_stop:
+        if self._stop_requested:
             raise StoppedError(STOPPED.message)
         log.info("world of %d ranks, table %s", table.world_size, table.digest[:12])
-        self._board.phase = GangPhase.RUNNING
+        self._status.phase = GangPhase.RUNNING
         supervisor = Supervisor(
             worker=settings.index, gang=gang, grace_s=self._options.grace_s, on_stop=self._note_stop
         )

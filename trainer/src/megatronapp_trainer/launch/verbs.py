@@ -70,12 +70,12 @@ def _device_faults(hca: str, chosen: Chosen, devices: pathlib.Path, classes: pat
         return
     adapters = {path: _adapter(path, classes) for path in found}
     any_port = re.sub(r":\d+", "", hca)
-    wanted = [path for path in found if not hca or chosen(f"{adapters[path]}:1", any_port)]
-    if not wanted:
+    chosen_devices = [path for path in found if not hca or chosen(f"{adapters[path]}:1", any_port)]
+    if not chosen_devices:
         there = ", ".join(sorted(adapters.values()))
         yield f"no device in {devices} is of an adapter that {hca} names; there are devices of {there}"
-    closed = {path: error for path in wanted if (error := _opening_error(path)) is not None}
-    if closed and (hca or len(closed) == len(wanted)):
+    closed = {path: error for path in chosen_devices if (error := _opening_error(path)) is not None}
+    if closed and (hca or len(closed) == len(chosen_devices)):
         named = ", ".join(f"{path} ({adapters[path]}): {error}" for path, error in closed.items())
         yield f"devices that cannot be opened: {named}"
 

@@ -63,12 +63,12 @@ def reserved_port(address: str) -> Iterator[int]:
         RendezvousError: `address` is not one of this node's, or no port is free.
     """
     _require_own(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for port in random.sample(PORTS, k=TRIES):
             with contextlib.suppress(OSError):
                 _require_unused(port)
-                held.bind(("", port))
+                listener.bind(("", port))
                 break
         else:
             raise RendezvousError(

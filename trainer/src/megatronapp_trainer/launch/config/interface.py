@@ -40,8 +40,8 @@ def find_worker_address(environment: Mapping[str, str], host_name: str) -> Worke
     """
     given = environment.get(Env.ADDRESS) or None
     listen_address = "" if given is None else address.require_ipv4(given)
-    if wanted := environment.get(Env.INTERFACE):
-        name, found = pick_interface(wanted, own_interfaces())
+    if expression := environment.get(Env.INTERFACE):
+        name, found = pick_interface(expression, own_interfaces())
         return WorkerAddress(address=found, interface=name, listen_address=listen_address)
     if (attached := attachment(environment.get(Env.NETWORK_STATUS, ""))) is not None:
         found, interface = attached
@@ -50,37 +50,37 @@ def find_worker_address(environment: Mapping[str, str], host_name: str) -> Worke
     return WorkerAddress(address=own, interface=interface_of(own, own_interfaces()), listen_address=own)
 
 
-def interface_of(wanted: str, interfaces: Interfaces) -> str | None:
+def interface_of(own: str, interfaces: Interfaces) -> str | None:
     """Return the first interface, by name, that has this address."""
-    return next((name for name, found in sorted(interfaces.items()) if wanted in found), None)
+    return next((name for name, found in sorted(interfaces.items()) if own in found), None)
 
 
 def own_interfaces() -> Interfaces:
     """Return the IPv4 addresses that each interface of this node has now."""
     return {
-        name: tuple(one.address for one in addresses if one.family == socket.AF_INET)
+        name: tuple(address.address for address in addresses if address.family == socket.AF_INET)
         for name, addresses in psutil.net_if_addrs().items()
     }
 
 
-def pick_interface(wanted: str, interfaces: Interfaces) -> tuple[str, str]:
+def pick_interface(expression: str, interfaces: Interfaces) -> tuple[str, str]:
     """Return name and address of the interface with this name, or of the first one, by name, that the expression
     matches.
 
     Raises UsageError for an invalid expression, RendezvousError if no such interface has an IPv4 address.
     """
     try:
-        pattern = re.compile(wanted)
+        pattern = re.compile(expression)
     except re.error as error:
-        raise UsageError(f"{Env.INTERFACE} is {wanted!r}, which is not a regular expression: {error}") from None
-    names = [wanted] if wanted in interfaces else sorted(name for name in interfaces if pattern.fullmatch(name))
+        raise UsageError(f"{Env.INTERFACE} is {expression!r}, which is not a regular expression: {error}") from None
+    names = [expression] if expression in interfaces else sorted(name for name in interfaces if pattern.fullmatch(name))
     for name in names:
         if interfaces[name]:
             return name, interfaces[name][0]
     if names:
         raise RendezvousError(f"{', '.join(names)} ({Env.INTERFACE}) has no IPv4 address; IPv6 is not supported")
     there = ", ".join(f"{name} {' '.join(found) or 'without IPv4'}" for name, found in sorted(interfaces.items()))
-    raise RendezvousError(f"no interface matches {wanted} ({Env.INTERFACE}); interfaces here: {there}")
+    raise RendezvousError(f"no interface matches {expression} ({Env.INTERFACE}); interfaces here: {there}")
 
 
 def attachment(network_status: str) -> tuple[str, str | None] | None:
@@ -95,8 +95,8 @@ def attachment(network_status: str) -> tuple[str, str | None] | None:
     for entry in _entries(network_status):
         if entry.get("default") is True:
             continue
-        addresses = [str(one) for one in entry.get("ips") or ()]
-        ipv4 = [one for one in addresses if ":" not in one]
+        addresses = [str(address) for address in entry.get("ips") or ()]
+        ipv4 = [address for address in addresses if ":" not in address]
         if ipv4:
             interface = entry.get("interface")
             return address.require_ipv4(ipv4[0]), None if interface is None else str(interface)

@@ -18,27 +18,27 @@ CAP_IPC_LOCK = 14
 MIB = 1 << 20
 
 
-def find_faults(wanted: PreflightRequirements, *, shm: pathlib.Path, interface: str | None) -> Iterator[str]:
+def find_faults(requirements: PreflightRequirements, *, shm: pathlib.Path, interface: str | None) -> Iterator[str]:
     """Yield what this node lacks, one sentence for each fault."""
-    if wanted.gpus is not None:
-        yield from gpu_faults(wanted.gpus, DeviceReader().count)
-    if wanted.shm_bytes is not None:
-        yield from shm_faults(wanted.shm_bytes, shm)
-    if wanted.rdma:
+    if requirements.gpus is not None:
+        yield from gpu_faults(requirements.gpus, DeviceReader().count)
+    if requirements.shm_bytes is not None:
+        yield from shm_faults(requirements.shm_bytes, shm)
+    if requirements.rdma:
         yield from memlock_faults(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], PROC_STATUS.read_text())
-        yield from link_faults(wanted.hca, INFINIBAND)
-        yield from verbs_faults(wanted.hca, is_chosen)
+        yield from link_faults(requirements.hca, INFINIBAND)
+        yield from verbs_faults(requirements.hca, is_chosen)
     if interface is not None and not _is_up(interface):
         yield f"the interface {interface} is down"
 
 
-def gpu_faults(wanted: int, seen: int) -> Iterator[str]:
+def gpu_faults(required: int, seen: int) -> Iterator[str]:
     """Yield a fault if fewer GPUs answer than requested; if more do, the ranks take the first ones."""
-    if seen < wanted:
-        yield f"{seen} of {wanted} GPUs answer; check nvidia-smi and dmesg of that node"
+    if seen < required:
+        yield f"{seen} of {required} GPUs answer; check nvidia-smi and dmesg of that node"
 
 
-def shm_faults(wanted_bytes: int, shm: pathlib.Path) -> Iterator[str]:
+def shm_faults(required_bytes: int, shm: pathlib.Path) -> Iterator[str]:
     """Yield a fault if the file system is too small; its total size is compared, not its free space."""
     try:
         found = os.statvfs(shm)
@@ -46,8 +46,8 @@ def shm_faults(wanted_bytes: int, shm: pathlib.Path) -> Iterator[str]:
         yield f"{shm} cannot be inspected: {error.strerror}"
         return
     size = found.f_frsize * found.f_blocks
-    if size < wanted_bytes:
-        yield f"{shm} holds {size // MIB} MiB, but {wanted_bytes // MIB} MiB are needed; raise spec.shm.sizeLimit"
+    if size < required_bytes:
+        yield f"{shm} holds {size // MIB} MiB, but {required_bytes // MIB} MiB are needed; raise spec.shm.sizeLimit"
 
 
 def memlock_faults(limit: int, proc_status: str) -> Iterator[str]:
@@ -86,19 +86,19 @@ def link_faults(hca: str, infiniband: pathlib.Path) -> Iterator[str]:
 
 def is_chosen(port: str, hca: str) -> bool:
     """Return True if NCCL_IB_HCA chooses `adapter:port`: by prefixes, or by names after `=`; `^` inverts the choice."""
-    words = [word.strip() for word in hca.lstrip("^=").split(",") if word.strip()]
-    if not words:
+    names = [name.strip() for name in hca.lstrip("^=").split(",") if name.strip()]
+    if not names:
         return True
     exact = hca.lstrip("^").startswith("=")
-    return any(_fits(port, word, exact=exact) for word in words) != hca.startswith("^")
+    return any(_fits(port, name, exact=exact) for name in names) != hca.startswith("^")
 
 
-def _fits(port: str, word: str, *, exact: bool) -> bool:
+def _fits(port: str, selector: str, *, exact: bool) -> bool:
     adapter, _, number = port.partition(":")
-    wanted, _, wanted_number = word.partition(":")
-    if wanted_number and wanted_number != number:
+    name, _, selected_number = selector.partition(":")
+    if selected_number and selected_number != number:
         return False
-    return adapter == wanted if exact else adapter.startswith(wanted)
+    return adapter == name if exact else adapter.startswith(name)
 
 
 def _is_up(interface: str) -> bool:

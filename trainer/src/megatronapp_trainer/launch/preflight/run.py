@@ -18,14 +18,20 @@ REASON = "PreflightFailed"
 
 
 async def run_preflight(
-    wanted: PreflightRequirements, briefing: Briefing, *, uid: str, index: int, place: WorkerAddress, shm: pathlib.Path
+    requirements: PreflightRequirements,
+    briefing: Briefing,
+    *,
+    uid: str,
+    index: int,
+    place: WorkerAddress,
+    shm: pathlib.Path,
 ) -> LauncherOutcome | None:
     """Return why the ranks of this worker must not start, naming its node and unreachable ones, or None."""
     own = f"worker {index} on node {briefing.table.worker(index).node}"
-    faults = await asyncio.to_thread(lambda: list(find_faults(wanted, shm=shm, interface=place.interface)))
+    faults = await asyncio.to_thread(lambda: list(find_faults(requirements, shm=shm, interface=place.interface)))
     if faults:
         return LauncherOutcome(code=ExitCode.OWN_FAILURE, reason=REASON, message=f"{own}: {'; '.join(faults)}")
-    unreached = await find_unreached(briefing, uid=uid, own=index, timeout_s=wanted.timeout_s)
+    unreached = await find_unreached(briefing, uid=uid, own=index, timeout_s=requirements.timeout_s)
     if unreached:
         message = f"{own} does not reach {'; '.join(unreached)}"
         return LauncherOutcome(code=ExitCode.RENDEZVOUS, reason=REASON, message=message)
@@ -37,22 +43,22 @@ async def until_notice(gang: GangConnection, check: "asyncio.Task[LauncherOutcom
 
     A worker that failed would not answer any more, and its silence would be taken for a fault of the network.
     """
-    heard: list[EndNotice] = []
+    received: list[EndNotice] = []
     try:
         while not check.done():
-            news = asyncio.create_task(gang.notices.get())
-            await asyncio.wait({check, news}, return_when=asyncio.FIRST_COMPLETED)
-            if not news.done():
-                news.cancel()
-            elif isinstance(found := news.result(), EndNotice):
-                heard.append(found)
+            next_notice = asyncio.create_task(gang.notices.get())
+            await asyncio.wait({check, next_notice}, return_when=asyncio.FIRST_COMPLETED)
+            if not next_notice.done():
+                next_notice.cancel()
+            elif isinstance(found := next_notice.result(), EndNotice):
+                received.append(found)
             else:
                 return STOPPED
-            judgement = judge(heard, asked_to_stop=False)
+            judgement = judge(received, stop_requested=False)
             if judgement.reason is not None:
                 return failed(judgement.reason, lambda _rank: "")
         return check.result()
     finally:
         check.cancel()
-        for notice in heard:
+        for notice in received:
             gang.notices.put_nowait(notice)

@@ -38,7 +38,7 @@ def rank_environment(
         "GROUP_RANK": node_rank,
         "NODE_RANK": node_rank,
         "NNODES": str(len(table.workers)),
-        "NODE_IPS": ",".join(one.address for one in table.workers),
+        "NODE_IPS": ",".join(worker.address for worker in table.workers),
         "MASTER_ADDR": table.master_address,
         "MASTER_PORT": str(table.master_port),
     }
@@ -46,7 +46,7 @@ def rank_environment(
 
 def _node_ips(table: RankTable) -> dict[str, str]:
     """Return the address of each rank if they fit; the table in RUN_DIR has them in any case."""
-    addresses = ",".join(one.address for one in table.workers for _ in one.ranks)
+    addresses = ",".join(worker.address for worker in table.workers for _ in worker.ranks)
     return {NODE_IPS: addresses} if len(addresses) <= NODE_IPS_BYTES else {}
 
 

@@ -25,10 +25,10 @@ class RankEnd:
         """Return True if it was stopped, by others, before it could answer."""
         return self.signal is not None and not self.killed_by_us
 
-    def orderly(self, *, asked_to_stop: bool) -> bool:
+    def orderly(self, *, stop_requested: bool) -> bool:
         """Return True if this end needs no explanation. A rank that was asked to stop may have had no handler yet."""
         if self.signal is not None:
-            return asked_to_stop and self.signal == signal.SIGTERM
+            return stop_requested and self.signal == signal.SIGTERM
         return self.code in (ExitCode.OK, ExitCode.PREEMPTED)
 
 
@@ -55,26 +55,26 @@ class FailureCause:
     reason: Event | None = None
 
 
-def judge(events: Sequence[Event], *, asked_to_stop: bool) -> FailureCause:
+def judge(events: Sequence[Event], *, stop_requested: bool) -> FailureCause:
     """Return the first event that is a failure in itself; a lost peer only indicates a failure elsewhere.
 
     Where ranks were stopped before they could answer, they are the peers that were lost.
     """
-    troubles = [event for event in events if _is_failure(event, asked_to_stop=asked_to_stop)]
+    troubles = [event for event in events if _is_failure(event, stop_requested=stop_requested)]
     for event in troubles:
         if event.code != ExitCode.PEER_LOST:
             return FailureCause(standing=FailureState.CERTAIN, reason=event)
-    if asked_to_stop and any(event.early for event in events):
+    if stop_requested and any(event.early for event in events):
         return FailureCause(standing=FailureState.ENDING)
     if troubles:
         return FailureCause(standing=FailureState.SUSPICIOUS, reason=troubles[0])
     return FailureCause(standing=FailureState.FINE)
 
 
-def _is_failure(event: Event, *, asked_to_stop: bool) -> bool:
+def _is_failure(event: Event, *, stop_requested: bool) -> bool:
     if isinstance(event, EndNotice):
         return not event.orderly
-    return not event.killed_by_us and not event.orderly(asked_to_stop=asked_to_stop)
+    return not event.killed_by_us and not event.orderly(stop_requested=stop_requested)
 
 
 def preempted(ends: Sequence[RankEnd]) -> bool:

@@ -82,14 +82,16 @@ def kill_descendants(limit_s: float = KILL_S) -> None:
     deadline = time.monotonic() + limit_s
     while orphans := psutil.Process().children(recursive=True):
         if time.monotonic() >= deadline:
-            log.warning("left running, as it cannot be killed: %s", ", ".join(f"process {one.pid}" for one in orphans))
+            log.warning(
+                "left running, as it cannot be killed: %s", ", ".join(f"process {orphan.pid}" for orphan in orphans)
+            )
             return
         for orphan in orphans:
             with contextlib.suppress(psutil.NoSuchProcess):
                 orphan.kill()
         for _ in reap():
             pass
-        psutil.wait_procs([one for one in orphans if one.is_running()], timeout=0.05)
+        psutil.wait_procs([orphan for orphan in orphans if orphan.is_running()], timeout=0.05)
 
 
 def let_through(numbers: Iterable[signal.Signals]) -> None:

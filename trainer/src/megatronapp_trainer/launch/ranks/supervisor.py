@@ -47,10 +47,10 @@ class Supervisor:
         self._logs: dict[int, pathlib.Path] = {}
         self._events: list[Event] = []
         self._changed = asyncio.Event()
-        self._asked_to_stop = False
+        self._stop_requested = False
         self._kill_at: float | None = None
         self._killed = False
-        self._told: EndNotice | None = None
+        self._reported: EndNotice | None = None
 
     def start(self, start_rank: Callable[[int], RankProcess], num_ranks: int) -> list[RankProcess]:
         """Start the ranks. They ignore `PEER_LOST`, as this process does, until they watch for it."""
@@ -64,13 +64,13 @@ class Supervisor:
 
     def stop(self) -> None:
         """Request a stop of all ranks of the gang, which they do together, at a step boundary."""
-        if not self._asked_to_stop:
+        if not self._stop_requested:
             self._gang.broadcast(StopNotice(worker=self._worker))
             self._stop_ranks()
 
     def _stop_ranks(self) -> None:
         """Send SIGTERM once only: a rank that is about to end would die of a second signal."""
-        self._asked_to_stop = True
+        self._stop_requested = True
         self._on_stop()
         self._signal_ranks(signal.SIGTERM)
 
@@ -101,7 +101,7 @@ class Supervisor:
 
     def outcome(self) -> LauncherOutcome:
         """Return the outcome of the events so far."""
-        judgement = judge(self._events, asked_to_stop=self._asked_to_stop)
+        judgement = judge(self._events, stop_requested=self._stop_requested)
         if judgement.reason is None:
             return outcomes.complete([event for event in self._events if isinstance(event, RankEnd)])
         return outcomes.failed(judgement.reason, self._last_lines)
@@ -125,17 +125,17 @@ class Supervisor:
 
     async def _listen(self) -> None:
         while True:
-            news = await self._gang.notices.get()
-            if isinstance(news, EndNotice):
-                log.info("worker %d: %s", news.worker, news.message or f"ended with exit code {news.code}")
-                self._events.append(news)
-            elif not self._asked_to_stop:
-                log.info("worker %d was asked to stop, so all stop", news.worker)
+            notice = await self._gang.notices.get()
+            if isinstance(notice, EndNotice):
+                log.info("worker %d: %s", notice.worker, notice.message or f"ended with exit code {notice.code}")
+                self._events.append(notice)
+            elif not self._stop_requested:
+                log.info("worker %d was asked to stop, so all stop", notice.worker)
                 self._stop_ranks()
             self._changed.set()
 
     def _act(self) -> None:
-        judgement = judge(self._events, asked_to_stop=self._asked_to_stop)
+        judgement = judge(self._events, stop_requested=self._stop_requested)
         if judgement.standing is FailureState.FINE:
             return
         now = time.monotonic()
@@ -149,9 +149,9 @@ class Supervisor:
             self._kill()
 
     def _report(self) -> None:
-        if self._told is None:
-            self._told = outcomes.notice_of(self.outcome(), self._worker)
-            self._gang.broadcast(self._told)
+        if self._reported is None:
+            self._reported = outcomes.notice_of(self.outcome(), self._worker)
+            self._gang.broadcast(self._reported)
 
     def _kill(self) -> None:
         self._killed = True

@@ -32,13 +32,13 @@ class Coordinator:
         expected: ExpectedGang,
         own: JoinRequest,
         order: RankOrder = RankOrder.INDEX,
-        board: GangStatus | None = None,
+        status: GangStatus | None = None,
     ) -> None:
         self.notices: asyncio.Queue[Notices] = asyncio.Queue()
         self._token = token
         self._expected = expected
         self._order = order
-        self._board = board
+        self._status = status
         self._index = own.index
         self._stopped: StopNotice | None = None
         self._joins = {own.index: own}
@@ -76,13 +76,13 @@ class Coordinator:
         """Return the workers that have not joined yet."""
         return [index for index in range(len(self._expected.proc_per_node)) if index not in self._joins]
 
-    def broadcast(self, news: Notices) -> None:
-        self._pass_on(news)
+    def broadcast(self, notice: Notices) -> None:
+        self._pass_on(notice)
 
     def report(self, page: Mapping[str, Any]) -> None:
         """Publish the document here: this is worker 0."""
-        if self._board is not None:
-            self._board.progress = page
+        if self._status is not None:
+            self._status.progress = page
 
     async def close(self) -> None:
         """Close every connection and the port. The listener is closed first, or our leaving would be forwarded as a
@@ -131,13 +131,13 @@ class Coordinator:
         self._complete_if_all()
 
     def _note_missing(self) -> None:
-        if self._board is not None:
-            self._board.missing = self.missing
+        if self._status is not None:
+            self._status.missing = self.missing
 
     def _complete_if_all(self) -> None:
         if self.missing or self._stopped is not None:
             return
-        self.briefing = Briefing.of(list(self._joins.values()), self._order, report=self._board is not None)
+        self.briefing = Briefing.of(list(self._joins.values()), self._order, report=self._status is not None)
         for wire in self._wires.values():
             wire.send(self.briefing.to_json())
         self._complete.set()
@@ -157,14 +157,14 @@ class Coordinator:
         finally:
             await wire.close()
 
-    def _receive(self, news: Notices) -> None:
-        if isinstance(news, EndNotice):
-            self._ended.add(news.worker)
+    def _receive(self, notice: Notices) -> None:
+        if isinstance(notice, EndNotice):
+            self._ended.add(notice.worker)
         elif not self._complete.is_set():
-            self._stopped = news
+            self._stopped = notice
             self._complete.set()
-        self.notices.put_nowait(news)
-        self._pass_on(news)
+        self.notices.put_nowait(notice)
+        self._pass_on(notice)
 
     def _part(self, index: int) -> None:
         """Handle the loss of a worker: before the table is sent it may join again, afterwards it is a failure."""
@@ -176,7 +176,7 @@ class Coordinator:
         elif index not in self._ended:
             self._receive(connection_lost_notice(index))
 
-    def _pass_on(self, news: Notices) -> None:
+    def _pass_on(self, notice: Notices) -> None:
         for index, wire in self._wires.items():
-            if index != news.worker:
-                wire.send(messages.notice_to_json(news))
+            if index != notice.worker:
+                wire.send(messages.notice_to_json(notice))

@@ -32,9 +32,9 @@ class GangMember:
         self._coordinator_ended = False
         self._task = asyncio.create_task(self._listen())
 
-    def broadcast(self, news: Notices) -> None:
+    def broadcast(self, notice: Notices) -> None:
         """Send the notice to worker 0, which forwards it."""
-        self._wire.send(messages.notice_to_json(news))
+        self._wire.send(messages.notice_to_json(notice))
 
     def report(self, page: Mapping[str, Any]) -> None:
         """Send the document, if worker 0 wants it."""
@@ -50,9 +50,9 @@ class GangMember:
     async def _listen(self) -> None:
         try:
             while True:
-                news = messages.notice_from_json(await self._wire.receive())
-                self._coordinator_ended |= isinstance(news, EndNotice) and news.worker == COORDINATOR
-                self.notices.put_nowait(news)
+                notice = messages.notice_from_json(await self._wire.receive())
+                self._coordinator_ended |= isinstance(notice, EndNotice) and notice.worker == COORDINATOR
+                self.notices.put_nowait(notice)
         except (OSError, EOFError, MessageError, RefusedError):
             if not self._coordinator_ended:
                 self.notices.put_nowait(connection_lost_notice(COORDINATOR))

@@ -107,8 +107,8 @@ def check_join(join: JoinRequest, expected: ExpectedGang, joined: Collection[int
     if join.index in joined:
         raise RefusedError(f"worker {join.index} is already here", final=join.index == COORDINATOR)
     if join.num_ranks != expected.proc_per_node[join.index]:
-        wanted = expected.proc_per_node[join.index]
-        raise RefusedError(f"worker {join.index} brings {join.num_ranks} ranks, not {wanted}", final=True)
+        expected_ranks = expected.proc_per_node[join.index]
+        raise RefusedError(f"worker {join.index} brings {join.num_ranks} ranks, not {expected_ranks}", final=True)
     _check_address(join.address)
 
 
@@ -233,9 +233,9 @@ def join_from_json(document: Mapping[str, Any]) -> JoinRequest:
     )
 
 
-def notice_to_json(news: Notices) -> dict[str, Any]:
+def notice_to_json(notice: Notices) -> dict[str, Any]:
     """Return the body of a line with a notice."""
-    return {"type": "stop" if isinstance(news, StopNotice) else "notice", **dataclasses.asdict(news)}
+    return {"type": "stop" if isinstance(notice, StopNotice) else "notice", **dataclasses.asdict(notice)}
 
 
 def notice_from_json(document: Mapping[str, Any]) -> Notices:

@@ -36,9 +36,9 @@ class RankTable:
 
         Raises KeyError if the table lacks it.
         """
-        for one in self.workers:
-            if one.index == index:
-                return one
+        for worker in self.workers:
+            if worker.index == index:
+                return worker
         raise KeyError(index)
 
     def node_rank(self, index: int) -> int:
@@ -62,8 +62,8 @@ class RankTable:
             "masterAddr": self.master_address,
             "masterPort": self.master_port,
             "workers": [
-                {"index": one.index, "address": one.address, "node": one.node, "ranks": list(one.ranks)}
-                for one in self.workers
+                {"index": worker.index, "address": worker.address, "node": worker.node, "ranks": list(worker.ranks)}
+                for worker in self.workers
             ],
         }
 
@@ -78,8 +78,10 @@ class RankTable:
         Raises ValueError if the digest does not match its content.
         """
         workers = tuple(
-            WorkerEntry(index=one["index"], address=one["address"], node=one["node"], ranks=tuple(one["ranks"]))
-            for one in document["workers"]
+            WorkerEntry(
+                index=worker["index"], address=worker["address"], node=worker["node"], ranks=tuple(worker["ranks"])
+            )
+            for worker in document["workers"]
         )
         table = cls(
             attempt=document["attempt"],

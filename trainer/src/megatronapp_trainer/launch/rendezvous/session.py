@@ -17,7 +17,7 @@ class GangConnection(Protocol):
     notices: "asyncio.Queue[Notices]"
     """Events of other workers, in the order in which they were received."""
 
-    def broadcast(self, news: Notices) -> None:
+    def broadcast(self, notice: Notices) -> None:
         """Send a notice to all others."""
 
     def report(self, page: Mapping[str, Any]) -> None:
@@ -30,18 +30,18 @@ class GangConnection(Protocol):
 class SingleWorkerGang:
     """Connection of a gang of one worker."""
 
-    def __init__(self, briefing: Briefing, board: GangStatus | None = None) -> None:
+    def __init__(self, briefing: Briefing, status: GangStatus | None = None) -> None:
         self.briefing = briefing
         self.notices: asyncio.Queue[Notices] = asyncio.Queue()
-        self._board = board
+        self._status = status
 
-    def broadcast(self, news: Notices) -> None:
+    def broadcast(self, notice: Notices) -> None:
         """Drop the notice: there is no other worker."""
 
     def report(self, page: Mapping[str, Any]) -> None:
         """Publish the document here: this is worker 0."""
-        if self._board is not None:
-            self._board.progress = page
+        if self._status is not None:
+            self._status.progress = page
 
     async def close(self) -> None:
         """Do nothing: there is no connection."""

@@ -24,7 +24,7 @@ MOST_CONNECTIONS = 16
 
 
 @contextlib.contextmanager
-def serve_status(board: GangStatus, *, token: str, address: str, port: int) -> Iterator[int]:
+def serve_status(status: GangStatus, *, token: str, address: str, port: int) -> Iterator[int]:
     """Serve in background threads inside the context; yields the port.
 
     Raises RendezvousError if the port is taken.
@@ -36,7 +36,7 @@ def serve_status(board: GangStatus, *, token: str, address: str, port: int) -> I
             f"worker 0 cannot serve its status at {address or '*'}:{port}: {error.strerror}; "
             f"free the port or set {Env.STATUS_PORT} to another one"
         ) from error
-    server.gang_status, server.token = board, token
+    server.gang_status, server.token = status, token
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="status", daemon=True)
     thread.start()
     try:
@@ -53,7 +53,7 @@ class _StatusServer(http.server.ThreadingHTTPServer):
     token: str
 
     def __init__(self, address: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler]) -> None:
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
@@ -64,7 +64,7 @@ class _StatusServer(http.server.ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
         """Start a thread for the request, below the limit of connections."""
-        if self._room.acquire(blocking=False):
+        if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -74,7 +74,7 @@ class _StatusServer(http.server.ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
         """Log at debug level only: a client that disconnects is no event."""
