@@ -49,13 +49,13 @@ class _CoordinatedRun:
 
     def due(self) -> list[int]:
         """Return the complete steps: every open sample has its token."""
-        return [step for step, came in sorted(self.tokens.items()) if self.open <= set(came)]
+        return [step for step, arrived in sorted(self.tokens.items()) if self.open <= set(arrived)]
 
     def end(self, sample: int, event: FinishedEvent) -> None:
         """End a sample; text that was held back until now is added to its last token."""
         self.reasons[sample] = event.reason
         self.open.discard(sample)
-        steps = [step for step, came in self.tokens.items() if sample in came]
+        steps = [step for step, arrived in self.tokens.items() if sample in arrived]
         if event.text and steps and event.reason in {"stop", "length"}:
             last = self.tokens[max(steps)]
             last[sample] = dataclasses.replace(last[sample], text=(last[sample].text or "") + event.text)
@@ -128,26 +128,24 @@ class CaptureCoordinator:
         self._check(capture)
         self._engine.command(TOPIC, ChangeRun(run=run, capture=capture))
 
-    def probe(self, wanted: ProbeRequest) -> tuple[str, list[GenerationRequest]]:
+    def probe(self, body: ProbeRequest) -> tuple[str, list[GenerationRequest]]:
         """A probe's id, and the requests that bring it: they go to the engine as any others and generate nothing.
 
         Raises CaptureError for a site, layer or head that there is not.
         """
-        self._check_probe(wanted)
-        probe, lengths = secrets.token_hex(6), tuple(map(len, wanted.ids))
+        self._check_probe(body)
+        probe, lengths = secrets.token_hex(6), tuple(map(len, body.ids))
         known = _CoordinatedRun(capture=None, lengths=lengths, open=set(range(len(lengths))), ends=[0] * len(lengths))
         with self._lock:
             self._runs[probe] = known
-        said = BeginProbe(
-            probe=probe, lengths=lengths, sites=wanted.sites, queries=wanted.queries, stride=wanted.stride
-        )
-        self._engine.command(TOPIC, said)
-        all_logits = any(one.site == LOGITS for one in wanted.sites)
+        command = BeginProbe(probe=probe, lengths=lengths, sites=body.sites, queries=body.queries, stride=body.stride)
+        self._engine.command(TOPIC, command)
+        all_logits = any(site.site == LOGITS for site in body.sites)
         return probe, [
             GenerationRequest(
                 id=request_id(probe, sample), prompt=ids, max_new_tokens=0, prompt_logprobs=all_logits, temperature=0
             )
-            for sample, ids in enumerate(wanted.ids)
+            for sample, ids in enumerate(body.ids)
         ]
 
     def set_basis(self, frame: Frame) -> None:
@@ -160,8 +158,8 @@ class CaptureCoordinator:
         fits = mean.shape == (len(layers), hidden) and axes.ndim == 3 and axes.shape[::2] == (len(layers), hidden)
         if not fits or mean.dtype != np.float32 or axes.dtype != np.float32:
             raise CaptureError(f"a basis of shape {axes.shape} does not fit {len(layers)} layers of {hidden} numbers")
-        said = SetBasis(version=version, layers=tuple(layers), mean=np.array(mean), axes=np.array(axes))
-        self._engine.command(TOPIC, said)
+        command = SetBasis(version=version, layers=tuple(layers), mean=np.array(mean), axes=np.array(axes))
+        self._engine.command(TOPIC, command)
 
     def run_state(self, header: Mapping[str, Any]) -> None:
         """Send a frame RUN_STATE with this header."""
@@ -173,12 +171,12 @@ class CaptureCoordinator:
         A step is sent when every open sample has its token.
         """
         with self._lock:
-            told = self._taken(events)
-            over = [run for run, one in self._runs.items() if not one.open]
+            step_tokens = self._taken(events)
+            over = [run for run, tracked in self._runs.items() if not tracked.open]
             for run in over:
                 del self._runs[run]
-        if told:
-            self._sink(_TokenFrames(told))
+        if step_tokens:
+            self._sink(_TokenFrames(step_tokens))
         for run in over:
             self._engine.command(TOPIC, EndRun(run=run))
 
@@ -203,16 +201,17 @@ class CaptureCoordinator:
                 )
         check_capture(capture, shard)
 
-    def _check_probe(self, wanted: ProbeRequest) -> None:
+    def _check_probe(self, body: ProbeRequest) -> None:
         shard = self._capture.shard
-        if not wanted.ids or not all(wanted.ids):
+        if not body.ids or not all(body.ids):
             raise CaptureError("ids: there is nothing to read; give one list of tokens or more, none of them empty")
-        for place, one in enumerate(wanted.sites):
-            site = None if one.site == ATTENTION else site_of(one.site)
+        for place, probe_site in enumerate(body.sites):
+            site = None if probe_site.site == ATTENTION else site_of(probe_site.site)
             heads = shard.num_key_heads if site is not None and site.axis.value == "keyHeads" else shard.num_heads
-            if any(layer >= shard.num_layers for layer in one.layers) or any(head >= heads for head in one.heads or ()):
+            beyond_layers = any(layer >= shard.num_layers for layer in probe_site.layers)
+            if beyond_layers or any(head >= heads for head in probe_site.heads or ()):
                 raise CaptureError(
-                    f"sites.{place}: {one.site} has {shard.num_layers} layers and {heads} heads, from 0 on"
+                    f"sites.{place}: {probe_site.site} has {shard.num_layers} layers and {heads} heads, from 0 on"
                 )
 
 
@@ -229,10 +228,10 @@ class _StepTokens:
         """Build the frame TOKENS."""
         if not self.events:
             return build_frame(FrameType.SCOPE_TOKENS, self.header)
-        said = dict(self.header)
+        header = dict(self.header)
         if self.text_of is not None:
-            said["topTexts"] = [list(self._texts(event, self.text_of)) for event in self.events]
-        return build_frame(FrameType.SCOPE_TOKENS, said, _distributions(self.events))
+            header["topTexts"] = [list(self._texts(event, self.text_of)) for event in self.events]
+        return build_frame(FrameType.SCOPE_TOKENS, header, _distributions(self.events))
 
     @staticmethod
     def _texts(event: TokenEvent, text_of: TextOf) -> Iterator[str]:
@@ -242,26 +241,26 @@ class _StepTokens:
 
 def _collect_tokens(run: str, step: int, known: _CoordinatedRun) -> _StepTokens:
     """The tokens of the run's next step."""
-    came = sorted(known.tokens.pop(step).items())
-    texts = [event.text or "" for _, event in came]
+    arrived = sorted(known.tokens.pop(step).items())
+    texts = [event.text or "" for _, event in arrived]
     header = {
         "run": run,
         "step": step,
-        "rows": [[sample, known.lengths[sample] - 1 + step] for sample, _ in came],
-        "ids": [event.token for _, event in came],
+        "rows": [[sample, known.lengths[sample] - 1 + step] for sample, _ in arrived],
+        "ids": [event.token for _, event in arrived],
         "texts": texts,
-        "offsets": [known.offset(sample, text) for (sample, _), text in zip(came, texts, strict=True)],
-        "finished": [known.reasons.get(sample) for sample, _ in came],
+        "offsets": [known.offset(sample, text) for (sample, _), text in zip(arrived, texts, strict=True)],
+        "finished": [known.reasons.get(sample) for sample, _ in arrived],
     }
     wants = known.capture is not None and known.capture.states.probabilities
-    return _StepTokens(header=header, events=[event for _, event in came] if wants else (), text_of=known.text_of)
+    return _StepTokens(header=header, events=[event for _, event in arrived] if wants else (), text_of=known.text_of)
 
 
 class _TokenFrames:
     """TOKENS frames, made in the thread that sends."""
 
-    def __init__(self, told: Sequence[_StepTokens]) -> None:
-        self._told = told
+    def __init__(self, steps: Sequence[_StepTokens]) -> None:
+        self._steps = steps
 
     @property
     def kind(self) -> DropPolicy:
@@ -271,9 +270,9 @@ class _TokenFrames:
     @property
     def nbytes(self) -> int:
         """About what they will take."""
-        events = [event.measures for told in self._told for event in told.events]
-        rows = sum(len(told.header["ids"]) for told in self._told)
-        return _TOKEN_BYTES * rows + sum(16 * one.count for one in events if one is not None)
+        events = [event.measures for step in self._steps for event in step.events]
+        rows = sum(len(step.header["ids"]) for step in self._steps)
+        return _TOKEN_BYTES * rows + sum(16 * measures.count for measures in events if measures is not None)
 
     def split(self) -> Sequence[FrameJob]:
         """Return this job: all of it is dropped alike."""
@@ -281,12 +280,12 @@ class _TokenFrames:
 
     def ready(self) -> bool:
         """Return true once the distributions are on the host."""
-        events = (event.measures for told in self._told for event in told.events)
-        return all(one is None or one.ready() for one in events)
+        events = (event.measures for step in self._steps for event in step.events)
+        return all(measures is None or measures.ready() for measures in events)
 
     def build(self) -> list[Frame]:
         """Build one frame for each step."""
-        return [one.frame() for one in self._told]
+        return [step.frame() for step in self._steps]
 
     def marks(self) -> Sequence[Frame]:
         """Return nothing: a hub that misses tokens requests them from rank 0."""
@@ -303,7 +302,7 @@ def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
 def distributions(measures: Sequence[TokenStatistics], logprobs: Sequence[float]) -> list[Tensor]:
     """Tensors of rows with these measures, whose tokens had these log-probabilities."""
     partition, logs, ids = (
-        np.stack([getattr(one, name) for one in measures]) for name in ("partition", "logprobs", "tokens")
+        np.stack([getattr(measure, name) for measure in measures]) for name in ("partition", "logprobs", "tokens")
     )
     totals = partition[:, AT_ONE]
     return [
@@ -312,5 +311,5 @@ def distributions(measures: Sequence[TokenStatistics], logprobs: Sequence[float]
         Tensor("top.logit", "f32", (logs + totals[:, None]).astype("<f4")),
         Tensor("partition", "f32", partition.astype("<f4")),
         Tensor("surprise", "f32", -np.array(logprobs, "<f4")),
-        Tensor("entropy", "f32", np.array([one.entropy for one in measures], "<f4")),
+        Tensor("entropy", "f32", np.array([measure.entropy for measure in measures], "<f4")),
     ]

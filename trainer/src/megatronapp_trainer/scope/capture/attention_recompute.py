@@ -61,9 +61,9 @@ def head_measures(chances: torch.Tensor, positions_BQ: torch.Tensor, rule: Atten
     return {name: values.transpose(-1, -2) for name, values in found.items()}
 
 
-def slabs(layers: int, numbers_of_one: int) -> Iterator[slice]:
+def slabs(layers: int, layer_numbers: int) -> Iterator[slice]:
     """Layers that are computed together."""
-    at_once = max(1, BUFFER_NUMBERS // max(1, numbers_of_one))
+    at_once = max(1, BUFFER_NUMBERS // max(1, layer_numbers))
     for first in range(0, layers, at_once):
         yield slice(first, min(layers, first + at_once))
 

@@ -39,29 +39,31 @@ class CapturePlan:
     def matches(self, tracked: Sequence[TrackedRequest]) -> bool:
         """True if the same runs are tracked with unchanged captures."""
         return len(tracked) == len(self.tracked) and all(
-            one is known and one.capture is capture and one.recipe is wanted
-            for one, known, capture, wanted in zip(tracked, self.tracked, self.captures, self.specs, strict=True)
+            request is known and request.capture is capture and request.recipe is spec
+            for request, known, capture, spec in zip(tracked, self.tracked, self.captures, self.specs, strict=True)
         )
 
 
 def capture_plan_of(tracked: Sequence[TrackedRequest], reductions: Reductions, shard: RankShard) -> CapturePlan:
     """Derive the plan of these runs on one rank."""
-    recipes = tuple(dict.fromkeys(one.recipe for one in tracked if one.recipe is not None))
+    recipes = tuple(dict.fromkeys(request.recipe for request in tracked if request.recipe is not None))
     pins, most = _pins(tracked, shard)
     sites = sites_of(tracked, reductions)
-    own_pins = [{(pin.layer, pin.head) for pin in one.capture.pinned} if one.capture else set() for one in tracked]
+    own_pins = [
+        {(pin.layer, pin.head) for pin in request.capture.pinned} if request.capture else set() for request in tracked
+    ]
     return CapturePlan(
         tracked=tuple(tracked),
-        captures=tuple(one.capture for one in tracked),
-        specs=tuple(one.recipe for one in tracked),
+        captures=tuple(request.capture for request in tracked),
+        specs=tuple(request.recipe for request in tracked),
         recipes=recipes,
-        pixels=[reductions.pixels_of(one) for one in recipes],
+        pixels=[reductions.pixels_of(recipe) for recipe in recipes],
         active_sites=frozenset().union(*map(active_sites, recipes)),
         sites=sites,
         picks=dict.fromkeys(sites),
         pins=pins,
         most_pins=most,
-        groups=[recipes.index(one.recipe) if one.recipe is not None else 0 for one in tracked],
+        groups=[recipes.index(request.recipe) if request.recipe is not None else 0 for request in tracked],
         pinned=[[(place, *pin) for place, pin in enumerate(pins) if pin in own] for own in own_pins],
     )
 
@@ -69,12 +71,12 @@ def capture_plan_of(tracked: Sequence[TrackedRequest], reductions: Reductions, s
 def sites_of(tracked: Sequence[TrackedRequest], reductions: Reductions) -> dict[str, Site]:
     """Sites that these runs and probes need, by name."""
     sites: dict[str, Site] = {}
-    for one in tracked:
-        sites |= probe.sites_of(one.sites) if one.recipe is None else reductions.sites(one.recipe)
+    for request in tracked:
+        sites |= probe.sites_of(request.sites) if request.recipe is None else reductions.sites(request.recipe)
     return sites
 
 
 def _pins(tracked: Sequence[TrackedRequest], shard: RankShard) -> tuple[list[tuple[int, int]], int]:
-    captures = (one.capture for one in tracked if one.recipe is not None and one.recipe.attention)
+    captures = (request.capture for request in tracked if request.recipe is not None and request.recipe.attention)
     pins = {(pin.layer, pin.head) for capture in captures if capture is not None for pin in capture.pinned}
     return pins_of(pins, layers=shard.layers, heads=shard.heads)

@@ -109,24 +109,28 @@ class PixelReductions:
     @property
     def sites(self) -> dict[str, Site]:
         """Sites that the filters read."""
-        return {one.site.name: one.site for one in self._reductions} | {site.name: site for site in self._own}
+        return {reduction.site.name: reduction.site for reduction in self._reductions} | {
+            site.name: site for site in self._own
+        }
 
     def compute(self, seen: HookCollector) -> Iterator[NamedTensor]:
         """All tensors of pixels, [layers, rows, pixels]; or, with `merge` said of them, of states of this shard."""
         stacks: dict[str, torch.Tensor] = {}
-        for one in self._reductions:
-            if one.span[0] == one.span[1] or not (layers := seen.layers(one.site.name)):
+        for reduction in self._reductions:
+            if reduction.span[0] == reduction.span[1] or not (layers := seen.layers(reduction.site.name)):
                 continue
-            if one.site.name not in stacks:
-                stacks[one.site.name] = seen.stacked(one.site.name).flatten(2)
-            vectors = stacks[one.site.name][..., one.part]
-            yield self._found(one, _run(one.filter.program, vectors), tuple(layers))
+            if reduction.site.name not in stacks:
+                stacks[reduction.site.name] = seen.stacked(reduction.site.name).flatten(2)
+            vectors = stacks[reduction.site.name][..., reduction.part]
+            yield self._found(reduction, _run(reduction.filter.program, vectors), tuple(layers))
         for site in self._own:
             yield from self._of_own(site, seen)
 
-    def _found(self, one: _PixelReduction, values: torch.Tensor, layers: tuple[int, ...]) -> NamedTensor:
-        said = {"site": one.name, "replicated": one.key == ""} | ({one.key: list(one.span)} if one.key else {})
-        return NamedTensor(name=one.name, values=values, layers=layers, header=said | one.filter.header)
+    def _found(self, reduction: _PixelReduction, values: torch.Tensor, layers: tuple[int, ...]) -> NamedTensor:
+        header = {"site": reduction.name, "replicated": reduction.key == ""} | (
+            {reduction.key: list(reduction.span)} if reduction.key else {}
+        )
+        return NamedTensor(name=reduction.name, values=values, layers=layers, header=header | reduction.filter.header)
 
     def _built_in(self, recipe: CaptureSpec) -> Iterator[_PixelReduction]:
         shard = self._shard
@@ -144,11 +148,15 @@ class PixelReductions:
         shard = self._shard
         query = _VectorRange(width=shard.num_heads * shard.head_width, shards=shard.tensor_size, shard=shard.tp)
         key = _VectorRange(width=shard.num_key_heads * shard.head_width, shards=shard.key_shards, shard=shard.key_shard)
-        for name, cut, span in (("q", query, shard.heads), ("k", key, shard.key_heads), ("v", key, shard.key_heads)):
+        for name, vector_range, span in (
+            ("q", query, shard.heads),
+            ("k", key, shard.key_heads),
+            ("v", key, shard.key_heads),
+        ):
             try:
-                found = self._filter((recipe.qkv, recipe.qkv_filter), cut)
+                found = self._filter((recipe.qkv, recipe.qkv_filter), vector_range)
             except FilterError as error:
-                if recipe.qkv >= cut.shards:
+                if recipe.qkv >= vector_range.shards:
                     raise
                 sentence = f"{error.sentence} (pixels of {name} alone: pixels.qkv counts q, k and v together)"
                 raise FilterError(error.column, sentence) from error
@@ -164,21 +172,27 @@ class PixelReductions:
         width = shard.mlp[1] - shard.mlp[0]
         for half in range(halves):
             index = half * shard.tensor_size + shard.tp
-            cut = _VectorRange(width=halves * shard.ffn, shards=halves * shard.tensor_size, shard=index)
+            vector_range = _VectorRange(width=halves * shard.ffn, shards=halves * shard.tensor_size, shard=index)
             span = (half * shard.ffn + shard.mlp[0], half * shard.ffn + shard.mlp[1])
             part = slice(half * width, (half + 1) * width)
-            found = self._filter((max(pixels, halves), text), cut)
+            found = self._filter((max(pixels, halves), text), vector_range)
             yield _PixelReduction(name="mlp1", site=site_of("mlp1"), part=part, filter=found, key="features", span=span)
 
-    def _filter(self, filters: tuple[int, str], cut: _VectorRange) -> _ShardFilter:
+    def _filter(self, filters: tuple[int, str], vector_range: _VectorRange) -> _ShardFilter:
         """`filters`: how many pixels are wanted, and the text of a reducer."""
         pixels, text = filters
-        plan = _plan(pixels, text, cut)
-        program = DeviceProgram(plan.program(cut.shard), self._device)
+        plan = _plan(pixels, text, vector_range)
+        program = DeviceProgram(plan.program(vector_range.shard), self._device)
         if not plan.merged:
             return _ShardFilter(program=program, header={})
-        words = " ".join(text.split())
-        shard = Shard(reducer=words, width=cut.width, pixels=plan.pixels, shards=cut.shards, shard=cut.shard)
+        reducer = " ".join(text.split())
+        shard = Shard(
+            reducer=reducer,
+            width=vector_range.width,
+            pixels=plan.pixels,
+            shards=vector_range.shards,
+            shard=vector_range.shard,
+        )
         return _ShardFilter(program=program, header=shard.dump())
 
     def _of_own(self, site: Site, seen: HookCollector) -> Iterator[NamedTensor]:
@@ -191,18 +205,18 @@ class PixelReductions:
         for (place, name), (part, values) in itertools.product(enumerate(_own_names(site)), enumerate(parts)):
             own, span = self._own_filter(site, place, (part, len(parts)), values.size(-1))
             out = _run(own.program, values)
-            said = {"site": site.name, "replicated": site.axis is ShardAxis.WHOLE} | own.header
-            said |= {} if site.axis is ShardAxis.WHOLE else {"features": list(span)}
+            header = {"site": site.name, "replicated": site.axis is ShardAxis.WHOLE} | own.header
+            header |= {} if site.axis is ShardAxis.WHOLE else {"features": list(span)}
             found, of = (out, tuple(layers)) if site.per_layer else (out[0], None)
-            yield NamedTensor(name=name, values=found, layers=of, header=said)
+            yield NamedTensor(name=name, values=found, layers=of, header=header)
 
     def _own_filter(self, site: Site, place: int, of: tuple[int, int], width: int) -> tuple[_ShardFilter, Span]:
         """`of`: which part of how many, of a width that each rank has."""
         (part, parts), (shards, shard) = of, self._shards(site.axis)
         if (site.name, place, part) not in self._own_filters:
             count, index = parts * shards, part * shards + shard
-            cut = _VectorRange(width=width * count, shards=count, shard=index)
-            found = self._filter((site.pixels, site.reducers[place]), cut)
+            vector_range = _VectorRange(width=width * count, shards=count, shard=index)
+            found = self._filter((site.pixels, site.reducers[place]), vector_range)
             self._own_filters[site.name, place, part] = found, (width * index, width * (index + 1))
         return self._own_filters[site.name, place, part]
 
@@ -247,10 +261,12 @@ def _check_spec(recipe: CaptureSpec, shard: RankShard) -> None:
     PixelReductions(recipe, shard, torch.device("cpu"))
 
 
-def _plan(pixels: int, text: str, cut: _VectorRange) -> ReductionPlan:
+def _plan(pixels: int, text: str, vector_range: _VectorRange) -> ReductionPlan:
     """Plan as many pixels as fit, `pixels` at most."""
-    count = pixel_count(cut.width, pixels, cut.shards)
-    return compile_reduction_plan(parse_reducer(text), width=cut.width, pixels=count, shards=cut.shards)
+    count = pixel_count(vector_range.width, pixels, vector_range.shards)
+    return compile_reduction_plan(
+        parse_reducer(text), width=vector_range.width, pixels=count, shards=vector_range.shards
+    )
 
 
 def _run(program: DeviceProgram, vectors: torch.Tensor) -> torch.Tensor:
@@ -264,9 +280,9 @@ def _own_names(site: Site) -> list[str]:
     """Name the tensors of a registered site, one for each reducer: `site.word`, the second of a word `site.word#2`."""
     if len(site.reducers) == 1:
         return [site.name]
-    words = [text.split("(")[0].strip() for text in site.reducers]
-    counts = [words[: place + 1].count(word) for place, word in enumerate(words)]
-    return [f"{site.name}.{word}{f'#{count}' if count > 1 else ''}" for word, count in zip(words, counts, strict=True)]
+    names = [text.split("(")[0].strip() for text in site.reducers]
+    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return [f"{site.name}.{name}{f'#{count}' if count > 1 else ''}" for name, count in zip(names, counts, strict=True)]
 
 
 def residual_measures(before_LNH: torch.Tensor, after_LNH: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -37,11 +37,11 @@ class DeviceProgram:
         program = self.program
         if vectors_RW.shape[-1] != program.width:
             raise TrainerError(f"a shard of {vectors_RW.shape[-1]} numbers was given to a plan of {program.width}")
-        wanted = (*vectors_RW.shape[:-1], program.pixels, program.columns)
-        if out_RPC.shape != wanted or not out_RPC.is_contiguous():
-            raise TrainerError(f"the buffer is {tuple(out_RPC.shape)}; it must be {wanted} and contiguous")
+        expected_shape = (*vectors_RW.shape[:-1], program.pixels, program.columns)
+        if out_RPC.shape != expected_shape or not out_RPC.is_contiguous():
+            raise TrainerError(f"the buffer is {tuple(out_RPC.shape)}; it must be {expected_shape} and contiguous")
         rows_RW = vectors_RW.reshape(-1, program.width)
-        rows_RPC = out_RPC.view(-1, *wanted[-2:])
+        rows_RPC = out_RPC.view(-1, *expected_shape[-2:])
         slabs = zip(torch.split(rows_RW, self._slab_rows), torch.split(rows_RPC, self._slab_rows), strict=True)
         for slab_RW, slab_RPC in slabs:
             self._run_slab(slab_RW, slab_RPC)

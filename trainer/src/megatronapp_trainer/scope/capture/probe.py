@@ -18,51 +18,53 @@ from megatronapp_trainer.scope.transfer.device_copy import NamedTensor
 LOGITS = "logits"
 
 
-def name_of(wanted: ProbeSite) -> str:
+def name_of(probe_site: ProbeSite) -> str:
     """Return the name under which a site of a probe is kept."""
-    return _site(wanted).name
+    return _site(probe_site).name
 
 
-def sites_of(wanted: Sequence[ProbeSite]) -> dict[str, Site]:
+def sites_of(probe_sites: Sequence[ProbeSite]) -> dict[str, Site]:
     """Return the sites that a probe reads. Raises CaptureError."""
-    return {site.name: site for site in map(_site, wanted)}
+    return {site.name: site for site in map(_site, probe_sites)}
 
 
 def layers_of(works: Sequence[PromptChunk]) -> dict[str, Layers]:
     """Return the layers of each site that are kept: those of the probes, if no run is captured."""
     if any(work.tracked.recipe is not None for work in works):
         return {}
-    wanted: dict[str, set[int]] = {}
+    layers_by_site: dict[str, set[int]] = {}
     for work in works:
-        for one, site in zip(work.tracked.sites, map(name_of, work.tracked.sites), strict=True):
-            wanted.setdefault(site, set()).update((*one.layers, -1))
-    return {name: frozenset(layers) for name, layers in wanted.items()}
+        for probe_site, site in zip(work.tracked.sites, map(name_of, work.tracked.sites), strict=True):
+            layers_by_site.setdefault(site, set()).update((*probe_site.layers, -1))
+    return {name: frozenset(layers) for name, layers in layers_by_site.items()}
 
 
-def _site(wanted: ProbeSite) -> Site:
-    return QUERIES if wanted.site == ATTENTION else site_of(wanted.site, rotary=wanted.rotary)
+def _site(probe_site: ProbeSite) -> Site:
+    return QUERIES if probe_site.site == ATTENTION else site_of(probe_site.site, rotary=probe_site.rotary)
 
 
 class ProbeReader:
     """Probes of one rank."""
 
-    def __init__(self, seen: HookCollector, shard: RankShard, looker: Reductions) -> None:
+    def __init__(self, seen: HookCollector, shard: RankShard, reductions: Reductions) -> None:
         self._seen = seen
         self._shard = shard
-        self._looker = looker
+        self._reductions = reductions
 
     @torch.no_grad()
     def read(self, work: PromptChunk, group: int, rows: slice, logit_rows: slice) -> Iterator[NamedTensor]:
         """Tensors of a probe, of the rows of this chunk: `rows` of what was kept, `logit_rows` of the logits."""
-        for wanted in work.tracked.sites:
-            is_attention = wanted.site == ATTENTION
-            for found in self._of_attention(work, wanted) if is_attention else self._of(wanted, rows, logit_rows):
-                values = found.values.half() if wanted.code == "f16" else found.values
+        for probe_site in work.tracked.sites:
+            is_attention = probe_site.site == ATTENTION
+            for found in (
+                self._of_attention(work, probe_site) if is_attention else self._of(probe_site, rows, logit_rows)
+            ):
+                values = found.values.half() if probe_site.code == "f16" else found.values
                 yield dataclasses.replace(found, values=values, group=group)
 
-    def _of(self, wanted: ProbeSite, rows: slice, logit_rows: slice) -> Iterator[NamedTensor]:
-        site = _site(wanted)
-        layers = [one for one in self._seen.layers(site.name) if not site.per_layer or one in wanted.layers]
+    def _of(self, probe_site: ProbeSite, rows: slice, logit_rows: slice) -> Iterator[NamedTensor]:
+        site = _site(probe_site)
+        layers = [layer for layer in self._seen.layers(site.name) if not site.per_layer or layer in probe_site.layers]
         if not layers or (site.axis is ShardAxis.WHOLE and not self._shard.is_first_of_tensor):
             return
         known = self._seen.layers(site.name)
@@ -71,23 +73,23 @@ class ProbeReader:
         values = values[:, logit_rows if site.name == LOGITS else rows]
         if site.name == LOGITS:
             values = values[..., : self._shard.vocabulary]
-        for part, span in self._shared(site, values, wanted):
-            said = {"site": wanted.site, "replicated": site.axis is ShardAxis.WHOLE, **span}
-            if site.name != wanted.site:
-                said["rotary"] = wanted.rotary
+        for part, span in self._shared(site, values, probe_site):
+            header = {"site": probe_site.site, "replicated": site.axis is ShardAxis.WHOLE, **span}
+            if site.name != probe_site.site:
+                header["rotary"] = probe_site.rotary
             if site.per_layer:
-                yield NamedTensor(name=wanted.site, values=part, layers=tuple(layers), header=said)
+                yield NamedTensor(name=probe_site.site, values=part, layers=tuple(layers), header=header)
             else:
-                yield NamedTensor(name=wanted.site, values=part[0], header=said)
+                yield NamedTensor(name=probe_site.site, values=part[0], header=header)
 
     def _shared(
-        self, site: Site, values: torch.Tensor, wanted: ProbeSite
+        self, site: Site, values: torch.Tensor, probe_site: ProbeSite
     ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """A rank's part of the numbers, with what it is of the whole."""
         shard = self._shard
         if site.axis in {ShardAxis.HEADS, ShardAxis.KEY_HEADS}:
             span = shard.heads if site.axis is ShardAxis.HEADS else shard.key_heads
-            for first, end in spans(span, wanted.heads):
+            for first, end in spans(span, probe_site.heads):
                 yield values[:, :, first - span[0] : end - span[0]], {"heads": [first, end]}
         elif site.axis is ShardAxis.MLP:
             width = shard.mlp[1] - shard.mlp[0]
@@ -100,22 +102,22 @@ class ProbeReader:
         else:
             yield values, {}
 
-    def _of_attention(self, work: PromptChunk, wanted: ProbeSite) -> Iterator[NamedTensor]:
+    def _of_attention(self, work: PromptChunk, probe_site: ProbeSite) -> Iterator[NamedTensor]:
         """[L, rows, heads, keys], as many keys as the longest prompt of the probe has."""
         shard = self._shard
-        layers = [layer for layer in range(*shard.layers) if layer in wanted.layers]
+        layers = [layer for layer in range(*shard.layers) if layer in probe_site.layers]
         known = self._seen.layers(QUERIES.name)
         if not layers or not known:
             return
         query_LNHD = torch.stack([self._seen.stacked(QUERIES.name)[known.index(layer)] for layer in layers])
-        for first, end in spans(shard.heads, wanted.heads):
+        for first, end in spans(shard.heads, probe_site.heads):
             chosen = slice(first - shard.heads[0], end - shard.heads[0])
-            parts = [self._rows(work, layers, query_LNHD, chosen, one) for one in work.reads_with_rows()]
+            parts = [self._rows(work, layers, query_LNHD, chosen, reading) for reading in work.reads_with_rows()]
             if parts:
                 values = torch.cat(parts, dim=1)
-                said = {"site": ATTENTION, "heads": [first, end], "replicated": False}
-                values = codes(values) if wanted.code == "u8s" else values
-                yield NamedTensor(name=ATTENTION, values=values, layers=tuple(layers), header=said)
+                header = {"site": ATTENTION, "heads": [first, end], "replicated": False}
+                values = codes(values) if probe_site.code == "u8s" else values
+                yield NamedTensor(name=ATTENTION, values=values, layers=tuple(layers), header=header)
 
     def _rows(
         self,
@@ -123,12 +125,12 @@ class ProbeReader:
         layers: Sequence[int],
         query_LNHD: torch.Tensor,
         heads: slice,
-        one: tuple[PromptRead, slice],
+        reading: tuple[PromptRead, slice],
     ) -> torch.Tensor:
         """Compute the rows of one prompt: [L, rows, heads, keys]."""
-        read, rows = one
+        read, rows = reading
         tokens_Q = work.tokens_U[rows]
-        keys_LTGD = self._looker.keys_of(read)
+        keys_LTGD = self._reductions.keys_of(read)
         positions_1Q = (tokens_Q - read.first_token + read.segment.start)[None]
         most = max(work.tracked.lengths)
         out = []
@@ -138,16 +140,16 @@ class ProbeReader:
                 query_LNHD[place].index_select(0, tokens_Q)[None, None],
                 keys[None, None],
                 positions_1Q,
-                self._looker.rule,
+                self._reductions.rule,
             )
             padded = torch.nn.functional.pad(chances[0, 0, heads], (0, most - chances.size(-1)))
             out.append(padded.transpose(0, 1))
         return torch.stack(out)
 
 
-def spans(own: Span, wanted: Sequence[int] | None) -> Iterator[Span]:
+def spans(own: Span, requested: Sequence[int] | None) -> Iterator[Span]:
     """Heads of this rank that are wanted, as runs that follow each other; None: all of them."""
-    heads = [head for head in range(*own) if wanted is None or head in wanted]
+    heads = [head for head in range(*own) if requested is None or head in requested]
     for place, head in enumerate(heads):
         if place == 0 or heads[place - 1] != head - 1:
             end = head

@@ -103,21 +103,23 @@ def _part(whole: int, index: int, count: int) -> Span:
     return whole * index // count, whole * (index + 1) // count
 
 
-def pixel_count(width: int, wanted: int, shards: int) -> int:
-    """The number of pixels nearest below `wanted` that fits these shards of a vector at least as wide: each pixel lies
-    within one of them, or is made of as many as every other."""
-    if wanted >= shards:
-        return max(shards, min(wanted, width) // shards * shards)
-    return max(count for count in range(1, max(1, wanted) + 1) if shards % count == 0)
+def pixel_count(width: int, requested: int, shards: int) -> int:
+    """Return the number of pixels, at most `requested`, that fits these shards of a vector at least as wide.
+
+    Each pixel lies within one of them, or is made of as many as every other.
+    """
+    if requested >= shards:
+        return max(shards, min(requested, width) // shards * shards)
+    return max(count for count in range(1, max(1, requested) + 1) if shards % count == 0)
 
 
-def pins_of(wanted: Iterable[tuple[int, int]], *, layers: Span, heads: Span) -> tuple[list[tuple[int, int]], int]:
+def pins_of(pins: Iterable[tuple[int, int]], *, layers: Span, heads: Span) -> tuple[list[tuple[int, int]], int]:
     """Pinned heads (layer, head) of a rank, and how many the rank of its tensor group with the most has.
 
     The graph of a step depends on that number. Were it another on each rank, one would capture a graph, and so run the
     group's collectives more often, while another replays.
     """
     (first, end), (low, high) = layers, heads
-    of_stage = sorted(pin for pin in wanted if first <= pin[0] < end)
+    of_stage = sorted(pin for pin in pins if first <= pin[0] < end)
     counts = collections.Counter(head // (high - low) for _, head in of_stage)
     return [pin for pin in of_stage if low <= pin[1] < high], max(counts.values(), default=0)

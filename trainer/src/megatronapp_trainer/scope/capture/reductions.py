@@ -113,8 +113,8 @@ class Reductions:
         for name in [name for name in self._atlases if name.startswith(f"{ATLAS}{run} ")]:
             del self._atlases[name]
 
-    def set_pins(self, pins: Pins, most: int, beside: OnReductionStream) -> int:
-        """Write down the pinned heads of this rank for the next step, `beside` what reads those of earlier ones.
+    def set_pins(self, pins: Pins, most: int, on_stream: OnReductionStream) -> int:
+        """Write the pinned heads for the next step, in `on_stream`: after the kernels that read those of earlier steps.
 
         How many places there are: `most` or more.
         """
@@ -127,11 +127,11 @@ class Reductions:
         first, group = self._shard.heads[0], self._keys_LZTGD.size(3)
         shared = (self._shard.heads[1] - first) // group
         table = [(layer - self._shard.layers[0], head - first, (head - first) // shared) for layer, head in pins]
-        wanted = torch.tensor(table + [(0, 0, 0)] * (count - len(pins))).t().contiguous()
-        with beside():
+        indices = torch.tensor(table + [(0, 0, 0)] * (count - len(pins))).t().contiguous()
+        with on_stream():
             if count not in self._pins:
                 self._pins[count] = torch.zeros(3, count, dtype=torch.int64, device=self.device)
-            source = wanted.pin_memory() if self.device.type == "cuda" else wanted
+            source = indices.pin_memory() if self.device.type == "cuda" else indices
             self._pins[count].copy_(source, non_blocking=True)
         return count
 
@@ -140,7 +140,7 @@ class Reductions:
         self, positions_N: torch.Tensor, recipes: Sequence[CaptureSpec], pins: int, attended: int
     ) -> list[NamedTensor]:
         """Reduce a decode step, for all slots: tensors of each recipe, by the number of its group."""
-        found = [one for group, recipe in enumerate(recipes) for one in self._of_recipe(recipe, group)]
+        found = [tensor for group, recipe in enumerate(recipes) for tensor in self._of_recipe(recipe, group)]
         if not any(recipe.attention for recipe in recipes) or not self._seen.layers(QUERIES.name):
             return found
         query_LBHD = self._seen.stacked(QUERIES.name)
@@ -155,33 +155,33 @@ class Reductions:
         return found
 
     @torch.no_grad()
-    def prefill(self, works: "Sequence[PromptChunk]", sight: StepContext, count: int) -> list[NamedTensor]:
+    def prefill(self, works: "Sequence[PromptChunk]", context: StepContext, count: int) -> list[NamedTensor]:
         """Reduce a chunk of prompts: tensors over all `count` reported rows, by group; pictures of prompts."""
         recipes = capture_specs_of(works)
-        found = [one for group, recipe in enumerate(recipes) for one in self._of_recipe(recipe, group)]
-        looking = [work for work in works if work.tracked.recipe is not None and work.tracked.recipe.attention]
-        if looking and self._seen.layers(QUERIES.name):
+        found = [tensor for group, recipe in enumerate(recipes) for tensor in self._of_recipe(recipe, group)]
+        with_attention = [work for work in works if work.tracked.recipe is not None and work.tracked.recipe.attention]
+        if with_attention and self._seen.layers(QUERIES.name):
             query_LNHD = self._seen.stacked(QUERIES.name)
-            measures = self._prompt_measures(looking, query_LNHD, sight, count)
+            measures = self._prompt_measures(with_attention, query_LNHD, context, count)
             for group, recipe in enumerate(recipes):
                 found += self._measured(measures, group) if recipe.attention else []
-            for work in looking:
+            for work in with_attention:
                 found += self._pictures(work, query_LNHD)
         return found
 
     def _of_recipe(self, recipe: CaptureSpec, group: int) -> Iterator[NamedTensor]:
-        for one in self.pixels_of(recipe).compute(self._seen):
-            yield dataclasses.replace(one, group=group)
+        for tensor in self.pixels_of(recipe).compute(self._seen):
+            yield dataclasses.replace(tensor, group=group)
         if not self._shard.is_first_of_tensor or not (layers := self._seen.layers("residual")):
             return
         after_LNH = self._seen.stacked("residual")
         before_LNH = torch.cat([self._seen.stacked(STAGE_INPUT.name), after_LNH[:-1]])
-        said = {"site": "residual", "replicated": True}
+        header = {"site": "residual", "replicated": True}
         for name, values in residual_measures(before_LNH, after_LNH).items():
-            yield NamedTensor(name=name, values=values, layers=tuple(layers), header=said, group=group)
+            yield NamedTensor(name=name, values=values, layers=tuple(layers), header=header, group=group)
         if recipe.pca and self.basis is not None and self.basis.layers:
             points = self._projected(after_LNH, self.basis)
-            of_basis = said | {VERSION: self.basis.version}
+            of_basis = header | {VERSION: self.basis.version}
             yield NamedTensor(name="pca", values=points, layers=self.basis.layers, header=of_basis, group=group)
 
     @staticmethod
@@ -204,13 +204,13 @@ class Reductions:
         for part in attention_recompute.slabs(layers, batch * queries * heads * keys_LBTGD.size(2)):
             chances = attention_recompute.probabilities(query_LBQHD[part], keys_LBTGD[part], positions_BQ, self.rule)
             parts.append(attention_recompute.head_measures(chances, positions_BQ, self.rule))
-        return {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _measured(self, measures: Mapping[str, torch.Tensor], group: int) -> list[NamedTensor]:
-        said = {"site": "attention", "heads": list(self._shard.heads), "replicated": False}
+        header = {"site": "attention", "heads": list(self._shard.heads), "replicated": False}
         layers = tuple(range(*self._shard.layers))
         return [
-            NamedTensor(name=name, values=values, layers=layers, header=said, group=group)
+            NamedTensor(name=name, values=values, layers=layers, header=header, group=group)
             for name, values in measures.items()
         ]
 
@@ -243,7 +243,7 @@ class Reductions:
         return codes(rows[:, :, 0, 0])
 
     def _prompt_measures(
-        self, works: "Sequence[PromptChunk]", query_LNHD: torch.Tensor, sight: StepContext, count: int
+        self, works: "Sequence[PromptChunk]", query_LNHD: torch.Tensor, context: StepContext, count: int
     ) -> dict[str, torch.Tensor]:
         """[L, U, H] each; 0 in rows of those who did not ask."""
         shape = (query_LNHD.size(0), count, query_LNHD.size(2))
@@ -253,7 +253,7 @@ class Reductions:
                 tokens_Q = work.tokens_U[rows]
                 query_L1QHD = query_LNHD.index_select(1, tokens_Q)[:, None]
                 keys_L1TGD = self.keys_of(read)[:, None]
-                positions_1Q = sight.positions_N.index_select(0, tokens_Q)[None]
+                positions_1Q = context.positions_N.index_select(0, tokens_Q)[None]
                 for name, values in self._measures(query_L1QHD, keys_L1TGD, positions_1Q).items():
                     out[name][:, rows] = values.squeeze(1)
         return out
@@ -272,9 +272,9 @@ class Reductions:
             self._atlases[name].add(query_LNHD[:, tokens], self.keys_of(read), read.segment.start, self.rule)
             if read.ends:
                 cells = codes(self._atlases.pop(name).cells)
-                said = {"site": "attention", "heads": list(self._shard.heads), "replicated": False}
+                header = {"site": "attention", "heads": list(self._shard.heads), "replicated": False}
                 layers = tuple(range(*self._shard.layers))
-                yield NamedTensor(name=name, values=cells, layers=layers, header=said, group=EVERY, has_rows=False)
+                yield NamedTensor(name=name, values=cells, layers=layers, header=header, group=EVERY, has_rows=False)
 
 
 MEASURES = ("head.entropy", "head.max", "head.sink")

@@ -218,8 +218,8 @@ class StepCapture:
         specs: Sequence[FrameSpec],
         launched: "torch.cuda.Event | None",
     ) -> None:
-        held = (values, step, [self._reductions.pixels_of(recipe) for recipe in step.recipes])
-        copy = self._copier.send_prompts(lambda: self._reduce_prompts(step, values), held, launched)
+        inputs = (values, step, [self._reductions.pixels_of(recipe) for recipe in step.recipes])
+        copy = self._copier.send_prompts(lambda: self._reduce_prompts(step, values), inputs, launched)
         self._sink(StepFrames(copy, specs))
 
     def _reduce_prompts(self, step: CapturedStep, values: dict[str, SiteValues]) -> PackedBuffer:

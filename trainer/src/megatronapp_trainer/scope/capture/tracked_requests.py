@@ -15,7 +15,7 @@ from megatronapp_trainer.hooks.forward_observer import Segment
 from megatronapp_trainer.scope.capture.capture_spec import CaptureSpec, capture_spec_of
 from megatronapp_trainer.scope.transfer.part_frames import TrackedRow
 
-_ROOM = MAX_MESSAGE_BYTES - (24 << 10)
+_MOST_HEADER_BYTES = MAX_MESSAGE_BYTES - (24 << 10)
 """Bytes of an overview that tensors may use."""
 _MEASURES = 3
 
@@ -169,8 +169,8 @@ class RequestTracker:
             return []
         ids = tuple([segment.request_id for segment in segments])
         if ids != self._ids:
-            owners = {run_of(one)[0] for one in ids}
-            self._ids, self._touched = ids, [one for name, one in self._requests.items() if name in owners]
+            owners = {run_of(request_id)[0] for request_id in ids}
+            self._ids, self._touched = ids, [request for name, request in self._requests.items() if name in owners]
         return self._touched
 
 
@@ -205,5 +205,5 @@ class ModelSizes:
             return 1
         fields = [3 * recipe.qkv + 12, (recipe.mlp + 4) * (recipe.mlp1 + recipe.mlp2), 2 * _MEASURES]
         fields += [_MEASURES * self.heads * recipe.attention, 2 * self.components * recipe.pca]
-        atlas = min(self.layers * self.heads * ATLAS * ATLAS, _ROOM * 3 // 4) * recipe.attention
-        return max(2, (_ROOM - atlas) // (self.layers * sum(fields)) - 1)
+        atlas = min(self.layers * self.heads * ATLAS * ATLAS, _MOST_HEADER_BYTES * 3 // 4) * recipe.attention
+        return max(2, (_MOST_HEADER_BYTES - atlas) // (self.layers * sum(fields)) - 1)

@@ -70,16 +70,16 @@ def pack(found: Sequence[NamedTensor]) -> PackedBuffer:
 
     The widest numbers are first, so that all are aligned.
     """
-    turned = [dataclasses.replace(one, values=one.rows_first()) for one in found]
-    ordered = sorted(turned, key=lambda one: -one.values.dtype.itemsize)
-    pieces = [one.values.contiguous().view(-1).view(torch.uint8) for one in ordered]
+    turned = [dataclasses.replace(tensor, values=tensor.rows_first()) for tensor in found]
+    ordered = sorted(turned, key=lambda tensor: -tensor.values.dtype.itemsize)
+    parts = [tensor.values.contiguous().view(-1).view(torch.uint8) for tensor in ordered]
     return PackedBuffer(
         layout=BufferLayout(
-            found=tuple(dataclasses.replace(one, values=torch.empty(0)) for one in ordered),
-            shapes=tuple(tuple(one.values.shape) for one in ordered),
-            dtypes=tuple(one.values.dtype for one in ordered),
+            found=tuple(dataclasses.replace(tensor, values=torch.empty(0)) for tensor in ordered),
+            shapes=tuple(tuple(tensor.values.shape) for tensor in ordered),
+            dtypes=tuple(tensor.values.dtype for tensor in ordered),
         ),
-        flat=torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8),
+        flat=torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8),
     )
 
 
@@ -121,65 +121,65 @@ class DeviceToHostCopier:
         return event
 
     def send_step(
-        self, make: Callable[[], PackedBuffer], held: object, after: "torch.cuda.Event | None"
+        self, make: Callable[[], PackedBuffer], keep_alive: object, after: "torch.cuda.Event | None"
     ) -> "PendingCopy":
         """Start to make and copy the buffer of a decode step after `after`, in parallel with the model's own work.
 
-        `held` is what the kernels read; it is kept alive until the copy is ready or another step waits for it.
+        `keep_alive` is what the kernels read; it is kept alive until the copy is ready or another step waits for it.
         """
-        return self._send(make, held, after, self._steps)
+        return self._send(make, keep_alive, after, self._steps)
 
     def send_prompts(
-        self, make: Callable[[], PackedBuffer], held: object, after: "torch.cuda.Event | None"
+        self, make: Callable[[], PackedBuffer], keep_alive: object, after: "torch.cuda.Event | None"
     ) -> "PendingCopy":
         """Start to make and copy the buffer of prompts."""
-        return self._send(make, held, after, self._prompts)
+        return self._send(make, keep_alive, after, self._prompts)
 
     def _send(
         self,
         make: Callable[[], PackedBuffer],
-        held: object,
+        keep_alive: object,
         after: "torch.cuda.Event | None",
         under_way: "UnderWay",
     ) -> "PendingCopy":
         if self._stream is None or after is None:
-            parcel = make()
-            return PendingCopy(parcel, parcel.flat.clone(), None, held)
+            buffer = make()
+            return PendingCopy(buffer, buffer.flat.clone(), None, keep_alive)
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            parcel = make()
-            host = torch.empty(parcel.flat.shape, dtype=torch.uint8, pin_memory=True)
-            host.copy_(parcel.flat, non_blocking=True)
+            buffer = make()
+            host = torch.empty(buffer.flat.shape, dtype=torch.uint8, pin_memory=True)
+            host.copy_(buffer.flat, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        arrival = PendingCopy(parcel, host, event, held)
-        under_way.append((event, arrival))
-        return arrival
+        copy = PendingCopy(buffer, host, event, keep_alive)
+        under_way.append((event, copy))
+        return copy
 
 
 def _await(under_way: "UnderWay", *, but: int = 0) -> None:
     """Let later kernels wait for these copies, except the `but` newest. What they held may be overwritten then."""
     while len(under_way) > but:
-        event, arrival = under_way.popleft()
+        event, copy = under_way.popleft()
         torch.cuda.current_stream().wait_event(event)
-        arrival.release()
+        copy.release()
 
 
 class PendingCopy:
     """A packed buffer on its way to the host."""
 
     def __init__(
-        self, parcel: PackedBuffer, host: torch.Tensor, event: "torch.cuda.Event | None", held: object
+        self, buffer: PackedBuffer, host: torch.Tensor, event: "torch.cuda.Event | None", keep_alive: object
     ) -> None:
-        self.layout = parcel.layout
-        self._flat: torch.Tensor | None = parcel.flat
+        self.layout = buffer.layout
+        self._flat: torch.Tensor | None = buffer.flat
         self._host = host
         self._event = event
-        self._held = held
+        self._keep_alive = keep_alive
 
     def release(self) -> None:
         """Hold what it reads no more: all later kernels run after it."""
-        self._held = None
+        self._keep_alive = None
 
     @property
     def nbytes(self) -> int:
@@ -190,7 +190,7 @@ class PendingCopy:
         """Return true, and hold nothing on the device any more, once all bytes are copied. Does not wait."""
         if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             return False
-        self._event = self._held = self._flat = None
+        self._event = self._keep_alive = self._flat = None
         return True
 
     @property

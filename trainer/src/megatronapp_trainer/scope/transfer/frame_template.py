@@ -45,7 +45,7 @@ def template_of(layout: BufferLayout, group: int, rows: int) -> FrameTemplate:
     """Derive the template of the first rows of all tensors of a group."""
     entries: list[Mapping[str, Any]] = []
     spans: list[tuple[int, int]] = []
-    said: dict[str, Any] = {}
+    header: dict[str, Any] = {}
     size = 0
     for found, place, shape, dtype in layout.tensors():
         if found.group != group:
@@ -54,7 +54,7 @@ def template_of(layout: BufferLayout, group: int, rows: int) -> FrameTemplate:
         entry = {"n": found.name, "c": CODES[dtype], "s": [rows, *shape[1:]], "o": size}
         layers = {} if found.layers is None else {"layers": list(found.layers)}
         entries.append(entry | layers | {key: value for key, value in found.header.items() if key != VERSION})
-        said |= {key: value for key, value in found.header.items() if key == VERSION}
+        header |= {key: value for key, value in found.header.items() if key == VERSION}
         spans.append((place, place + width))
         size += width + -width % _ALIGNED
-    return FrameTemplate(tuple(entries), tuple(spans), size, said)
+    return FrameTemplate(tuple(entries), tuple(spans), size, header)

@@ -57,24 +57,22 @@ class FrameSpec:
 
     def mark(self) -> Frame:
         """Build the frame that marks this one as dropped."""
-        said = {"rows": ranges(self.rows), "dropped": True, "tensors": []}
-        return Frame(FrameType.SCOPE_PART, {**self.header, **said})
+        header = {"rows": ranges(self.rows), "dropped": True, "tensors": []}
+        return Frame(FrameType.SCOPE_PART, {**self.header, **header})
 
 
 class StepFrames:
     """All frames of one step: a job for the publisher. They are made one by one, as there is room for them."""
 
-    def __init__(
-        self, arrival: PendingCopy, told: Sequence[FrameSpec], *, part_bytes: int = TARGET_FRAME_BYTES
-    ) -> None:
-        self._arrival = arrival
-        self._told = collections.deque(told)
+    def __init__(self, copy: PendingCopy, specs: Sequence[FrameSpec], *, part_bytes: int = TARGET_FRAME_BYTES) -> None:
+        self._copy = copy
+        self._specs = collections.deque(specs)
         self._part_bytes = part_bytes
 
     @property
     def kind(self) -> DropPolicy:
         """Policy of the frames that matter most."""
-        kinds = {told.kind for told in self._told} or {DropPolicy.NEWS}
+        kinds = {spec.kind for spec in self._specs} or {DropPolicy.NEWS}
         return next(
             kind for kind in (DropPolicy.NEWS, DropPolicy.PROBE, DropPolicy.PROMPTS, DropPolicy.STEP) if kind in kinds
         )
@@ -82,33 +80,33 @@ class StepFrames:
     @property
     def nbytes(self) -> int:
         """Size in the host's memory."""
-        return self._arrival.nbytes
+        return self._copy.nbytes
 
     def split(self) -> "list[StepFrames]":
         """Separate probes from steps, as they wait in another queue."""
-        probes = [told for told in self._told if told.is_probe]
-        others = [told for told in self._told if not told.is_probe]
+        probes = [spec for spec in self._specs if spec.is_probe]
+        others = [spec for spec in self._specs if not spec.is_probe]
         if not probes or not others:
             return [self]
-        return [StepFrames(self._arrival, told, part_bytes=self._part_bytes) for told in (others, probes)]
+        return [StepFrames(self._copy, specs, part_bytes=self._part_bytes) for specs in (others, probes)]
 
     def ready(self) -> bool:
         """Return true once the copy is done."""
-        return self._arrival.ready()
+        return self._copy.ready()
 
     def build(self) -> Iterator[Frame]:
         """The frames, in their order."""
-        arrays = self._arrival.open()
-        while self._told:
-            told = self._told[0]
-            mine = [pair for pair in arrays if pair[0].group in {told.group, EVERY}]
-            whole = _whole(told, self._arrival, mine, self._part_bytes)
-            yield from _frames(told, mine, self._part_bytes) if whole is None else [whole]
-            self._told.popleft()
+        arrays = self._copy.open()
+        while self._specs:
+            spec = self._specs[0]
+            mine = [pair for pair in arrays if pair[0].group in {spec.group, EVERY}]
+            whole = _whole(spec, self._copy, mine, self._part_bytes)
+            yield from _frames(spec, mine, self._part_bytes) if whole is None else [whole]
+            self._specs.popleft()
 
     def marks(self) -> list[Frame]:
         """Build marks for all frames that have not been built."""
-        return [told.mark() for told in self._told]
+        return [spec.mark() for spec in self._specs]
 
 
 def ranges(rows: Iterable[TrackedRow]) -> list[list[int]]:
@@ -122,55 +120,55 @@ def ranges(rows: Iterable[TrackedRow]) -> list[list[int]]:
     return out
 
 
-def _whole(told: FrameSpec, arrival: PendingCopy, arrays: Arrays, part_bytes: int) -> Frame | None:
+def _whole(spec: FrameSpec, copy: PendingCopy, arrays: Arrays, part_bytes: int) -> Frame | None:
     """Build the single frame of a decode step from a template; None if rows or size do not allow it."""
-    count = len(told.rows)
-    if told.kind is not DropPolicy.STEP or not 0 < count <= MOST_ROWS or list(told.select) != list(range(count)):
+    count = len(spec.rows)
+    if spec.kind is not DropPolicy.STEP or not 0 < count <= MOST_ROWS or list(spec.select) != list(range(count)):
         return None
-    template = template_of(arrival.layout, told.group, count)
-    sheets = [sheet for found, values in arrays if found.name == "pinned" for sheet in _pinned(told, values)]
-    if template.size + sum(sheet.row_bytes for sheet in sheets) * count > part_bytes:
+    template = template_of(copy.layout, spec.group, count)
+    row_tensors = [tensor for found, values in arrays if found.name == "pinned" for tensor in _pinned(spec, values)]
+    if template.size + sum(tensor.row_bytes for tensor in row_tensors) * count > part_bytes:
         return None
-    entries, body = pack(sheet.whole().tensor(slice(0, count)) for sheet in sheets)
-    behind = [entry | {"o": entry["o"] + template.size} for entry in entries]
-    said = {"rows": ranges(told.rows), "tensors": [*template.entries, *behind]}
-    return Frame(FrameType.SCOPE_PART, {**told.header, **said, **template.header}, template.body(arrival.data) + body)
+    entries, body = pack(tensor.whole().tensor(slice(0, count)) for tensor in row_tensors)
+    pinned_entries = [entry | {"o": entry["o"] + template.size} for entry in entries]
+    header = {"rows": ranges(spec.rows), "tensors": [*template.entries, *pinned_entries]}
+    return Frame(FrameType.SCOPE_PART, {**spec.header, **header, **template.header}, template.body(copy.data) + body)
 
 
-def _frames(told: FrameSpec, arrays: Arrays, part_bytes: int) -> Iterator[Frame]:
-    for cut in split_into_frames(list(_sheets(told, arrays)), len(told.rows), part_bytes):
-        names = {tensor.name for tensor in cut.tensors}
-        said = {"rows": ranges(told.rows[cut.rows]), "more": bool(told.header["more"]) or not cut.is_last}
+def _frames(spec: FrameSpec, arrays: Arrays, part_bytes: int) -> Iterator[Frame]:
+    for content in split_into_frames(list(_row_tensors(spec, arrays)), len(spec.rows), part_bytes):
+        names = {tensor.name for tensor in content.tensors}
+        header = {"rows": ranges(spec.rows[content.rows]), "more": bool(spec.header["more"]) or not content.is_last}
         for found, _ in arrays:
             if found.name in names and VERSION in found.header:
-                said[VERSION] = found.header[VERSION]
-        yield build_frame(FrameType.SCOPE_PART, {**told.header, **said}, cut.tensors)
+                header[VERSION] = found.header[VERSION]
+        yield build_frame(FrameType.SCOPE_PART, {**spec.header, **header}, content.tensors)
 
 
-def _sheets(told: FrameSpec, arrays: Arrays) -> Iterator[RowTensor]:
+def _row_tensors(spec: FrameSpec, arrays: Arrays) -> Iterator[RowTensor]:
     """Give the tensors of a part as rows that can be split."""
-    if told.atlas:
+    if spec.atlas:
         for found, values in arrays:
-            if found.name == told.atlas:
+            if found.name == spec.atlas:
                 yield _row_tensor(found, values[None], None, "atlas")
         return
-    in_order = list(told.select) == list(range(len(told.select)))
-    select = None if in_order else np.asarray(told.select, dtype=np.intp)
+    in_order = list(spec.select) == list(range(len(spec.select)))
+    select = None if in_order else np.asarray(spec.select, dtype=np.intp)
     for found, values in arrays:
         if found.name == "pinned":
-            yield from _pinned(told, values)
+            yield from _pinned(spec, values)
         elif not found.name.startswith(ATLAS):
             yield _row_tensor(found, values, select)
 
 
-def _pinned(told: FrameSpec, values: NDArray[Any]) -> Iterator[RowTensor]:
+def _pinned(spec: FrameSpec, values: NDArray[Any]) -> Iterator[RowTensor]:
     """Each head by itself, as many keys as the longest row has."""
-    keys = max((row.position for row in told.rows), default=0) + 1
-    select = np.asarray(told.select, dtype=np.intp)
-    for place, layer, head in told.pinned:
-        said = {"site": "attention", "heads": [head, head + 1], "replicated": False}
+    keys = max((row.position for row in spec.rows), default=0) + 1
+    select = np.asarray(spec.select, dtype=np.intp)
+    for place, layer, head in spec.pinned:
+        header = {"site": "attention", "heads": [head, head + 1], "replicated": False}
         rows = values[place, :, None, None, :keys]
-        yield RowTensor(name="attention", code="u8s", values=rows, select=select, layers=(layer,), header=said)
+        yield RowTensor(name="attention", code="u8s", values=rows, select=select, layers=(layer,), header=header)
 
 
 def _row_tensor(

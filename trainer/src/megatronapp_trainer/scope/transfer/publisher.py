@@ -154,7 +154,7 @@ class FrameQueue:
             DropPolicy.PROMPTS: waiting_bytes,
             DropPolicy.PROBE: waiting_bytes,
         }
-        self._held = dict.fromkeys(DropPolicy, 0)
+        self._queued_bytes = dict.fromkeys(DropPolicy, 0)
         self._queues: dict[bool, collections.OrderedDict[int, FrameJob]] = {
             False: collections.OrderedDict(),
             True: collections.OrderedDict(),
@@ -168,12 +168,12 @@ class FrameQueue:
     def put(self, job: FrameJob) -> None:
         """Queue a job, or its marks if it does not fit; drop older steps that no longer fit."""
         with self._lock:
-            lane = self._queues[job.kind is DropPolicy.PROBE]
+            queue = self._queues[job.kind is DropPolicy.PROBE]
             if job.kind in {DropPolicy.PROMPTS, DropPolicy.PROBE} and not self._fits(job):
                 self.dropped += 1
                 job = ReadyFrames(job.marks())
             self._count += 1
-            self._set(lane, self._count, job)
+            self._set(queue, self._count, job)
             if job.kind is DropPolicy.STEP:
                 self._steps.append(self._count)
             self._drop_steps(self._queues[False])
@@ -182,10 +182,10 @@ class FrameQueue:
     def take(self, *, probes: bool) -> FrameJob | None:
         """Take the oldest job, if it is ready. Its size is counted until `release`."""
         with self._lock:
-            lane = self._queues[probes]
-            if not lane or not next(iter(lane.values())).ready():
+            queue = self._queues[probes]
+            if not queue or not next(iter(queue.values())).ready():
                 return None
-            number, job = lane.popitem(last=False)
+            number, job = queue.popitem(last=False)
             while self._steps and not probes and self._steps[0] <= number:
                 self._steps.popleft()
             return job
@@ -193,12 +193,12 @@ class FrameQueue:
     def release(self, kind: DropPolicy, cost: int) -> None:
         """Free the space of a job that was taken."""
         with self._lock:
-            self._held[kind] -= cost
+            self._queued_bytes[kind] -= cost
 
     @property
     def held_bytes(self) -> int:
         """Size of all waiting jobs."""
-        return sum(self._held.values())
+        return sum(self._queued_bytes.values())
 
     @property
     def count(self) -> int:
@@ -207,30 +207,30 @@ class FrameQueue:
 
     def _fits(self, job: FrameJob) -> bool:
         """Return true if the job fits. One larger than the limit may wait alone, as it would never fit otherwise."""
-        held = self._held[DropPolicy.PROMPTS] + self._held[DropPolicy.PROBE]
-        return not held or held + cost_of(job) <= self._bounds[job.kind]
+        prompt_bytes = self._queued_bytes[DropPolicy.PROMPTS] + self._queued_bytes[DropPolicy.PROBE]
+        return not prompt_bytes or prompt_bytes + cost_of(job) <= self._bounds[job.kind]
 
-    def _set(self, lane: collections.OrderedDict[int, FrameJob], number: int, job: FrameJob) -> None:
-        if number in lane:
-            self._held[lane[number].kind] -= cost_of(lane[number])
-        lane[number] = job
-        self._held[job.kind] += cost_of(job)
+    def _set(self, queue: collections.OrderedDict[int, FrameJob], number: int, job: FrameJob) -> None:
+        if number in queue:
+            self._queued_bytes[queue[number].kind] -= cost_of(queue[number])
+        queue[number] = job
+        self._queued_bytes[job.kind] += cost_of(job)
 
-    def _drop_steps(self, lane: collections.OrderedDict[int, FrameJob]) -> None:
+    def _drop_steps(self, queue: collections.OrderedDict[int, FrameJob]) -> None:
         """Replace the oldest steps by their marks, but never the newest step."""
-        while self._held[DropPolicy.STEP] > self._bounds[DropPolicy.STEP] and len(self._steps) > 1:
-            if (number := self._steps.popleft()) in lane:
+        while self._queued_bytes[DropPolicy.STEP] > self._bounds[DropPolicy.STEP] and len(self._steps) > 1:
+            if (number := self._steps.popleft()) in queue:
                 self.dropped += 1
-                self._set(lane, number, ReadyFrames(lane[number].marks()))
+                self._set(queue, number, ReadyFrames(queue[number].marks()))
 
-    def _drop_oldest(self, lane: collections.OrderedDict[int, FrameJob]) -> None:
+    def _drop_oldest(self, queue: collections.OrderedDict[int, FrameJob]) -> None:
         """Drop the oldest tokens and states, once the agent has not read for long."""
-        if self._held[DropPolicy.NEWS] <= self._bounds[DropPolicy.NEWS]:
+        if self._queued_bytes[DropPolicy.NEWS] <= self._bounds[DropPolicy.NEWS]:
             return
-        for number in [number for number, job in lane.items() if job.kind is DropPolicy.NEWS][:-1]:
-            if self._held[DropPolicy.NEWS] <= self._bounds[DropPolicy.NEWS] * 3 // 4:  # not one by one
+        for number in [number for number, job in queue.items() if job.kind is DropPolicy.NEWS][:-1]:
+            if self._queued_bytes[DropPolicy.NEWS] <= self._bounds[DropPolicy.NEWS] * 3 // 4:  # not one by one
                 return
-            self._held[DropPolicy.NEWS] -= cost_of(lane.pop(number))
+            self._queued_bytes[DropPolicy.NEWS] -= cost_of(queue.pop(number))
             self.dropped += 1
 
 
@@ -266,9 +266,9 @@ class FramePublisher:
         self._frame = b""
         """The frame that is being sent. After a lost connection all of it is sent again."""
         self._unsent = memoryview(b"")
-        self._news = threading.Event()
+        self._wake_up = threading.Event()
         if idle_window is not None:
-            idle_window.listeners.append(self._news.set)
+            idle_window.listeners.append(self._wake_up.set)
         self._until_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="scope-publisher", daemon=True)
         self.failures: collections.deque[str] = collections.deque(maxlen=8)
@@ -281,15 +281,15 @@ class FramePublisher:
     def post(self, job: FrameJob) -> None:
         """Send when it is ready. Returns at once."""
         self._coming.append(job)
-        for one in job.split():
-            self._waiting.put(one)
+        for part in job.split():
+            self._waiting.put(part)
         if self._may_work:  # otherwise the idle window wakes it
-            self._news.set()
+            self._wake_up.set()
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Send what can be sent in this time, and end."""
         self._until_s = time.monotonic() + timeout_s
-        self._news.set()
+        self._wake_up.set()
         self._thread.join(timeout_s + 1)
 
     @property
@@ -328,8 +328,8 @@ class FramePublisher:
 
     def _await_idle_window(self) -> None:
         while not self._may_work:
-            self._is_overdue = not self._news.wait(_IDLE_WINDOW_S)
-            self._news.clear()
+            self._is_overdue = not self._wake_up.wait(_IDLE_WINDOW_S)
+            self._wake_up.clear()
 
     def _rest(self) -> None:
         """Wait until there may be work: a socket that drains, a copy that is ready, a new job, or time to connect."""
@@ -338,8 +338,8 @@ class FramePublisher:
             with contextlib.suppress(OSError, ValueError):
                 select.select([], [self._socket], [], wait_s)
             return
-        self._news.wait(wait_s)
-        self._news.clear()
+        self._wake_up.wait(wait_s)
+        self._wake_up.clear()
 
     def _send(self) -> bool:
         """Send some bytes without waiting; whether some went."""

@@ -20,7 +20,7 @@ MOST_ROWS = 1 << 14
 _ENTRY_BYTES = 256
 """About what a header says of a tensor, without its layers."""
 _LAYER_BYTES = 5
-_WORDS = ("heads", "features")
+_SHARD_AXES = ("heads", "features")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -48,25 +48,25 @@ class RowTensor:
 
     def chunks(self, limit: int) -> "Iterator[TensorChunk]":
         """Parts of a row, each within the limit where its layers, heads or features can be cut so."""
-        room = max(1, limit - self._header_bytes)
+        available = max(1, limit - self._header_bytes)
         axis = 1 if self.layers is None else 2
         cell = self.values.shape[axis:]
         cell_bytes = math.prod(cell) * self.values.itemsize
         whole = slice(0, cell[0] if cell else 1)
-        if cell_bytes <= room or not self._is_divisible(cell):
-            for layers in _slices(len(self.layers or ()) or 1, room // max(1, cell_bytes)):
+        if cell_bytes <= available or not self._is_divisible(cell):
+            for layers in _slices(len(self.layers or ()) or 1, available // max(1, cell_bytes)):
                 yield TensorChunk(self, layers, whole, (layers.stop - layers.start) * cell_bytes + self._header_bytes)
             return
         unit = cell_bytes // cell[0]
         for layers in _slices(len(self.layers or ()) or 1, 1):
-            for part in _slices(cell[0], room // unit):
+            for part in _slices(cell[0], available // unit):
                 yield TensorChunk(self, layers, part, (part.stop - part.start) * unit + self._header_bytes)
 
     def _is_divisible(self, cell: Sequence[int]) -> bool:
         """Return false for pixels, each of which represents several heads or features, and for states."""
         if MERGE in self.header:
             return False
-        span = next((self.header[word] for word in _WORDS if word in self.header), None)
+        span = next((self.header[axis] for axis in _SHARD_AXES if axis in self.header), None)
         return bool(cell) and (span is None or span[1] - span[0] == cell[0])
 
     def whole(self) -> "TensorChunk":
@@ -88,25 +88,25 @@ class TensorChunk(NamedTuple):
 
     def tensor(self, rows: slice) -> Tensor:
         """These rows of it."""
-        sheet = self.tensor_source
-        values = sheet.values[rows] if sheet.select is None else sheet.values[sheet.select[rows]]
-        if sheet.layers is not None:
+        source = self.tensor_source
+        values = source.values[rows] if source.select is None else source.values[source.select[rows]]
+        if source.layers is not None:
             values = values[:, self.layers]
-        axis = 1 if sheet.layers is None else 2
+        axis = 1 if source.layers is None else 2
         is_cut = values.ndim > axis and self.part.stop - self.part.start < values.shape[axis]
         if is_cut:
             values = values[(*[slice(None)] * axis, self.part)]
-        values = np.ascontiguousarray(values[0] if sheet.is_picture else values)
-        return Tensor(sheet.name, sheet.code, values, None, self._header(is_cut=is_cut))
+        values = np.ascontiguousarray(values[0] if source.is_picture else values)
+        return Tensor(source.name, source.code, values, None, self._header(is_cut=is_cut))
 
     def _header(self, *, is_cut: bool) -> dict[str, Any]:
         layers = {} if self.tensor_source.layers is None else {"layers": list(self.tensor_source.layers[self.layers])}
-        said = {**layers, **self.tensor_source.header}
+        header = {**layers, **self.tensor_source.header}
         if not is_cut:
-            return said
-        word = next((word for word in _WORDS if word in said), "features")
-        first = said[word][0] if word in said else 0
-        return said | {word: [first + self.part.start, first + self.part.stop], "replicated": False}
+            return header
+        shard_axis = next((axis for axis in _SHARD_AXES if axis in header), "features")
+        first = header[shard_axis][0] if shard_axis in header else 0
+        return header | {shard_axis: [first + self.part.start, first + self.part.stop], "replicated": False}
 
 
 class FrameContent(NamedTuple):
@@ -117,28 +117,28 @@ class FrameContent(NamedTuple):
     is_last: bool
 
 
-def split_into_frames(sheets: Sequence[RowTensor], count: int, limit: int) -> Iterator[FrameContent]:
+def split_into_frames(row_tensors: Sequence[RowTensor], count: int, limit: int) -> Iterator[FrameContent]:
     """Split `count` rows into frames of at most about `limit` bytes; at least one frame, which may be empty."""
-    row_bytes = sum(sheet.row_bytes for sheet in sheets)
-    groups = [[sheet.whole() for sheet in sheets]] if row_bytes <= limit else _groups(sheets, limit)
+    row_bytes = sum(tensor.row_bytes for tensor in row_tensors)
+    groups = [[tensor.whole() for tensor in row_tensors]] if row_bytes <= limit else _groups(row_tensors, limit)
     at_once = max(1, min(MOST_ROWS, limit // max(1, row_bytes)))
     for rows in _slices(max(1, count), at_once):
         for place, group in enumerate(groups):
             is_last = rows.stop >= count and place == len(groups) - 1
-            told = slice(rows.start, min(rows.stop, count))
-            yield FrameContent(told, [piece.tensor(told) for piece in group], is_last)
+            content_rows = slice(rows.start, min(rows.stop, count))
+            yield FrameContent(content_rows, [part.tensor(content_rows) for part in group], is_last)
 
 
-def _groups(sheets: Sequence[RowTensor], limit: int) -> list[list[TensorChunk]]:
+def _groups(row_tensors: Sequence[RowTensor], limit: int) -> list[list[TensorChunk]]:
     """Pieces of one row, as they go together."""
     groups: list[list[TensorChunk]] = []
-    room = 0
-    for piece in (piece for sheet in sheets for piece in sheet.chunks(limit)):
-        if piece.row_bytes > room or not groups:
+    available = 0
+    for part in (part for tensor in row_tensors for part in tensor.chunks(limit)):
+        if part.row_bytes > available or not groups:
             groups.append([])
-            room = limit
-        groups[-1].append(piece)
-        room -= piece.row_bytes
+            available = limit
+        groups[-1].append(part)
+        available -= part.row_bytes
     return groups
 
 
