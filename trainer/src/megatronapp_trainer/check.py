@@ -124,7 +124,7 @@ def _flag_of(prefix: str, config: TrainerConfig) -> str:
     """Return the flag that names this corpus."""
     data = config.data
     flags = {"--train-data-path": data.train_data_path, "--valid-data-path": data.valid_data_path}
-    named = (flag for flag, words in flags.items() if prefix in (words or ()))
+    named = (flag for flag, values in flags.items() if prefix in (values or ()))
     return "--data-path" if data.data_path is not None else next(named, "--test-data-path")
 
 
@@ -135,10 +135,10 @@ def problem_of(error: TrainerError | OSError, *, flags: tuple[str, ...], value: 
             code=ExitCode.DATA, flags=flags, value=value, message=f"{error.filename}: {error.strerror}"
         )
     message = str(error)
-    told = tuple(_FLAG.findall(message))
+    mentioned = tuple(_FLAG.findall(message))
     return ArgumentProblem(
         code=error.exit_code,
-        flags=told if not flags or message.startswith("--") else flags,
+        flags=mentioned if not flags or message.startswith("--") else flags,
         value=value,
         message=message,
     )

@@ -99,18 +99,18 @@ def model_flags(stored: Mapping[str, Any]) -> list[str]:
 
     Sizes are those of the manifest; a command line may override `--seq-length` after them.
     """
-    words: list[str] = []
+    command: list[str] = []
     for flag in (*_MODEL, *_SIZES):
         value = stored.get(flag)
         if flag == "--num-query-groups":
-            words += (
+            command += (
                 [] if value == stored.get("--num-attention-heads") else ["--group-query-attention", flag, str(value)]
             )
         elif value is True:
-            words.append(flag)
+            command.append(flag)
         elif value is not None and value is not False:
-            words += [flag, str(value)]
-    return words
+            command += [flag, str(value)]
+    return command
 
 
 def model_of(stored: Mapping[str, Any]) -> ModelConfig:
@@ -127,14 +127,14 @@ def conflict(stored: dict[str, Any], config: TrainerConfig, *, optimizer: bool) 
     advice = "give the checkpoint's values, or another directory with --save and --load"
     if all(flag in _OPTIMIZER for flag in differences):
         advice += ", or read the weights alone with --no-load-optim"
-    return f"this run differs from the checkpoint in {_words(differences)}; {advice}"
+    return f"this run differs from the checkpoint in {_describe_differences(differences)}; {advice}"
 
 
 def model_difference(there: TrainerConfig, here: TrainerConfig) -> str | None:
     """Describe in what two models differ; None if they are equal."""
     compared = _compared(here)
     differences = _differences({flag: get(there) for flag, get in compared.items()}, here, compared)
-    return f"it differs in {_words(differences)}" if differences else None
+    return f"it differs in {_describe_differences(differences)}" if differences else None
 
 
 def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
@@ -142,7 +142,8 @@ def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
     differences = _differences(stored, config, _DATA)
     if not differences:
         return None
-    return f"samples come in another order than before, because this run differs in {_words(differences)}"
+    described = _describe_differences(differences)
+    return f"samples come in another order than before, because this run differs in {described}"
 
 
 def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> int | None:
@@ -184,7 +185,7 @@ def _differences(stored: dict[str, Any], config: TrainerConfig, flags: dict[str,
     return found
 
 
-def _words(differences: dict[str, tuple[Any, Any]]) -> str:
+def _describe_differences(differences: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(
         f"{flag} ({_show(there)} there, {_show(here)} here)" for flag, (there, here) in differences.items()
     )

@@ -43,18 +43,18 @@ class BlockChecksums:
         self._block_bytes = block_bytes
         self._done: list[int] = []
         self._current = 0
-        self._room = block_bytes
+        self._bytes_left = block_bytes
 
     def update(self, data: "ReadableBuffer") -> None:
         """Continue the checksum with these bytes."""
         rest = memoryview(data).cast("B")
         while len(rest) > 0:
-            if self._room == 0:
+            if self._bytes_left == 0:
                 self._done.append(self._current)
-                self._current, self._room = 0, self._block_bytes
-            part, rest = rest[: self._room], rest[self._room :]
+                self._current, self._bytes_left = 0, self._block_bytes
+            part, rest = rest[: self._bytes_left], rest[self._bytes_left :]
             self._current = zlib.crc32(part, self._current)
-            self._room -= len(part)
+            self._bytes_left -= len(part)
 
     def text(self) -> str:
         """Return the checksum of all bytes so far; no bytes are one empty block."""
@@ -137,9 +137,9 @@ def first_damage(
         return str(error)
     if within is not None:
         blocks = [block for block in blocks if _touches(block, within.get(block.file, ()))]
-    share = blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
+    blocks_of_part = blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
     with ThreadPoolExecutor(threads, thread_name_prefix="checksums") as pool:
-        flaws = (flaw for flaw in pool.map(functools.partial(_flaw, folder), share) if flaw is not None)
+        flaws = (flaw for flaw in pool.map(functools.partial(_flaw, folder), blocks_of_part) if flaw is not None)
         flaw = next(flaws, None)
         pool.shutdown(wait=True, cancel_futures=True)
     return flaw

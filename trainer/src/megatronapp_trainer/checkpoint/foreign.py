@@ -32,7 +32,7 @@ class MegatronLayout(enum.StrEnum):
     ZARR = "zarr"
 
 
-_WORDS = {
+_DESCRIPTIONS = {
     MegatronLayout.TORCH_DIST: "a checkpoint of Megatron-LM (torch_dist)",
     MegatronLayout.LEGACY: "a checkpoint of Megatron-LM in the legacy layout (mp_rank_...)",
     MegatronLayout.ZARR: "a checkpoint of Megatron-LM (zarr)",
@@ -79,12 +79,12 @@ def answer(path: pathlib.Path) -> str | None:
     found = megatron_checkpoint(path)
     if found is not None and found[1] is MegatronLayout.ZARR:
         return (
-            f"{path} holds {_WORDS[found[1]]}, which is not read; save it with Megatron-LM once more with "
+            f"{path} holds {_DESCRIPTIONS[found[1]]}, which is not read; save it with Megatron-LM once more with "
             "--dist-ckpt-format torch_dist, then convert that"
         )
     if found is None and not _is_hugging_face(path):
         return None
-    what = "a model of Hugging Face" if found is None else _WORDS[found[1]]
+    what = "a model of Hugging Face" if found is None else _DESCRIPTIONS[found[1]]
     target = path.with_name(f"{path.name}-megatronapp")
     return (
         f"{path} holds {what}, which is converted first: {CONVERT} --load-dir {path} --save-dir {target}; then give "
@@ -110,12 +110,12 @@ def _candidates(path: pathlib.Path, iteration: int | None) -> list[pathlib.Path]
 def _tracked(path: pathlib.Path) -> list[pathlib.Path]:
     """Return the folder that the tracker names, if any."""
     try:
-        word = (path / TRACKER).read_text(encoding="utf-8").strip()
+        text = (path / TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return []
-    if word == RELEASE:
+    if text == RELEASE:
         return [path / RELEASE]
-    return [path / f"iter_{int(word):07d}"] if word.isascii() and word.isdigit() else []
+    return [path / f"iter_{int(text):07d}"] if text.isascii() and text.isdigit() else []
 
 
 def _backend(folder: pathlib.Path) -> str | None:

@@ -262,10 +262,10 @@ class CheckpointManager:
             raise CheckpointError(f"{path} holds no optimizer state; give --no-load-optim or --finetune to do without")
         here, there = _sizes(self._layout), manifest.layout
         same_states = all(here[name] == there.get(name) for name in ("tensor", "pipeline", "virtual"))
-        wanted = flags.load_rng and manifest.random_states
-        if wanted and not same_states:
+        loads_random_states = flags.load_rng and manifest.random_states
+        if loads_random_states and not same_states:
             _note(f"random states in {path} belong to another layout; they start afresh from --seed")
-        return StateParts(optimizer=flags.load_optim, random_states=wanted and same_states, progress=True)
+        return StateParts(optimizer=flags.load_optim, random_states=loads_random_states and same_states, progress=True)
 
     def _log_loaded(self, path: pathlib.Path, manifest: Manifest, parts: StateParts) -> None:
         if not parts.progress:

@@ -50,10 +50,10 @@ _PLAIN = {
 class OpaqueObject:
     """Placeholder for an object of an unknown class; accepts any state of a pickle."""
 
-    def __init__(self, *_words: object, **_keywords: object) -> None:
+    def __init__(self, *_arguments: object, **_keywords: object) -> None:
         pass
 
-    def __call__(self, *_words: object, **_keywords: object) -> "OpaqueObject":
+    def __call__(self, *_arguments: object, **_keywords: object) -> "OpaqueObject":
         """Behave as a constructor, which returns an object."""
         return self
 

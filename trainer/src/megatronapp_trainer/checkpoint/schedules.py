@@ -151,9 +151,9 @@ def conflict(
     if not different:
         return None
     batches = _batch(there, arguments_there), _batch(here, _lengths(config))
-    words = ", ".join(_describe_flags(different, there, here, batches))
+    flags = ", ".join(_describe_flags(different, there, here, batches))
     why = _COUNTED_IN_FULL if counted_in_full(arguments_there, config) else ""
-    return f"this run's schedules differ from the checkpoint's in {words}; {why}{_ADVICE}"
+    return f"this run's schedules differ from the checkpoint's in {flags}; {why}{_ADVICE}"
 
 
 def counted_in_full(arguments_there: Mapping[str, Any], config: TrainerConfig) -> bool:
@@ -241,7 +241,7 @@ def _describe_flags(
     """Yield one phrase per flag; start and end of a constant weight decay are one flag."""
     comparable = None not in batches
     if comparable and batches[0] != batches[1] and any(entry.samples for entry in different):
-        yield _piece("--global-batch-size", "globalBatchSize", f"{batches[0]:g}", f"{batches[1]:g}")
+        yield _describe_difference("--global-batch-size", "globalBatchSize", f"{batches[0]:g}", f"{batches[1]:g}")
     shown = set()
     for entry in different:
         values = [
@@ -252,10 +252,10 @@ def _describe_flags(
             values = [f"{state[entry.key]!r} samples" for state in (there, here)]
         if values[0] != values[1] and entry.flag not in shown:
             shown.add(entry.flag)
-            yield _piece(entry.flag, entry.field, *values)
+            yield _describe_difference(entry.flag, entry.field, *values)
 
 
-def _piece(flag: str, field: str | None, there: str, here: str) -> str:
+def _describe_difference(flag: str, field: str | None, there: str, here: str) -> str:
     place = "" if field is None else f" (spec.training.{field})"
     return f"{flag}{place}: {there} there, {here} here"
 

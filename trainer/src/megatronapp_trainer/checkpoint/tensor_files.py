@@ -64,7 +64,7 @@ have none, and None is what megatron-core's own layers write.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorPiece:
+class LazyTensor:
     """A tensor to write, or one layer of it."""
 
     key: str
@@ -92,10 +92,10 @@ class TensorPiece:
 class _LazyPlanner(SavePlanner):
     """Reads every tensor at the moment when it is written."""
 
-    def __init__(self, pieces: Sequence[TensorPiece], layers: int) -> None:
+    def __init__(self, tensors: Sequence[LazyTensor], layers: int) -> None:
         self._layers = layers
-        self._items = {piece.item(layers).index: piece.item(layers) for piece in pieces}
-        self._pieces = {piece.item(layers).index: piece for piece in pieces}
+        self._items = {tensor.item(layers).index: tensor.item(layers) for tensor in tensors}
+        self._tensors = {tensor.item(layers).index: tensor for tensor in tensors}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
         pass
@@ -121,7 +121,7 @@ class _LazyPlanner(SavePlanner):
         if write_item.type is WriteItemType.BYTE_IO:
             return _saved([None])
         assert write_item.tensor_data is not None
-        return self._pieces[write_item.index].read().reshape(write_item.tensor_data.chunk.sizes)
+        return self._tensors[write_item.index].read().reshape(write_item.tensor_data.chunk.sizes)
 
 
 def _saved(value: object) -> io.BytesIO:
@@ -131,7 +131,7 @@ def _saved(value: object) -> io.BytesIO:
     return stream
 
 
-def write(pieces: Sequence[TensorPiece], layers: int, folder: pathlib.Path) -> dict[str, WrittenFile]:
+def write(tensors: Sequence[LazyTensor], layers: int, folder: pathlib.Path) -> dict[str, WrittenFile]:
     """Write all tensors of a model into an empty folder, without its manifest; returns sizes and checksums of the
     files.
 
@@ -143,7 +143,7 @@ def write(pieces: Sequence[TensorPiece], layers: int, folder: pathlib.Path) -> d
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*in a single process.*", category=UserWarning)
         try:
-            save({}, storage_writer=writer, planner=_LazyPlanner(pieces, layers), no_dist=True)
+            save({}, storage_writer=writer, planner=_LazyPlanner(tensors, layers), no_dist=True)
         except CheckpointException as error:
             raise first_cause(error) from error
     torch.save({"iteration": 0}, folder / "common.pt")
@@ -186,12 +186,12 @@ class StoredTensors:
         """Return the byte ranges of each data file that hold no optimizer state, sorted and merged."""
         found: dict[str, list[tuple[int, int]]] = {}
         stored = [(place, index.fqn) for index, place in self._metadata.storage_data.items()]
-        for place, name in sorted(stored, key=lambda one: (one[0].relative_path, one[0].offset)):
+        for place, name in sorted(stored, key=lambda entry: (entry[0].relative_path, entry[0].offset)):
             if name.startswith(_OPTIMIZER):
                 continue
-            pieces = found.setdefault(place.relative_path, [])
-            start = pieces.pop()[0] if pieces and pieces[-1][1] == place.offset else place.offset
-            pieces.append((start, place.offset + place.length))
+            ranges = found.setdefault(place.relative_path, [])
+            start = ranges.pop()[0] if ranges and ranges[-1][1] == place.offset else place.offset
+            ranges.append((start, place.offset + place.length))
         return found
 
     def read(self, key: str, layer: int | None = None) -> torch.Tensor:

@@ -78,13 +78,13 @@ def out_of_bounds(section: Any) -> Iterator[str]:  # noqa: ANN401 - a dataclass 
 
 def _within(bounds: str, value: float, flag: str) -> tuple[bool, str]:
     """Compare a value with its bounds; return the result and the sentence for a failure."""
-    least, most = (float(word) for word in bounds[1:-1].split(","))
-    words = [f"{least:g} or more" if bounds[0] == "[" else f"above {least:g}"]
+    least, most = (float(bound) for bound in bounds[1:-1].split(","))
+    descriptions = [f"{least:g} or more" if bounds[0] == "[" else f"above {least:g}"]
     if not math.isinf(most):
-        words.append(f"{most:.0f} or less" if bounds[-1] == "]" else f"below {most:g}")
+        descriptions.append(f"{most:.0f} or less" if bounds[-1] == "]" else f"below {most:g}")
     above = value >= least if bounds[0] == "[" else value > least
     below = value <= most if bounds[-1] == "]" else value < most
-    return above and below, f"{flag} {value} must be {' and '.join(words)}"
+    return above and below, f"{flag} {value} must be {' and '.join(descriptions)}"
 
 
 class StrictParser(argparse.ArgumentParser):
@@ -125,12 +125,12 @@ def _keywords(hint: Any, meta: Option) -> dict[str, Any]:  # noqa: ANN401
     return {"type": _finite if hint is float else hint, "choices": meta.choices}
 
 
-def _finite(word: str) -> float:
+def _finite(text: str) -> float:
     """Parse a number that is neither NaN nor infinite: no rule could judge those."""
     try:
-        value = float(word)
+        value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"invalid float value: {word!r}") from None
+        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}") from None
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{word} is not a finite number")
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
     return value

@@ -169,8 +169,8 @@ class ParallelConfig:
         middle = stages - (first is not None) - (last is not None)
         if rest < 0 or (rest % middle if middle > 0 else rest):
             raise ValueError(f"{rest} layers cannot be shared by {middle} stages")
-        share = (rest // middle,) * middle if middle > 0 else ()
-        return (*(() if first is None else (first,)), *share, *(() if last is None else (last,)))
+        layers_of_middle = (rest // middle,) * middle if middle > 0 else ()
+        return (*(() if first is None else (first,)), *layers_of_middle, *(() if last is None else (last,)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

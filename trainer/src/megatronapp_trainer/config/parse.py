@@ -83,47 +83,47 @@ def parse(arguments: Sequence[str]) -> TrainerConfig:
     return with_steps(config)
 
 
-def _read(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the values of a command line, unreadable ones at their defaults, and why they cannot be read."""
     problems: list[str] = []
     parser.exit_on_error = False
     while True:
         try:
-            namespace, unknown = parser.parse_known_args(words)
+            namespace, unknown = parser.parse_known_args(arguments)
         except argparse.ArgumentError as error:
             problems.append(str(error))
-            rest = _without(words, set((error.argument_name or "").split("/")))
-            if len(rest) == len(words):
+            rest = _without(arguments, set((error.argument_name or "").split("/")))
+            if len(rest) == len(arguments):
                 return parser.parse_args([]), problems
-            words = rest
+            arguments = rest
         else:
             return namespace, [*problems, *_refusals(unknown, _flags(parser))]
 
 
-def _without(words: list[str], flags: set[str]) -> list[str]:
+def _without(arguments: list[str], flags: set[str]) -> list[str]:
     """Return the command line without these flags and their values."""
     rest, dropping = [], False
-    for word in words:
-        dropping = word.partition("=")[0] in flags if _is_flag(word) else dropping
+    for argument in arguments:
+        dropping = argument.partition("=")[0] in flags if _is_flag(argument) else dropping
         if not dropping:
-            rest.append(word)
+            rest.append(argument)
     return rest
 
 
-def _is_flag(word: str) -> bool:
-    return re.match(r"-+[A-Za-z]", word) is not None
+def _is_flag(argument: str) -> bool:
+    return re.match(r"-+[A-Za-z]", argument) is not None
 
 
 def _refusals(unknown: list[str], known: list[str]) -> Iterator[str]:
     """Yield a sentence for each unknown flag; the arguments after it are its values."""
     shown, has_values = set(), False
-    for word in unknown:
-        if _is_flag(word) or not has_values:
-            text = _refusal(word, known)
+    for argument in unknown:
+        if _is_flag(argument) or not has_values:
+            text = _refusal(argument, known)
             if text not in shown:
                 yield text
             shown.add(text)
-        has_values = "=" not in word if _is_flag(word) else has_values
+        has_values = "=" not in argument if _is_flag(argument) else has_values
 
 
 def _sections() -> dict[str, type[Any]]:

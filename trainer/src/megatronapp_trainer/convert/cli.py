@@ -188,36 +188,36 @@ def _own(args: argparse.Namespace) -> argparse.Namespace:
     parser = _RejectLegacyValue(prog=COMMAND, allow_abbrev=False)
     _add_options(parser)
     try:
-        words = translate(args.spelled, _note)
+        translated = translate(args.spelled, _note)
     except UsageError as error:
         raise UsageError(f"{error}\nwrite: {_command(args)}") from None
-    return parser.parse_args(words, argparse.Namespace(**vars(args)))
+    return parser.parse_args(translated, argparse.Namespace(**vars(args)))
 
 
 def _command(args: argparse.Namespace) -> str:
     """Return the command line without options that have no meaning."""
-    words: list[str] = []
+    translated: list[str] = []
     for spelling, value in args.spelled:
         try:
-            words += translate_option(spelling, value)
+            translated += translate_option(spelling, value)
         except UsageError:
             continue
     places = {"--load-dir": args.load_dir, "--save-dir": args.save_dir}
-    named = [word for flag, value in places.items() if flag not in words for word in (flag, value or "DIR")]
-    return shlex.join([*COMMAND.split(), *named, *_given(args), *words])
+    named = [part for flag, value in places.items() if flag not in translated for part in (flag, value or "DIR")]
+    return shlex.join([*COMMAND.split(), *named, *_given(args), *translated])
 
 
 def _given(args: argparse.Namespace) -> Sequence[str]:
     """Return the remaining options that are not at their default."""
     parser = argparse.ArgumentParser(add_help=False)
     _add_options(parser)
-    words: list[str] = []
+    given: list[str] = []
     for action in parser._actions:
         value = getattr(args, action.dest)
         if value == action.default or action.dest in ("load_dir", "save_dir"):
             continue
-        words += [action.option_strings[0]] if value is True else [action.option_strings[0], str(value)]
-    return words
+        given += [action.option_strings[0]] if value is True else [action.option_strings[0], str(value)]
+    return given
 
 
 def report(summary: "ConversionSummary", options: "ConversionOptions") -> str:
@@ -240,4 +240,4 @@ def _layout(options: "ConversionOptions") -> list[str]:
         "--tensor-model-parallel-size": options.tensor_size,
         "--pipeline-model-parallel-size": options.pipeline_size,
     }
-    return [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
+    return [part for flag, size in sizes.items() if size > 1 for part in (flag, str(size))]

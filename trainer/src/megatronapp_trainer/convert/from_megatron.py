@@ -104,25 +104,25 @@ def _rows(folder: pathlib.Path, weights: CheckpointWeights) -> int:
 def _checked(
     folder: pathlib.Path, weights: CheckpointWeights, shape: ModelShape, trained_with: str | None
 ) -> MegatronSource:
-    wanted = tuple(expected(shape.model, shape.padded_vocab_size))
+    tensors = tuple(expected(shape.model, shape.padded_vocab_size))
     places = weights.places()
-    missing = [place_name(one.place) for one in wanted if one.place not in places]
+    missing = [place_name(tensor.place) for tensor in tensors if tensor.place not in places]
     if missing:
         raise CheckpointError(f"{folder} lacks {_some(missing)}, which its arguments promise; is the copy complete?")
-    unknown = sorted(place_name(place) for place in places - {one.place for one in wanted})
+    unknown = sorted(place_name(place) for place in places - {tensor.place for tensor in tensors})
     if unknown:
         raise CheckpointError(f"{folder} has {_some(unknown)}, which no such model of this trainer has")
-    for one in wanted:
-        found = weights.size(one.place)
-        if found != one.size:
+    for tensor in tensors:
+        found = weights.size(tensor.place)
+        if found != tensor.size:
             raise CheckpointError(
-                f"{folder}: {place_name(one.place)} is {found}, but by its arguments it must be {one.size}"
+                f"{folder}: {place_name(tensor.place)} is {found}, but by its arguments it must be {tensor.size}"
             )
     return MegatronSource(
         folder=folder,
         weights=weights,
         shape=shape,
-        expected=wanted,
+        expected=tensors,
         iteration=weights.iteration,
         trained_with=trained_with,
     )
@@ -138,8 +138,8 @@ def notes(source: MegatronSource, options: ConversionOptions) -> list[str]:
         f"the weights of iteration {source.iteration} are converted, not the optimizer's state: train with --finetune"
     ]
     if options.tokenizer is None and not tokenizer_arguments(source.folder):
-        words = f" (it was trained with {source.trained_with})" if source.trained_with else ""
-        found.append(f"no tokenizer is copied{words}; give its files with --tokenizer-model PATH")
+        origin = f" (it was trained with {source.trained_with})" if source.trained_with else ""
+        found.append(f"no tokenizer is copied{origin}; give its files with --tokenizer-model PATH")
     return found
 
 
@@ -154,17 +154,17 @@ def write_weights(source: MegatronSource, options: ConversionOptions, target: pa
     origin = read_origin(source.folder)
     if origin is not None:
         origin.write(folder)
-    kept = source.folder / text_tokens.FILE
-    if options.tokenizer is None and kept.is_file():
-        (folder / kept.name).write_bytes(kept.read_bytes())
+    stored_tokens = source.folder / text_tokens.FILE
+    if options.tokenizer is None and stored_tokens.is_file():
+        (folder / stored_tokens.name).write_bytes(stored_tokens.read_bytes())
     else:
         text_tokens_in(folder, options).write(folder)
-    pieces = list(_pieces(source, options))
+    tensors = list(_tensors(source, options))
     try:
-        written = tensor_files.write(pieces, source.shape.model.num_layers, folder)
+        written = tensor_files.write(tensors, source.shape.model.num_layers, folder)
     except BrokenCheckpointError as error:
         raise CheckpointError(f"{source.folder}: {error}") from error
-    kinds = {piece.dtype for piece in pieces}
+    kinds = {tensor.dtype for tensor in tensors}
     tokenizer = tokenizer_arguments(folder)
     shape = source.with_padding(options.divisible_by)
     stored = stored_arguments.record_weights(shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
@@ -175,23 +175,23 @@ def write_weights(source: MegatronSource, options: ConversionOptions, target: pa
         family=f"GPT of {source.folder}",
         written=OURS,
         path=options.save_dir,
-        parameters=sum(torch.Size(one.size).numel() for one in source.expected),
+        parameters=sum(torch.Size(tensor.size).numel() for tensor in source.expected),
         dtype=name_of(kinds),
         flags=tuple(stored_arguments.model_flags(stored)),
-        tokenizer=tuple(word for flag, name in tokenizer.items() for word in (flag, str(final / name))),
+        tokenizer=tuple(part for flag, name in tokenizer.items() for part in (flag, str(final / name))),
     )
 
 
-def _pieces(source: MegatronSource, options: ConversionOptions) -> Iterator[tensor_files.TensorPiece]:
-    wanted = None if options.dtype is None else torch_dtype(options.dtype)
-    for one in source.expected:
-        dtype = wanted or source.weights.dtype(one.place)
-        yield tensor_files.TensorPiece(
-            key=one.place[0],
-            size=one.size,
+def _tensors(source: MegatronSource, options: ConversionOptions) -> Iterator[tensor_files.LazyTensor]:
+    requested_dtype = None if options.dtype is None else torch_dtype(options.dtype)
+    for tensor in source.expected:
+        dtype = requested_dtype or source.weights.dtype(tensor.place)
+        yield tensor_files.LazyTensor(
+            key=tensor.place[0],
+            size=tensor.size,
             dtype=dtype,
-            layer=one.place[1],
-            read=lambda one=one, dtype=dtype: converted(  # type: ignore[misc]
-                source.weights.read(one.place), dtype, place_name(one.place)
+            layer=tensor.place[1],
+            read=lambda tensor=tensor, dtype=dtype: converted(  # type: ignore[misc]
+                source.weights.read(tensor.place), dtype, place_name(tensor.place)
             ),
         )

@@ -23,8 +23,8 @@ from megatronapp_trainer.convert.target import whole_folder
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
 
-def convert(options: ConversionOptions, say: Callable[[str], None] = lambda _: None) -> ConversionSummary:
-    """Convert in the direction that options and folder give; `say` receives notices before anything is written.
+def convert(options: ConversionOptions, report: Callable[[str], None] = lambda _: None) -> ConversionSummary:
+    """Convert in the direction that options and folder give; `report` receives notices before anything is written.
 
     Raises:
         UsageError: the options do not fit each other, the model, or the content of `save_dir`.
@@ -35,24 +35,24 @@ def convert(options: ConversionOptions, say: Callable[[str], None] = lambda _: N
     _check_direction(source, options)
     check_tokenizer(options.tokenizer)
     if source == HF:
-        return _from_hf(options, say)
+        return _from_hf(options, report)
     if source == MEGATRON or options.to == OURS:
-        return _to_weights(source, options, say)
+        return _to_weights(source, options, report)
     return _to_hf(options)
 
 
-def _from_hf(options: ConversionOptions, say: Callable[[str], None]) -> ConversionSummary:
+def _from_hf(options: ConversionOptions, report: Callable[[str], None]) -> ConversionSummary:
     source = open_source(options.load_dir, options.divisible_by)
     if options.family not in (None, source.family.model_type):
         raise UsageError(f"{options.load_dir} is a {source.family.model_type} model, not {options.family}")
     _check_requested_options(source.shape, options)
     if options.tokenizer is None and (note := tokenizer_note(options.load_dir)) is not None:
-        say(note)
+        report(note)
     with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=_was_converted) as folder:
         return write_ours(source, options, folder)
 
 
-def _to_weights(kind: str, options: ConversionOptions, say: Callable[[str], None]) -> ConversionSummary:
+def _to_weights(kind: str, options: ConversionOptions, report: Callable[[str], None]) -> ConversionSummary:
     """Convert weights of Megatron-LM or of ours, without the rest of a training."""
     if options.family is not None:
         raise UsageError("--family is for models of Hugging Face; omit it")
@@ -62,7 +62,7 @@ def _to_weights(kind: str, options: ConversionOptions, say: Callable[[str], None
         source = open_ours(options.load_dir, options.iteration)
     _check_requested_options(source.with_padding(options.divisible_by), options)
     for note in notes(source, options):
-        say(note)
+        report(note)
     with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=_was_converted) as folder:
         return write_weights(source, options, folder)
 
@@ -99,7 +99,7 @@ def _source_kind(options: ConversionOptions) -> str:
     if options.source == MEGATRON and found == OURS:
         return found
     if options.source not in (None, found):
-        raise UsageError(f"--load-dir {path} holds {_words(found)}, not {_words(str(options.source))}")
+        raise UsageError(f"--load-dir {path} holds {_describe_kind(found)}, not {_describe_kind(str(options.source))}")
     return found
 
 
@@ -107,7 +107,7 @@ def _holds_ours(path: pathlib.Path) -> bool:
     return any((folder / MANIFEST).is_file() for folder in (path, *CheckpointDirectory(path).checkpoints()))
 
 
-def _words(kind: str) -> str:
+def _describe_kind(kind: str) -> str:
     return {HF: "a Hugging Face model", MEGATRON: "checkpoints of Megatron-LM"}.get(kind, "checkpoints of this trainer")
 
 

@@ -38,7 +38,7 @@ _LEGACY = (
     "is trained and served with unchanged"
 )
 _FROM_HF, _FROM_MEGATRON, _TO_OURS = ("--from", HF), ("--from", MEGATRON), ("--to", OURS)
-_ONE_LAYOUT = "the files do not depend on the layout; it is chosen when the model is trained or served"
+_ANY_LAYOUT = "the files do not depend on the layout; it is chosen when the model is trained or served"
 _IMPLEMENTATION = (
     "the weights are the same for all layers; --transformer-impl is chosen when the model is trained or served"
 )
@@ -103,7 +103,7 @@ SPELLINGS: Final = (
         "N",
         values={"1": (), ANY: "mixtures of experts cannot be trained here"},
     ),
-    LegacyOption("--target_data_parallel_size", "N", notice=_ONE_LAYOUT),
+    LegacyOption("--target_data_parallel_size", "N", notice=_ANY_LAYOUT),
     LegacyOption("--make_vocab_size_divisible_by", "N", means="--make-vocab-size-divisible-by"),
     LegacyOption("--max_shard_size", "SIZE", means="--max-shard-size"),
     LegacyOption("--convert_checkpoint_from_megatron_to_transformers", means=("--to", HF)),
@@ -149,21 +149,21 @@ def translate_option(spelling: LegacyOption, value: str | None) -> list[str]:
 
 
 def translate(
-    given: Sequence[tuple[LegacyOption, str | None]], say: Callable[[str], None] = lambda _: None
+    given: Sequence[tuple[LegacyOption, str | None]], report: Callable[[str], None] = lambda _: None
 ) -> list[str]:
-    """Translate all given options to our arguments; `say` receives why others are not needed.
+    """Translate all given options to our arguments; `report` receives why others are not needed.
 
     Raises UsageError.
     """
-    words: list[str] = []
+    translated: list[str] = []
     reasons: list[str] = []
     for spelling, value in given:
         try:
-            words += translate_option(spelling, value)
+            translated += translate_option(spelling, value)
             if spelling.notice is not None:
-                say(f"{spelling.flag}: {spelling.notice}")
+                report(f"{spelling.flag}: {spelling.notice}")
         except UsageError as error:
             reasons.append(str(error))
     if reasons:
         raise UsageError("\n".join(reasons))
-    return words
+    return translated

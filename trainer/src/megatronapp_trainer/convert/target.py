@@ -28,20 +28,20 @@ def whole_folder(
     target = target.resolve()
     if target.is_mount():
         raise UsageError(f"--save-dir {target} is a mount point, which nothing can replace; name a folder in it")
-    beside = target.with_name(f"{target.name}.converting")
+    temporary = target.with_name(f"{target.name}.converting")
     doomed = target.with_name(f"{target.name}.replaced")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(beside):
+        with _locked(temporary):
             if doomed.exists() and not target.exists():
                 doomed.rename(target)
             _refuse_taken(target, overwrite=overwrite, replaceable=replaceable)
-            _clear(beside)
+            _clear(temporary)
             try:
-                yield beside
-                _exchange(beside, target, doomed)
+                yield temporary
+                _exchange(temporary, target, doomed)
             except BaseException:
-                shutil.rmtree(beside, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)
                 raise
     except OSError as error:
         raise StorageError(f"{target} cannot be written: {error.strerror or error}") from error
@@ -87,13 +87,13 @@ def _clear(folder: pathlib.Path) -> None:
             entry.unlink()
 
 
-def _exchange(beside: pathlib.Path, target: pathlib.Path, doomed: pathlib.Path) -> None:
-    for path in beside.rglob("*"):
+def _exchange(temporary: pathlib.Path, target: pathlib.Path, doomed: pathlib.Path) -> None:
+    for path in temporary.rglob("*"):
         (sync_directory if path.is_dir() else sync_file)(path)
-    sync_directory(beside)
+    sync_directory(temporary)
     if target.exists():
         shutil.rmtree(doomed, ignore_errors=True)
         target.rename(doomed)
-    beside.rename(target)
+    temporary.rename(target)
     sync_directory(target.parent)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -18,27 +18,29 @@ class Blend:
         return list(self.prefixes), None if self.weights is None else list(self.weights)
 
 
-def parse_blend(words: Sequence[str], flag: str) -> Blend:
+def parse_blend(arguments: Sequence[str], flag: str) -> Blend:
     """Parse `PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
 
     Raises:
         UsageError: weights and prefixes do not alternate, or a weight is not positive.
     """
-    numbers = [_number(word) for word in words]
+    numbers = [_number(argument) for argument in arguments]
     if all(number is None for number in numbers):
-        return Blend(prefixes=tuple(words), weights=None)
+        return Blend(prefixes=tuple(arguments), weights=None)
     weights = [number for number in numbers[::2] if number is not None]
-    alternating = len(words) % 2 == 0 and len(weights) * 2 == len(words) and all(n is None for n in numbers[1::2])
+    alternating = (
+        len(arguments) % 2 == 0 and len(weights) * 2 == len(arguments) and all(n is None for n in numbers[1::2])
+    )
     if not alternating:
-        raise UsageError(f"{flag}: give PREFIX, several PREFIXes, or WEIGHT PREFIX pairs, not {' '.join(words)}")
+        raise UsageError(f"{flag}: give PREFIX, several PREFIXes, or WEIGHT PREFIX pairs, not {' '.join(arguments)}")
     if min(weights) <= 0:
         raise UsageError(f"{flag}: weights must be above 0")
-    return Blend(prefixes=tuple(words[1::2]), weights=tuple(weights))
+    return Blend(prefixes=tuple(arguments[1::2]), weights=tuple(weights))
 
 
-def _number(word: str) -> float | None:
+def _number(text: str) -> float | None:
     try:
-        return float(word)
+        return float(text)
     except ValueError:
         return None
 
@@ -49,10 +51,10 @@ def split_fractions(split: str) -> tuple[float, float, float]:
     Raises:
         UsageError: not one to three numbers of 0 or more, or all of them 0.
     """
-    words = split.split(",")
-    shares = [number for word in words if (number := _number(word)) is not None and number >= 0]
-    if len(shares) != len(words) or len(shares) > 3 or sum(shares) <= 0:
+    numbers = split.split(",")
+    fractions = [number for text in numbers if (number := _number(text)) is not None and number >= 0]
+    if len(fractions) != len(numbers) or len(fractions) > 3 or sum(fractions) <= 0:
         raise UsageError(f"--split {split}: give up to three fractions of 0 or more, such as 969,30,1")
-    total = sum(shares)
-    train, valid, test = (share / total for share in [*shares, 0.0, 0.0][:3])
+    total = sum(fractions)
+    train, valid, test = (fraction / total for fraction in [*fractions, 0.0, 0.0][:3])
     return train, valid, test

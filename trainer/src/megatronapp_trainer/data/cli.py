@@ -115,8 +115,8 @@ def _add_spellings(parser: argparse.ArgumentParser) -> None:
 class _IgnoredOption(argparse.Action):
     """Accepts an option that is not needed here, and prints why."""
 
-    def __init__(self, *words: Any, text: str, **keywords: Any) -> None:  # noqa: ANN401 - argparse's own
-        super().__init__(*words, **keywords)
+    def __init__(self, *arguments: Any, text: str, **keywords: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(*arguments, **keywords)
         self.text = text
 
     def __call__(self, _parser: Any, _namespace: Any, _values: Any, option: str | None = None) -> None:  # noqa: ANN401
@@ -168,8 +168,8 @@ def run_prepare(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit_code)
     except KeyboardInterrupt:
-        kept = os.path.exists(f"{args.output}.preparing")
-        print(f"stopped; the same command {'resumes here' if kept else 'starts again'}", file=sys.stderr)
+        has_working_files = os.path.exists(f"{args.output}.preparing")
+        print(f"stopped; the same command {'resumes here' if has_working_files else 'starts again'}", file=sys.stderr)
         return _INTERRUPTED
     print(report(summary, args))
     return 0

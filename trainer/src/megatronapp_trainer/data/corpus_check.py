@@ -34,11 +34,11 @@ class CorpusFacts:
         """Return the number of sequences, each of which `data prepare` writes as one document."""
         return len(self.lengths)
 
-    def tokens_between(self, first_share: float, last_share: float) -> tuple[int, int]:
+    def tokens_between(self, first_fraction: float, last_fraction: float) -> tuple[int, int]:
         """Return documents and tokens of the part of the corpus between two fractions, split as megatron-core splits
         it.
         """
-        first, last = (round(share * float(self.documents)) for share in (first_share, last_share))
+        first, last = (round(fraction * float(self.documents)) for fraction in (first_fraction, last_fraction))
         return last - first, int(self.lengths[first:last].sum(dtype=np.int64))
 
 

@@ -63,8 +63,8 @@ class DatasetRequest:
         if self.blend_per_split is not None:
             return [(name, blend, (0.0, 1.0)) for name, blend in zip(SPLITS, self.blend_per_split, strict=True)]
         train, valid, _ = split_fractions(self.split)
-        borders = (0.0, train, train + valid, 1.0)
-        return [(name, self.blend, (borders[i], borders[i + 1])) for i, name in enumerate(SPLITS)]
+        bounds = (0.0, train, train + valid, 1.0)
+        return [(name, self.blend, (bounds[i], bounds[i + 1])) for i, name in enumerate(SPLITS)]
 
 
 def blends_from_flags(
@@ -74,8 +74,8 @@ def blends_from_flags(
     if data_path is not None:
         return parse_blend(data_path, "--data-path"), None
     train, valid, test = (
-        parse_blend(words, flag) if words is not None else None
-        for words, flag in zip(per_split, _PATH_FLAGS, strict=True)
+        parse_blend(arguments, flag) if arguments is not None else None
+        for arguments, flag in zip(per_split, _PATH_FLAGS, strict=True)
     )
     return None, (train, valid, test)
 

@@ -73,13 +73,13 @@ def without_process_group() -> Iterator[None]:
     Only the name `torch` inside these modules is replaced, and only inside the context.
     """
     modules = [sys.modules[name] for name in _DATASET_MODULES]
-    kept = [module.torch for module in modules]
+    originals = [module.torch for module in modules]
     try:
-        for module, torch in zip(modules, kept, strict=True):
+        for module, torch in zip(modules, originals, strict=True):
             module.torch = _SingleProcessTorch(torch)  # type: ignore[attr-defined]
         yield
     finally:
-        for module, torch in zip(modules, kept, strict=True):
+        for module, torch in zip(modules, originals, strict=True):
             module.torch = torch  # type: ignore[attr-defined]
 
 

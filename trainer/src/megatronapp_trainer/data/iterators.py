@@ -53,9 +53,9 @@ def build_train_valid_test_iterators(
         )
     )
     datasets: list[SampleDataset | None] = []
-    for turn in (layout.rank == 0, layout.rank != 0 and layout.local_rank == 0, layout.local_rank != 0):
+    for builds_now in (layout.rank == 0, layout.rank != 0 and layout.local_rank == 0, layout.local_rank != 0):
         agreement = Agreement()
-        if turn and (layout.tensor_rank == 0 or layout.local_rank == 0):
+        if builds_now and (layout.tensor_rank == 0 or layout.local_rank == 0):
             with agreement.attempt():
                 datasets = _datasets(request, vocabulary, check=layout.local_rank == 0)
         agreement.settle()

@@ -88,7 +88,7 @@ class BatchSource:
         self._planes = 4 if config.data.reset_position_ids else 3
         self._masked = config.data.reset_attention_mask
         self._reads = layout.tensor_rank == 0
-        self._shares = layout.tensor_size > 1
+        self._broadcasts = layout.tensor_size > 1
         self.together = 1 if self._masked or config.data.num_workers == 0 else TOGETHER
         """Microbatches to read at once. A mask is as large as hundreds of other planes; and where no thread reads
         ahead, the whole pipeline would wait for the first stage to read them all.
@@ -130,7 +130,7 @@ class BatchSource:
             if tensor is None
             else self._device.to_device(tensor)
         )
-        if self._shares:
+        if self._broadcasts:
             from megatron.core import parallel_state
 
             group = parallel_state.get_tensor_model_parallel_group()
@@ -156,7 +156,7 @@ class StepFeed:
         self._iterator = iterator
         self._num_microbatches = num_microbatches
         self._observer = observer
-        self._held: dict[int, tuple[Any, int]] = {}
+        self._pending: dict[int, tuple[Any, int]] = {}
         self._read = 0
 
     def take(self, chunk: int, microbatch: int) -> Any | None:  # noqa: ANN401 - the family's microbatch
@@ -176,15 +176,15 @@ class StepFeed:
         while self._read <= microbatch:
             count = min(self._source.together, self._num_microbatches - self._read)
             for batch in self._source.read(self._iterator, count):
-                self._held[self._read] = (batch, len(self._source.reading_chunks))
+                self._pending[self._read] = (batch, len(self._source.reading_chunks))
                 self._read += 1
         if self._observer is not None:
             self._observer.end(RecordKind.DATA)
 
     def _release(self, microbatch: int) -> Any:  # noqa: ANN401 - the family's microbatch
-        batch, users = self._held.pop(microbatch)
+        batch, users = self._pending.pop(microbatch)
         if users > 1:
-            self._held[microbatch] = (batch, users - 1)
+            self._pending[microbatch] = (batch, users - 1)
         return batch
 
 

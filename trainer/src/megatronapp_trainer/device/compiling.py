@@ -16,8 +16,8 @@ def can_compile() -> bool:
 
     Slim images of Python have no C compiler. Logs once what is missing.
     """
-    wanted = os.environ.get("CC")
-    compiler = wanted or shutil.which("gcc") or shutil.which("clang")
+    requested = os.environ.get("CC")
+    compiler = requested or shutil.which("gcc") or shutil.which("clang")
     header = pathlib.Path(sysconfig.get_path("include")) / "Python.h"
     if compiler is None:
         missing = "no C compiler is found (gcc, clang, or what CC names)"

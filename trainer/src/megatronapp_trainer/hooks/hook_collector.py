@@ -34,9 +34,9 @@ class HookCollector:
         self._model = model
         self._sites: Mapping[str, Site] = {}
         self._handles: list[Any] = []
-        self._kept: dict[str, SiteValues] = {}
+        self._values: dict[str, SiteValues] = {}
         self._rows: dict[str, torch.Tensor | None] = {}
-        self._wanted: Mapping[str, Layers] = {}
+        self._layers: Mapping[str, Layers] = {}
         self._found: dict[Site, list[tuple[int, torch.nn.Module | None]]] = {}
         """Modules of sites, by layer: finding them takes longer than hooking them."""
 
@@ -45,15 +45,15 @@ class HookCollector:
         """Sites that are hooked."""
         return frozenset(self._sites)
 
-    def set_sites(self, wanted: Mapping[str, Site]) -> None:
+    def set_sites(self, sites: Mapping[str, Site]) -> None:
         """Read these sites and no others from the next step on. Raises CaptureError for one that the model lacks."""
-        if wanted is self._sites or wanted == self._sites:
-            self._sites = wanted
+        if sites is self._sites or sites == self._sites:
+            self._sites = sites
             return
         self.remove()
-        for site in wanted.values():
+        for site in sites.values():
             self._install(site)
-        self._sites = wanted
+        self._sites = sites
 
     def remove(self) -> None:
         """Remove all hooks, so that the model computes as before."""
@@ -61,39 +61,39 @@ class HookCollector:
             handle.remove()
         self._handles.clear()
         self._sites = {}
-        self._kept.clear()
+        self._values.clear()
 
-    def begin(self, rows: Mapping[str, torch.Tensor | None], wanted: Mapping[str, Layers]) -> None:
+    def begin(self, rows: Mapping[str, torch.Tensor | None], layers: Mapping[str, Layers]) -> None:
         """Begin a step.
 
         `rows`: tokens of each site, as an index on the device, or None for all; a site without an entry is not kept.
-        `wanted`: layers of each site, all without an entry.
+        `layers`: layers of each site, all without an entry.
         """
-        self._kept = {}
-        self._rows, self._wanted = dict(rows), wanted
+        self._values = {}
+        self._rows, self._layers = dict(rows), layers
 
     def layers(self, name: str) -> list[int]:
         """Return the kept layers of a site, in order; [-1] for one without layers, [] for one on another rank."""
-        return sorted(self._kept[name].values) if name in self._kept else []
+        return sorted(self._values[name].values) if name in self._values else []
 
     def stacked(self, name: str) -> torch.Tensor:
         """Stack the values of a site: [layers, rows, ..], biases added; [1, rows, ..] for a site without layers."""
-        kept = self._kept[name]
-        order = sorted(kept.values)
-        values = torch.stack([kept.values[layer] for layer in order])
-        if not kept.biases:
+        site_values = self._values[name]
+        order = sorted(site_values.values)
+        values = torch.stack([site_values.values[layer] for layer in order])
+        if not site_values.biases:
             return values
-        biases = torch.stack([kept.biases[layer] for layer in order])
+        biases = torch.stack([site_values.biases[layer] for layer in order])
         return values + biases.view(len(order), *[1] * (values.dim() - 1 - biases.dim() + 1), *biases.shape[1:])
 
     def take(self) -> dict[str, SiteValues]:
         """Return all kept values and keep them no more."""
-        kept, self._kept = self._kept, {}
-        return kept
+        values, self._values = self._values, {}
+        return values
 
-    def put(self, kept: dict[str, SiteValues]) -> None:
+    def put(self, values: dict[str, SiteValues]) -> None:
         """Keep values that were taken again."""
-        self._kept = kept
+        self._values = values
 
     def _install(self, site: Site) -> None:
         if site not in self._found:
@@ -104,8 +104,8 @@ class HookCollector:
 
     def _hook(self, site: Site, layer: int, module: torch.nn.Module) -> Any:  # noqa: ANN401 - torch's handle
         def keep(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ANN401
-            wanted = self._wanted.get(site.name)
-            if site.name not in self._rows or (wanted is not None and layer not in wanted):
+            layers = self._layers.get(site.name)
+            if site.name not in self._rows or (layers is not None and layer not in layers):
                 return None
             self._keep(site, layer, site.take((*args, *kwargs.values()), output))
             return _guarded(output) if site.retention is Retention.GUARDED and self._rows[site.name] is None else None
@@ -119,10 +119,10 @@ class HookCollector:
             value = value.index_select(0, rows)
         elif site.retention is Retention.COPIED:
             value = value.clone()
-        kept = self._kept.setdefault(site.name, SiteValues())
-        kept.values[layer] = value
+        site_values = self._values.setdefault(site.name, SiteValues())
+        site_values.values[layer] = value
         if bias is not None:
-            kept.biases[layer] = bias
+            site_values.biases[layer] = bias
 
 
 def _guarded(output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:

@@ -118,11 +118,11 @@ def _connect_gradients(context: ScheduleContext) -> None:
     core_config.finalize_model_grads_func = finalize_model_grads
     core_config.grad_scale_func = context.optimizer.scale_loss
     if context.config.parallel.overlap_grad_reduce:
-        core_config.no_sync_func = _one_or_all([chunk.no_sync for chunk in context.chunks])
-        core_config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in context.chunks])
+        core_config.no_sync_func = _single_or_list([chunk.no_sync for chunk in context.chunks])
+        core_config.grad_sync_func = _single_or_list([chunk.start_grad_sync for chunk in context.chunks])
 
 
-def _one_or_all(functions: list[Any]) -> Any:  # noqa: ANN401 - what megatron-core takes
+def _single_or_list(functions: list[Any]) -> Any:  # noqa: ANN401 - what megatron-core takes
     return functions[0] if len(functions) == 1 else functions
 
 

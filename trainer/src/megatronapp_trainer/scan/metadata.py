@@ -47,8 +47,8 @@ def communicators(layout: Layout, groups: Mapping[str, Iterable[int]]) -> list[C
     """Return the table: directed pairs first, then the groups that have more than one member."""
     members: list[tuple[str, tuple[int, ...]]] = [("p2p", pair) for pair in directed_pairs(layout)]
     members += [(kind, tuple(ranks)) for kind, ranks in groups.items()]
-    wanted = [(kind, ranks) for kind, ranks in members if len(ranks) > 1]
-    return [Communicator(slot=slot, kind=kind, members=ranks) for slot, (kind, ranks) in enumerate(wanted)]
+    shared = [(kind, ranks) for kind, ranks in members if len(ranks) > 1]
+    return [Communicator(slot=slot, kind=kind, members=ranks) for slot, (kind, ranks) in enumerate(shared)]
 
 
 def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cost_ns: float | None) -> bytes:

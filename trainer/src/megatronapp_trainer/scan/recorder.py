@@ -16,7 +16,7 @@ from megatronapp_common.trace import (
 )
 
 _FLOAT = struct.Struct("<f")
-_WORD = struct.Struct("<I")
+_UINT32 = struct.Struct("<I")
 
 
 class TraceRing(Protocol):
@@ -80,7 +80,7 @@ def float_bits(value: float) -> int:
         packed = _FLOAT.pack(value)
     except OverflowError:
         packed = _FLOAT.pack(float("inf") if value > 0 else float("-inf"))
-    return int(_WORD.unpack(packed)[0])
+    return int(_UINT32.unpack(packed)[0])
 
 
 def duration_units(duration_ns: int) -> int:

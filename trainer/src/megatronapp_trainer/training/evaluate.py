@@ -75,7 +75,7 @@ class Evaluator:
         with self._monitor.span(RecordKind.EVALUATE):
             stop_request = self._stop_request
             loss = evaluate(
-                self._run, self._schedule, self._source, iterator, asked_to_stop=lambda: stop_request.requested
+                self._run, self._schedule, self._source, iterator, stop_requested=lambda: stop_request.requested
             )
         if loss is not None:
             if split == "validation":
@@ -100,7 +100,7 @@ def evaluate(
     source: MicrobatchSource,
     iterator: Iterator[HostMicrobatch],
     *,
-    asked_to_stop: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Return the mean loss per token over ``--eval-iters`` global batches, equal on all ranks; None if a rank was
     stopped.
@@ -117,7 +117,7 @@ def evaluate(
             reports += schedule.evaluate(feed, microbatches)
             if agreed is not None and agreed.read().stop:
                 return None
-            agreed = reduce_loss([], run.layout, run.device, stop=asked_to_stop())
+            agreed = reduce_loss([], run.layout, run.device, stop=stop_requested())
     return reduce_loss(reports, run.layout, run.device).read().mean
 
 

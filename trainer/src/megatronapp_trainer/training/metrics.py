@@ -68,10 +68,10 @@ def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
     In fp32 there is no one peak: it depends on whether TF32 is allowed. A MIG slice has the name of its card, but only
     a part of its multiprocessors; the vendor specifies no peak for it.
     """
-    words = device_name.split()
-    if not bf16 or _MIG in words:
+    device_parts = device_name.split()
+    if not bf16 or _MIG in device_parts:
         return None
-    return next((peak for name, peak in PEAKS if _contains_words(words, name.split())), None)
+    return next((peak for name, peak in PEAKS if _contains_parts(device_parts, name.split())), None)
 
 
 def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
@@ -83,10 +83,10 @@ def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
     return f"no MFU: the peak of {device_name} is not known"
 
 
-def _contains_words(words: list[str], wanted: list[str]) -> bool:
+def _contains_parts(name: list[str], expected: list[str]) -> bool:
     """Return True if a name contains these parts; `A100-SXM4-80GB` contains `A100`."""
-    parts = [part for word in words for part in word.split("-")]
-    return all(part in parts for part in wanted)
+    parts = [part for text in name for part in text.split("-")]
+    return all(part in parts for part in expected)
 
 
 def log_line(

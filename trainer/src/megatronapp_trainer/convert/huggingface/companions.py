@@ -92,8 +92,8 @@ _REMEDY = (
 
 def _lack(folder: pathlib.Path) -> str:
     alone = [name for name in (_SENTENCEPIECE, "vocab.json", "merges.txt") if (folder / name).is_file()]
-    held = f"holds {' and '.join(alone)} but" if alone else "holds"
-    return f"{held} neither tokenizer.json nor vocab.json with merges.txt"
+    description = f"holds {' and '.join(alone)} but" if alone else "holds"
+    return f"{description} neither tokenizer.json nor vocab.json with merges.txt"
 
 
 def _tokenizer_files(given: pathlib.Path) -> list[pathlib.Path]:

@@ -83,11 +83,11 @@ def _prefix(family: HuggingFaceFamily, folder: TensorFolder) -> str:
 
 
 def _check_names(source: HuggingFaceSource) -> None:
-    wanted = {name for step in source.steps for name in step.names}
-    missing = sorted(wanted - source.folder.names)
+    expected = {name for step in source.steps for name in step.names}
+    missing = sorted(expected - source.folder.names)
     if missing:
         raise CheckpointError(f"{source.folder.path} lacks {_some(missing)}; is the download complete?")
-    known = wanted | ({HEAD} if source.origin.repeats_head else set())
+    known = expected | ({HEAD} if source.origin.repeats_head else set())
     unknown = sorted(name for name in source.folder.names - known if not source.family.buffers.fullmatch(name))
     if unknown:
         raise CheckpointError(
@@ -97,11 +97,11 @@ def _check_names(source: HuggingFaceSource) -> None:
 
 def _check_sizes(source: HuggingFaceSource) -> None:
     for step in source.steps:
-        for name, wanted in zip(step.names, step.sizes(source.shape), strict=True):
+        for name, expected in zip(step.names, step.sizes(source.shape), strict=True):
             found = source.folder.size(name)
-            if found != wanted:
+            if found != expected:
                 raise CheckpointError(
-                    f"{source.folder.path}: {name} is {_size(found)}, but by config.json it must be {_size(wanted)}"
+                    f"{source.folder.path}: {name} is {_size(found)}, but by config.json it must be {_size(expected)}"
                 )
 
 
@@ -133,9 +133,9 @@ def write_ours(source: HuggingFaceSource, options: ConversionOptions, target: pa
     copy_companions(options.load_dir, folder, tokenizer=options.tokenizer, config=True)
     source.origin.write(folder)
     text_tokens_in(folder, options).write(folder)
-    pieces = list(_pieces(source, options))
-    written = tensor_files.write(pieces, source.shape.model.num_layers, folder)
-    kinds = {piece.dtype for piece in pieces}
+    tensors = list(_tensors(source, options))
+    written = tensor_files.write(tensors, source.shape.model.num_layers, folder)
+    kinds = {tensor.dtype for tensor in tensors}
     tokenizer = tokenizer_arguments(folder)
     stored = arguments.record_weights(source.shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
     seal(folder, manifest_of(stored), written)
@@ -148,7 +148,7 @@ def write_ours(source: HuggingFaceSource, options: ConversionOptions, target: pa
         parameters=sum(source.folder.count(name) for step in source.steps for name in step.names),
         dtype=name_of(kinds),
         flags=tuple(arguments.model_flags(stored)),
-        tokenizer=tuple(word for flag, name in tokenizer.items() for word in (flag, str(final / name))),
+        tokenizer=tuple(part for flag, name in tokenizer.items() for part in (flag, str(final / name))),
     )
 
 
@@ -166,11 +166,11 @@ def text_tokens_in(folder: pathlib.Path, options: ConversionOptions) -> TextToke
         ) from error
 
 
-def _pieces(source: HuggingFaceSource, options: ConversionOptions) -> Iterator[tensor_files.TensorPiece]:
-    wanted = None if options.dtype is None else torch_dtype(options.dtype)
+def _tensors(source: HuggingFaceSource, options: ConversionOptions) -> Iterator[tensor_files.LazyTensor]:
+    requested_dtype = None if options.dtype is None else torch_dtype(options.dtype)
     for step in source.steps:
-        dtype = wanted or source.dtype(step)
-        yield tensor_files.TensorPiece(
+        dtype = requested_dtype or source.dtype(step)
+        yield tensor_files.LazyTensor(
             key=step.rule.ours,
             size=step.our_size(source.shape),
             dtype=dtype,

@@ -46,11 +46,11 @@ class StoredModel:
 
     def read(self, options: ConversionOptions) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield their tensors with their names, in the order of ours."""
-        wanted = None if options.dtype is None else torch_dtype(options.dtype)
+        requested_dtype = None if options.dtype is None else torch_dtype(options.dtype)
         for step in self.steps:
             tensor = self.tensors.read(step.rule.ours, step.layer)
             parts = [
-                converted(part, wanted or part.dtype, name)
+                converted(part, requested_dtype or part.dtype, name)
                 for name, part in zip(step.names, step.unpack(tensor, self.shape), strict=True)
             ]
             yield from zip(step.names, parts, strict=True)
@@ -77,8 +77,8 @@ def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.
         if flaw is None:
             return folder, manifest
         flaws.append(f"{folder.name}: {flaw}")
-    wanted = "a whole checkpoint" if iteration is None else f"a whole checkpoint of iteration {iteration}"
-    raise CheckpointError(f"{path} holds no {wanted[2:]}{''.join(f'; {flaw}' for flaw in flaws[:3])}")
+    expected = "a whole checkpoint" if iteration is None else f"a whole checkpoint of iteration {iteration}"
+    raise CheckpointError(f"{path} holds no {expected[2:]}{''.join(f'; {flaw}' for flaw in flaws[:3])}")
 
 
 def open_stored(path: pathlib.Path, manifest: Manifest, family: str | None) -> StoredModel:
@@ -134,8 +134,8 @@ def _choose(shape: ModelShape, name: str | None) -> HuggingFaceFamily:
             return family
     if name is not None:
         raise UsageError(f"--family {name} cannot hold this model: {reasons[name]}")
-    told = "; ".join(f"{family}: {reason}" for family, reason in reasons.items())
-    raise CheckpointError(f"no family of Hugging Face models holds this model ({told})")
+    reasons_by_family = "; ".join(f"{family}: {reason}" for family, reason in reasons.items())
+    raise CheckpointError(f"no family of Hugging Face models holds this model ({reasons_by_family})")
 
 
 def _misfit(family: HuggingFaceFamily, shape: ModelShape) -> str | None:
@@ -153,10 +153,10 @@ def _check(stored: StoredModel) -> None:
         if found is None:
             raise CheckpointError(f"{stored.path} lacks {name}, which a {stored.family.model_type} model has")
         layers = () if step.layer is None else (stored.shape.model.num_layers,)
-        wanted = (*layers, *step.our_size(stored.shape))
-        if tuple(found.size) != wanted:
+        expected = (*layers, *step.our_size(stored.shape))
+        if tuple(found.size) != expected:
             raise CheckpointError(
-                f"{stored.path}: {name} is {tuple(found.size)}, but by its manifest it must be {wanted}"
+                f"{stored.path}: {name} is {tuple(found.size)}, but by its manifest it must be {expected}"
             )
 
 
@@ -189,7 +189,7 @@ def write_hf(stored: StoredModel, options: ConversionOptions, target: pathlib.Pa
         parameters=total,
         dtype=name_of(kinds),
         flags=(),
-        tokenizer=tuple(word for flag, name in tokenizer.items() for word in (flag, str(options.save_dir / name))),
+        tokenizer=tuple(part for flag, name in tokenizer.items() for part in (flag, str(options.save_dir / name))),
     )
 
 
@@ -199,7 +199,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 def _write_config(stored: StoredModel, target: pathlib.Path, kinds: set[torch.dtype]) -> None:
     """Write the model's original config.json if it still describes the model, and a new one if not."""
     name = str(next(iter(kinds))).removeprefix("torch.") if len(kinds) == 1 else "float32"
-    values = _kept_config(stored)
+    values = _stored_config(stored)
     if values is None:
         values = _new_config(stored, target) | {"torch_dtype": name}
     elif all(values.get(key, name) == name for key in _DTYPE_KEYS):
@@ -209,7 +209,7 @@ def _write_config(stored: StoredModel, target: pathlib.Path, kinds: set[torch.dt
     (target / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _kept_config(stored: StoredModel) -> dict[str, Any] | None:
+def _stored_config(stored: StoredModel) -> dict[str, Any] | None:
     path = stored.path / CONFIG
     if not path.is_file():
         return None

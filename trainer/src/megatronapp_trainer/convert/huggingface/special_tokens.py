@@ -75,9 +75,9 @@ def _ends(folder: pathlib.Path) -> tuple[int, ...]:
 def _ids(keys: ConfigKeys, key: str) -> tuple[int, ...]:
     value = keys.get(key, [])
     ids = value if isinstance(value, list) else [value]
-    if not all(type(one) is int for one in ids):
+    if not all(type(token) is int for token in ids):
         raise keys.refusal(key, value, "the id of a token, or a list of ids, is needed")
-    return tuple(one for one in ids if one >= 0)
+    return tuple(token for token in ids if token >= 0)
 
 
 def _keys(path: pathlib.Path) -> ConfigKeys:

@@ -87,8 +87,8 @@ def vocabulary_from(arguments: Mapping[str, Any], rows: int) -> int:
 def megatron_tokenizer_arguments(arguments: Mapping[str, Any]) -> str | None:
     """Return the options of the tokenizer that it was trained with, or None."""
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    words = [f"--{name.replace('_', '-')} {arguments[name]}" for name in names if isinstance(arguments.get(name), str)]
-    return " ".join(words) or None
+    flags = [f"--{name.replace('_', '-')} {arguments[name]}" for name in names if isinstance(arguments.get(name), str)]
+    return " ".join(flags) or None
 
 
 def _whole(arguments: Mapping[str, Any], name: str, default: object = None) -> int:

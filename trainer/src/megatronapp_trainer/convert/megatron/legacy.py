@@ -166,7 +166,7 @@ def _place(name: str, first: int) -> Place | None:
 
 def _axis(name: str) -> int | None:
     """Return the axis along which tensor ranks have parts; None if each has the whole tensor."""
-    behind = name.removeprefix(LAYERS)
-    if behind in _COLUMNS:
+    suffix = name.removeprefix(LAYERS)
+    if suffix in _COLUMNS:
         return 1
-    return 0 if behind.startswith(_ROWS) and "layer_norm" not in behind else None
+    return 0 if suffix.startswith(_ROWS) and "layer_norm" not in suffix else None

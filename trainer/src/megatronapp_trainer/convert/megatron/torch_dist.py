@@ -50,7 +50,7 @@ class CoreWeights:
         for layer, row in places:
             keys, _ = self._keys.setdefault((name, layer), ([], row))
             keys.append(key)
-            keys.sort(key=lambda one: one.endswith(_HALVES[1]))
+            keys.sort(key=lambda key: key.endswith(_HALVES[1]))
 
     def places(self) -> set[Place]:
         """Return the places of all weights."""

@@ -159,17 +159,17 @@ class _Preparation:
             return tokenizers.load(
                 vocab_file=options.vocab_file, merge_file=options.merge_file, tokenizer_file=options.tokenizer_file
             )
-        kept = self._directory / f"tokenizer-{fingerprint[:16]}.json"
-        if not kept.exists():
+        trained_file = self._directory / f"tokenizer-{fingerprint[:16]}.json"
+        if not trained_file.exists():
             trained = tokenizers.train(self._training_texts(), options.train_vocab_size)
-            write_atomically(kept, trained.backend.to_str(pretty=True).encode())
+            write_atomically(trained_file, trained.backend.to_str(pretty=True).encode())
         target = self._tokenizer_target
-        if target.exists() and target.read_bytes() != kept.read_bytes() and not options.overwrite:
+        if target.exists() and target.read_bytes() != trained_file.read_bytes() and not options.overwrite:
             raise DataError(
                 f"{target} exists and is another tokenizer; use it with --tokenizer-file {target}, "
                 "replace it with --overwrite, or choose an --output in another directory"
             )
-        return tokenizers.load_file(kept)
+        return tokenizers.load_file(trained_file)
 
     def _training_texts(self) -> Iterator[str]:
         """Yield every n-th batch of the input, so that the tokenizer learns from about TRAINING_BYTES of it."""
@@ -317,8 +317,8 @@ def _storage_errors(output: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place, kept = error.filename or output, working_path(output)
+        place, working = error.filename or output, working_path(output)
         advice = "Free space or fix the permissions, then run the same command again"
-        if os.path.exists(kept):
-            advice += f"; finished work is stored in {kept}, and that command resumes it"
+        if os.path.exists(working):
+            advice += f"; finished work is stored in {working}, and that command resumes it"
         raise StorageError(f"cannot read or write {place}: {error.strerror or error}. {advice}") from error

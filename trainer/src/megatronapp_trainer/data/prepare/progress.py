@@ -30,13 +30,13 @@ def progress(
 class _LineProgress:
     def __init__(self, title: str, total_bytes: int, done_bytes: int, clock: Clock) -> None:
         self._title, self._total_bytes, self._done_bytes = title, total_bytes, done_bytes
-        self._clock, self._told_s = clock, clock()
+        self._clock, self._reported_s = clock, clock()
 
     def advance(self, size_bytes: int) -> None:
         """Print a line if the last one is old enough."""
         self._done_bytes += size_bytes
-        if (now := self._clock()) - self._told_s >= LINE_INTERVAL_S:
-            self._told_s = now
-            share = self._done_bytes / max(self._total_bytes, 1)
+        if (now := self._clock()) - self._reported_s >= LINE_INTERVAL_S:
+            self._reported_s = now
+            fraction = self._done_bytes / max(self._total_bytes, 1)
             done, total = self._done_bytes / 2**20, self._total_bytes / 2**20
-            print(f"{self._title}: {done:,.1f} of {total:,.1f} MiB ({share:.0%})", file=sys.stderr, flush=True)
+            print(f"{self._title}: {done:,.1f} of {total:,.1f} MiB ({fraction:.0%})", file=sys.stderr, flush=True)
