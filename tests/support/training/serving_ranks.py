@@ -31,7 +31,7 @@ async def served(gang: WorkerGroup, command: ServeCommand, config: Any) -> Async
         most_waiting=MOST_OPEN,
     )
     freeze_gc()
-    desk = RequestBroker(most_open=MOST_OPEN, tally=ServerStatistics())
+    desk = RequestBroker(most_open=MOST_OPEN, statistics=ServerStatistics())
     app = create_app(desk, secret=None)
     desk.open(engine)
     app.state.model = model

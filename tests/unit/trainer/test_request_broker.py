@@ -33,7 +33,7 @@ def with_broker(check: str) -> None:
     with groups_of("") as (layout, device):
         config = config_of(VARIANTS["rotary-grouped"])
         gang, _ = open_engine(model_of(config, layout, device), config, layout, device)
-        broker = RequestBroker(most_open=MOST_OPEN, tally=ServerStatistics())
+        broker = RequestBroker(most_open=MOST_OPEN, statistics=ServerStatistics())
         broker.open(Engine(gang, most_waiting=MOST_OPEN + MOST_PROBED))
         asyncio.run(globals()[check](broker))
 
@@ -81,7 +81,7 @@ async def probes_apart(broker: RequestBroker) -> None:
     assert [handle.position for handle in tickets] == list(range(MOST_OPEN)), "no probe is before them"
     with pytest.raises(QueueFullError, match=f"{MOST_OPEN} prompts are open"):
         broker.submit([request_of("b")])
-    assert broker.tally.refused == 1
+    assert broker.statistics.refused == 1
     for ticket in (*tickets, probed):
         await ended(broker, ticket)
     await ended(broker, broker.submit(probe("q", 1)))

@@ -43,7 +43,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.setattr(EvictingProtocol, "stall_s", stall_s)
             sock = web.listen("127.0.0.1", 0)
             port: int = sock.getsockname()[1]
-            broker = RequestBroker(most_open=2, tally=ServerStatistics())
+            broker = RequestBroker(most_open=2, statistics=ServerStatistics())
             broker.is_stopping = stopping
             app = web.create_app(broker, secret=secret)
             if route is not None:

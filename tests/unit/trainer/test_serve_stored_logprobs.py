@@ -11,7 +11,7 @@ from megatronapp_trainer.inference.errors import QueueFullError
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.openai import generation_requests
 from megatronapp_trainer.serve.openai.generation_requests import chat_requests, completion_requests
-from megatronapp_trainer.serve.openai.logprobs import MOST_ANSWER_LOGPROBS, logprobs_held
+from megatronapp_trainer.serve.openai.logprobs import MOST_ANSWER_LOGPROBS, count_logprobs
 from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest
 from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
 from megatronapp_trainer.serve.request_broker import MOST_OPEN_LOGPROBS, RequestBroker
@@ -41,7 +41,7 @@ def request_of(**fields: Any) -> tuple[CompletionRequest, list[GenerationRequest
     ],
 )
 def test_an_answer_holds_texts_by_tokens_by_candidates(fields: dict[str, Any], expected: int) -> None:
-    assert logprobs_held(*request_of(prompt=[[1] * 5] * 2, **fields)) == expected
+    assert count_logprobs(*request_of(prompt=[[1] * 5] * 2, **fields)) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_request_for_more_is_refused_with_what_to_send(
     fits: dict[str, Any], over: dict[str, Any], message: str
 ) -> None:
     common = {"echo": True, "logprobs": 1, "max_tokens": 0}
-    assert logprobs_held(*request_of(**common, **fits)) == MOST_ANSWER_LOGPROBS
+    assert count_logprobs(*request_of(**common, **fits)) == MOST_ANSWER_LOGPROBS
     with pytest.raises(HttpError) as caught:
         request_of(**(common | over))
     assert (caught.value.status, caught.value.param) == (413, "logprobs")
@@ -92,7 +92,7 @@ class IdleEngine:
 
 def with_broker(check: Callable[[RequestBroker], None]) -> None:
     async def run() -> None:
-        broker = RequestBroker(most_open=9, tally=ServerStatistics())
+        broker = RequestBroker(most_open=9, statistics=ServerStatistics())
         engine: Any = IdleEngine()
         broker.open(engine)
         check(broker)
@@ -110,7 +110,7 @@ def test_all_answers_together_are_bounded_until_they_are_sent() -> None:
         first, _ = submit(MOST_ANSWER_LOGPROBS), submit(MOST_OPEN_LOGPROBS - MOST_ANSWER_LOGPROBS)
         with pytest.raises(QueueFullError, match=f"this one would add 1, and the limit is {MOST_OPEN_LOGPROBS}"):
             submit(1)
-        assert broker.tally.refused == 1
+        assert broker.statistics.refused == 1
         submit(0)
         broker.release(first)
         submit(MOST_ANSWER_LOGPROBS)

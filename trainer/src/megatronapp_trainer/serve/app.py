@@ -43,14 +43,14 @@ def build_api() -> FastAPI:
     return app
 
 
-def create_app(desk: RequestBroker, *, secret: str | None) -> FastAPI:
+def create_app(broker: RequestBroker, *, secret: str | None) -> FastAPI:
     """Create the application in front of a broker; `app.state.model` is set once there is a model, under
     `app.state.opening`.
     """
     app = build_api()
-    app.state.desk, app.state.model, app.state.runs = desk, None, RunStore(desk)
+    app.state.broker, app.state.model, app.state.runs = broker, None, RunStore(broker)
     app.state.opening = threading.Lock()
-    app.state.most_requests = desk.most_open + SPARE_REQUESTS
+    app.state.most_requests = broker.most_open + SPARE_REQUESTS
     app.add_middleware(BodyLimit, limit_of=limit_of, answer=problems.error_response)
     app.add_middleware(RequestLimit, most=app.state.most_requests)
     app.add_middleware(Guard, check=TokenCheck(secret), answer=problems.error_response)
@@ -95,12 +95,12 @@ def served(app: FastAPI, sock: socket.socket) -> Iterator[None]:
         sock.close()
 
 
-def _allow_files(wanted: int) -> None:
-    """Raise the limit of open files to `wanted`, as far as the system permits; each connection is one."""
+def _allow_files(needed: int) -> None:
+    """Raise the limit of open files to `needed`, as far as the system permits; each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    if soft != unlimited and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
+    if soft != unlimited and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == unlimited else min(needed, hard), hard))
 
 
 def write_address(path: pathlib.Path, url: str) -> None:

@@ -84,7 +84,7 @@ def _template_in(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
         return _read(folder / TEMPLATE)
     found = _json(folder / TEMPLATE_JSON).get("chat_template", config.get("chat_template"))
     if isinstance(found, list):  # several by name
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get(_DEFAULT)
     return found if isinstance(found, str) else None
 

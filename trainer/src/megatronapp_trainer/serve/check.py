@@ -36,9 +36,9 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentPro
         command = read_command(arguments)
         config = configure(command)
         parallel = config.parallel
-        wanted = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-        if world_size != wanted:
-            raise UsageError(f"{world_size} ranks cannot serve one replica of {wanted}; start {wanted}")
+        needed = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        if world_size != needed:
+            raise UsageError(f"{world_size} ranks cannot serve one replica of {needed}; start {needed}")
         longest, positions = command.options.max_length, config.model.positions
         if longest is not None and config.model.position_embedding_type == "learned_absolute" and longest > positions:
             raise UsageError(f"--max-length {longest} is over the model's {positions} learned positions")

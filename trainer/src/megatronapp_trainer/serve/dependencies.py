@@ -12,7 +12,7 @@ from megatronapp_trainer.serve.served_model import ServedModel
 
 def broker_of(connection: HTTPConnection) -> RequestBroker:
     """Return the broker, which takes requests."""
-    return cast("RequestBroker", connection.app.state.desk)
+    return cast("RequestBroker", connection.app.state.broker)
 
 
 def model_of(connection: HTTPConnection) -> ServedModel:

@@ -71,17 +71,17 @@ def serve(command: ServeCommand, config: TrainerConfig) -> ExitCode:
 
     layout = generation_layout(config)
     _load_plugins(command)
-    with StopRequest() as wish, named_errors(), contextlib.ExitStack() as stack:
-        front = stack.enter_context(open_front(command, wish)) if layout.rank == 0 else None
+    with StopRequest() as stop_request, named_errors(), contextlib.ExitStack() as stack:
+        front = stack.enter_context(open_front(command, stop_request)) if layout.rank == 0 else None
         stack.enter_context(PeerLossListener(_no_broker if front is None else front.on_rank_lost))
         gang = load(command, config)
-        look = functools.partial(start_scope, gang, stack, limits_of(command, config))
+        open_capture = functools.partial(start_scope, gang, stack, limits_of(command, config))
         if front is None:
-            look()
+            open_capture()
             freeze_gc()
             gang.follow()
         else:
-            front.answer(gang, config, wish, look)
+            front.answer(gang, config, stop_request, open_capture)
         destroy_groups()
     return ExitCode.PREEMPTED
 
@@ -160,9 +160,13 @@ class HttpFrontend:
     page: "ProgressWriter | None"
 
     def answer(
-        self, gang: "WorkerGroup", config: TrainerConfig, wish: "StopRequest", look: "Callable[[], RankScope | None]"
+        self,
+        gang: "WorkerGroup",
+        config: TrainerConfig,
+        stop_request: "StopRequest",
+        open_capture: "Callable[[], RankScope | None]",
     ) -> None:
-        """Generate until asked to stop. `look` starts reports to a hub. Raises EngineLostError."""
+        """Generate until asked to stop. `open_capture` starts reports to a hub. Raises EngineLostError."""
         from megatronapp_trainer.inference.engine import Engine
         from megatronapp_trainer.inference.gc_freeze import freeze_gc
         from megatronapp_trainer.serve.errors import StoppingError
@@ -175,15 +179,15 @@ class HttpFrontend:
             decode_plain=model.decode_plain,
             end_tokens=model.end_tokens,
             most_waiting=_most_open(self.command) + MOST_PROBED,
-            admitted=self.broker.tally.admitted,
+            admitted=self.broker.statistics.admitted,
         )
         if model.chat.flaw is not None:
             print(f"messages are refused: the model's chat template cannot be used: {model.chat.flaw}", flush=True)
         engine.warm_up()
-        self._open(engine, model, look)
+        self._open(engine, model, open_capture)
         freeze_gc()
         print(f"serving {model.name} at {self.url}", flush=True)
-        self._work(engine, wish)
+        self._work(engine, stop_request)
         if engine.failure is not None:
             self.broker.close(engine.failure)
             raise _blamed(engine.failure)
@@ -196,10 +200,10 @@ class HttpFrontend:
 
         self.broker.close(EngineLostError("a rank of the gang was lost; the gang must be started again"))
 
-    def _open(self, engine: "Engine", model: "ServedModel", look: "Callable[[], RankScope | None]") -> None:
+    def _open(self, engine: "Engine", model: "ServedModel", open_capture: "Callable[[], RankScope | None]") -> None:
         """Accept requests from now on. A page offers to generate once the hub has a report of rank 0, so not before."""
         with self.app.state.opening:
-            if (scope := look()) is not None:
+            if (scope := open_capture()) is not None:
                 self._start_capture(engine, scope)
             self.broker.open(engine)
             self.app.state.model = model
@@ -208,25 +212,25 @@ class HttpFrontend:
         from megatronapp_trainer.scope.coordinator import CaptureCoordinator
         from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
 
-        looking = CaptureController(CaptureCoordinator(engine, scope.capture, scope.publisher.post), engine.defer)
-        self.app.state.runs.looking = looking
-        self.broker.observers.append(looking.observe)
+        captures = CaptureController(CaptureCoordinator(engine, scope.capture, scope.publisher.post), engine.defer)
+        self.app.state.runs.captures = captures
+        self.broker.observers.append(captures.observe)
 
-    def _work(self, engine: "Engine", wish: "StopRequest") -> None:
+    def _work(self, engine: "Engine", stop_request: "StopRequest") -> None:
         due = 0.0
-        while not wish.requested and engine.failure is None:
+        while not stop_request.requested and engine.failure is None:
             self.broker.step(IDLE_S)
             if time.monotonic() >= due:
                 self._report()
                 due = time.monotonic() + PAGE_S
 
     def _report(self) -> None:
-        tally = self.broker.tally
+        statistics = self.broker.statistics
         if self.page is not None:
             self.page.update(
                 state="serving",
-                iteration=tally.prompts,
-                tokensPerSecond=tally.tokens_per_second(),
+                iteration=statistics.prompts,
+                tokensPerSecond=statistics.tokens_per_second(),
             )
 
 
@@ -240,7 +244,7 @@ def _blamed(failure: "EngineLostError") -> "GenerationError":
 
 
 @contextlib.contextmanager
-def open_front(command: ServeCommand, wish: "StopRequest") -> Iterator[HttpFrontend]:
+def open_front(command: ServeCommand, stop_request: "StopRequest") -> Iterator[HttpFrontend]:
     """Listen and answer that the model is being loaded. Raises UsageError, RendezvousError."""
     from megatronapp_trainer.serve import app as web
     from megatronapp_trainer.serve.request_broker import RequestBroker
@@ -248,20 +252,20 @@ def open_front(command: ServeCommand, wish: "StopRequest") -> Iterator[HttpFront
     from megatronapp_trainer.training.progress import open_progress
 
     secret = load_secret()
-    place, wanted_port = address_of(command)
+    place, requested_port = address_of(command)
     web.check_address(place, secret)
     page = open_progress(0)
     if page is not None:
         page.update(state="starting", totalIterations=None)
-    sock = web.listen(place, wanted_port)
+    sock = web.listen(place, requested_port)
     url = f"http://{authority(*sock.getsockname()[:2])}"
-    desk = RequestBroker(most_open=_most_open(command), tally=ServerStatistics())
-    desk.is_stopping = lambda: wish.requested
-    app = web.create_app(desk, secret=secret)
+    broker = RequestBroker(most_open=_most_open(command), statistics=ServerStatistics())
+    broker.is_stopping = lambda: stop_request.requested
+    app = web.create_app(broker, secret=secret)
     with web.served(app, sock):
         if (folder := os.environ.get(Env.RUN_DIR)) is not None:
             web.write_address(pathlib.Path(folder) / ADDRESS_FILE, url)
-        yield HttpFrontend(command=command, app=app, broker=desk, url=url, page=page)
+        yield HttpFrontend(command=command, app=app, broker=broker, url=url, page=page)
 
 
 def address_of(command: ServeCommand) -> tuple[str, int]:

@@ -118,8 +118,8 @@ def _prompt_of(event: Event) -> str | None:
 class RequestBroker:
     """Counts open prompts, passes requests to the engine and events to their handles."""
 
-    def __init__(self, *, most_open: int, tally: ServerStatistics) -> None:
-        self.tally = tally
+    def __init__(self, *, most_open: int, statistics: ServerStatistics) -> None:
+        self.statistics = statistics
         self.observers: list[Observer] = []
         self.most_open = most_open
         """Limit of prompts that wait or are generated, those of the background not counted."""
@@ -157,7 +157,7 @@ class RequestBroker:
             self._check_capacity(ticket)
             self._tickets |= dict.fromkeys(ticket.ids, ticket)
             if not ticket.is_background:
-                self.tally.submitted(ticket.ids)
+                self.statistics.submitted(ticket.ids)
             self._submit_all(self._engine, requests)
             ticket.position = self._position(self._engine, ticket)
             self._logprobs += logprobs
@@ -186,7 +186,7 @@ class RequestBroker:
         assert engine is not None
         engine.wait_for_work(idle_s)
         events = engine.step()
-        self.tally.count(events)
+        self.statistics.count(events)
         for observer in self.observers:
             observer(events)
         self._announce_positions(engine)
@@ -207,17 +207,17 @@ class RequestBroker:
         engine = self._engine
         with self._lock:
             ids = list(self._tickets)
-        waiting = 0 if engine is None else sum(engine.queue_position(one) is not None for one in ids)
+        waiting = 0 if engine is None else sum(engine.queue_position(request_id) is not None for request_id in ids)
         return waiting, len(ids) - waiting
 
     def _check_capacity(self, ticket: RequestHandle) -> None:
-        alike = sum(one.is_background == ticket.is_background for one in self._tickets.values())
+        alike = sum(handle.is_background == ticket.is_background for handle in self._tickets.values())
         most, what = (MOST_PROBED, "prompts of probes") if ticket.is_background else (self.most_open, "prompts")
         if alike + len(ticket.ids) > most:
-            self.tally.refused += not ticket.is_background
+            self.statistics.refused += not ticket.is_background
             raise QueueFullError(f"{alike} {what} are open, and at most {most} may be")
         if self._logprobs + ticket.logprobs > MOST_OPEN_LOGPROBS:
-            self.tally.refused += 1
+            self.statistics.refused += 1
             raise QueueFullError(
                 f"unfinished answers have {self._logprobs} log-probabilities in memory, this one would add "
                 f"{ticket.logprobs}, and the limit is {MOST_OPEN_LOGPROBS}"
@@ -229,7 +229,7 @@ class RequestBroker:
         except GenerationError:
             for request in requests:
                 self._tickets.pop(request.id, None)
-            self.tally.refuse(request.id for request in requests)
+            self.statistics.refuse(request.id for request in requests)
             raise
 
     def _deliver(self, events: Sequence[Event]) -> None:

@@ -18,16 +18,16 @@ async def healthz() -> Health:
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
-async def readyz(desk: BrokerOf) -> Response:
+async def readyz(broker: BrokerOf) -> Response:
     """Answer whether requests are accepted."""
-    if (problem := desk.problem) is None:
+    if (problem := broker.problem) is None:
         return JSONResponse({"status": "ok"})
     status = "starting" if isinstance(problem, NotReadyError) else "stopping"
     return JSONResponse({"status": status}, 503)
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses={401: {"model": Problem}})
-async def metrics(request: Request, desk: BrokerOf) -> Response:
+async def metrics(request: Request, broker: BrokerOf) -> Response:
     """Return the metrics in the text format of Prometheus."""
-    waiting, running = desk.counts()
-    return Response(desk.tally.exposition(waiting=waiting, running=running), media_type=EXPOSITION)
+    waiting, running = broker.counts()
+    return Response(broker.statistics.exposition(waiting=waiting, running=running), media_type=EXPOSITION)

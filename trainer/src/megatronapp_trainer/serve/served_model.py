@@ -21,7 +21,7 @@ _DRAWN_SEEDS = 2**53 - 2**17
 """Range of drawn seeds: a JSON number in a browser is exact for them, also with the largest index added."""
 MOST_TEXTS = 1 << 16
 """Limit of cached texts of single tokens."""
-_PIECE = "\ufffd"
+_INCOMPLETE = "\ufffd"
 BY_ID = "id:"
 _ANCHOR = "a"
 
@@ -93,7 +93,7 @@ class ServedModel:
         names: list[str] = []
         for token in tokens:
             text = self.text_of(token)
-            plain = text and _PIECE not in text and text not in names and not text.startswith(BY_ID)
+            plain = text and _INCOMPLETE not in text and text not in names and not text.startswith(BY_ID)
             names.append(text if plain else f"{BY_ID}{token}")
         return names
 
@@ -116,8 +116,8 @@ class ServedModel:
         tokenizer = self._needed_tokenizer("tokens")
         for place, token in enumerate(ids):
             if token >= self.vocab_size:
-                words = f"tokens.{place}: {token} must be below {self.vocab_size}, the size of the vocabulary"
-                raise HttpError(422, "invalid-request", words, param="tokens")
+                reason = f"tokens.{place}: {token} must be below {self.vocab_size}, the size of the vocabulary"
+                raise HttpError(422, "invalid-request", reason, param="tokens")
         return tokenizer.detokenize(ids)
 
     @property
@@ -136,25 +136,25 @@ class ServedModel:
 
         Tokens around the text have none of its characters.
         """
-        pieces = self.token_texts(ids, self._inner(ids))
-        ends = list(itertools.accumulate(map(utf16_units, pieces), initial=0))
-        pairs = zip(pieces, itertools.pairwise(ends), strict=True)
-        return {"text": text, "ids": list(ids), "offsets": [list(pair) if piece else None for piece, pair in pairs]}
+        texts = self.token_texts(ids, self._inner(ids))
+        ends = list(itertools.accumulate(map(utf16_units, texts), initial=0))
+        pairs = zip(texts, itertools.pairwise(ends), strict=True)
+        return {"text": text, "ids": list(ids), "offsets": [list(pair) if part else None for part, pair in pairs]}
 
     def token_texts(self, ids: Sequence[int], inner: tuple[int, int] | None = None) -> list[str]:
         """Return the characters that each token completes, of those in the range `inner`; empty for the others."""
-        pieces = [""] * len(ids)
+        texts = [""] * len(ids)
         if self.tokenizer is not None:
             first, last = inner or (0, len(ids))
-            pieces[first:last] = map(TextStream(self.tokenizer.detokenize).feed, ids[first:last])
-        return pieces
+            texts[first:last] = map(TextStream(self.tokenizer.detokenize).feed, ids[first:last])
+        return texts
 
     def echo_of(self, prompt: Prompt, ids: Sequence[int]) -> PromptEcho:
         """Return a prompt as an answer repeats it: a text unchanged, ids as their text."""
         is_text = isinstance(prompt, str)
-        pieces = self.token_texts(ids, self._inner(ids) if is_text else None)
+        parts = self.token_texts(ids, self._inner(ids) if is_text else None)
         text = prompt if isinstance(prompt, str) else "" if self.tokenizer is None else self.tokenizer.detokenize(ids)
-        starts = itertools.accumulate(map(len, pieces[:-1]), initial=0)
+        starts = itertools.accumulate(map(len, parts[:-1]), initial=0)
         return PromptEcho(text=text, ids=tuple(ids), offsets=tuple(min(start, len(text)) for start in starts))
 
     def _inner(self, ids: Sequence[int]) -> tuple[int, int]:
@@ -175,14 +175,14 @@ class ServedModel:
     def check_texts(self, texts: int, most: int, param: str) -> None:
         """Raise HttpError for more texts than `most`."""
         if texts > most:
-            words = f"{param}: {texts} texts are requested; the limit is {most}"
-            raise HttpError(413, "too-many", words, hint="Send several requests.", param=param)
+            reason = f"{param}: {texts} texts are requested; the limit is {most}"
+            raise HttpError(413, "too-many", reason, hint="Send several requests.", param=param)
 
     def check_tokens(self, tokens: int, param: str) -> None:
         """Raise HttpError for a longer answer than the server generates."""
         if tokens > self.most_tokens:
-            words = f"{param}: {tokens} is over {self.most_tokens}, the most that this server generates"
-            raise HttpError(413, "too-long", words, hint="Ask for less.", param=param)
+            reason = f"{param}: {tokens} is over {self.most_tokens}, the most that this server generates"
+            raise HttpError(413, "too-long", reason, hint="Ask for less.", param=param)
 
 
 def incremental_decoder(tokenizer: Tokenizer, *, skip_special: bool = False) -> Decode:

@@ -78,14 +78,14 @@ def configure(command: ServeCommand) -> TrainerConfig:
     """
     path, stored = newest_arguments(command.load)
     precision = command.options.precision or ("bf16" if stored.get("--bf16") else "fp32")
-    words = [
+    arguments = [
         *stored_arguments.model_flags(stored),
         *_NO_TRAINING,
         *(["--bf16"] if precision == "bf16" and "--bf16" not in command.rest else []),
         *_tokenizer_of(path, stored, command.rest),
         *command.rest,
     ]
-    return parse(words)
+    return parse(arguments)
 
 
 def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str, Any]]:
@@ -103,10 +103,10 @@ def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str
 
 def _tokenizer_of(path: pathlib.Path, stored: Mapping[str, Any], rest: Sequence[str]) -> list[str]:
     """Return the flags of the tokenizer next to a checkpoint, unless the command line names one."""
-    if {word.partition("=")[0] for word in rest} & {"--tokenizer-file", "--tokenizer-model", "--vocab-file"}:
+    if {argument.partition("=")[0] for argument in rest} & {"--tokenizer-file", "--tokenizer-model", "--vocab-file"}:
         return []
     names = {flag: stored.get(flag) for flag in (stored_arguments.TOKENIZER_FILE, "--vocab-file", "--merge-file")}
-    return [word for flag, name in names.items() if name is not None for word in (flag, str(path / str(name)))]
+    return [argument for flag, name in names.items() if name is not None for argument in (flag, str(path / str(name)))]
 
 
 def _check(options: ServeOptions) -> None:

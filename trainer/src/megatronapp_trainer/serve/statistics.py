@@ -136,29 +136,29 @@ class ServerStatistics:
 class _StatisticsCollector(Collector):
     """Exports the statistics as metrics."""
 
-    def __init__(self, tally: ServerStatistics, *, waiting: int, running: int) -> None:
-        self._tally, self._waiting, self._running = tally, waiting, running
+    def __init__(self, statistics: ServerStatistics, *, waiting: int, running: int) -> None:
+        self._statistics, self._waiting, self._running = statistics, waiting, running
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families of metrics."""
-        tally = self._tally
+        statistics = self._statistics
         name = "megatronapp_serve_{}".format
         yield GaugeMetricFamily(name("num_requests_waiting"), "Prompts that wait.", self._waiting)
         yield GaugeMetricFamily(name("num_requests_running"), "Prompts that are being generated.", self._running)
         ended = CounterMetricFamily(name("requests"), "Prompts that have ended.", labels=("finished_reason",))
         for reason in REASONS:
-            ended.add_metric([reason], tally.ended[reason])
+            ended.add_metric([reason], statistics.ended[reason])
         yield ended
-        yield CounterMetricFamily(name("refused"), "Requests that found the queue full.", float(tally.refused))
-        yield CounterMetricFamily(name("prompt_tokens"), "Tokens of prompts.", float(tally.prompt_tokens))
-        yield CounterMetricFamily(name("generation_tokens"), "Generated tokens.", float(tally.generated_tokens))
-        yield tally.queue_s.family(name("request_queue_time_seconds"), "Time of a prompt in the queue.")
-        yield tally.first_token_s.family(
+        yield CounterMetricFamily(name("refused"), "Requests that found the queue full.", float(statistics.refused))
+        yield CounterMetricFamily(name("prompt_tokens"), "Tokens of prompts.", float(statistics.prompt_tokens))
+        yield CounterMetricFamily(name("generation_tokens"), "Generated tokens.", float(statistics.generated_tokens))
+        yield statistics.queue_s.family(name("request_queue_time_seconds"), "Time of a prompt in the queue.")
+        yield statistics.first_token_s.family(
             name("time_to_first_token_seconds"), "Time from a request to its first token, for each prompt."
         )
-        yield tally.token_gap_s.family(
+        yield statistics.token_gap_s.family(
             name("inter_token_latency_seconds"), "Time from one token of a prompt to the next."
         )
-        yield tally.request_s.family(
+        yield statistics.request_s.family(
             name("e2e_request_latency_seconds"), "Time from a request to the end of its text, for each that was whole."
         )

@@ -34,8 +34,10 @@ class ChatResponse(CompletionResponse):
             model=self.model.name,
             seed=self.seed,
             choices=[
-                ChatChoice(message=ChatMessage(content=one.text), logprobs=_logprobs(one.logprobs), **_common(one))
-                for one in choices
+                ChatChoice(
+                    message=ChatMessage(content=choice.text), logprobs=_logprobs(choice.logprobs), **_common(choice)
+                )
+                for choice in choices
             ],
             usage=self.usage(),
         )
@@ -48,16 +50,16 @@ class ChatResponse(CompletionResponse):
             model=self.model.name,
             seed=self.seed,
             choices=[
-                ChatChunkChoice(delta=self._delta(one), logprobs=_logprobs(one.logprobs), **_common(one))
-                for one in choices
+                ChatChunkChoice(delta=self._delta(choice), logprobs=_logprobs(choice.logprobs), **_common(choice))
+                for choice in choices
             ],
             usage=usage,
         )
 
-    def _delta(self, piece: Choice) -> ChatDelta:
-        is_first = piece.index not in self._begun
-        self._begun.add(piece.index)
-        return ChatDelta(role="assistant" if is_first else None, content=piece.text)
+    def _delta(self, choice: Choice) -> ChatDelta:
+        is_first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        return ChatDelta(role="assistant" if is_first else None, content=choice.text)
 
 
 def _common(choice: Choice) -> dict[str, object]:

@@ -54,7 +54,7 @@ class CompletionResponse:
         self.created = int(time.time())
         self.ids = tuple(request.id for request in self.requests)
         self._index = {request_id: index for index, request_id in enumerate(self.ids)}
-        self._told = [0] * len(self.ids)
+        self._reported = [0] * len(self.ids)
         self._readings: list[list[PromptEvent]] = [[] for _ in self.ids]
         self._echoed: set[int] = set()
         self._open = set(self.ids)
@@ -74,11 +74,11 @@ class CompletionResponse:
         if isinstance(item, PromptProgress):
             self._readings[index] += item.readings
             return []
-        piece = self._last(index, item) if isinstance(item, FinishedEvent) else self._next(index, item)
+        choice = self._last(index, item) if isinstance(item, FinishedEvent) else self._next(index, item)
         if not self.echoes or index in self._echoed:
-            return [piece]
+            return [choice]
         self._echoed.add(index)
-        return [self._prompt(index), piece]
+        return [self._prompt(index), choice]
 
     def whole(self, choices: list[Choice]) -> BaseModel:
         """Return the answer with these texts."""
@@ -108,8 +108,8 @@ class CompletionResponse:
     def _next(self, index: int, event: TokenEvent) -> Choice:
         text = event.text or ""
         self._generated += 1
-        offset = self._told[index] + (len(self.echoes[index].text) if self.echoes else 0)
-        self._told[index] += len(text)
+        offset = self._reported[index] + (len(self.echoes[index].text) if self.echoes else 0)
+        self._reported[index] += len(text)
         logprobs = None
         if self.with_logprobs:
             logprobs = _transposed([self._scored(event.token, event.logprob, event.candidates, offset)])
@@ -133,7 +133,7 @@ class CompletionResponse:
     def _scored(
         self, token: int, logprob: float | None, candidates: Sequence[TokenCandidate], offset: int
     ) -> "_LogprobColumns":
-        tokens, values = [one.token for one in candidates], [one.logprob for one in candidates]
+        tokens, values = [candidate.token for candidate in candidates], [candidate.logprob for candidate in candidates]
         names = self.model.names_of(tokens if token in tokens else [*tokens, token])
         name = names[tokens.index(token) if token in tokens else -1]
         return _LogprobColumns(name, token, logprob, dict(zip(names, values, strict=False)), tokens, offset)
@@ -160,15 +160,15 @@ async def whole(answer: CompletionResponse, ticket: RequestHandle) -> str:
 
     Raises GenerationError, ClientDisconnectedError.
     """
-    pieces: dict[int, list[Choice]] = {index: [] for index in range(len(answer.ids))}
+    choices: dict[int, list[Choice]] = {index: [] for index in range(len(answer.ids))}
     while not answer.is_complete:
         item = await ticket.get()
         if isinstance(item, Disconnected):
             raise ClientDisconnectedError
         if isinstance(item, PromptProgress | TokenEvent | FinishedEvent):
-            for piece in await _computed(answer, functools.partial(answer.text_chunks, item)):
-                pieces[piece.index].append(piece)
-    return await anyio.to_thread.run_sync(_whole_json, answer, pieces.values())
+            for choice in await _computed(answer, functools.partial(answer.text_chunks, item)):
+                choices[choice.index].append(choice)
+    return await anyio.to_thread.run_sync(_whole_json, answer, choices.values())
 
 
 async def stream(answer: CompletionResponse, ticket: RequestHandle, options: StreamOptions) -> AsyncIterator[str]:
@@ -186,7 +186,7 @@ async def stream(answer: CompletionResponse, ticket: RequestHandle, options: Str
                 yield _queue_event(answer, item, options)
             case _:
                 try:
-                    for event in await _computed(answer, functools.partial(_piece_events, answer, item)):
+                    for event in await _computed(answer, functools.partial(_choice_events, answer, item)):
                         yield event
                 except Exception as error:
                     yield _failure(error)
@@ -201,12 +201,12 @@ async def _computed(answer: CompletionResponse, work: Callable[[], Made]) -> Mad
     return await anyio.to_thread.run_sync(work) if answer.echoes else work()
 
 
-def _whole_json(answer: CompletionResponse, pieces: Iterable[list[Choice]]) -> str:
-    return answer.whole([_joined(parts) for parts in pieces]).model_dump_json()
+def _whole_json(answer: CompletionResponse, choices: Iterable[list[Choice]]) -> str:
+    return answer.whole([_joined(parts) for parts in choices]).model_dump_json()
 
 
-def _piece_events(answer: CompletionResponse, item: PromptProgress | TokenEvent | FinishedEvent) -> list[str]:
-    return [_event(answer.chunk([piece]).model_dump_json()) for piece in answer.text_chunks(item)]
+def _choice_events(answer: CompletionResponse, item: PromptProgress | TokenEvent | FinishedEvent) -> list[str]:
+    return [_event(answer.chunk([choice]).model_dump_json()) for choice in answer.text_chunks(item)]
 
 
 def _failure(error: Exception) -> str:
@@ -234,7 +234,7 @@ def _joined(parts: list[Choice]) -> Choice:
     logprobs = None
     if found:
         logprobs = Logprobs(
-            **{name: list(itertools.chain.from_iterable(getattr(one, name) for one in found)) for name in _LISTS}
+            **{name: list(itertools.chain.from_iterable(getattr(choice, name) for choice in found)) for name in _LISTS}
         )
     return last.model_copy(
         update={

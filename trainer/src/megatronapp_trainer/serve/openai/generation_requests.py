@@ -44,8 +44,8 @@ def chat_requests(model: ServedModel, body: ChatRequest, name: str, seed: int) -
     model.check_name(body.model)
     model.check_texts(body.n, model.most_open, "n")
     ids = chat_ids(model, body.messages, add_generation_prompt=body.add_generation_prompt)
-    room = max(model.capacity - len(ids), 1)
-    most = min(room, model.most_tokens) if body.most_new is None else body.most_new
+    free_tokens = max(model.capacity - len(ids), 1)
+    most = min(free_tokens, model.most_tokens) if body.most_new is None else body.most_new
     model.check_tokens(most, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
     common = GenerationRequest(
         id=name, prompt=ids, max_new_tokens=most, candidates=body.top_logprobs, **_sampling_settings(body)

@@ -13,7 +13,7 @@ MOST_ANSWER_LOGPROBS = 1 << 19
 """Limit of one answer: about 300 MB with one candidate for each token."""
 
 
-def logprobs_held(body: GenerationBody, requests: Sequence[GenerationRequest]) -> int:
+def count_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> int:
     """Return the number of log-probabilities of the answer in memory at once: texts x tokens x (1 + logprobs).
 
     A stream sends those of generated tokens at once.
@@ -25,7 +25,7 @@ def logprobs_held(body: GenerationBody, requests: Sequence[GenerationRequest]) -
 
 def check_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
     """Raise HttpError for more log-probabilities than one answer may have in memory."""
-    if (found := logprobs_held(body, requests)) <= MOST_ANSWER_LOGPROBS:
+    if (found := count_logprobs(body, requests)) <= MOST_ANSWER_LOGPROBS:
         return
     first = requests[0]
     longest = max(_tokens_of(body, request) for request in requests)

@@ -31,16 +31,16 @@ class AllowedValues:
     def _check(self, given: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
         if any(_equal(given, value) for value in self.values):
             return given
-        wanted = " or ".join(json.dumps(value) for value in self.values)
-        advice = f"send {wanted}, or leave it out" if self.values else "leave it out"
+        allowed = " or ".join(json.dumps(value) for value in self.values)
+        advice = f"send {allowed}, or leave it out" if self.values else "leave it out"
         raise PydanticCustomError(
             "only", "{words}", {"words": f"{_shown(given)} is not supported: {self.why}; {advice}"}
         )
 
 
-def _equal(one: object, other: object) -> bool:
+def _equal(value: object, other: object) -> bool:
     """Compare as JSON: 1 and 1.0 are equal, 1 and true are not."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _shown(given: object) -> str:

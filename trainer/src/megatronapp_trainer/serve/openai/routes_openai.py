@@ -22,7 +22,7 @@ from megatronapp_trainer.serve.openai.generation_requests import (
     echoes_of,
     prompts_of,
 )
-from megatronapp_trainer.serve.openai.logprobs import logprobs_held
+from megatronapp_trainer.serve.openai.logprobs import count_logprobs
 from megatronapp_trainer.serve.openai.schemas_chat import ChatChunk, ChatCompletion, ChatRequest
 from megatronapp_trainer.serve.openai.schemas_completions import (
     Completion,
@@ -64,7 +64,7 @@ async def one_model(name: Annotated[str, Path(max_length=256)], model: ModelOf) 
     response_model=Completion,
     responses=ANSWERS | streamed(Completion),
 )
-async def complete(request: Request, body: CompletionRequest, model: ModelOf, desk: BrokerOf) -> Response:
+async def complete(request: Request, body: CompletionRequest, model: ModelOf, broker: BrokerOf) -> Response:
     """Continue one or more prompts."""
     name, seed = f"cmpl-{secrets.token_hex(12)}", new_seed(body.seed)
     requests = await anyio.to_thread.run_sync(completion_requests, model, body, name, seed)
@@ -78,7 +78,7 @@ async def complete(request: Request, body: CompletionRequest, model: ModelOf, de
         prompts=len(prompts_of(body)),
         echoes=echoes,
     )
-    return await respond(request, body, answer, desk)
+    return await respond(request, body, answer, broker)
 
 
 @router.post(
@@ -86,21 +86,23 @@ async def complete(request: Request, body: CompletionRequest, model: ModelOf, de
     response_model=ChatCompletion,
     responses=ANSWERS | streamed(ChatChunk),
 )
-async def chat(request: Request, body: ChatRequest, model: ModelOf, desk: BrokerOf) -> Response:
+async def chat(request: Request, body: ChatRequest, model: ModelOf, broker: BrokerOf) -> Response:
     """Answer messages, which the model's chat template makes a prompt."""
     name, seed = f"chatcmpl-{secrets.token_hex(12)}", new_seed(body.seed)
     requests = await anyio.to_thread.run_sync(chat_requests, model, body, name, seed)
     answer = ChatResponse(model=model, name=name, seed=seed, requests=requests, with_logprobs=body.with_logprobs)
-    return await respond(request, body, answer, desk)
+    return await respond(request, body, answer, broker)
 
 
-async def respond(request: Request, body: GenerationBody, answer: CompletionResponse, desk: RequestBroker) -> Response:
+async def respond(
+    request: Request, body: GenerationBody, answer: CompletionResponse, broker: RequestBroker
+) -> Response:
     """Generate, and send the answer whole or as a stream. Raises as `RequestBroker.submit` does."""
-    ticket = desk.submit(answer.requests, logprobs=logprobs_held(body, answer.requests))
+    ticket = broker.submit(answer.requests, logprobs=count_logprobs(body, answer.requests))
     headers = {POSITION: str(ticket.position or 0)}
     if body.stream:
-        return EventStream(stream(answer, ticket, body.stream_options or StreamOptions()), desk, ticket, headers)
-    with cancelled_on_disconnect(request.receive, desk, ticket):
+        return EventStream(stream(answer, ticket, body.stream_options or StreamOptions()), broker, ticket, headers)
+    with cancelled_on_disconnect(request.receive, broker, ticket):
         try:
             content = await whole(answer, ticket)
         except ClientDisconnectedError:
@@ -114,30 +116,30 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, pieces: AsyncIterator[str], desk: RequestBroker, ticket: RequestHandle, headers: dict[str, str]
+        self, events: AsyncIterator[str], broker: RequestBroker, ticket: RequestHandle, headers: dict[str, str]
     ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._pieces, self._desk, self._ticket = pieces, desk, ticket
+        self._events, self._broker, self._ticket = events, broker, ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send each event as soon as it is available."""
-        with cancelled_on_disconnect(receive, self._desk, self._ticket):
+        with cancelled_on_disconnect(receive, self._broker, self._ticket):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece.encode(), "more_body": True})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextlib.contextmanager
-def cancelled_on_disconnect(receive: Receive, desk: RequestBroker, ticket: RequestHandle) -> Iterator[None]:
+def cancelled_on_disconnect(receive: Receive, broker: RequestBroker, ticket: RequestHandle) -> Iterator[None]:
     """Watch for a disconnect of the client inside the context; on exit open requests are cancelled."""
     listener = asyncio.create_task(_until_disconnected(receive, ticket))
     try:
         yield
     finally:
         listener.cancel()
-        desk.release(ticket)
+        broker.release(ticket)
 
 
 async def _until_disconnected(receive: Receive, ticket: RequestHandle) -> None:

@@ -120,7 +120,7 @@ class GenerationBody(NeutralBody):
     @property
     def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of tokens that end the generation."""
-        return tuple((one,) if isinstance(one, int) else tuple(one) for one in self.stop_token_ids or ())
+        return tuple((ids,) if isinstance(ids, int) else tuple(ids) for ids in self.stop_token_ids or ())
 
     @property
     def with_logprobs(self) -> bool:

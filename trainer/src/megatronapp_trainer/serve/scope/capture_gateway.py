@@ -56,8 +56,8 @@ class CaptureController:
         """Forget requests that the engine has refused."""
         self.observe(
             [
-                FinishedEvent(request_id=one.id, reason="cancelled", prompt_tokens=0, generated_tokens=0)
-                for one in requests
+                FinishedEvent(request_id=request.id, reason="cancelled", prompt_tokens=0, generated_tokens=0)
+                for request in requests
             ]
         )
 
@@ -66,10 +66,10 @@ class CaptureController:
         with self._lock, _refused("capture"):
             self._leader.change(run, capture)
 
-    def probe(self, wanted: ProbeRequest) -> tuple[str, list[GenerationRequest]]:
+    def probe(self, body: ProbeRequest) -> tuple[str, list[GenerationRequest]]:
         """Return the id of a new probe, and its requests."""
         with self._lock, _refused("sites"):
-            return self._leader.probe(wanted)
+            return self._leader.probe(body)
 
     def set_basis(self, data: bytes) -> None:
         """Project on the axes of a frame SCOPE_BASIS."""

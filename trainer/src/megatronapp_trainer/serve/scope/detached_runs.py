@@ -135,8 +135,8 @@ class RunRecord:
 
     def detail(self) -> RunDetail:
         """Return the run with all that a hub needs which has lost it."""
-        told = [ReportedSample(**sample.columns()) for sample in self.samples]
-        return RunDetail(**self._shown(), header=self.header(), samples=told)
+        samples = [ReportedSample(**sample.columns()) for sample in self.samples]
+        return RunDetail(**self._shown(), header=self.header(), samples=samples)
 
     def _shown(self) -> dict[str, Any]:
         return {
@@ -177,8 +177,8 @@ class RunRecord:
         self._open -= 1
         self._sample(event.request_id).end(event)
         if event.error is not None:
-            told = http_error(event.error)
-            self._ended, self.error = "failed", {"code": told.code, "message": str(told), "hint": told.hint}
+            error = http_error(event.error)
+            self._ended, self.error = "failed", {"code": error.code, "message": str(error), "hint": error.hint}
         elif event.reason == "cancelled" and self._ended != "failed":
             self._ended = "cancelled"
         if not self._open:
@@ -188,10 +188,10 @@ class RunRecord:
 class RunStore:
     """The newest runs. Used in the event loop alone."""
 
-    def __init__(self, desk: RequestBroker) -> None:
-        self.looking: CaptureController | None = None
+    def __init__(self, broker: RequestBroker) -> None:
+        self.captures: CaptureController | None = None
         """Captures of MegaScope, if there is a hub."""
-        self._desk = desk
+        self._broker = broker
         self._records: dict[str, RunRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -207,8 +207,10 @@ class RunStore:
 
         Raises as `RequestBroker.submit` does, and HttpError for a capture that the model cannot give.
         """
-        prompts = [model.describe_prompt(text, one.prompt) for text, one in zip(body.prompts, requests, strict=True)]
-        with contextlib.nullcontext() if self.looking is None else self.looking.quiet():
+        prompts = [
+            model.describe_prompt(text, request.prompt) for text, request in zip(body.prompts, requests, strict=True)
+        ]
+        with contextlib.nullcontext() if self.captures is None else self.captures.quiet():
             record = RunRecord(
                 run=run,
                 body=body,
@@ -233,36 +235,36 @@ class RunStore:
     def _with_capture(
         self, run: str, body: RunRequest, model: ServedModel, requests: list[GenerationRequest]
     ) -> list[GenerationRequest]:
-        if self.looking is None:
+        if self.captures is None:
             return requests
         units = [utf16_units(text) for text in body.prompts]
         text_of = None if model.tokenizer is None else model.text_of
-        return self.looking.begin(run, body.capture, requests, units, text_of)
+        return self.captures.begin(run, body.capture, requests, units, text_of)
 
     def cancel(self, run: str) -> None:
         """End a run. Raises HttpError for an unknown one."""
-        self._desk.cancel(self.get(run).ticket)
+        self._broker.cancel(self.get(run).ticket)
 
     def change(self, run: str, capture: CaptureSettings) -> RunRecord:
         """Change the capture of a run. Raises HttpError."""
         record = self.get(run)
-        if self.looking is not None and record.state not in ENDED:
-            self.looking.change(run, capture)
+        if self.captures is not None and record.state not in ENDED:
+            self.captures.change(run, capture)
         record.capture = capture
         self._announce(record.header())
         return record
 
-    def probe(self, wanted: ProbeRequest) -> str:
+    def probe(self, body: ProbeRequest) -> str:
         """Read known tokens once more; returns the probe's id. Waiting prompts have precedence.
 
         Raises HttpError, and as `RequestBroker.submit` does.
         """
-        probe, requests = self._needed().probe(wanted)
-        requests = [dataclasses.replace(one, is_background=True) for one in requests]
+        probe, requests = self._needed().probe(body)
+        requests = [dataclasses.replace(request, is_background=True) for request in requests]
         self._follow(_drain(self._submit(requests)))
         return probe
 
-    async def scores(self, asked: ScoreRequest, model: ServedModel) -> bytes:
+    async def scores(self, body: ScoreRequest, model: ServedModel) -> bytes:
         """Score the tokens of a text but the first; the answer is a frame SCOPE_TOKENS.
 
         Waiting prompts have precedence. Raises HttpError, and as `RequestBroker.submit` does.
@@ -272,14 +274,14 @@ class RunStore:
 
         request = GenerationRequest(
             id=f"{self.new_id()}-0",
-            prompt=asked.ids,
+            prompt=body.ids,
             max_new_tokens=0,
             temperature=0,
             prompt_logprobs=True,
-            measures=min(asked.candidates, model.vocab_size),
+            measures=min(body.candidates, model.vocab_size),
             is_background=True,
         )
-        events = await _readings(self._desk.submit([request]))
+        events = await _readings(self._broker.submit([request]))
         text_of = None if model.tokenizer is None else model.text_of
         return await anyio.to_thread.run_sync(lambda: frames.encode(scores_frame(events, text_of)))
 
@@ -298,22 +300,22 @@ class RunStore:
         return self._records[run]
 
     def _needed(self) -> "CaptureController":
-        if self.looking is None:
+        if self.captures is None:
             hint = "Serve with the pages (spec.analyzer.enabled)."
             raise HttpError(409, "nothing-looks", "this server has no hub that could show it", hint=hint)
-        return self.looking
+        return self.captures
 
     def _submit(self, requests: list[GenerationRequest]) -> RequestHandle:
         try:
-            return self._desk.submit(requests)
+            return self._broker.submit(requests)
         except GenerationError:
-            if self.looking is not None:
-                self.looking.forget(requests)
+            if self.captures is not None:
+                self.captures.forget(requests)
             raise
 
     def _announce(self, header: Mapping[str, Any]) -> None:
-        if self.looking is not None:
-            self.looking.announce(header)
+        if self.captures is not None:
+            self.captures.announce(header)
 
     def _follow(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
         task = asyncio.create_task(work)
