@@ -114,7 +114,7 @@ def test_probes_have_separate_places_and_wait_after_all_others(run_ranks: Callab
 
 
 def test_a_running_run_is_not_evicted_by_newer_runs(run_ranks: Callable[..., list[Any]]) -> None:
-    run_ranks(1, with_broker, "running_kept")
+    run_ranks(1, with_broker, "running_runs_stay_listed")
 
 
 def test_rank_0_publishes_the_limits_of_a_run(run_ranks: Callable[..., list[Any]]) -> None:
