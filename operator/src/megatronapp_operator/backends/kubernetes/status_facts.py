@@ -53,7 +53,7 @@ def rank_zero(table: Mapping[str, Any] | None, attempt: int) -> int | None:
     """Return the worker that holds rank 0 by this table; None for another attempt, or a table without workers."""
     if table is None or table.get("attempt") != attempt:
         return None
-    return next((one["index"] for one in table.get("workers") or () if 0 in (one.get("ranks") or ())), None)
+    return next((worker["index"] for worker in table.get("workers") or () if 0 in (worker.get("ranks") or ())), None)
 
 
 def is_long(table: Mapping[str, Any]) -> bool:

@@ -23,9 +23,9 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     uid, shm = sys.argv[1], pathlib.Path(sys.argv[2])
     sys.stdin.buffer.read()
-    gone = job_processes.sweep(job_processes.ProcessSelector(uid=uid))
+    swept = job_processes.sweep(job_processes.ProcessSelector(uid=uid))
     job_processes.remove_shared_memory(shm, shm_prefix(uid))
-    return 0 if gone else 1
+    return 0 if swept else 1
 
 
 if __name__ == "__main__":

@@ -62,14 +62,14 @@ class HubProcess:
         """Start or restart the hub on the same port, with its stored state. Raises OSError."""
         paths, commands = self._settings.paths, self._settings.commands
         paths.hub_state.mkdir(parents=True, exist_ok=True)
-        words = (
+        arguments = (
             *("--host", self._settings.hub_host, "--port", str(self._port.number)),
             *("--job-file", str(paths.manifest), "--state-dir", str(paths.hub_state)),
             *self._model,
         )
         environment = base_environment(self._settings)
         write_json(paths.hub, {"url": self.url})
-        self._process = spawn((*commands.hub, *words), environment=environment, log=paths.hub_log)
+        self._process = spawn((*commands.hub, *arguments), environment=environment, log=paths.hub_log)
         self._starts, self.ended_at = self._starts + 1, None
 
     def give_up_start(self, now: float) -> None:

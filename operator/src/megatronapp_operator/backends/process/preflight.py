@@ -66,5 +66,5 @@ def _line(job: MegatronJob, problem: Mapping[str, Any]) -> str:
     place = next((place for place in places if place is not None), None)
     if place is None:
         return f"spec.args: {message}"
-    words = _FLAG.sub(lambda found: (place_of(job, found[0]) or found[0]).removeprefix("spec."), message)
-    return f"{place}: {words.removeprefix(place.removeprefix('spec.')).lstrip()}"
+    text = _FLAG.sub(lambda found: (place_of(job, found[0]) or found[0]).removeprefix("spec."), message)
+    return f"{place}: {text.removeprefix(place.removeprefix('spec.')).lstrip()}"

@@ -94,8 +94,8 @@ def worker_environment(
 def worker_devices(world: World, index: int) -> list[str]:
     """Return the GPUs of this worker: workers on one machine must not use the same GPU."""
     first = sum(world.group_of(other).gpus_per_node for other in range(index))
-    share = slice(first, first + world.group_of(index).gpus_per_node)
+    own = slice(first, first + world.group_of(index).gpus_per_node)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return visible.split(",")[share]
-    return [str(number) for number in range(share.start, share.stop)]
+        return visible.split(",")[own]
+    return [str(number) for number in range(own.start, own.stop)]

@@ -12,12 +12,12 @@ from typing import Any
 
 def write_text(path: pathlib.Path, text: str, *, mode: int = 0o600) -> None:
     """Replace a file in one step, so that a reader sees the old or the new text. Raises OSError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    with _errors_of(beside):
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    with _errors_of(temporary):
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
-        beside.replace(path)
+        temporary.replace(path)
 
 
 def remove_tree(path: pathlib.Path) -> None:

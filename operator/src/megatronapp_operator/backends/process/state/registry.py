@@ -83,9 +83,9 @@ def require_own_checkpoints(job: MegatronJob) -> None:
 def _saves(spec: Mapping[str, Any]) -> str | None:
     """Return where a job saves: the last `--save` of its args, which wins, or `checkpoint.save`."""
     found: str | None = spec.get("checkpoint", {}).get("save")
-    words = spec.get("args", [])
-    for word, following in itertools.zip_longest(words, words[1:]):
-        flag, equals, value = word.partition("=")
+    arguments = spec.get("args", [])
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
+        flag, equals, value = argument.partition("=")
         if flag == "--save":
             found = value if equals else following
     return found
@@ -205,11 +205,16 @@ def lost_status(
 ) -> dict[str, Any]:
     """Return the status of a job whose backend was killed: failed, for a reason that is not the job's."""
     moment = rfc3339(now)
-    kept = [dict(one) for one in status.get("conditions", ()) if one["type"] != "Failed"]
-    for one in kept:
-        if one["type"] in {"Running", "Restarting", "Stalled"} and one["status"] == "True":
-            one |= {"status": "False", "reason": reason, "message": message, "lastTransitionTime": moment}
+    conditions = [dict(condition) for condition in status.get("conditions", ()) if condition["type"] != "Failed"]
+    for condition in conditions:
+        if condition["type"] in {"Running", "Restarting", "Stalled"} and condition["status"] == "True":
+            condition |= {"status": "False", "reason": reason, "message": message, "lastTransitionTime": moment}
     failed = {"type": "Failed", "status": "True", "reason": reason, "message": message, "lastTransitionTime": moment}
     replicas = status.get("replicaStatuses", {}) | {"pending": 0, "running": 0, "ready": 0}
-    gone = {"phase": "Failed", "conditions": [*kept, failed], "completionTime": moment, "replicaStatuses": replicas}
-    return {key: value for key, value in status.items() if key not in {"hubUrl", "serveUrl"}} | gone
+    changes = {
+        "phase": "Failed",
+        "conditions": [*conditions, failed],
+        "completionTime": moment,
+        "replicaStatuses": replicas,
+    }
+    return {key: value for key, value in status.items() if key not in {"hubUrl", "serveUrl"}} | changes
