@@ -192,8 +192,9 @@ class Controller:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus == pytest.ExitCode.OK and self.ran != session.testscollected:
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
-        if self.config.getoption("record_durations"):
-            listed = {path: round(wall) for path, wall in sorted(self.wall.items()) if wall >= LISTED_S}
+        if self.config.getoption("record_durations") and exitstatus != pytest.ExitCode.INTERRUPTED:
+            seconds = read_durations() | self.wall  # a run of a part changes that part only
+            listed = {path: round(wall) for path, wall in sorted(seconds.items()) if wall >= LISTED_S}
             DURATIONS.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -204,6 +205,11 @@ class Controller:
         for node in self.nodes:
             if running := getattr(node, "workeroutput", {}).get("running"):
                 terminalreporter.line(f"interrupted: {running}")
+
+
+def examples(count: int) -> int:
+    """Return how many generated inputs of a costly property to try: half of them, unless `make test-full` runs."""
+    return count if FULL else (count + 1) // 2
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -16,6 +16,7 @@ import gateway
 import kube
 import pytest
 import yaml
+from ports import held_ports
 
 from megatronapp_common import cli
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, UnavailableError
@@ -179,10 +180,9 @@ def test_a_proxy_is_used(kubeconfig: Kubeconfig) -> None:
 def test_a_server_that_does_not_answer_is_reported_once(
     kubeconfig: Kubeconfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    kubeconfig.cluster["server"] = f"https://127.0.0.1:{port}"
-    assert cli.main(["get", "--kubeconfig", kubeconfig.arguments().kubeconfig]) == 1
+    with held_ports(1) as (port,):  # bound, and not listened on
+        kubeconfig.cluster["server"] = f"https://127.0.0.1:{port}"
+        assert cli.main(["get", "--kubeconfig", kubeconfig.arguments().kubeconfig]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: GET /apis/megatronapp.io/v1alpha1/namespaces/")
     assert "Connection refused" in line

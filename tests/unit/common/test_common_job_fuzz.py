@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest_workers import examples
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import MegatronJob, load_job, megatron_arguments
@@ -27,7 +28,7 @@ values = st.recursive(
 LINE = re.compile(r"(the document|[A-Za-z][\w.\[\], ]*|.*): .+", re.DOTALL)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(changes=st.dictionaries(st.sampled_from(PATHS), values, max_size=4))
 def test_any_value_in_any_field(build: Any, changes: dict[str, Any]) -> None:
     try:
@@ -44,7 +45,7 @@ def test_any_value_in_any_field(build: Any, changes: dict[str, Any]) -> None:
     assert job.world.world_size >= 1
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(changed=st.sets(st.sampled_from(WHOLE), min_size=1, max_size=4))
 def test_a_wrong_field_makes_no_other_field_wrong(build: Any, changed: set[str]) -> None:
     """Put a list in a list, which is right nowhere; rules between fields must not judge what is in its place."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest_workers import examples
 from rule_examples import ADMISSION_EXAMPLES, EXAMPLES, Changes, Example, changed, manifest, old_manifest
 
 from megatronapp_common.errors import JobError
@@ -141,7 +142,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(changes=st.fixed_dictionaries({}, optional=SIZES))
 def test_whatever_the_types_accept_is_judged_and_has_a_world_if_accepted(changes: dict[str, Any]) -> None:
     spec = spec_with({f"spec.{path}": value for path, value in changes.items()})
@@ -150,7 +151,7 @@ def test_whatever_the_types_accept_is_judged_and_has_a_world_if_accepted(changes
         assert world.world_size == sum(world.proc_per_node)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     nodes=SIZES["nodes"],
     ranks=SIZES["procPerNode"],
@@ -179,7 +180,7 @@ def test_the_rules_of_the_world_and_its_arithmetic_agree(
     assert accepted != refused
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(before=st.fixed_dictionaries({}, optional=SIZES), after=st.fixed_dictionaries({}, optional=SIZES))
 def test_any_change_is_judged(before: dict[str, Any], after: dict[str, Any]) -> None:
     old = spec_with({f"spec.{path}": value for path, value in before.items()})

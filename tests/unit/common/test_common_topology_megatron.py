@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest_workers import examples
 
 from megatronapp_common.topology import Group, Topology
 
@@ -45,7 +46,7 @@ def as_tuples(groups: list[list[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in groups)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tensor=sizes, context=sizes, data=sizes, pipeline=sizes)
 def test_dense_groups(parallel_state: Any, tensor: int, context: int, data: int, pipeline: int) -> None:
     generator = parallel_state.RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order=ORDER)
@@ -60,7 +61,7 @@ def test_dense_groups(parallel_state: Any, tensor: int, context: int, data: int,
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tensor=sizes, context=st.integers(1, 3), expert=sizes, copies=st.integers(1, 3), pipeline=st.integers(1, 3))
 def test_expert_groups(
     *, parallel_state: Any, tensor: int, context: int, expert: int, copies: int, pipeline: int
@@ -75,7 +76,7 @@ def test_expert_groups(
         assert topology.groups(kind) == as_tuples(generator.get_ranks(token))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(tensor=sizes, context=sizes, data=sizes, pipeline=sizes)
 def test_coordinates_are_places_within_megatrons_groups(
     parallel_state: Any, tensor: int, context: int, data: int, pipeline: int

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from pytest_workers import examples
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.model import JobLayout, StepRecords, Verdict, VerdictState
@@ -16,7 +17,7 @@ from megatronapp_common.trace import Flag, RecordKind
 
 Watch = Callable[..., Any]
 FAST = settings(
-    max_examples=4,  # about a second each; bench/bench_detect.py judges many more jobs
+    max_examples=examples(4),  # about a second each; bench/bench_detect.py judges many more jobs
     derandomize=True,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],  # a whole simulation is not worth shrinking

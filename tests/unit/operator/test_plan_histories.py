@@ -11,6 +11,7 @@ from hypothesis.stateful import initialize, rule
 from plan_histories.events import JobEvents, WorkerEvents
 from plan_histories.invariants import JobInvariants
 from plan_histories.simulated_job import SimulatedJob
+from pytest_workers import examples
 from worker_groups import worker_groups
 
 from megatronapp_common.job import read_status, status_document
@@ -197,4 +198,4 @@ class History(WorkerEvents, JobEvents, JobInvariants):
 
 
 TestHistories = History.TestCase
-TestHistories.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

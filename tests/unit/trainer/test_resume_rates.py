@@ -21,7 +21,7 @@ MODEL = (
 FIRST = "--lr 1e-3 --min-lr 1e-4 --adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-7 --weight-decay 0.1"
 SECOND = "--lr 1e-4 --min-lr 1e-6 --adam-beta1 0.7 --adam-beta2 0.95 --adam-eps 1e-5 --weight-decay 0.2"
 OPTIMIZERS = [
-    pytest.param("", id="plain"),
+    pytest.param("", id="plain", marks=pytest.mark.full("groups of both are built alike")),
     pytest.param("--use-distributed-optimizer", id="distributed"),
 ]
 

@@ -8,6 +8,7 @@ import pytest
 import scope_session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pytest_workers import examples
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
 from megatronapp_analyzer.scope.core import ScopeCore
@@ -22,7 +23,7 @@ from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, build_frame, unpack
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 RANKS = [FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS, FrameType.SCOPE_RUN_STATE]
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text(max_size=8) | st.just("q"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest_workers import examples
 from scope_filters import filters
 
 from megatronapp_common.errors import FilterError
@@ -279,20 +280,20 @@ def check(text: str) -> None:
         assert not reducer.root.boolean
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(texts)
 def test_any_text_is_an_expression_or_an_expression_error(text: str) -> None:
     check(text)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(filters(), st.data())
 def test_a_filter_with_a_change_is_an_expression_or_an_expression_error(text: str, draw: st.DataObject) -> None:
     place = draw.draw(st.integers(0, len(text)))
     check(text[:place] + draw.draw(tokens | st.text(max_size=2)) + text[place + draw.draw(st.integers(0, 3)) :])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(filters())
 def test_any_filter_has_a_long_form(text: str) -> None:
     try:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pytest_workers import examples
 from scope_filters import exact_data, filters, unsharded, well_conditioned
 
 from megatronapp_common.errors import FilterError, ReductionPlanError
@@ -136,7 +137,7 @@ def test_pixels_of_two_widths_are_in_order() -> None:
     assert [group.width for group in plan.program(0).groups] == [2, 3]
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(filters(), st.sampled_from([1, 2, 3, 4, 5, 8, 12, 24]), st.sampled_from(SHARDS), st.integers(0, 2**32 - 1))
 def test_shards_merge_to_the_unsharded_answer(text: str, pixels: int, shards: int, seed: int) -> None:
     try:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pytest_workers import examples
 from scope_filters import exact_data, filters, unsharded, well_conditioned
 
 from megatronapp_common.errors import FilterError, ReductionPlanError
@@ -66,7 +67,7 @@ def test_typed_filters_are_equal_to_torch(text: str) -> None:
     np.testing.assert_allclose(found[..., 0], expected.float().numpy(), rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(filters(), st.sampled_from([1, 2, 3, 4, 5, 8, 12, 24]), st.sampled_from([1, 2, 4]), st.integers(0, 2**32 - 1))
 def test_merged_shards_are_the_unsharded_reference(text: str, pixels: int, shards: int, seed: int) -> None:
     try:
