@@ -4,10 +4,13 @@ import contextlib
 import socket
 
 import pytest
+from fastapi import FastAPI
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub.http import sockets
+from megatronapp_analyzer.hub.http.server import MAX_MESSAGE_BYTES, build_server
 from megatronapp_analyzer.hub.http.sockets import open_sockets
+from megatronapp_common.web.bounded_http import BoundedHttpProtocol
 
 
 def stranger(address: str, port: int) -> socket.socket:
@@ -94,3 +97,11 @@ def test_a_hub_can_listen_on_a_port_reserved_for_it() -> None:
         for _ in range(2):
             with open_sockets("127.0.0.1", reserved.getsockname()[1]) as found:
                 assert found.named
+
+
+def test_no_peer_of_a_hub_holds_a_connection_for_nothing() -> None:
+    config = build_server(FastAPI()).config
+    config.load()
+    assert issubclass(config.http_protocol_class, BoundedHttpProtocol)
+    assert config.http_protocol_class.by_progress, "a slow link takes minutes for a trace"
+    assert config.ws_max_size == MAX_MESSAGE_BYTES

@@ -18,7 +18,7 @@ class ReadDeadline(asyncio.Protocol):
     (64 KiB) waits for it.
     """
     by_progress = False
-    """True: time in which a peer must read anything, as long as a single byte waits for it."""
+    """True: time in which a peer must read anything, as long as so much waits for it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport, whose buffer the timer watches."""
@@ -26,8 +26,6 @@ class ReadDeadline(asyncio.Protocol):
         self._stall: asyncio.TimerHandle | None = None
         self._unread = 0
         self._peer = transport
-        if self.by_progress:
-            transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
 
     def pause_writing(self) -> None:

@@ -19,11 +19,11 @@ class EvictingProtocol(BoundedHttpProtocol):
     gateway, because clients are programs that may work on what they have read.
     """
     by_progress = True
-    """A stream has a few bytes for each token: less than 64 KiB may wait for minutes."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request; above the limit one connection is closed (`_evict_connection`)."""
         self._was_known = False
+        transport.set_write_buffer_limits(high=0)  # a stream has a few bytes per token: watch all of them
         super().connection_made(transport)
         self._since = self.loop.time()
         if len(self.connections) > self.most:

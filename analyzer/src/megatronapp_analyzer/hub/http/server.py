@@ -4,11 +4,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from megatronapp_common.web.bounded_http import BoundedHttpProtocol
-from megatronapp_common.web.bounded_websocket import BoundedWebSocketProtocol
 from megatronapp_common.web.server import server_config
 
 MAX_MESSAGE_BYTES = 4 << 20
 SHUTDOWN_S = 3
+
+
+class HubHttpProtocol(BoundedHttpProtocol):
+    """HTTP of a hub: an answer may have hundreds of megabytes (a trace), for which a slow link takes minutes."""
+
+    by_progress = True
 
 
 def build_server(app: FastAPI) -> uvicorn.Server:
@@ -16,8 +21,8 @@ def build_server(app: FastAPI) -> uvicorn.Server:
     config = server_config(
         app,
         shutdown_s=SHUTDOWN_S,
-        http=BoundedHttpProtocol,
-        ws=BoundedWebSocketProtocol,
+        http=HubHttpProtocol,
+        ws="websockets-sansio",  # slow pages are let go by their queues, and the gateway's pings must be answered
         ws_max_size=MAX_MESSAGE_BYTES,
     )
     return uvicorn.Server(config)
