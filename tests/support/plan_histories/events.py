@@ -22,7 +22,7 @@ from plan_histories.simulated_job import SimulatedJob
 CODES = [*ExitCode, 137, 2, 201]
 
 
-class JobMachine(RuleBasedStateMachine):
+class JobHistory(RuleBasedStateMachine):
     """State machine of one job, which an initial rule makes."""
 
     job: SimulatedJob
@@ -35,7 +35,7 @@ has_workers = precondition(lambda self: self.job.observed.workers)
 has_init = precondition(lambda self: self.job.observed.init is not None)
 
 
-class WorkerEvents(JobMachine):
+class WorkerEvents(JobHistory):
     """Events of workers and of their nodes."""
 
     @has_workers
@@ -106,7 +106,7 @@ class WorkerEvents(JobMachine):
         )
 
 
-class JobEvents(JobMachine):
+class JobEvents(JobHistory):
     """Events of initializer, hub, reports and users."""
 
     @has_init

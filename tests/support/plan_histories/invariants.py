@@ -3,7 +3,7 @@
 from hypothesis.stateful import invariant
 
 from megatronapp_operator.plan import TERMINAL_PHASES, ConditionType, CreateWorker, Phase, Plan
-from plan_histories.events import JobMachine
+from plan_histories.events import JobHistory
 
 ENDS = {
     Phase.SUCCEEDED: ConditionType.COMPLETE,
@@ -13,7 +13,7 @@ ENDS = {
 UNDERWAY = (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED)
 
 
-class JobInvariants(JobMachine):
+class JobInvariants(JobHistory):
     """Checks after every rule."""
 
     last: Plan | None = None

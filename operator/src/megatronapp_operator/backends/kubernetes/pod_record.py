@@ -239,11 +239,8 @@ def _sidecars(pod: Object) -> set[str]:
 
     They prepare nothing.
     """
-    return {
-        container["name"]
-        for container in pod["spec"].get("initContainers") or ()
-        if container.get("restartPolicy") == "Always"
-    }
+    containers = pod["spec"].get("initContainers") or ()
+    return {container["name"] for container in containers if container.get("restartPolicy") == "Always"}
 
 
 def _ended_at(container: Mapping[str, Any]) -> float | None:

@@ -163,9 +163,8 @@ def _begins_at(draft: PlanBuilder) -> float | None:
     """Return when the last worker had a node and had finished its initializers; None: some have no node."""
     if draft.status.scheduled_time is None:
         return None
-    return max(
-        [draft.status.scheduled_time, *(worker.prepared_at for worker in draft.gang if worker.prepared_at is not None)]
-    )
+    prepared = (worker.prepared_at for worker in draft.gang if worker.prepared_at is not None)
+    return max([draft.status.scheduled_time, *prepared])
 
 
 def _lost_since(draft: PlanBuilder) -> bool:

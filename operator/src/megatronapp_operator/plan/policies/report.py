@@ -60,9 +60,8 @@ def ends(draft: PlanBuilder) -> None:
     failed = outcome.failed(draft.gang)
     fine = {worker.index for worker in failed if failure_rules.ignored(draft, worker)}
     fine |= {worker.index for worker in draft.gang if worker.phase is WorkerPhase.SUCCEEDED}
-    draft.update(
-        succeeded=tuple(sorted(fine)), ended=first_ends(tuple(worker for worker in failed if worker.index not in fine))
-    )
+    others = tuple(worker for worker in failed if worker.index not in fine)
+    draft.update(succeeded=tuple(sorted(fine)), ended=first_ends(others))
 
 
 def rank_zero(draft: PlanBuilder) -> None:

@@ -38,9 +38,8 @@ def unbudgeted_failures_since(status: Status, since: float) -> int:
 
     No budget ends a job that meets such failures again and again, so at least the pause must grow.
     """
-    return sum(
-        failure.action is FailureAction.RESTART_IGNORE_MAX and failure.time > since for failure in status.failures
-    )
+    recent = (failure for failure in status.failures if failure.time > since)
+    return sum(failure.action is FailureAction.RESTART_IGNORE_MAX for failure in recent)
 
 
 def release_at(draft: PlanBuilder) -> float:
