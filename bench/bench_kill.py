@@ -23,7 +23,7 @@ from collections import defaultdict
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from chaos import Case, Chaos, draw_cases  # noqa: E402 - found by the path above
+from chaos import Chaos, ChaosCase, draw_cases  # noqa: E402 - found by the path above
 from chaos_job import Cli, Unmet  # noqa: E402
 
 
@@ -31,7 +31,7 @@ from chaos_job import Cli, Unmet  # noqa: E402
 class Result:
     """How one case went; `failure` is None if all held."""
 
-    case: Case
+    case: ChaosCase
     failure: str | None
     times_s: dict[str, float]
 
@@ -68,7 +68,7 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_case(chaos: Chaos, case: Case) -> Result:
+def run_case(chaos: Chaos, case: ChaosCase) -> Result:
     failure = None
     try:
         chaos.run(case)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import kube
 import psutil
 from operator_client import Client
-from ports import held_ports
+from ports import reserved_ports
 
 NAMESPACE = "bench"
 KEY = "ab" * 32
@@ -181,7 +181,7 @@ async def _prepare(made: Cluster) -> None:
     _kubectl(made.plane, "create", "namespace", NAMESPACE)
     _kubectl(made.plane, "apply", "--server-side", "-f", str(CRD))
     _kubectl(made.plane, "wait", "--for=condition=Established", "crd/megatronjobs.megatronapp.io", "--timeout=60s")
-    with held_ports(1) as (port,):
+    with reserved_ports(1) as (port,):
         await _start_nodes(made, port)
 
 

@@ -29,21 +29,21 @@ class Cluster:
     """A gateway with the built page, a job whose hub plays a session, and one whose model generates."""
 
     entrance: gateway.Gateway
-    recorded: gateway.Job
-    serving: gateway.Job
+    recorded: gateway.GatewayJob
+    serving: gateway.GatewayJob
     hub: scope_hub.ScopeHub
     """Hub of the job that serves."""
     viewer: str
     controller: str
     recording: scope_session.Recording
 
-    def entry(self, token: str, job: gateway.Job, **selection: Any) -> str:
+    def entry(self, token: str, job: gateway.GatewayJob, **selection: Any) -> str:
         """Address that logs a browser in once, as `megatronapp ui` makes it, at a panel of MegaScope."""
         with self.entrance.client(token) as client:
             ticket = client.post("/api/v1/tickets").raise_for_status().json()["ticket"]
         return f"{self.view(job, **selection)}#code={ticket}"
 
-    def view(self, job: gateway.Job, **selection: Any) -> str:
+    def view(self, job: gateway.GatewayJob, **selection: Any) -> str:
         """Address of a panel."""
         query = {"job": f"{job.namespace}/{job.name}", "page": "scope", **selection}
         return f"{self.entrance.url}/?{urllib.parse.urlencode(query)}"
@@ -128,7 +128,7 @@ def test_a_viewer_is_told_why_not_and_who_may_update_the_job_generates(
     jane.get_by_role("button", name="Generate").click()
     rank_zero = cluster.hub.rank_zero
     assert rank_zero is not None
-    gateway.wait_for(lambda: any(path == "runs" for _, path, _ in rank_zero.asked))
+    gateway.wait_for(lambda: any(path == "runs" for _, path, _ in rank_zero.requests))
     scope_hub.generate(cluster.hub, cluster.recording)
     for shown in (jane, page):
         pw.expect(shown.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens")

@@ -6,15 +6,15 @@ from typing import Any
 
 import playwright.sync_api as pw
 import pytest
-import spy
+import recording_server
 
 pytestmark = pytest.mark.browser
 NAMED = re.compile(r"http://hub-[0-9a-f]{16}\.localhost:\d+/$")
 
 
 @pytest.fixture
-def neighbour() -> Iterator[spy.Spy]:
-    with spy.spying() as running:
+def neighbour() -> Iterator[recording_server.RecordingServer]:
+    with recording_server.running_server() as running:
         yield running
 
 
@@ -27,7 +27,7 @@ def asks(page: pw.Page) -> pw.Locator:
 
 
 def test_a_code_opens_the_page_once_and_its_cookie_stays_with_a_name_of_its_own(
-    page: pw.Page, shared_stack: Any, neighbour: spy.Spy
+    page: pw.Page, shared_stack: Any, neighbour: recording_server.RecordingServer
 ) -> None:
     entry = shared_stack.entry
     page.goto(entry)
@@ -56,8 +56,8 @@ def test_a_code_opens_the_page_once_and_its_cookie_stays_with_a_name_of_its_own(
     pw.expect(job(page)).to_be_visible()
 
 
-def test_a_link_of_another_site_logs_nobody_in_and_uses_no_code_up(
-    page: pw.Page, shared_stack: Any, neighbour: spy.Spy
+def test_a_link_of_another_site_logs_no_browser_in_and_uses_no_code_up(
+    page: pw.Page, shared_stack: Any, neighbour: recording_server.RecordingServer
 ) -> None:
     entry = shared_stack.entry
     neighbour.page = f'<!doctype html><a href="{entry}">look</a>'
@@ -71,7 +71,7 @@ def test_a_link_of_another_site_logs_nobody_in_and_uses_no_code_up(
     pw.expect(job(page)).to_be_visible()
 
 
-def test_a_wrong_token_is_told_and_can_be_mended(page: pw.Page, shared_stack: Any) -> None:
+def test_a_wrong_token_is_reported_and_can_be_corrected(page: pw.Page, shared_stack: Any) -> None:
     page.goto(shared_stack.url)
     pw.expect(asks(page)).to_be_visible()
     for token in ("wrong", shared_stack.token):
@@ -87,7 +87,7 @@ def test_who_has_the_other_address_of_the_port_sees_neither_code_nor_cookie(page
     machine."""
     port = int(healthy_stack.url.rpartition(":")[2])
     healthy_stack.kill_hub()
-    with spy.spying("::1", port) as other:
+    with recording_server.running_server("::1", port) as other:
         healthy_stack.restart_hub()
         page.goto(healthy_stack.entry)
         pw.expect(job(page)).to_be_visible()

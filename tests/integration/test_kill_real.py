@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator
 
 import pytest
-from chaos import KILL, STOP, Case, Chaos
+from chaos import KILL, STOP, Chaos, ChaosCase
 from chaos_job import Cli
 
 pytestmark = [
@@ -17,11 +17,11 @@ pytestmark = [
 ]
 
 CASES = [
-    Case(role="agent", number=KILL, after_s=0.3, pick=0.6),
-    Case(role="hub", number=KILL, after_s=0.7),
-    Case(role="rank", number=STOP, after_s=0.2, pick=0.3),
-    Case(role="rank", number=KILL, after_s=0.5, pick=0.8),
-    Case(role="backend", number=KILL, after_s=0.1),
+    ChaosCase(role="agent", number=KILL, after_s=0.3, pick=0.6),
+    ChaosCase(role="hub", number=KILL, after_s=0.7),
+    ChaosCase(role="rank", number=STOP, after_s=0.2, pick=0.3),
+    ChaosCase(role="rank", number=KILL, after_s=0.5, pick=0.8),
+    ChaosCase(role="backend", number=KILL, after_s=0.1),
 ]
 
 
@@ -34,11 +34,11 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
-def test_what_must_hold_holds(chaos: Chaos, case: Case) -> None:
+def test_what_must_hold_holds(chaos: Chaos, case: ChaosCase) -> None:
     chaos.run(case)
 
 
 def test_nothing_is_left_after_delete(chaos: Chaos) -> None:
     """A stopped rank does not hold it up."""
-    chaos.run(Case(role="rank", number=STOP, pick=0.5, leave=True))
+    chaos.run(ChaosCase(role="rank", number=STOP, pick=0.5, leave=True))
     assert chaos.job is None

@@ -15,7 +15,7 @@ KILL, STOP, CONT = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 KINDS = tuple(
     (role, number) for role in ("rank", "launcher", "agent", "hub", "backend", "guardian") for number in (KILL, STOP)
 )
-STARTUP_SHARE = 0.25
+STARTUP_FRACTION = 0.25
 """Part of the kills that hit a job before its first step."""
 AFTER_MAX_S = 4.0
 """A process of a training job is hit at a random moment within this time."""
@@ -25,11 +25,11 @@ STEPS = 3
 START_LIMIT_S = 300.0
 NAMED_LIMIT_S = 90.0
 SHOWN_LIMIT_S = 60.0
-GONE_LIMIT_S = 60.0
+CLEANUP_LIMIT_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ChaosCase:
     """One action on one kind of process."""
 
     role: str
@@ -52,15 +52,15 @@ class Case:
         return f"{'kill -9' if self.killed else 'SIGSTOP'} {self.role}"
 
 
-def draw_cases(count: int, seed: int) -> list[Case]:
+def draw_cases(count: int, seed: int) -> list[ChaosCase]:
     """Return random cases; the counts of two kinds differ by one at most."""
     draw = random.Random(seed)
-    cases: list[Case] = []
+    cases: list[ChaosCase] = []
     while len(cases) < count:
         for role, number in draw.sample(KINDS, len(KINDS)):
-            startup = number is KILL and draw.random() < STARTUP_SHARE
+            startup = number is KILL and draw.random() < STARTUP_FRACTION
             after_s, leave, pick = draw.uniform(0, AFTER_MAX_S), draw.random() < 0.5, draw.random()
-            case = Case(role=role, number=number, in_startup=startup, after_s=after_s, leave=leave, pick=pick)
+            case = ChaosCase(role=role, number=number, in_startup=startup, after_s=after_s, leave=leave, pick=pick)
             cases.append(case)
     return cases[:count]
 
@@ -80,7 +80,7 @@ class Chaos:
         self.times_s: dict[str, float] = {}
         """How long things took in the newest case, from the blow (for `deleted`, from the command) on."""
 
-    def run(self, case: Case) -> None:
+    def run(self, case: ChaosCase) -> None:
         """Run one case with all its checks. Raises Unmet; the job is removed at the end."""
         self.times_s = {}
         try:
@@ -103,12 +103,12 @@ class Chaos:
             return
         self._compare_losses(job)
         began = time.monotonic()
-        job.cli.told("delete", job.name)
+        job.cli.output("delete", job.name)
         self._nothing_is_left(job)
         self.times_s["deleted"] = time.monotonic() - began
         require(not job.root.exists(), f"{job.root} is left")
 
-    def _job_for(self, case: Case) -> ChaosJob:
+    def _job_for(self, case: ChaosCase) -> ChaosJob:
         if case.in_startup:
             self.end()
         if self.job is None:
@@ -119,7 +119,7 @@ class Chaos:
             until(lambda: job.iteration() >= STEPS, "the job trains", START_LIMIT_S)
         return self.job
 
-    def _strike(self, job: ChaosJob, case: Case) -> Process:
+    def _strike(self, job: ChaosJob, case: ChaosCase) -> Process:
         """Hit a process of that kind at the case's moment."""
         until(lambda: _targets(job, case.role), f"there is a {case.role}", START_LIMIT_S)
         time.sleep(case.after_s)
@@ -134,7 +134,7 @@ class Chaos:
             self._struck = time.monotonic()
             return victim
 
-    def _check(self, job: ChaosJob, case: Case, victim: Process) -> None:
+    def _check(self, job: ChaosJob, case: ChaosCase, victim: Process) -> None:
         if not case.killed:
             self._check_stopped(job, case, victim)
         elif case.role == "backend":
@@ -149,13 +149,13 @@ class Chaos:
     def _check_restart(self, job: ChaosJob, victim: Process) -> None:
         """The gang starts again as the next attempt, and the record names who was killed."""
         job.restarts += 1
-        goes_on(job)
+        wait_for_progress(job)
         self._note("trains again")
         status = shown_is_true(job)
         failure = status["failures"][-1]
-        told = (failure["attempt"], failure["worker"], failure.get("rank"), failure.get("signal"))
+        shown = (failure["attempt"], failure["worker"], failure.get("rank"), failure.get("signal"))
         truth = (job.restarts - 1, victim.worker, victim.rank, int(KILL))
-        require(told == truth, f"the failure is said to be {told}, and was {truth}: {failure}")
+        require(shown == truth, f"the failure is said to be {shown}, and was {truth}: {failure}")
         self._no_false_hang(job)
 
     def _check_replaced(self, job: ChaosJob, victim: Process) -> None:
@@ -163,25 +163,25 @@ class Chaos:
         usual = {"agent": WORKERS, "hub": 1, "guardian": 1}[victim.role]
 
         def replaced() -> bool:
-            pids = {one.pid for one in _targets(job, victim.role)}
+            pids = {target.pid for target in _targets(job, victim.role)}
             return len(pids) == usual and victim.pid not in pids
 
         until(replaced, f"a new {victim.role}", START_LIMIT_S)
         self._note("replaced")
-        goes_on(job)
+        wait_for_progress(job)
         shown_is_true(job)
         self._no_false_hang(job)
 
-    def _check_stopped(self, job: ChaosJob, case: Case, victim: Process) -> None:
+    def _check_stopped(self, job: ChaosJob, case: ChaosCase, victim: Process) -> None:
         if victim.rank is not None:
             self._check_hung(job, victim.rank)
         else:
-            goes_on(job)
+            wait_for_progress(job)
             shown_is_true(job, stale=victim.role == "backend")
         if case.leave:
             return
         victim.send(CONT)
-        goes_on(job)
+        wait_for_progress(job)
         shown_is_true(job)
         self._no_false_hang(job)
 
@@ -205,11 +205,11 @@ class Chaos:
         self._nothing_is_left(job)
         self._note("all gone")
         status = job.shown()
-        reasons = [one["reason"] for one in status["conditions"] if one["type"] == "Failed"]
-        told = (status["phase"], reasons, status["replicaStatuses"]["running"], "hubUrl" in status)
-        require(told == ("Failed", ["BackendLost"], 0, False), f"after the backend's death is shown {told}")
+        reasons = [condition["reason"] for condition in status["conditions"] if condition["type"] == "Failed"]
+        shown = (status["phase"], reasons, status["replicaStatuses"]["running"], "hubUrl" in status)
+        require(shown == ("Failed", ["BackendLost"], 0, False), f"after the backend's death is shown {shown}")
         self._compare_losses(job)
-        job.cli.told("delete", job.name)
+        job.cli.output("delete", job.name)
         require(not job.root.exists(), f"{job.root} is left")
 
     def _note(self, what: str) -> None:
@@ -220,7 +220,7 @@ class Chaos:
             return [*job.processes(), *job.shared_memory()]
 
         try:
-            until(lambda: not left(), "nothing of the job is left", GONE_LIMIT_S)
+            until(lambda: not left(), "nothing of the job is left", CLEANUP_LIMIT_S)
         except Unmet as error:
             raise Unmet(f"{error}; left: {left()}") from error
 
@@ -229,11 +229,11 @@ class Chaos:
         answers: list[Any] = []
 
         def answered() -> bool:
-            answers.append(job.ask_hub("/api/v1/verdicts"))
+            answers.append(job.query_hub("/api/v1/verdicts"))
             return answers[-1] is not None
 
         until(answered, "the hub answers", START_LIMIT_S)
-        named = {rank for one in answers[-1] if one["cause"] == "hang" for rank in one["subject"]["ranks"]}
+        named = {rank for verdict in answers[-1] if verdict["cause"] == "hang" for rank in verdict["subject"]["ranks"]}
         require(named <= self._stopped, f"named as hung: {sorted(named)}; stopped: {sorted(self._stopped)}")
 
     def _compare_losses(self, job: ChaosJob) -> None:
@@ -247,14 +247,14 @@ class Chaos:
 
 def _targets(job: ChaosJob, role: str) -> list[Process]:
     """Living processes of that role, of the attempt that must run now."""
-    return [one for one in job.of(role) if one.attempt in {None, job.restarts}]
+    return [process for process in job.of(role) if process.attempt in {None, job.restarts}]
 
 
-def goes_on(job: ChaosJob) -> None:
+def wait_for_progress(job: ChaosJob) -> None:
     """The iteration of the attempt that must run rises, and there is no further attempt."""
     before = job.iteration()
     until(lambda: job.iteration() >= before + STEPS, f"iterations after {before}", START_LIMIT_S)
-    attempts = {one.attempt for one in job.of("launcher")}
+    attempts = {process.attempt for process in job.of("launcher")}
     require(attempts == {job.restarts}, f"launchers of attempts {attempts}; must be {job.restarts}")
 
 
@@ -284,7 +284,9 @@ def _untrue(job: ChaosJob, status: dict[str, Any], hung: list[int], floor: int) 
         "progress.attempt": (progress["attempt"], job.restarts),
         "hungRanks": (status["hungRanks"], hung),
     }
-    found = [f"{name} is {told}, must be {truth}" for name, (told, truth) in shown.items() if told != truth]
+    found = [
+        f"{name} is {displayed}, must be {truth}" for name, (displayed, truth) in shown.items() if displayed != truth
+    ]
     if progress["iteration"] < floor:
         found.append(f"iteration {progress['iteration']} is old; it was {floor} before")
     return found

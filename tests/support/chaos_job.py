@@ -106,10 +106,10 @@ class Cli:
         self._environment = os.environ | {"XDG_STATE_HOME": str(self.state)}
         self._environment.pop("MEGATRONAPP_SHM_DIR", None)
 
-    def __call__(self, *words: str, limit_s: float = 300) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *arguments: str, limit_s: float = 300) -> subprocess.CompletedProcess[str]:
         """Run a subcommand of the CLI."""
         return subprocess.run(
-            [*MEGATRONAPP, *words],
+            [*MEGATRONAPP, *arguments],
             env=self._environment,
             capture_output=True,
             text=True,
@@ -117,10 +117,12 @@ class Cli:
             timeout=limit_s,
         )
 
-    def told(self, *words: str, limit_s: float = 300) -> str:
+    def output(self, *arguments: str, limit_s: float = 300) -> str:
         """Output of a subcommand that must succeed."""
-        done = self(*words, limit_s=limit_s)
-        require(done.returncode == 0, f"megatronapp {' '.join(words)}: code {done.returncode}: {done.stderr.strip()}")
+        done = self(*arguments, limit_s=limit_s)
+        require(
+            done.returncode == 0, f"megatronapp {' '.join(arguments)}: code {done.returncode}: {done.stderr.strip()}"
+        )
         return done.stdout
 
 
@@ -133,28 +135,28 @@ class ChaosJob:
         self.root = cli.state / "megatronapp" / "jobs" / name
         path = cli.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(manifest(cli.folder, name), sort_keys=False))
-        cli.told("run", str(path), "--detach")
+        cli.output("run", str(path), "--detach")
         backend = json.loads((self.root / "backend.json").read_text())
         self.uid: str = backend["uid"]
         self.backend = Process(pid=backend["pid"], role="backend")
         self.restarts = 0
         """Restarts of the gang that we are to blame for."""
-        self.gone = False
+        self.deleted = False
 
     def processes(self) -> list[Process]:
         """All of it that lives: what carries the job's uid in its environment, its guardian, and its backend."""
         found = [self.backend] if alive(self.backend.pid) else []
-        for pid, words, environment in _all_processes():
+        for pid, command, environment in _all_processes():
             if environment.get(Env.JOB_UID) == self.uid:
-                found.append(_process(pid, words, environment))
-            elif GUARDIAN in words and self.uid in words:
+                found.append(_process(pid, command, environment))
+            elif GUARDIAN in command and self.uid in command:
                 found.append(Process(pid=pid, role="guardian"))
         return found
 
     def of(self, role: str) -> list[Process]:
         """Return its living processes of this role, in a stable order."""
-        found = [one for one in self.processes() if one.role == role]
-        return sorted(found, key=lambda one: (one.worker or 0, one.rank or 0, one.pid))
+        found = [process for process in self.processes() if process.role == role]
+        return sorted(found, key=lambda process: (process.worker or 0, process.rank or 0, process.pid))
 
     def shared_memory(self) -> list[str]:
         """Return its files in shared memory."""
@@ -178,10 +180,10 @@ class ChaosJob:
 
     def shown(self) -> dict[str, Any]:
         """The status that `megatronapp get -o json` shows."""
-        status: dict[str, Any] = json.loads(self.cli.told("get", self.name, "-o", "json"))["status"]
+        status: dict[str, Any] = json.loads(self.cli.output("get", self.name, "-o", "json"))["status"]
         return status
 
-    def ask_hub(self, path: str) -> Any:
+    def query_hub(self, path: str) -> Any:
         """An answer of the hub, or None while it does not answer."""
         url = json.loads((self.root / "hub.json").read_text())["url"]
         token = derive_token(read_secret(self.root / "secret"), TokenRole.VIEWER)
@@ -193,14 +195,14 @@ class ChaosJob:
 
     def hung(self) -> list[int] | None:
         """Ranks that the hub names as hung."""
-        summary = self.ask_hub("/api/v1/summary")
+        summary = self.query_hub("/api/v1/summary")
         return None if summary is None else sorted(summary["hungRanks"])
 
     def wipe(self) -> None:
         """Kill all remaining processes; for the end of a case that failed."""
-        for one in self.processes():
+        for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
-                one.send(signal.SIGKILL)
+                process.send(signal.SIGKILL)
 
 
 def alive(pid: int) -> bool:
@@ -217,15 +219,15 @@ def _all_processes() -> Iterator[tuple[int, list[str], dict[str, str]]]:
         if not entry.name.isdigit():
             continue
         try:
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             pairs = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        yield int(entry.name), words, dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        yield int(entry.name), command, dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
-def _process(pid: int, words: list[str], environment: dict[str, str]) -> Process:
-    role = next((ROLES[word] for word in words if word in ROLES), "other")
+def _process(pid: int, command: list[str], environment: dict[str, str]) -> Process:
+    role = next((ROLES[argument] for argument in command if argument in ROLES), "other")
 
     def number(name: str) -> int | None:
         return int(environment[name]) if environment.get(name, "").isdigit() else None

@@ -10,7 +10,7 @@ BELOW_EPHEMERAL = range(10_000, 20_000)
 
 
 @contextlib.contextmanager
-def held_ports(count: int, address: str = "127.0.0.1") -> Iterator[list[int]]:
+def reserved_ports(count: int, address: str = "127.0.0.1") -> Iterator[list[int]]:
     """Hold `count` free ports of an address until the block ends.
 
     Each is bound and not listened on. Linux lets a second socket bind and listen if both set SO_REUSEADDR, as servers
@@ -23,8 +23,8 @@ def held_ports(count: int, address: str = "127.0.0.1") -> Iterator[list[int]]:
             with socket.socket() as probe, contextlib.suppress(OSError):
                 probe.bind((address, port))  # without SO_REUSEADDR: refused where another test holds it
                 probe.close()
-                held = stack.enter_context(socket.socket())
-                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                held.bind((address, port))
+                sock = stack.enter_context(socket.socket())
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind((address, port))
                 found.append(port)
         yield found

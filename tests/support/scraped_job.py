@@ -18,7 +18,7 @@ import httpx
 import kube
 import yaml
 from chaos_job import Cli
-from ports import held_ports
+from ports import reserved_ports
 from prometheus_client import CollectorRegistry, start_http_server
 from worker_groups import worker_groups
 
@@ -118,12 +118,25 @@ def until(condition: Callable[[], object], what: str, limit_s: float = PATIENCE_
 
 def monitors() -> dict[str, Object]:
     """Endpoints of the rendered ServiceMonitors by name."""
-    words = ("megatronapp", str(CHART), "-n", HOME, "--kube-version", "1.35.4", "--set", "serviceMonitor.enabled=true")
+    arguments = (
+        "megatronapp",
+        str(CHART),
+        "-n",
+        HOME,
+        "--kube-version",
+        "1.35.4",
+        "--set",
+        "serviceMonitor.enabled=true",
+    )
     shown = ("--show-only", "templates/monitoring/servicemonitors.yaml")
     done = subprocess.run(
-        [kube.programs("helm") / "helm", "template", *words, *shown], capture_output=True, text=True, check=True
+        [kube.programs("helm") / "helm", "template", *arguments, *shown], capture_output=True, text=True, check=True
     )
-    return {one["metadata"]["name"]: one["spec"]["endpoints"][0] for one in yaml.safe_load_all(done.stdout) if one}
+    return {
+        document["metadata"]["name"]: document["spec"]["endpoints"][0]
+        for document in yaml.safe_load_all(done.stdout)
+        if document
+    }
 
 
 def discovered_hub(job: str, target: str) -> dict[str, str]:
@@ -173,7 +186,7 @@ def running_prometheus(folder: pathlib.Path, *scrapes: Object) -> Iterator[Prome
         "scrape_configs": list(scrapes),
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    with held_ports(1) as (port,), (folder / "prometheus.log").open("wb") as log:
+    with reserved_ports(1) as (port,), (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
             [
                 *("setpriv", "--pdeathsig", "KILL", "prometheus", f"--config.file={folder / 'prometheus.yaml'}"),
@@ -229,7 +242,7 @@ class Jobs:
             status=Status(),
         )
 
-    def look(self) -> bool:
+    def read_verdicts(self) -> bool:
         """Read both jobs; return whether the real one has been given its slow nodes."""
         began = time.monotonic()
         path = self._root / "status.json"
@@ -245,7 +258,7 @@ class Jobs:
         self._metrics.watch_event("megatronjobs", time.time())
         self._metrics.queue(1, time.monotonic() - began)
         self._metrics.reconciled(time.monotonic() - began, "ok")
-        return {one.cause for one in status.slow_ranks} >= {"compute", "link"}
+        return {verdict.cause for verdict in status.slow_ranks} >= {"compute", "link"}
 
     def _restart(self) -> None:
         """Let its only worker run at one reconciliation and have failed at the next."""
@@ -268,13 +281,13 @@ def scraped_job(folder: pathlib.Path) -> Iterator[tuple[Prometheus, Jobs]]:
     path.write_text(yaml.safe_dump(manifest()), encoding="utf-8")
     root = cli.state / "megatronapp" / "jobs" / JOB
     with operator_endpoint() as (metrics, operator):
-        cli.told("run", str(path), "--detach")
+        cli.output("run", str(path), "--detach")
         try:
             until((root / "hub.json").exists, "the job has a hub")
             hub = json.loads((root / "hub.json").read_text(encoding="utf-8"))["url"].removeprefix("http://")
             with running_prometheus(folder, scrape_hub(hub), scrape_operator(operator)) as prometheus:
                 jobs = Jobs(metrics, root)
-                until(jobs.look, "both faults of the job are named")
+                until(jobs.read_verdicts, "both faults of the job are named")
                 yield prometheus, jobs
         finally:
             cli("delete", JOB, "--ignore-not-found")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import playwright.sync_api as pw
 import pytest
-from cluster import chart, gateways, machine
+from cluster import chart, gateways, host
 from cluster.jobs import space
 from cluster.runtime import Cluster, remains, running, standing
 
@@ -21,8 +21,8 @@ def cluster() -> Iterator[Cluster]:
     if WANTED == "standing":
         yield standing()
         return
-    if reason := machine.missing():
-        pytest.skip(f"{reason} (the cluster takes {machine.DISK_GB} GB and {machine.MINUTES} minutes)")
+    if reason := host.missing():
+        pytest.skip(f"{reason} (the cluster takes {host.DISK_GB} GB and {host.MINUTES} minutes)")
     with running() as cluster:
         yield cluster
     assert remains() == []

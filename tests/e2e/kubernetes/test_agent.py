@@ -1,7 +1,7 @@
 """Missing image of the agent: the training does without, and users can read why the page is empty."""
 
 import pytest
-from cluster.jobs import Job, example
+from cluster.jobs import E2eJob, example
 from cluster.runtime import Cluster
 
 NOWHERE = "registry.invalid/megatronapp-analyzer:none"
@@ -13,7 +13,7 @@ def test_agent_that_cannot_be_pulled(cluster: Cluster, release: str, namespace: 
     del manifest["spec"]["faults"]
     manifest["spec"]["analyzer"]["image"] = NOWHERE
     manifest["spec"]["training"]["trainIters"] = 40
-    job = Job(cluster, namespace, manifest)
+    job = E2eJob(cluster, namespace, manifest)
     cluster.wait(lambda: "AgentNotRunning" in job.events(), "the event AgentNotRunning")
     message = job.events()["AgentNotRunning"]
     assert NOWHERE in message and f"{job.name}-worker-" in message, message

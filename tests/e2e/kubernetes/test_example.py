@@ -8,7 +8,7 @@ import playwright.sync_api as pw
 import pytest
 import yaml
 from cluster import chart, gateways
-from cluster.jobs import LONG_S, Job, example, space
+from cluster.jobs import LONG_S, E2eJob, example, space
 from cluster.runtime import Cluster
 
 pytestmark = pytest.mark.timeout(3600)  # the first test brings the cluster up
@@ -18,23 +18,23 @@ MONITORS = "monitoring.coreos.com/v1"
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster, release: str) -> Iterator[Job]:
+def job(cluster: Cluster, release: str) -> Iterator[E2eJob]:
     with space(cluster, "example") as namespace:
-        yield Job(cluster, namespace, example())
+        yield E2eJob(cluster, namespace, example())
 
 
 def test_chart_finds_itself_well(cluster: Cluster, release: str) -> None:
     assert "Succeeded" in chart.helm(cluster, "test", release)
 
 
-def test_example_trains_on_both_nodes(job: Job) -> None:
+def test_example_trains_on_both_nodes(job: E2eJob) -> None:
     job.wait(lambda: job.status().get("phase") == "Running", "training")
     workers = job.pods()
     assert [item["metadata"]["name"] for item in workers] == [f"{job.name}-worker-0", f"{job.name}-worker-1"]
     assert {item["spec"]["nodeName"] for item in workers} == {"node-1", "node-2"}
 
 
-def test_slow_rank_is_named_everywhere(cluster: Cluster, job: Job, release: str) -> None:
+def test_slow_rank_is_named_everywhere(cluster: Cluster, job: E2eJob, release: str) -> None:
     job.wait(lambda: job.status().get("slowRanks"), "a slow rank in the status")
     verdict = job.status()["slowRanks"][0]
     assert (verdict["subject"]["ranks"], verdict["cause"]) == ([SLOW_RANK], "compute")
@@ -66,7 +66,7 @@ def scraped(cluster: Cluster, what: str) -> str:
 
 
 def test_page_by_port_forward_and_a_token_of_the_cluster(
-    cluster: Cluster, job: Job, page: pw.Page, complaints: list[str], tmp_path: pathlib.Path
+    cluster: Cluster, job: E2eJob, page: pw.Page, complaints: list[str], tmp_path: pathlib.Path
 ) -> None:
     token = gateways.person(cluster, job.namespace, "view")
     with gateways.forwarded(cluster) as address:
@@ -81,14 +81,14 @@ def test_page_by_port_forward_and_a_token_of_the_cluster(
         see_job(page, job, tmp_path)
 
 
-def test_page_by_megatronapp_ui(cluster: Cluster, job: Job, page: pw.Page, tmp_path: pathlib.Path) -> None:
+def test_page_by_megatronapp_ui(cluster: Cluster, job: E2eJob, page: pw.Page, tmp_path: pathlib.Path) -> None:
     with gateways.opened(cluster, job) as address:
         page.goto(address)
         see_job(page, job, tmp_path)
         assert "code=" not in page.url
 
 
-def see_job(page: pw.Page, job: Job, folder: pathlib.Path) -> None:
+def see_job(page: pw.Page, job: E2eJob, folder: pathlib.Path) -> None:
     """The page of the job, live, with the rank that is or was slow; left before the way to it is closed."""
     pw.expect(page.get_by_role("heading", name=job.name)).to_be_visible(timeout=PAGE_MS)
     pw.expect(page.get_by_test_id("connection")).to_have_text("Live", timeout=PAGE_MS)
@@ -101,7 +101,7 @@ def see_job(page: pw.Page, job: Job, folder: pathlib.Path) -> None:
     page.goto("about:blank")
 
 
-def test_example_ends(cluster: Cluster, job: Job) -> None:
+def test_example_ends(cluster: Cluster, job: E2eJob) -> None:
     job.wait(lambda: job.status().get("phase") == "Succeeded", "the end", 2 * LONG_S)
     progress = job.status()["progress"]
     assert progress["iteration"] == progress["totalIterations"] == 120

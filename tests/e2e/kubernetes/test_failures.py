@@ -12,7 +12,7 @@ import pytest
 from cluster import chart, node
 from cluster.images import OURS
 from cluster.images import name as name_of_image
-from cluster.jobs import SAVE_INTERVAL, Job, lasting, space, volume
+from cluster.jobs import SAVE_INTERVAL, E2eJob, lasting, space, volume
 from cluster.runtime import Cluster
 
 pytestmark = pytest.mark.timeout(3600)
@@ -31,10 +31,10 @@ else:
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster, release: str) -> Iterator[Job]:
+def job(cluster: Cluster, release: str) -> Iterator[E2eJob]:
     with space(cluster, NAME) as namespace:
         volume(cluster, namespace, NAME)
-        yield Job(cluster, namespace, lasting(NAME, NAME))
+        yield E2eJob(cluster, namespace, lasting(NAME, NAME))
     cluster.kubectl("delete", "persistentvolume", NAME, "--wait=false")
 
 
@@ -43,9 +43,9 @@ def folder(cluster: Cluster) -> pathlib.Path:
     return cluster.layout.folder / "volumes" / NAME
 
 
-def goes_on_from(job: Job, attempt: int, first: int) -> None:
+def goes_on_from(job: E2eJob, attempt: int, first: int) -> None:
     """An attempt began with this step or a later one, and its loss is where that of the one before was."""
-    job.goes_on(attempt, first + 20, f"as attempt {attempt}")
+    job.wait_for_progress(attempt, first + 20, f"as attempt {attempt}")
     losses = job.losses()
     before, after = losses[attempt - 1], losses[attempt]
     assert min(after) >= first
@@ -61,15 +61,15 @@ def in_order(losses: dict[int, float]) -> list[float]:
     return [losses[step] for step in sorted(losses)]
 
 
-def test_trains_on_text_that_its_initializer_prepared(cluster: Cluster, job: Job) -> None:
-    job.goes_on(0, 3 * SAVE_INTERVAL // 2, "at all")
+def test_trains_on_text_that_its_initializer_prepared(cluster: Cluster, job: E2eJob) -> None:
+    job.wait_for_progress(0, 3 * SAVE_INTERVAL // 2, "at all")
     assert (folder(cluster) / "corpus_text_document.bin").stat().st_size > 0
     assert job.status()["initialized"] is True
     losses = in_order(job.losses()[0])
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_killed_rank(cluster: Cluster, job: Job) -> None:
+def test_killed_rank(cluster: Cluster, job: E2eJob) -> None:
     attempt = job.attempt
     cluster.kubectl("exec", f"{NAME}-worker-1", "-c", "trainer", "-n", job.namespace, "--", "python", "-c", KILL)
     goes_on_from(job, attempt + 1, SAVE_INTERVAL)
@@ -79,7 +79,7 @@ def test_killed_rank(cluster: Cluster, job: Job) -> None:
     assert min(job.losses()[attempt + 1]) % SAVE_INTERVAL == 0
 
 
-def test_eviction_saves_first(cluster: Cluster, job: Job) -> None:
+def test_eviction_saves_first(cluster: Cluster, job: E2eJob) -> None:
     attempt, reached = job.attempt, max(job.losses()[job.attempt])
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": f"{NAME}-worker-0"}}
     path = f"/api/v1/namespaces/{job.namespace}/pods/{NAME}-worker-0/eviction"
@@ -88,7 +88,7 @@ def test_eviction_saves_first(cluster: Cluster, job: Job) -> None:
     assert job.status()["restartsTowardsMax"] == 1, "an eviction is nobody's fault"
 
 
-def test_upgrade_touches_no_live_attempt(cluster: Cluster, job: Job) -> None:
+def test_upgrade_touches_no_live_attempt(cluster: Cluster, job: E2eJob) -> None:
     for member in cluster.layout.nodes:
         for part in OURS:
             old = f"docker.io/library/{name_of_image(part)}"
@@ -99,7 +99,7 @@ def test_upgrade_touches_no_live_attempt(cluster: Cluster, job: Job) -> None:
     pods = cluster.get("pods", "-n", chart.HOME)["items"]
     images = {one["image"] for pod in pods for one in pod["spec"]["containers"] if not is_going(pod)}
     assert images == {f"megatronapp-operator:{NEXT}"}
-    job.goes_on(attempt, reached + 20, "under the new operator")
+    job.wait_for_progress(attempt, reached + 20, "under the new operator")
     assert (job.attempt, job.uids()) == (attempt, uids)
     assert trainer_images(job) == {name_of_image("trainer")}
 
@@ -110,11 +110,11 @@ def is_going(pod: dict[str, object]) -> bool:
     return "deletionTimestamp" in metadata
 
 
-def trainer_images(job: Job) -> set[str]:
+def trainer_images(job: E2eJob) -> set[str]:
     return {one["image"] for pod in job.pods() for one in pod["spec"]["containers"] if one["name"] == "trainer"}
 
 
-def test_deleted_pod(cluster: Cluster, job: Job) -> None:
+def test_deleted_pod(cluster: Cluster, job: E2eJob) -> None:
     attempt, reached = job.attempt, max(job.losses()[job.attempt])
     cluster.kubectl("delete", "pod", f"{NAME}-worker-1", "-n", job.namespace, "--wait=false")
     goes_on_from(job, attempt + 1, reached)
@@ -122,14 +122,14 @@ def test_deleted_pod(cluster: Cluster, job: Job) -> None:
     assert trainer_images(job) == {f"megatronapp-trainer:{NEXT}"}, "a new attempt is the new operator's"
 
 
-def test_stopped_kubelet(cluster: Cluster, job: Job) -> None:
+def test_stopped_kubelet(cluster: Cluster, job: E2eJob) -> None:
     attempt, reached, uids = job.attempt, job.iteration(0), job.uids()
     restarts = job.status()["restartsTowardsMax"]
     lost = job.pods()[1]["spec"]["nodeName"]
     member = next(one for one in cluster.layout.nodes if one.name == lost)
     node.stop_kubelet(member)
     try:
-        job.goes_on(attempt + 1, reached + 20, f"without {lost}")
+        job.wait_for_progress(attempt + 1, reached + 20, f"without {lost}")
         status = job.status()
         assert (status["failures"][-1]["node"], status["failures"][-1]["reason"]) == (lost, "LostNode")
         assert status["restartsTowardsMax"] == restarts, "a lost node is nobody's fault"
@@ -139,5 +139,5 @@ def test_stopped_kubelet(cluster: Cluster, job: Job) -> None:
     cluster.wait(cluster.ready, "all nodes Ready again")
     cluster.wait(lambda: not uids & node.running_pods(member), "what the node still ran ends")
     attempt, reached = job.attempt, job.iteration(0)
-    job.goes_on(attempt, reached + 20, f"beside {lost}")
+    job.wait_for_progress(attempt, reached + 20, f"beside {lost}")
     assert job.attempt == attempt

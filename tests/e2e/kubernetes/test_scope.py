@@ -11,7 +11,7 @@ from typing import Any
 import playwright.sync_api as pw
 import pytest
 from cluster import gateways
-from cluster.jobs import LONG_S, Job, example, space, volume
+from cluster.jobs import LONG_S, E2eJob, example, space, volume
 from cluster.runtime import Cluster
 
 pytestmark = pytest.mark.timeout(3600)
@@ -34,21 +34,21 @@ def namespace_of_all(cluster: Cluster, release: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(cluster: Cluster, namespace_of_all: str) -> Job:
-    job = Job(cluster, namespace_of_all, example("scope-tiny"))
+def trained(cluster: Cluster, namespace_of_all: str) -> E2eJob:
+    job = E2eJob(cluster, namespace_of_all, example("scope-tiny"))
     job.wait(lambda: job.status().get("phase") == "Succeeded", "the training", 2 * LONG_S)
     return job
 
 
 @pytest.fixture(scope="module")
-def served(cluster: Cluster, trained: Job) -> Job:
-    job = Job(cluster, trained.namespace, example("scope-tiny-serve"))
+def served(cluster: Cluster, trained: E2eJob) -> E2eJob:
+    job = E2eJob(cluster, trained.namespace, example("scope-tiny-serve"))
     job.wait(lambda: job.status().get("phase") == "Running", "a model that takes requests")
     return job
 
 
 @pytest.fixture(scope="module")
-def completion(served: Job) -> dict[str, Any]:
+def completion(served: E2eJob) -> dict[str, Any]:
     """Return the model's answer to a program of the namespace, by the Service."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True})
     words = (COMPLETE.read_text(encoding="utf-8"), f"http://{served.name}-serve:8000/v1/completions", body)
@@ -57,13 +57,13 @@ def completion(served: Job) -> dict[str, Any]:
     return answer
 
 
-def test_trains_on_the_text_of_the_demo(trained: Job) -> None:
+def test_trains_on_the_text_of_the_demo(trained: E2eJob) -> None:
     losses = trained.losses()[0]
     assert max(losses) == trained.status()["progress"]["totalIterations"] - 1
     assert losses[max(losses)] < losses[min(losses)] - 2
 
 
-def test_serves_its_model_by_the_service(cluster: Cluster, served: Job, completion: dict[str, Any]) -> None:
+def test_serves_its_model_by_the_service(cluster: Cluster, served: E2eJob, completion: dict[str, Any]) -> None:
     slices = cluster.get(
         "endpointslices", "-n", served.namespace, "-l", f"kubernetes.io/service-name={served.name}-serve"
     )
@@ -72,7 +72,7 @@ def test_serves_its_model_by_the_service(cluster: Cluster, served: Job, completi
 
 
 def test_viewer_looks_and_does_not_generate(
-    cluster: Cluster, served: Job, page: pw.Page, complaints: list[str]
+    cluster: Cluster, served: E2eJob, page: pw.Page, complaints: list[str]
 ) -> None:
     token = gateways.person(cluster, served.namespace, "view", "vera")
     with gateways.forwarded(cluster) as address:
@@ -87,7 +87,7 @@ def test_viewer_looks_and_does_not_generate(
 
 
 def test_editor_types_a_prompt_and_sees_attention_and_probabilities(
-    served: Job, completion: dict[str, Any], page: pw.Page, complaints: list[str], tmp_path: pathlib.Path
+    served: E2eJob, completion: dict[str, Any], page: pw.Page, complaints: list[str], tmp_path: pathlib.Path
 ) -> None:
     token = gateways.person(served.cluster, served.namespace, "edit", "eda")
     with gateways.forwarded(served.cluster) as address:
@@ -97,7 +97,9 @@ def test_editor_types_a_prompt_and_sees_attention_and_probabilities(
         see(page, completion, tmp_path)
 
 
-def test_page_by_megatronapp_ui(served: Job, completion: dict[str, Any], page: pw.Page, tmp_path: pathlib.Path) -> None:
+def test_page_by_megatronapp_ui(
+    served: E2eJob, completion: dict[str, Any], page: pw.Page, tmp_path: pathlib.Path
+) -> None:
     with gateways.opened(served.cluster, served) as address:
         page.goto(address)
         to_scope(page)
@@ -105,7 +107,7 @@ def test_page_by_megatronapp_ui(served: Job, completion: dict[str, Any], page: p
         see(page, completion, tmp_path)
 
 
-def log_in(page: pw.Page, address: str, token: str, job: Job) -> None:
+def log_in(page: pw.Page, address: str, token: str, job: E2eJob) -> None:
     """Log in with a token of the cluster, and open the model from the list of jobs."""
     page.goto(address)
     page.get_by_label("Token").fill(token, timeout=PAGE_MS)

@@ -12,8 +12,8 @@ import httpx
 import kube
 import kueue
 import pytest
-from coscheduling import PlacedMachines
-from operator_play import Play, manifest, play
+from coscheduling import ScheduledNodes
+from operator_simulation import OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_operator.backends.kubernetes.client.resources import COSCHEDULING_POD_GROUPS, JOBS, PODS, Object
 
@@ -41,74 +41,78 @@ def namespace(placing_plane: kube.ControlPlane) -> str:
 
 def gang(namespace: str, name: str = "job", **spec: Any) -> Object:
     """A job of two workers, each of which fills a node."""
-    wanted = {"scheduling": {"gang": "Coscheduling"}, "resources": {"requests": {"cpu": "1"}}}
-    return manifest(namespace, name, **wanted | spec)
+    scheduling = {"scheduling": {"gang": "Coscheduling"}, "resources": {"requests": {"cpu": "1"}}}
+    return manifest(namespace, name, **scheduling | spec)
 
 
 @contextlib.asynccontextmanager
-async def stage_of(plane: kube.ControlPlane, namespace: str) -> AsyncIterator[Play]:
+async def stage_of(plane: kube.ControlPlane, namespace: str) -> AsyncIterator[OperatorSimulation]:
     """An operator and machines; no pod stays, which would take room of the next test."""
-    async with play(plane, namespace) as stage:
-        stage.machines = PlacedMachines(stage.machines.api, namespace, stage.machines.client)
+    async with simulated_operator(plane, namespace) as stage:
+        stage.nodes = ScheduledNodes(stage.nodes.api, namespace, stage.nodes.client)
         await stage.begin()
         try:
             yield stage
         finally:
-            answer = await stage.machines.client.delete(PODS.path(namespace), params={"gracePeriodSeconds": 0})
+            answer = await stage.nodes.client.delete(PODS.path(namespace), params={"gracePeriodSeconds": 0})
             assert answer.is_success, answer.text
 
 
-async def until(stage: Play, condition: Callable[[], Awaitable[bool]]) -> None:
+async def until(stage: OperatorSimulation, condition: Callable[[], Awaitable[bool]]) -> None:
     """Let operator, scheduler and machines act until something is so."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         await stage.rest()
         if await condition():
             return
-        jobs = await stage.machines.api.list_objects(JOBS, stage.namespace)
-        assert time.monotonic() < deadline, [await stage.machines.pods(), jobs.items]
+        jobs = await stage.nodes.api.list_objects(JOBS, stage.namespace)
+        assert time.monotonic() < deadline, [await stage.nodes.pods(), jobs.items]
         await asyncio.sleep(0.05)
 
 
-async def workers(stage: Play, name: str = "job") -> list[Object]:
-    return [one for pod, one in sorted((await stage.machines.pods()).items()) if pod.startswith(f"{name}-worker-")]
+async def workers(stage: OperatorSimulation, name: str = "job") -> list[Object]:
+    return [
+        pod_object
+        for pod, pod_object in sorted((await stage.nodes.pods()).items())
+        if pod.startswith(f"{name}-worker-")
+    ]
 
 
-async def placed(stage: Play, name: str = "job") -> list[str]:
+async def placed(stage: OperatorSimulation, name: str = "job") -> list[str]:
     """The nodes of a job's workers, by name."""
-    return sorted(one["spec"]["nodeName"] for one in await workers(stage, name) if one["spec"].get("nodeName"))
+    return sorted(worker["spec"]["nodeName"] for worker in await workers(stage, name) if worker["spec"].get("nodeName"))
 
 
-async def groups(stage: Play) -> set[str]:
-    listing = await stage.machines.api.list_objects(COSCHEDULING_POD_GROUPS, stage.namespace)
-    return {one["metadata"]["name"] for one in listing.items}
+async def groups(stage: OperatorSimulation) -> set[str]:
+    listing = await stage.nodes.api.list_objects(COSCHEDULING_POD_GROUPS, stage.namespace)
+    return {item["metadata"]["name"] for item in listing.items}
 
 
-def runs(stage: Play, name: str = "job", attempt: int = 0) -> Callable[[], Awaitable[bool]]:
+def runs(stage: OperatorSimulation, name: str = "job", attempt: int = 0) -> Callable[[], Awaitable[bool]]:
     """A condition: both workers of this attempt run."""
 
-    async def asked() -> bool:
+    async def is_met() -> bool:
         found = await workers(stage, name)
-        of_attempt = {one["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] for one in found}
-        running = [one for one in found if one["status"]["phase"] == "Running"]
+        of_attempt = {worker["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] for worker in found}
+        running = [worker for worker in found if worker["status"]["phase"] == "Running"]
         return len(running) == 2 and of_attempt == {f"{name}-a{attempt}"}
 
-    return asked
+    return is_met
 
 
-def refused(stage: Play, name: str = "job", *, nodes: int) -> Callable[[], Awaitable[bool]]:
+def refused(stage: OperatorSimulation, name: str = "job", *, nodes: int) -> Callable[[], Awaitable[bool]]:
     """A condition: the scheduler has tried this many nodes for each worker and found no room."""
 
-    async def asked() -> bool:
+    async def is_met() -> bool:
         reasons = [
             str(condition.get("message"))
-            for one in await workers(stage, name)
-            for condition in one["status"].get("conditions", ())
+            for worker in await workers(stage, name)
+            for condition in worker["status"].get("conditions", ())
             if condition["type"] == "PodScheduled" and condition["status"] == "False"
         ]
-        return sum(f"0/{nodes} nodes are available" in one for one in reasons) >= 1 and len(reasons) == 2
+        return sum(f"0/{nodes} nodes are available" in reason for reason in reasons) >= 1 and len(reasons) == 2
 
-    return asked
+    return is_met
 
 
 def touched(
@@ -116,29 +120,29 @@ def touched(
 ) -> Callable[[], Awaitable[bool]]:
     """The condition; each time that it does not hold the scheduler tries the group again."""
 
-    async def asked() -> bool:
+    async def is_met() -> bool:
         holds = await condition()
         if not holds:
             coscheduling.touch(client, namespace, group)
         return holds
 
-    return asked
+    return is_met
 
 
-async def change(stage: Play, **spec: Any) -> None:
+async def change(stage: OperatorSimulation, **spec: Any) -> None:
     headers = {"Content-Type": "application/merge-patch+json"}
-    answer = await stage.machines.client.patch(JOBS.path(stage.namespace, "job"), json={"spec": spec}, headers=headers)
+    answer = await stage.nodes.client.patch(JOBS.path(stage.namespace, "job"), json={"spec": spec}, headers=headers)
     assert answer.is_success, answer.text
 
 
-async def test_a_gang_without_room_for_all_takes_no_node_and_runs_when_there_is_room(
+async def test_a_gang_without_capacity_for_all_takes_no_node_and_runs_later(
     placing_plane: kube.ControlPlane, namespace: str
 ) -> None:
     with coscheduling.nodes(placing_plane, "one", "two"), placing_plane.client() as client:
         async with stage_of(placing_plane, namespace) as stage:
             await stage.api.create(JOBS, gang(namespace))
             await until(stage, runs(stage))
-            stage.tell("job")
+            stage.report_progress("job")
             await stage.api.create(JOBS, gang(namespace, "second"))
             await until(stage, refused(stage, "second", nodes=2))
             coscheduling.add(client, "three")
@@ -146,7 +150,7 @@ async def test_a_gang_without_room_for_all_takes_no_node_and_runs_when_there_is_
             assert await placed(stage, "second") == []
             assert await groups(stage) == {"job-a0", "second-a0"}
             for name in ("job-worker-0", "job-worker-1"):
-                await stage.machines.end(name, 0)
+                await stage.nodes.end(name, 0)
             await until(stage, touched(client, namespace, "second-a0", runs(stage, "second")))
             assert (await stage.job())["status"]["phase"] == "Succeeded"
             await stage.pass_time(3)
@@ -186,27 +190,27 @@ async def test_a_gang_that_is_not_whole_is_deleted_and_another_takes_its_name(
     ):
         coscheduling.close(client, "two", closed=not started)
         async with stage_of(placing_plane, namespace) as stage:
-            assert isinstance(stage.machines, PlacedMachines)
-            stage.machines.full = frozenset({"job-worker-1"})
+            assert isinstance(stage.nodes, ScheduledNodes)
+            stage.nodes.full = frozenset({"job-worker-1"})
             await stage.api.create(JOBS, gang(namespace))
 
             async def half_started() -> bool:
-                phases = [one["status"]["phase"] for one in await workers(stage)]
+                phases = [worker["status"]["phase"] for worker in await workers(stage)]
                 return phases == ["Running", "Pending"] and len(await placed(stage)) == 2
 
             await until(stage, half_started if started else refused(stage, nodes=2))
-            before = {one["metadata"]["uid"] for one in await workers(stage)}
+            before = {worker["metadata"]["uid"] for worker in await workers(stage)}
             path, body = JOBS.path(namespace, "job"), {"propagationPolicy": how}
-            answer = await stage.machines.client.request("DELETE", path, json=body)
+            answer = await stage.nodes.client.request("DELETE", path, json=body)
             assert answer.is_success, answer.text
 
-            async def gone() -> bool:
-                uids = {one["metadata"]["uid"] for one in await workers(stage)}
-                job = await stage.machines.api.get(JOBS, namespace, "job")
+            async def deleted() -> bool:
+                uids = {worker["metadata"]["uid"] for worker in await workers(stage)}
+                job = await stage.nodes.api.get(JOBS, namespace, "job")
                 return not uids & before and job is None and not await groups(stage)
 
-            await until(stage, gone)
-            stage.machines.full = frozenset()
+            await until(stage, deleted)
+            stage.nodes.full = frozenset()
             coscheduling.close(client, "two", closed=False)
             await stage.api.create(JOBS, gang(namespace))
             await until(stage, runs(stage))
@@ -221,21 +225,21 @@ async def test_a_gang_stays_off_an_excluded_node_and_gets_it_back_after_its_time
         async with stage_of(placing_plane, namespace) as stage:
             await stage.api.create(JOBS, gang(namespace, runPolicy=policy))
             await until(stage, runs(stage))
-            stage.tell("job")
+            stage.report_progress("job")
             await stage.rest()
             (culprit, _) = await workers(stage)
             excluded = str(culprit["spec"]["nodeName"])
-            await stage.machines.end("job-worker-0", BROKEN)
+            await stage.nodes.end("job-worker-0", BROKEN)
             await stage.rest()
             assert await groups(stage) == set()
             await stage.pass_time(11)
             await until(stage, runs(stage, attempt=1))
             others = sorted({"one", "two", "three"} - {excluded})
             assert (await placed(stage), await groups(stage)) == (others, {"job-a1"})
-            stage.tell("job")
+            stage.report_progress("job")
             await stage.rest()
             coscheduling.close(client, others[0], closed=True)
-            await stage.machines.end("job-worker-1", 1)
+            await stage.nodes.end("job-worker-1", 1)
             await stage.pass_time(60)
             await until(stage, refused(stage, nodes=3))
             assert (await placed(stage), await groups(stage)) == ([], {"job-a2"})

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ports import held_ports
+from ports import reserved_ports
 
 from megatronapp_common.names import Env
 from megatronapp_common.web.tokens import TokenRole, derive_token
@@ -72,7 +72,7 @@ class HubProcess:
 
 @pytest.fixture
 def hub(tmp_path: Path, secret: str) -> Iterator[HubProcess]:
-    with held_ports(1) as (port,):
+    with reserved_ports(1) as (port,):
         yield HubProcess(tmp_path, secret, port)
 
 

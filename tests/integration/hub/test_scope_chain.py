@@ -21,7 +21,7 @@ import scope_chain
 import scope_session
 import websockets.asyncio.client
 from numpy.typing import NDArray
-from scope_model import Shape
+from scope_model import TinyGptShape
 from websockets.typing import Subprotocol
 
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
@@ -170,7 +170,7 @@ class Case:
         self.page = page
         self.run = run
         self.recording = scope_session.Recording(
-            shape=Shape(layers=LAYERS),
+            shape=TinyGptShape(layers=LAYERS),
             prompts=[list(one["ids"]) for one in detail["prompts"]],
             generated=[[cell["id"] for cell in one] for one in detail["generated"]],
             sites=sites,

@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 import scope_rank_zero
 import scope_session
-from scope_pages import RUN, RUNS, agents, bearer, brought, pca_was_asked, receive, recording, shown, until_done, viewer
+from scope_pages import (
+    RUN,
+    RUNS,
+    agents,
+    bearer,
+    fetched,
+    receive,
+    recording,
+    shown,
+    until_done,
+    viewer,
+    wait_for_pca_probes,
+)
 
 from megatronapp_analyzer.scope.delivery import session_download, session_file
 from megatronapp_analyzer.scope.parts.probe_tracker import MAX_OF_CALLER
@@ -58,9 +70,9 @@ async def test_tiles_are_the_models_attention(
     async with shown(hub, fake_job, until, rank_zero) as client:
         pinned = await client.get(f"{RUNS}/{RUN}/attention/0/1/2/0/0/0")
         assert pinned.status_code == 200
-        sites = [body["sites"][0]["site"] for _, path, body in rank_zero.asked if path == "probes"]
+        sites = [body["sites"][0]["site"] for _, path, body in rank_zero.requests if path == "probes"]
         assert "attention" not in sites, "a pinned head needs no probe"
-        answer = await brought(client, f"{RUNS}/{RUN}/attention/1/2/3/0/0/0")
+        answer = await fetched(client, f"{RUNS}/{RUN}/attention/1/2/3/0/0/0")
         expected = scope_session.codes_of(recording().sites[1]["attention"][2, 3])
         assert answer.headers["x-tile-shape"] == f"{len(expected)},{len(expected)}"
         assert answer.content == expected.tobytes()
@@ -86,8 +98,8 @@ async def test_tiles_of_one_answer_are_those_of_many(
 ) -> None:
     async with shown(hub, fake_job, until, rank_zero) as client:
         base = f"{RUNS}/{RUN}/attention/1/2/3/0"
-        answer = await brought(client, f"{base}?tile=0,0&tile=0,0")
-        sites = [body["sites"][0]["site"] for _, path, body in rank_zero.asked if path == "probes"]
+        answer = await fetched(client, f"{base}?tile=0,0&tile=0,0")
+        sites = [body["sites"][0]["site"] for _, path, body in rank_zero.requests if path == "probes"]
         assert sites.count("attention") == 1
         frame = frames.decode(answer.content)
         where = {name: frame.header[name] for name in ("run", "sample", "layer", "head", "level")}
@@ -158,12 +170,12 @@ async def test_variance_of_a_layer_is_that_of_all_its_hidden_states(
         states = [sites["residual"] for sites in recording().sites]
         for layer in (0, 3):
             rows = np.concatenate([one[:, layer] for one in states]).astype(np.float64)
-            said = (await brought(client, f"{RUNS}/{RUN}/pca/variance?layer={layer}")).json()
+            said = (await fetched(client, f"{RUNS}/{RUN}/pca/variance?layer={layer}")).json()
             assert (said["layer"], said["rows"]) == (layer, len(rows))
             assert said["variance"] == pytest.approx(rows.var(axis=0).sum(), rel=1e-6)
         monkeypatch.setattr(variance, "MAX_BYTES", 4 * recording().shape.hidden * len(rows) // 3)
         rows = np.concatenate([one[::3, 1] for one in states]).astype(np.float64)
-        said = (await brought(client, f"{RUNS}/{RUN}/pca/variance?layer=1")).json()
+        said = (await fetched(client, f"{RUNS}/{RUN}/pca/variance?layer=1")).json()
         assert (said["rows"], said["variance"]) == (len(rows), pytest.approx(rows.var(axis=0).sum(), rel=1e-6))
         assert (await client.get(f"{RUNS}/{RUN}/pca/variance?layer=4")).json()["code"] == "outside"
 
@@ -174,20 +186,20 @@ async def test_exact_numbers_in_three_forms(
     async with shown(hub, fake_job, until, rank_zero) as client:
         path = f"{RUNS}/{RUN}/values"
         expected = recording().sites[0]["residual"][:, 2]
-        answer = await brought(client, f"{path}/residual?layer=2&format=npy")
+        answer = await fetched(client, f"{path}/residual?layer=2&format=npy")
         np.testing.assert_array_equal(np.load(io.BytesIO(answer.content)), expected)
         said = (await client.get(f"{path}/residual?layer=2&position=3")).json()
         assert (said["positions"], np.float32(said["values"][0]).tolist()) == ([3], expected[3].tolist())
         lines = (await client.get(f"{path}/residual?layer=2&format=csv")).text.splitlines()
         assert [np.float32(one) for one in lines[1].split(",")[1:]] == list(expected[0])
-        asked = len(rank_zero.asked)
-        exact = np.load(io.BytesIO((await brought(client, f"{path}/attention?layer=0&head=1&format=npy")).content))
+        asked = len(rank_zero.requests)
+        exact = np.load(io.BytesIO((await fetched(client, f"{path}/attention?layer=0&head=1&format=npy")).content))
         np.testing.assert_array_equal(exact, recording().sites[0]["attention"][0, 1])
-        logits = np.load(io.BytesIO((await brought(client, f"{path}/logits?format=npy&sample=1")).content))
+        logits = np.load(io.BytesIO((await fetched(client, f"{path}/logits?format=npy&sample=1")).content))
         np.testing.assert_array_equal(logits, recording().sites[1]["logits"])
-        keys = np.load(io.BytesIO((await brought(client, f"{path}/k?layer=3&head=1&format=npy")).content))
+        keys = np.load(io.BytesIO((await fetched(client, f"{path}/k?layer=3&head=1&format=npy")).content))
         np.testing.assert_array_equal(keys, recording().sites[0]["k"][:, 3, 1])
-        assert len(rank_zero.asked) == asked + 3
+        assert len(rank_zero.requests) == asked + 3
         for wrong, code in (
             ("residual", 422),
             ("residual?layer=9", 404),
@@ -205,7 +217,7 @@ async def test_q_and_k_before_the_turn(
     async with shown(hub, fake_job, until, rank_zero) as client:
         for turn, sign in (("before", -1), ("after", 1)):
             path = f"{RUNS}/{RUN}/values/q?layer=1&head=3&rotary={turn}&format=npy"
-            found = np.load(io.BytesIO((await brought(client, path)).content))
+            found = np.load(io.BytesIO((await fetched(client, path)).content))
             np.testing.assert_array_equal(found, sign * recording().sites[0]["q"][:, 1, 3])
         assert (await client.get(f"{RUNS}/{RUN}/values/v?layer=1&head=1&rotary=before")).status_code == 422
         again = session_file.parse((await client.get(f"{RUNS}/{RUN}/session")).content)
@@ -225,11 +237,11 @@ async def test_what_is_not_whole_is_refused_and_asked_again(
                 publish(Frame(one.type, {**one.header, "tensors": []} | spoil))
 
             rank_zero.publish = spoiled
-            refused = await brought(client, path)
+            refused = await fetched(client, path)
             assert (refused.status_code, refused.json()["code"]) == (503, "probe-incomplete")
             assert refused.headers["retry-after"] == "1"
         rank_zero.publish = publish
-        found = np.load(io.BytesIO((await brought(client, path)).content))
+        found = np.load(io.BytesIO((await fetched(client, path)).content))
         np.testing.assert_array_equal(found, recording().sites[0]["mlp2"][:, 1])
 
 
@@ -237,13 +249,13 @@ async def test_the_same_is_asked_once_and_no_caller_asks_without_end(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
 ) -> None:
     async with shown(hub, fake_job, until) as client:
-        await pca_was_asked(hub, rank_zero, until)
-        before = len(rank_zero.asked)
+        await wait_for_pca_probes(hub, rank_zero, until)
+        before = len(rank_zero.requests)
         places = [f"{RUNS}/{RUN}/values/q?layer={layer}&head={head}" for layer in range(4) for head in range(4)]
         places = [*places, *(f"{one}&sample=1" for one in places)][: MAX_OF_CALLER + 1]
         twice = await asyncio.gather(*(client.get(places[0]) for _ in range(6)))
         assert {one.status_code for one in twice} == {202} and len({one.json()["probe"] for one in twice}) == 1
-        assert len(rank_zero.asked) == before + 1
+        assert len(rank_zero.requests) == before + 1
         answers = [await client.get(place) for place in places]
         assert [one.status_code for one in answers] == [202] * MAX_OF_CALLER + [429]
         assert (answers[-1].json()["code"], answers[-1].headers["retry-after"]) == ("too-many-probes", "1")
@@ -276,7 +288,7 @@ async def test_a_text_with_holes_is_not_probed_until_rank_zero_has_filled_it(
                 return bool(hub.hub.scope.core.runs[RUN].whole)
 
             await until(whole)
-            found = np.load(io.BytesIO((await brought(client, path)).content))
+            found = np.load(io.BytesIO((await fetched(client, path)).content))
             np.testing.assert_array_equal(found, recording().sites[0]["mlp2"][:, 1])
             detail = (await client.get(f"{RUNS}/{RUN}")).json()
         assert [[token["id"] for token in sample] for sample in detail["generated"]] == recording().generated
@@ -339,7 +351,7 @@ async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
         request = {"prompts": ["The sea "], "tokens": 4, "capture": {"pinned": [{"layer": 1, "head": 2}]}}
         answer = await client.post(RUNS, json=request)
         assert (answer.status_code, answer.json()) == (201, {"run": RUN, "position": 0})
-        sent = next(body for method, path, body in rank_zero.asked if (method, path) == ("POST", "runs"))
+        sent = next(body for method, path, body in rank_zero.requests if (method, path) == ("POST", "runs"))
         assert sent["prompts"] == ["The sea "] and sent["capture"]["preset"] == "default"
         assert (await client.patch(f"{RUNS}/{RUN}", json={"capture": {"preset": "lite"}})).status_code == 204
         assert (await client.delete(f"{RUNS}/{RUN}")).status_code == 204

@@ -37,7 +37,7 @@ async def shown(hub: Any, fake_job: Any, until: Any) -> AsyncIterator[tuple[scop
     token = derive_token(hub.secret, TokenRole.SERVE)
 
     async def asked() -> bool:
-        return any(path == "probes" for _, path, _ in rank.asked)
+        return any(path == "probes" for _, path, _ in rank.requests)
 
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
         hub.hub.scope.probe_client.client = Rank0Client(rank.url, token)
@@ -62,7 +62,7 @@ async def page(hub: Any) -> AsyncIterator[Any]:
 
 def bases(rank: scope_rank_zero.RankZero) -> list[tuple[int, dict[str, Any]]]:
     """Version and tensors of every basis that rank 0 got."""
-    found = [body for _, path, body in rank.asked if path == "basis"]
+    found = [body for _, path, body in rank.requests if path == "basis"]
     return [(body.header["version"], {one.name: one.data for one in unpack(body)}) for body in found]
 
 
@@ -147,7 +147,7 @@ async def test_new_ranks_get_the_basis_again_and_later_runs_are_shown_in_it(
             np.testing.assert_array_equal(bases(rank)[0][1]["basis"], bases(rank)[1][1]["basis"])
             steps = [frame for frame in told(hub, LATER) if frame.type == FrameType.SCOPE_STEP]
             assert [frame.header.get("pcaVersion") for frame in steps] == [None] + [1] * (recording().steps - 1)
-            fits = [body for _, path, body in rank.asked if path == "probes" and body["queries"] is None]
+            fits = [body for _, path, body in rank.requests if path == "probes" and body["queries"] is None]
             assert len(fits) == 1, "later runs need no fit of their own"
             got: list[Frame] = []
             while not (got and got[-1].header.get("pcaVersion")):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scope_rank_zero
-from scope_pages import RUN, RUNS, brought, receive, recording, shown, viewer
+from scope_pages import RUN, RUNS, fetched, receive, recording, shown, viewer
 
 from megatronapp_analyzer.scope.probes import scores
 from megatronapp_common import frames
@@ -22,7 +22,7 @@ async def test_tokens_of_a_prompt_are_scored_once_and_shown_to_all_pages(
     async with shown(hub, fake_job, until, rank_zero) as client, viewer(hub) as page:
         await receive(page)
         prompt = recording().prompts[1]
-        said = (await brought(client, f"{RUNS}/{RUN}/scores?sample=1")).json()
+        said = (await fetched(client, f"{RUNS}/{RUN}/scores?sample=1")).json()
         logits = recording().sites[1]["logits"][: len(prompt) - 1].astype(np.float64)
         logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         surprise = -logs[np.arange(len(prompt) - 1), prompt[1:]]
@@ -30,7 +30,7 @@ async def test_tokens_of_a_prompt_are_scored_once_and_shown_to_all_pages(
         assert said["surprise"] == pytest.approx(surprise, abs=1e-5)
         assert said["entropy"] == pytest.approx(-(np.exp(logs) * logs).sum(-1), abs=1e-5)
         assert (await client.get(f"{RUNS}/{RUN}/scores?sample=1")).json() == said
-        assert [path for _, path, _ in rank_zero.asked].count("scores") == 1
+        assert [path for _, path, _ in rank_zero.requests].count("scores") == 1
         await check_overviews(page, surprise)
         session = (await client.get(f"{RUNS}/{RUN}/session")).raise_for_status().content
         kept = [frame for frame in frames.split(session) if "topTexts" in frame.header]
@@ -59,5 +59,5 @@ async def test_a_refusal_of_scores_comes_back_and_is_asked_again(
         assert (answer.status_code, answer.json()["message"]) == (503, "gone for a while")
         rank_zero.refuse = None
         assert (
-            len((await brought(client, f"{RUNS}/{RUN}/scores")).json()["surprise"]) == len(recording().prompts[0]) - 1
+            len((await fetched(client, f"{RUNS}/{RUN}/scores")).json()["surprise"]) == len(recording().prompts[0]) - 1
         )

@@ -66,8 +66,8 @@ def config(plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, tok
 def run(config: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """One `megatronapp` on the cluster: exit code, output, errors."""
 
-    def call(*words: str) -> tuple[int, str, str]:
-        code = cli.main([*words, "--kubeconfig", str(config)])
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main([*arguments, "--kubeconfig", str(config)])
         return code, *capsys.readouterr()
 
     return call

@@ -42,7 +42,11 @@ def post(client: httpx.Client, document: dict[str, Any]) -> httpx.Response:
 
 
 @pytest.mark.parametrize(
-    "example", [pytest.param(one, id=f"{one.rule_id}-{'good' if one.good else 'bad'}") for one in ADMISSION_EXAMPLES]
+    "example",
+    [
+        pytest.param(example, id=f"{example.rule_id}-{'good' if example.good else 'bad'}")
+        for example in ADMISSION_EXAMPLES
+    ],
 )
 def test_a_pod_template_is_judged_as_locally(client: httpx.Client, example: Example) -> None:
     answer = post(client, manifest(example))
@@ -50,10 +54,10 @@ def test_a_pod_template_is_judged_as_locally(client: httpx.Client, example: Exam
         assert answer.is_success, answer.text
         return
     assert answer.status_code == 422, answer.text
-    said = answer.json()["message"]
-    assert POLICY in said
-    assert (example.server_words or f"{example.field}: ") in said
-    assert (example.server_words or example.words) in said
+    message = answer.json()["message"]
+    assert POLICY in message
+    assert (example.server_message or f"{example.field}: ") in message
+    assert (example.server_message or example.message) in message
 
 
 def test_a_job_from_before_the_policy_may_be_edited_unless_the_edit_breaks_another_rule(

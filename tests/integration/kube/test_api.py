@@ -9,7 +9,7 @@ from typing import Any
 import kube
 import pytest
 from kubernetes_asyncio.client import ApiClient, Configuration
-from ports import held_ports
+from ports import reserved_ports
 
 from megatronapp_operator.backends.kubernetes.client import errors
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
@@ -47,7 +47,7 @@ async def test_what_is_created_can_be_read_and_deleted(plane: kube.ControlPlane,
         assert await api.get(CONFIG_MAPS, namespace, "one") is None
 
 
-async def test_a_delete_means_one_object_and_not_its_successor(plane: kube.ControlPlane, namespace: str) -> None:
+async def test_a_delete_removes_its_object_and_not_a_successor(plane: kube.ControlPlane, namespace: str) -> None:
     async with opened(plane) as api:
         old = await api.create(CONFIG_MAPS, config_map(namespace))
         await api.delete(CONFIG_MAPS, old)
@@ -64,13 +64,13 @@ async def test_a_list_is_read_in_pages(plane: kube.ControlPlane, namespace: str)
         every = await api.list_objects(CONFIG_MAPS, namespace, page=2)
         even = await api.list_objects(CONFIG_MAPS, namespace, labels="parity=even")
         everywhere = await api.list_objects(CONFIG_MAPS, page=3)
-    assert [one["metadata"]["name"] for one in every.items] == [f"map-{number}" for number in range(7)]
-    assert [one["metadata"]["name"] for one in even.items] == ["map-0", "map-2", "map-4", "map-6"]
+    assert [item["metadata"]["name"] for item in every.items] == [f"map-{number}" for number in range(7)]
+    assert [item["metadata"]["name"] for item in even.items] == ["map-0", "map-2", "map-4", "map-6"]
     assert len(everywhere.items) >= 7
     assert int(everywhere.resource_version) >= int(every.resource_version) > 0
 
 
-async def test_apply_sets_what_is_named_and_takes_away_what_is_not(plane: kube.ControlPlane, namespace: str) -> None:
+async def test_apply_sets_named_fields_and_removes_the_others(plane: kube.ControlPlane, namespace: str) -> None:
     async with opened(plane) as api:
         await api.apply(CONFIG_MAPS, config_map(namespace, a="1", b="2"))
         plane.kubectl("patch", "configmap", "one", "-n", namespace, "-p", '{"data": {"b": "changed", "c": "theirs"}}')
@@ -89,7 +89,7 @@ async def test_a_stale_object_replaces_nothing(plane: kube.ControlPlane, namespa
     assert now["data"] == {"a": "2"}
 
 
-async def test_a_dry_run_says_what_would_happen(plane: kube.ControlPlane, namespace: str) -> None:
+async def test_a_dry_run_reports_what_would_happen(plane: kube.ControlPlane, namespace: str) -> None:
     async with opened(plane) as api:
         await api.create(PODS, pod(namespace), dry_run=True)
         assert await api.get(PODS, namespace, "pod") is None
@@ -123,7 +123,7 @@ async def test_a_server_that_is_not_there_or_does_not_answer(namespace: str) -> 
         async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
             with pytest.raises(errors.UnavailableError, match="GET /api/v1/namespaces/test"):
                 await KubernetesApi(client, request_s=0.2).get(CONFIG_MAPS, namespace, "one")
-    with held_ports(1) as (port,):  # bound, and not listened on
+    with reserved_ports(1) as (port,):  # bound, and not listened on
         async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
             with pytest.raises(errors.UnavailableError) as refused:
                 await KubernetesApi(client).get(CONFIG_MAPS, namespace, "one")
@@ -149,9 +149,9 @@ async def test_an_answer_that_is_no_status_object(namespace: str) -> None:
 async def test_a_proxy_of_the_environment_is_used_unless_it_is_not_for_this_server(
     plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{unused.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "elsewhere.example")
         with pytest.raises(errors.UnavailableError):
             async with opened(plane) as api:

@@ -24,8 +24,8 @@ def rendered(*settings: str) -> "subprocess.CompletedProcess[str]":
     place = ("megatronapp", str(kube.ROOT / "charts" / "megatronapp"), "-n", HOME, "--kube-version", "1.35.4")
     shown = ("--show-only", "templates/authors-policy.yaml")
     command = [str(kube.programs("helm") / "helm"), "template", *place, *shown]
-    words = [word for setting in settings for word in ("--set", setting)]
-    return subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=120)
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    return subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=120)
 
 
 def rights(user: str, namespace: str) -> Object:
@@ -54,7 +54,7 @@ def job(name: str) -> Object:
     return {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob", "metadata": metadata, "spec": BASE["spec"]}
 
 
-class People:
+class JobAuthors:
     """Client of the API server that impersonates a user in each request."""
 
     def __init__(self, client: httpx.Client) -> None:
@@ -70,7 +70,7 @@ class People:
 
 
 @pytest.fixture(scope="module")
-def people(plane: kube.ControlPlane) -> Iterator[People]:
+def authors(plane: kube.ControlPlane) -> Iterator[JobAuthors]:
     """Put the policy in force, and remove it afterwards."""
     for namespace in (HOME, TEAM):
         assert plane.kubectl("create", "namespace", namespace).returncode == 0
@@ -79,35 +79,35 @@ def people(plane: kube.ControlPlane) -> Iterator[People]:
     policy = plane.folder / "authors-policy.yaml"
     policy.write_text(rendered().stdout, encoding="utf-8")
     with plane.client() as client:
-        people = People(client)
-        assert people.create(WRITER, TEAM, "early").is_success
+        authors = JobAuthors(client)
+        assert authors.create(WRITER, TEAM, "early").is_success
         done = plane.kubectl("apply", "-f", str(policy))
         assert done.returncode == 0, done.stderr
         deadline = time.monotonic() + ACTIVE_S
-        while people.create(WRITER, TEAM, "probe", dryRun="All").is_success:
+        while authors.create(WRITER, TEAM, "probe", dryRun="All").is_success:
             assert time.monotonic() < deadline, "the policy never came into force"
-        yield people
+        yield authors
     assert plane.kubectl("delete", "-f", str(policy)).returncode == 0
     assert plane.kubectl("delete", "mgj", "--all", "-n", TEAM).returncode == 0
 
 
-def test_who_may_not_create_pods_makes_no_job(people: People) -> None:
-    answer = people.create(WRITER, TEAM, "gpt")
+def test_who_may_not_create_pods_makes_no_job(authors: JobAuthors) -> None:
+    answer = authors.create(WRITER, TEAM, "gpt")
     assert answer.status_code == 403, answer.text
-    said = answer.json()["message"]
-    assert f"{WRITER} may not create pods in namespace {TEAM}" in said
-    assert "ask for a Role with the verb create on pods" in said
+    message = answer.json()["message"]
+    assert f"{WRITER} may not create pods in namespace {TEAM}" in message
+    assert "ask for a Role with the verb create on pods" in message
 
 
-def test_who_may_create_pods_makes_and_changes_jobs(people: People) -> None:
-    answer = people.create(AUTHOR, TEAM, "gpt")
+def test_who_may_create_pods_makes_and_changes_jobs(authors: JobAuthors) -> None:
+    answer = authors.create(AUTHOR, TEAM, "gpt")
     assert answer.is_success, answer.text
-    answer = people.patch(AUTHOR, "gpt", {"spec": {"suspend": True}})
+    answer = authors.patch(AUTHOR, "gpt", {"spec": {"suspend": True}})
     assert answer.is_success, answer.text
 
 
-def test_who_may_not_create_pods_changes_no_spec(people: People) -> None:
-    answer = people.patch(WRITER, "early", {"spec": {"suspend": True}})
+def test_who_may_not_create_pods_changes_no_spec(authors: JobAuthors) -> None:
+    answer = authors.patch(WRITER, "early", {"spec": {"suspend": True}})
     assert answer.status_code == 403, answer.text
     assert "may not create pods" in answer.json()["message"]
 
@@ -122,13 +122,13 @@ def test_who_may_not_create_pods_changes_no_spec(people: People) -> None:
     ],
     ids=["label", "finalizer", "finalizer gone", "status"],
 )
-def test_what_is_not_the_spec_needs_no_right_on_pods(people: People, change: Object, part: str) -> None:
-    answer = people.patch(WRITER, "early", change, part)
+def test_what_is_not_the_spec_needs_no_right_on_pods(authors: JobAuthors, change: Object, part: str) -> None:
+    answer = authors.patch(WRITER, "early", change, part)
     assert answer.is_success, answer.text
 
 
-def test_the_namespace_with_the_key_takes_no_job(people: People) -> None:
-    answer = people.create(AUTHOR, HOME, "gpt")
+def test_the_namespace_with_the_key_takes_no_job(authors: JobAuthors) -> None:
+    answer = authors.create(AUTHOR, HOME, "gpt")
     assert answer.status_code == 403, answer.text
     assert f"{HOME} holds the key of all jobs" in answer.json()["message"]
 

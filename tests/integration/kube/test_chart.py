@@ -45,30 +45,30 @@ class Chart:
         self._helm, self._plane = helm, plane
         self._rendered: dict[Any, list[Object]] = {}
 
-    def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
+    def call(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         environment = {"HOME": str(self._plane.folder), "PATH": "/usr/bin:/bin"}
-        command = [str(self._helm), *words]
+        command = [str(self._helm), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
 
-    def on_cluster(self, *words: str) -> str:
-        done = self.call(*words, "--kubeconfig", str(self._plane.kubeconfig()), "-n", HOME)
+    def on_cluster(self, *arguments: str) -> str:
+        done = self.call(*arguments, "--kubeconfig", str(self._plane.kubeconfig()), "-n", HOME)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def template(self, values: pathlib.Path | None = None, *words: str) -> "subprocess.CompletedProcess[str]":
+    def template(self, values: pathlib.Path | None = None, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Render as for a cluster that has the kinds of monitoring.coreos.com."""
         files = () if values is None else ("--values", str(values))
-        apis = [word for api in MONITORING for word in ("--api-versions", api)]
+        apis = [flag for api in MONITORING for flag in ("--api-versions", api)]
         place = ("megatronapp", str(CHART), "-n", HOME, "--kube-version", "1.35.4")
-        return self.call("template", *place, *apis, *files, *words)
+        return self.call("template", *place, *apis, *files, *arguments)
 
-    def render(self, values: pathlib.Path | None = None, *words: str) -> list[Object]:
-        if (values, words) not in self._rendered:
-            done = self.template(values, *words)
+    def render(self, values: pathlib.Path | None = None, *arguments: str) -> list[Object]:
+        if (values, arguments) not in self._rendered:
+            done = self.template(values, *arguments)
             assert done.returncode == 0, done.stderr
             documents = yaml.load_all(done.stdout, Loader=yaml.CSafeLoader)
-            self._rendered[values, words] = [document for document in documents if document]
-        return copy.deepcopy(self._rendered[values, words])
+            self._rendered[values, arguments] = [document for document in documents if document]
+        return copy.deepcopy(self._rendered[values, arguments])
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,13 @@ def chart(helm: pathlib.Path, plane: kube.ControlPlane) -> Chart:
 
 
 def only(documents: list[Object], kind: str, name: str) -> Object:
-    found = [one for one in documents if one["kind"] == kind and one["metadata"]["name"] == name]
+    found = [document for document in documents if document["kind"] == kind and document["metadata"]["name"] == name]
     assert len(found) == 1, f"{kind} {name}: {len(found)}"
     return found[0]
 
 
 def of_kind(documents: list[Object], kind: str) -> set[str]:
-    return {one["metadata"]["name"] for one in documents if one["kind"] == kind}
+    return {document["metadata"]["name"] for document in documents if document["kind"] == kind}
 
 
 @pytest.mark.parametrize("values", VALUES, ids=name_of)
@@ -106,8 +106,8 @@ def test_the_api_server_takes_all_that_is_rendered(
 ) -> None:
     documents = chart.render(values)
     everything = {"apiVersion": "v1", "kind": "List", "items": documents}
-    words = ("apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-f", "-")
-    done = plane.kubectl(*words, stdin=everything)
+    arguments = ("apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-f", "-")
+    done = plane.kubectl(*arguments, stdin=everything)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no warning of pod security or of an old API
     assert len(done.stdout.splitlines()) == len(documents)
@@ -115,9 +115,13 @@ def test_the_api_server_takes_all_that_is_rendered(
 
 def test_two_namespaces_get_roles_and_nothing_of_the_whole_cluster(chart: Chart) -> None:
     documents = chart.render(CHART / "ci" / "namespaces-values.yaml")
-    whole = {one["kind"] for one in documents if "namespace" not in one["metadata"]}
+    whole = {document["kind"] for document in documents if "namespace" not in document["metadata"]}
     assert whole == {"CustomResourceDefinition"}
-    roles = {(one["metadata"]["namespace"], one["metadata"]["name"]) for one in documents if one["kind"] == "Role"}
+    roles = {
+        (document["metadata"]["namespace"], document["metadata"]["name"])
+        for document in documents
+        if document["kind"] == "Role"
+    }
     parts = {(team, f"{HOME}-megatronapp-{part}") for team in TEAMS for part in ("operator", "gateway")}
     assert roles == parts | {(HOME, "megatronapp-lease")}
     gateway = only(documents, "Deployment", "megatronapp-gateway")["spec"]["template"]["spec"]["containers"][0]
@@ -129,13 +133,13 @@ def test_two_namespaces_get_roles_and_nothing_of_the_whole_cluster(chart: Chart)
 
 def test_everything_off_leaves_the_operator_alone(chart: Chart) -> None:
     documents = chart.render(CHART / "ci" / "bare-values.yaml")
-    assert sorted(one["kind"] for one in documents) == ["Deployment", "Pod", "Service"]
+    assert sorted(document["kind"] for document in documents) == ["Deployment", "Pod", "Service"]
     pod = only(documents, "Deployment", "megatronapp-operator")["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == "megatron"
     assert pod["volumes"][0]["secret"]["secretName"] == "own-key"
 
 
-def test_monitors_come_with_the_api_or_when_asked_for(chart: Chart) -> None:
+def test_monitors_are_rendered_with_the_api_or_on_request(chart: Chart) -> None:
     place = ("template", "megatronapp", str(CHART), "--kube-version", "1.35.4")
     without, forced = chart.call(*place), chart.call(*place, "--set", "serviceMonitor.enabled=true")
     assert "kind: ServiceMonitor" not in without.stdout
@@ -144,7 +148,7 @@ def test_monitors_come_with_the_api_or_when_asked_for(chart: Chart) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ("opertor.replicaCount=2", "additional properties 'opertor' not allowed"),
         ("operator.replicaCount=two", "/operator/replicaCount"),
@@ -157,10 +161,10 @@ def test_monitors_come_with_the_api_or_when_asked_for(chart: Chart) -> None:
         ("gateway.controls=often", "/gateway/controls"),
     ],
 )
-def test_a_wrong_value_is_named(chart: Chart, wrong: str, told: str) -> None:
+def test_a_wrong_value_is_named(chart: Chart, wrong: str, message: str) -> None:
     done = chart.template(None, "--set", wrong)
     assert done.returncode != 0
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -216,7 +220,7 @@ def test_what_the_values_of_an_older_release_lack_is_as_by_default(chart: Chart,
         *("crds", "operator.serviceAccount", "key", "rbac", "prometheus", "prometheusRule.runbookUrl", "clusterDomain"),
     ],
 )
-def test_what_the_chart_cannot_do_without_is_asked_for_by_name(chart: Chart, missing: str) -> None:
+def test_required_values_are_requested_by_name(chart: Chart, missing: str) -> None:
     done = chart.template(None, "--set", f"{missing}=null")
     assert done.returncode == 1
     *above, name = missing.split(".")
@@ -253,7 +257,9 @@ def test_operator_and_gateway_understand_their_command_lines(chart: Chart, value
         "megatronapp_operator.controller": controller.build_parser(),
         "megatronapp_operator.gateway": build_parser(),
     }
-    found = [one["spec"]["template"]["spec"] for one in chart.render(values) if one["kind"] == "Deployment"]
+    found = [
+        document["spec"]["template"]["spec"] for document in chart.render(values) if document["kind"] == "Deployment"
+    ]
     for pod in found:
         container = pod["containers"][0]
         assert container["command"][:2] == ["python", "-m"]
@@ -268,13 +274,13 @@ def test_the_labels_that_policies_of_jobs_let_in_are_those_of_the_pods(chart: Ch
     flags = only(documents, "Deployment", "megatron-operator")["spec"]["template"]["spec"]["containers"][0]["args"]
     for part in ("operator", "gateway"):
         (text,) = [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{part}-labels=")]
-        wanted = dict(pair.split("=") for pair in text.split(","))
+        expected = dict(pair.split("=") for pair in text.split(","))
         deployment = only(documents, "Deployment", f"megatron-{part}")["spec"]
-        assert wanted == deployment["selector"]["matchLabels"]
-        assert wanted.items() <= deployment["template"]["metadata"]["labels"].items()
+        assert expected == deployment["selector"]["matchLabels"]
+        assert expected.items() <= deployment["template"]["metadata"]["labels"].items()
 
 
-def test_the_definition_is_that_of_the_types_and_is_kept(chart: Chart) -> None:
+def test_the_definition_is_that_of_the_types_and_is_retained(chart: Chart) -> None:
     made = only(chart.render(), "CustomResourceDefinition", "megatronjobs.megatronapp.io")
     assert made["metadata"]["annotations"].pop("helm.sh/resource-policy") == "keep"
     source = yaml.load((kube.ROOT / "crds" / "megatronjob.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
@@ -287,13 +293,13 @@ def test_the_definition_is_that_of_the_types_and_is_kept(chart: Chart) -> None:
 
 def test_boards_and_alerts_arrive_unchanged(chart: Chart) -> None:
     documents = chart.render(CHART / "ci" / "full-values.yaml")
-    boards = [one for one in documents if one["kind"] == "ConfigMap"]
-    assert {one["metadata"]["labels"]["grafana_dashboard"] for one in boards} == {"1"}
-    texts = {name: json.loads(text) for one in boards for name, text in one["data"].items()}
+    boards = [document for document in documents if document["kind"] == "ConfigMap"]
+    assert {board["metadata"]["labels"]["grafana_dashboard"] for board in boards} == {"1"}
+    texts = {name: json.loads(text) for board in boards for name, text in board["data"].items()}
     assert texts == {
         f"megatronapp-{path.name}": json.loads(path.read_text()) for path in CHART.glob("dashboards/*.json")
     }
-    rules = [one["spec"] for one in documents if one["kind"] == "PrometheusRule"]
+    rules = [document["spec"] for document in documents if document["kind"] == "PrometheusRule"]
     urls = {rule["annotations"]["runbook_url"] for spec in rules for group in spec["groups"] for rule in group["rules"]}
     assert all(url.startswith("https://runbooks.example/megatronapp/M") for url in urls)
     sources = [yaml.safe_load(path.read_text()) for path in sorted(CHART.glob("rules/*.yaml"))]
@@ -307,25 +313,25 @@ def test_the_alert_of_no_leader_is_about_the_operator_of_its_own_release(chart: 
             chart.render(CHART / "ci" / "full-values.yaml", "-n", namespace), "PrometheusRule", "megatron-operator"
         )["spec"]
         expression = next(
-            one["expr"] for one in spec["groups"][0]["rules"] if one["alert"] == "MegatronOperatorNoLeader"
+            alert["expr"] for alert in spec["groups"][0]["rules"] if alert["alert"] == "MegatronOperatorNoLeader"
         )
         assert expression.count(f'megatron_operator_is_leader{{namespace="{namespace}"}}') == 2
         assert "{namespace=" not in expression.replace(f'{{namespace="{namespace}"}}', "")
 
 
-def test_several_gateways_keep_each_client_at_one_of_them(chart: Chart) -> None:
-    for words, expected in (
+def test_several_gateways_route_each_client_to_the_same_replica(chart: Chart) -> None:
+    for flags, expected in (
         ((), None),
         (("--set", "gateway.replicaCount=2"), "ClientIP"),
         (("--set", "gateway.replicaCount=2", "--set", "gateway.service.sessionAffinity=None"), "None"),
     ):
-        service = only(chart.render(None, *words), "Service", "megatronapp")
+        service = only(chart.render(None, *flags), "Service", "megatronapp")
         assert service["spec"].get("sessionAffinity") == expected
 
 
 def test_two_releases_of_a_namespace_have_two_leases(chart: Chart) -> None:
-    for words, lease in (((), "megatronapp-operator"), (("--set", "fullnameOverride=second"), "second-operator")):
-        documents = chart.render(None, *words)
+    for options, lease in (((), "megatronapp-operator"), (("--set", "fullnameOverride=second"), "second-operator")):
+        documents = chart.render(None, *options)
         flags = only(documents, "Deployment", lease)["spec"]["template"]["spec"]["containers"][0]["args"]
         rules = only(documents, "Role", lease.replace("-operator", "-lease"))["rules"]
         assert f"--lease-name={lease}" in flags and rules[1]["resourceNames"] == [lease]
@@ -335,7 +341,7 @@ def test_helm_test_reaches_a_gateway_that_lets_few_in(chart: Chart) -> None:
     documents = chart.render(None, "--set", "networkPolicy.gatewayFrom[0].podSelector.matchLabels.app=ingress")
     ingress = only(documents, "NetworkPolicy", "megatronapp-gateway")["spec"]["ingress"]
     labels = only(documents, "Pod", "megatronapp-test")["metadata"]["labels"]
-    peers = [one["podSelector"]["matchLabels"] for one in ingress[0]["from"]]
+    peers = [peer["podSelector"]["matchLabels"] for peer in ingress[0]["from"]]
     assert peers[1:] == [{"app": "ingress"}] and peers[0].items() <= labels.items()
 
 
@@ -399,17 +405,17 @@ def test_a_hub_can_neither_flood_nor_steer_prometheus(chart: Chart, values: path
 
 def test_metrics_of_the_gateway_are_for_prometheus_alone(chart: Chart) -> None:
     documents = chart.render(None, "--set", "gateway.service.type=LoadBalancer")
-    services = [one for one in documents if one["kind"] == "Service"]
-    people = {"app.kubernetes.io/component": "gateway", "app.kubernetes.io/part-of": "megatronapp"}
-    (front,) = [one for one in services if people.items() <= one["metadata"]["labels"].items()]
+    services = [document for document in documents if document["kind"] == "Service"]
+    selector = {"app.kubernetes.io/component": "gateway", "app.kubernetes.io/part-of": "megatronapp"}
+    (front,) = [service for service in services if selector.items() <= service["metadata"]["labels"].items()]
     assert [port["name"] for port in front["spec"]["ports"]] == ["http"]
-    behind = only(documents, "Service", "megatronapp-gateway-metrics")
-    assert (behind["spec"]["type"], behind["spec"]["clusterIP"]) == ("ClusterIP", "None")
-    assert behind["spec"]["selector"] == front["spec"]["selector"]
+    metrics_service = only(documents, "Service", "megatronapp-gateway-metrics")
+    assert (metrics_service["spec"]["type"], metrics_service["spec"]["clusterIP"]) == ("ClusterIP", "None")
+    assert metrics_service["spec"]["selector"] == front["spec"]["selector"]
     monitor = only(documents, "ServiceMonitor", "megatronapp-gateway")["spec"]
-    assert monitor["selector"]["matchLabels"].items() <= behind["metadata"]["labels"].items()
+    assert monitor["selector"]["matchLabels"].items() <= metrics_service["metadata"]["labels"].items()
     assert not monitor["selector"]["matchLabels"].items() <= front["metadata"]["labels"].items()
-    assert [end["port"] for end in monitor["endpoints"]] == [port["name"] for port in behind["spec"]["ports"]]
+    assert [end["port"] for end in monitor["endpoints"]] == [port["name"] for port in metrics_service["spec"]["ports"]]
     pages, metrics = only(documents, "NetworkPolicy", "megatronapp-gateway")["spec"]["ingress"]
     assert [port["port"] for port in pages["ports"]] == [8080]
     assert [port["port"] for port in metrics["ports"]] == [8081]
@@ -421,13 +427,13 @@ def test_metrics_of_the_gateway_are_for_prometheus_alone(chart: Chart) -> None:
     ]
 
 
-def test_without_a_prometheus_nobody_reaches_the_gateways_metrics(chart: Chart) -> None:
+def test_without_a_prometheus_the_gateway_metrics_are_unreachable(chart: Chart) -> None:
     documents = chart.render(None, "--set", "prometheus.namespace=")
     (pages,) = only(documents, "NetworkPolicy", "megatronapp-gateway")["spec"]["ingress"]
     assert [port["port"] for port in pages["ports"]] == [8080]
 
 
-def test_the_gateways_memory_has_room_for_its_sockets(chart: Chart) -> None:
+def test_the_memory_of_the_gateway_suffices_for_its_sockets(chart: Chart) -> None:
     """Figures of docs/gateway.md: a gateway at rest, each socket and each request at its worst, all sessions."""
     pod = only(chart.render(), "Deployment", "megatronapp-gateway")["spec"]["template"]["spec"]["containers"][0]
     sockets = next(int(flag.partition("=")[2]) for flag in pod["args"] if flag.startswith("--max-sockets="))

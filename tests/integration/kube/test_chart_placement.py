@@ -13,18 +13,22 @@ HOST = "kubernetes.io/hostname"
 
 def pods(*settings: str) -> dict[str, dict[str, Any]]:
     """Return the specs of the pods of all deployments, with their labels, by the last part of their names."""
-    words = [word for setting in settings for word in ("--set", setting)]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
     helm = str(kube.programs("helm") / "helm")
-    command = [helm, "template", "megatronapp", str(CHART), "--kube-version", "1.35.4", *words]
+    command = [helm, "template", "megatronapp", str(CHART), "--kube-version", "1.35.4", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    documents = [one for one in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if one]
-    deployments = {one["metadata"]["name"]: one["spec"]["template"] for one in documents if one["kind"] == "Deployment"}
+    documents = [document for document in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if document]
+    deployments = {
+        document["metadata"]["name"]: document["spec"]["template"]
+        for document in documents
+        if document["kind"] == "Deployment"
+    }
     return {name.rpartition("-")[2]: template for name, template in deployments.items()}
 
 
-def test_one_replica_goes_anywhere() -> None:
-    assert all("affinity" not in one["spec"] for one in pods().values())
+def test_a_single_replica_has_no_affinity() -> None:
+    assert all("affinity" not in pod["spec"] for pod in pods().values())
 
 
 @pytest.mark.parametrize("part", ["operator", "gateway"])

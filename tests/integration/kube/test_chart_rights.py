@@ -74,7 +74,7 @@ def mode(request: pytest.FixtureRequest, plane: kube.ControlPlane) -> Iterator[s
 
 
 def settings_of(mode: str) -> list[str]:
-    return [word for setting in MODES[mode] for word in ("--set", setting)]
+    return [flag for setting in MODES[mode] for flag in ("--set", setting)]
 
 
 def rendered(*settings: str) -> list[Object]:
@@ -84,12 +84,16 @@ def rendered(*settings: str) -> list[Object]:
         [helm, "template", *place, *settings], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    return [one for one in yaml.safe_load_all(done.stdout) if one]
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
 def rendered_rights(*settings: str) -> list[Object]:
     documents = rendered(*settings)
-    return [one for one in documents if one["apiVersion"].startswith("rbac.") or one["kind"] == "ServiceAccount"]
+    return [
+        document
+        for document in documents
+        if document["apiVersion"].startswith("rbac.") or document["kind"] == "ServiceAccount"
+    ]
 
 
 class Account:
@@ -104,7 +108,7 @@ class Account:
     def close(self) -> None:
         self._client.close()
 
-    def ask(self, method: str, path: str, document: Object | None = None) -> httpx.Response:
+    def send(self, method: str, path: str, document: Object | None = None) -> httpx.Response:
         """Return the answer; repeat the request for as long as the API server is not ready to answer."""
         while True:
             answer = self._client.request(method, path, json=document, headers=self._headers)
@@ -119,7 +123,7 @@ class Account:
             "kind": "SelfSubjectRulesReview",
             "spec": {"namespace": namespace},
         }
-        answer = self.ask("POST", "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", question).json()
+        answer = self.send("POST", "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", question).json()
         assert not answer["status"].get("evaluationError")
         found: Rights = {}
         for rule in answer["status"]["resourceRules"]:
@@ -194,7 +198,7 @@ def test_real_requests_pass_or_are_refused(operator: Account, gateway: Account, 
         (gateway, "GET", f"{core}/secrets/{mode}-tokens", None, 403),
         (gateway, "PATCH", f"{team}/gpt", {}, 403),
     ):
-        answer = account.ask(method, path, document)
+        answer = account.send(method, path, document)
         codes = code if isinstance(code, tuple) else (code,)
         assert answer.status_code in codes, f"{method} {path}: {answer.status_code} {answer.text}"
 
@@ -202,22 +206,22 @@ def test_real_requests_pass_or_are_refused(operator: Account, gateway: Account, 
 def test_no_rule_has_a_wildcard_or_reads_secrets() -> None:
     rules = [
         rule
-        for one in rendered_rights(*[w for s in MODES["switches"] for w in ("--set", s)])
-        for rule in one.get("rules", ())
+        for role in rendered_rights(*[w for s in MODES["switches"] for w in ("--set", s)])
+        for rule in role.get("rules", ())
     ]
     assert len(rules) > 15
     for rule in rules:
-        words = {word for key in ("apiGroups", "resources", "verbs") for word in rule[key]}
-        assert not any("*" in word for word in words), rule
+        values = {value for key in ("apiGroups", "resources", "verbs") for value in rule[key]}
+        assert not any("*" in value for value in values), rule
         assert "secrets" not in rule["resources"] or rule["verbs"] == ["create"]
 
 
-def test_people_get_what_their_role_says() -> None:
+def test_aggregated_roles_grant_the_documented_verbs() -> None:
     roles = {
-        label: {verb for rule in one["rules"] if rule["resources"] == ["megatronjobs"] for verb in rule["verbs"]}
-        for one in rendered_rights()
-        for label in one["metadata"]["labels"]
-        if one["kind"] == "ClusterRole" and label.startswith("rbac.authorization.k8s.io/aggregate-to-")
+        label: {verb for rule in role["rules"] if rule["resources"] == ["megatronjobs"] for verb in rule["verbs"]}
+        for role in rendered_rights()
+        for label in role["metadata"]["labels"]
+        if role["kind"] == "ClusterRole" and label.startswith("rbac.authorization.k8s.io/aggregate-to-")
     }
     names = {label.rpartition("-")[2]: verbs for label, verbs in roles.items()}
     assert names["view"] == {"get", "list", "watch"}
@@ -230,15 +234,15 @@ def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlan
     for namespace in (HOME, OTHER):
         plane.kubectl("create", "namespace", namespace)
     settings = ("--set", "gateway.users[0].kind=Group", "--set", "gateway.users[0].name=researchers")
-    found = [one for one in rendered_rights(*settings) if one["metadata"]["name"].endswith("-gateway-users")]
+    found = [right for right in rendered_rights(*settings) if right["metadata"]["name"].endswith("-gateway-users")]
     rights = {"apiVersion": "v1", "kind": "List", "items": found}
     assert plane.kubectl("apply", "-f", "-", stdin=rights).returncode == 0
 
     def may(verb: str, what: str, namespace: str = HOME) -> bool:
         who = ("--as=jane", "--as-group=researchers", "--as-group=system:authenticated")
         resource, _, part = what.partition(":")
-        words = (verb, resource, *([f"--subresource={part}"] if part else []))
-        return plane.kubectl("auth", "can-i", *words, "-n", namespace, *who).stdout.strip() == "yes"
+        arguments = (verb, resource, *([f"--subresource={part}"] if part else []))
+        return plane.kubectl("auth", "can-i", *arguments, "-n", namespace, *who).stdout.strip() == "yes"
 
     try:
         definition = "customresourcedefinitions.apiextensions.k8s.io/megatronjobs.megatronapp.io"
@@ -265,11 +269,11 @@ def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlan
         assert plane.kubectl("delete", "-f", "-", stdin=rights).returncode == 0
 
 
-def test_the_viewers_account_may_only_look(plane: kube.ControlPlane) -> None:
+def test_the_viewer_account_has_read_rights_only(plane: kube.ControlPlane) -> None:
     rights = rendered_rights()
-    assert "megatronapp-viewer" in {one["metadata"]["name"] for one in rights if one["kind"] == "ServiceAccount"}
-    (binding,) = [one for one in rights if one.get("subjects", [{}])[0].get("name") == "megatronapp-viewer"]
-    (role,) = [one for one in rights if one["kind"] == "ClusterRole" and one["metadata"] == binding["metadata"]]
+    assert "megatronapp-viewer" in {right["metadata"]["name"] for right in rights if right["kind"] == "ServiceAccount"}
+    (binding,) = [right for right in rights if right.get("subjects", [{}])[0].get("name") == "megatronapp-viewer"]
+    (role,) = [right for right in rights if right["kind"] == "ClusterRole" and right["metadata"] == binding["metadata"]]
     assert role["rules"] == [{"apiGroups": ["megatronapp.io"], "resources": ["megatronjobs"], "verbs": ["get", "list"]}]
     for off in (
         "gateway.viewerAccount=false",
@@ -277,7 +281,9 @@ def test_the_viewers_account_may_only_look(plane: kube.ControlPlane) -> None:
         "rbac.create=false",
         f"watchNamespaces[0]={TEAM}",
     ):
-        accounts = {one["metadata"]["name"] for one in rendered_rights("--set", off) if one["kind"] == "ServiceAccount"}
+        accounts = {
+            right["metadata"]["name"] for right in rendered_rights("--set", off) if right["kind"] == "ServiceAccount"
+        }
         assert "megatronapp-viewer" not in accounts
 
 
@@ -311,8 +317,10 @@ def names(plane: kube.ControlPlane, kinds: str) -> set[str]:
 def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
     plane: kube.ControlPlane, mode: str, tmp_path: pathlib.Path
 ) -> None:
-    deployments = [one for one in rendered(*settings_of(mode)) if one["kind"] == "Deployment"]
-    deployment = next(one for one in deployments if one["metadata"]["name"] == "megatronapp-operator")
+    deployments = [document for document in rendered(*settings_of(mode)) if document["kind"] == "Deployment"]
+    deployment = next(
+        deployment for deployment in deployments if deployment["metadata"]["name"] == "megatronapp-operator"
+    )
     key, log = tmp_path / "key", tmp_path / "operator.log"
     key.write_text("ab" * 32, encoding="ascii")
     flags = [*deployment["spec"]["template"]["spec"]["containers"][0]["args"], f"--key-file={key}", "--port=0"]

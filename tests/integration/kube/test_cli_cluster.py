@@ -191,14 +191,16 @@ def test_a_cluster_is_meant_only_where_it_is_named(monkeypatch: pytest.MonkeyPat
     assert meant(argparse.Namespace())
 
 
-def found(plane: kube.ControlPlane, namespace: str, name: str = "demo") -> gateway.Job:
+def found(plane: kube.ControlPlane, namespace: str, name: str = "demo") -> gateway.GatewayJob:
     """The job that the command has stored."""
     with plane.client() as client:
         document = client.get(f"{gateway.JOBS}/{namespace}/megatronjobs/{name}").json()
-    return gateway.Job(namespace=namespace, name=name, uid=document["metadata"]["uid"], document=document, address="")
+    return gateway.GatewayJob(
+        namespace=namespace, name=name, uid=document["metadata"]["uid"], document=document, address=""
+    )
 
 
-def event(plane: kube.ControlPlane, job: gateway.Job, note: str, *, kind: str = "Normal") -> None:
+def event(plane: kube.ControlPlane, job: gateway.GatewayJob, note: str, *, kind: str = "Normal") -> None:
     """An Event as the operator writes it."""
     regarding = {"kind": "MegatronJob", "name": job.name, "namespace": job.namespace, "uid": job.uid}
     body: dict[str, Any] = {

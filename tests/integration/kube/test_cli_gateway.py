@@ -17,7 +17,7 @@ import httpx
 import kube
 import pytest
 import yaml
-from operator_play import SETTINGS
+from operator_simulation import SETTINGS
 
 from megatronapp_common import cli
 from megatronapp_common.web.tokens import TokenRole, job_secret
@@ -107,7 +107,7 @@ def test_a_job_opens_by_its_secret_before_its_first_attempt(
         assert found == reviewing.job_token(job.uid, TokenRole.CONTROLLER)
 
 
-def make_secret(plane: kube.ControlPlane, job: gateway.Job, key: str) -> None:
+def make_secret(plane: kube.ControlPlane, job: gateway.GatewayJob, key: str) -> None:
     """The Secret of a job, as the operator makes it."""
     owner = JobOwner(namespace=job.namespace, name=job.name, uid=job.uid)
     settings = dataclasses.replace(SETTINGS, key_id=key_id(key))

@@ -16,7 +16,7 @@ import gateway
 import kube
 import pytest
 import yaml
-from ports import held_ports
+from ports import reserved_ports
 
 from megatronapp_common import cli
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, UnavailableError
@@ -180,7 +180,7 @@ def test_a_proxy_is_used(kubeconfig: Kubeconfig) -> None:
 def test_a_server_that_does_not_answer_is_reported_once(
     kubeconfig: Kubeconfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with held_ports(1) as (port,):  # bound, and not listened on
+    with reserved_ports(1) as (port,):  # bound, and not listened on
         kubeconfig.cluster["server"] = f"https://127.0.0.1:{port}"
         assert cli.main(["get", "--kubeconfig", kubeconfig.arguments().kubeconfig]) == 1
     (line,) = capsys.readouterr().err.splitlines()

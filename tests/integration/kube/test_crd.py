@@ -93,7 +93,7 @@ CLUSTER: dict[str, Any] = {
 }
 
 
-def test_every_block_of_a_cluster_is_kept_with_the_same_defaults(plane: kube.ControlPlane, namespace: str) -> None:
+def test_every_block_of_a_cluster_is_stored_with_the_same_defaults(plane: kube.ControlPlane, namespace: str) -> None:
     job = example()
     job["spec"] |= CLUSTER
     status, stored = create(plane, namespace, job)
@@ -101,8 +101,8 @@ def test_every_block_of_a_cluster_is_kept_with_the_same_defaults(plane: kube.Con
     assert stored["spec"] == load_job(job).model_dump(mode="json", by_alias=True, exclude_none=True)["spec"]
     listed = plane.kubectl("get", "mgj", "-n", namespace, "-o", "wide").stdout.splitlines()[0].split()
     assert listed[-4:] == ["AGE", "ATTEMPT", "WORLD", "QUEUE"]
-    told = plane.kubectl("explain", "mgj.spec.network.rdma.resourceName").stdout
-    assert "Resource that the device plugin offers" in told
+    explanation = plane.kubectl("explain", "mgj.spec.network.rdma.resourceName").stdout
+    assert "Resource that the device plugin offers" in explanation
 
 
 def test_a_quantity_is_a_number_or_a_text(plane: kube.ControlPlane, namespace: str) -> None:
@@ -124,7 +124,7 @@ def test_a_quantity_is_a_number_or_a_text(plane: kube.ControlPlane, namespace: s
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "words"),
+    ("place", "value", "message"),
     [
         (("modle",), {}, 'unknown field "spec.modle"'),
         (("model", "hiddenSise"), 64, 'unknown field "spec.model.hiddenSise"'),
@@ -136,7 +136,7 @@ def test_a_quantity_is_a_number_or_a_text(plane: kube.ControlPlane, namespace: s
     ],
 )
 def test_a_bad_field_is_refused_with_its_place(
-    plane: kube.ControlPlane, namespace: str, place: tuple[str, ...], value: object, words: str
+    plane: kube.ControlPlane, namespace: str, place: tuple[str, ...], value: object, message: str
 ) -> None:
     job = example()
     block = job["spec"]
@@ -147,7 +147,7 @@ def test_a_bad_field_is_refused_with_its_place(
         del block[place[-1]]
     status, answer = create(plane, namespace, job)
     assert status in {400, 422}
-    assert words in answer["message"], answer["message"]
+    assert message in answer["message"], answer["message"]
 
 
 def test_a_status_is_written_through_its_own_subresource_only(plane: kube.ControlPlane, namespace: str) -> None:
@@ -157,8 +157,8 @@ def test_a_status_is_written_through_its_own_subresource_only(plane: kube.Contro
     url = f"{JOBS.path(namespace)}/demo/status"
     content = {"Content-Type": "application/merge-patch+json"}
     with plane.client() as client:
-        told = {"phase": "Running", "restarts": 2, "replicaStatuses": {"desired": 2, "ready": 1}}
-        answer = client.patch(url, content=json.dumps({"status": told, "spec": {"nodes": 7}}), headers=content)
+        reported = {"phase": "Running", "restarts": 2, "replicaStatuses": {"desired": 2, "ready": 1}}
+        answer = client.patch(url, content=json.dumps({"status": reported, "spec": {"nodes": 7}}), headers=content)
     assert answer.status_code == 200, answer.text
     assert answer.json()["status"]["phase"] == "Running"
     assert answer.json()["spec"]["nodes"] == 2
@@ -169,6 +169,6 @@ def test_kubectl_shows_the_columns_and_explains_every_field(plane: kube.ControlP
     header, row = plane.kubectl("get", "mgj", "-n", namespace).stdout.splitlines()
     assert header.split() == ["NAME", "PHASE", "NODES", "READY", "RESTARTS", "ITERATION", "SLOW", "AGE"]
     assert row.startswith("demo ")
-    told = plane.kubectl("explain", "megatronjob.spec", "--recursive").stdout
-    assert "virtualPipeline\t<integer>" in told
+    explanation = plane.kubectl("explain", "megatronjob.spec", "--recursive").stdout
+    assert "virtualPipeline\t<integer>" in explanation
     assert "Model chunks of each rank" in plane.kubectl("explain", "mgj.spec.parallelism.virtualPipeline").stdout

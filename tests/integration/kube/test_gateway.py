@@ -22,7 +22,7 @@ FAULT = {"rank": 1, "kind": "compute", "factor": 2.0, "fromStep": 900, "steps": 
 
 
 @contextlib.contextmanager
-def live(at: gateway.Gateway, job: gateway.Job, **headers: str) -> Iterator[ClientConnection]:
+def live(at: gateway.Gateway, job: gateway.GatewayJob, **headers: str) -> Iterator[ClientConnection]:
     url = f"{at.url.replace('http', 'ws', 1)}{job.path}/live"
     with connect(url, additional_headers=headers, proxy=None, compression=None, max_size=None) as connection:
         yield connection
@@ -46,15 +46,15 @@ def test_a_user_sees_the_namespaces_that_rbac_gives_them(
     with reviewing.client(token) as client:
         gateway.wait_for(lambda: client.get("/api/v1/jobs").json())  # the list is two seconds old at most
         listed = client.get("/api/v1/jobs")
-        one = client.get(mine.path)
+        answer = client.get(mine.path)
         refused = client.get(theirs.path)
         hidden = client.get(f"/api/v1/jobs/{other}/none")
         missing = client.get(f"/api/v1/jobs/{namespace}/none")
     assert listed.status_code == 200, listed.text
     assert [(job["namespace"], job["name"]) for job in listed.json()] == [(namespace, "mine")]
-    assert one.json() == listed.json()[0]
-    assert one.json()["findings"] == ["Rank 1 is slow."]
-    assert (one.json()["iteration"], one.json()["totalIterations"], one.json()["restarts"]) == (5, 9, 2)
+    assert answer.json() == listed.json()[0]
+    assert answer.json()["findings"] == ["Rank 1 is slow."]
+    assert (answer.json()["iteration"], answer.json()["totalIterations"], answer.json()["restarts"]) == (5, 9, 2)
     assert refused.status_code == 403
     alice = f"system:serviceaccount:{namespace}:alice"
     right = f"get megatronjobs.megatronapp.io 'theirs' in namespace '{other}'"
@@ -136,8 +136,8 @@ def test_the_live_socket_needs_the_right_and_our_own_page(
     with live(reviewing, job, Cookie=cookie, Origin=reviewing.url) as connection:
         message = connection.recv(gateway.DEADLINE_S)
     assert isinstance(message, bytes)
-    told = frames.decode(message)
-    assert (told.type, told.header["code"]) == (FrameType.ERROR, "no-hub")
+    event = frames.decode(message)
+    assert (event.type, event.header["code"]) == (FrameType.ERROR, "no-hub")
 
 
 def test_a_browser_logs_in_once_and_its_token_is_nowhere(
@@ -180,7 +180,7 @@ def test_a_token_that_opens_nothing_begins_no_session(reviewing: gateway.Gateway
         assert "more than 8192 bytes" in program.get("/api/v1/jobs").json()["message"]
 
 
-def test_no_address_logs_anybody_in_and_a_page_knows_that_another_site_led_to_it(
+def test_no_address_logs_in_and_a_page_knows_its_cross_site_navigation(
     plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway
 ) -> None:
     token = gateway.account(plane, namespace, "mallory", grants=[VIEWER])
@@ -196,29 +196,29 @@ def test_no_address_logs_anybody_in_and_a_page_knows_that_another_site_led_to_it
 def test_without_reviews_only_tokens_of_jobs_open_and_each_only_its_own(
     plane: kube.ControlPlane, namespace: str, by_tokens: gateway.Gateway, tmp_path: pathlib.Path
 ) -> None:
-    one, two = gateway.make_job(plane, namespace, "one"), gateway.make_job(plane, namespace, "two", hub=False)
+    first, second = gateway.make_job(plane, namespace, "one"), gateway.make_job(plane, namespace, "two", hub=False)
     alice = gateway.account(plane, namespace, "alice", grants=[VIEWER])
     with by_tokens.client(alice) as client:
         assert client.get("/api/v1/jobs").status_code == 401
     with (
-        gateway.hub(one, tmp_path / "hub", port=by_tokens.hub_port, key=by_tokens.key),
-        by_tokens.client(by_tokens.job_token(one.uid)) as client,
+        gateway.hub(first, tmp_path / "hub", port=by_tokens.hub_port, key=by_tokens.key),
+        by_tokens.client(by_tokens.job_token(first.uid)) as client,
     ):
         gateway.wait_for(lambda: client.get("/api/v1/jobs").is_success)
         assert [job["name"] for job in client.get("/api/v1/jobs").json()] == ["one"]
-        assert client.get(f"{one.path}/job").json()["uid"] == one.uid
-        assert client.post(f"{one.path}/faults", json=FAULT).is_success
-        refused, absent = client.get(f"{two.path}/job"), client.get(f"/api/v1/jobs/{namespace}/absent/job")
+        assert client.get(f"{first.path}/job").json()["uid"] == first.uid
+        assert client.post(f"{first.path}/faults", json=FAULT).is_success
+        refused, absent = client.get(f"{second.path}/job"), client.get(f"/api/v1/jobs/{namespace}/absent/job")
     assert refused.status_code == absent.status_code == 403
     assert refused.json()["message"].replace("two", "absent") == absent.json()["message"]
     with by_tokens.client() as browser:
-        for job in (one, two):
+        for job in (first, second):
             browser.post("/login", data={"token": by_tokens.job_token(job.uid)})
         assert [job["name"] for job in browser.get("/api/v1/jobs").json()] == ["one", "two"]
         assert browser.get("/").status_code == 404
 
 
-def test_the_page_comes_from_the_gateway_itself(reviewing: gateway.Gateway) -> None:
+def test_the_page_is_served_by_the_gateway_itself(reviewing: gateway.Gateway) -> None:
     with reviewing.client() as client:
         for path in ("/", "/index.html", "/jobs"):
             page = client.get(path)
@@ -242,7 +242,7 @@ def test_no_path_is_too_odd(reviewing: gateway.Gateway, path: str) -> None:
     assert set(answer.json()) == {"code", "message", "hint"}
 
 
-def test_a_gateway_leads_nobody_to_another_name(reviewing: gateway.Gateway) -> None:
+def test_a_gateway_redirects_to_no_alias(reviewing: gateway.Gateway) -> None:
     """Check a name below `localhost`: the gateway cannot know which processes of the browser's machine answer to it."""
     opens = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     port = reviewing.url.rpartition(":")[2]
@@ -264,27 +264,27 @@ def test_a_page_of_another_port_or_neighbour_reads_nothing_with_the_cookie(
         assert program.get("/api/v1/jobs", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
 
 
-def test_behind_tls_the_cookie_is_of_this_host_alone(
+def test_the_cookie_is_limited_to_this_host_with_tls(
     plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway
 ) -> None:
     token = gateway.account(plane, namespace, "alice", grants=[VIEWER])
     tls = {"X-Forwarded-Proto": "https", "Host": "gateway.example"}
     with reviewing.client() as browser:
         made = browser.post("/login", data={"token": token}, headers=tls).headers["set-cookie"]
-        name, _, word = made.partition(";")[0].partition("=")
+        name, _, value = made.partition(";")[0].partition("=")
         assert name.startswith("__Host-")
         assert "Secure" in made
         assert "Domain" not in made
         for scheme in ("https", "wss", "HTTPS", "https, http"):  # "wss": Traefik, of WebSockets
-            shown = tls | {"X-Forwarded-Proto": scheme, "Cookie": f"{name}={word}"}
+            shown = tls | {"X-Forwarded-Proto": scheme, "Cookie": f"{name}={value}"}
             assert browser.get("/api/v1/jobs", headers=shown).status_code == 200, scheme
-        plain = tls | {"X-Forwarded-Proto": "http, https", "Cookie": f"{name}={word}"}
+        plain = tls | {"X-Forwarded-Proto": "http, https", "Cookie": f"{name}={value}"}
         assert browser.get("/api/v1/jobs", headers=plain).status_code == 401
-        tossed = {"Cookie": f"{name.removeprefix('__Host-')}={word}"}  # as a neighbour of the host may set it
+        tossed = {"Cookie": f"{name.removeprefix('__Host-')}={value}"}  # as a neighbour of the host may set it
         assert browser.get("/api/v1/jobs", headers=tls | tossed).status_code == 401
 
 
-def test_metrics_stand_apart_and_name_nobody(
+def test_metrics_have_a_separate_port_and_name_no_users(
     plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway
 ) -> None:
     job = gateway.make_job(plane, namespace, "demo", hub=False)
@@ -310,7 +310,7 @@ def test_metrics_stand_apart_and_name_nobody(
 
     def grown(series: str) -> float:
         found = [re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE) for text in (before, after)]
-        old, new = (0.0 if one is None else float(one[1]) for one in found)
+        old, new = (0.0 if match is None else float(match[1]) for match in found)
         return new - old
 
     hub = "/api/v1/jobs/{namespace}/{name}/{path:path}"
@@ -335,7 +335,7 @@ def test_a_hub_is_that_of_this_life_of_the_job(
     assert (answer.status_code, answer.json()["code"]) == (503, "no-hub")
 
 
-def test_a_hub_that_is_ending_is_asked_nothing(
+def test_a_terminating_hub_receives_no_request(
     plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway
 ) -> None:
     """Check that no request is sent: its address may be given to another user's pod at any moment."""

@@ -2,7 +2,7 @@
 
 import kube
 import pytest
-from operator_play import Play, manifest, play
+from operator_simulation import OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS
 from megatronapp_operator.backends.kubernetes.observe import PollResult
@@ -13,7 +13,7 @@ from megatronapp_operator.plan_io.hub_summary import HubSummary
 pytestmark = pytest.mark.asyncio
 
 
-async def events(stage: Play, *numbers: int) -> int:
+async def events(stage: OperatorSimulation, *numbers: int) -> int:
     """Return the number of events after the hub has reported these."""
     memory = stage.reconciler.memory((stage.namespace, "job"))
     assert memory is not None
@@ -21,12 +21,12 @@ async def events(stage: Play, *numbers: int) -> int:
         summary=HubSummary(controls=tuple(ControlAction(id=number, text="made up") for number in numbers))
     )
     await stage.rest()
-    found = (await stage.machines.api.list_objects(EVENTS, stage.namespace)).items
-    return len([one for one in found if one["reason"] == "ScopeControl"])
+    found = (await stage.nodes.api.list_objects(EVENTS, stage.namespace)).items
+    return len([event for event in found if event["reason"] == "ScopeControl"])
 
 
 async def test_a_hub_that_makes_up_changes_makes_few_events(plane: kube.ControlPlane, namespace: str) -> None:
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         began = stage.now()
         await stage.api.create(JOBS, manifest(namespace, analyzer={"enabled": True}))
         await stage.begin()

@@ -36,13 +36,13 @@ OURS = {
 
 
 @pytest.fixture
-def job(plane: kube.ControlPlane, namespace: str) -> gateway.Job:
+def job(plane: kube.ControlPlane, namespace: str) -> gateway.GatewayJob:
     return gateway.make_job(plane, namespace, "bad")
 
 
 @pytest.fixture
 def hub(
-    job: gateway.Job, reviewing: gateway.Gateway, victim: hostile_hub.HostileHub
+    job: gateway.GatewayJob, reviewing: gateway.Gateway, victim: hostile_hub.HostileHub
 ) -> Iterator[hostile_hub.HostileHub]:
     """The bad job's hub, whose redirects lead to the victim."""
     with hostile_hub.hostile_hub(job.address, reviewing.hub_port, victim=victim) as running:
@@ -63,7 +63,7 @@ def token(plane: kube.ControlPlane, namespace: str) -> str:
 
 
 def test_what_is_not_json_of_a_sane_size_stays_outside(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
     wrong = ("html", "script", "nothing", "redirect", "json-redirect", "login", "packed", "endless")
     for what in wrong:
@@ -72,12 +72,12 @@ def test_what_is_not_json_of_a_sane_size_stays_outside(
         assert (answer.status_code, answer.json()["code"]) == (502, "bad-hub"), what
         assert "script" not in answer.text
         assert set(answer.headers) <= PASSED | OURS
-    assert len(hub.asked) == len(wrong)
-    assert not hub.led_somebody_away
+    assert len(hub.requests) == len(wrong)
+    assert not hub.redirect_was_followed
 
 
-def test_json_comes_through_bare(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+def test_json_is_forwarded_with_its_type_and_without_headers(
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
     """HTML that calls itself JSON is shown as text: its type is the gateway's, and no browser may guess another."""
     for what in ("lie", "fine"):
@@ -88,19 +88,19 @@ def test_json_comes_through_bare(
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'; sandbox"
         assert set(answer.headers) <= PASSED | OURS
-    assert len(hub.asked) == 2
+    assert len(hub.requests) == 2
 
 
 def test_an_answer_that_breaks_off_is_no_whole_answer(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
     with reviewing.client(token) as client, pytest.raises(httpx.RemoteProtocolError):
         client.get(f"{job.path}/job", params={"do": "cut"})
-    assert len(hub.asked) == 1
+    assert len(hub.requests) == 1
 
 
-def test_a_hub_hears_its_own_token_and_nothing_of_the_caller(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+def test_a_hub_receives_its_own_token_and_no_header_of_the_caller(
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
     more = {"X-Forwarded-For": "10.1.2.3", "X-Secret": "s", "Origin": reviewing.url, "Referer": reviewing.url}
     more["X-Megatronapp-Caller"] = "root"
@@ -110,19 +110,19 @@ def test_a_hub_hears_its_own_token_and_nothing_of_the_caller(
         browser.get(f"{job.path}/job", params={"token": token, "a": "1"}, headers=more)
         browser.post(f"{job.path}/faults", json={"rank": 0}, headers=more)
         browser.delete(f"{job.path}/faults/one", headers=more)
-    assert [one.path for one in hub.asked] == ["/api/v1/job?a=1", "/api/v1/faults", "/api/v1/faults/one"]
-    for one, role in zip(hub.asked, (TokenRole.VIEWER, TokenRole.CONTROLLER, TokenRole.CONTROLLER), strict=True):
-        said = {name.lower(): value for name, value in one.headers.items()}
-        assert said.pop("authorization") == f"Bearer {reviewing.job_token(job.uid, role)}"
-        told = said.pop("x-megatronapp-caller")
+    assert [request.path for request in hub.requests] == ["/api/v1/job?a=1", "/api/v1/faults", "/api/v1/faults/one"]
+    for request, role in zip(hub.requests, (TokenRole.VIEWER, TokenRole.CONTROLLER, TokenRole.CONTROLLER), strict=True):
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        assert headers.pop("authorization") == f"Bearer {reviewing.job_token(job.uid, role)}"
+        caller = headers.pop("x-megatronapp-caller")
         controls = role is TokenRole.CONTROLLER
-        assert told == f"system:serviceaccount:{job.namespace}:alice" if controls else NO_NAME.fullmatch(told)
-        assert set(said) <= {"host", "accept", "accept-encoding", "user-agent", "content-type", "content-length"}
-        assert not any(token in value or cookie in value for value in said.values())
+        assert caller == f"system:serviceaccount:{job.namespace}:alice" if controls else NO_NAME.fullmatch(caller)
+        assert set(headers) <= {"host", "accept", "accept-encoding", "user-agent", "content-type", "content-length"}
+        assert not any(token in value or cookie in value for value in headers.values())
 
 
 def test_paths_cannot_leave_the_hub_or_reach_another(
-    job: gateway.Job,
+    job: gateway.GatewayJob,
     hub: hostile_hub.HostileHub,
     reviewing: gateway.Gateway,
     token: str,
@@ -139,8 +139,8 @@ def test_paths_cannot_leave_the_hub_or_reach_another(
         ):
             answer = client.get(f"{job.path}/{path}")
             assert answer.status_code in {404, 422}, (path, answer.text)
-    assert hub.asked == []
-    assert not hub.led_somebody_away
+    assert hub.requests == []
+    assert not hub.redirect_was_followed
 
 
 RUN = "scope/runs/0123456789ab"
@@ -156,19 +156,19 @@ WRONG = [
 ]
 
 
-def test_numbers_come_from_their_own_paths_alone(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+def test_binary_answers_are_accepted_from_their_own_paths_only(
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
     with reviewing.client(token) as client:
         for path, what in WRONG:
             answer = client.get(f"{job.path}/{path}{'&' if '?' in path else '?'}do={what}")
             assert (answer.status_code, answer.json()["code"]) == (502, "bad-hub"), (path, what)
             assert set(answer.headers) <= PASSED | OURS
-    assert len(hub.asked) == len(WRONG) and not hub.led_somebody_away
+    assert len(hub.requests) == len(WRONG) and not hub.redirect_was_followed
 
 
-def test_of_a_hub_s_headers_those_that_say_what_they_should_pass(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+def test_well_formed_headers_of_a_hub_are_forwarded(
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
     with reviewing.client(token) as client:
         tile = client.get(f"{job.path}/{TILE}", params={"do": "tile"})
@@ -182,17 +182,17 @@ def test_of_a_hub_s_headers_those_that_say_what_they_should_pass(
     assert set(tile.headers) <= PASSED | OURS | {"etag", "x-tile-shape"}
     assert set(odd.headers) <= PASSED | OURS and odd.headers["cache-control"] == "no-store"
     assert (same.status_code, same.content) == (304, b"")
-    assert [one.headers.get("If-None-Match") for one in hub.asked[:4]] == [None, None, '"a"', None]
+    assert [request.headers.get("If-None-Match") for request in hub.requests[:4]] == [None, None, '"a"', None]
     assert table.headers["content-type"] == "text/csv; charset=utf-8"
     assert table.headers["content-disposition"] == 'attachment; filename="0123456789ab-q.csv"'
     assert (busy.status_code, busy.headers["retry-after"]) == (429, "3")
-    for one in (tile, odd, same, table, busy):
-        assert one.headers["x-content-type-options"] == "nosniff"
-        assert "sandbox" in one.headers["content-security-policy"]
+    for answer in (tile, odd, same, table, busy):
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "sandbox" in answer.headers["content-security-policy"]
 
 
 @contextlib.contextmanager
-def scope(reviewing: gateway.Gateway, job: gateway.Job, token: str) -> Iterator[ClientConnection]:
+def scope(reviewing: gateway.Gateway, job: gateway.GatewayJob, token: str) -> Iterator[ClientConnection]:
     url = f"{reviewing.url.replace('http', 'ws', 1)}{job.path}/scope"
     how = {"proxy": None, "compression": None, "max_size": None, "max_queue": 1, "close_timeout": 0.2}
     headers = {"Authorization": f"Bearer {token}"}
@@ -210,10 +210,10 @@ def end_of(page: ClientConnection) -> bytes | str:
     return str(found.header["code"]) if found.type == FrameType.ERROR else message
 
 
-def test_of_the_scope_socket_only_frames_of_its_protocol_come_through(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+def test_only_protocol_frames_pass_the_scope_socket(
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
-    for how, protocol, heard in (
+    for how, protocol, received in (
         ("redirect", SUBPROTOCOL, "hub-not-there"),
         ("html", SUBPROTOCOL, "hub-not-there"),
         ("largest", None, "bad-hub"),
@@ -225,17 +225,17 @@ def test_of_the_scope_socket_only_frames_of_its_protocol_come_through(
         ("long-run", SUBPROTOCOL, hostile_hub.FRAMES["long-run"]),
     ):
         hub.live, hub.protocol = how, protocol
-        hub.asked.clear()
+        hub.requests.clear()
         with scope(reviewing, job, token) as page:
-            assert end_of(page) == heard, how
-        asked = {name.lower(): value for name, value in hub.asked[0].headers.items()}
-        assert asked["authorization"] == f"Bearer {reviewing.job_token(job.uid, TokenRole.CONTROLLER)}"
-        assert asked["sec-websocket-protocol"] == SUBPROTOCOL and "sec-websocket-extensions" not in asked
-    assert not hub.led_somebody_away
+            assert end_of(page) == received, how
+        headers_sent = {name.lower(): value for name, value in hub.requests[0].headers.items()}
+        assert headers_sent["authorization"] == f"Bearer {reviewing.job_token(job.uid, TokenRole.CONTROLLER)}"
+        assert headers_sent["sec-websocket-protocol"] == SUBPROTOCOL and "sec-websocket-extensions" not in headers_sent
+    assert not hub.redirect_was_followed
 
 
-def test_a_page_that_reads_nothing_holds_little_and_slows_nobody(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+def test_a_page_that_stops_reading_buffers_little_and_slows_no_other(
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
     hub.live, hub.protocol, hub.flood = "flood", SUBPROTOCOL, hostile_hub.FRAMES["largest"]
     with scope(reviewing, job, token), scope(reviewing, job, token) as reader:
@@ -247,8 +247,8 @@ def test_a_page_that_reads_nothing_holds_little_and_slows_nobody(
 
 
 @pytest.mark.parametrize("how", ["redirect", "html", "text", "frames", "big"])
-def test_of_the_live_socket_only_binary_frames_come_through(
-    job: gateway.Job,
+def test_only_binary_frames_pass_the_live_socket(
+    job: gateway.GatewayJob,
     hub: hostile_hub.HostileHub,
     reviewing: gateway.Gateway,
     token: str,
@@ -272,14 +272,14 @@ def test_of_the_live_socket_only_binary_frames_come_through(
             message = page.recv(gateway.DEADLINE_S)
             assert isinstance(message, bytes)
             assert frames.decode(message).header["code"] == "hub-not-there"
-    [asked] = hub.asked
-    assert asked.headers["Authorization"] == f"Bearer {reviewing.job_token(job.uid)}"
-    assert not any(token in value or "a=b" in value for value in asked.headers.values())
-    assert not hub.led_somebody_away
+    [request] = hub.requests
+    assert request.headers["Authorization"] == f"Bearer {reviewing.job_token(job.uid)}"
+    assert not any(token in value or "a=b" in value for value in request.headers.values())
+    assert not hub.redirect_was_followed
 
 
-def test_one_caller_holds_so_many_live_sockets(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+def test_live_sockets_of_a_caller_are_limited(
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
     url = f"{reviewing.url.replace('http', 'ws', 1)}{job.path}/live"
     headers = {"Authorization": f"Bearer {token}"}
@@ -291,11 +291,11 @@ def test_one_caller_holds_so_many_live_sockets(
 
         assert [first_frame() for _ in range(CALLERS_SOCKETS)] == [b"frame"] * CALLERS_SOCKETS
         assert frames.decode(first_frame()).header["code"] == "too-many"
-    assert len(hub.asked) == CALLERS_SOCKETS
+    assert len(hub.requests) == CALLERS_SOCKETS
 
 
-def test_of_bodies_that_do_not_come_only_a_few_are_waited_for(
-    job: gateway.Job, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
+def test_only_a_few_incomplete_bodies_are_waited_for(
+    job: gateway.GatewayJob, hub: hostile_hub.HostileHub, reviewing: gateway.Gateway, token: str
 ) -> None:
     place = urllib.parse.urlsplit(reviewing.url)
     head = f"POST {job.path}/scope/runs HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {token}\r\n"
@@ -310,10 +310,10 @@ def test_of_bodies_that_do_not_come_only_a_few_are_waited_for(
 
         assert [code() for _ in range(CALLERS_LONG_BODIES)] == [b"100"] * CALLERS_LONG_BODIES
         assert code() == b"429"
-    assert not hub.asked
+    assert not hub.requests
 
 
-def test_no_token_is_ever_written_down(reviewing: gateway.Gateway, job: gateway.Job, token: str) -> None:
+def test_no_token_is_ever_written_down(reviewing: gateway.Gateway, job: gateway.GatewayJob, token: str) -> None:
     with reviewing.client(token) as client:
         client.get(f"{job.path}/job", params={"token": token})
     url = f"{reviewing.url.replace('http', 'ws', 1)}{job.path}/live?token={token}"

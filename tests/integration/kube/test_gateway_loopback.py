@@ -8,7 +8,7 @@ import gateway
 import kube
 import playwright.sync_api as pw
 import pytest
-import spy
+import recording_server
 
 from megatronapp_common.web.origin import loopback_alias
 
@@ -44,13 +44,13 @@ def paged(plane: kube.ControlPlane, tmp_path: pathlib.Path) -> Iterator[gateway.
 
 
 @pytest.fixture
-def neighbour() -> Iterator[spy.Spy]:
-    with spy.spying() as running:
+def neighbour() -> Iterator[recording_server.RecordingServer]:
+    with recording_server.running_server() as running:
         yield running
 
 
 @pytest.fixture
-def job(plane: kube.ControlPlane, namespace: str) -> gateway.Job:
+def job(plane: kube.ControlPlane, namespace: str) -> gateway.GatewayJob:
     return gateway.make_job(plane, namespace, "demo", hub=False)
 
 
@@ -65,7 +65,11 @@ def named(paged: gateway.Gateway) -> str:
 
 
 def test_the_login_of_a_forwarded_port_stays_there(
-    paged: gateway.Gateway, job: gateway.Job, token: str, page: pw.Page, neighbour: spy.Spy
+    paged: gateway.Gateway,
+    job: gateway.GatewayJob,
+    token: str,
+    page: pw.Page,
+    neighbour: recording_server.RecordingServer,
 ) -> None:
     with paged.client(token) as program:
         ticket = program.post("/api/v1/tickets").json()["ticket"]

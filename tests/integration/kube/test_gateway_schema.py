@@ -47,7 +47,7 @@ EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "80" if FULL else "8"))
 @pytest.fixture(scope="module")
 def served(
     plane: kube.ControlPlane, reviewing: gateway.Gateway, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[gateway.Job, str]]:
+) -> Iterator[tuple[gateway.GatewayJob, str]]:
     """A job with a real hub, and a token that opens it."""
     gateway.create(plane, "/api/v1/namespaces", {"metadata": {"name": "schema"}})
     job = gateway.make_job(plane, "schema", "demo")
@@ -65,8 +65,8 @@ def test_all_operations_are_known(reviewing: gateway.Gateway) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
-def test_every_answer_is_as_the_document_says(
-    reviewing: gateway.Gateway, served: tuple[gateway.Job, str], method: str, path: str, mode: GenerationMode
+def test_every_answer_matches_the_openapi_document(
+    reviewing: gateway.Gateway, served: tuple[gateway.GatewayJob, str], method: str, path: str, mode: GenerationMode
 ) -> None:
     job, token = served
     schema = schemathesis.openapi.from_url(f"{reviewing.url}/api/v1/openapi.json")

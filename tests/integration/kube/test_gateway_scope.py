@@ -45,7 +45,7 @@ def session(recording: scope_session.Recording, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def job(plane: kube.ControlPlane, namespace: str) -> gateway.Job:
+def job(plane: kube.ControlPlane, namespace: str) -> gateway.GatewayJob:
     return gateway.make_job(plane, namespace, "demo")
 
 
@@ -60,17 +60,17 @@ def controller(plane: kube.ControlPlane, namespace: str) -> str:
 
 
 @pytest.fixture
-def replay(job: gateway.Job, session: pathlib.Path, reviewing: gateway.Gateway) -> Iterator[scope_hub.ScopeHub]:
+def replay(job: gateway.GatewayJob, session: pathlib.Path, reviewing: gateway.Gateway) -> Iterator[scope_hub.ScopeHub]:
     with scope_hub.replaying(job, session, port=reviewing.hub_port, key=reviewing.key) as running:
         yield running
 
 
 @contextlib.contextmanager
 def page(
-    at: gateway.Gateway, job: gateway.Job, protocols: tuple[str, ...] = (SUBPROTOCOL,), **headers: str
+    at: gateway.Gateway, job: gateway.GatewayJob, protocols: tuple[str, ...] = (SUBPROTOCOL,), **headers: str
 ) -> Iterator[ClientConnection]:
     url = f"{at.url.replace('http', 'ws', 1)}{job.path}/scope"
-    how = {"subprotocols": [Subprotocol(one) for one in protocols] or None, "max_size": None}
+    how = {"subprotocols": [Subprotocol(protocol) for protocol in protocols] or None, "max_size": None}
     with connect(url, additional_headers=headers, proxy=None, compression=None, **how) as connection:  # type: ignore[arg-type]
         yield connection
 
@@ -81,8 +81,8 @@ def receive(connection: ClientConnection) -> Frame:
     return frames.decode(message)
 
 
-def test_a_viewer_looks_at_everything(
-    job: gateway.Job,
+def test_a_viewer_reads_everything(
+    job: gateway.GatewayJob,
     replay: scope_hub.ScopeHub,
     reviewing: gateway.Gateway,
     viewer: str,
@@ -98,24 +98,24 @@ def test_a_viewer_looks_at_everything(
         several = client.get(f"{job.path}/scope/runs/{RUN}/attention/0/1/2/0", params={"tile": ["0,0"]})
         known = {"If-None-Match": several.headers["etag"]}
         unchanged = client.get(several.url.raw_path.decode(), headers=known)
-        asked = {"layer": 1, "head": 2, "position": 3}
+        place = {"layer": 1, "head": 2, "position": 3}
         values = {
-            form: client.get(f"{job.path}/scope/runs/{RUN}/values/q", params={**asked, "format": form})
+            form: client.get(f"{job.path}/scope/runs/{RUN}/values/q", params={**place, "format": form})
             for form in ("json", "csv", "npy")
         }
         file = client.get(f"{job.path}/scope/runs/{RUN}/session")
         none = client.get(f"{job.path}/scope/runs/nothing")
-        wrong = client.get(f"{job.path}/scope/runs/{RUN}/values/q", params={**asked, "format": "html"})
+        wrong = client.get(f"{job.path}/scope/runs/{RUN}/values/q", params={**place, "format": "html"})
     assert (hello.json()["role"], hello.json()["source"]) == ("viewer", "replay")
-    assert [one["run"] for one in runs.json()] == [RUN]
+    assert [tensor["run"] for tensor in runs.json()] == [RUN]
     assert [[token["id"] for token in sample] for sample in whole.json()["generated"]] == recording.generated
     read = len(recording.sites[0]["residual"])
     assert (tile.status_code, tile.headers["x-tile-shape"]) == (200, f"{read},{read}")
     assert tile.headers["content-type"] == "application/octet-stream"
     assert len(tile.content) == read * read
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tile.headers["etag"])
-    (one,) = unpack(frames.decode(several.content))
-    assert (one.name, one.data.tobytes()) == ("0,0", tile.content)
+    (tensor,) = unpack(frames.decode(several.content))
+    assert (tensor.name, tensor.data.tobytes()) == ("0,0", tile.content)
     assert (several.headers["cache-control"], unchanged.status_code) == ("private, no-cache", 304)
     exact = recording.sites[0]["q"][3, 1, 2]
     np.testing.assert_array_equal(np.load(io.BytesIO(values["npy"].content)).ravel(), exact)
@@ -125,13 +125,17 @@ def test_a_viewer_looks_at_everything(
     assert "content-disposition" not in values["json"].headers
     assert file.headers["content-disposition"] == f'attachment; filename="{RUN}.scope"'
     assert frames.decode(file.content[: int.from_bytes(file.content[:4], "little")]).type == FrameType.SCOPE_HELLO
-    assert {one.headers["x-content-type-options"] for one in (hello, tile, file, *values.values())} == {"nosniff"}
+    assert {tensor.headers["x-content-type-options"] for tensor in (hello, tile, file, *values.values())} == {"nosniff"}
     assert (none.status_code, none.json()["code"]) == (404, "no-such-run")
     assert wrong.status_code == 422
 
 
 def test_who_may_update_the_job_controls_its_model_by_name(
-    job: gateway.Job, recording: scope_session.Recording, reviewing: gateway.Gateway, viewer: str, controller: str
+    job: gateway.GatewayJob,
+    recording: scope_session.Recording,
+    reviewing: gateway.Gateway,
+    viewer: str,
+    controller: str,
 ) -> None:
     secret = reviewing.job_token(job.uid)
     with scope_hub.generating(job, recording, port=reviewing.hub_port, key=reviewing.key) as running:
@@ -155,45 +159,47 @@ def test_who_may_update_the_job_controls_its_model_by_name(
             assert client.get(f"{job.path}/scope").json()["role"] == "controller"
             assert client.delete(f"{job.path}/scope/runs/{RUN}").status_code == 204
             actions = client.get(f"{job.path}/summary").json()["actions"]
-    assert [one.status_code for one in done[:2]] == [201, 204], done[0].text
+    assert [answer.status_code for answer in done[:2]] == [201, 204], done[0].text
     assert done[2].status_code in {200, 202} and done[3].status_code == 204
     assert done[0].json()["run"] == RUN
     assert (later.status_code, later.json()["code"]) == (501, "not-yet")
     assert (long.status_code, longer.status_code) == (201, 413), long.text
     jane = f"system:serviceaccount:{job.namespace}:jane"
-    assert [one["who"] for one in actions] == [jane] * 5 + ["somebody with the job's token"]
+    assert [action["who"] for action in actions] == [jane] * 5 + ["somebody with the job's token"]
     assert actions[0]["what"] == f"started run {RUN} of 1 prompt"
 
 
-def test_who_controls_too_often_waits(job: gateway.Job, by_tokens: gateway.Gateway) -> None:
+def test_who_controls_too_often_waits(job: gateway.GatewayJob, by_tokens: gateway.Gateway) -> None:
     token = by_tokens.job_token(job.uid, TokenRole.CONTROLLER)
     with by_tokens.client(token) as client, by_tokens.client(by_tokens.job_token(job.uid)) as other:
         flood = [other.post(f"{job.path}/faults", json={}).status_code for _ in range(13)]
         codes = [client.delete(f"{job.path}/scope/runs/{RUN}").json()["code"] for _ in range(3)]
         late = client.post(f"{job.path}/faults", json={})
-        looks = client.get(f"{job.path}/scope")
+        response = client.get(f"{job.path}/scope")
         refused = other.delete(f"{job.path}/scope/runs/{RUN}")
     assert 429 in flood
     assert codes == ["hub-not-there"] * 3, "who looks takes no turn of who controls"
     assert (late.status_code, late.json()["code"]) == (429, "too-many")
     assert 1 <= int(late.headers["retry-after"]) <= 5
-    assert looks.status_code == 502, "who looks waits for nobody who controls"
+    assert response.status_code == 502, "who looks waits for nobody who controls"
     assert refused.json()["code"] == "needs-controller"
 
 
-def test_a_page_gets_the_frames_of_its_hub_and_hears_that_it_has_gone(
-    job: gateway.Job, session: pathlib.Path, reviewing: gateway.Gateway, viewer: str, controller: str
+def test_a_page_gets_the_frames_of_its_hub_and_its_disconnect(
+    job: gateway.GatewayJob, session: pathlib.Path, reviewing: gateway.Gateway, viewer: str, controller: str
 ) -> None:
     with contextlib.ExitStack() as stack:
         with scope_hub.replaying(job, session, port=reviewing.hub_port, key=reviewing.key):
-            one = stack.enter_context(page(reviewing, job, ("other", SUBPROTOCOL), Authorization=f"Bearer {viewer}"))
-            hello = receive(one)
-            assert one.subprotocol == SUBPROTOCOL
+            connection = stack.enter_context(
+                page(reviewing, job, ("other", SUBPROTOCOL), Authorization=f"Bearer {viewer}")
+            )
+            hello = receive(connection)
+            assert connection.subprotocol == SUBPROTOCOL
             assert (hello.type, hello.header["role"]) == (FrameType.SCOPE_HELLO, "viewer")
-            one.send(json.dumps({"type": "resume", "run": RUN, "seq": 0}))
-            got = [receive(one)]
+            connection.send(json.dumps({"type": "resume", "run": RUN, "seq": 0}))
+            got = [receive(connection)]
             while not (got[-1].type == FrameType.SCOPE_RUN and got[-1].header["state"] == "done"):
-                got.append(receive(one))
+                got.append(receive(connection))
             assert {FrameType.SCOPE_STEP, FrameType.SCOPE_OVERVIEW, FrameType.SCOPE_ROWS} <= {it.type for it in got}
             with page(reviewing, job, Authorization=f"Bearer {controller}") as other:
                 assert receive(other).header["role"] == "controller"
@@ -203,14 +209,14 @@ def test_a_page_gets_the_frames_of_its_hub_and_hears_that_it_has_gone(
                     other.recv(gateway.DEADLINE_S)
                 assert closed.value.rcvd is not None and closed.value.rcvd.code == 1008
         with pytest.raises(ConnectionClosed) as closed:
-            one.recv(gateway.DEADLINE_S)
+            connection.recv(gateway.DEADLINE_S)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
     with page(reviewing, job, Authorization=f"Bearer {viewer}") as late:
         assert receive(late).header["code"] == "hub-not-there"
 
 
 def test_the_socket_speaks_its_protocol_with_our_own_page_alone(
-    job: gateway.Job, replay: scope_hub.ScopeHub, reviewing: gateway.Gateway, viewer: str
+    job: gateway.GatewayJob, replay: scope_hub.ScopeHub, reviewing: gateway.Gateway, viewer: str
 ) -> None:
     with reviewing.client() as client:
         client.post("/login", data={"token": viewer})
@@ -233,13 +239,13 @@ def test_the_socket_speaks_its_protocol_with_our_own_page_alone(
 
 
 def test_other_sites_control_nothing_with_the_cookie(
-    job: gateway.Job, replay: scope_hub.ScopeHub, reviewing: gateway.Gateway, controller: str
+    job: gateway.GatewayJob, replay: scope_hub.ScopeHub, reviewing: gateway.Gateway, controller: str
 ) -> None:
     elsewhere = {"Origin": "http://127.0.0.1:1", "Sec-Fetch-Site": "same-site"}
 
     def statuses(client: httpx.Client, headers: dict[str, str]) -> list[int]:
-        asked = [(way, f"{job.path}/scope/{path}", body) for way, path, body in CONTROL]
-        return [client.request(way, path, json=body, headers=headers).status_code for way, path, body in asked]
+        requests = [(way, f"{job.path}/scope/{path}", body) for way, path, body in CONTROL]
+        return [client.request(way, path, json=body, headers=headers).status_code for way, path, body in requests]
 
     with reviewing.client() as client:
         client.post("/login", data={"token": controller})

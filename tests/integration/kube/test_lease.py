@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import kube
 import pytest
-from cut_off import Wire, wire_to
 from kubernetes_asyncio.client import ApiClient, Configuration
+from severable_proxy import SeverableProxy, proxy_to
 
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
 from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
@@ -27,8 +27,8 @@ async def opened(plane: kube.ControlPlane) -> AsyncIterator[KubernetesApi]:
 
 
 @contextlib.asynccontextmanager
-async def opened_over_a_wire(plane: kube.ControlPlane) -> AsyncIterator[tuple[KubernetesApi, Wire]]:
-    async with wire_to(int(plane.url.rsplit(":", 1)[1])) as (wire, port):
+async def opened_over_a_wire(plane: kube.ControlPlane) -> AsyncIterator[tuple[KubernetesApi, SeverableProxy]]:
+    async with proxy_to(int(plane.url.rsplit(":", 1)[1])) as (wire, port):
         settings = Configuration(host=f"https://127.0.0.1:{port}", api_key={"BearerToken": plane.tokens[kube.ADMIN]})
         settings.api_key_prefix = {"BearerToken": "Bearer"}
         settings.ssl_ca_cert = str(plane.certificate)
@@ -76,7 +76,7 @@ async def test_a_holder_that_renews_keeps_it_longer_than_a_lease_lasts(
         renewing.cancel()
 
 
-async def test_after_a_holder_that_died_the_next_one_waits_a_whole_lease(
+async def test_after_a_holder_that_died_the_next_candidate_waits_a_whole_lease(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
     async with opened(plane) as api, asyncio.timeout(PATIENCE_S):
@@ -87,14 +87,14 @@ async def test_after_a_holder_that_died_the_next_one_waits_a_whole_lease(
         assert await holder_of(api, namespace) == ("second", 2)
 
 
-async def test_a_holder_that_is_cut_off_stops_before_another_one_leads(
+async def test_a_disconnected_holder_stops_before_another_candidate_leads(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
     async with opened(plane) as api, opened_over_a_wire(plane) as (far, wire), asyncio.timeout(PATIENCE_S):
         first, second = candidate(far, namespace, "first"), candidate(api, namespace, "second")
         await first.acquire()
         renewing, waiting = asyncio.create_task(first.hold()), asyncio.create_task(second.acquire())
-        wire.cut()
+        wire.sever()
         with pytest.raises(LeaseLostError, match="first no longer leads"):
             await renewing
         assert not first.is_leader
@@ -123,17 +123,19 @@ async def test_who_slept_through_its_lease_knows_it_before_it_acts(plane: kube.C
         assert await holder_of(api, namespace) == ("other", 2)
 
 
-async def test_of_many_who_begin_at_once_one_leads(plane: kube.ControlPlane, namespace: str) -> None:
+async def test_exactly_a_single_candidate_of_many_leads(plane: kube.ControlPlane, namespace: str) -> None:
     async with opened(plane) as api, asyncio.timeout(PATIENCE_S):
         crowd = [candidate(api, namespace, f"candidate-{number}") for number in range(8)]
-        for turn in range(len(crowd)):
-            waiting = {asyncio.create_task(one.acquire()): one for one in crowd}
+        for index in range(len(crowd)):
+            waiting = {
+                asyncio.create_task(candidate_of_task.acquire()): candidate_of_task for candidate_of_task in crowd
+            }
             done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in others:
                 task.cancel()
             (winner,) = [waiting[task] for task in done]
-            assert [one for one in crowd if one.is_leader] == [winner]
-            assert (await holder_of(api, namespace))[1] == turn + 1
+            assert [holder for holder in crowd if holder.is_leader] == [winner]
+            assert (await holder_of(api, namespace))[1] == index + 1
             await winner.release()
             crowd.remove(winner)
 

@@ -14,9 +14,9 @@ from typing import Any
 import hypothesis.strategies as st
 import kube
 import pytest
+from fake_nodes import FakeNodes
 from hypothesis import Phase, given, note, settings
-from machines import Machines
-from operator_play import CutApi, Play, manifest, play, refuse
+from operator_simulation import KillableApi, OperatorSimulation, manifest, refuse, simulated_operator
 
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator.backends.kubernetes.client.errors import ConflictError, UnavailableError
@@ -32,7 +32,10 @@ from megatronapp_operator.backends.kubernetes.client.resources import (
     Resource,
 )
 
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.full("ten seconds each; test_operator_cut is in each run")]
+pytestmark = [
+    pytest.mark.timeout(3600),
+    pytest.mark.full("ten seconds each; test_operator_interruptions is in each run"),
+]
 EXAMPLES = int(os.environ.get("MEGATRONAPP_HISTORIES", "40"))
 TTL_S = 400
 EXCLUDING = 43
@@ -46,24 +49,27 @@ KEY = "job"
 def groups_known(plane: kube.ControlPlane) -> kube.ControlPlane:
     """The control plane with the pod groups of coscheduling."""
     path = kube.ROOT / "tests" / "fixtures" / "kube" / "coscheduling-podgroups.yaml"
-    for words in (("apply", "--server-side", "-f", str(path)), ("wait", "--for=condition=Established", "crd", "--all")):
-        done = plane.kubectl(*words)
+    for arguments in (
+        ("apply", "--server-side", "-f", str(path)),
+        ("wait", "--for=condition=Established", "crd", "--all"),
+    ):
+        done = plane.kubectl(*arguments)
         assert done.returncode == 0, done.stderr
     return plane
 
 
 @dataclasses.dataclass(slots=True)
-class GangMachines(Machines):
-    """Machines that check with each of their actions that only one gang exists."""
+class GangNodes(FakeNodes):
+    """Nodes that check with each of their actions that only one gang exists."""
 
     async def pods(self) -> dict[str, Object]:
-        found = await Machines.pods(self)
-        attempts = {one["metadata"]["labels"]["megatronapp.io/attempt"] for one in workers(found).values()}
+        found = await FakeNodes.pods(self)
+        attempts = {worker["metadata"]["labels"]["megatronapp.io/attempt"] for worker in workers(found).values()}
         assert len(attempts) <= 1, f"two gangs at once: {sorted(workers(found))} of attempts {attempts}"
         return found
 
 
-class Trouble:
+class FaultInjector:
     """Random failures of requests: refused, not sent, not answered, or the end of the operator."""
 
     def __init__(self, seed: int, rate: float) -> None:
@@ -91,37 +97,37 @@ class Story:
     seed: int
 
 
-async def end_one(stage: Play, code: int) -> None:
-    for name in list(running(await stage.machines.pods()))[-1:]:
-        await stage.machines.end(name, code, message="boom")
+async def end_worker(stage: OperatorSimulation, code: int) -> None:
+    for name in list(running(await stage.nodes.pods()))[-1:]:
+        await stage.nodes.end(name, code, message="boom")
 
 
-async def end_all(stage: Play) -> None:
-    for name in running(await stage.machines.pods()):
-        await stage.machines.end(name, 0)
+async def end_all(stage: OperatorSimulation) -> None:
+    for name in running(await stage.nodes.pods()):
+        await stage.nodes.end(name, 0)
 
 
-async def end_initializer(stage: Play, code: int) -> None:
-    pods = await stage.machines.pods()
+async def end_initializer(stage: OperatorSimulation, code: int) -> None:
+    pods = await stage.nodes.pods()
     if "job-init" in pods and is_running(pods["job-init"]):
-        await stage.machines.end("job-init", code)
+        await stage.nodes.end("job-init", code)
 
 
-async def lose(stage: Play) -> None:
-    for pod in list((await stage.machines.pods()).values())[:1]:
-        await stage.machines.api.delete(PODS, pod, grace_s=0)
+async def lose(stage: OperatorSimulation) -> None:
+    for pod in list((await stage.nodes.pods()).values())[:1]:
+        await stage.nodes.api.delete(PODS, pod, grace_s=0)
 
 
-async def set_suspend(stage: Play, *, suspend: bool) -> None:
+async def set_suspend(stage: OperatorSimulation, *, suspend: bool) -> None:
     headers = {"Content-Type": "application/merge-patch+json"}
     path = JOBS.path(stage.namespace, KEY)
-    answer = await stage.machines.client.patch(path, json={"spec": {"suspend": suspend}}, headers=headers)
+    answer = await stage.nodes.client.patch(path, json={"spec": {"suspend": suspend}}, headers=headers)
     assert answer.is_success or answer.status_code == 404, answer.text
 
 
-STEPS: dict[str, Callable[[Play], Awaitable[None]]] = {
-    "a worker fails": lambda stage: end_one(stage, 42),
-    "a node fails": lambda stage: end_one(stage, EXCLUDING),
+STEPS: dict[str, Callable[[OperatorSimulation], Awaitable[None]]] = {
+    "a worker fails": lambda stage: end_worker(stage, 42),
+    "a node fails": lambda stage: end_worker(stage, EXCLUDING),
     "the gang ends": end_all,
     "the initializer ends": lambda stage: end_initializer(stage, 0),
     "the initializer fails": lambda stage: end_initializer(stage, 1),
@@ -151,17 +157,17 @@ def test_every_history_ends_and_leaves_nothing(groups_known: kube.ControlPlane, 
 
 
 async def played(plane: kube.ControlPlane, namespace: str, story: Story) -> None:
-    async with play(plane, namespace) as stage:
-        stage.machines = GangMachines(stage.machines.api, namespace, stage.machines.client)
+    async with simulated_operator(plane, namespace) as stage:
+        stage.nodes = GangNodes(stage.nodes.api, namespace, stage.nodes.client)
         others = await make_others(stage)
-        await stage.machines.api.create(JOBS, job_of(story, namespace))
-        stage.api.cut_at = Trouble(story.seed, story.rate)
+        await stage.nodes.api.create(JOBS, job_of(story, namespace))
+        stage.api.kill_at = FaultInjector(story.seed, story.rate)
         await stage.begin()
-        await go_on(stage)
+        await continue_until_stable(stage)
         for step in story.steps:
             await STEPS[step](stage)
-            await go_on(stage)
-        stage.api.cut_at = CutApi.cut_at
+            await continue_until_stable(stage)
+        stage.api.kill_at = KillableApi.kill_at
         if story.deleted:
             await delete(stage)
         else:
@@ -176,36 +182,36 @@ def job_of(story: Story, namespace: str) -> Object:
     policy = {"maxRestarts": 1000, "ttlSecondsAfterFinished": TTL_S, "rules": [rule]}
     spec: dict[str, Any] = {"runPolicy": policy, "analyzer": {"enabled": True}}
     if story.initializer:
-        one = {"name": "data", "image": "busybox", "storageUri": "s3://a/b", "target": "/data", "scope": "Job"}
+        initializer = {"name": "data", "image": "busybox", "storageUri": "s3://a/b", "target": "/data", "scope": "Job"}
         volume = {"mock": True, "volume": {"claim": "data", "mountPath": "/data"}}
-        spec |= {"initializers": [one], "data": volume}
+        spec |= {"initializers": [initializer], "data": volume}
     if story.groups:
         spec |= {"scheduling": {"gang": "Coscheduling"}, "resources": {"requests": {"cpu": "1"}}}
     return manifest(namespace, KEY, **spec)
 
 
-async def go_on(stage: Play) -> None:
+async def continue_until_stable(stage: OperatorSimulation) -> None:
     """Rest; ranks that run report progress."""
     await stage.rest()
     if stage.reconciler.memory((stage.namespace, KEY)) is not None:
-        stage.tell(KEY)
+        stage.report_progress(KEY)
         await stage.rest()
 
 
-async def delete(stage: Play) -> None:
-    found = await stage.machines.api.get(JOBS, stage.namespace, KEY)
+async def delete(stage: OperatorSimulation) -> None:
+    found = await stage.nodes.api.get(JOBS, stage.namespace, KEY)
     if found is not None:
-        await stage.machines.api.delete(JOBS, found)
+        await stage.nodes.api.delete(JOBS, found)
     await stage.rest()
-    assert await stage.machines.api.get(JOBS, stage.namespace, KEY) is None
+    assert await stage.nodes.api.get(JOBS, stage.namespace, KEY) is None
 
 
-async def finish(stage: Play) -> None:
+async def finish(stage: OperatorSimulation) -> None:
     """Let nothing fail any more: the job ends, and is deleted when its time is over."""
     await set_suspend(stage, suspend=False)
     for _ in range(MAX_ROUNDS):
-        await go_on(stage)
-        if await stage.machines.api.get(JOBS, stage.namespace, KEY) is None:
+        await continue_until_stable(stage)
+        if await stage.nodes.api.get(JOBS, stage.namespace, KEY) is None:
             return
         await end_initializer(stage, 0)
         await end_all(stage)
@@ -213,7 +219,7 @@ async def finish(stage: Play) -> None:
     raise AssertionError(f"the job is stuck: {(await stage.job())['status']}")
 
 
-async def make_others(stage: Play) -> dict[tuple[str, str], str]:
+async def make_others(stage: OperatorSimulation) -> dict[tuple[str, str], str]:
     """Objects of another job, which are never touched."""
     metadata = {"namespace": stage.namespace, "labels": {LABEL_JOB_UID: "another"}}
     container = {"name": "trainer", "image": "none"}
@@ -225,26 +231,26 @@ async def make_others(stage: Play) -> dict[tuple[str, str], str]:
     )
     kinds = ("Pod", "Secret", "ConfigMap", "PodGroup")
     for kind, (resource, body) in zip(kinds, bodies, strict=True):
-        await stage.machines.api.create(resource, {"apiVersion": resource.api_version, "kind": kind} | body)
+        await stage.nodes.api.create(resource, {"apiVersion": resource.api_version, "kind": kind} | body)
     return await everything(stage)
 
 
-async def everything(stage: Play) -> dict[tuple[str, str], str]:
+async def everything(stage: OperatorSimulation) -> dict[tuple[str, str], str]:
     """Kind, name and version of what there is."""
     return {
-        (resource.plural, one["metadata"]["name"]): one["metadata"]["resourceVersion"]
+        (resource.plural, item["metadata"]["name"]): item["metadata"]["resourceVersion"]
         for resource in OWNED
-        for one in (await stage.machines.api.list_objects(resource, stage.namespace)).items
+        for item in (await stage.nodes.api.list_objects(resource, stage.namespace)).items
     }
 
 
-async def collect_garbage(stage: Play) -> None:
+async def collect_garbage(stage: OperatorSimulation) -> None:
     """Delete objects whose owner is deleted, as the controller of a whole cluster does."""
     for resource in OWNED:
-        for one in (await stage.machines.api.list_objects(resource, stage.namespace)).items:
-            if one["metadata"].get("ownerReferences"):
+        for item in (await stage.nodes.api.list_objects(resource, stage.namespace)).items:
+            if item["metadata"].get("ownerReferences"):
                 with contextlib.suppress(ConflictError):
-                    await stage.machines.api.delete(resource, one, grace_s=0)
+                    await stage.nodes.api.delete(resource, item, grace_s=0)
 
 
 def workers(pods: dict[str, Object]) -> dict[str, Object]:

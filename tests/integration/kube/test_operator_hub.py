@@ -6,7 +6,7 @@ from typing import Any
 
 import kube
 import pytest
-from operator_play import KEY, SETTINGS, Play, manifest, play
+from operator_simulation import KEY, SETTINGS, OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_common.web.tokens import job_secret
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, SECRETS, Object
@@ -17,17 +17,17 @@ HUB: dict[str, Any] = {"analyzer": {"enabled": True}, "trace": {"enabled": True}
 NEXT = dataclasses.replace(SETTINGS, analyzer_image="megatronapp/analyzer:next")
 
 
-async def train(stage: Play) -> dict[str, Object]:
+async def train(stage: OperatorSimulation) -> dict[str, Object]:
     """The pods, once the ranks train and nothing happens any more."""
     await stage.rest()
-    stage.tell("job")
+    stage.report_progress("job")
     await stage.rest()
-    return await stage.machines.pods()
+    return await stage.nodes.pods()
 
 
-async def fail(stage: Play) -> dict[str, Object]:
+async def fail(stage: OperatorSimulation) -> dict[str, Object]:
     """The pods of the gang that follows the failure of a worker."""
-    await stage.machines.end("job-worker-1", 42, message="boom")
+    await stage.nodes.end("job-worker-1", 42, message="boom")
     await stage.rest()
     await stage.pass_time(60)
     return await train(stage)
@@ -39,61 +39,66 @@ def uid(pods: dict[str, Object]) -> str:
 
 def images(pods: dict[str, Object]) -> set[str]:
     """Return the images of hub and agents."""
-    found = {one["image"] for pod in pods.values() for one in pod["spec"]["containers"]}
+    found = {container["image"] for pod in pods.values() for container in pod["spec"]["containers"]}
     return {image for image in found if "analyzer" in image}
 
 
 def secrets(pods: dict[str, Object]) -> set[str]:
     """Names of the Secrets that they mount."""
-    return {one["secret"]["secretName"] for pod in pods.values() for one in pod["spec"]["volumes"] if "secret" in one}
+    return {
+        volume["secret"]["secretName"]
+        for pod in pods.values()
+        for volume in pod["spec"]["volumes"]
+        if "secret" in volume
+    }
 
 
 async def test_a_key_that_rotates_leaves_a_running_attempt_alone_and_is_taken_by_the_next(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
     new = "cd" * 32
-    async with play(plane, namespace) as stage:
-        await stage.machines.api.create(JOBS, manifest(namespace, **HUB))
+    async with simulated_operator(plane, namespace) as stage:
+        await stage.nodes.api.create(JOBS, manifest(namespace, **HUB))
         await stage.begin()
         first = await train(stage)
         old_name = secrets(first)
         stage.keys = KeyRing([new, KEY])
         await stage.begin()
-        kept = await train(stage)
-        assert {one["metadata"]["uid"] for one in kept.values()} == {one["metadata"]["uid"] for one in first.values()}
-        await stage.machines.api.delete(PODS, kept["job-hub"], grace_s=0)
+        pods = await train(stage)
+        assert {one["metadata"]["uid"] for one in pods.values()} == {one["metadata"]["uid"] for one in first.values()}
+        await stage.nodes.api.delete(PODS, pods["job-hub"], grace_s=0)
         within = await train(stage)
         assert uid(within) != uid(first) and secrets(within) == old_name
         after = await fail(stage)
         job = await stage.job()
         found = {}
         for name in old_name | secrets(after):
-            found[name] = await stage.machines.api.get(SECRETS, namespace, name)
+            found[name] = await stage.nodes.api.get(SECRETS, namespace, name)
     assert len(old_name) == len(secrets(after)) == 1 and old_name != secrets(after)
     assert secrets(after) == {f"job-tokens-{job['metadata']['uid'][:8]}-{job['status']['pinned']['keyId']}"}
-    values = {name: base64.b64decode(one["data"]["secret"]).decode() for name, one in found.items() if one}
+    values = {name: base64.b64decode(secret["data"]["secret"]).decode() for name, secret in found.items() if secret}
     of = {KEY: old_name, new: secrets(after)}
     assert values == {name: job_secret(key, job["metadata"]["uid"]) for key, names in of.items() for name in names}
 
 
 async def test_a_key_that_is_lost_leaves_a_running_attempt_alone(plane: kube.ControlPlane, namespace: str) -> None:
-    async with play(plane, namespace) as stage:
-        await stage.machines.api.create(JOBS, manifest(namespace, **HUB))
+    async with simulated_operator(plane, namespace) as stage:
+        await stage.nodes.api.create(JOBS, manifest(namespace, **HUB))
         await stage.begin()
         first = await train(stage)
         stage.keys = KeyRing(["cd" * 32])
         await stage.begin()
-        await stage.machines.api.delete(PODS, first["job-hub"], grace_s=0)
-        kept = await train(stage)
+        await stage.nodes.api.delete(PODS, first["job-hub"], grace_s=0)
+        pods = await train(stage)
         after = await fail(stage)
-    assert uid(kept) != uid(first) and secrets(kept) == secrets(first) != secrets(after)
+    assert uid(pods) != uid(first) and secrets(pods) == secrets(first) != secrets(after)
 
 
-async def test_a_hub_of_an_older_release_is_replaced_between_attempts_and_never_within_one(
+async def test_a_hub_of_an_older_release_is_replaced_only_between_attempts(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
-    async with play(plane, namespace) as stage:
-        await stage.machines.api.create(JOBS, manifest(namespace, **HUB))
+    async with simulated_operator(plane, namespace) as stage:
+        await stage.nodes.api.create(JOBS, manifest(namespace, **HUB))
         await stage.begin()
         first = await train(stage)
         second = await fail(stage)
@@ -101,7 +106,7 @@ async def test_a_hub_of_an_older_release_is_replaced_between_attempts_and_never_
         stage.settings = NEXT
         await stage.begin()
         assert uid(await train(stage)) == uid(first)
-        await stage.machines.api.delete(PODS, second["job-hub"], grace_s=0)
+        await stage.nodes.api.delete(PODS, second["job-hub"], grace_s=0)
         within = await train(stage)
         assert uid(within) != uid(first) and images(within) == {SETTINGS.analyzer_image}
         third = await fail(stage)

@@ -7,8 +7,8 @@ import random
 
 import kube
 import pytest
-from operator_play import Play, manifest, play
 from operator_process import started
+from operator_simulation import OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS
 
@@ -18,29 +18,29 @@ FAILS_EVERY = 3
 WORKERS = ("job-worker-0", "job-worker-1")
 
 
-async def machines_run(stage: Play) -> None:
+async def run_nodes(stage: OperatorSimulation) -> None:
     while True:
-        await stage.machines.settle()
+        await stage.nodes.settle()
         await asyncio.sleep(0.1)
 
 
-async def running(stage: Play, attempt: int) -> bool:
-    pods = await stage.machines.pods()
+async def running(stage: OperatorSimulation, attempt: int) -> bool:
+    pods = await stage.nodes.pods()
     return len(pods) == len(WORKERS) and all(
-        one["status"]["phase"] == "Running" and one["metadata"]["labels"]["megatronapp.io/attempt"] == str(attempt)
-        for one in pods.values()
+        pod["status"]["phase"] == "Running" and pod["metadata"]["labels"]["megatronapp.io/attempt"] == str(attempt)
+        for pod in pods.values()
     )
 
 
-async def ended(stage: Play, attempt: int) -> bool:
+async def ended(stage: OperatorSimulation, attempt: int) -> bool:
     """Let the last gang end well, and return whether all is over."""
     if await running(stage, attempt):
         for name in WORKERS:
-            await stage.machines.end(name, 0)
-    return (await stage.job())["status"]["phase"] == "Succeeded" and not await stage.machines.pods()
+            await stage.nodes.end(name, 0)
+    return (await stage.job())["status"]["phase"] == "Succeeded" and not await stage.nodes.pods()
 
 
-async def until_running(stage: Play, attempt: int) -> None:
+async def until_running(stage: OperatorSimulation, attempt: int) -> None:
     while not await running(stage, attempt):
         await asyncio.sleep(0.1)
 
@@ -51,21 +51,21 @@ def end_lease(plane: kube.ControlPlane, namespace: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.full("kills of the operator's process; test_operator_cut ends it at requests")
+@pytest.mark.full("kills of the operator's process; test_operator_interruptions ends it at requests")
 async def test_kills_anywhere_leave_neither_doubles_nor_orphans(
     plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
 ) -> None:
     chance, failures = random.Random(1), 0
     policy = {"maxRestarts": 1000, "backoff": {"initialSeconds": 0, "maxSeconds": 0}, "cleanPodPolicy": "All"}
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await stage.api.create(JOBS, manifest(namespace, runPolicy=policy))
-        machines = asyncio.create_task(machines_run(stage))
+        nodes = asyncio.create_task(run_nodes(stage))
         for number in range(KILLS):
             with started(plane, tmp_path, namespace, f"life-{number}") as operator:
                 await asyncio.to_thread(operator.wait, operator.leads)
                 if number % FAILS_EVERY == 0:
                     await until_running(stage, failures)
-                    await stage.machines.end(chance.choice(WORKERS), 42, message="boom")
+                    await stage.nodes.end(chance.choice(WORKERS), 42, message="boom")
                     failures += 1
                 await asyncio.sleep(chance.uniform(0, 0.6))  # when it is killed is left to chance
             end_lease(plane, namespace)
@@ -76,8 +76,8 @@ async def test_kills_anywhere_leave_neither_doubles_nor_orphans(
                 while operator.process.poll() is None and not await ended(stage, failures):
                     await asyncio.sleep(0.1)
             end_lease(plane, namespace)
-        machines.cancel()
+        nodes.cancel()
         status = (await stage.job())["status"]
-        events = [one["reason"] for one in (await stage.machines.api.list_objects(EVENTS, namespace)).items]
+        events = [item["reason"] for item in (await stage.nodes.api.list_objects(EVENTS, namespace)).items]
     assert (status["attempt"], status["restarts"]) == (failures, failures)
     assert events.count("GangCreated") <= failures + 1 and events.count("Completed") <= 1

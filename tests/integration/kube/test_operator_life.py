@@ -6,7 +6,7 @@ from typing import Any
 
 import kube
 import pytest
-from operator_play import Play, manifest, play
+from operator_simulation import OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, NameTakenError
 from megatronapp_operator.backends.kubernetes.client.resources import (
@@ -26,58 +26,58 @@ pytestmark = pytest.mark.asyncio
 HUB: dict[str, Any] = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
 
 
-async def begun(stage: Play, **spec: Any) -> Object:
+async def begun(stage: OperatorSimulation, **spec: Any) -> Object:
     """A job whose pods run and train."""
     await stage.api.create(JOBS, manifest(stage.namespace, **spec))
     await stage.begin()
     await stage.rest()
-    stage.tell("job")
+    stage.report_progress("job")
     await stage.rest()
     return await stage.job()
 
 
-async def names(stage: Play, resource: Resource) -> set[str]:
-    listing = await stage.machines.api.list_objects(resource, stage.namespace)
-    return {one["metadata"]["name"] for one in listing.items}
+async def names(stage: OperatorSimulation, resource: Resource) -> set[str]:
+    listing = await stage.nodes.api.list_objects(resource, stage.namespace)
+    return {item["metadata"]["name"] for item in listing.items}
 
 
-async def reasons(stage: Play) -> list[str]:
-    listing = await stage.machines.api.list_objects(EVENTS, stage.namespace)
-    return [one["reason"] for one in sorted(listing.items, key=lambda one: str(one["eventTime"]))]
+async def reasons(stage: OperatorSimulation) -> list[str]:
+    listing = await stage.nodes.api.list_objects(EVENTS, stage.namespace)
+    return [item["reason"] for item in sorted(listing.items, key=lambda item: str(item["eventTime"]))]
 
 
 def conditions(job: Object) -> dict[str, str]:
-    return {one["type"]: one["status"] for one in job["status"]["conditions"]}
+    return {condition["type"]: condition["status"] for condition in job["status"]["conditions"]}
 
 
 async def test_a_job_is_started_watched_and_completed(plane: kube.ControlPlane, namespace: str) -> None:
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         job = await begun(stage, **HUB)
         assert job["status"]["phase"] == "Running" and job["status"]["worldSize"] == 2
         assert job["status"]["replicaStatuses"]["ready"] == 2
         assert job["status"]["pinned"]["trainerImage"] == "megatronapp/trainer:test"
         assert await names(stage, PODS) == {"job-hub", "job-worker-0", "job-worker-1"}
         assert await names(stage, SERVICES) == {"job-hub", "job-workers"}
-        assert any(one.startswith("job-tokens-") for one in await names(stage, SECRETS)) and "job-job" in await names(
+        assert any(name.startswith("job-tokens-") for name in await names(stage, SECRETS)) and "job-job" in await names(
             stage, CONFIG_MAPS
         )
         for name in ("job-worker-0", "job-worker-1"):
-            await stage.machines.end(name, 0)
+            await stage.nodes.end(name, 0)
         await stage.rest()
         job = await stage.job()
         assert job["status"]["phase"] == "Succeeded" and conditions(job)["Complete"] == "True"
         assert await names(stage, PODS) == {"job-hub", "job-worker-0", "job-worker-1"}
         await stage.pass_time(301)
         assert "job-hub" not in await names(stage, PODS)
-        told = await reasons(stage)
-    assert told[:2] == ["JobCreated", "GangCreated"] and "Running" in told and told[-1] == "Completed"
+        reported = await reasons(stage)
+    assert reported[:2] == ["JobCreated", "GangCreated"] and "Running" in reported and reported[-1] == "Completed"
 
 
 async def test_a_failed_worker_restarts_the_gang_after_the_back_off(plane: kube.ControlPlane, namespace: str) -> None:
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await begun(stage)
-        before = {name: pod["metadata"]["uid"] for name, pod in (await stage.machines.pods()).items()}
-        await stage.machines.end("job-worker-1", 42, rank=1, message="boom")
+        before = {name: pod["metadata"]["uid"] for name, pod in (await stage.nodes.pods()).items()}
+        await stage.nodes.end("job-worker-1", 42, rank=1, message="boom")
         await stage.rest()
         job = await stage.job()
         assert (job["status"]["phase"], job["status"]["restarts"]) == ("Restarting", 1)
@@ -86,29 +86,31 @@ async def test_a_failed_worker_restarts_the_gang_after_the_back_off(plane: kube.
         assert failure["node"] == "node-of-job-worker-1"
         assert await names(stage, PODS) == set()
         await stage.pass_time(11)
-        after = {name: pod["metadata"]["uid"] for name, pod in (await stage.machines.pods()).items()}
-        stage.tell("job")
+        after = {name: pod["metadata"]["uid"] for name, pod in (await stage.nodes.pods()).items()}
+        stage.report_progress("job")
         await stage.rest()
         job = await stage.job()
     assert after.keys() == before.keys() and not set(after.values()) & set(before.values())
     assert (job["status"]["phase"], job["status"]["attempt"]) == ("Running", 1)
 
 
-async def test_a_new_operator_goes_on_where_the_old_one_was(plane: kube.ControlPlane, namespace: str) -> None:
-    async with play(plane, namespace) as stage:
+async def test_a_new_operator_continues_where_the_previous_operator_stopped(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with simulated_operator(plane, namespace) as stage:
         await begun(stage)
         pods, job = await names(stage, PODS), await stage.job()
         await stage.begin()
         await stage.rest()
         after = await stage.job()
         assert after["status"] == job["status"] and await names(stage, PODS) == pods
-        assert (await stage.machines.pods())["job-worker-0"]["metadata"].get("deletionTimestamp") is None
+        assert (await stage.nodes.pods())["job-worker-0"]["metadata"].get("deletionTimestamp") is None
 
 
 async def test_a_deleted_pod_is_a_preemption_and_costs_no_budget(plane: kube.ControlPlane, namespace: str) -> None:
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await begun(stage)
-        await stage.machines.api.delete(PODS, (await stage.machines.pods())["job-worker-1"], grace_s=0)
+        await stage.nodes.api.delete(PODS, (await stage.nodes.pods())["job-worker-1"], grace_s=0)
         await stage.rest()
         await stage.pass_time(30)
         job = await stage.job()
@@ -116,7 +118,7 @@ async def test_a_deleted_pod_is_a_preemption_and_costs_no_budget(plane: kube.Con
 
 
 async def test_suspend_removes_the_pods_and_resume_brings_new_ones(plane: kube.ControlPlane, namespace: str) -> None:
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await begun(stage)
         plane.kubectl("patch", "mgj", "job", "-n", namespace, "--type=merge", "-p", '{"spec": {"suspend": true}}')
         await stage.rest()
@@ -124,8 +126,8 @@ async def test_suspend_removes_the_pods_and_resume_brings_new_ones(plane: kube.C
         assert job["status"]["phase"] == "Suspended" and await names(stage, PODS) == set()
         plane.kubectl("patch", "mgj", "job", "-n", namespace, "--type=merge", "-p", '{"spec": {"suspend": false}}')
         await stage.rest()
-        pods = await stage.machines.pods()
-    assert {one["metadata"]["labels"]["megatronapp.io/attempt"] for one in pods.values()} == {"1"}
+        pods = await stage.nodes.pods()
+    assert {pod["metadata"]["labels"]["megatronapp.io/attempt"] for pod in pods.values()} == {"1"}
 
 
 async def test_a_pod_that_can_never_be_accepted_fails_the_job_with_the_reason(
@@ -133,7 +135,7 @@ async def test_a_pod_that_can_never_be_accepted_fails_the_job_with_the_reason(
 ) -> None:
     enforce = "pod-security.kubernetes.io/enforce=restricted"
     assert plane.kubectl("label", "namespace", namespace, enforce).returncode == 0
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         network = {"mode": "HostNetwork", "policy": "None"}
         await stage.api.create(JOBS, manifest(namespace, network=network))
         await stage.begin()
@@ -141,7 +143,7 @@ async def test_a_pod_that_can_never_be_accepted_fails_the_job_with_the_reason(
         job = await stage.job()
         assert await names(stage, PODS) == set()
     assert job["status"]["phase"] == "Failed"
-    failed = next(one for one in job["status"]["conditions"] if one["type"] == "Failed")
+    failed = next(condition for condition in job["status"]["conditions"] if condition["type"] == "Failed")
     assert "violates PodSecurity" in failed["message"] and "hostNetwork" in failed["message"]
 
 
@@ -155,15 +157,15 @@ async def test_a_quota_releases_the_whole_gang_and_lets_it_try_again(plane: kube
         path = f"/api/v1/namespaces/{namespace}/resourcequotas/few/status"
         headers = {"Content-Type": "application/merge-patch+json"}
         assert client.patch(path, json=used, headers=headers).is_success
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await stage.api.create(JOBS, manifest(namespace))
         await stage.begin()
         with contextlib.suppress(AssertionError):
-            await stage.rest(machines=False)
+            await stage.rest(with_nodes=False)
         job = await stage.job()
         assert await names(stage, PODS) == set()
         assert job["status"]["phase"] in {"Pending", "Queued"} and job["status"]["restarts"] == 0
-        scheduled = next(one for one in job["status"]["conditions"] if one["type"] == "PodsScheduled")
+        scheduled = next(condition for condition in job["status"]["conditions"] if condition["type"] == "PodsScheduled")
         assert scheduled["reason"] == "QuotaExceeded" and scheduled["status"] == "False"
         assert plane.kubectl("delete", "resourcequota", "few", "-n", namespace).returncode == 0
         await stage.pass_time(3600)
@@ -171,7 +173,7 @@ async def test_a_quota_releases_the_whole_gang_and_lets_it_try_again(plane: kube
     assert pods == {"job-worker-0", "job-worker-1"}
 
 
-async def test_workers_are_told_their_rack_and_a_long_rank_table_goes_to_a_config_map(
+async def test_workers_get_their_rack_and_a_long_rank_table_is_a_config_map(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
     for index, rack in enumerate(("r2", None)):
@@ -181,13 +183,13 @@ async def test_workers_are_told_their_rack_and_a_long_rank_table_goes_to_a_confi
             plane.kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "Node", "metadata": meta}).returncode
             == 0
         )
-    async with play(plane, namespace, node_access=True) as stage:
+    async with simulated_operator(plane, namespace, node_access=True) as stage:
         network = {"rankOrder": "Topology", "topologyKey": "example.com/rack"}
         await stage.api.create(JOBS, manifest(namespace, namespace, network=network))
         await stage.begin()
         await stage.rest()
-        pods = (await stage.machines.pods()).values()
-        racks = sorted(one["metadata"]["annotations"]["megatronapp.io/topology"] for one in pods)
+        pods = (await stage.nodes.pods()).values()
+        racks = sorted(pod["metadata"]["annotations"]["megatronapp.io/topology"] for pod in pods)
         assert racks == ["-", "r2"]
         workers = [{"index": index, "address": "10.0.0.1", "node": "n", "ranks": [index]} for index in range(33)]
         memory = stage.reconciler.memory((namespace, namespace))
@@ -196,7 +198,7 @@ async def test_workers_are_told_their_rack_and_a_long_rank_table_goes_to_a_confi
         await stage.rest()
         table = (await stage.job(namespace))["status"]["rankTable"]
         assert table == {"attempt": 0, "digest": "d", "ref": f"{namespace}-ranks"}
-        stored = await stage.machines.api.get(CONFIG_MAPS, namespace, f"{namespace}-ranks")
+        stored = await stage.nodes.api.get(CONFIG_MAPS, namespace, f"{namespace}-ranks")
         assert stored is not None and json.loads(stored["data"]["rank-table.json"])["workers"] == workers
 
 
@@ -209,14 +211,14 @@ async def test_volume_claims_that_not_all_workers_can_mount_are_named_before_the
     assert plane.kubectl("create", "-f", "-", stdin=claim).returncode == 0
     checkpoint = {"save": "/checkpoints", "saveInterval": 1, "volume": {"claim": "once", "mountPath": "/checkpoints"}}
     data = {"mock": True, "volume": {"claim": "absent", "mountPath": "/data"}}
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await stage.api.create(JOBS, manifest(namespace, checkpoint=checkpoint, data=data))
         await stage.begin()
         await stage.rest()
         job = await stage.job()
-        told = await reasons(stage)
-    shared = next(one for one in job["status"]["conditions"] if one["type"] == "VolumesShared")
-    assert shared["status"] == "False" and told.count("VolumesUnfit") == 1
+        reported = await reasons(stage)
+    shared = next(condition for condition in job["status"]["conditions"] if condition["type"] == "VolumesShared")
+    assert shared["status"] == "False" and reported.count("VolumesUnfit") == 1
     assert "absent does not exist" in shared["message"] and "once is ReadWriteOnce" in shared["message"]
 
 
@@ -224,13 +226,13 @@ async def test_a_job_is_suspended_while_its_volume_claims_cannot_be_read(
     plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = {"mock": True, "volume": {"claim": "corpus", "mountPath": "/data"}}
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         get = stage.api.get
 
-        async def refusing(resource: Resource, *words: Any, **options: Any) -> Object | None:
+        async def refusing(resource: Resource, *arguments: Any, **options: Any) -> Object | None:
             if resource is PERSISTENT_VOLUME_CLAIMS:
                 raise ForbiddenError("persistentvolumeclaims is forbidden", status=403)
-            return await get(resource, *words, **options)
+            return await get(resource, *arguments, **options)
 
         await begun(stage, data=data)
         monkeypatch.setattr(stage.api, "get", refusing)
@@ -238,14 +240,14 @@ async def test_a_job_is_suspended_while_its_volume_claims_cannot_be_read(
         await stage.rest()
         job = await stage.job()
         assert job["status"]["phase"] == "Suspended" and await names(stage, PODS) == set()
-        shared = next(one for one in job["status"]["conditions"] if one["type"] == "VolumesShared")
+        shared = next(condition for condition in job["status"]["conditions"] if condition["type"] == "VolumesShared")
         assert "cannot be read: persistentvolumeclaims is forbidden" in shared["message"]
         assert (await reasons(stage)).count("VolumesUnfit") == 2, "absent, then unknown: each is reported once"
         monkeypatch.undo()
         stage.skipped_s += 61
         await stage.rest()
         job = await stage.job()
-        shared = next(one for one in job["status"]["conditions"] if one["type"] == "VolumesShared")
+        shared = next(condition for condition in job["status"]["conditions"] if condition["type"] == "VolumesShared")
         assert "corpus does not exist" in shared["message"]
 
 
@@ -254,13 +256,13 @@ async def test_a_stranger_in_the_way_is_named_and_left_alone(plane: kube.Control
     meta = {"name": "job-worker-1", "namespace": namespace}
     stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
     assert plane.kubectl("create", "-f", "-", stdin=stranger).returncode == 0
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await stage.api.create(JOBS, manifest(namespace))
         await stage.begin()
         with pytest.raises(Exception, match="job-worker-1 exists and belongs to another owner"):
             await stage.reconcile()
-        pods = (await stage.machines.api.list_objects(PODS, namespace)).items
-    assert sorted(one["metadata"]["name"] for one in pods) == ["job-worker-0", "job-worker-1"]
+        pods = (await stage.nodes.api.list_objects(PODS, namespace)).items
+    assert sorted(pod["metadata"]["name"] for pod in pods) == ["job-worker-0", "job-worker-1"]
 
 
 @pytest.mark.parametrize("kind", ["Service", "ConfigMap", "NetworkPolicy"])
@@ -275,14 +277,14 @@ async def test_what_belongs_to_others_is_not_taken_over(plane: kube.ControlPlane
     assert plane.kubectl("create", "-f", "-", stdin=stranger).returncode == 0
     read = ("get", kind, name, "-n", namespace, "-o", "yaml")
     before = plane.kubectl(*read).stdout
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await stage.api.create(JOBS, manifest(namespace, **HUB))
         await stage.begin()
         with pytest.raises(
             NameTakenError, match=f"{kind.lower()[:-1]}.* {namespace}/{name} exists and belongs to another owner"
         ):
             await stage.reconcile()
-        pods = (await stage.machines.api.list_objects(PODS, namespace)).items
+        pods = (await stage.nodes.api.list_objects(PODS, namespace)).items
     assert (plane.kubectl(*read).stdout, pods) == (before, [])
 
 
@@ -293,10 +295,10 @@ async def test_a_stranger_in_the_place_of_the_hub_does_not_keep_the_gang(
     spec = {"selector": {"app": "shop"}, "ports": [{"port": 80}]}
     stranger = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "job-hub", "namespace": namespace}}
     assert plane.kubectl("create", "-f", "-", stdin=stranger | {"spec": spec}).returncode == 0
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await stage.api.create(JOBS, manifest(namespace, **HUB))
         await stage.begin()
         await stage.rest()
-        told, job = await reasons(stage), await stage.job()
-    assert told.count("HubRefused") == 1
+        reported, job = await reasons(stage), await stage.job()
+    assert reported.count("HubRefused") == 1
     assert job["status"]["phase"] in {"Starting", "Running"}

@@ -5,18 +5,18 @@ from typing import Any
 
 import kube
 import pytest
-from operator_play import Play, manifest, play
+from operator_simulation import OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS, Object
 
 pytestmark = pytest.mark.asyncio
 
 
-async def begun(stage: Play, **spec: Any) -> None:
+async def begun(stage: OperatorSimulation, **spec: Any) -> None:
     await stage.api.create(JOBS, manifest(stage.namespace, **spec))
     await stage.begin()
     await stage.rest()
-    stage.tell("job")
+    stage.report_progress("job")
     await stage.rest()
 
 
@@ -25,23 +25,23 @@ def condition(kind: str, status: bool, **others: str) -> Object:
     return {"type": kind, "status": str(status), "lastTransitionTime": now, **others}
 
 
-async def change(stage: Play, pod: str, **status: Any) -> None:
+async def change(stage: OperatorSimulation, pod: str, **status: Any) -> None:
     """Write into the status of a pod what a controller or a kubelet writes."""
-    await stage.machines._send("PATCH", f"{pod}/status", {"status": status})
+    await stage.nodes._send("PATCH", f"{pod}/status", {"status": status})
 
 
-async def reasons(stage: Play) -> list[str]:
-    return [one["reason"] for one in (await stage.machines.api.list_objects(EVENTS, stage.namespace)).items]
+async def reasons(stage: OperatorSimulation) -> list[str]:
+    return [item["reason"] for item in (await stage.nodes.api.list_objects(EVENTS, stage.namespace)).items]
 
 
 def found(job: Object, kind: str) -> Object:
-    return next(one for one in job["status"]["conditions"] if one["type"] == kind)
+    return next(condition for condition in job["status"]["conditions"] if condition["type"] == kind)
 
 
-async def test_a_node_that_is_not_heard_of_is_seen_at_its_pod_and_given_up_after_its_time(
+async def test_a_worker_on_a_silent_node_is_given_up_after_its_timeout(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await begun(stage, runPolicy={"maxRestarts": 0, "lostNodeTimeoutSeconds": 300})
         await change(stage, "job-worker-1", conditions=[condition("Ready", False), condition("ContainersReady", True)])
         await stage.pass_time(200)
@@ -52,25 +52,23 @@ async def test_a_node_that_is_not_heard_of_is_seen_at_its_pod_and_given_up_after
         failure = status["failures"][-1]
         assert (failure["reason"], failure["node"]) == ("LostNode", "node-of-job-worker-1")
         await stage.pass_time(11)
-        assert set(await stage.machines.pods()) == {"job-worker-0", "job-worker-1"}
+        assert set(await stage.nodes.pods()) == {"job-worker-0", "job-worker-1"}
 
 
-async def test_why_a_hub_does_not_start_stands_at_the_job_until_it_runs_and_keeps_nobody(
-    plane: kube.ControlPlane, namespace: str
-) -> None:
-    async with play(plane, namespace) as stage:
+async def test_a_hub_that_does_not_start_is_a_condition_until_it_runs(plane: kube.ControlPlane, namespace: str) -> None:
+    async with simulated_operator(plane, namespace) as stage:
         await begun(stage, analyzer={"enabled": True}, trace={"enabled": True})
         pull = {"waiting": {"reason": "ErrImagePull", "message": "not found"}}
         hub = {"name": "hub", "image": "none", "imageID": "", "ready": False, "restartCount": 0, "state": pull}
         unready = condition("Ready", False, reason="ContainersNotReady")
         await change(stage, "job-hub", phase="Pending", conditions=[unready], containerStatuses=[hub])
-        await stage.rest(machines=False)
+        await stage.rest(with_nodes=False)
         job = await stage.job()
         assert job["status"]["phase"] == "Running"
         assert found(job, "HubReady")["status"] == "False" and "not found" in found(job, "HubReady")["message"]
         pull["waiting"]["reason"] = "ImagePullBackOff"
         await change(stage, "job-hub", containerStatuses=[hub])
-        await stage.rest(machines=False)
+        await stage.rest(with_nodes=False)
         assert (await reasons(stage)).count("HubNotRunning") == 1
         await stage.rest()  # the machine starts it
         assert found(await stage.job(), "HubReady")["status"] == "True"
@@ -79,38 +77,38 @@ async def test_why_a_hub_does_not_start_stands_at_the_job_until_it_runs_and_keep
 async def test_pods_whose_deletion_no_watch_reported_hold_no_restart_up(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await begun(stage)
-        await stage.machines.end("job-worker-1", 42)
-        await stage.look()
+        await stage.nodes.end("job-worker-1", 42)
+        await stage.refresh()
         await stage.reconcile()
-        while await stage.machines.settle():
+        while await stage.nodes.settle():
             pass
-        assert await stage.machines.pods() == {}
+        assert await stage.nodes.pods() == {}
         for _ in range(3):  # without a look: a watch that began again has not delivered the deletions
             stage.skipped_s += 40
             await stage.reconcile()
-        assert {"job-worker-0", "job-worker-1"} <= set(await stage.machines.pods())
+        assert {"job-worker-0", "job-worker-1"} <= set(await stage.nodes.pods())
 
 
 async def test_initializers_that_are_evicted_are_tried_again_outside_of_the_budget(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
-    one = {"name": "data", "image": "busybox", "storageUri": "s3://a/b", "target": "/data", "scope": "Job"}
+    initializer = {"name": "data", "image": "busybox", "storageUri": "s3://a/b", "target": "/data", "scope": "Job"}
     data = {"mock": True, "volume": {"claim": "data", "mountPath": "/data"}}
-    async with play(plane, namespace) as stage:
-        made = manifest(namespace, initializers=[one], data=data, runPolicy={"maxRestarts": 0})
+    async with simulated_operator(plane, namespace) as stage:
+        made = manifest(namespace, initializers=[initializer], data=data, runPolicy={"maxRestarts": 0})
         await stage.api.create(JOBS, made)
         await stage.begin()
         await stage.rest()
-        first = (await stage.machines.pods())["job-init"]["metadata"]["uid"]
+        first = (await stage.nodes.pods())["job-init"]["metadata"]["uid"]
         await change(stage, "job-init", phase="Failed", reason="Evicted", message="low on memory", containerStatuses=[])
         await stage.rest()
         status = (await stage.job())["status"]
         assert (status["initRestarts"], status["failures"][-1]["reason"]) == (0, "Evicted")
         await stage.pass_time(11)
-        pods = await stage.machines.pods()
+        pods = await stage.nodes.pods()
         assert set(pods) == {"job-init"} and pods["job-init"]["metadata"]["uid"] != first
-        await stage.machines.end("job-init", 0)
+        await stage.nodes.end("job-init", 0)
         await stage.rest()
-        assert set(await stage.machines.pods()) >= {"job-worker-0", "job-worker-1"}
+        assert set(await stage.nodes.pods()) >= {"job-worker-0", "job-worker-1"}

@@ -8,8 +8,8 @@ import sys
 import httpx
 import kube
 import pytest
-from operator_play import manifest
 from operator_process import DEADLINE_S, started
+from operator_simulation import manifest
 
 
 def pods(plane: kube.ControlPlane, namespace: str) -> list[str]:
@@ -39,7 +39,7 @@ def test_a_job_that_is_created_while_the_operator_runs_and_before_gets_its_pods(
     assert "Traceback" not in operator.text()
 
 
-def test_the_second_operator_takes_over_when_the_first_one_ends_in_order(
+def test_the_second_operator_leads_when_the_first_ends_in_order(
     plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
 ) -> None:
     with started(plane, tmp_path, namespace) as first:
@@ -56,12 +56,16 @@ def test_the_second_operator_takes_over_when_the_first_one_ends_in_order(
             second.wait(lambda: len(pods(plane, namespace)) == 4)
 
 
-@pytest.mark.parametrize(("flag", "text", "says"), [("key", "zz", "not 64 hex digits"), ("key", None, "No such file")])
-def test_an_operator_that_cannot_start_says_why(tmp_path: pathlib.Path, flag: str, text: str | None, says: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "text", "message"), [("key", "zz", "not 64 hex digits"), ("key", None, "No such file")]
+)
+def test_an_operator_that_cannot_start_reports_the_reason(
+    tmp_path: pathlib.Path, flag: str, text: str | None, message: str
+) -> None:
     path = tmp_path / flag
     if text is not None:
         path.write_text(text, encoding="ascii")
-    words = ["--trainer-image", "a", "--analyzer-image", "b", "--key-file", str(path)]
-    command = [sys.executable, "-m", "megatronapp_operator.controller", *words]
+    arguments = ["--trainer-image", "a", "--analyzer-image", "b", "--key-file", str(path)]
+    command = [sys.executable, "-m", "megatronapp_operator.controller", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import kube
 import pytest
-from machines import Machines
-from operator_play import KEY, SETTINGS, manifest
+from fake_nodes import FakeNodes
+from operator_simulation import KEY, SETTINGS, manifest
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common.names import STATUS_PORT
@@ -33,11 +33,11 @@ class FailingApi(KubernetesApi):
     failures: list[Exception]
     lists = 0
 
-    async def list_objects(self, *words: Any, **options: Any) -> ObjectList:
+    async def list_objects(self, *arguments: Any, **options: Any) -> ObjectList:
         self.lists += 1
         if self.lists > 1 and self.failures:  # the first one is that of the start
             raise self.failures.pop(0)
-        return await super().list_objects(*words, **options)
+        return await super().list_objects(*arguments, **options)
 
 
 @contextlib.asynccontextmanager
@@ -80,7 +80,7 @@ async def pods(api: KubernetesApi, namespace: str) -> list[Object]:
     return (await api.list_objects(PODS, namespace)).items
 
 
-async def test_a_list_that_nobody_foresaw_is_tried_again(
+async def test_an_unexpected_list_is_retried(
     plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("megatronapp_operator.controller.service.RESYNC_RETRY_S", 0.01)
@@ -117,20 +117,20 @@ async def test_jobs_of_a_namespace_that_is_being_terminated_wait_for_that_quietl
     assert plane.kubectl("delete", "namespace", namespace, "--wait=false").returncode == 0
     async with serving(plane, namespace, []) as (api, task, health, _service):
 
-        async def looked() -> bool:
+        async def reconciled() -> bool:
             assert not task.done()
-            return _said(caplog) == 1
+            return _warnings(caplog) == 1
 
-        await until(looked)
+        await until(reconciled)
         began = health.finished_at
 
-        async def looked_again() -> bool:
+        async def reconciled_again() -> bool:
             return health.finished_at > began + 0.5
 
-        await until(looked_again)
+        await until(reconciled_again)
         assert await pods(api, namespace) == []
-    assert _said(caplog) == 1
-    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []
+    assert _warnings(caplog) == 1
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def _same_page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,7 +143,7 @@ async def _same_page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
     writer.close()
 
 
-async def test_a_launcher_that_says_the_same_again_has_been_heard_again(
+async def test_repeated_answers_of_a_launcher_count_as_new_contacts(
     plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatronapp_operator.controller.service.POLL_S", 0.05)
@@ -154,17 +154,17 @@ async def test_a_launcher_that_says_the_same_again_has_been_heard_again(
         await asyncio.start_server(_same_page, "127.0.0.1", STATUS_PORT),
     ):
         await api.create(JOBS, manifest(namespace))
-        machines, heard = Machines(api, namespace, client), set[float]()
+        nodes, contacts = FakeNodes(api, namespace, client), set[float]()
 
-        async def heard_thrice() -> bool:
-            await machines.settle()
+        async def contacted_thrice() -> bool:
+            await nodes.settle()
             memory = service._reconciler.memory((namespace, "job"))
             if memory is not None and memory.poll_result.progress is not None:
-                heard.add(memory.poll_result.received_at)
-            return len(heard) >= 3
+                contacts.add(memory.poll_result.received_at)
+            return len(contacts) >= 3
 
-        await until(heard_thrice)
+        await until(contacted_thrice)
 
 
-def _said(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("is being terminated; its jobs wait" in one.getMessage() for one in caplog.records)
+def _warnings(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("is being terminated; its jobs wait" in record.getMessage() for record in caplog.records)

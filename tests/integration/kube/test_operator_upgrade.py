@@ -16,9 +16,9 @@ from typing import Any
 
 import kube
 import pytest
-from operator_play import manifest
-from operator_process import Operator, started
-from told_gangs import ToldMachines, launcher, told_machines
+from fake_launchers import NodesWithLaunchers, launcher, nodes_with_launchers
+from operator_process import OperatorProcess, started
+from operator_simulation import manifest
 
 from megatronapp_operator.backends.kubernetes.client.resources import (
     EVENTS,
@@ -62,15 +62,15 @@ def former(tmp_path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-class Cluster:
+class UpgradedCluster:
     """Jobs under one operator after the other."""
 
-    def __init__(self, plane: kube.ControlPlane, machines: ToldMachines, folder: pathlib.Path) -> None:
-        self.plane, self.machines, self._folder = plane, machines, folder
+    def __init__(self, plane: kube.ControlPlane, nodes: NodesWithLaunchers, folder: pathlib.Path) -> None:
+        self.plane, self.nodes, self._folder = plane, nodes, folder
         self._starts = 0
 
     @contextlib.asynccontextmanager
-    async def operated(self, build: pathlib.Path | None) -> AsyncIterator[Operator]:
+    async def operated(self, build: pathlib.Path | None) -> AsyncIterator[OperatorProcess]:
         """An operator and the definition of a build (None: ours), while pods are placed and started."""
         self._starts += 1
         path = (build or kube.ROOT) / CRD
@@ -93,63 +93,65 @@ class Cluster:
             if answer if isinstance(answer, bool) else await answer:
                 return
             assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}; {await self.phases()}"
-            await self.machines.settle()
+            await self.nodes.settle()
             await asyncio.sleep(POLL_S)
 
     async def edit(self, name: str, **spec: Any) -> None:
         headers = {"Content-Type": "application/merge-patch+json"}
         path = JOBS.path(NAMESPACE, name)
-        answer = await self.machines.client.patch(path, json={"spec": spec}, headers=headers)
+        answer = await self.nodes.client.patch(path, json={"spec": spec}, headers=headers)
         assert answer.is_success, answer.text
 
     async def phases(self) -> dict[str, tuple[str, int]]:
         """Phase and attempt of every job."""
-        jobs = (await self.machines.api.list_objects(JOBS, NAMESPACE)).items
-        found = {one["metadata"]["name"]: one.get("status") or {} for one in jobs}
+        jobs = (await self.nodes.api.list_objects(JOBS, NAMESPACE)).items
+        found = {job["metadata"]["name"]: job.get("status") or {} for job in jobs}
         return {name: (status.get("phase", ""), status.get("attempt", 0)) for name, status in found.items()}
 
-    async def reach(self, **wanted: tuple[str, int]) -> None:
+    async def reach(self, **expected: tuple[str, int]) -> None:
         """Wait for these phases and attempts."""
 
         async def reached() -> bool:
-            return (await self.phases()).items() >= wanted.items()
+            return (await self.phases()).items() >= expected.items()
 
-        await self.until(reached, f"{wanted}")
+        await self.until(reached, f"{expected}")
 
     async def picture(self) -> Object:
         """State that an upgrade must not change: uids of pods and of the objects around them, and states of jobs."""
-        pods = await self.machines.pods()
+        pods = await self.nodes.pods()
         around = {
-            f"{resource.plural} {one['metadata']['name']}": one["metadata"]["uid"]
+            f"{resource.plural} {item['metadata']['name']}": item["metadata"]["uid"]
             for resource in (SERVICES, NETWORK_POLICIES)
-            for one in (await self.machines.api.list_objects(resource, NAMESPACE)).items
+            for item in (await self.nodes.api.list_objects(resource, NAMESPACE)).items
         }
         return {
-            "pods": {name: one["metadata"]["uid"] for name, one in pods.items()},
-            "leaving": [name for name, one in pods.items() if "deletionTimestamp" in one["metadata"]],
+            "pods": {name: pod["metadata"]["uid"] for name, pod in pods.items()},
+            "leaving": [name for name, pod in pods.items() if "deletionTimestamp" in pod["metadata"]],
             "around": around,
             "phases": await self.phases(),
             "conditions": await self._conditions(),
         }
 
     async def _conditions(self) -> Object:
-        jobs = (await self.machines.api.list_objects(JOBS, NAMESPACE)).items
+        jobs = (await self.nodes.api.list_objects(JOBS, NAMESPACE)).items
         return {
-            one["metadata"]["name"]: {
-                found["type"]: (found["status"], found["reason"]) for found in one["status"].get("conditions", ())
+            job["metadata"]["name"]: {
+                found["type"]: (found["status"], found["reason"]) for found in job["status"].get("conditions", ())
             }
-            for one in jobs
+            for job in jobs
         }
 
     async def warnings(self) -> list[str]:
-        events = (await self.machines.api.list_objects(EVENTS, NAMESPACE)).items
-        return sorted(f"{one['regarding']['name']}: {one['note']}" for one in events if one["type"] == "Warning")
+        events = (await self.nodes.api.list_objects(EVENTS, NAMESPACE)).items
+        return sorted(
+            f"{event['regarding']['name']}: {event['note']}" for event in events if event["type"] == "Warning"
+        )
 
     async def groups(self) -> set[str]:
-        found = (await self.machines.api.list_objects(VOLCANO_POD_GROUPS, NAMESPACE)).items
-        return {one["metadata"]["name"] for one in found}
+        found = (await self.nodes.api.list_objects(VOLCANO_POD_GROUPS, NAMESPACE)).items
+        return {group["metadata"]["name"] for group in found}
 
-    async def rest(self, operator: Operator) -> None:
+    async def rest(self, operator: OperatorProcess) -> None:
         """Wait until an operator has listed everything some times, with nothing left to do."""
 
         def lists() -> int:
@@ -174,10 +176,10 @@ def own_plane(tmp_path: pathlib.Path) -> Iterator[kube.ControlPlane]:
         yield plane
 
 
-async def begin(cluster: Cluster, stack: contextlib.ExitStack) -> None:
+async def begin(cluster: UpgradedCluster, stack: contextlib.ExitStack) -> None:
     """A job in every state, by the operator that runs: two train, one waits in a queue, one is suspended, two ended."""
-    machines = cluster.machines
-    machines.held = {"queued"}
+    nodes = cluster.nodes
+    nodes.unplaced = {"queued"}
     for name, spec in {
         "gang": {},
         "again": QUEUED,
@@ -186,16 +188,16 @@ async def begin(cluster: Cluster, stack: contextlib.ExitStack) -> None:
         "done": {},
         "broken": {"runPolicy": {"maxRestarts": 0}},
     }.items():
-        job = await machines.api.create(JOBS, manifest(NAMESPACE, name, **(POLICY | spec)))
-        machines.launchers[name] = stack.enter_context(launcher(job["metadata"]["uid"]))
-        machines.launchers[name].train(0)
+        job = await nodes.api.create(JOBS, manifest(NAMESPACE, name, **(POLICY | spec)))
+        nodes.launchers[name] = stack.enter_context(launcher(job["metadata"]["uid"]))
+        nodes.launchers[name].train(0)
     await cluster.reach(**{name: ("Running", 0) for name in ("gang", "again", "paused", "done", "broken")})
-    await machines.end("again-worker-1", 42, message="boom")
-    machines.launchers["again"].train(1)
+    await nodes.end("again-worker-1", 42, message="boom")
+    nodes.launchers["again"].train(1)
     await cluster.edit("paused", suspend=True)
     for index in range(2):
-        await machines.end(f"done-worker-{index}", 0)
-    await machines.end("broken-worker-1", 42, message="boom")
+        await nodes.end(f"done-worker-{index}", 0)
+    await nodes.end("broken-worker-1", 42, message="boom")
     await cluster.reach(
         gang=("Running", 0),
         again=("Running", 1),
@@ -206,20 +208,20 @@ async def begin(cluster: Cluster, stack: contextlib.ExitStack) -> None:
     )
 
 
-async def finish(cluster: Cluster, gang: int, again: int) -> None:
+async def finish(cluster: UpgradedCluster, gang: int, again: int) -> None:
     """All jobs end well by the operator that runs: the queue lets its job go, and the suspended one is resumed."""
-    machines = cluster.machines
-    machines.held = set()
+    nodes = cluster.nodes
+    nodes.unplaced = set()
     await cluster.reach(queued=("Running", 0))
-    machines.launchers["paused"].train(1)
+    nodes.launchers["paused"].train(1)
     await cluster.edit("paused", suspend=False)
     await cluster.reach(paused=("Running", 1))
-    await machines.end("gang-worker-0", 42, message="boom")
-    machines.launchers["gang"].train(gang + 1)
+    await nodes.end("gang-worker-0", 42, message="boom")
+    nodes.launchers["gang"].train(gang + 1)
     await cluster.reach(gang=("Running", gang + 1))
     for name in ("gang", "again", "queued", "paused"):
         for index in range(2):
-            await machines.end(f"{name}-worker-{index}", 0)
+            await nodes.end(f"{name}-worker-{index}", 0)
     await cluster.reach(
         gang=("Succeeded", gang + 1),
         again=("Succeeded", again),
@@ -234,8 +236,8 @@ async def test_an_upgrade_and_the_way_back_leave_jobs_alone(
     own_plane: kube.ControlPlane, former: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     with contextlib.ExitStack() as stack:
-        async with told_machines(own_plane, NAMESPACE) as machines:
-            cluster = Cluster(own_plane, machines, tmp_path)
+        async with nodes_with_launchers(own_plane, NAMESPACE) as nodes:
+            cluster = UpgradedCluster(own_plane, nodes, tmp_path)
             async with cluster.operated(former) as operator:
                 await begin(cluster, stack)
                 await cluster.rest(operator)
@@ -253,4 +255,6 @@ async def test_an_upgrade_and_the_way_back_leave_jobs_alone(
             async with cluster.operated(None):
                 await finish(cluster, 0, 1)
                 assert await cluster.groups() == set()
-            assert {name: told.refused for name, told in machines.launchers.items() if told.refused} == {}
+            assert {
+                name: job_launcher.refused for name, job_launcher in nodes.launchers.items() if job_launcher.refused
+            } == {}

@@ -2,7 +2,7 @@
 
 import kube
 import pytest
-from operator_play import manifest, play
+from operator_simulation import manifest, simulated_operator
 
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS, Object
 from megatronapp_operator.controller.capabilities import CONTAINER_RESTARTS, has_container_restarts
@@ -24,17 +24,17 @@ async def test_fields_of_a_newer_definition_are_ignored_and_named(plane: kube.Co
         headers = {"Content-Type": "application/json-patch+json"}
         client.patch(f"{CRDS}/{NAME}", json=patch, headers=headers).raise_for_status()
         try:
-            async with play(plane, namespace) as stage:
+            async with simulated_operator(plane, namespace) as stage:
                 made: Object = {}
                 while "newerField" not in made.get("spec", {}).get("runPolicy", {}):
                     if made:
-                        await stage.machines.api.delete(JOBS, made)
-                    made = await stage.machines.api.create(JOBS, manifest(namespace))
+                        await stage.nodes.api.delete(JOBS, made)
+                    made = await stage.nodes.api.create(JOBS, manifest(namespace))
                 await stage.begin()
                 await stage.rest()
-                assert set(await stage.machines.pods()) == {"job-worker-0", "job-worker-1"}
-                events = (await stage.machines.api.list_objects(EVENTS, namespace)).items
-                assert [one["note"] for one in events if one["reason"] == "UnknownFields"] == [
+                assert set(await stage.nodes.pods()) == {"job-worker-0", "job-worker-1"}
+                events = (await stage.nodes.api.list_objects(EVENTS, namespace)).items
+                assert [event["note"] for event in events if event["reason"] == "UnknownFields"] == [
                     "the definition is newer than this operator, which ignores spec.runPolicy.newerField; upgrade it"
                 ]
         finally:
@@ -42,38 +42,38 @@ async def test_fields_of_a_newer_definition_are_ignored_and_named(plane: kube.Co
             client.patch(f"{CRDS}/{NAME}", json=undo, headers=headers).raise_for_status()
 
 
-async def test_a_server_says_itself_whether_containers_may_restart(plane: kube.ControlPlane, namespace: str) -> None:
-    async with play(plane, namespace) as stage:
-        found = await has_container_restarts(stage.machines.api, namespace)
-        assert found == (await stage.machines.api.minor_version() >= CONTAINER_RESTARTS)
-        assert await stage.machines.pods() == {}
+async def test_the_server_reports_whether_containers_may_restart(plane: kube.ControlPlane, namespace: str) -> None:
+    async with simulated_operator(plane, namespace) as stage:
+        found = await has_container_restarts(stage.nodes.api, namespace)
+        assert found == (await stage.nodes.api.minor_version() >= CONTAINER_RESTARTS)
+        assert await stage.nodes.pods() == {}
 
 
 async def test_of_two_installations_the_first_to_see_a_job_has_it(plane: kube.ControlPlane, namespace: str) -> None:
-    async with play(plane, namespace) as first, play(plane, namespace) as second:
+    async with simulated_operator(plane, namespace) as first, simulated_operator(plane, namespace) as second:
         second.installation = "other/megatronapp-operator"
-        await first.machines.api.create(JOBS, manifest(namespace))
+        await first.nodes.api.create(JOBS, manifest(namespace))
         await first.begin()
         await second.begin()
         await second.reconcile()
-        made = {name: pod["metadata"]["uid"] for name, pod in (await second.machines.pods()).items()}
+        made = {name: pod["metadata"]["uid"] for name, pod in (await second.nodes.pods()).items()}
         await first.reconcile()  # it saw the job before the other wrote: its write is refused, and it looks again
-        await first.rest(machines=False)
+        await first.rest(with_nodes=False)
         assert (await first.job())["status"]["manager"] == "other/megatronapp-operator"
         await second.rest()
-        assert {name: pod["metadata"]["uid"] for name, pod in (await second.machines.pods()).items()} == made
+        assert {name: pod["metadata"]["uid"] for name, pod in (await second.nodes.pods()).items()} == made
         assert set(made) == {"job-worker-0", "job-worker-1"}
-        events = (await first.machines.api.list_objects(EVENTS, namespace)).items
-        (note,) = [one["note"] for one in events if one["reason"] == "OtherManager"]
+        events = (await first.nodes.api.list_objects(EVENTS, namespace)).items
+        (note,) = [event["note"] for event in events if event["reason"] == "OtherManager"]
         assert note.startswith("the installation other/megatronapp-operator (status.manager) manages this job")
         assert f"kubectl -n {namespace} patch mgj job --subresource=status" in note
-        await first.machines.end("job-worker-1", 42, message="boom")
+        await first.nodes.end("job-worker-1", 42, message="boom")
         before = first.api.count
-        await first.rest(machines=False)
+        await first.rest(with_nodes=False)
         assert first.api.count == before and (await first.job())["status"]["attempt"] == 0
         released = await first.job()
         del released["status"]["manager"]
-        await first.machines.api.replace(JOBS, released, subresource="status")
+        await first.nodes.api.replace(JOBS, released, subresource="status")
         await first.rest()
         taken = (await first.job())["status"]
         assert (taken["manager"], taken["attempt"]) == ("megatronapp/megatronapp-operator", 1)

@@ -6,8 +6,8 @@ import pathlib
 
 import kube
 import pytest
-from operator_play import Play, manifest, play
 from operator_process import started
+from operator_simulation import OperatorSimulation, manifest, simulated_operator
 from watch_cutter import cutting
 
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS
@@ -23,11 +23,11 @@ WORKERS = {"job-worker-0", "job-worker-1"}
 DEADLINE_S = 240.0
 
 
-async def until_running(stage: Play, attempt: int) -> None:
+async def until_running(stage: OperatorSimulation, attempt: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            await stage.machines.settle()
-            pods = await stage.machines.pods()
+            await stage.nodes.settle()
+            pods = await stage.nodes.pods()
             running = [pod for name, pod in pods.items() if name in WORKERS and pod["status"]["phase"] == "Running"]
             attempts = [pod["metadata"]["labels"]["megatronapp.io/attempt"] for pod in running]
             if attempts == [str(attempt)] * len(WORKERS):
@@ -35,35 +35,35 @@ async def until_running(stage: Play, attempt: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def until_over(stage: Play) -> None:
+async def until_over(stage: OperatorSimulation) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while await stage.machines.pods():
-            await stage.machines.settle()
+        while await stage.nodes.pods():
+            await stage.nodes.settle()
             await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_watches_that_are_cut_off_change_nothing_about_the_end(
+async def test_interrupted_watches_do_not_change_the_end(
     plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, seed: int
 ) -> None:
     policy = {"maxRestarts": 1000, "backoff": {"initialSeconds": 0, "maxSeconds": 0}, "cleanPodPolicy": "All"}
     folder = tmp_path / "seen"
     folder.mkdir()
-    async with play(plane, namespace) as stage, cutting(plane, folder, seed) as (seen, cutter):
+    async with simulated_operator(plane, namespace) as stage, cutting(plane, folder, seed) as (seen, cutter):
         with started(seen, tmp_path, namespace) as operator:
             await asyncio.to_thread(operator.wait, operator.leads)
-            await stage.machines.api.create(JOBS, manifest(namespace, runPolicy=policy))
+            await stage.nodes.api.create(JOBS, manifest(namespace, runPolicy=policy))
             for attempt in range(FAILURES):
                 await until_running(stage, attempt)
-                await stage.machines.end(f"job-worker-{attempt % 2}", 42, message="boom")
+                await stage.nodes.end(f"job-worker-{attempt % 2}", 42, message="boom")
             await until_running(stage, FAILURES)
             for name in WORKERS:
-                await stage.machines.end(name, 0)
+                await stage.nodes.end(name, 0)
             await until_over(stage)
             text = operator.text()
         status = (await stage.job())["status"]
-        events = [one["reason"] for one in (await stage.machines.api.list_objects(EVENTS, namespace)).items]
+        events = [item["reason"] for item in (await stage.nodes.api.list_objects(EVENTS, namespace)).items]
     assert (status["phase"], status["attempt"], status["restarts"]) == ("Succeeded", FAILURES, FAILURES)
     assert events.count("GangCreated") == FAILURES + 1 and events.count("Completed") == 1
     assert "Traceback" not in text
-    assert cutter.cuts >= FAILURES and cutter.replays + cutter.expired > 0
+    assert cutter.interruptions >= FAILURES and cutter.replays + cutter.expired > 0

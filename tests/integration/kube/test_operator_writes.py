@@ -7,13 +7,13 @@ from typing import Any
 
 import kube
 import pytest
-from operator_play import Play, manifest, play
+from operator_simulation import OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
 from megatronapp_operator.backends.kubernetes.reconciler import COUNTS_S
 
 pytestmark = pytest.mark.asyncio
-LOOK_S = 0.2
+REFRESH_S = 0.2
 SMALL: dict[str, Any] = {"nodes": 1, "analyzer": {"enabled": True}, "trace": {"enabled": True}}
 
 
@@ -21,34 +21,34 @@ SMALL: dict[str, Any] = {"nodes": 1, "analyzer": {"enabled": True}, "trace": {"e
 class Watched:
     """Job of one pod and a hub, reconciled step by step, and what was written of it."""
 
-    stage: Play
+    stage: OperatorSimulation
     written: list[Object] = dataclasses.field(default_factory=list)
 
-    async def look(self, after_s: float = LOOK_S) -> None:
+    async def refresh(self, after_s: float = REFRESH_S) -> None:
         """Reconcile as after an event, this number of seconds later."""
         self.stage.skipped_s += after_s
-        await self.stage.look()
+        await self.stage.refresh()
         while await self.stage.reconcile():
             pass
 
     async def create(self) -> None:
         """Create the job and its pods, and let the operator see them."""
-        await self.stage.machines.api.create(JOBS, manifest(self.stage.namespace, **SMALL))
+        await self.stage.nodes.api.create(JOBS, manifest(self.stage.namespace, **SMALL))
         await self.stage.begin()
-        await self.look()
-        await self.look()
+        await self.refresh()
+        await self.refresh()
 
     async def bind(self) -> None:
         """Give machines to its pods."""
         for name in ("job-hub", "job-worker-0"):
-            await self.stage.machines.bind(name)
-            await self.look()
+            await self.stage.nodes.bind(name)
+            await self.refresh()
 
     async def run(self) -> None:
         """Let the pods run."""
-        for pod in (await self.stage.machines.pods()).values():
-            await self.stage.machines.start(pod)
-            await self.look()
+        for pod in (await self.stage.nodes.pods()).values():
+            await self.stage.nodes.start(pod)
+            await self.refresh()
 
     @property
     def due_s(self) -> float:
@@ -58,7 +58,7 @@ class Watched:
 
 @contextlib.asynccontextmanager
 async def watched(plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         made, replace = Watched(stage), stage.api.replace
 
         async def noted(resource: Any, obj: Object, **options: Any) -> Object:
@@ -89,12 +89,12 @@ async def test_where_pods_are_waits_a_second_for_more_and_is_written_before_anyt
         await made.create()
         await made.bind()
         assert len(made.written) == 1 and 0 < made.due_s <= COUNTS_S
-        await made.look(COUNTS_S)
+        await made.refresh(COUNTS_S)
         assert "scheduledTime" in made.written[1] and len(made.written) == 2
-        await made.look(COUNTS_S)
+        await made.refresh(COUNTS_S)
         await made.stage.begin()  # a successor has nothing to add to what it reads
-        await made.look()
+        await made.refresh()
         assert len(made.written) == 2
-        await made.stage.machines.end("job-worker-0", 42, message="boom")
-        await made.look()
+        await made.stage.nodes.end("job-worker-0", 42, message="boom")
+        await made.refresh()
     assert made.written[2]["failures"][0]["exitCode"] == 42

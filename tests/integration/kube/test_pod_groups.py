@@ -4,8 +4,8 @@ from typing import Any
 
 import kube
 import pytest
-from operator_play import CutApi, Play, manifest, play
-from volcano import VolcanoMachines
+from operator_simulation import KillableApi, OperatorSimulation, manifest, simulated_operator
+from volcano import VolcanoNodes
 
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS, PODS, Object
@@ -31,32 +31,34 @@ def gang(namespace: str, scheduler: str, **spec: Any) -> Object:
     return manifest(namespace, scheduling={"gang": scheduler}, resources=resources, **spec)
 
 
-async def begun(stage: Play, job: Object) -> None:
+async def begun(stage: OperatorSimulation, job: Object) -> None:
     await stage.api.create(JOBS, job)
     await stage.begin()
     await stage.rest()
-    stage.tell("job")
+    stage.report_progress("job")
     await stage.rest()
 
 
-async def groups(stage: Play, scheduler: str) -> set[str]:
-    listing = await stage.machines.api.list_objects(GROUPS[scheduler], stage.namespace)
-    return {one["metadata"]["name"] for one in listing.items}
+async def groups(stage: OperatorSimulation, scheduler: str) -> set[str]:
+    listing = await stage.nodes.api.list_objects(GROUPS[scheduler], stage.namespace)
+    return {item["metadata"]["name"] for item in listing.items}
 
 
-async def set_suspend(stage: Play, *, suspend: bool) -> None:
+async def set_suspend(stage: OperatorSimulation, *, suspend: bool) -> None:
     headers = {"Content-Type": "application/merge-patch+json"}
     path = JOBS.path(stage.namespace, "job")
-    answer = await stage.machines.client.patch(path, json={"spec": {"suspend": suspend}}, headers=headers)
+    answer = await stage.nodes.client.patch(path, json={"spec": {"suspend": suspend}}, headers=headers)
     assert answer.is_success, answer.text
 
 
 @pytest.mark.parametrize("scheduler", GROUPS)
-async def test_a_group_goes_with_its_attempt(schedulers: kube.ControlPlane, namespace: str, scheduler: str) -> None:
-    async with play(schedulers, namespace) as stage:
+async def test_a_group_is_removed_with_its_attempt(
+    schedulers: kube.ControlPlane, namespace: str, scheduler: str
+) -> None:
+    async with simulated_operator(schedulers, namespace) as stage:
         await begun(stage, gang(namespace, scheduler))
         assert await groups(stage, scheduler) == {"job-a0"}
-        await stage.machines.end("job-worker-1", 42)
+        await stage.nodes.end("job-worker-1", 42)
         await stage.rest()
         assert await groups(stage, scheduler) == set()
         await stage.pass_time(11)
@@ -67,8 +69,8 @@ async def test_a_group_goes_with_its_attempt(schedulers: kube.ControlPlane, name
         await set_suspend(stage, suspend=False)
         await stage.rest()
         assert await groups(stage, scheduler) == {"job-a2"}
-        for name in await stage.machines.pods():
-            await stage.machines.end(name, 0)
+        for name in await stage.nodes.pods():
+            await stage.nodes.end(name, 0)
         await stage.rest()
         await stage.pass_time(3)
         status = (await stage.job())["status"]
@@ -79,14 +81,14 @@ async def test_a_group_goes_with_its_attempt(schedulers: kube.ControlPlane, name
 async def test_a_restarted_gang_is_admitted_by_a_queue_of_its_own_size(
     schedulers: kube.ControlPlane, namespace: str
 ) -> None:
-    async with play(schedulers, namespace) as stage:
-        stage.machines = VolcanoMachines(stage.machines.api, namespace, stage.machines.client, cpus=2)
+    async with simulated_operator(schedulers, namespace) as stage:
+        stage.nodes = VolcanoNodes(stage.nodes.api, namespace, stage.nodes.client, cpus=2)
         await begun(stage, gang(namespace, "Volcano"))
         for attempt in (1, 2, 3):
-            await stage.machines.end("job-worker-0", 42)
+            await stage.nodes.end("job-worker-0", 42)
             await stage.rest()
             await stage.pass_time(60)
-            stage.tell("job")
+            stage.report_progress("job")
             await stage.rest()
             status = (await stage.job())["status"]
             assert (status["phase"], status["attempt"]) == ("Running", attempt)
@@ -95,53 +97,53 @@ async def test_a_restarted_gang_is_admitted_by_a_queue_of_its_own_size(
 async def test_a_group_that_is_left_by_an_operator_that_ends_is_removed_by_the_next(
     schedulers: kube.ControlPlane, namespace: str
 ) -> None:
-    async with play(schedulers, namespace) as stage:
+    async with simulated_operator(schedulers, namespace) as stage:
         await begun(stage, gang(namespace, "Coscheduling"))
-        pods = await stage.machines.pods()
-        stage.api.cut_at = lambda _number: "before"
+        pods = await stage.nodes.pods()
+        stage.api.kill_at = lambda _number: "before"
         await set_suspend(stage, suspend=True)
         with pytest.raises(AssertionError, match="does not come to rest"):
             await stage.rest()
         for pod in pods.values():
-            await stage.machines.api.delete(PODS, pod, grace_s=0)
-        stage.api.cut_at = CutApi.cut_at
+            await stage.nodes.api.delete(PODS, pod, grace_s=0)
+        stage.api.kill_at = KillableApi.kill_at
         await stage.begin()
         await stage.rest()
         assert await groups(stage, "Coscheduling") == set()
 
 
-async def test_a_group_that_may_not_be_removed_is_told_of_once_and_holds_nothing_up(
+async def test_a_group_that_may_not_be_removed_is_reported_once_and_blocks_nothing(
     schedulers: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run as after an upgrade without the chart's new rights."""
-    real = CutApi.delete
+    real = KillableApi.delete
 
-    async def refusing(api: CutApi, resource: Any, obj: Object, **options: Any) -> Object | None:
+    async def refusing(api: KillableApi, resource: Any, obj: Object, **options: Any) -> Object | None:
         if resource.plural == "podgroups":
             raise ForbiddenError("podgroups is forbidden", status=403)
         return await real(api, resource, obj, **options)
 
-    monkeypatch.setattr(CutApi, "delete", refusing)
-    async with play(schedulers, namespace) as stage:
+    monkeypatch.setattr(KillableApi, "delete", refusing)
+    async with simulated_operator(schedulers, namespace) as stage:
         await begun(stage, gang(namespace, "KAI"))
-        await stage.machines.end("job-worker-1", 42)
+        await stage.nodes.end("job-worker-1", 42)
         await stage.rest()
         await stage.pass_time(11)
-        stage.tell("job")
+        stage.report_progress("job")
         await stage.rest()
         status = (await stage.job())["status"]
-        events = [one["reason"] for one in (await stage.machines.api.list_objects(EVENTS, namespace)).items]
+        events = [item["reason"] for item in (await stage.nodes.api.list_objects(EVENTS, namespace)).items]
     assert (status["phase"], status["attempt"], status["podGroups"]) == ("Running", 1, [1])
     assert events.count("GroupNotRemoved") == 1
 
 
-async def test_a_group_of_somebody_else_stays(schedulers: kube.ControlPlane, namespace: str) -> None:
-    async with play(schedulers, namespace) as stage:
+async def test_a_group_of_another_owner_stays(schedulers: kube.ControlPlane, namespace: str) -> None:
+    async with simulated_operator(schedulers, namespace) as stage:
         await begun(stage, gang(namespace, "Volcano"))
         headers = {"Content-Type": "application/merge-patch+json"}
         path = GROUPS["Volcano"].path(namespace, "job-a0")
         labels = {"metadata": {"labels": {"megatronapp.io/job-uid": "another"}}}
-        answer = await stage.machines.client.patch(path, json=labels, headers=headers)
+        answer = await stage.nodes.client.patch(path, json=labels, headers=headers)
         assert answer.is_success, answer.text
         await set_suspend(stage, suspend=True)
         await stage.rest()

@@ -12,16 +12,16 @@ import httpx
 import kube
 import pytest
 import rendered
-from ports import held_ports
+from ports import reserved_ports
 
 pytestmark = pytest.mark.full("builds kube-scheduler and kwok")
 RESOURCE = "rdma/hca_shared_devices_a"
-GPU_ROOM = {"cpu": "64", "memory": "512Gi", "pods": "110", "ephemeral-storage": "1Ti", "nvidia.com/gpu": "8"}
+GPU_CAPACITY = {"cpu": "64", "memory": "512Gi", "pods": "110", "ephemeral-storage": "1Ti", "nvidia.com/gpu": "8"}
 NODES = {
-    "ib-0": GPU_ROOM | {RESOURCE: "2"},
-    "ib-1": GPU_ROOM | {RESOURCE: "2"},
-    "ethernet": GPU_ROOM,
-    "one-left": GPU_ROOM | {RESOURCE: "1"},
+    "ib-0": GPU_CAPACITY | {RESOURCE: "2"},
+    "ib-1": GPU_CAPACITY | {RESOURCE: "2"},
+    "ethernet": GPU_CAPACITY,
+    "one-left": GPU_CAPACITY | {RESOURCE: "1"},
 }
 STAGES = kube.ROOT / "bench" / "kwok"
 NAMESPACE = "team"
@@ -41,11 +41,11 @@ def running(command: list[str], log: pathlib.Path) -> Iterator[None]:
 @pytest.fixture
 def client(tmp_path: pathlib.Path) -> Iterator[httpx.Client]:
     """Start a cluster with these nodes, simulated by kwok, and a scheduler."""
-    with kube.control_plane(tmp_path) as plane, plane.client() as client, held_ports(1) as (port,):
+    with kube.control_plane(tmp_path) as plane, plane.client() as client, reserved_ports(1) as (port,):
         assert plane.kubectl("create", "namespace", NAMESPACE).returncode == 0
-        for name, room in NODES.items():
+        for name, capacity in NODES.items():
             metadata = {"name": name, "labels": {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}}
-            status = {"allocatable": room, "capacity": room}
+            status = {"allocatable": capacity, "capacity": capacity}
             node = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": status}
             assert client.post("/api/v1/nodes", json=node).is_success
             merge = {"Content-Type": "application/merge-patch+json"}
@@ -74,18 +74,23 @@ def client(tmp_path: pathlib.Path) -> Iterator[httpx.Client]:
 
 def pods(client: httpx.Client) -> dict[str, dict[str, Any]]:
     answer = client.get(f"/api/v1/namespaces/{NAMESPACE}/pods")
-    return {one["metadata"]["name"]: one for one in answer.json()["items"]}
+    return {item["metadata"]["name"]: item for item in answer.json()["items"]}
 
 
 def unscheduled(pod: dict[str, Any]) -> str:
     """Return why the scheduler finds no node; empty: it has not reported."""
     conditions = pod["status"].get("conditions", ())
     return next(
-        (one["message"] for one in conditions if one["type"] == "PodScheduled" and one["status"] == "False"), ""
+        (
+            condition["message"]
+            for condition in conditions
+            if condition["type"] == "PodScheduled" and condition["status"] == "False"
+        ),
+        "",
     )
 
 
-def test_workers_go_to_nodes_with_the_devices_they_ask_for(client: httpx.Client) -> None:
+def test_workers_are_placed_on_nodes_with_the_requested_devices(client: httpx.Client) -> None:
     rdma = {"enabled": True, "resourceName": RESOURCE, "count": 2}
     patch = {**rendered.GPUS, "nodes": 3, "network": {"mode": "SharedDevice", "rdma": rdma}}
     job = rendered.make_job(patch, namespace=NAMESPACE)
@@ -95,12 +100,12 @@ def test_workers_go_to_nodes_with_the_devices_they_ask_for(client: httpx.Client)
 
     def settled() -> bool:
         found = pods(client).values()
-        return all(one["spec"].get("nodeName") or unscheduled(one) for one in found)
+        return all(pod["spec"].get("nodeName") or unscheduled(pod) for pod in found)
 
     gateway.wait_for(settled)
     found = pods(client)
-    placed = sorted(one["spec"]["nodeName"] for one in found.values() if one["spec"].get("nodeName"))
+    placed = sorted(pod["spec"]["nodeName"] for pod in found.values() if pod["spec"].get("nodeName"))
     assert placed == ["ib-0", "ib-1"], "each takes both devices of a node"
-    (left,) = (one for one in found.values() if not one["spec"].get("nodeName"))
+    (left,) = (pod for pod in found.values() if not pod["spec"].get("nodeName"))
     assert f"4 Insufficient {RESOURCE}" in unscheduled(left)
-    gateway.wait_for(lambda: sum(one["status"]["phase"] == "Running" for one in pods(client).values()) == 2)
+    gateway.wait_for(lambda: sum(pod["status"]["phase"] == "Running" for pod in pods(client).values()) == 2)

@@ -37,15 +37,15 @@ def server(plane: kube.ControlPlane) -> Iterator[httpx.Client]:
         yield client
 
 
-def try_out(server: httpx.Client, one: Rendered) -> httpx.Response:
+def try_out(server: httpx.Client, rendered_object: Rendered) -> httpx.Response:
     """Have the server judge an object as if it were created."""
-    resource, obj = one
+    resource, obj = rendered_object
     return server.post(resource.path(obj["metadata"]["namespace"]), params=STRICT, json=obj)
 
 
-def try_apply(server: httpx.Client, one: Rendered) -> httpx.Response:
+def try_apply(server: httpx.Client, rendered_object: Rendered) -> httpx.Response:
     """The same for an object that the operator applies."""
-    resource, obj = one
+    resource, obj = rendered_object
     path = resource.path(obj["metadata"]["namespace"], obj["metadata"]["name"])
     query = {**STRICT, "fieldManager": "tests", "force": "true"}
     return server.patch(path, params=query, json=obj, headers={"Content-Type": "application/apply-patch+yaml"})
@@ -73,7 +73,9 @@ def pods(job: MegatronJob) -> Iterator[Rendered]:
 def test_every_object_is_accepted(server: httpx.Client, kind: str) -> None:
     job = rendered.make_job(rendered.VARIETY[kind], namespace="privileged")
     secret = render.secret(rendered.owner_of(job), "ab" * 32, rendered.SETTINGS)
-    answers = [try_apply(server, one) for one in gang(job)] + [try_out(server, one) for one in (secret, *pods(job))]
+    answers = [try_apply(server, gang_object) for gang_object in gang(job)] + [
+        try_out(server, gang_object) for gang_object in (secret, *pods(job))
+    ]
     assert [answer.text for answer in answers if not answer.is_success] == []
     assert [answer.headers["warning"] for answer in answers if "warning" in answer.headers] == []
 
@@ -81,7 +83,7 @@ def test_every_object_is_accepted(server: httpx.Client, kind: str) -> None:
 @pytest.mark.parametrize("kind", RESTRICTED)
 def test_pods_without_special_rights_pass_the_restricted_standard(server: httpx.Client, kind: str) -> None:
     job = rendered.make_job(rendered.VARIETY[kind], namespace="restricted")
-    answers = [try_out(server, one) for one in pods(job)]
+    answers = [try_out(server, pod) for pod in pods(job)]
     assert [answer.text for answer in answers if not answer.is_success] == []
 
 
@@ -96,7 +98,7 @@ def violations(server: httpx.Client, patch: rendered.Object) -> list[str]:
     return re.split(r"\), ", found[1].rstrip(")"))
 
 
-def test_pinning_memory_adds_root_and_one_capability(server: httpx.Client) -> None:
+def test_pinning_memory_adds_root_and_a_single_capability(server: httpx.Client) -> None:
     assert violations(server, rendered.VARIETY["rdma-analyzed"]) == [
         'unrestricted capabilities (container "trainer" must not include "IPC_LOCK" in '
         "securityContext.capabilities.add",
@@ -130,7 +132,7 @@ def test_a_hub_of_a_job_with_special_rights_has_none(server: httpx.Client) -> No
     assert answer.is_success, answer.text
 
 
-def test_a_restart_policy_of_a_container_is_kept_from_the_release_on_that_has_it(server: httpx.Client) -> None:
+def test_a_restart_policy_of_a_container_is_stored_where_the_release_has_it(server: httpx.Client) -> None:
     job = rendered.make_job(rendered.ANALYZED, namespace="restricted")
     pod = rendered.make_worker(job, container_restarts=True)
     answer = try_out(server, (PODS, pod))
@@ -138,26 +140,26 @@ def test_a_restart_policy_of_a_container_is_kept_from_the_release_on_that_has_it
         assert "restartPolicy: Forbidden" in answer.text
         return
     assert answer.is_success, answer.text
-    assert [one.get("restartPolicy") for one in answer.json()["spec"]["containers"]] == [None, "OnFailure"]
+    assert [container.get("restartPolicy") for container in answer.json()["spec"]["containers"]] == [None, "OnFailure"]
 
 
 def test_the_server_would_have_refused_what_is_wrong(server: httpx.Client) -> None:
     """The checks above can fail: a misspelt field, a pod group with a field that its project does not have."""
     job = rendered.make_job(rendered.VARIETY["volcano"], namespace="privileged")
-    pod, group = next(pods(job)), next(one for one in gang(job) if one[1]["kind"] == "PodGroup")
+    pod, group = next(pods(job)), next(gang_object for gang_object in gang(job) if gang_object[1]["kind"] == "PodGroup")
     pod[1]["spec"]["hostNam"] = "x"
     group[1]["spec"]["scheduleTimeoutSeconds"] = 3
     answers = [try_out(server, pod), try_out(server, group)]
     assert [answer.status_code for answer in answers] == [400, 400]
-    told = [answer.json()["message"] for answer in answers]
-    assert 'unknown field "spec.hostNam"' in told[0]
-    assert 'unknown field "spec.scheduleTimeoutSeconds"' in told[1]
+    messages = [answer.json()["message"] for answer in answers]
+    assert 'unknown field "spec.hostNam"' in messages[0]
+    assert 'unknown field "spec.scheduleTimeoutSeconds"' in messages[1]
 
 
 @pytest.mark.parametrize("project", POD_GROUPS)
 def test_pod_groups_are_judged_by_their_projects_schema(server: httpx.Client, project: str) -> None:
     job = rendered.make_job(rendered.VARIETY[project], namespace="privileged")
-    groups = [one for one in gang(job) if one[1]["kind"] == "PodGroup"]
+    groups = [gang_object for gang_object in gang(job) if gang_object[1]["kind"] == "PodGroup"]
     assert [obj["metadata"]["name"] for _, obj in groups] == ["gpt-a12"]
     groups[0][1]["spec"]["minMember"] = "two"
     assert "must be of type integer" in try_out(server, groups[0]).text

@@ -21,7 +21,8 @@ def client(plane: kube.ControlPlane) -> Any:
 
 def named(examples: list[Example]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        "example", [pytest.param(one, id=f"{one.rule_id}-{'good' if one.good else 'bad'}") for one in examples]
+        "example",
+        [pytest.param(example, id=f"{example.rule_id}-{'good' if example.good else 'bad'}") for example in examples],
     )
 
 
@@ -33,16 +34,16 @@ def check(example: Example, answer: httpx.Response) -> None:
     assert answer.status_code == 422, answer.text
     ((field, message),) = {(cause["field"], cause["message"]) for cause in answer.json()["details"]["causes"]}
     assert field.partition("[")[0] == example.field, "the schema itself names the item, a rule its list"
-    assert (example.server_words or example.words) in message
+    assert (example.server_message or example.message) in message
 
 
-@named([one for one in EXAMPLES if one.old is None])
+@named([example for example in EXAMPLES if example.old is None])
 def test_an_object_is_judged_as_locally(client: httpx.Client, example: Example) -> None:
     answer = client.post(JOBS.path("default"), params=DRY, json=manifest(example))
     check(example, answer)
 
 
-@named([one for one in EXAMPLES if one.old is not None])
+@named([example for example in EXAMPLES if example.old is not None])
 def test_a_change_is_judged_as_locally(client: httpx.Client, namespace: str, example: Example) -> None:
     url, old = JOBS.path(namespace), old_manifest(example)
     assert old is not None

@@ -83,11 +83,11 @@ def test_an_update_is_judged_by_a_rule_that_compares_its_block(client: httpx.Cli
 
     suspended = patch(suspend=True)
     assert suspended.is_success, suspended.text
-    for broken, kept, says in (
+    for broken, unchanged, message in (
         ({"runPolicy": {"rules": BOTH_CODES}}, {"runPolicy": {"rules": IN_CODES}}, "either in or notIn"),
         ({"data": {"path": BLEND}}, {"data": {"path": ["0.3", "a", "0.7", "b"]}}, "a weight before every prefix"),
     ):
-        mended = patch(**kept)
+        mended = patch(**unchanged)
         assert mended.is_success, mended.text
         again = patch(**broken)
-        assert again.status_code == 422 and says in again.text, again.text
+        assert again.status_code == 422 and message in again.text, again.text

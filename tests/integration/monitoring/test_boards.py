@@ -52,7 +52,7 @@ def test_every_query_returns_data(scraped: tuple[Prometheus, Jobs, float], path:
     assert len(pending) > 10
 
     def none_is_left() -> bool:
-        jobs.look()
+        jobs.read_verdicts()
         pending[:] = [(title, target) for title, target in pending if not answers(prometheus, target, began)]
         return not pending
 

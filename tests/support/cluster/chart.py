@@ -12,11 +12,11 @@ CHART = ROOT / "charts" / "megatronapp"
 READY_S = 400
 
 
-def helm(cluster: Cluster, *words: object, seconds: float = READY_S) -> str:
+def helm(cluster: Cluster, *arguments: object, seconds: float = READY_S) -> str:
     """Run helm and return its output. Fails with all that is known of the cluster."""
     program = kube.programs("helm") / "helm"
     config = ("--kubeconfig", cluster.layout.kubeconfig("admin"), "--namespace", HOME)
-    done: subprocess.CompletedProcess[str] = cluster.inside(program, *words, *config, seconds=seconds)
+    done: subprocess.CompletedProcess[str] = cluster.inside(program, *arguments, *config, seconds=seconds)
     assert done.returncode == 0, f"{done.stderr}\n{cluster.problems()}"
     return done.stdout
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import playwright.sync_api as pw
 from cluster.chart import HOME
-from cluster.jobs import Job
+from cluster.jobs import E2eJob
 from cluster.layout import ClusterError
 from cluster.runtime import Cluster
 
@@ -18,23 +18,23 @@ ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-backg
 CLI = [sys.executable, "-m", "megatronapp_common.cli"]
 
 
-def cli(cluster: Cluster, *words: str) -> list[str]:
+def cli(cluster: Cluster, *arguments: str) -> list[str]:
     """`megatronapp` with the administrator's kubeconfig."""
-    return cluster.layout.first.inside(*CLI, *words, "--kubeconfig", cluster.layout.kubeconfig("admin"))
+    return cluster.layout.first.inside(*CLI, *arguments, "--kubeconfig", cluster.layout.kubeconfig("admin"))
 
 
 @contextlib.contextmanager
 def forwarded(cluster: Cluster) -> Iterator[str]:
     """`kubectl port-forward svc/megatronapp 8080`; the address that it leads from."""
-    words = cluster.layout.first.inside(*cluster.command(), "-n", HOME, "port-forward", "svc/megatronapp", "8080")
-    with _told(cluster, words) as line:
+    forward = cluster.layout.first.inside(*cluster.command(), "-n", HOME, "port-forward", "svc/megatronapp", "8080")
+    with _output_lines(cluster, forward) as line:
         yield f"http://{line.partition(' -> ')[0].rpartition(' ')[2]}"
 
 
 @contextlib.contextmanager
-def opened(cluster: Cluster, job: Job) -> Iterator[str]:
+def opened(cluster: Cluster, job: E2eJob) -> Iterator[str]:
     """`megatronapp ui JOB -n NAMESPACE`; the address that it prints."""
-    with _told(cluster, cli(cluster, "ui", job.name, "-n", job.namespace, "--print")) as line:
+    with _output_lines(cluster, cli(cluster, "ui", job.name, "-n", job.namespace, "--print")) as line:
         yield line
 
 
@@ -59,7 +59,7 @@ def person(cluster: Cluster, namespace: str, role: str, name: str = "ada") -> st
 
 
 @contextlib.contextmanager
-def _told(cluster: Cluster, command: list[str]) -> Iterator[str]:
+def _output_lines(cluster: Cluster, command: list[str]) -> Iterator[str]:
     """Yield the first line of a program that runs until the block ends."""
     path = f"{cluster.programs}:{os.environ.get('PATH', '')}"
     process = subprocess.Popen(

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from typing import IO
 
-from cluster.layout import PAUSE_IMAGE, ROOT, ClusterError, Node
+from cluster.layout import PAUSE_IMAGE, ROOT, ClusterError, ClusterNode
 
 IMAGES, TAKEN = "images", "taken"
 """Folders of a node that outlive the cluster where images are kept."""
@@ -53,14 +53,14 @@ class Builder:
         """Build our images and those that they are based on."""
         self._run([ROOT / "scripts" / "cluster" / "base_images.sh"])
         suite = _suite()
-        stand = {
+        versions = {
             "BASE": f"localhost/megatronapp-base:{suite}-verbs",
             "BUILDER": f"localhost/megatronapp-builder:{suite}",
         }
-        words = ["nice", ROOT / "scripts" / "build_images.sh", *OURS]
-        self._run(words, {"ENGINE": "buildah", "TAG": version(), **stand})
+        build_command = ["nice", ROOT / "scripts" / "build_images.sh", *OURS]
+        self._run(build_command, {"ENGINE": "buildah", "TAG": version(), **versions})
 
-    def give(self, image: str, node: Node) -> bool:
+    def give(self, image: str, node: ClusterNode) -> bool:
         """Take an image into a node, unless it has just this one; whether it was taken."""
         full = image if "/" in image else f"docker.io/library/{image}"
         local = image if "/" in image else f"localhost/{image}"
@@ -88,14 +88,14 @@ class Builder:
             self._run(["buildah", "config", "--entrypoint", '["/pause"]', made])
             self._run(["buildah", "commit", "--quiet", "--rm", "--timestamp", "0", made, PAUSE_IMAGE])
 
-    def _run(self, words: list[object], more: dict[str, str] | None = None) -> None:
-        _run([str(word) for word in words], {**self.environment, **(more or {})})
+    def _run(self, command: list[object], more: dict[str, str] | None = None) -> None:
+        _run([str(argument) for argument in command], {**self.environment, **(more or {})})
 
-    def _read(self, words: list[str]) -> str:
-        return _run(["buildah", *words], self.environment).strip()
+    def _read(self, command: list[str]) -> str:
+        return _run(["buildah", *command], self.environment).strip()
 
 
-def share(first: Node, other: Node) -> None:
+def copy_images(first: ClusterNode, other: ClusterNode) -> None:
     """Give a node all that a first one has taken, as hard links; nothing runs on either.
 
     Images are never changed where they lie, so both may have the same files; only the lists of them are copied.
@@ -121,14 +121,14 @@ def _suite() -> str:
     return found[1]
 
 
-def _marker(node: Node, image: str) -> pathlib.Path:
+def _marker(node: ClusterNode, image: str) -> pathlib.Path:
     folder = node.folder / TAKEN
     folder.mkdir(exist_ok=True)
     return folder / re.sub(r"\W", "-", image)
 
 
-def _run(words: list[str], environment: dict[str, str] | None = None, stdin: IO[bytes] | None = None) -> str:
-    done = subprocess.run(words, stdin=stdin, capture_output=True, text=True, check=False, env=environment)
+def _run(command: list[str], environment: dict[str, str] | None = None, stdin: IO[bytes] | None = None) -> str:
+    done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
-        raise ClusterError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise ClusterError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return done.stdout

@@ -13,7 +13,7 @@ from cluster.images import name as name_of_image
 from cluster.layout import ROOT
 from cluster.runtime import Cluster
 
-ASK = pathlib.Path(__file__).with_name("ask.py")
+QUERY_HUB = pathlib.Path(__file__).with_name("ask.py")
 LONG_S = 600
 """Patience with a machine that others use, too."""
 SHARED = "/shared"
@@ -43,7 +43,7 @@ def volume(cluster: Cluster, namespace: str, name: str) -> pathlib.Path:
     return folder
 
 
-class Job:
+class E2eJob:
     """A job on the cluster."""
 
     def __init__(self, cluster: Cluster, namespace: str, manifest: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Job:
         trains = progress.get("attempt", -1) >= attempt and progress.get("state") == "training"
         return int(progress.get("iteration") or 0) if trains else 0
 
-    def goes_on(self, attempt: int, beyond: int, what: str) -> None:
+    def wait_for_progress(self, attempt: int, beyond: int, what: str) -> None:
         """Wait until this attempt, or a later one, has passed a step."""
         self.wait(lambda: self.iteration(attempt) > beyond, f"training goes on {what}")
 
@@ -105,8 +105,8 @@ class Job:
 
     def hub(self, path: str) -> Any:
         """Query the job's hub from within the hub's pod."""
-        words = ("--", "python", "-c", ASK.read_text(encoding="utf-8"), path)
-        return json.loads(self.cluster.kubectl("exec", f"{self.name}-hub", "-n", self.namespace, *words))
+        arguments = ("--", "python", "-c", QUERY_HUB.read_text(encoding="utf-8"), path)
+        return json.loads(self.cluster.kubectl("exec", f"{self.name}-hub", "-n", self.namespace, *arguments))
 
 
 def example(name: str = "gpt-tiny-cpu") -> dict[str, Any]:

@@ -51,8 +51,8 @@ def _certificate(folder: pathlib.Path, name: str, subject: str, names: str = "DN
     extensions.write_text(f"extendedKeyUsage=serverAuth,clientAuth\nsubjectAltName={names}\n", encoding="utf-8")
     _openssl(folder, "req", *_EC, "-keyout", f"{name}.key", "-out", request, "-subj", subject)
     signer = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", str(DAYS))
-    words = ("x509", "-req", "-in", request, *signer, "-extfile", extensions.name, "-out", f"{name}.crt")
-    _openssl(folder, *words)
+    signing = ("x509", "-req", "-in", request, *signer, "-extfile", extensions.name, "-out", f"{name}.crt")
+    _openssl(folder, *signing)
 
 
 def _kubeconfig(cluster: Layout, user: str) -> None:
@@ -70,5 +70,5 @@ def _kubeconfig(cluster: Layout, user: str) -> None:
     cluster.kubeconfig(user).write_text(yaml.safe_dump(document), encoding="utf-8")
 
 
-def _openssl(folder: pathlib.Path, *words: str) -> None:
-    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+def _openssl(folder: pathlib.Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)

@@ -19,7 +19,7 @@ class ClusterError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class ClusterNode:
     """Pretended machine: a network namespace with a separate container runtime and kubelet."""
 
     index: int
@@ -61,13 +61,13 @@ class Node:
         """Parent of all its pods, in every hierarchy."""
         return f"{name_of(self.folder.parent)}/{self.name}"
 
-    def inside(self, *words: object) -> list[str]:
+    def inside(self, *command: object) -> list[str]:
         """A command that runs in the node's network; `ip netns exec` would hide the control groups."""
-        return ["nsenter", f"--net={self.network}", *map(str, words)]
+        return ["nsenter", f"--net={self.network}", *map(str, command)]
 
-    def runtime(self, *words: object) -> list[str]:
+    def runtime(self, *arguments: object) -> list[str]:
         """A command of containerd's client, among the images and containers of the kubelet."""
-        return ["ctr", "--address", str(self.socket), "--namespace", "k8s.io", *map(str, words)]
+        return ["ctr", "--address", str(self.socket), "--namespace", "k8s.io", *map(str, arguments)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Layout:
     """Paths of all files of one cluster."""
 
     folder: pathlib.Path
-    nodes: tuple[Node, ...]
+    nodes: tuple[ClusterNode, ...]
 
     @property
     def cgroup(self) -> str:
@@ -88,7 +88,7 @@ class Layout:
         return self.folder / "keys"
 
     @property
-    def first(self) -> Node:
+    def first(self) -> ClusterNode:
         """The node in whose network the control plane runs."""
         return self.nodes[0]
 
@@ -104,7 +104,7 @@ def name_of(folder: pathlib.Path) -> str:
 
 def layout(folder: pathlib.Path, nodes: int) -> Layout:
     """Return the layout of a cluster with this number of nodes."""
-    members = (Node(index=index, folder=folder / f"node-{index}") for index in range(1, nodes + 1))
+    members = (ClusterNode(index=index, folder=folder / f"node-{index}") for index in range(1, nodes + 1))
     return Layout(folder=folder, nodes=tuple(members))
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import subprocess
 
-from cluster.layout import Layout, Node
+from cluster.layout import ClusterNode, Layout
 
 BRIDGE = "nodes"
 SETTINGS = (
@@ -40,7 +40,7 @@ def remove_network(cluster: Layout) -> None:
                 _run("ip", "netns", "delete", node.namespace)
 
 
-def _join(first: Node, node: Node) -> None:
+def _join(first: ClusterNode, node: ClusterNode) -> None:
     port = f"to-{node.name}"
     link = ("type", "veth", "peer", "name", "eth0", "netns", node.namespace)
     _run("ip", "link", "add", port, "netns", first.namespace, *link)
@@ -48,10 +48,10 @@ def _join(first: Node, node: Node) -> None:
     _address(node, "eth0")
 
 
-def _address(node: Node, device: str) -> None:
+def _address(node: ClusterNode, device: str) -> None:
     _run(*node.inside("ip", "address", "add", f"{node.address}/24", "dev", device))
     _run(*node.inside("ip", "link", "set", device, "up"))
 
 
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True)
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -6,7 +6,7 @@ import subprocess
 import time
 
 from cluster import daemons, settings
-from cluster.layout import ClusterError, Layout, Node
+from cluster.layout import ClusterError, ClusterNode, Layout
 
 READY_S = 60
 POLL_S = 0.1
@@ -15,7 +15,7 @@ ORDER = ("kubelet", "proxy", "containerd")
 """In which its programs end."""
 
 
-def start_runtime(node: Node) -> None:
+def start_runtime(node: ClusterNode) -> None:
     """Start containerd and wait until it answers."""
     (node.folder / "cni").mkdir(parents=True, exist_ok=True)
     (node.folder / "cni" / "10-pods.conflist").write_text(settings.pod_network(node), encoding="utf-8")
@@ -29,14 +29,14 @@ def start_runtime(node: Node) -> None:
         time.sleep(POLL_S)
 
 
-def start_proxy(cluster: Layout, node: Node, programs: pathlib.Path) -> None:
+def start_proxy(cluster: Layout, node: ClusterNode, programs: pathlib.Path) -> None:
     """Start the node's kube-proxy."""
     path = node.folder / "proxy.yaml"
     path.write_text(settings.proxy(cluster, node), encoding="utf-8")
     daemons.start(node.folder, "proxy", node.inside(programs / "kube-proxy", f"--config={path}"))
 
 
-def start_kubelet(cluster: Layout, node: Node, programs: pathlib.Path) -> None:
+def start_kubelet(cluster: Layout, node: ClusterNode, programs: pathlib.Path) -> None:
     """Start the kubelet, which makes the node known; also after stop_kubelet."""
     _make_cgroups(node)
     (node.folder / "kubelet.yaml").write_text(settings.kubelet(cluster, node), encoding="utf-8")
@@ -53,12 +53,12 @@ def start_kubelet(cluster: Layout, node: Node, programs: pathlib.Path) -> None:
     daemons.start(node.folder, "kubelet", node.inside(*kubelet))
 
 
-def stop_kubelet(node: Node) -> None:
+def stop_kubelet(node: ClusterNode) -> None:
     """End the kubelet alone: the node falls silent, and its pods run on."""
     daemons.stop(node.folder, "kubelet")
 
 
-def running_pods(node: Node) -> set[str]:
+def running_pods(node: ClusterNode) -> set[str]:
     """Return the uids of the pods of which a process runs, known to the API server or not."""
     groups = HIERARCHIES.glob(f"pids/{node.cgroup}/**/cgroup.procs")
     busy = (group.parent for group in groups if group.read_text(encoding="utf-8").strip())
@@ -66,7 +66,7 @@ def running_pods(node: Node) -> set[str]:
     return {match[1] for match in found if match}
 
 
-def stop(node: Node) -> None:
+def stop(node: ClusterNode) -> None:
     """End the node's pods and programs: the kubelet first, because it would start the pods again."""
     daemons.stop(node.folder, "kubelet")
     daemons.stop(node.folder, "proxy")
@@ -85,7 +85,7 @@ def remove_cgroups(name: str) -> None:
                 group.rmdir()
 
 
-def _make_cgroups(node: Node) -> None:
+def _make_cgroups(node: ClusterNode) -> None:
     for hierarchy in HIERARCHIES.iterdir():
         if hierarchy.is_symlink() or not (hierarchy / "cgroup.procs").exists():
             continue
@@ -98,7 +98,7 @@ def _make_cgroups(node: Node) -> None:
                     (group / name).write_text((parent / name).read_text())
 
 
-def _end_pods(node: Node) -> None:
+def _end_pods(node: ClusterNode) -> None:
     deadline = time.monotonic() + READY_S
     while tasks := _tasks(node):
         for task in tasks:
@@ -110,20 +110,20 @@ def _end_pods(node: Node) -> None:
         subprocess.run(node.runtime("containers", "delete", container), capture_output=True, check=False)
 
 
-def _tasks(node: Node) -> list[str]:
+def _tasks(node: ClusterNode) -> list[str]:
     done = subprocess.run(node.runtime("tasks", "list", "--quiet"), capture_output=True, text=True, check=False)
     return done.stdout.split()
 
 
-def _end_strays(node: Node) -> None:
+def _end_strays(node: ClusterNode) -> None:
     """End what containerd left: its shims, and processes of pods that it no longer knows."""
     for group in HIERARCHIES.glob(f"*/{node.cgroup}/**/cgroup.procs"):
         for pid in group.read_text(encoding="utf-8").split():
             subprocess.run(["kill", "-KILL", pid], capture_output=True, check=False)
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().split(b"\0")
+            command = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[0].endswith(b"containerd-shim-runc-v2") and str(node.socket).encode() in words:
+        if command[0].endswith(b"containerd-shim-runc-v2") and str(node.socket).encode() in command:
             subprocess.run(["kill", "-KILL", path.parent.name], capture_output=True, check=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import kube
 from cluster import control, daemons, node
-from cluster.images import IMAGES, OURS, TAKEN, Builder, name, share
+from cluster.images import IMAGES, OURS, TAKEN, Builder, copy_images, name
 from cluster.keys import write_keys
 from cluster.layout import PAUSE_IMAGE, ClusterError, Layout, default_folder, layout
 from cluster.network import make_network, remove_network
@@ -22,7 +22,7 @@ START_S = 120
 POLL_S = 0.1
 KERNEL = ("vm/overcommit_memory", "kernel/panic", "kernel/panic_on_oops")
 """Kernel settings that a kubelet changes on the machine itself."""
-LEFT_BEHIND = ("/var/lib/kubelet", "/var/log/containers", "/var/lib/cni")
+LEFTOVERS = ("/var/lib/kubelet", "/var/log/containers", "/var/lib/cni")
 """Folders that a kubelet and CNI plugins make outside of the folders they are given."""
 
 
@@ -33,26 +33,26 @@ class Cluster:
         self.layout = places
         self.programs = programs
 
-    def inside(self, *words: object, node_index: int = 1, seconds: float = 300) -> "subprocess.CompletedProcess[str]":
+    def inside(self, *program: object, node_index: int = 1, seconds: float = 300) -> "subprocess.CompletedProcess[str]":
         """Run a command in a node's network."""
-        command = self.layout.nodes[node_index - 1].inside(*words)
+        command = self.layout.nodes[node_index - 1].inside(*program)
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
 
-    def kubectl(self, *words: str, stdin: str | None = None, seconds: float = 300) -> str:
+    def kubectl(self, *arguments: str, stdin: str | None = None, seconds: float = 300) -> str:
         """Run kubectl and return its output. Raises ClusterError if it fails."""
-        full = self.layout.first.inside(*self.command(), *words)
+        full = self.layout.first.inside(*self.command(), *arguments)
         done = subprocess.run(full, input=stdin, capture_output=True, text=True, check=False, timeout=seconds)
         if done.returncode != 0:
-            raise ClusterError(f"kubectl {' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+            raise ClusterError(f"kubectl {' '.join(arguments)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
     def command(self) -> tuple[str, ...]:
         """kubectl with the administrator's rights, to be run inside the first node's network."""
         return (str(self.programs / "kubectl"), "--kubeconfig", str(self.layout.kubeconfig("admin")))
 
-    def get(self, *words: str) -> dict[str, Any]:
+    def get(self, *arguments: str) -> dict[str, Any]:
         """An object, or a list of them."""
-        found: dict[str, Any] = json.loads(self.kubectl("get", *words, "-o", "json"))
+        found: dict[str, Any] = json.loads(self.kubectl("get", *arguments, "-o", "json"))
         return found
 
     def apply(self, *documents: dict[str, Any], namespace: str = "default") -> None:
@@ -132,7 +132,7 @@ def down(folder: pathlib.Path | None = None, *, keep_images: bool = False) -> No
     node.remove_cgroups(places.cgroup)
     if not places.folder.exists():
         return
-    _restore_machine(places.folder)
+    _restore_host_settings(places.folder)
     for path in places.folder.iterdir():
         if keep_images and path.name in {member.name for member in places.nodes}:
             _empty_node(path)
@@ -161,7 +161,7 @@ def remains(folder: pathlib.Path | None = None) -> list[str]:
     found = [f"network {member.namespace}" for member in places.nodes if member.network.exists()]
     found += [f"control group {path}" for path in node.HIERARCHIES.glob(f"*/{places.cgroup}")]
     found += [f"mount {mount}" for mount in _mounts(places.folder)]
-    found += [f"program {words}" for words in _programs(places.folder)]
+    found += [f"program {program}" for program in _programs(places.folder)]
     return [*found, f"folder {places.folder}"] if places.folder.exists() else found
 
 
@@ -177,7 +177,7 @@ def _prepare(places: Layout) -> None:
     for member in places.nodes:
         member.folder.mkdir(parents=True, exist_ok=True)
     (places.folder / "resolv.conf").write_text("", encoding="utf-8")
-    _remember_machine(places.folder)
+    _save_host_settings(places.folder)
     write_keys(places)
     make_network(places)
 
@@ -190,7 +190,7 @@ def _take_images(places: Layout, builder: Builder, images: Sequence[str]) -> Non
     node.stop(first)
     for other in others:
         if any(taken) or not (other.folder / IMAGES).exists():
-            share(first, other)
+            copy_images(first, other)
 
 
 def _wait_api(cluster: Cluster) -> None:
@@ -211,9 +211,9 @@ def _programs(folder: pathlib.Path) -> Iterator[str]:
     """Processes that name the folder."""
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if f"{folder}/" in words:
-                yield words
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if f"{folder}/" in command:
+                yield command
 
 
 def _unmount(folder: pathlib.Path) -> None:
@@ -221,13 +221,13 @@ def _unmount(folder: pathlib.Path) -> None:
         subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)
 
 
-def _remember_machine(folder: pathlib.Path) -> None:
+def _save_host_settings(folder: pathlib.Path) -> None:
     kernel = {key: pathlib.Path("/proc/sys", key).read_text(encoding="utf-8") for key in KERNEL}
-    absent = [path for path in LEFT_BEHIND if not pathlib.Path(path).exists()]
+    absent = [path for path in LEFTOVERS if not pathlib.Path(path).exists()]
     (folder / "before.json").write_text(json.dumps({"kernel": kernel, "absent": absent}), encoding="utf-8")
 
 
-def _restore_machine(folder: pathlib.Path) -> None:
+def _restore_host_settings(folder: pathlib.Path) -> None:
     path = folder / "before.json"
     if not path.exists():
         return
@@ -245,14 +245,14 @@ def _empty_node(folder: pathlib.Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """`up [--no-images]`, `down [--keep-images]`."""
-    if list(words[:1]) == ["up"]:
-        cluster = up(images=() if "--no-images" in words else OURS)
+    if list(arguments[:1]) == ["up"]:
+        cluster = up(images=() if "--no-images" in arguments else OURS)
         print("kubectl is:", *cluster.layout.first.inside(*cluster.command()))
         return 0
-    if list(words[:1]) == ["down"]:
-        down(keep_images="--keep-images" in words)
+    if list(arguments[:1]) == ["down"]:
+        down(keep_images="--keep-images" in arguments)
         return 0
     print("usage: cluster up [--no-images] | down [--keep-images]", file=sys.stderr)
     return 2

@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 import yaml
-from cluster.layout import PAUSE_IMAGE, POD_RANGE, Layout, Node
-from cluster.machine import PLUGINS
+from cluster.host import PLUGINS
+from cluster.layout import PAUSE_IMAGE, POD_RANGE, ClusterNode, Layout
 
 _RUNTIME = """\
 version = 2
@@ -48,12 +48,12 @@ _NAMES = """\
 """
 
 
-def runtime(node: Node) -> str:
+def runtime(node: ClusterNode) -> str:
     """Return the settings of containerd."""
     return _RUNTIME.format(folder=node.folder, socket=node.socket, pause=PAUSE_IMAGE, plugins=PLUGINS)
 
 
-def pod_network(node: Node) -> str:
+def pod_network(node: ClusterNode) -> str:
     """Return the network of pods: a bridge per node, every address reached unchanged."""
     addresses = {
         "type": "host-local",
@@ -66,7 +66,7 @@ def pod_network(node: Node) -> str:
     return json.dumps({"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge, ports]})
 
 
-def kubelet(cluster: Layout, node: Node) -> str:
+def kubelet(cluster: Layout, node: ClusterNode) -> str:
     """Settings of the kubelet."""
     authority = str(cluster.keys / "ca.crt")
     document: dict[str, Any] = {
@@ -104,7 +104,7 @@ def kubelet(cluster: Layout, node: Node) -> str:
     return yaml.safe_dump(document)
 
 
-def proxy(cluster: Layout, node: Node) -> str:
+def proxy(cluster: Layout, node: ClusterNode) -> str:
     """Return the settings of kube-proxy."""
     untouched = {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
     document: dict[str, Any] = {

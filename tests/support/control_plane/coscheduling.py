@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import httpx
 import kube
 import yaml
-from queued_machines import QueuedMachines
+from queued_nodes import QueuedNodes
 
 from megatronapp_operator.backends.kubernetes.client.resources import COSCHEDULING_POD_GROUPS, Object
 from megatronapp_operator.backends.kubernetes.render.queueing import SCHEDULERS
@@ -25,8 +25,8 @@ MERGE = {"Content-Type": "application/merge-patch+json"}
 
 
 @dataclasses.dataclass(slots=True)
-class PlacedMachines(QueuedMachines):
-    """Machines that take what a scheduler has placed; `full` are workers that they do not start yet."""
+class ScheduledNodes(QueuedNodes):
+    """Nodes that take what a scheduler has placed; `full` are workers that they do not start yet."""
 
     def _takes(self, name: str, pod: Object) -> bool:
         return bool(pod["spec"].get("nodeName")) and name not in self.full
@@ -88,9 +88,9 @@ def nodes(plane: kube.ControlPlane, *names: str) -> Iterator[None]:
 
 def add(client: httpx.Client, name: str) -> None:
     """Add one such node."""
-    room = {"cpu": "1", "memory": "64Gi", "pods": "110", "ephemeral-storage": "1Ti"}
+    capacity = {"cpu": "1", "memory": "64Gi", "pods": "110", "ephemeral-storage": "1Ti"}
     labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
-    status = {"allocatable": room, "capacity": room}
+    status = {"allocatable": capacity, "capacity": capacity}
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}, "status": status}
     answer = client.post("/api/v1/nodes", json=node)
     assert answer.is_success, answer.text

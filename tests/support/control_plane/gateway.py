@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import kube
 import yaml
-from ports import held_ports
+from ports import reserved_ports
 
 import megatronapp_native
 from megatronapp_common.names import Env
@@ -90,16 +90,26 @@ def kubeconfig(
 def make_authority(folder: pathlib.Path) -> pathlib.Path:
     """Make a certificate authority for users; the API server takes its file as --client-ca-file."""
     key, certificate = folder / "people.key", folder / "people.crt"
-    words = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=people")
-    _openssl(*words, "-keyout", str(key), "-out", str(certificate))
+    self_signed = (
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-subj",
+        "/CN=people",
+    )
+    _openssl(*self_signed, "-keyout", str(key), "-out", str(certificate))
     return certificate
 
 
 def certified(plane: kube.ControlPlane, folder: pathlib.Path, user: str, *, namespace: str) -> pathlib.Path:
     """Write a kubeconfig of a user who shows a certificate and has no token."""
     key, request, certificate = (folder / f"{user}.{end}" for end in ("key", "csr", "crt"))
-    words = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={user}")
-    _openssl(*words, "-keyout", str(key), "-out", str(request))
+    signing = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={user}")
+    _openssl(*signing, "-keyout", str(key), "-out", str(request))
     authority = ("-CA", str(plane.folder / "people.crt"), "-CAkey", str(plane.folder / "people.key"))
     _openssl("x509", "-req", "-in", str(request), *authority, "-set_serial", "1", "-out", str(certificate))
     path = kubeconfig(plane, folder, "none", namespace=namespace)
@@ -109,8 +119,8 @@ def certified(plane: kube.ControlPlane, folder: pathlib.Path, user: str, *, name
     return path
 
 
-def _openssl(*words: str) -> None:
-    subprocess.run(["openssl", *words], check=True, capture_output=True)
+def _openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,20 +167,20 @@ def gateway(
     (dist / "assets").mkdir(parents=True)
     (dist / "index.html").write_text("<!doctype html><html><head><title>page</title></head></html>", encoding="utf-8")
     (dist / "assets" / "app-1.js").write_text("1", encoding="utf-8")
-    words = [
+    command = [
         *flags,
         f"--kubeconfig={kubeconfig(plane, folder, token)}",
         f"--key-file={folder / 'key'}",
         "--host=127.0.0.1",
     ]
-    words += ([] if reviews else ["--no-reviews"]) + ([f"--frontend={built or dist}"] if page else [])
+    command += ([] if reviews else ["--no-reviews"]) + ([f"--frontend={built or dist}"] if page else [])
     log = folder / "gateway.log"
-    with held_ports(3) as (port, hub_port, metrics_port):
-        words += [f"--port={port}", f"--hub-port={hub_port}", f"--metrics-port={metrics_port}"]
+    with reserved_ports(3) as (port, hub_port, metrics_port):
+        command += [f"--port={port}", f"--hub-port={hub_port}", f"--metrics-port={metrics_port}"]
         running = Gateway(
             url=f"http://127.0.0.1:{port}", key=key, log=log, hub_port=hub_port, metrics_port=metrics_port
         )
-        with process([sys.executable, "-m", "megatronapp_operator.gateway", *words], log), running.client() as client:
+        with process([sys.executable, "-m", "megatronapp_operator.gateway", *command], log), running.client() as client:
             wait_for(lambda: _ready(client), log)
             yield running
 
@@ -206,7 +216,7 @@ def wait_for(probe: Any, log: pathlib.Path | None = None) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class GatewayJob:
     """A MegatronJob on the API server, and the address that its hub's pod has."""
 
     namespace: str
@@ -221,12 +231,12 @@ class Job:
         return f"/api/v1/jobs/{self.namespace}/{self.name}"
 
 
-def make_job(plane: kube.ControlPlane, namespace: str, name: str, *, hub: bool = True) -> Job:
+def make_job(plane: kube.ControlPlane, namespace: str, name: str, *, hub: bool = True) -> GatewayJob:
     """A job, and the pod of its hub as the operator makes it and a kubelet reports it (nothing runs in it)."""
     document = yaml.safe_load((kube.ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8"))
     document["metadata"] = {"name": name}
     document = create(plane, f"{JOBS}/{namespace}/megatronjobs", document)
-    job = Job(
+    job = GatewayJob(
         namespace=namespace,
         name=name,
         uid=document["metadata"]["uid"],
@@ -238,7 +248,7 @@ def make_job(plane: kube.ControlPlane, namespace: str, name: str, *, hub: bool =
     return job
 
 
-def set_status(plane: kube.ControlPlane, job: Job, **status: Any) -> None:
+def set_status(plane: kube.ControlPlane, job: GatewayJob, **status: Any) -> None:
     """Write the status that the operator reports of a job."""
     patch(plane, f"{JOBS}/{job.namespace}/megatronjobs/{job.name}/status", {"status": status})
 
@@ -252,7 +262,7 @@ def patch(plane: kube.ControlPlane, path: str, body: dict[str, Any]) -> None:
 
 
 def make_pod(
-    plane: kube.ControlPlane, job: Job, name: str, *, address: str, owner: str | None = None, **more: Any
+    plane: kube.ControlPlane, job: GatewayJob, name: str, *, address: str, owner: str | None = None, **more: Any
 ) -> None:
     """A running pod that belongs to the job (or to another owner's uid)."""
     pods = f"/api/v1/namespaces/{job.namespace}/pods"
@@ -271,7 +281,7 @@ def make_pod(
 
 
 @contextlib.contextmanager
-def hub(job: Job, folder: pathlib.Path, *, port: int, key: str) -> Iterator[None]:
+def hub(job: GatewayJob, folder: pathlib.Path, *, port: int, key: str) -> Iterator[None]:
     """The real hub of a job with a real agent over real rings of a small pipeline, where its pod would be."""
     folder.mkdir(exist_ok=True)
     (folder / "job.yaml").write_text(yaml.safe_dump(job.document), encoding="utf-8")
@@ -302,7 +312,7 @@ def hub(job: Job, folder: pathlib.Path, *, port: int, key: str) -> Iterator[None
         yield
 
 
-def viewer(key: str, job: Job) -> str:
+def viewer(key: str, job: GatewayJob) -> str:
     """The viewer's token of a job."""
     return derive_token(job_secret(key, job.uid), TokenRole.VIEWER)
 

@@ -58,7 +58,7 @@ FRAMES = {
 
 
 @dataclasses.dataclass
-class Asked:
+class ReceivedRequest:
     """One request that reached it."""
 
     path: str
@@ -73,7 +73,7 @@ class HostileHub:
     port: int
     victim: "HostileHub | None" = None
     """Target of its redirects, which must not receive a request."""
-    asked: list[Asked] = dataclasses.field(default_factory=list)
+    requests: list[ReceivedRequest] = dataclasses.field(default_factory=list)
     live: str = "frames"
     protocol: str | None = None
     """Subprotocol that its sockets say they speak."""
@@ -88,13 +88,13 @@ class HostileHub:
         return "" if self.victim is None else f"http://{self.victim.address}:{self.victim.port}/api/v1/job"
 
     @property
-    def led_somebody_away(self) -> bool:
+    def redirect_was_followed(self) -> bool:
         """Return whether the victim received a request."""
-        return self.victim is not None and bool(self.victim.asked)
+        return self.victim is not None and bool(self.victim.requests)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer by the `do` of the query."""
-        self.asked.append(Asked(str(request.rel_url), dict(request.headers)))
+        self.requests.append(ReceivedRequest(str(request.rel_url), dict(request.headers)))
         if request.path.endswith(("/live", "/scope")) and "Upgrade" in request.headers:
             return await self._live(request)
         return await self._http(request)
@@ -102,7 +102,7 @@ class HostileHub:
     async def _http(self, request: web.Request) -> web.StreamResponse:
         how = request.query.get("do", "fine")
         if how == "cut":
-            return await self._cut(request)
+            return await self._break_off(request)
         status, kind, text, more = ANSWERS[how]
         harm = {
             "Set-Cookie": "megatronapp_gateway=stolen; Path=/",
@@ -130,7 +130,7 @@ class HostileHub:
         finally:
             transport.abort()  # what it has not sent would keep it open
 
-    async def _cut(self, request: web.Request) -> web.StreamResponse:
+    async def _break_off(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         await response.write(b'{"begins": ')
@@ -148,11 +148,11 @@ class HostileHub:
         if self.live == "text":
             await socket.send_str(HTML)
         elif self.live == "flood":
-            await self._flood(socket, request, len(self.asked))
+            await self._flood(socket, request, len(self.requests))
         else:
             await socket.send_bytes(FRAMES.get(self.live, bytes(5 << 20)))
         async for message in socket:
-            self.asked.append(Asked("said " + repr(message.data), {}))
+            self.requests.append(ReceivedRequest("said " + repr(message.data), {}))
         return socket
 
 

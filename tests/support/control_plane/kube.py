@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import yaml
-from ports import held_ports
+from ports import reserved_ports
 
 from megatronapp_common.processes import terminate
 
@@ -90,9 +90,9 @@ class ControlPlane:
         assert done.returncode == 0, done.stderr
         return name
 
-    def kubectl(self, *words: str, stdin: Any = None, user: str = ADMIN) -> "subprocess.CompletedProcess[str]":
+    def kubectl(self, *arguments: str, stdin: Any = None, user: str = ADMIN) -> "subprocess.CompletedProcess[str]":
         """Run kubectl; `stdin` is an object that it reads as JSON from `-f -`."""
-        command = [str(self.programs / "kubectl"), "--kubeconfig", str(self.kubeconfig(user)), *words]
+        command = [str(self.programs / "kubectl"), "--kubeconfig", str(self.kubeconfig(user)), *arguments]
         text = None if stdin is None else json.dumps(stdin)
         environment = {"HOME": str(self.folder), "PATH": "/usr/bin:/bin"}
         return subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=environment)
@@ -107,7 +107,7 @@ def control_plane(
     tokens = {user: secrets.token_hex(16) for user in (ADMIN, *users)}
     _write_keys(folder, tokens)
     with (
-        held_ports(3) as (etcd_port, peer_port, api_port),
+        reserved_ports(3) as (etcd_port, peer_port, api_port),
         _program(folder, _etcd(binaries, folder, etcd_port, peer_port)) as etcd,
         _program(folder, [*_api_server(binaries, folder, etcd_port, api_port), *flags]) as server,
     ):

@@ -15,7 +15,7 @@ from typing import IO, Any
 import httpx
 import kube
 import yaml
-from ports import held_ports
+from ports import reserved_ports
 
 Object = dict[str, Any]
 START_S = 120
@@ -50,7 +50,7 @@ class Kueue:
 @contextlib.contextmanager
 def kueue(plane: kube.ControlPlane, folder: pathlib.Path) -> Iterator[Kueue]:
     """Install Kueue in a control plane and run it; it manages pods of every namespace that name a queue."""
-    with held_ports(2) as (health_port, webhook_port):
+    with reserved_ports(2) as (health_port, webhook_port):
         made = Kueue(plane, folder, health_port, webhook_port)
         with _installed(made):
             yield made
@@ -64,13 +64,15 @@ def _installed(made: Kueue) -> Iterator[None]:
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     documents = _rendered(programs / "chart", folder, config)
     plane.kubectl("create", "namespace", HOME)
-    _apply(plane, [_reachable(one, made) for one in documents if one["kind"] == "CustomResourceDefinition"])
+    _apply(
+        plane, [_reachable(document, made) for document in documents if document["kind"] == "CustomResourceDefinition"]
+    )
     done = plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
     assert done.returncode == 0, done.stderr
     command = [programs / "kueue", f"--config={folder / 'config.yaml'}", f"--kubeconfig={plane.kubeconfig()}"]
     with made.log.open("wb") as log, _running(command, log) as process:
         _wait(made, process)
-        _apply(plane, [_reachable(one, made) for one in documents if one["kind"] in WEBHOOKS])
+        _apply(plane, [_reachable(document, made) for document in documents if document["kind"] in WEBHOOKS])
         yield
 
 
@@ -162,7 +164,7 @@ def _rendered(chart: pathlib.Path, folder: pathlib.Path, config: str) -> list[Ob
     helm = kube.programs("helm") / "helm"
     command = [str(helm), "template", "kueue", str(chart), "-n", HOME, "-f", str(values), "--kube-version", "1.35.4"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return [one for one in yaml.safe_load_all(done.stdout) if one]
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
 def _reachable(document: Object, made: Kueue) -> Object:
@@ -170,8 +172,8 @@ def _reachable(document: Object, made: Kueue) -> Object:
     if document["kind"] == "CustomResourceDefinition":
         configs = [document["spec"].get("conversion", {}).get("webhook", {}).get("clientConfig")]
     else:
-        configs = [one["clientConfig"] for one in document["webhooks"]]
-    for config in (one for one in configs if one is not None):
+        configs = [webhook["clientConfig"] for webhook in document["webhooks"]]
+    for config in (config for config in configs if config is not None):
         path = config.pop("service")["path"]
         config["url"] = f"https://127.0.0.1:{made.webhook_port}{path}"
         config["caBundle"] = base64.b64encode((made.folder / "tls.crt").read_bytes()).decode()

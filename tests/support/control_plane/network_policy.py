@@ -46,17 +46,17 @@ def fits(selector: Object, labels: Mapping[str, str]) -> bool:
     _only(selector, "selector")
     pairs = selector.get("matchLabels", {}).items()
     return all(labels.get(key) == value for key, value in pairs) and all(
-        _fits(one, labels) for one in selector.get("matchExpressions", [])
+        _fits(expression, labels) for expression in selector.get("matchExpressions", [])
     )
 
 
-def _fits(one: Object, labels: Mapping[str, str]) -> bool:
-    value = labels.get(one["key"])
-    match one["operator"]:
+def _fits(expression: Object, labels: Mapping[str, str]) -> bool:
+    value = labels.get(expression["key"])
+    match expression["operator"]:
         case "In":
-            return value in one["values"]
+            return value in expression["values"]
         case "NotIn":
-            return value not in one["values"]
+            return value not in expression["values"]
         case "Exists":
             return value is not None
         case "DoesNotExist":
@@ -77,7 +77,7 @@ def _allows(rule: Object, namespace: str, source: Place, port: int) -> bool:
     _only(rule, "rule")
     peers, ports = rule.get("from") or [], rule.get("ports") or []
     return (not peers or any(_is_peer(peer, namespace, source) for peer in peers)) and (
-        not ports or any(_is_port(one, port) for one in ports)
+        not ports or any(_is_port(rule_port, port) for rule_port in ports)
     )
 
 
@@ -91,9 +91,9 @@ def _is_peer(peer: Object, namespace: str, source: Place) -> bool:
     return fits(peer["namespaceSelector"], there) and fits(peer.get("podSelector", {}), source.labels)
 
 
-def _is_port(one: Object, port: int) -> bool:
-    _only(one, "port")
-    return bool(one.get("protocol", "TCP") == "TCP" and one.get("port", port) == port)
+def _is_port(rule_port: Object, port: int) -> bool:
+    _only(rule_port, "port")
+    return bool(rule_port.get("protocol", "TCP") == "TCP" and rule_port.get("port", port) == port)
 
 
 def _only(block: Object, kind: str) -> None:

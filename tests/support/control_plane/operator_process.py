@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 import kube
-from operator_play import KEY
+from operator_simulation import KEY
 
 DEADLINE_S = 120.0
 
 
-class Operator:
+class OperatorProcess:
     """One process and its log."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Operator:
         key = folder / "key"
         key.write_text(KEY, encoding="ascii")
         self.log = folder / f"{name}.log"
-        words = {
+        flag_values = {
             "--kubeconfig": plane.kubeconfig(),
             "--watch-namespaces": namespace,
             "--operator-namespace": namespace,
@@ -45,7 +45,7 @@ class Operator:
             "--trainer-image": "megatronapp/trainer:test",
             "--analyzer-image": "megatronapp/analyzer:test",
         }
-        command_line = [*(str(word) for pair in words.items() for word in pair), *flags]
+        command_line = [*(str(argument) for pair in flag_values.items() for argument in pair), *flags]
         environment = {"HOME": str(folder)} | ({"PYTHONPATH": ":".join(map(str, sources))} if sources else {})
         with self.log.open("wb") as out:
             command = [
@@ -99,9 +99,9 @@ def started(
     name: str = "one",
     lease: str = "operator",
     **more: Any,
-) -> Iterator[Operator]:
+) -> Iterator[OperatorProcess]:
     """Start an operator and stop it at the end."""
-    operator = Operator(plane, folder, namespace, name, lease, **more)
+    operator = OperatorProcess(plane, folder, namespace, name, lease, **more)
     try:
         yield operator
     finally:

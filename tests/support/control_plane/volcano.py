@@ -7,7 +7,7 @@ placed when their group is Inqueue or Running.
 
 import dataclasses
 
-from machines import Machines
+from fake_nodes import FakeNodes
 
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, VOLCANO_POD_GROUPS, Object
@@ -17,8 +17,8 @@ PENDING, INQUEUE, RUNNING = "Pending", "Inqueue", "Running"
 
 
 @dataclasses.dataclass(slots=True)
-class VolcanoMachines(Machines):
-    """Machines with one queue of this number of CPUs."""
+class VolcanoNodes(FakeNodes):
+    """Nodes with one queue of this number of CPUs."""
 
     cpus: int = 2
     phases: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -27,11 +27,11 @@ class VolcanoMachines(Machines):
     async def settle(self) -> bool:
         """One session of the scheduler, and what kubelets do after it."""
         listing = await self.api.list_objects(VOLCANO_POD_GROUPS, self.namespace)
-        groups = {one["metadata"]["name"]: one for one in listing.items}
+        groups = {group["metadata"]["name"]: group for group in listing.items}
         pods = await self.pods()
         before = dict(self.phases)
-        self.phases = {_uid(one): self._phase(one, _members(pods, name)) for name, one in groups.items()}
-        self._enqueue(sorted(groups.values(), key=lambda one: str(one["metadata"]["creationTimestamp"])))
+        self.phases = {_uid(group): self._phase(group, _members(pods, name)) for name, group in groups.items()}
+        self._enqueue(sorted(groups.values(), key=lambda group: str(group["metadata"]["creationTimestamp"])))
         changed = self.phases != before
         for pod in pods.values():
             group = groups.get(pod["metadata"]["annotations"].get(ANNOTATION, ""))
@@ -44,12 +44,12 @@ class VolcanoMachines(Machines):
         return changed
 
     def _phase(self, group: Object, members: list[Object]) -> str:
-        if sum(bool(one["spec"].get("nodeName")) for one in members) >= group["spec"]["minMember"]:
+        if sum(bool(member["spec"].get("nodeName")) for member in members) >= group["spec"]["minMember"]:
             return RUNNING
         return INQUEUE if self.phases.get(_uid(group)) == INQUEUE else PENDING
 
     def _enqueue(self, groups: list[Object]) -> None:
-        reserved = sum(_cpus(one) for one in groups if self.phases[_uid(one)] != PENDING)
+        reserved = sum(_cpus(group) for group in groups if self.phases[_uid(group)] != PENDING)
         for group in groups:
             if self.phases[_uid(group)] == PENDING and reserved + _cpus(group) <= self.cpus:
                 self.phases[_uid(group)] = INQUEUE
@@ -57,7 +57,7 @@ class VolcanoMachines(Machines):
 
 
 def _members(pods: dict[str, Object], group: str) -> list[Object]:
-    return [one for one in pods.values() if one["metadata"]["annotations"].get(ANNOTATION) == group]
+    return [pod for pod in pods.values() if pod["metadata"]["annotations"].get(ANNOTATION) == group]
 
 
 def _uid(group: Object) -> str:

@@ -24,10 +24,10 @@ class WatchCutter:
     chance: random.Random
     most_events: int = 4
     """The most pieces of its answer after which a watch is cut off."""
-    cuts: int = 0
+    interruptions: int = 0
     replays: int = 0
     expired: int = 0
-    asked: dict[str, str] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     """The version from which each path was last watched."""
     _connections: set["asyncio.Task[None]"] = dataclasses.field(default_factory=set)
 
@@ -57,21 +57,21 @@ class WatchCutter:
             body = await reader.readexactly(int(length[1])) if length else b""
             watches = "watch=true" in head.split("\r\n", 1)[0]
             head = self._turned_back(head) if watches else head
-            await self._forward(_closing(head).encode("latin-1") + body, writer, cut=watches)
+            await self._forward(_closing(head).encode("latin-1") + body, writer, interrupt=watches)
 
-    async def _forward(self, request: bytes, writer: asyncio.StreamWriter, *, cut: bool) -> None:
+    async def _forward(self, request: bytes, writer: asyncio.StreamWriter, *, interrupt: bool) -> None:
         address = urlsplit(self.plane.url)
         answer, server = await asyncio.open_connection(address.hostname, address.port, ssl=self.plane.context())
-        left = self.chance.randint(1, self.most_events) if cut else None
+        left = self.chance.randint(1, self.most_events) if interrupt else None
         try:
             server.write(request)
-            while piece := await answer.read(READ):
+            while data := await answer.read(READ):
                 if left == 0:
-                    self.cuts += 1
-                    writer.write(piece[: self.chance.randrange(len(piece))])
+                    self.interruptions += 1
+                    writer.write(data[: self.chance.randrange(len(data))])
                     await writer.drain()
                     return
-                writer.write(piece)
+                writer.write(data)
                 await writer.drain()
                 left = None if left is None else left - 1
             writer.close()
@@ -85,7 +85,7 @@ class WatchCutter:
         if found is None:
             return head
         path, version = found[1], found[2]
-        before, self.asked[path] = self.asked.get(path), version
+        before, self.versions[path] = self.versions.get(path), version
         if before is None:
             return head
         match self.chance.choice(("as asked", "replayed", "expired")):

@@ -31,9 +31,9 @@ class Example:
     change: Changes
     field: str = ""
     """Path of the field that is refused in a bad one."""
-    words: str = ""
+    message: str = ""
     """A piece of what is said then."""
-    server_words: str = ""
+    server_message: str = ""
     """Message of an API server where its schema refuses the manifest, not a rule (`Rule.in_schema`)."""
     old: Changes | None = None
     """Changes that make BASE the manifest before, for a rule about changes; None for others."""
@@ -69,7 +69,9 @@ def good(rule_id: str, *changes: Changes) -> list[Example]:
 
 
 def bad(rule_id: str, field: str, *rows: tuple[Changes, str]) -> list[Example]:
-    return [Example(rule_id=rule_id, good=False, change=change, field=field, words=words) for change, words in rows]
+    return [
+        Example(rule_id=rule_id, good=False, change=change, field=field, message=message) for change, message in rows
+    ]
 
 
 def stays(
@@ -78,7 +80,7 @@ def stays(
     return [
         *(Example(rule_id=rule_id, good=True, old=old, change=new) for old, new in good),
         *(
-            Example(rule_id=rule_id, good=False, old=old, change=new, field=field, words=words)
-            for old, new, words in bad
+            Example(rule_id=rule_id, good=False, old=old, change=new, field=field, message=message)
+            for old, new, message in bad
         ),
     ]

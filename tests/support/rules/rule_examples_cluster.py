@@ -32,12 +32,12 @@ _LESS = {"requests": {"cpu": "1500m", "memory": "1G", "other.io/x": 1}, "limits"
 _MORE = {"requests": {"cpu": "1501m"}, "limits": {"cpu": "1.5"}}
 
 
-def _requests(place: str, beside: Changes) -> list[Example]:
+def _requests(place: str, also: Changes) -> list[Example]:
     rule_id = f"requests-within-limits-of.{place}"
-    said = "requests more of a resource than its limit"
+    message = "requests more of a resource than its limit"
     return [
-        *good(rule_id, {**beside, f"spec.{place}": _LESS}),
-        *bad(rule_id, f"spec.{place}", ({**beside, f"spec.{place}": _MORE}, said)),
+        *good(rule_id, {**also, f"spec.{place}": _LESS}),
+        *bad(rule_id, f"spec.{place}", ({**also, f"spec.{place}": _MORE}, message)),
     ]
 
 
@@ -170,8 +170,8 @@ _INITIALIZERS = [
         good=False,
         change={"spec.initializers": [{"name": "a", "image": "i"}, {"name": "a", "image": "j"}]},
         field="spec.initializers",
-        words="a is given twice; write another name",
-        server_words="Duplicate value",
+        message="a is given twice; write another name",
+        server_message="Duplicate value",
     ),
     *good(
         "initializer-needs-target",

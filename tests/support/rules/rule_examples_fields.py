@@ -3,7 +3,7 @@
 from rule_example import Changes, bad, good
 
 _MOCK: Changes = {"spec.data.path": None, "spec.data.mock": True, "spec.model.vocabSize": 64}
-_ONE_RANK: Changes = {"spec.nodes": 1, "spec.procPerNode": 1, "spec.parallelism": {}}
+_SINGLE_RANK: Changes = {"spec.nodes": 1, "spec.procPerNode": 1, "spec.parallelism": {}}
 _GATHER: Changes = {"spec.training.overlapParamGather": True}
 
 _NAME = [
@@ -73,7 +73,7 @@ _MODEL = [
         ({"spec.model.makeVocabSizeDivisibleBy": 127}, "127 is not a multiple of parallelism.tensor 2; write 128"),
         (
             {
-                **_ONE_RANK,
+                **_SINGLE_RANK,
                 "spec.procPerNode": 3,
                 "spec.parallelism": {"tensor": 3},
                 "spec.model.numAttentionHeads": 3,
@@ -338,7 +338,7 @@ _DATA = [
         "blend-alternates",
         {"spec.data.path": ["a", "b", "c"]},
         {"spec.data.path": ["0.3", "a", "7e-1", "b"]},
-        {"spec.data.path": [word for index in range(256) for word in (".5", f"corpus-{index}")]},
+        {"spec.data.path": [argument for index in range(256) for argument in (".5", f"corpus-{index}")]},
     ),
     *bad(
         "blend-alternates",

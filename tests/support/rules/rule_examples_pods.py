@@ -17,20 +17,20 @@ def _container(name: str = "trainer", **fields: Any) -> Changes:
     return _pod(containers=[{"name": name, **fields}])
 
 
-def _refused(name: str, value: Any, words: str) -> list[Example]:
+def _refused(name: str, value: Any, message: str) -> list[Example]:
     """Return examples of a field of the pod that must be omitted."""
     return [
         *good(f"pod-{name}", _pod(dnsPolicy="Default", nodeName="a")),
-        *bad(f"pod-{name}", f"{_POD}.{name}", (_pod(**{name: value}), words)),
+        *bad(f"pod-{name}", f"{_POD}.{name}", (_pod(**{name: value}), message)),
     ]
 
 
-def _own(name: str, value: Any, words: str) -> list[Example]:
+def _own(name: str, value: Any, message: str) -> list[Example]:
     """A field of our containers that others may set."""
-    said = f"sets {name} of trainer, which is the operator's; {words}"
+    message_of_trainer = f"sets {name} of trainer, which is the operator's; {message}"
     return [
         *good(f"container-{name}", _container("proxy", **{name: value}), _container(workingDir="/data")),
-        *bad(f"container-{name}", _CONTAINERS, (_container(**{name: value}), said)),
+        *bad(f"container-{name}", _CONTAINERS, (_container(**{name: value}), message_of_trainer)),
     ]
 
 
@@ -94,8 +94,8 @@ ADMISSION_EXAMPLES = (
         good=False,
         change=_container(env="A=1"),
         field=_CONTAINERS,
-        words="sets a variable of trainer or agent",
-        server_words="resulted in error",
+        message="sets a variable of trainer or agent",
+        server_message="resulted in error",
     ),
     *good("container-mounts", _container(volumeMounts=[{"name": "scratch", "mountPath": "/scratch"}])),
     *bad(
@@ -111,8 +111,8 @@ ADMISSION_EXAMPLES = (
         good=False,
         change=_container(volumeMounts=[{"name": "scratch"}]),
         field=_CONTAINERS,
-        words="mounts a volume where",
-        server_words="resulted in error",
+        message="mounts a volume where",
+        server_message="resulted in error",
     ),
     *good(
         "shm-within-template-memory",
@@ -136,7 +136,7 @@ ADMISSION_EXAMPLES = (
         good=False,
         change={"spec.runPolicy.rules": [{"action": "FailJob", "match": {"messageRegex": "Xid ("}}]},
         field="spec.runPolicy.rules",
-        words="holds a messageRegex that is no regular expression of RE2",
-        server_words="resulted in error",
+        message="holds a messageRegex that is no regular expression of RE2",
+        server_message="resulted in error",
     ),
 )

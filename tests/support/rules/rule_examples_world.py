@@ -13,7 +13,7 @@ def _faults(*faults: dict[str, Any]) -> Changes:
     return {"spec.faults": list(faults)}
 
 
-_ONE_RANK: Changes = {"spec.nodes": 1, "spec.procPerNode": 1, "spec.parallelism": {}}
+_SINGLE_RANK: Changes = {"spec.nodes": 1, "spec.procPerNode": 1, "spec.parallelism": {}}
 _RAMP = "spec.training.rampupBatchSize"
 _BATCH = "spec.training.globalBatchSize"
 _SUSPENDED: Changes = {"spec.suspend": True}
@@ -51,8 +51,8 @@ _RUN = [
         good=False,
         change={"spec.env": [{"name": "A", "value": "1"}, {"name": "A"}]},
         field="spec.env",
-        words="A is given twice; leave one of them out",
-        server_words="Duplicate value",
+        message="A is given twice; leave one of them out",
+        server_message="Duplicate value",
     ),
     *good("backoff-grows", {"spec.runPolicy.backoff": {"initialSeconds": 20, "maxSeconds": 20}}),
     *bad(
@@ -62,7 +62,7 @@ _RUN = [
     ),
 ]
 _WORLD = [
-    *good("replica-too-large", {**_ONE_RANK, "spec.training.globalBatchSize": None}),
+    *good("replica-too-large", {**_SINGLE_RANK, "spec.training.globalBatchSize": None}),
     *bad(
         "replica-too-large",
         "spec.parallelism",

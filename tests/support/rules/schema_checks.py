@@ -56,15 +56,15 @@ def check(
     `but`: a check that does not hold for this operation; `more`: checks besides the usual ones;
     `examples`: how many requests over all seeds.
     """
-    wanted = [one for one in (*CHECKS, *more) if one is not but]
+    selected = [check for check in (*CHECKS, *more) if check is not but]
     for seed in seeds():
 
         @hypothesis.seed(seed)
         @settings(max_examples=max(examples // len(SEEDS), 1), deadline=None, database=None)
         @given(case=operation.as_strategy(generation_mode=mode))
-        def ask(case: "Case[Any]") -> None:
+        def request(case: "Case[Any]") -> None:
             if change is not None:
                 change(case)
-            case.call_and_validate(base_url=base_url, checks=wanted, headers=dict(headers), timeout=REQUEST_TIMEOUT_S)
+            case.call_and_validate(base_url=base_url, checks=selected, headers=dict(headers), timeout=REQUEST_TIMEOUT_S)
 
-        ask()
+        request()

@@ -24,7 +24,7 @@ class SeenGpt(PlainGpt):
         whole["final_norm"] = self._norm(x, "decoder.final_layernorm")
         output = self._weights.get("output_layer.weight", embedding)
         whole["logits"] = (whole["final_norm"] @ output.T)[:, : shape.vocab_size]
-        stacked = {name: torch.stack(one, dim=0 if name == "attention" else 1) for name, one in found.items()}
+        stacked = {name: torch.stack(tensors, dim=0 if name == "attention" else 1) for name, tensors in found.items()}
         return {name: value.numpy() for name, value in (whole | stacked).items()}
 
     def _seen_layer(self, x: torch.Tensor, prefix: str, found: dict[str, list[torch.Tensor]]) -> torch.Tensor:
@@ -36,8 +36,8 @@ class SeenGpt(PlainGpt):
         inner = functional.silu(gate) * up if self._shape.swiglu else functional.gelu(mlp1)
         mlp2 = self._linear(inner, prefix + "mlp.linear_fc2")
         x = x + mlp2
-        told = {"attention_output": queries, "mlp_in": mlp_in, "mlp1": mlp1, "mlp2": mlp2, "residual": x}
-        for name, value in told.items():
+        sites = {"attention_output": queries, "mlp_in": mlp_in, "mlp1": mlp1, "mlp2": mlp2, "residual": x}
+        for name, value in sites.items():
             found.setdefault(name, []).append(value)
         return x
 
@@ -50,12 +50,12 @@ class SeenGpt(PlainGpt):
         before = {"q before": query, "k before": key}
         if shape.rotary_base is not None:
             query, key = self._rotate(query), self._rotate(key)
-        keys, values = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
+        keys, values = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, keys) / shape.channels**0.5
         distance = torch.arange(rows)[:, None] - torch.arange(rows)
         hidden = (distance < 0) | (distance > (rows if shape.window is None else shape.window))
         attention = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         context = torch.einsum("hqk,khd->qhd", attention, values).reshape(rows, -1)
-        for name, told in (before | {"q": query, "k": key, "v": value, "attention": attention}).items():
-            found.setdefault(name, []).append(told)
+        for name, tensor in (before | {"q": query, "k": key, "v": value, "attention": attention}).items():
+            found.setdefault(name, []).append(tensor)
         return self._linear(context, prefix + "linear_proj")

@@ -52,7 +52,7 @@ def write_models(folder: str) -> None:
         assert main(f"{shape} {steps} {wide} --save {folder}/{name}".split()) == 0
 
 
-def words_of(folder: str, variant: str, layout: str = "TP1 PP1") -> list[str]:
+def flags_of(folder: str, variant: str, layout: str = "TP1 PP1") -> list[str]:
     """Command line of a server."""
     place = ["--load", f"{folder}/{variant}", "--tokenizer-file", f"{folder}/tokenizer.json", "--port", "0"]
     return [*place, "--prefill-chunk", "256", *LAYOUTS[layout][1].split()]
@@ -68,7 +68,7 @@ def serve_rank(folder: str, variant: str, layout: str, stop: str) -> int:
 
     if os.environ["RANK"] == "0":
         threading.Thread(target=wait, daemon=True).start()
-    return main(words_of(folder, variant, layout))
+    return main(flags_of(folder, variant, layout))
 
 
 def plain_sites(folder: str, variant: str, texts: list[list[int]]) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def plain_sites(folder: str, variant: str, texts: list[list[int]]) -> list[dict[
     from megatronapp_trainer.serve.rank_main import load
     from megatronapp_trainer.serve.settings import configure, read_command
 
-    command = read_command(words_of(folder, variant))
+    command = read_command(flags_of(folder, variant))
     config = configure(command)
     plain = plain_of(load(command, config).stage.model, config)
     seen = SeenGpt(plain._weights, dataclasses.replace(plain._shape, vocab_size=VOCABULARY))

@@ -10,16 +10,16 @@ from megatronapp_common.filters.reducers import NAMED, Reducer
 from megatronapp_common.filters.shard_plan import compile_reduction_plan, run
 
 CONSTANTS = ["0", "1", "-1", "2", "0.5", "3.", ".25", "1e1"]
-CUTS = ["", "[:4]", "[1:5]", "[..., ::2]", "[:, :, -3:]"]
+SLICES = ["", "[:4]", "[1:5]", "[..., ::2]", "[:, :, -3:]"]
 
 
 @st.composite
-def vectors(draw: st.DrawFn, *, depth: int, cuts: bool) -> str:
+def vectors(draw: st.DrawFn, *, depth: int, slices: bool) -> str:
     """A text of one number for each element."""
     if depth == 0:
         return "data"
-    inner = draw(vectors(depth=depth - 1, cuts=cuts))
-    other = draw(st.sampled_from([*CONSTANTS, inner]) | scalars(depth=depth - 1, cuts=cuts))
+    inner = draw(vectors(depth=depth - 1, slices=slices))
+    other = draw(st.sampled_from([*CONSTANTS, inner]) | scalars(depth=depth - 1, slices=slices))
     forms = [
         inner,
         f"{inner}.abs()",
@@ -35,27 +35,27 @@ def vectors(draw: st.DrawFn, *, depth: int, cuts: bool) -> str:
 
 
 @st.composite
-def scalars(draw: st.DrawFn, *, depth: int, cuts: bool) -> str:
+def scalars(draw: st.DrawFn, *, depth: int, slices: bool) -> str:
     """A text of one number for each pixel."""
-    inner = draw(vectors(depth=max(0, depth - 1), cuts=cuts))
-    cut = draw(st.sampled_from(CUTS)) if cuts else ""
+    inner = draw(vectors(depth=max(0, depth - 1), slices=slices))
+    slice_text = draw(st.sampled_from(SLICES)) if slices else ""
     reduction = draw(st.sampled_from(["mean", "sum", "max", "min", "amax"]))
     axis = draw(st.sampled_from(["", "-1", "dim=-1"]))
-    plain = f"({inner}){cut}.{reduction}({axis})"
+    plain = f"({inner}){slice_text}.{reduction}({axis})"
     if depth < 2:
         return plain
     forms = [
         plain,
         f"sqrt({plain})",
-        f"({plain} / {draw(scalars(depth=depth - 1, cuts=cuts))})",
+        f"({plain} / {draw(scalars(depth=depth - 1, slices=slices))})",
         f"where({plain} > {draw(st.sampled_from(CONSTANTS))}, {plain}, -2)",
     ]
     return draw(st.sampled_from(forms))
 
 
-def filters(*, cuts: bool = True) -> st.SearchStrategy[str]:
+def filters(*, slices: bool = True) -> st.SearchStrategy[str]:
     """Texts that are mostly right: a few have vectors of different lengths, constant comparisons and the like."""
-    return st.sampled_from([*NAMED, "histogram(5, -2, 2)"]) | scalars(depth=3, cuts=cuts)
+    return st.sampled_from([*NAMED, "histogram(5, -2, 2)"]) | scalars(depth=3, slices=slices)
 
 
 def exact_data(seed: int, *shape: int) -> npt.NDArray[np.float32]:

@@ -43,12 +43,12 @@ class ScopeHub:
         self.loop.call_soon_threadsafe(self.hub.scope.core.ingest.take_frame, 0, rank, frame)
 
 
-def identity_of(job: gateway.Job) -> JobIdentity:
+def identity_of(job: gateway.GatewayJob) -> JobIdentity:
     return JobIdentity(name=job.name, uid=job.uid, traced=False)
 
 
 @contextlib.contextmanager
-def replaying(job: gateway.Job, file: pathlib.Path, *, port: int, key: str) -> Iterator[ScopeHub]:
+def replaying(job: gateway.GatewayJob, file: pathlib.Path, *, port: int, key: str) -> Iterator[ScopeHub]:
     """A hub that has played a recorded session to its end."""
     session = session_file.load(file)
     hub = Hub(HubSettings(job=identity_of(job), state_dir=None), Detector)
@@ -60,7 +60,9 @@ def replaying(job: gateway.Job, file: pathlib.Path, *, port: int, key: str) -> I
 
 
 @contextlib.contextmanager
-def generating(job: gateway.Job, recording: scope_session.Recording, *, port: int, key: str) -> Iterator[ScopeHub]:
+def generating(
+    job: gateway.GatewayJob, recording: scope_session.Recording, *, port: int, key: str
+) -> Iterator[ScopeHub]:
     """Start a hub with a model that generates the recorded run for any request."""
     token = derive_token(job_secret(key, job.uid), TokenRole.SERVE)
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording, token)) as rank:
@@ -80,7 +82,7 @@ def generate(running: ScopeHub, recording: scope_session.Recording) -> None:
 
 
 @contextlib.contextmanager
-def serving(hub: Hub, job: gateway.Job, *, port: int, key: str) -> Iterator[ScopeHub]:
+def serving(hub: Hub, job: gateway.GatewayJob, *, port: int, key: str) -> Iterator[ScopeHub]:
     """`hub` at the address of the job's hub."""
     loop = asyncio.new_event_loop()
     with open_sockets(job.address, port) as found:

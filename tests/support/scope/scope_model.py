@@ -11,7 +11,7 @@ Array = NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class TinyGptShape:
     layers: int = 4
     hidden: int = 32
     heads: int = 4
@@ -44,7 +44,7 @@ class Shape:
 class TinyGpt:
     """Pre-norm (RMS) transformer, GELU, tied output. `weights` are drawn from a fixed seed; all fp32."""
 
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, shape: TinyGptShape, seed: int = 0) -> None:
         import torch
 
         self.shape = shape
@@ -137,8 +137,8 @@ def _rotate(heads: Any) -> Any:
     import torch
 
     rows, _, width = heads.shape
-    turns = 10_000.0 ** (-torch.arange(0, width, 2) / width)
-    angles = torch.arange(rows)[:, None, None] * turns
+    frequencies = 10_000.0 ** (-torch.arange(0, width, 2) / width)
+    angles = torch.arange(rows)[:, None, None] * frequencies
     first, second = heads[..., : width // 2], heads[..., width // 2 :]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

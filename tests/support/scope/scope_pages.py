@@ -53,8 +53,8 @@ async def agents(hub: Any, fake_job: Any, count: int = 2) -> AsyncIterator[list[
     async with contextlib.AsyncExitStack() as stack:
         job = fake_job()
         found = [await stack.enter_async_context(hub.agent(job, worker)) for worker in range(count)]
-        for one in found:
-            await one.hello()
+        for frame in found:
+            await frame.hello()
         yield found
 
 
@@ -82,16 +82,16 @@ async def shown(hub: Any, fake_job: Any, until: Any, rank: Any = None) -> AsyncI
             yield client
 
 
-async def pca_was_asked(hub: Any, rank: scope_rank_zero.RankZero, until: Any) -> None:
+async def wait_for_pca_probes(hub: Any, rank: scope_rank_zero.RankZero, until: Any) -> None:
     """Wait for the hub's own probe, which is the first request."""
 
-    async def asked() -> bool:
-        return any(path == "probes" for _, path, _ in rank.asked) and len(hub.hub.scope.core.probes) == 1
+    async def probes_arrived() -> bool:
+        return any(path == "probes" for _, path, _ in rank.requests) and len(hub.hub.scope.core.probes) == 1
 
-    await until(asked)
+    await until(probes_arrived)
 
 
-async def brought(client: Any, path: str, **how: Any) -> Any:
+async def fetched(client: Any, path: str, **how: Any) -> Any:
     """The answer once the probe has brought it."""
     async with asyncio.timeout(20):
         while (answer := await client.get(path, **how)).status_code == 202:

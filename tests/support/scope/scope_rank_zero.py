@@ -38,7 +38,7 @@ class RankZero:
     recording: scope_session.Recording
     token: str
     publish: Callable[[Frame], None] = lambda _: None
-    asked: list[tuple[str, str, Any]] = dataclasses.field(default_factory=list)
+    requests: list[tuple[str, str, Any]] = dataclasses.field(default_factory=list)
     refuse: tuple[int, dict[str, str]] | None = None
     url: str = ""
 
@@ -62,16 +62,16 @@ class RankZero:
 
     def answer(self, method: str, path: str, body: bytes) -> Response:
         if path == "basis":
-            self.asked.append((method, path, frames.decode(body)))
+            self.requests.append((method, path, frames.decode(body)))
             return JSONResponse({})
-        said: Any = json.loads(body) if body else None
-        self.asked.append((method, path, said))
+        document: Any = json.loads(body) if body else None
+        self.requests.append((method, path, document))
         if path == "probes":
-            probe = f"probe-{len(self.asked)}"
-            self.publish(self.probe(probe, ProbeRequest.model_validate(said)))
+            probe = f"probe-{len(self.requests)}"
+            self.publish(self.probe(probe, ProbeRequest.model_validate(document)))
             return JSONResponse({"probe": probe})
         if path == "scores":
-            found = scope_session.scores_frame(self.recording, said["ids"], said["candidates"])
+            found = scope_session.scores_frame(self.recording, document["ids"], document["candidates"])
             return Response(frames.encode(found), media_type="application/octet-stream")
         if method == "GET":
             known = self.known_run() if path == f"runs/{scope_session.RUN}" else None
@@ -80,17 +80,17 @@ class RankZero:
             return JSONResponse({"run": scope_session.RUN, "position": 0})
         return JSONResponse({})
 
-    def probe(self, name: str, asked: ProbeRequest) -> Frame:
+    def probe(self, name: str, request: ProbeRequest) -> Frame:
         """PART with what was asked for."""
         rows: list[tuple[int, int]] = []
         parts: list[list[Tensor]] = []
-        for index, ids in enumerate(asked.ids):
-            first, end = asked.queries or (0, len(ids))
-            places = list(range(first, end, asked.stride))
+        for index, ids in enumerate(request.ids):
+            first, end = request.queries or (0, len(ids))
+            places = list(range(first, end, request.stride))
             rows += [(index, place) for place in places]
-            parts.append([self._tensor(one, self._sites_of(list(ids)), places) for one in asked.sites])
+            parts.append([self._tensor(site, self._sites_of(list(ids)), places) for site in request.sites])
         tensors = [
-            dataclasses.replace(same[0], data=np.concatenate([one.data for one in same]))
+            dataclasses.replace(same[0], data=np.concatenate([tensor.data for tensor in same]))
             for same in zip(*parts, strict=True)
         ]
         header = {"rank": 0, "probe": name, "step": 0, "rows": [[index, row, 1] for index, row in rows], "timeUs": 0}
@@ -98,7 +98,10 @@ class RankZero:
 
     def _sites_of(self, ids: list[int]) -> dict[str, Any]:
         """Numbers of a text that the recorded run begins with; of no other, such as one with holes."""
-        texts = [prompt + came for prompt, came in zip(self.recording.prompts, self.recording.generated, strict=True)]
+        texts = [
+            prompt + generated
+            for prompt, generated in zip(self.recording.prompts, self.recording.generated, strict=True)
+        ]
         return next(sites for sites, text in zip(self.recording.sites, texts, strict=True) if text[: len(ids)] == ids)
 
     def known_run(self) -> dict[str, Any]:
@@ -112,23 +115,23 @@ class RankZero:
         header = dict(scope_session.run_state(self.recording, "done").header)
         return {"run": scope_session.RUN, "state": "done", "header": header, "samples": samples}
 
-    def _tensor(self, asked: Any, sites: dict[str, Any], rows: list[int]) -> Tensor:
-        turned = asked.rotary == "before" and asked.site in {"q", "k"}
-        found = -sites[asked.site] if turned else sites[asked.site]
-        said: dict[str, Any] = {"site": asked.site, "replicated": False}
-        said |= {"rotary": "before"} if turned else {}
-        if asked.site in LAYERLESS:
-            return Tensor(asked.site, "f32", found[rows], None, said)
-        said["layers"] = list(asked.layers)
-        whole = found.transpose(2, 0, 1, 3) if asked.site == "attention" else found
-        data = whole[rows][:, list(asked.layers)]
-        if asked.heads is not None:
-            (head,) = asked.heads
-            said["heads"] = [head, head + 1]
+    def _tensor(self, site: Any, sites: dict[str, Any], rows: list[int]) -> Tensor:
+        turned = site.rotary == "before" and site.site in {"q", "k"}
+        found = -sites[site.site] if turned else sites[site.site]
+        header: dict[str, Any] = {"site": site.site, "replicated": False}
+        header |= {"rotary": "before"} if turned else {}
+        if site.site in LAYERLESS:
+            return Tensor(site.site, "f32", found[rows], None, header)
+        header["layers"] = list(site.layers)
+        whole = found.transpose(2, 0, 1, 3) if site.site == "attention" else found
+        data = whole[rows][:, list(site.layers)]
+        if site.heads is not None:
+            (head,) = site.heads
+            header["heads"] = [head, head + 1]
             data = data[:, :, head : head + 1]
-        if asked.code == "u8s":
-            return Tensor(asked.site, "u8s", scope_session.codes_of(data), None, said)
-        return Tensor(asked.site, "f32", np.ascontiguousarray(data, "<f4"), None, said)
+        if site.code == "u8s":
+            return Tensor(site.site, "u8s", scope_session.codes_of(data), None, header)
+        return Tensor(site.site, "f32", np.ascontiguousarray(data, "<f4"), None, header)
 
 
 def sender(connection: Any) -> Callable[[Frame], None]:

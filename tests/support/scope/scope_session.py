@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scope_model import Shape, TinyGpt
+from scope_model import TinyGpt, TinyGptShape
 
 from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
@@ -48,7 +48,7 @@ FIRST_HALF, SECOND_HALF = 94, 95
 class Recording:
     """A run with all its numbers. `sites` of a sample are those of `TinyGpt.forward` over the rows that were read."""
 
-    shape: Shape
+    shape: TinyGptShape
     prompts: list[list[int]]
     generated: list[list[int]]
     sites: list[dict[str, Array]]
@@ -65,15 +65,15 @@ class Recording:
 
 
 def record(
-    shape: Shape | None = None, *, prompts: Sequence[str] = ("The sea ", "Rain on a roof"), tokens: int = 8
+    shape: TinyGptShape | None = None, *, prompts: Sequence[str] = ("The sea ", "Rain on a roof"), tokens: int = 8
 ) -> Recording:
     """A run of the tiny model."""
-    model = TinyGpt(shape or Shape())
+    model = TinyGpt(shape or TinyGptShape())
     ids = [[ord(letter) - 32 for letter in prompt] for prompt in prompts]
     ids[0] += [FIRST_HALF, SECOND_HALF]
     temperature, seed = float(str(SAMPLING["temperature"])), int(str(SAMPLING["seed"]))
-    found = [model.generate(one, tokens, temperature=temperature, seed=seed) for one in ids]
-    sites = [model.forward(one + came[:-1]) for one, came in zip(ids, found, strict=True)]
+    found = [model.generate(id, tokens, temperature=temperature, seed=seed) for id in ids]
+    sites = [model.forward(id + generated[:-1]) for id, generated in zip(ids, found, strict=True)]
     return Recording(shape=model.shape, prompts=ids, generated=found, sites=sites, capture=CAPTURE)
 
 
@@ -112,7 +112,7 @@ def run_state(recording: Recording, state: str) -> Frame:
     return Frame(FrameType.SCOPE_RUN_STATE, header)
 
 
-def publisher(shape: Shape, rank: int, tp: int, pp: int) -> Frame:
+def publisher(shape: TinyGptShape, rank: int, tp: int, pp: int) -> Frame:
     """PUBLISHER of one rank of a layout; ranks count tensor first."""
     stage, shard = divmod(rank, tp)
     header = {
@@ -135,7 +135,7 @@ def _part(size: int, index: int, count: int) -> list[int]:
     return [size * index // count, size * (index + 1) // count]
 
 
-def _key_heads(shape: Shape, shard: int, tp: int) -> list[int]:
+def _key_heads(shape: TinyGptShape, shard: int, tp: int) -> list[int]:
     """More ranks than key heads: several hold the same one."""
     if tp <= shape.key_heads:
         return _part(shape.key_heads, shard, tp)
@@ -159,7 +159,7 @@ def tables(recording: Recording, sample: int) -> dict[str, Array]:
     out = {name: pixels(sites[name].reshape(rows, shape.layers, -1), third) for name in "qkv"}
     out |= {name: pixels(sites[name], mlp) for name in ("mlp1", "mlp2")}
     out |= residual_measures(sites) | head_measures(sites["attention"])
-    points = [one.project(sites["residual"][:, place]) for place, one in enumerate(fitted(recording))]
+    points = [basis.project(sites["residual"][:, place]) for place, basis in enumerate(fitted(recording))]
     return out | {"pca": np.stack(points, axis=1)}
 
 
@@ -208,9 +208,9 @@ def tokens_frame(recording: Recording, step: int) -> Frame:
     best, tensors = distributions(logits, ids, recording.capture["candidates"])
     places = [offsets_of(recording.prompts[s] + recording.generated[s][: step + 1])[-1] for s, _ in rows]
     ends = ["length" if step + 1 == len(recording.generated[sample]) else None for sample, _ in rows]
-    said = {"ids": ids, "texts": list(map(text_of, ids)), "offsets": places, "finished": ends}
+    text_header = {"ids": ids, "texts": list(map(text_of, ids)), "offsets": places, "finished": ends}
     header = {"run": RUN, "step": step, "rows": [list(row) for row in rows]}
-    return build_frame(FrameType.SCOPE_TOKENS, header | said | {"topTexts": texts_alone(best)}, tensors)
+    return build_frame(FrameType.SCOPE_TOKENS, header | text_header | {"topTexts": texts_alone(best)}, tensors)
 
 
 def scores_frame(recording: Recording, ids: list[int], candidates: int) -> Frame:
@@ -257,7 +257,7 @@ def part(
     with_pca: bool = False,
 ) -> Iterator[Frame]:
     """Yield PART frames of one rank for a step; under sequence parallel replicated tensors are in a separate frame."""
-    wanted = (
+    requested = (
         [(sample, place) for sample, ids in enumerate(recording.prompts) for place in range(len(ids))]
         if step == 0
         else recording.rows(step)
@@ -266,10 +266,10 @@ def part(
     made = _Part(recording, step, rank, tp, pp, with_pca)
     parts: list[tuple[Sequence[tuple[int, int]], list[Tensor]]]
     if not sequence_parallel:
-        parts = [(wanted, [*made.sharded(wanted), *made.whole(wanted)])]
+        parts = [(requested, [*made.sharded(requested), *made.whole(requested)])]
     else:
-        own = wanted[slice(*_part(len(wanted), shard, tp))]
-        parts = [(own, made.whole(own)), (wanted, made.sharded(wanted))]
+        own = requested[slice(*_part(len(requested), shard, tp))]
+        parts = [(own, made.whole(own)), (requested, made.sharded(requested))]
     parts += made.prefill() if step == 0 else []
     for number, (rows, tensors) in enumerate(parts):
         yield made.frame(rows, tensors, number=number, more=number < len(parts) - 1)
@@ -305,7 +305,7 @@ class _Part:
             return np.zeros((0, *found[0][name][:, self.layers].shape[1:]), "<f4")
         return np.stack([found[sample][name][place, self.layers] for sample, place in rows]).astype("<f4")
 
-    def _said(self, site: str, **more: Any) -> dict[str, Any]:
+    def _header(self, site: str, **more: Any) -> dict[str, Any]:
         return {"site": site, "layers": self.layers, "replicated": False} | more
 
     def sharded(self, rows: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -322,13 +322,15 @@ class _Part:
         for name, (kind, span, size) in spans.items():
             whole = self.table(name, rows)
             first, end = (edge * whole.shape[-1] // size for edge in span)
-            out.append(Tensor(name, "f32", whole[..., first:end].copy(), None, self._said(name, **{kind: span})))
+            out.append(Tensor(name, "f32", whole[..., first:end].copy(), None, self._header(name, **{kind: span})))
         return out + (self.attention(rows) if self.step else [])
 
     def whole(self, rows: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return the tensors that every tensor rank holds whole."""
         names = ["mlp2", "residual.norm", "residual.change", "residual.cosine", *(["pca"] if self.with_pca else [])]
-        return [Tensor(name, "f32", self.table(name, rows), None, self._said(name, replicated=True)) for name in names]
+        return [
+            Tensor(name, "f32", self.table(name, rows), None, self._header(name, replicated=True)) for name in names
+        ]
 
     def attention(self, rows: Sequence[tuple[int, int]]) -> list[Tensor]:
         keys = max(place for _, place in rows) + 1
@@ -341,8 +343,8 @@ class _Part:
             for index, (sample, place) in enumerate(rows):
                 row = self.recording.sites[sample]["attention"][layer, head, place, : place + 1]
                 data[index, 0, 0, : place + 1] = codes_of(row)
-            said = {"site": "attention", "layers": [layer], "heads": [head, head + 1], "replicated": False}
-            out.append(Tensor("attention", "u8s", data, None, said))
+            header = {"site": "attention", "layers": [layer], "heads": [head, head + 1], "replicated": False}
+            out.append(Tensor("attention", "u8s", data, None, header))
         return out
 
     def prefill(self) -> Iterator[tuple[Sequence[tuple[int, int]], list[Tensor]]]:
@@ -350,7 +352,7 @@ class _Part:
         for sample, ids in enumerate(self.recording.prompts):
             count = len(ids)
             found = self.recording.sites[sample]["attention"][self.layers][:, slice(*self.heads), :count, :count]
-            picture = Tensor("atlas", "u8s", atlas(found), None, self._said("attention", heads=self.heads))
+            picture = Tensor("atlas", "u8s", atlas(found), None, self._header("attention", heads=self.heads))
             rows = [(sample, place) for place in range(count)]
             yield rows, [picture, *self.attention(rows)]
 
@@ -386,12 +388,12 @@ def pca_frame(recording: Recording) -> Frame:
     bases = fitted(recording)
     rows = [(sample, place) for sample, ids in enumerate(recording.prompts) for place in range(len(ids))]
     residual = np.stack([recording.sites[sample]["residual"][place] for sample, place in rows])
-    points = np.stack([one.project(residual[:, layer]) for layer, one in enumerate(bases)], axis=1)
+    points = np.stack([basis.project(residual[:, layer]) for layer, basis in enumerate(bases)], axis=1)
     header = {
         "run": RUN,
         "version": VERSION,
         "layers": list(range(len(bases))),
-        "explained": [one.explained.tolist() for one in bases],
+        "explained": [basis.explained.tolist() for basis in bases],
         "fitted": "first prompt",
         "sources": [{"run": RUN, "tokens": len(recording.prompts[0])}] * len(bases),
         "rows": [list(row) for row in rows],

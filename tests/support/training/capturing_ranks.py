@@ -50,10 +50,10 @@ def large_basis() -> SetBasis:
     return SetBasis(version=1, layers=tuple(range(32)), mean=np.array(mean), axes=np.array(found))
 
 
-def same_basis(one: SetBasis, other: SetBasis) -> bool:
+def same_basis(left: SetBasis, right: SetBasis) -> bool:
     """Compare two bases bit by bit."""
-    return one.layers == other.layers and one.axes.tobytes() + one.mean.tobytes() == other.axes.tobytes() + (
-        other.mean.tobytes()
+    return left.layers == right.layers and left.axes.tobytes() + left.mean.tobytes() == right.axes.tobytes() + (
+        right.mean.tobytes()
     )
 
 
@@ -73,7 +73,7 @@ class Sent:
 
     def _frames(self, job: FrameJob) -> list[bytes]:
         if job not in self._built:
-            frames = [frame for one in job.split() for frame in one.build()]
+            frames = [frame for part in job.split() for frame in part.build()]
             self._built[job] = list(map(self._encoded, frames))
         return self._built[job]
 
@@ -98,27 +98,27 @@ def capture(
     with groups_of(flags) as (layout, device):
         for name, variant in variants.items():
             config = config_of(f"{flags} {variant}")
-            out[name] = _capture_one(model_of(config, layout, device), config, layout, device, change or {})
+            out[name] = _capture_single(model_of(config, layout, device), config, layout, device, change or {})
     return out
 
 
-def _capture_one(model: Any, config: Any, layout: Any, device: Any, change: dict[str, Any]) -> Any:
+def _capture_single(model: Any, config: Any, layout: Any, device: Any, change: dict[str, Any]) -> Any:
     gang, engine = open_engine(model, config, layout, device)
     sent = Sent()
     session = StepCapture(gang.stage, attempt=0, sink=sent.post)
     session.attach(gang)
     hello = encode(session.hello())
-    heard: list[SetBasis] = []
-    gang.handle("large", heard.append)
+    received: list[SetBasis] = []
+    gang.handle("large", received.append)
     if engine is None:
         gang.follow()
-        assert [same_basis(one, large_basis()) for one in heard] == [True]
+        assert [same_basis(basis, large_basis()) for basis in received] == [True]
         return [hello, *sent.frames()], None, {}
     leader = CaptureCoordinator(engine, session, sent.post)
     engine.command("large", large_basis())
     leader.set_basis(basis_frame(config.model.hidden_size))
-    wanted = CaptureSettings.model_validate(CAPTURE | change)
-    for request in leader.begin_run(RUN, wanted, requests(), text_of=lambda token: f"<{token}>"):
+    settings = CaptureSettings.model_validate(CAPTURE | change)
+    for request in leader.begin_run(RUN, settings, requests(), text_of=lambda token: f"<{token}>"):
         engine.submit(request)
     events = observed(engine, leader)
     tokens = {request.id: generated(events, request.id) for request in requests()}
@@ -142,18 +142,18 @@ def probe_all(engine: Any, leader: CaptureCoordinator, tokens: dict[str, list[in
     """One probe for each site, of all rows of all samples; every second row of some rows of attention."""
     ids = [[*request.prompt, *tokens[request.id][:-1]] for request in requests()]
     layers = [0, 1, 2, 3]
-    asked: dict[str, dict[str, Any]] = {site: {"sites": [{"site": site, "layers": layers}]} for site in PROBED}
+    probes: dict[str, dict[str, Any]] = {site: {"sites": [{"site": site, "layers": layers}]} for site in PROBED}
     for site in ("q", "k"):
-        asked[f"{site} before"] = {"sites": [{"site": site, "layers": layers, "rotary": "before"}]}
-    asked["attention"] = {"sites": [{"site": "attention", "layers": [1, 3], "heads": [0, 1, 3]}]}
-    asked["attention codes"] = {
+        probes[f"{site} before"] = {"sites": [{"site": site, "layers": layers, "rotary": "before"}]}
+    probes["attention"] = {"sites": [{"site": "attention", "layers": [1, 3], "heads": [0, 1, 3]}]}
+    probes["attention codes"] = {
         "sites": [{"site": "attention", "layers": [2], "heads": [2], "code": "u8s"}],
         "queries": [2, 7],
         "stride": 2,
     }
     found = {}
-    for name, wanted in asked.items():
-        found[name], reading = leader.probe(ProbeRequest.model_validate({"ids": ids, **wanted}))
+    for name, sites in probes.items():
+        found[name], reading = leader.probe(ProbeRequest.model_validate({"ids": ids, **sites}))
         for request in reading:
             engine.submit(request)
         observed(engine, leader)
@@ -187,7 +187,9 @@ def plain_tokens(flags: str, variants: dict[str, str]) -> dict[str, dict[str, li
             events = drain(engine)
             engine.close()
             out[name] = {request.id: generated(events, request.id) for request in requests()}
-            hooked = [one for one in gang.stage.model.modules() if one._forward_hooks or one._forward_pre_hooks]
+            hooked = [
+                module for module in gang.stage.model.modules() if module._forward_hooks or module._forward_pre_hooks
+            ]
             assert hooked == []
     return out | {"modules": {name: [] for name in sys.modules if name.startswith("megatronapp_trainer.scope")}}
 

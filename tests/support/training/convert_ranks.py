@@ -38,8 +38,8 @@ def forward(run: Any, layout: Any, tokens: Any) -> Any:
     stride = layout.world_size // layout.pipeline_size
     with torch.no_grad():
         if not layout.is_first_stage:
-            share = layout.tensor_size if run.config.parallel.sequence_parallel else 1
-            hidden = torch.empty(length // share, batch, run.config.model.hidden_size)
+            shards = layout.tensor_size if run.config.parallel.sequence_parallel else 1
+            hidden = torch.empty(length // shards, batch, run.config.model.hidden_size)
             dist.recv(hidden, layout.rank - stride)
             model.set_input_tensor(hidden)
         output = model(tokens, positions, None)

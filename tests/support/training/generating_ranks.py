@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from plain_gpt import PlainGpt, Shape
+from plain_gpt import PlainGpt, PlainGptShape
 
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import Device, prepare_device
@@ -95,17 +95,17 @@ def drain(engine: Engine) -> list[Event]:
 
 def generated(events: list[Event], request_id: str) -> list[int]:
     """Tokens of one request."""
-    return [one.token for one in events if isinstance(one, TokenEvent) and one.request_id == request_id]
+    return [event.token for event in events if isinstance(event, TokenEvent) and event.request_id == request_id]
 
 
 def finish_of(events: list[Event], request_id: str) -> FinishedEvent:
     """Return how one request ended; it must end once."""
-    (one,) = [one for one in events if isinstance(one, FinishedEvent) and one.request_id == request_id]
-    return one
+    (end,) = [end for end in events if isinstance(end, FinishedEvent) and end.request_id == request_id]
+    return end
 
 
 def prompt_events(events: list[Event], request_id: str) -> list[PromptEvent]:
-    return [one for one in events if isinstance(one, PromptEvent) and one.request_id == request_id]
+    return [event for event in events if isinstance(event, PromptEvent) and event.request_id == request_id]
 
 
 def plain_of(model: Any, config: TrainerConfig) -> PlainGpt:
@@ -113,7 +113,7 @@ def plain_of(model: Any, config: TrainerConfig) -> PlainGpt:
     shape = config.model
     return PlainGpt(
         dict(model.state_dict()),
-        Shape(
+        PlainGptShape(
             layers=shape.num_layers,
             heads=shape.num_attention_heads,
             key_heads=shape.heads_of_keys,
@@ -140,23 +140,23 @@ def choice(logits: list[float], request: GenerationRequest, position: int) -> tu
     """The token for a position by the written rule, and how far ahead of the next one it is."""
     if request.temperature == 0:
         return _best(dict(enumerate(logits)))
-    kept = _kept([value / request.temperature for value in logits], request.top_k, request.top_p)
+    filtered = _filtered([value / request.temperature for value in logits], request.top_k, request.top_p)
     keys = torch.tensor([noise_keys(request.seed, position)])
     noise = gumbel_noise(keys, len(logits))[0].tolist()
-    return _best({token: value + noise[token] for token, value in kept.items()})
+    return _best({token: value + noise[token] for token, value in filtered.items()})
 
 
-def _kept(scaled: list[float], top_k: int, top_p: float) -> dict[int, float]:
+def _filtered(scaled: list[float], top_k: int, top_p: float) -> dict[int, float]:
     order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
     order = order[: top_k or len(order)]
     weights = [math.exp(scaled[token] - scaled[order[0]]) for token in order]
-    kept, mass = {}, 0.0
+    remaining, mass = {}, 0.0
     for token, weight in zip(order, weights, strict=True):
         if mass / math.fsum(weights) >= top_p:
             break
-        kept[token] = scaled[token]
+        remaining[token] = scaled[token]
         mass += weight
-    return kept
+    return remaining
 
 
 def _best(scores: dict[int, float]) -> tuple[int, float]:

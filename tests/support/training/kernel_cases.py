@@ -27,10 +27,10 @@ def check(kernels: Any, sizes: tuple[Any, ...], dtype: torch.dtype, device: torc
     positions[0] = length - 1 if batch == 1 else 0
     keys, rule = cache[:, :batch, :length], AttentionRule(scale=channels**-0.5, window=window)
     chances = attention_recompute.probabilities(query[:, :, None], keys, positions[:, None], rule)
-    wanted = attention_recompute.head_measures(chances, positions[:, None], rule)
+    expected = attention_recompute.head_measures(chances, positions[:, None], rule)
     planes = kernels.head_measures(query, keys, positions, rule)
     for name, plane in zip(MEASURES, planes, strict=True):
-        torch.testing.assert_close(plane.transpose(0, 1), wanted[name].squeeze(2), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(plane.transpose(0, 1), expected[name].squeeze(2), atol=1e-5, rtol=1e-5)
     pins = torch.tensor([[0, layers - 1], [heads - 1, 0], [groups - 1, 0]], device=device)
     rows = torch.stack([chances[0, :, heads - 1, 0], chances[layers - 1, :, 0, 0]])
     apart = kernels.pinned_codes(query, keys, positions, pins, rule).int() - codes(rows).int()

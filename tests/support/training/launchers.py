@@ -81,7 +81,7 @@ def wait_until(condition: Callable[[], object], limit_s: float = DEADLINE_S) -> 
 
 
 @dataclasses.dataclass
-class Worker:
+class LauncherWorker:
     """A launcher and its folder."""
 
     process: subprocess.Popen[str]
@@ -121,7 +121,7 @@ class Gang:
         self.arguments = ["--num-layers", "4"]
         with address.reserved_port("127.0.0.2") as port:
             self.coordinator = f"127.0.0.2:{port}"
-        self.workers: list[Worker] = []
+        self.workers: list[LauncherWorker] = []
 
     def environment(self, index: int, **changes: str) -> dict[str, str]:
         """Return the environment that a backend gives to a launcher."""
@@ -176,7 +176,7 @@ class Gang:
                     text=True,
                     process_group=0,
                 )
-            self.workers.append(Worker(process, run_dir))
+            self.workers.append(LauncherWorker(process, run_dir))
 
     def go(self) -> None:
         """Let the ranks do what they are to do."""

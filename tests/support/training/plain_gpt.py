@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class PlainGptShape:
     """Properties of the model that its weights do not show."""
 
     layers: int
@@ -30,7 +30,7 @@ class Shape:
 class PlainGpt:
     """Logits of every position from one pass over the whole sequence."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], shape: Shape) -> None:
+    def __init__(self, weights: dict[str, torch.Tensor], shape: PlainGptShape) -> None:
         self._weights = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
         self._shape = shape
 

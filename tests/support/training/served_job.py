@@ -32,8 +32,8 @@ class Served:
         self.environment = os.environ | {"XDG_STATE_HOME": str(state)}
         self.folder = state / "megatronapp" / "jobs" / name
 
-    def cli(self, *words: str) -> str:
-        command = [sys.executable, "-m", "megatronapp_common.cli", *words]
+    def cli(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "megatronapp_common.cli", *arguments]
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
         )
@@ -88,10 +88,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(state: pathlib.Path, model: pathlib.Path, name: str, *words: str) -> Iterator[Served]:
+def served(state: pathlib.Path, model: pathlib.Path, name: str, *arguments: str) -> Iterator[Served]:
     """Serve in the background."""
     job = Served(state, name)
-    job.cli(*command(model, name), "--detach", *words)
+    job.cli(*command(model, name), "--detach", *arguments)
     try:
         yield job
     finally:
@@ -99,5 +99,5 @@ def served(state: pathlib.Path, model: pathlib.Path, name: str, *words: str) -> 
 
 
 def command(model: pathlib.Path, name: str) -> list[str]:
-    words = ["serve", "--name", name, "--port", "0", "--load", str(model / "saved")]
-    return [*words, "--tokenizer-file", str(model / "tokenizer.json")]
+    serve = ["serve", "--name", name, "--port", "0", "--load", str(model / "saved")]
+    return [*serve, "--tokenizer-file", str(model / "tokenizer.json")]

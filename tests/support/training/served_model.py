@@ -31,15 +31,15 @@ def write_model(folder: str) -> None:
     pathlib.Path(folder, "chat_template.jinja").write_text(TEMPLATE)
     shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
     steps = "--micro-batch-size 1 --train-iters 1 --lr 0.001 --eval-iters 0 --mock-data"
-    words = f"{shape} {steps} --max-position-embeddings {POSITIONS} --vocab-size {VOCABULARY} --save {folder}/saved"
-    code = main(words.split())
+    flags = f"{shape} {steps} --max-position-embeddings {POSITIONS} --vocab-size {VOCABULARY} --save {folder}/saved"
+    code = main(flags.split())
     assert code == 0
 
 
-class Server:
+class ModelServer:
     """Process of `megatronapp_trainer.serve`: one rank with its secret."""
 
-    def __init__(self, folder: pathlib.Path, model: pathlib.Path, *words: str) -> None:
+    def __init__(self, folder: pathlib.Path, model: pathlib.Path, *arguments: str) -> None:
         folder.mkdir(exist_ok=True)
         self.secret = new_secret()
         (folder / "secret").write_text(self.secret)
@@ -54,7 +54,7 @@ class Server:
         command = [sys.executable, "-m", "megatronapp_trainer.serve", "--load", str(model / "saved"), "--port", "0"]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                [*command, *words], env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
+                [*command, *arguments], env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
             )
 
     @property
@@ -82,9 +82,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def started(folder: pathlib.Path, model: pathlib.Path, *words: str) -> Iterator[Server]:
+def started(folder: pathlib.Path, model: pathlib.Path, *arguments: str) -> Iterator[ModelServer]:
     """Start a server, wait until it is ready, and stop it at the end."""
-    server = Server(folder, model, *words)
+    server = ModelServer(folder, model, *arguments)
     try:
         server.until_ready()
         yield server

@@ -31,15 +31,15 @@ async def served(gang: WorkerGroup, command: ServeCommand, config: Any) -> Async
         most_waiting=MOST_OPEN,
     )
     freeze_gc()
-    desk = RequestBroker(most_open=MOST_OPEN, statistics=ServerStatistics())
-    app = create_app(desk, secret=None)
-    desk.open(engine)
+    broker = RequestBroker(most_open=MOST_OPEN, statistics=ServerStatistics())
+    app = create_app(broker, secret=None)
+    broker.open(engine)
     app.state.model = model
     over = False
 
     def generate() -> None:
         while not over:
-            desk.step(0.01)
+            broker.step(0.01)
 
     work = asyncio.create_task(asyncio.to_thread(generate))
     try:

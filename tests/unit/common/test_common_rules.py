@@ -50,7 +50,7 @@ def test_a_spec_is_refused_by_its_rule_alone(example: Example) -> None:
     assert len(refused.value.problems) == 1, refused.value
     place, message = refused.value.problems[0].split(": ", 1)
     assert place == example.field
-    assert example.words in message
+    assert example.message in message
 
 
 @named(OF_CHANGES)
@@ -63,7 +63,7 @@ def test_a_change_is_refused_by_its_rule_alone(example: Example) -> None:
         return
     assert len(found) == 1, found
     assert found[0].startswith(f"{example.field}: ")
-    assert example.words in found[0]
+    assert example.message in found[0]
 
 
 def test_examples_of_a_rule_break_that_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ async def test_a_token_of_a_deleted_job_is_resolved_once(monkeypatch: pytest.Mon
     assert api.requests <= before + 1
 
 
-class Cluster:
+class PagedCluster:
     """Lists jobs page by page, while it answers."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Cluster:
 
 @pytest.mark.asyncio
 async def test_the_gateway_is_ready_once_the_cluster_has_answered() -> None:
-    cluster = Cluster()
+    cluster = PagedCluster()
     catalog = JobCatalog(cast(KubernetesApi, cluster), keys=KeyRing(["ab" * 32]), namespaces=("a", "b"))
     gateway = cast(Gateway, types.SimpleNamespace(catalog=catalog, reached=False))
     with pytest.raises(UnavailableError):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ports import held_ports
+from ports import reserved_ports
 from refusals import first_refusal
 
 from megatronapp_common.names import ExitCode, RankOrder
@@ -141,7 +141,7 @@ async def test_who_answers_as_the_right_worker_is_reached(tmp_path: pathlib.Path
 
 @pytest.mark.asyncio
 async def test_who_does_not_answer_is_named_with_its_node(tmp_path: pathlib.Path) -> None:
-    with held_ports(1, "127.0.0.3") as (port,):
+    with reserved_ports(1, "127.0.0.3") as (port,):
         found = await run_preflight(briefing({0: 5, 1: port}), tmp_path)
     assert found is not None
     assert found.message.startswith(
@@ -159,7 +159,7 @@ async def test_a_worker_that_begins_to_answer_late_is_reached(
         writer.close()
 
     refused = first_refusal(monkeypatch)
-    with held_ports(1, "127.0.0.3") as (port,):
+    with reserved_ports(1, "127.0.0.3") as (port,):
         preflight = asyncio.create_task(run_preflight(briefing({0: 5, 1: port}), tmp_path, timeout_s=DEADLINE_S))
         await refused.wait()
         async with await asyncio.start_server(send_greeting, "127.0.0.3", port):

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served_model import POSITIONS, Server, started, write_model
+from served_model import POSITIONS, ModelServer, started, write_model
 
 BATCH, QUEUE, MOST = 2, 1, 1900
 LONG = {"prompt": "hello", "max_tokens": MOST, "ignore_eos": True, "stream": True}
@@ -27,14 +27,14 @@ def make(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     arguments = f"--max-batch-size {BATCH} --queue-length {QUEUE} --max-tokens {MOST} --tokenizer-file"
     with started(tmp_path_factory.mktemp("server"), model, *arguments.split(), str(model / "tokenizer.json")) as server:
         yield server
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[httpx.Client]:
+def client(server: ModelServer) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
 
@@ -165,7 +165,7 @@ def test_a_malformed_body_is_refused_with_its_position(client: httpx.Client) -> 
     assert answer.json()["error"]["param"] is None
 
 
-def test_requests_without_the_key_are_refused(server: Server) -> None:
+def test_requests_without_the_key_are_refused(server: ModelServer) -> None:
     for token in ("", "wrong", "é"):
         with server.client("" if token == "é" else token) as stranger:
             headers = {b"Authorization": b"Bearer \xe9"} if token == "é" else {}
@@ -182,7 +182,9 @@ def test_too_large_a_body_is_not_read(client: httpx.Client) -> None:
     assert (answer.status_code, answer.json()["code"]) == (413, "too-large")
 
 
-def test_the_queue_shows_places_refuses_beyond_and_forgets_who_hangs_up(client: httpx.Client, server: Server) -> None:
+def test_the_queue_shows_places_refuses_beyond_and_forgets_who_hangs_up(
+    client: httpx.Client, server: ModelServer
+) -> None:
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(client.stream("POST", "/v1/completions", json=LONG)) for _ in range(2))
         running = [events(stream) for stream in (first, second)]
@@ -244,7 +246,7 @@ def test_runs_of_megascope_outlive_their_request_until_they_are_cancelled(client
     assert (probed.status_code, probed.json()["code"]) == (409, "nothing-looks")
 
 
-def test_a_waiting_request_receives_the_end_of_the_server(model: pathlib.Path, server: Server) -> None:
+def test_a_waiting_request_receives_the_end_of_the_server(model: pathlib.Path, server: ModelServer) -> None:
     with server.client() as client:
         until_idle(client)
         with client.stream("POST", "/v1/completions", json=LONG) as response:

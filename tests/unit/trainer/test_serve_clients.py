@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served_model import POSITIONS, TEMPLATE, Server, started, write_model
+from served_model import POSITIONS, TEMPLATE, ModelServer, started, write_model
 
 from megatronapp_trainer.serve.chat_template import ChatTemplate
 
@@ -17,7 +17,7 @@ MOST = 40
 
 
 @pytest.fixture(scope="module")
-def server(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     model = tmp_path_factory.mktemp("model")
     run_ranks(1, make, str(model))
     arguments = f"--max-batch-size 2 --max-tokens {MOST} --tokenizer-file {model / 'tokenizer.json'}"
@@ -30,13 +30,13 @@ def make(folder: str) -> None:
 
 
 @pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
+def http(server: ModelServer) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
 
 
 @pytest.fixture
-def client(server: Server, http: httpx.Client) -> Iterator[openai.OpenAI]:
+def client(server: ModelServer, http: httpx.Client) -> Iterator[openai.OpenAI]:
     key = http.headers["Authorization"].removeprefix("Bearer ")
     direct = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, http_client=direct, max_retries=0) as client:

@@ -11,7 +11,7 @@ import schema_checks
 import schemathesis
 from schemathesis import Case, GenerationMode
 from schemathesis.core.failures import FailureGroup
-from served_model import Server, started, write_model
+from served_model import ModelServer, started, write_model
 
 OPERATIONS = (
     ("GET", "/healthz"),
@@ -46,7 +46,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def server(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     """Answers are short, so that what counts is the number of requests."""
     model = pathlib.Path(tmp_path_factory.mktemp("model"))
     run_ranks(1, make, str(model))
@@ -60,7 +60,7 @@ def make(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
+def client(server: ModelServer) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
 
@@ -83,7 +83,7 @@ def test_all_operations_are_known(document: Any) -> None:
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_every_answer_matches_the_openapi_document(
-    *, server: Server, client: httpx.Client, document: Any, run: str, method: str, path: str, mode: GenerationMode
+    *, server: ModelServer, client: httpx.Client, document: Any, run: str, method: str, path: str, mode: GenerationMode
 ) -> None:
     def known(case: "Case[Any]") -> None:
         if mode is GenerationMode.POSITIVE and "run" in case.path_parameters:
@@ -96,7 +96,7 @@ def test_every_answer_matches_the_openapi_document(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_stream_events_match_the_openapi_document(
-    server: Server, client: httpx.Client, document: Any, path: str
+    server: ModelServer, client: httpx.Client, document: Any, path: str
 ) -> None:
     is_chat = path != "/v1/completions"
     prompt = {"messages": [{"role": "user", "content": "hello"}]} if is_chat else {"prompt": "hello"}

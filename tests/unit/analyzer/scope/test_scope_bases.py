@@ -92,7 +92,7 @@ class Model:
         if text is not None and text[: len(self.refused_text)] == self.refused_text and self.refusals:
             return httpx.Response(self.refusals.pop(0), json={"code": "busy", "message": "", "hint": ""})
         found = self.rank.answer(request.method, path, request.content)
-        self.probes = [body for _, kind, body in self.rank.asked if kind == "probes"]
+        self.probes = [body for _, kind, body in self.rank.requests if kind == "probes"]
         return httpx.Response(found.status_code, content=bytes(found.body))
 
 

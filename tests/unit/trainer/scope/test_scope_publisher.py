@@ -306,7 +306,7 @@ def test_steps_that_never_become_ready_are_bounded(publisher: FramePublisher) ->
 
 
 def test_unsendable_steps_are_counted_and_logged(path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Step):
+    class FailingStep(Step):
         def build(self) -> Iterator[Frame]:
             yield next(super().build())
             self._headers.popleft()
@@ -319,7 +319,7 @@ def test_unsendable_steps_are_counted_and_logged(path: pathlib.Path, caplog: pyt
             yield Frame(FrameType.SCOPE_PART, self._headers[0], bytes(MAX_PART_BYTES))
 
     publisher = FramePublisher(path, HELLO)
-    for step in (Broken(0, frames=3), TooLarge(1, frames=2), Step(2)):
+    for step in (FailingStep(0, frames=3), TooLarge(1, frames=2), Step(2)):
         publisher.post(step)
     headers = received_headers(publisher, path, 6)
     seen = [(header["step"], header["part"], header.get("dropped", False)) for header in headers]

@@ -33,10 +33,10 @@ def missing(folder: pathlib.Path | None = None) -> str | None:
         return f"needs the CNI plugins in {PLUGINS}; scripts/system_packages.sh e2e installs them on Debian"
     if absent := [path for path in DEVICES if not os.access(path, os.W_OK)]:
         return f"needs to write in {', '.join(absent)}"
-    return _no_room(folder or default_folder())
+    return _missing_space(folder or default_folder())
 
 
-def _no_room(folder: pathlib.Path) -> str | None:
+def _missing_space(folder: pathlib.Path) -> str | None:
     standing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(standing).free / 1e9
     used = 0.0 if not folder.exists() else DISK_GB / 2

@@ -13,8 +13,8 @@ NOT_OURS = 404, 409
 
 
 @dataclasses.dataclass(slots=True)
-class Machines:
-    """Machines with room for every pod. `api` has all rights; `namespace` is theirs alone."""
+class FakeNodes:
+    """Nodes with capacity for every pod. `api` has all rights; `namespace` is theirs alone."""
 
     api: KubernetesApi
     namespace: str
@@ -24,7 +24,7 @@ class Machines:
     async def pods(self) -> dict[str, Object]:
         """All pods of jobs, by name."""
         listing = await self.api.list_objects(PODS, self.namespace, labels=LABEL_JOB)
-        return {one["metadata"]["name"]: one for one in listing.items}
+        return {pod["metadata"]["name"]: pod for pod in listing.items}
 
     async def settle(self) -> bool:
         """Start what is created and remove what is to go; whether there was something to do."""
@@ -39,7 +39,7 @@ class Machines:
         return changed
 
     async def start(self, pod: Object) -> None:
-        """Place a pod on a separate machine and start its containers."""
+        """Place a pod on a separate node and start its containers."""
         name = pod["metadata"]["name"]
         if not pod["spec"].get("nodeName"):
             await self.bind(name)
@@ -49,7 +49,7 @@ class Machines:
         await self._send("PATCH", f"{name}/status", {"status": status})
 
     async def bind(self, name: str) -> None:
-        """Place a pod on a separate machine."""
+        """Place a pod on a separate node."""
         target = {"apiVersion": "v1", "kind": "Node", "name": f"node-of-{name}"}
         body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
         await self._send("POST", f"{name}/binding", body)
@@ -75,14 +75,14 @@ def _statuses(pod: Object, state: Object, *, ready: bool) -> Object:
     return {
         "containerStatuses": [
             {
-                "name": one["name"],
-                "image": one["image"],
+                "name": container["name"],
+                "image": container["image"],
                 "imageID": "",
                 "ready": ready,
                 "restartCount": 0,
                 "state": state,
             }
-            for one in pod["spec"]["containers"]
+            for container in pod["spec"]["containers"]
         ]
     }
 

@@ -1,8 +1,8 @@
-"""Machines under a queue: they take no pod with a scheduling gate, and a pod that a finalizer holds stays."""
+"""Nodes under a queue: they take no pod with a scheduling gate, and a pod that a finalizer holds stays."""
 
 import dataclasses
 
-from machines import Machines
+from fake_nodes import FakeNodes
 
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 
@@ -11,16 +11,16 @@ ENDED = frozenset({"Succeeded", "Failed"})
 
 
 @dataclasses.dataclass(slots=True)
-class QueuedMachines(Machines):
-    """Machines with a few troubles."""
+class QueuedNodes(FakeNodes):
+    """Nodes with a few faults."""
 
     full: frozenset[str] = frozenset()
-    """Workers that no machine takes."""
+    """Workers that no node takes."""
     lost: frozenset[str] = frozenset()
-    """Pods (uids) whose machine does not answer any more."""
+    """Pods (uids) whose node does not answer any more."""
 
     async def settle(self) -> bool:
-        """Settle as kubelets do it: end containers before a pod is removed. A pod without machine is not theirs to
+        """Settle as kubelets do it: end containers before a pod is removed. A pod without a node is not theirs to
         remove."""
         changed = False
         for name, pod in (await self.pods()).items():

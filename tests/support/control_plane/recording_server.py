@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class Spy:
+class RecordingServer:
     """Requests that it has seen, and the page that it shows."""
 
     def __init__(self, port: int) -> None:
@@ -17,17 +17,17 @@ class Spy:
 
 
 @contextlib.contextmanager
-def spying(address: str = "127.0.0.1", port: int = 0) -> Iterator[Spy]:
+def running_server(address: str = "127.0.0.1", port: int = 0) -> Iterator[RecordingServer]:
     """Start one at this port, or a free one, and stop it at the end."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            kept.cookies.append(self.headers.get("Cookie"))
+            recorder.cookies.append(self.headers.get("Cookie"))
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
             with contextlib.suppress(OSError):
-                self.wfile.write(kept.page.encode())
+                self.wfile.write(recorder.page.encode())
 
         def log_message(self, format: str, *_: object) -> None:
             """Write no log lines."""
@@ -36,10 +36,10 @@ def spying(address: str = "127.0.0.1", port: int = 0) -> Iterator[Spy]:
         address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
 
     server = Server((address, port), Handler)
-    kept = Spy(server.server_port)
+    recorder = RecordingServer(server.server_port)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield kept
+    yield recorder
     server.shutdown()
     server.server_close()
     thread.join()

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 
-class Wire:
+class SeverableProxy:
     """Proxy that forwards bytes to one port while it is `joined`; cut off, it swallows what it receives and answers
     nothing."""
 
@@ -15,7 +15,7 @@ class Wire:
         self._joined.set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def cut(self) -> None:
+    def sever(self) -> None:
         """Stop forwarding bytes either way."""
         self._joined.clear()
 
@@ -49,9 +49,9 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wire_to(port: int) -> AsyncIterator[tuple[Wire, int]]:
+async def proxy_to(port: int) -> AsyncIterator[tuple[SeverableProxy, int]]:
     """A wire to a port of loopback, and the port to connect to instead."""
-    wire = Wire(port)
+    wire = SeverableProxy(port)
     server = await asyncio.start_server(wire.serve, "127.0.0.1", 0)
     async with server:
         yield wire, int(server.sockets[0].getsockname()[1])

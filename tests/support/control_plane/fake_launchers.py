@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import kube
-from machines import Machines
-from operator_play import KEY
+from fake_nodes import FakeNodes
+from operator_simulation import KEY
 
 from megatronapp_common.names import LABEL_JOB, STATUS_PORT
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
@@ -24,19 +24,19 @@ ADDRESSES = iter(f"127.{70 + os.getpid() % 50}.{os.getpid() % 251}.{last}" for l
 
 @dataclasses.dataclass(slots=True)
 class Launcher:
-    """Answer of worker 0 of a job: its board to the viewer's token, 401 to others."""
+    """Answer of worker 0 of a job: its status to the viewer's token, 401 to others."""
 
     uid: str
     address: str
-    board: GangStatus
+    status: GangStatus
     refused: int = 0
 
     def train(self, attempt: int, iteration: int = 1) -> None:
         """The ranks of an attempt train."""
-        board = GangStatus(attempt)
-        board.phase = GangPhase.RUNNING
-        board.progress = {"attempt": attempt, "iteration": iteration, "totalIterations": 1000, "state": "training"}
-        self.board = board
+        status = GangStatus(attempt)
+        status.phase = GangPhase.RUNNING
+        status.progress = {"attempt": attempt, "iteration": iteration, "totalIterations": 1000, "state": "training"}
+        self.status = status
 
 
 @contextlib.contextmanager
@@ -45,11 +45,11 @@ def launcher(uid: str) -> Iterator[Launcher]:
     made = Launcher(uid, next(ADDRESSES), GangStatus(0))
     good = f"Bearer {derive_token(job_secret(KEY, uid), TokenRole.VIEWER)}"
 
-    class Answer(http.server.BaseHTTPRequestHandler):
+    class StatusHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.headers["Authorization"] == good
             made.refused += not known
-            body = json.dumps(made.board.document()).encode()
+            body = json.dumps(made.status.document()).encode()
             self.send_response(200 if known else 401)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -58,7 +58,7 @@ def launcher(uid: str) -> Iterator[Launcher]:
         def log_message(self, format: str, *args: object) -> None:
             """Write no log lines."""
 
-    with http.server.ThreadingHTTPServer((made.address, STATUS_PORT), Answer) as server:
+    with http.server.ThreadingHTTPServer((made.address, STATUS_PORT), StatusHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -69,29 +69,31 @@ def launcher(uid: str) -> Iterator[Launcher]:
 
 
 @dataclasses.dataclass(slots=True)
-class ToldMachines(Machines):
-    """Machines whose pods have the address of their job's launcher; pods of `held` jobs are not placed."""
+class NodesWithLaunchers(FakeNodes):
+    """Nodes whose pods have the address of their job's launcher; pods of `unplaced` jobs are not placed."""
 
     launchers: dict[str, Launcher] = dataclasses.field(default_factory=dict)
-    held: set[str] = dataclasses.field(default_factory=set)
+    unplaced: set[str] = dataclasses.field(default_factory=set)
 
     async def start(self, pod: Object) -> None:
-        """Place and start a pod, where its job is not held."""
+        """Place and start a pod, unless its job is listed in `unplaced`."""
         job = pod["metadata"]["labels"][LABEL_JOB]
-        if job in self.held:
+        if job in self.unplaced:
             return
-        await Machines.start(self, pod)
-        told = self.launchers.get(job)
-        if told is not None:
-            await self._send("PATCH", f"{pod['metadata']['name']}/status", {"status": {"podIP": told.address}})
+        await FakeNodes.start(self, pod)
+        launcher_of_job = self.launchers.get(job)
+        if launcher_of_job is not None:
+            await self._send(
+                "PATCH", f"{pod['metadata']['name']}/status", {"status": {"podIP": launcher_of_job.address}}
+            )
 
 
 @contextlib.asynccontextmanager
-async def told_machines(plane: kube.ControlPlane, namespace: str) -> AsyncIterator[ToldMachines]:
-    """Machines with all rights in a namespace."""
+async def nodes_with_launchers(plane: kube.ControlPlane, namespace: str) -> AsyncIterator[NodesWithLaunchers]:
+    """Nodes with all rights in a namespace."""
     headers = {"Authorization": f"Bearer {plane.tokens[kube.ADMIN]}"}
     async with (
         connect(kubeconfig=str(plane.kubeconfig())) as api,
         httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context()) as client,
     ):
-        yield ToldMachines(api, namespace, client)
+        yield NodesWithLaunchers(api, namespace, client)

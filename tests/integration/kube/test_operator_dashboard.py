@@ -12,10 +12,10 @@ import kube
 import pytest
 import pytest_asyncio
 import yaml
-from operator_play import manifest
-from operator_process import Operator, started
+from fake_launchers import Launcher, NodesWithLaunchers, launcher, nodes_with_launchers
+from operator_process import OperatorProcess, started
+from operator_simulation import manifest
 from scraped_job import CHART, Prometheus, running_prometheus, scrape_operator
-from told_gangs import Launcher, ToldMachines, launcher, told_machines
 
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
 
@@ -24,20 +24,20 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.full("a minute of a real operator and Prometheus"),
 ]
-BOARD = CHART / "dashboards" / "operator.json"
+DASHBOARD = CHART / "dashboards" / "operator.json"
 RULES = CHART / "rules" / "operator.yaml"
 LIMIT_S = 240.0
 POLL_S = 0.25
 FLAGS = ("--resync-seconds", "5")
-WORDS = {"$__rate_interval": "20s", "$__range": "10m"}
+VARIABLES = {"$__rate_interval": "20s", "$__range": "10m"}
 SELECTOR = re.compile(r"\b((?:megatron|process)_[a-z_]+)(\{[^}]*\})?")
 
 
 class Life:
     """A job that begins, fails once, is restarted and ends well."""
 
-    def __init__(self, machines: ToldMachines, told: Launcher, prometheus: Prometheus) -> None:
-        self.machines, self._told, self.prometheus = machines, told, prometheus
+    def __init__(self, nodes: NodesWithLaunchers, job_launcher: Launcher, prometheus: Prometheus) -> None:
+        self.nodes, self._launcher, self.prometheus = nodes, job_launcher, prometheus
         self.began = time.time()
 
     async def until(self, condition: Any, what: str) -> None:
@@ -45,16 +45,16 @@ class Life:
         end = time.monotonic() + LIMIT_S
         while not (await condition() if asyncio.iscoroutinefunction(condition) else condition()):
             assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}"
-            await self.machines.settle()
+            await self.nodes.settle()
             await asyncio.sleep(POLL_S)
 
     async def status(self) -> Object:
-        found = await self.machines.api.get(JOBS, self.machines.namespace, "job")
+        found = await self.nodes.api.get(JOBS, self.nodes.namespace, "job")
         assert found is not None
         return dict(found.get("status") or {})
 
     async def runs(self, attempt: int) -> None:
-        self._told.train(attempt)
+        self._launcher.train(attempt)
 
         async def running() -> bool:
             status = await self.status()
@@ -63,12 +63,12 @@ class Life:
         await self.until(running, f"attempt {attempt} runs")
 
     async def fails(self) -> None:
-        await self.machines.end("job-worker-1", 42, message="boom")
+        await self.nodes.end("job-worker-1", 42, message="boom")
         await self.runs(1)
 
     async def ends(self) -> None:
-        for name in await self.machines.pods():
-            await self.machines.end(name, 0)
+        for name in await self.nodes.pods():
+            await self.nodes.end(name, 0)
 
         async def ended() -> bool:
             return bool((await self.status())["phase"] == "Succeeded")
@@ -79,25 +79,25 @@ class Life:
 @pytest_asyncio.fixture
 async def life(
     plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
-) -> AsyncIterator[tuple[Life, Operator]]:
+) -> AsyncIterator[tuple[Life, OperatorProcess]]:
     spec: dict[str, Any] = {"runPolicy": {"backoff": {"initialSeconds": 1}}}
     with started(plane, tmp_path, namespace, flags=FLAGS) as operator:
         operator.wait(operator.leads)
         target = operator.url.removeprefix("http://")
-        async with told_machines(plane, namespace) as machines:
-            job = await machines.api.create(JOBS, manifest(namespace, **spec))
+        async with nodes_with_launchers(plane, namespace) as nodes:
+            job = await nodes.api.create(JOBS, manifest(namespace, **spec))
             with (
-                launcher(job["metadata"]["uid"]) as told,
+                launcher(job["metadata"]["uid"]) as job_launcher,
                 running_prometheus(tmp_path, scrape_operator(target)) as prometheus,
             ):
-                machines.launchers["job"] = told
-                yield Life(machines, told, prometheus), operator
-                assert told.refused == 0
+                nodes.launchers["job"] = job_launcher
+                yield Life(nodes, job_launcher, prometheus), operator
+                assert job_launcher.refused == 0
 
 
 def targets() -> list[tuple[str, Object]]:
-    board = json.loads(BOARD.read_text(encoding="utf-8"))
-    return [(panel["title"], target) for panel in board["panels"] for target in panel.get("targets", ())]
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return [(panel["title"], target) for panel in dashboard["panels"] for target in panel.get("targets", ())]
 
 
 def alerts() -> dict[str, str]:
@@ -106,16 +106,18 @@ def alerts() -> dict[str, str]:
 
 
 def filled(query: str, namespace: str) -> str:
-    for name, value in {**WORDS, "$namespace": namespace}.items():
+    for name, value in {**VARIABLES, "$namespace": namespace}.items():
         query = query.replace(name, value)
     assert "$" not in query, query
     return query
 
 
-async def test_every_query_of_the_board_has_data_of_a_job_that_fails_and_ends(life: tuple[Life, Operator]) -> None:
+async def test_every_query_of_the_dashboard_has_data_of_a_job_that_fails_and_ends(
+    life: tuple[Life, OperatorProcess],
+) -> None:
     """From its first gang to its end each panel has had data, by series that a real operator writes."""
     made, _ = life
-    namespace, pending = made.machines.namespace, targets()
+    namespace, pending = made.nodes.namespace, targets()
     assert len(pending) > 20
 
     def answered() -> bool:
@@ -144,7 +146,7 @@ async def test_every_query_of_the_board_has_data_of_a_job_that_fails_and_ends(li
 
 
 async def test_alerts_read_series_that_are_there_and_notice_leaders(
-    life: tuple[Life, Operator], plane: kube.ControlPlane, tmp_path: pathlib.Path
+    life: tuple[Life, OperatorProcess], plane: kube.ControlPlane, tmp_path: pathlib.Path
 ) -> None:
     made, operator = life
     await made.runs(0)
@@ -170,13 +172,13 @@ async def test_alerts_read_series_that_are_there_and_notice_leaders(
     await made.until(lambda: states()["MegatronOperatorNoLeader"][1] == "pending", "the missing leader is noticed")
     folder = tmp_path / "two"
     folder.mkdir()
-    with started(plane, tmp_path, made.machines.namespace, "two", "first") as first:
+    with started(plane, tmp_path, made.nodes.namespace, "two", "first") as first:
         first.wait(first.leads)
-        with started(plane, tmp_path, made.machines.namespace, "three", "second") as second:
+        with started(plane, tmp_path, made.nodes.namespace, "three", "second") as second:
             second.wait(second.leads)
             scrapes = [
-                scrape_operator(one.url.removeprefix("http://"), f"operator-{number}")
-                for number, one in enumerate((first, second))
+                scrape_operator(scrape.url.removeprefix("http://"), f"operator-{number}")
+                for number, scrape in enumerate((first, second))
             ]
             with running_prometheus(folder, *scrapes) as prometheus:
                 made.prometheus = prometheus

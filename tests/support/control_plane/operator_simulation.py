@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import kube
-from machines import Machines
+from fake_nodes import FakeNodes
 
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
 from megatronapp_operator.backends.kubernetes.client.errors import (
@@ -39,7 +39,7 @@ SETTINGS = RenderSettings(
 MAX_ROUNDS = 200
 
 
-class Cut(BaseException):
+class OperatorKilled(BaseException):
     """The operator ends here, like a process that is killed."""
 
 
@@ -54,28 +54,28 @@ def refuse(kind: str) -> None:
             raise UnavailableError("the server fails", status=500)
 
 
-class CutApi(KubernetesApi):
-    """Counts requests; `cut_at(number)` may say "before" or "after": the operator ends
+class KillableApi(KubernetesApi):
+    """Counts requests; `kill_at(number)` may say "before" or "after": the operator ends
     before or after that request; or "lost": the answer is lost."""
 
-    cut_at: Callable[[int], str | None] = staticmethod(lambda _number: None)
+    kill_at: Callable[[int], str | None] = staticmethod(lambda _number: None)
     count = 0
     dead = False
 
-    async def _send(self, *words: Any, **options: Any) -> Object:
+    async def _send(self, *arguments: Any, **options: Any) -> Object:
         if self.dead:
-            raise Cut
+            raise OperatorKilled
         self.count += 1
-        when = self.cut_at(self.count)
+        when = self.kill_at(self.count)
         self.dead |= when == "before"
         if self.dead:
-            raise Cut
+            raise OperatorKilled
         try:
-            answer = await super()._send(*words, **options)
+            answer = await super()._send(*arguments, **options)
         finally:  # an answer that refuses is one, too
             self.dead |= when == "after"
         if self.dead:
-            raise Cut
+            raise OperatorKilled
         if when == "lost":
             raise UnavailableError("no answer came")
         return answer
@@ -95,11 +95,11 @@ def manifest(namespace: str, name: str = "job", **spec: Any) -> Object:
 
 
 @dataclasses.dataclass(slots=True)
-class Play:
-    """Sequence of operators, and the machines under them. Time passes by `pass_time` and by itself."""
+class OperatorSimulation:
+    """Sequence of operators, and the nodes under them. Time passes by `pass_time` and by itself."""
 
-    api: CutApi
-    machines: Machines
+    api: KillableApi
+    nodes: FakeNodes
     namespace: str
     settings: RenderSettings = SETTINGS
     installation: str = "megatronapp/megatronapp-operator"
@@ -129,13 +129,13 @@ class Play:
             installation=self.installation,
             clock=self.now,
         )
-        await self.look()
+        await self.refresh()
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Read the objects that the watches would deliver."""
-        jobs = await KubernetesApi.list_objects(self.machines.api, JOBS, self.namespace)
+        jobs = await KubernetesApi.list_objects(self.nodes.api, JOBS, self.namespace)
         self.store.replace_jobs(jobs.items, int(jobs.resource_version))
-        pods = await KubernetesApi.list_objects(self.machines.api, PODS, self.namespace)
+        pods = await KubernetesApi.list_objects(self.nodes.api, PODS, self.namespace)
         self.store.replace_pods(map(read_pod, pods.items), int(pods.resource_version))
 
     async def reconcile(self) -> bool:
@@ -149,7 +149,7 @@ class Play:
             except (
                 RetryReconcileError,
                 ApiError,
-                Cut,
+                OperatorKilled,
             ):  # of parallel requests another one may have failed first
                 again = True
             if self.api.dead:
@@ -157,13 +157,13 @@ class Play:
                 return True
         return again
 
-    async def rest(self, *, machines: bool = True) -> None:
+    async def rest(self, *, with_nodes: bool = True) -> None:
         """Continue until nothing more happens by itself."""
         for _ in range(MAX_ROUNDS):
             before = self.api.count
-            await self.look()
+            await self.refresh()
             again = await self.reconcile()
-            moved = machines and await self.machines.settle()
+            moved = with_nodes and await self.nodes.settle()
             if not again and not moved and self.api.count == before:
                 return
         raise AssertionError("the operator does not come to rest")
@@ -173,7 +173,7 @@ class Play:
         self.skipped_s += seconds
         await self.rest()
 
-    def tell(self, name: str, **progress: Any) -> None:
+    def report_progress(self, name: str, **progress: Any) -> None:
         """Send the operator a report of the hub or the launcher of a job."""
         memory = self.reconciler.memory((self.namespace, name))
         assert memory is not None
@@ -182,19 +182,23 @@ class Play:
 
     async def job(self, name: str = "job") -> Object:
         """Return the job with its present status."""
-        found = await self.machines.api.get(JOBS, self.namespace, name)
+        found = await self.nodes.api.get(JOBS, self.namespace, name)
         assert found is not None
         return found
 
 
 @contextlib.asynccontextmanager
-async def play(plane: kube.ControlPlane, namespace: str, **settings: Any) -> AsyncIterator[Play]:
+async def simulated_operator(
+    plane: kube.ControlPlane, namespace: str, **settings: Any
+) -> AsyncIterator[OperatorSimulation]:
     """Yield an operator with all rights in a separate namespace; `settings` are fields of RenderSettings."""
     headers = {"Authorization": f"Bearer {plane.tokens[kube.ADMIN]}"}
     async with (
         connect(kubeconfig=str(plane.kubeconfig())) as api,
         httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context()) as client,
     ):
-        cut = CutApi(api._client)
-        machines = Machines(api, namespace, client)
-        yield Play(api=cut, machines=machines, namespace=namespace, settings=dataclasses.replace(SETTINGS, **settings))
+        killable = KillableApi(api._client)
+        nodes = FakeNodes(api, namespace, client)
+        yield OperatorSimulation(
+            api=killable, nodes=nodes, namespace=namespace, settings=dataclasses.replace(SETTINGS, **settings)
+        )

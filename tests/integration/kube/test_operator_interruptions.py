@@ -14,7 +14,7 @@ from typing import Any
 
 import kube
 import pytest
-from operator_play import CutApi, Play, manifest, play, refuse
+from operator_simulation import KillableApi, OperatorSimulation, manifest, refuse, simulated_operator
 from pytest_workers import FULL
 
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
@@ -26,36 +26,36 @@ UNSTEADY = 20
 """Requests by which two runs of a history may differ: objects of a job are restored at an hour of the job's own."""
 
 
-async def fails_and_ends(stage: Play) -> None:
+async def fails_and_ends(stage: OperatorSimulation) -> None:
     """A worker fails, the next gang is preempted, the third one ends well."""
     await run(stage, "job")
-    await stage.machines.end("job-worker-1", 42, message="boom")
+    await stage.nodes.end("job-worker-1", 42, message="boom")
     await stage.rest()
     await stage.pass_time(11)
     await train(stage, "job")
-    await stage.machines.api.delete(PODS, (await stage.machines.pods())["job-worker-0"], grace_s=0)
+    await stage.nodes.api.delete(PODS, (await stage.nodes.pods())["job-worker-0"], grace_s=0)
     await stage.rest()
     await stage.pass_time(60)
     await train(stage, "job")
     for name in ("job-worker-0", "job-worker-1"):
-        await stage.machines.end(name, 0)
+        await stage.nodes.end(name, 0)
     await stage.rest()
     await stage.pass_time(400)
 
 
-async def run(stage: Play, name: str) -> None:
+async def run(stage: OperatorSimulation, name: str) -> None:
     analyzer = {"analyzer": {"enabled": True}, "runPolicy": {"cleanPodPolicy": "All"}}
-    await stage.machines.api.create(JOBS, manifest(stage.namespace, name, **analyzer))
+    await stage.nodes.api.create(JOBS, manifest(stage.namespace, name, **analyzer))
     await stage.rest()
     await train(stage, name)
 
 
-async def train(stage: Play, name: str) -> None:
+async def train(stage: OperatorSimulation, name: str) -> None:
     """Let the ranks begin, under any operator."""
     for _ in range(3):
         if stage.reconciler.memory((stage.namespace, name)) is None:
             await stage.rest()
-        stage.tell(name)
+        stage.report_progress(name)
         await stage.rest()
 
 
@@ -71,22 +71,22 @@ class End:
     pods: frozenset[str]
 
 
-async def end_of(stage: Play) -> End:
+async def end_of(stage: OperatorSimulation) -> End:
     status = (await stage.job())["status"]
-    failures = tuple((one["reason"], one["action"]) for one in status["failures"])
+    failures = tuple((failure["reason"], failure["action"]) for failure in status["failures"])
     counts = status["attempt"], status["restarts"], status["restartsTowardsMax"]
-    return End(status["phase"], *counts, failures, frozenset(await stage.machines.pods()))
+    return End(status["phase"], *counts, failures, frozenset(await stage.nodes.pods()))
 
 
 async def played(
     plane: kube.ControlPlane,
     namespace: str,
-    change: Callable[[CutApi], None],
-    history: Callable[[Play], Awaitable[None]],
-) -> tuple[End, Play]:
+    change: Callable[[KillableApi], None],
+    history: Callable[[OperatorSimulation], Awaitable[None]],
+) -> tuple[End, OperatorSimulation]:
     """Play one history in a separate namespace."""
     assert plane.kubectl("create", "namespace", namespace).returncode == 0
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         change(stage.api)
         await stage.begin()
         await history(stage)
@@ -99,28 +99,28 @@ class Once:
     def __init__(self, number: int, when: str) -> None:
         self._number, self._when = number, when
 
-    def give(self, api: CutApi) -> None:
-        api.cut_at = self
+    def give(self, api: KillableApi) -> None:
+        api.kill_at = self
 
     def __call__(self, number: int) -> str | None:
         return self._when if number == self._number else None
 
 
-async def test_an_operator_that_is_cut_off_at_any_request_comes_to_the_same_end(
+async def test_an_operator_killed_at_any_request_reaches_the_same_end(
     plane: kube.ControlPlane, namespace: str, record_property: Callable[[str, object], None]
 ) -> None:
     expected, whole = await played(plane, f"{namespace}-whole", lambda _api: None, fails_and_ends)
     assert expected.phase == "Succeeded" and (expected.attempt, expected.counted) == (2, 1) and not expected.pods
-    steps, cuts = whole.api.count, 0
+    steps, kills = whole.api.count, 0
     for number, when in itertools.product(range(1, whole.api.count + 1, STRIDE), ("before", "after")):
         once = Once(number, when)
         found, stage = await played(plane, f"{namespace}-{number}-{when}", once.give, fails_and_ends)
         reached = stage.api.count >= number  # requests depend a little on real time: the last ones may not be made
         assert reached or number > whole.api.count - UNSTEADY, f"{stage.api.count} of {whole.api.count} requests"
         assert (found, stage.lives) == (expected, 2 if reached else 1), f"cut {when} request {number}"
-        steps, cuts = steps + stage.api.count, cuts + 1
+        steps, kills = steps + stage.api.count, kills + 1
     record_property("steps", steps)
-    print(f"{cuts} cuts, {steps} requests")
+    print(f"{kills} cuts, {steps} requests")
 
 
 class Faulty:
@@ -141,23 +141,23 @@ class Faulty:
 async def test_answers_that_go_wrong_change_nothing_about_the_end(
     plane: kube.ControlPlane, namespace: str, kind: str
 ) -> None:
-    def fault(api: CutApi) -> None:
-        api.cut_at = Faulty(1, kind)
+    def fault(api: KillableApi) -> None:
+        api.kill_at = Faulty(1, kind)
 
     found, stage = await played(plane, f"{namespace}-{kind}", fault, fails_and_ends)
     assert (found.phase, found.attempt, found.counted, found.pods) == ("Succeeded", 2, 1, frozenset())
     assert stage.lives == 1
 
 
-async def test_a_leader_that_wakes_late_does_nothing_to_what_has_gone_on_without_it(
+async def test_a_leader_that_wakes_late_changes_nothing_of_its_successor(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
-    async with play(plane, namespace) as stage:
+    async with simulated_operator(plane, namespace) as stage:
         await stage.begin()
         await run(stage, "job")
         asleep, store = stage.reconciler, stage.store
         await stage.begin()
-        await stage.machines.end("job-worker-1", 42, message="boom")
+        await stage.nodes.end("job-worker-1", 42, message="boom")
         await stage.rest()
         await stage.pass_time(11)
         before = await uids(stage), await stage.job()
@@ -167,10 +167,10 @@ async def test_a_leader_that_wakes_late_does_nothing_to_what_has_gone_on_without
     assert after == before
 
 
-async def uids(stage: Play) -> dict[str, str]:
-    pods: dict[str, Object] = await stage.machines.pods()
-    return {name: pod["metadata"]["uid"] for name, pod in pods.items() if not gone(pod)}
+async def uids(stage: OperatorSimulation) -> dict[str, str]:
+    pods: dict[str, Object] = await stage.nodes.pods()
+    return {name: pod["metadata"]["uid"] for name, pod in pods.items() if not deleted(pod)}
 
 
-def gone(pod: Object) -> Any:
+def deleted(pod: Object) -> Any:
     return pod["metadata"].get("deletionTimestamp")
