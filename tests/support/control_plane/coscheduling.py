@@ -17,7 +17,7 @@ import yaml
 from queued_nodes import QueuedNodes
 
 from megatronapp_operator.backends.kubernetes.client.resources import COSCHEDULING_POD_GROUPS, Object
-from megatronapp_operator.backends.kubernetes.render.queueing import SCHEDULERS
+from megatronapp_operator.backends.kubernetes.render.pod.scheduling import SCHEDULERS
 
 SERVER = "api-1.30"
 """The release of Kubernetes that this scheduler is built from."""

@@ -1,12 +1,8 @@
-"""Objects and marks of a job for gang schedulers: their pod groups, and labels and annotations of the pods.
-
-Kueue creates its object from the pods; the others need a pod group of the operator, one for each attempt.
-"""
+"""Pod groups of gang schedulers, one for each attempt. Kueue creates its object from the pods."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from megatronapp_common.names import LABEL_REPLICA_INDEX
 from megatronapp_operator.backends.kubernetes.client.resources import (
     COSCHEDULING_POD_GROUPS,
     KAI_POD_GROUPS,
@@ -19,55 +15,11 @@ from megatronapp_operator.backends.kubernetes.render.pod.quantities import gang_
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
 from megatronapp_operator.backends.kubernetes.render.settings import Rendered
 
-SCHEDULERS = {"Volcano": "volcano", "Coscheduling": "scheduler-plugins-scheduler", "KAI": "kai-scheduler"}
-"""Names under which these schedulers are installed, unless the job has another."""
 GROUPS: dict[str, Resource] = {
     "Volcano": VOLCANO_POD_GROUPS,
     "Coscheduling": COSCHEDULING_POD_GROUPS,
     "KAI": KAI_POD_GROUPS,
 }
-
-
-def scheduler_name(draft: WorkerDraft) -> str | None:
-    """Return the scheduler of the job; if it has none, that of the gang."""
-    return draft.spec.scheduler_name or SCHEDULERS.get(draft.spec.scheduling.gang)
-
-
-def pod_marks(draft: WorkerDraft) -> tuple[dict[str, str], dict[str, str]]:
-    """Return labels and annotations by which a scheduler recognises the gang of a pod."""
-    group = draft.names.group(draft.attempt.number)
-    queue = draft.spec.scheduling.queue
-    match draft.spec.scheduling.gang:
-        case "Kueue":
-            return _kueue(draft, group, queue or "")
-        case "Volcano":
-            return {}, {"scheduling.k8s.io/group-name": group}
-        case "Coscheduling":
-            return {"scheduling.x-k8s.io/pod-group": group}, {}
-        case "KAI":
-            marks = {"pod-group-name": group, "kai.scheduler/skip-podgrouper": "true"}
-            return ({"kai.scheduler/queue": queue} if queue else {}), marks
-        case _:
-            return {}, {}
-
-
-def _kueue(draft: WorkerDraft, group: str, queue: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the marks of a group of plain pods.
-
-    The name of the group has the attempt: other excluded nodes make another shape of pods.
-
-    Kueue waits for replacements of failed pods unless an annotation says that none will follow.
-    """
-    topology = draft.spec.scheduling.topology
-    annotations = {
-        "kueue.x-k8s.io/pod-group-total-count": str(draft.world.nodes),
-        "kueue.x-k8s.io/retriable-in-group": "false",
-        "kueue.x-k8s.io/pod-group-pod-index-label": LABEL_REPLICA_INDEX,
-    }
-    if topology is not None:
-        kind = "required" if topology.required else "preferred"
-        annotations[f"kueue.x-k8s.io/podset-{kind}-topology"] = topology.level
-    return {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/pod-group-name": group}, annotations
 
 
 def pod_group(draft: WorkerDraft, resource: Resource, pods: Sequence[tuple[Object, int]]) -> Rendered:

@@ -20,6 +20,7 @@ from megatronapp_operator.backends.kubernetes.render.pod.environment import (
 from megatronapp_operator.backends.kubernetes.render.pod.initializers import identity, node_containers
 from megatronapp_operator.backends.kubernetes.render.pod.merge import merge
 from megatronapp_operator.backends.kubernetes.render.pod.placement import tolerations, with_placement
+from megatronapp_operator.backends.kubernetes.render.pod.scheduling import pod_marks, scheduler_name
 from megatronapp_operator.backends.kubernetes.render.pod.security import (
     container_security,
     pinning_security,
@@ -27,7 +28,6 @@ from megatronapp_operator.backends.kubernetes.render.pod.security import (
     privileged_security,
 )
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, WorkerDraft
-from megatronapp_operator.backends.kubernetes.render.queueing import pod_marks, scheduler_name
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
 
 GATHER_DEADLINES = 4
