@@ -20,7 +20,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import (
 from megatronapp_operator.backends.kubernetes.maintenance import RETRY_S, TEND_S
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.backends.kubernetes.reconciler import RECONCILE_RETRY_S
-from megatronapp_operator.backends.kubernetes.status_facts import TABLE_ENTRIES
+from megatronapp_operator.backends.kubernetes.status_writer import TABLE_ENTRIES
 from megatronapp_operator.backends.kubernetes.store import Key
 from megatronapp_operator.backends.kubernetes.surroundings import LISTED
 

@@ -10,7 +10,7 @@ import pytest
 from operator_simulation import OperatorSimulation, manifest, simulated_operator
 
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
-from megatronapp_operator.backends.kubernetes.reconciler import COUNTS_S
+from megatronapp_operator.backends.kubernetes.status_writer import COUNTS_S
 
 pytestmark = pytest.mark.asyncio
 REFRESH_S = 0.2

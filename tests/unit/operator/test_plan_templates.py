@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import rendered
 
-from megatronapp_common.job import PinnedSettings, status_document
+from megatronapp_common.job import PinnedSettings, read_status, status_document
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.backends.kubernetes.status_facts import attempt_template, rank_zero, read_pinned, with_facts
+from megatronapp_operator.backends.kubernetes.status_writer import attempt_template, rank_zero, with_facts
 from megatronapp_operator.plan import (
     AttemptTemplate,
     ConditionType,
@@ -76,7 +76,7 @@ def test_what_was_pinned_is_read_again() -> None:
         attempt=3, trainer_image="t", analyzer_image="a", template_hash="h", key_id="k", generation=7
     )
     status = with_facts(rendered.make_job(), Status(attempt=3), manager="m", table=None, pinned=pinned, urls={})
-    assert read_pinned(status_document(status)) == pinned
+    assert read_status(status_document(status)).pinned == pinned
     assert attempt_template(pinned) == AttemptTemplate(attempt=3, template="h", generation=7)
 
 

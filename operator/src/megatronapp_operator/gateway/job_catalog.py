@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatronapp_common.job import read_status
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object
-from megatronapp_operator.backends.kubernetes.status_facts import read_pinned
 from megatronapp_operator.gateway.ttl_cache import TtlCache
 from megatronapp_operator.keys import RELOAD_S, KeyRing
 
@@ -49,7 +49,7 @@ class CatalogJob:
             "metadata": {"creationTimestamp": metadata["creationTimestamp"]},
             "status": {name: status[name] for name in SHOWN if name in status},
         }
-        pinned = read_pinned(status)
+        pinned = read_status({"pinned": status.get("pinned")}).pinned
         key_id = None if pinned is None else pinned.key_id
         return cls(metadata["namespace"], metadata["name"], metadata["uid"], key_id, kept)
 

@@ -20,7 +20,7 @@ from megatronapp_operator.backends.kubernetes.execution.executor import Executor
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
 from megatronapp_operator.backends.kubernetes.execution.objects import surroundings_of
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
-from megatronapp_operator.backends.kubernetes.status_facts import is_long
+from megatronapp_operator.backends.kubernetes.status_writer import is_long
 from megatronapp_operator.backends.kubernetes.store import ObjectStore
 from megatronapp_operator.backends.kubernetes.surroundings import OwnedObjects
 from megatronapp_operator.plan import TERMINAL_PHASES, EventType, Phase, RecordEvent

@@ -1,8 +1,6 @@
 """Reconciling one job: observe it, plan, write the status, then act.
 
-The job's status is the memory between two reconciles. A change of progress alone is written every `PROGRESS_S` seconds
-at most. A change only of where pods are, without actions, waits `COUNTS_S` for more of the kind. Every other change is
-written at once, before any action.
+The job's status is the memory between two reconciles; `status_writer` says when it is written.
 """
 
 import asyncio
@@ -11,37 +9,31 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import (
-    MegatronJob,
-    PinnedSettings,
     load_stored_job,
     read_status,
     skipped_rules,
-    status_document,
 )
-from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
+from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator import plan
-from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
     ConflictError,
     ForbiddenError,
-    NotFoundError,
     RetryReconcileError,
 )
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Object
 from megatronapp_operator.backends.kubernetes.execution.executor import Executor
-from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext
+from megatronapp_operator.backends.kubernetes.execution.job_context import ContextBuilder
 from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
 from megatronapp_operator.backends.kubernetes.maintenance import JobMaintenance
 from megatronapp_operator.backends.kubernetes.observe import observe
 from megatronapp_operator.backends.kubernetes.pod_record import read_pod
-from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
-from megatronapp_operator.backends.kubernetes.status_facts import attempt_template, rank_zero, with_facts
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, RenderSettings
+from megatronapp_operator.backends.kubernetes.status_writer import StatusWriter, attempt_template, rank_zero
 from megatronapp_operator.backends.kubernetes.store import Key, ObjectStore
 from megatronapp_operator.backends.kubernetes.surroundings import OwnedObjects
 from megatronapp_operator.backends.kubernetes.volumes import claim_names, find_volume_problem
@@ -63,15 +55,6 @@ from megatronapp_operator.plan_io.spec_reader import build_spec
 
 log = logging.getLogger(__name__)
 
-PROGRESS_S = 15.0
-"""Seconds between writes of a status in which only progress has changed."""
-COUNTS_S = 1.0
-"""Seconds for which a change of pods alone waits for more of the kind."""
-PROGRESS_FIELDS = frozenset({"progress", "progressTime"})
-COUNT_FIELDS = PROGRESS_FIELDS | {"replicaStatuses"}
-PLACE_FIELDS = COUNT_FIELDS | {"conditions", "holdingTime", "unplacedTime", "scheduledTime"}
-"""Fields that the next leader derives again from the pods. If more has happened, other fields change, too, or there
-are actions."""
 REFUSED_S = 10.0
 """Seconds until the next reconcile after an equal rejection."""
 RECONCILE_RETRY_S = 2.0
@@ -101,10 +84,12 @@ class Reconciler:
         self._api = api
         self._store = store
         self._executor = executor
-        self._settings = settings
-        self._keys = keys
         self._installation = installation
         self._clock = clock
+        self._contexts = ContextBuilder(settings, keys=keys, clock=clock)
+        self._status = StatusWriter(
+            api, store, installation=installation, cluster_domain=settings.cluster_domain, clock=clock
+        )
         self._maintenance = JobMaintenance(store, executor, clock)
         self._memories: dict[Key, JobMemory] = {}
         self._troubles: dict[Key, str] = {}
@@ -133,7 +118,7 @@ class Reconciler:
             if document is None or memory is None or (memory.status.attempt_time or 0.0) > began:
                 continue
             with contextlib.suppress(JobError):  # of a spec that cannot be rendered; `reconcile` reports it
-                if self._maintenance.compare(memory, self._work(memory, document), found):
+                if self._maintenance.compare(memory, self._contexts.build(memory, document), found):
                     differing.append(key)
             await asyncio.sleep(0)  # yields to other tasks between two jobs
         return differing
@@ -156,11 +141,18 @@ class Reconciler:
         if _ends_attempt(memory.status, made.status):
             await self._see_pods_afresh(key, memory)
             made = self._plan(key, memory, document)
-        written, wake_at = await self._write(key, memory, made)
+        self._contexts.pin(memory, made.status)
+        try:
+            written, wake_at = await self._status.write(key, memory, made)
+        except ConflictError as error:
+            await self._see_job_afresh(key)
+            raise RetryReconcileError(f"{key[0]}/{key[1]}: the job has changed meanwhile") from error
         if made.actions:
             self._spend(key, made)
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
-        wake_at = _earliest(wake_at, look_at, await self._maintenance.run(memory, self._work(memory, document)))
+        wake_at = _earliest(
+            wake_at, look_at, await self._maintenance.run(memory, self._contexts.build(memory, document))
+        )
         self._troubles.pop(key, None)  # an error that returns after a success is reported again
         return wake_at
 
@@ -218,7 +210,7 @@ class Reconciler:
         deleting = document["metadata"].get("deletionTimestamp") is not None
         spec = build_spec(memory.job, uid=memory.uid)
         job = JobState(
-            spec=dataclasses.replace(spec, generation=memory.generation, template=self._template(memory)),
+            spec=dataclasses.replace(spec, generation=memory.generation, template=self._contexts.template(memory)),
             status=memory.status,
             deletion_requested=deleting,
         )
@@ -233,18 +225,9 @@ class Reconciler:
             groups_refused=self._executor.groups.refused(memory.uid),
             controls_spent=self._spent.get(key, 0.0),
             attempt_template=attempt_template(memory.pinned),
-            rank_zero=rank_zero(self._table(memory), memory.status.attempt),
+            rank_zero=rank_zero(self._status.table(memory), memory.status.attempt),
         )
         return plan.plan(job, seen, self._clock())
-
-    def _template(self, memory: JobMemory) -> str:
-        """Return the digest of a worker made now. Settings stay pinned unless the job was edited."""
-        status, pinned = memory.status, memory.pinned
-        if status.running_time is not None or pinned is None or pinned.attempt != status.attempt:
-            return ""
-        edited = pinned.generation != memory.generation
-        settings = self._current_settings() if edited else self._pinned_settings(pinned)
-        return render.template_hash(memory.job, settings)
 
     def _spend(self, key: Key, made: Plan) -> None:
         now = self._clock()
@@ -293,80 +276,6 @@ class Reconciler:
             memory.pods_listed_at = now
         return max(min(deleted), memory.pods_listed_at) + DELETIONS_S
 
-    async def _write(self, key: Key, memory: JobMemory, made: Plan) -> tuple[bool, float | None]:
-        """Write the new status, now or when it is due; return True if it was written, and when to reconcile again."""
-        self._pin(memory, made.status)
-        status = self._with_facts(memory, made.status)
-        document = status_document(status)
-        changed = {name for name in document.keys() | memory.sent.keys() if document.get(name) != memory.sent.get(name)}
-        due = self._due(memory, changed, made)
-        if not changed or self._clock() < due:
-            memory.status = status
-            return False, _earliest(due if changed else None, made.wake_at)
-        await self._replace_status(key, memory, document)
-        memory.status = status  # not before: events of a status that was not written are still due
-        return True, made.wake_at
-
-    def _due(self, memory: JobMemory, changed: AbstractSet[str], made: Plan) -> float:
-        """Return when a change of these fields is to be written; the plan's actions follow the write."""
-        if changed <= PROGRESS_FIELDS:
-            memory.unwritten_since = None
-            return memory.written_at + PROGRESS_S
-        if not changed <= (COUNT_FIELDS if made.actions else PLACE_FIELDS):
-            return float("-inf")
-        if memory.unwritten_since is None:
-            memory.unwritten_since = self._clock()
-        return memory.unwritten_since + COUNTS_S
-
-    def _pin(self, memory: JobMemory, status: Status) -> None:
-        """Pin what a gang is made of with the decision to create it."""
-        pinned = memory.pinned
-        if status.attempt_time is not None and (pinned is None or pinned.attempt != status.attempt):
-            memory.pinned = PinnedSettings(
-                attempt=status.attempt,
-                trainer_image=memory.job.spec.image or self._settings.trainer_image,
-                analyzer_image=memory.job.spec.analyzer.image or self._settings.analyzer_image,
-                template_hash=render.template_hash(memory.job, self._current_settings()),
-                key_id=self._keys.current_id,
-                generation=memory.generation,
-            )
-
-    def _table(self, memory: JobMemory) -> Object | None:
-        return memory.poll_result.rank_table or memory.status.rank_table
-
-    def _with_facts(self, memory: JobMemory, status: Status) -> Status:
-        """Return the status with the fields that are not the plan's."""
-        return with_facts(
-            memory.job,
-            status,
-            manager=self._installation,
-            table=self._table(memory),
-            pinned=memory.pinned,
-            urls={} if status.phase in TERMINAL_PHASES else self._urls(memory.job),
-        )
-
-    def _urls(self, job: MegatronJob) -> dict[str, str]:
-        """Return the addresses of hub and API."""
-        name, namespace, domain = job.metadata.name, job.metadata.namespace, self._settings.cluster_domain
-        hub = {"hub_url": f"http://{name}-hub.{namespace}.svc.{domain}:{HUB_PORT}"}
-        serve = {"serve_url": render.serve_url(namespace, name, domain)}
-        return (hub if job.spec.analyzer.enabled else {}) | (serve if job.spec.mode == "serve" else {})
-
-    async def _replace_status(self, key: Key, memory: JobMemory, document: Object) -> None:
-        known = self._store.job(key)
-        assert known is not None, "a job is dropped only between two reconciles"
-        try:
-            stored = await self._api.replace(JOBS, known | {"status": document}, subresource="status")
-        except ConflictError as error:
-            await self._see_job_afresh(key)
-            raise RetryReconcileError(f"{key[0]}/{key[1]}: the job has changed meanwhile") from error
-        except NotFoundError as error:
-            self._store.drop_job(known)
-            raise RetryReconcileError(f"{key[0]}/{key[1]}: the job was deleted") from error
-        memory.sent, memory.written, memory.written_at = document, stored["status"], self._clock()
-        memory.unwritten_since = None
-        self._store.put_job(stored)
-
     async def _see_job_afresh(self, key: Key) -> None:
         """Read the job again, and drop our memory of its status, which another process has replaced."""
         fresh, known = await self._api.get(JOBS, *key), self._store.job(key)
@@ -386,7 +295,7 @@ class Reconciler:
         document = self._store.job(key)
         assert document is not None, "a job is dropped only between two reconciles"
         before = memory.refusal
-        memory.refusal = await self._executor.run(self._work(memory, document), made.actions)
+        memory.refusal = await self._executor.run(self._contexts.build(memory, document), made.actions)
         if memory.refusal is not None:
             return self._clock() + (0.0 if memory.refusal != before else REFUSED_S)
         deeds = [one for one in made.actions if not isinstance(one, RecordEvent)]
@@ -415,32 +324,6 @@ class Reconciler:
         elif self._store.put_job(fresh) is None:
             return
         raise RetryReconcileError(f"{key[0]}/{key[1]}: the job has changed meanwhile")
-
-    def _current_settings(self) -> RenderSettings:
-        """Return the settings of an attempt that begins now."""
-        return dataclasses.replace(self._settings, key_id=self._keys.current_id)
-
-    def _pinned_settings(self, pinned: PinnedSettings) -> RenderSettings:
-        """Return the settings of an attempt that has begun."""
-        return dataclasses.replace(
-            self._settings,
-            trainer_image=pinned.trainer_image,
-            analyzer_image=pinned.analyzer_image,
-            key_id=pinned.key_id,
-        )
-
-    def _work(self, memory: JobMemory, document: Object) -> JobContext:
-        status, metadata, pinned = memory.status, document["metadata"], memory.pinned
-        begun = pinned is not None and pinned.attempt == status.attempt
-        settings = self._pinned_settings(pinned) if pinned is not None and begun else self._current_settings()
-        avoided = tuple(one.node for one in status.excluded_nodes if one.until > self._clock())
-        return JobContext(
-            document=document,
-            job=memory.job,
-            owner=JobOwner(namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"]),
-            attempt=AttemptSettings(number=status.attempt, excluded_nodes=avoided),
-            settings=settings,
-        )
 
 
 def is_accepted(document: Object) -> bool:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from http import HTTPStatus
 
+from megatronapp_common.job import read_status
 from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_common.text.terminal import replace_control_characters
@@ -20,7 +21,6 @@ from megatronapp_common.web.tokens import TokenRole, derive_token
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
 from megatronapp_operator.backends.kubernetes.client.resources import SECRETS, Object, Resource
 from megatronapp_operator.backends.kubernetes.render import ObjectNames
-from megatronapp_operator.backends.kubernetes.status_facts import read_pinned
 from megatronapp_operator.cli.cluster import gateway_client
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
 from megatronapp_operator.cli.cluster.gateway_client import GatewayEndpoint
@@ -97,7 +97,7 @@ def _secrets(cluster: Cluster, job: ClusterJob) -> list[Object]:
 
     Raises ApiError.
     """
-    pinned = read_pinned(job.status)
+    pinned = read_status(job.status).pinned
     if pinned is not None:
         name = ObjectNames(job.name).secret(job.uid, pinned.key_id)
         found = cluster.get(SECRETS, job.namespace, name)

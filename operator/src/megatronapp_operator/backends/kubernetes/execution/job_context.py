@@ -2,12 +2,15 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from megatronapp_common.job import MegatronJob
+from megatronapp_common.job import MegatronJob, PinnedSettings, Status
 from megatronapp_operator.backends.kubernetes.client.errors import NameTakenError
 from megatronapp_operator.backends.kubernetes.client.resources import Object, Resource
+from megatronapp_operator.backends.kubernetes.job_memory import JobMemory
+from megatronapp_operator.backends.kubernetes.render import template_hash
 from megatronapp_operator.backends.kubernetes.render.settings import AttemptSettings, JobOwner, RenderSettings
+from megatronapp_operator.keys import KeyRing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,64 @@ class JobContext:
     owner: JobOwner
     attempt: AttemptSettings
     settings: RenderSettings
+
+
+class ContextBuilder:
+    """Builder of contexts: settings stay pinned for a whole attempt, also over a change of the operator's own."""
+
+    def __init__(self, settings: RenderSettings, *, keys: KeyRing, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._keys = keys
+        self._clock = clock
+
+    def build(self, memory: JobMemory, document: Object) -> JobContext:
+        """Return the context of a job as it is known."""
+        status, metadata, pinned = memory.status, document["metadata"], memory.pinned
+        begun = pinned is not None and pinned.attempt == status.attempt
+        settings = self._pinned_settings(pinned) if pinned is not None and begun else self._current_settings()
+        avoided = tuple(node.node for node in status.excluded_nodes if node.until > self._clock())
+        return JobContext(
+            document=document,
+            job=memory.job,
+            owner=JobOwner(namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"]),
+            attempt=AttemptSettings(number=status.attempt, excluded_nodes=avoided),
+            settings=settings,
+        )
+
+    def template(self, memory: JobMemory) -> str:
+        """Return the digest of a worker made now. Settings stay pinned unless the job was edited."""
+        status, pinned = memory.status, memory.pinned
+        if status.running_time is not None or pinned is None or pinned.attempt != status.attempt:
+            return ""
+        edited = pinned.generation != memory.generation
+        settings = self._current_settings() if edited else self._pinned_settings(pinned)
+        return template_hash(memory.job, settings)
+
+    def pin(self, memory: JobMemory, status: Status) -> None:
+        """Pin what a gang is made of with the decision to create it."""
+        pinned = memory.pinned
+        if status.attempt_time is not None and (pinned is None or pinned.attempt != status.attempt):
+            memory.pinned = PinnedSettings(
+                attempt=status.attempt,
+                trainer_image=memory.job.spec.image or self._settings.trainer_image,
+                analyzer_image=memory.job.spec.analyzer.image or self._settings.analyzer_image,
+                template_hash=template_hash(memory.job, self._current_settings()),
+                key_id=self._keys.current_id,
+                generation=memory.generation,
+            )
+
+    def _current_settings(self) -> RenderSettings:
+        """Return the settings of an attempt that begins now."""
+        return dataclasses.replace(self._settings, key_id=self._keys.current_id)
+
+    def _pinned_settings(self, pinned: PinnedSettings) -> RenderSettings:
+        """Return the settings of an attempt that has begun."""
+        return dataclasses.replace(
+            self._settings,
+            trainer_image=pinned.trainer_image,
+            analyzer_image=pinned.analyzer_image,
+            key_id=pinned.key_id,
+        )
 
 
 async def run_all(steps: Sequence[Awaitable[None]]) -> None:
