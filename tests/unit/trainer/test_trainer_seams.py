@@ -292,3 +292,24 @@ def test_a_registered_schedule_and_family_train_without_a_change_of_the_loop(
     (expected,) = run_ranks(1, train_with, "static", "gpt")
     assert run_ranks(1, train_with, schedule, family) == [expected]
     assert len(expected[0]) == 3 * 4 * 4
+
+
+def train_with_write_hooks(names: list[str]) -> dict[str, tuple[bool, bool]]:
+    """For each site, if losses are those without a hook: with a copy of the value, and with 1.1 times the value."""
+    from megatronapp_trainer.hooks.interventions import WriteHooks
+    from megatronapp_trainer.hooks.sites import site_of
+
+    def losses(name: str, factor: float) -> list[float]:
+        run = small_training.prepare(f"{MODEL} --micro-batch-size 2 --global-batch-size 4 --eval-iters 0")
+        trainer = small_training.trainer_of(run)
+        WriteHooks(run.state.chunks[0].module).add(site_of(name), lambda value, _layer: factor * value)
+        return [trainer.step().loss.mean for _ in range(2)]
+
+    unchanged = small_training.trainer_of(small_training.prepare(f"{MODEL} --micro-batch-size 2 --global-batch-size 4"))
+    expected = [unchanged.step().loss.mean for _ in range(2)]
+    return {name: (losses(name, 1.0) == expected, losses(name, 1.1) == expected) for name in names}
+
+
+def test_write_hooks_take_effect_in_training_and_a_copy_changes_no_bit(run_ranks: RunRanks) -> None:
+    names = ["embedding", "attention_output", "mlp_in", "mlp1", "mlp2", "residual", "final_norm", "logits"]
+    assert run_ranks(1, train_with_write_hooks, names) == [dict.fromkeys(names, (True, False))]
