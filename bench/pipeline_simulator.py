@@ -166,9 +166,9 @@ class Simulator:
     def step(self, step: int) -> StepRecords:
         """Run all ranks through one step."""
         world = self.job.layout.world
-        board = _Board()
-        runs = [_Rank(self, board, rank, step) for rank in range(world)]
-        _drive([run.program() for run in runs], board)
+        published = _PublishedTimes()
+        runs = [_Rank(self, published, rank, step) for rank in range(world)]
+        _drive([run.program() for run in runs], published)
         rows = [row for run in runs for row in run.rows]
         records = np.array(rows, RANK_RECORD)
         keep = self.rng.random(len(records)) >= self.job.lost_share
@@ -196,7 +196,7 @@ class Simulator:
         return self._slots[rank][comm]
 
 
-class _Board:
+class _PublishedTimes:
     """Keys that ranks have published, with times; a waiting rank is resumed with the time of its key."""
 
     def __init__(self) -> None:
@@ -204,17 +204,17 @@ class _Board:
         self.arrived: dict[Key, list[float]] = collections.defaultdict(list)
 
 
-def _drive(programs: list[Program], board: _Board) -> None:
+def _drive(programs: list[Program], published: _PublishedTimes) -> None:
     ready: collections.deque[tuple[Program, float | None]] = collections.deque((p, None) for p in programs)
     parked: dict[Key, list[Program]] = collections.defaultdict(list)
     running = len(programs)
     while running:
         if not ready:
-            woken = [key for key in parked if key in board.times]
+            woken = [key for key in parked if key in published.times]
             if not woken:
                 raise RuntimeError("the simulated job is in a deadlock")
             for key in woken:
-                ready.extend((program, board.times[key]) for program in parked.pop(key))
+                ready.extend((program, published.times[key]) for program in parked.pop(key))
         program, value = ready.popleft()
         try:
             key = program.send(value)  # type: ignore[arg-type]
@@ -292,8 +292,8 @@ class _Durations:
 class _Rank:
     """One rank in one step."""
 
-    def __init__(self, simulator: Simulator, board: _Board, rank: int, step: int) -> None:
-        self.sim, self.board, self.rank, self.step = simulator, board, rank, step
+    def __init__(self, simulator: Simulator, published: _PublishedTimes, rank: int, step: int) -> None:
+        self.sim, self.published, self.rank, self.step = simulator, published, rank, step
         self.job, self.rng = simulator.job, simulator.rng
         self.at = self.job.layout.coordinates[rank]
         self.neighbours = _Neighbours(self.job.layout, rank)
@@ -387,9 +387,9 @@ class _Rank:
         self.time = yield from self.gather((*what, mates), len(mates))
 
     def gather(self, key: Key, members: int) -> Generator[Key, float, float]:
-        self.board.arrived[key].append(self.time)
-        if len(self.board.arrived[key]) == members:
-            self.board.times[key] = max(self.board.arrived[key])
+        self.published.arrived[key].append(self.time)
+        if len(self.published.arrived[key]) == members:
+            self.published.times[key] = max(self.published.arrived[key])
         return (yield key)
 
     def queue(self) -> float:
@@ -424,9 +424,9 @@ class _Rank:
         ordinal = self.ordinals[comm]
         self.ordinals[comm] += 1
         side = "send" if kind == RecordKind.SEND_POST else "recv"
-        self.board.times[(side, comm, what)] = self.time
-        self.board.times[(side + "-number", comm, ordinal)] = self.time
-        self.board.arrived[("ordinal", comm, what)].append(ordinal)
+        self.published.times[(side, comm, what)] = self.time
+        self.published.times[(side + "-number", comm, ordinal)] = self.time
+        self.published.arrived[("ordinal", comm, what)].append(ordinal)
         fields = {"comm": comm, "ordinal": ordinal, "microbatch": microbatch}
         self.rows.append(self.row(kind, begin, self.time, aux=4096, flags=Flag.AUX_BYTES, **fields))  # type: ignore[arg-type]
         return ordinal
@@ -451,7 +451,7 @@ class _Rank:
     def receive(self, comm: Communicator, what: Key, microbatch: int) -> Program:
         begin = self.time
         ready = yield ("send", comm, what)
-        ordinal = int(self.board.arrived[("ordinal", comm, what)][0])
+        ordinal = int(self.published.arrived[("ordinal", comm, what)][0])
         self.time = max(self.time, ready + self.noise.delivery_s * float(self.rng.uniform(0.7, 1.3)))
         if self.rng.random() < self.noise.delivery_share:
             self.time += float(self.rng.exponential(self.noise.delivery_tail_s))

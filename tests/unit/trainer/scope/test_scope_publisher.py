@@ -151,7 +151,7 @@ def test_a_stalled_peer_loses_the_oldest_steps_which_are_marked_dropped(
         publisher.post(ReadyFrames([Frame(FrameType.SCOPE_TOKENS, {"step": 0})]))
         for number in range(40):
             publisher.post(Step(number))
-            assert publisher.held_bytes <= (1 << 20) + 41 * FRAME_COST
+            assert publisher.queued_bytes <= (1 << 20) + 41 * FRAME_COST
         assert read(peer).header == {"rank": 3}
         assert read(peer).header == {"step": 0}
         headers = [read(peer).header for _ in range(40)]
@@ -179,7 +179,7 @@ def test_a_slow_reader_loses_nothing_of_probes_and_prompts(data: st.DataObject) 
                 for number, (kind, frames) in enumerate(posted):
                     frame_publisher.post(Step(number, kind=kind, frames=frames))
                     delivered += (kind is not DropPolicy.STEP) * (frames * BODY + FRAME_COST)
-                    assert frame_publisher.held_bytes <= delivered + bound + len(posted) * FRAME_COST
+                    assert frame_publisher.queued_bytes <= delivered + bound + len(posted) * FRAME_COST
                 headers = [read(peer).header for _ in range(1 + sum(frames for _, frames in posted))][1:]
             frame_publisher.close()
     for number, (kind, frames) in enumerate(posted):
@@ -206,7 +206,7 @@ def test_the_newest_step_is_retained_however_large(path: pathlib.Path) -> None:
     frame_publisher = FramePublisher(path, HELLO, bound_bytes=BODY)
     for number in range(3):
         frame_publisher.post(Step(number, frames=4))
-        assert frame_publisher.held_bytes <= 4 * BODY + 3 * FRAME_COST
+        assert frame_publisher.queued_bytes <= 4 * BODY + 3 * FRAME_COST
     headers = received_headers(frame_publisher, path, 12)
     assert [header.get("dropped", False) for header in headers] == [True] * 8 + [False] * 4
 
@@ -273,7 +273,7 @@ def test_a_peer_that_dies_is_found_again(path: pathlib.Path, publisher: FramePub
 def test_steps_without_a_reader_are_bounded(path: pathlib.Path, publisher: FramePublisher) -> None:
     for number in range(40):
         publisher.post(Step(number))
-        assert publisher.held_bytes <= (1 << 20) + 40 * FRAME_COST
+        assert publisher.queued_bytes <= (1 << 20) + 40 * FRAME_COST
     with listening(path) as listener, accepted(listener) as peer:
         assert read(peer).header == {"rank": 3}
         headers = [read(peer).header for _ in range(40)]
@@ -284,7 +284,7 @@ def test_frames_of_rank_0_are_bounded_and_the_newest_retained(path: pathlib.Path
     frame_publisher = FramePublisher(path, HELLO, bound_bytes=64 * FRAME_COST)
     for number in range(100):
         frame_publisher.post(ReadyFrames([Frame(FrameType.SCOPE_TOKENS, {"step": number})]))
-        assert frame_publisher.held_bytes <= 64 * FRAME_COST
+        assert frame_publisher.queued_bytes <= 64 * FRAME_COST
     with listening(path) as listener:
         frame_publisher.start()
         with accepted(listener) as peer:
@@ -299,7 +299,7 @@ def test_steps_that_never_become_ready_are_bounded(publisher: FramePublisher) ->
     for step in steps:
         step.is_ready = False
         publisher.post(step)
-    assert publisher.held_bytes <= (1 << 20) + len(steps) * FRAME_COST
+    assert publisher.queued_bytes <= (1 << 20) + len(steps) * FRAME_COST
     assert publisher.dropped >= len(steps) - (1 << 20) // BODY
     for step in steps:
         step.is_ready = True
@@ -361,7 +361,7 @@ async def test_a_slow_hub_after_the_agent_gets_the_whole_probe_and_every_step_nu
         while agent.buffer.held_bytes < LIMIT_BYTES:
             await asyncio.sleep(0)
         assert agent.buffer.held_bytes < LIMIT_BYTES + (2 << 20)
-        assert frame_publisher.held_bytes <= BOUND_BYTES + (26 << 20)
+        assert frame_publisher.queued_bytes <= BOUND_BYTES + (26 << 20)
         while not (probe.finished and all(step.finished for step in steps.values())):
             if (data := agent.pop()) is not None and (frame := decoded(data)).type == FrameType.SCOPE_PART:
                 assert len(data) <= MAX_PART_BYTES

@@ -73,22 +73,22 @@ def split_interleaved(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
     return [part.flatten(0, 1) for part in torch.split(by_group, rows, dim=1)]
 
 
-def interleaved_from_one(parts: Tensors, shape: ModelShape) -> torch.Tensor:
+def interleaved_from_stacked(parts: Tensors, shape: ModelShape) -> torch.Tensor:
     """Interleave GPT-2's bias [3H] of query, key and value in sequence."""
     (tensor,) = parts
     return interleaved(tensor.chunk(3), shape)
 
 
-def split_interleaved_to_one(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
-    """Invert `interleaved_from_one` to a bias [3H]."""
+def split_interleaved_to_stacked(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
+    """Invert `interleaved_from_stacked` to a bias [3H]."""
     return [torch.cat(list(split_interleaved(tensor, shape)))]
 
 
 def interleaved_from_columns(parts: Tensors, shape: ModelShape) -> torch.Tensor:
     """Interleave GPT-2's weight [H, 3H] of a Conv1D."""
-    return interleaved_from_one([transposed(parts, shape)], shape)
+    return interleaved_from_stacked([transposed(parts, shape)], shape)
 
 
 def split_interleaved_to_columns(tensor: torch.Tensor, shape: ModelShape) -> Tensors:
     """Invert `interleaved_from_columns` to a weight [H, 3H]."""
-    return split_transposed(split_interleaved_to_one(tensor, shape)[0], shape)
+    return split_transposed(split_interleaved_to_stacked(tensor, shape)[0], shape)

@@ -31,7 +31,7 @@ _ROOTS = (
     "megatron.core.tensor_parallel",
 )
 """Modules whose import loads every module that training needs."""
-_ASK_FOR_CUDA = (
+_CUDA_CALLS = (
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.__init__"),
     ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
     (
@@ -51,14 +51,14 @@ def install() -> None:
     _bind_facade()
     if _installed():
         return
-    for module, path in _ASK_FOR_CUDA:
+    for module, path in _CUDA_CALLS:
         _treat_cpu_as_cuda_in(importlib.import_module(module), path)
     _rebind_clip()
     _use_cpu_generator()
 
 
 def _installed() -> bool:
-    module = importlib.import_module(_ASK_FOR_CUDA[0][0])
+    module = importlib.import_module(_CUDA_CALLS[0][0])
     return hasattr(module.DistributedOptimizer.__init__, "__wrapped__")
 
 

@@ -24,7 +24,7 @@ from megatronapp_trainer.scope.capture.step_capture import StepCapture
 from megatronapp_trainer.scope.capture.tracked_requests import request_id, run_of
 from megatronapp_trainer.scope.transfer.publisher import DropPolicy, FrameJob, ReadyFrames, Sink
 
-AT_ONE = 5
+UNIT_TEMPERATURE = 5
 """Place of temperature 1 among those of `partition`."""
 TextOf = Callable[[int], str]
 """Text of a single token; U+FFFD if it is no whole character."""
@@ -304,7 +304,7 @@ def distributions(measures: Sequence[TokenStatistics], logprobs: Sequence[float]
     partition, logs, ids = (
         np.stack([getattr(measure, name) for measure in measures]) for name in ("partition", "logprobs", "tokens")
     )
-    totals = partition[:, AT_ONE]
+    totals = partition[:, UNIT_TEMPERATURE]
     return [
         Tensor("top.id", "u32", ids.astype("<u4")),
         Tensor("top.p", "f16", np.exp(logs).astype("<f2")),

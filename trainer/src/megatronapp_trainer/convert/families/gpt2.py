@@ -100,8 +100,8 @@ _RULES = (
     TensorRule(
         "decoder.layers.self_attention.linear_qkv.bias",
         (SourceTensor(f"{_LAYER}attn.c_attn.bias", lambda s: (3 * s.hidden,)),),
-        tensors.interleaved_from_one,
-        tensors.split_interleaved_to_one,
+        tensors.interleaved_from_stacked,
+        tensors.split_interleaved_to_stacked,
     ),
     *_columns("self_attention.linear_proj", "attn.c_proj", _hidden, _hidden),
     *_norm("decoder.layers.mlp.linear_fc1.layer_norm_", f"{_LAYER}ln_2"),

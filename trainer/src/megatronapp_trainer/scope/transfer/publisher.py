@@ -196,7 +196,7 @@ class FrameQueue:
             self._queued_bytes[kind] -= cost
 
     @property
-    def held_bytes(self) -> int:
+    def queued_bytes(self) -> int:
         """Size of all waiting jobs."""
         return sum(self._queued_bytes.values())
 
@@ -293,9 +293,9 @@ class FramePublisher:
         self._thread.join(timeout_s + 1)
 
     @property
-    def held_bytes(self) -> int:
+    def queued_bytes(self) -> int:
         """Size of all jobs that wait to be sent."""
-        return self._waiting.held_bytes
+        return self._waiting.queued_bytes
 
     @property
     def dropped(self) -> int:
@@ -318,7 +318,7 @@ class FramePublisher:
     @property
     def _is_through(self) -> bool:
         """True if everything has been sent, or there is no connection."""
-        return self._socket is None or not (self._waiting.held_bytes or self._unsent)
+        return self._socket is None or not (self._waiting.queued_bytes or self._unsent)
 
     @property
     def _may_work(self) -> bool:

@@ -93,16 +93,16 @@ class TensorChunk(NamedTuple):
         if source.layers is not None:
             values = values[:, self.layers]
         axis = 1 if source.layers is None else 2
-        is_cut = values.ndim > axis and self.part.stop - self.part.start < values.shape[axis]
-        if is_cut:
+        is_partial = values.ndim > axis and self.part.stop - self.part.start < values.shape[axis]
+        if is_partial:
             values = values[(*[slice(None)] * axis, self.part)]
         values = np.ascontiguousarray(values[0] if source.is_picture else values)
-        return Tensor(source.name, source.code, values, None, self._header(is_cut=is_cut))
+        return Tensor(source.name, source.code, values, None, self._header(is_partial=is_partial))
 
-    def _header(self, *, is_cut: bool) -> dict[str, Any]:
+    def _header(self, *, is_partial: bool) -> dict[str, Any]:
         layers = {} if self.tensor_source.layers is None else {"layers": list(self.tensor_source.layers[self.layers])}
         header = {**layers, **self.tensor_source.header}
-        if not is_cut:
+        if not is_partial:
             return header
         shard_axis = next((axis for axis in _SHARD_AXES if axis in header), "features")
         first = header[shard_axis][0] if shard_axis in header else 0

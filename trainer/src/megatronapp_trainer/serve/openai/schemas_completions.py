@@ -44,11 +44,11 @@ Prompts = Annotated[
     ),
 ]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-OneStopText = Annotated[str, Field(max_length=LONGEST_STOP)]
+SingleStopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 StopTokens = Annotated[list[Token], Field(min_length=1, max_length=LONGEST_STOP)]
 StopTexts = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
 Stop = Annotated[
-    Annotated[OneStopText, Tag("<text>")] | Annotated[StopTexts, Tag("<texts>")],
+    Annotated[SingleStopText, Tag("<text>")] | Annotated[StopTexts, Tag("<texts>")],
     Discriminator(
         lambda value: "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None,
         custom_error_type="stop",

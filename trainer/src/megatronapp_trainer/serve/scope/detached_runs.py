@@ -43,13 +43,13 @@ class GeneratedSample:
     ids: list[int] = dataclasses.field(default_factory=list)
     texts: list[str] = dataclasses.field(default_factory=list)
     reason: str | None = None
-    held_back: str = ""
+    withheld: str = ""
     """Text of a prompt that has ended, of tokens that were not sent."""
 
     @property
     def text(self) -> str:
         """Return the text of all tokens."""
-        return "".join(self.texts) + self.held_back
+        return "".join(self.texts) + self.withheld
 
     def add(self, event: TokenEvent) -> None:
         """Append a generated token."""
@@ -62,7 +62,7 @@ class GeneratedSample:
         if self.texts and event.reason in {"stop", "length"}:
             self.texts[-1] += event.text or ""
         else:
-            self.held_back = event.text or ""
+            self.withheld = event.text or ""
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the columns over all tokens."""
