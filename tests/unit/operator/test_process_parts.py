@@ -240,7 +240,7 @@ def test_a_warning_on_a_full_disk_breaks_nothing(tmp_path: pathlib.Path, monkeyp
     monkeypatch.undo()
     with contextlib.suppress(OSError):  # it tries once more
         full.close()
-    assert made.paths.status in backend._unwritable
+    assert made.paths.status in backend._state.unwritable
 
 
 def test_shared_memory_is_measured_without_a_hub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

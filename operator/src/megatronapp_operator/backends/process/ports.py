@@ -33,6 +33,11 @@ class ReservedPort:
         self._sockets = self._bind(number) if number else self._bind_free()
         self.number = int(self._sockets[0].getsockname()[1])
 
+    @property
+    def url(self) -> str:
+        """URL of the port for this machine."""
+        return f"http://{'127.0.0.1' if self.address == '0.0.0.0' else self.address}:{self.number}"
+
     def close(self) -> None:
         """Release the port, so that other programs can use it."""
         for reserved in self._sockets:

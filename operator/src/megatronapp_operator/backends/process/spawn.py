@@ -11,6 +11,8 @@ from megatronapp_common import child
 from megatronapp_common.names import Env
 
 PR_SET_CHILD_SUBREAPER = 36
+GUARDIAN_END_S = 5.0
+"""Seconds for the guardian to end after its pipe was closed."""
 OWN_ENVIRONMENT = frozenset(Env) - {Env.SHM_DIR}
 
 
@@ -40,16 +42,42 @@ def inherited_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in OWN_ENVIRONMENT}
 
 
-def start_guardian(uid: str, shm: pathlib.Path) -> subprocess.Popen[bytes]:
-    """Start the guardian; end of file on its standard input signals our end."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "megatronapp_operator.backends.process.guardian", uid, str(shm)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=inherited_environment(),
-        start_new_session=True,
-    )
+class GuardianProcess:
+    """Guardian of a job; end of file on its standard input signals our end."""
+
+    def __init__(self, uid: str, shm: pathlib.Path) -> None:
+        self._command = [sys.executable, "-m", "megatronapp_operator.backends.process.guardian", uid, str(shm)]
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def keep(self) -> None:
+        """Start it again if it was killed."""
+        if self._process.poll() is not None:
+            self.close()
+            self._process = self._start()
+
+    def close(self) -> None:
+        """End it, by force if it was stopped by a signal."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(GUARDIAN_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=inherited_environment(),
+            start_new_session=True,
+        )
 
 
 def is_ended(process: subprocess.Popen[bytes]) -> bool:
