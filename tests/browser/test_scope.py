@@ -223,7 +223,7 @@ def test_heads_are_as_high_as_the_map_beside_them_or_fill_the_window(scope: pw.P
     assert heads is not None and shown is not None
     assert 0.8 * shown["height"] < heads["height"] <= shown["height"] + 20
     scope.get_by_role("region", name="Heads", exact=True).get_by_role("button", name="Fill the window").click()
-    pw.expect(scope.get_by_role("button", name="Back to its place")).to_be_visible()
+    pw.expect(scope.get_by_role("button", name="Restore the panel")).to_be_visible()
     heads = scope.get_by_test_id("head-atlas").bounding_box()
     assert heads is not None and 0.75 * 900 < heads["height"] < 900
 
@@ -492,7 +492,7 @@ def test_failed_run_and_full_queue_are_told_in_plain_words(page: pw.Page, script
     scripted(serve, view="pca")
     pw.expect(page.get_by_role("alert").first).to_contain_text("The model ended.")
     pca = page.get_by_role("region", name="Principal components")
-    pw.expect(pca).to_contain_text("The run failed before these numbers came")
+    pw.expect(pca).to_contain_text("The run failed before these values arrived")
     pw.expect(pca).to_contain_text("Ask again once it is back.")
     pw.expect(page.get_by_test_id("tokens")).to_be_visible()
     page.get_by_role("button", name="Generate", exact=True).click()

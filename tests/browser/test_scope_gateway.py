@@ -118,7 +118,7 @@ def test_a_viewer_is_told_why_not_and_who_may_update_the_job_generates(
 ) -> None:
     page.goto(cluster.entry(cluster.viewer, cluster.serving))
     generate = page.get_by_role("button", name="Generate")
-    pw.expect(page.get_by_test_id("why-not")).to_contain_text("You may look, not generate")
+    pw.expect(page.get_by_test_id("why-not")).to_contain_text("You may view, but not generate")
     pw.expect(generate).to_be_disabled()
     context = chromium.new_context()
     jane = context.new_page()

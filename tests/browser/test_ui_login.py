@@ -47,7 +47,7 @@ def test_a_code_opens_the_page_once_and_its_cookie_stays_with_a_name_of_its_own(
         page.goto(f"http://{host}:{neighbour.port}/")
     assert set(neighbour.cookies) == {None}
     page.goto(entry)
-    pw.expect(page.get_by_role("alert")).to_contain_text("used already")
+    pw.expect(page.get_by_role("alert")).to_contain_text("already used")
     page.get_by_label("Token").fill(shared_stack.token)
     page.get_by_role("button", name="Log in").click()
     pw.expect(job(page)).to_be_visible()

@@ -28,7 +28,7 @@ def test_loading_then_empty_then_steps(page: pw.Page, shared_stack: Any) -> None
     page.route("**/api/v1/job", hold)
     page.route_web_socket("**/api/v1/live", lambda socket: None)
     page.goto(shared_stack.entry)
-    pw.expect(state(page, "loading")).to_contain_text("Asking the hub")
+    pw.expect(state(page, "loading")).to_contain_text("Loading the job")
     released.append(True)
     for route in held:
         route.continue_()

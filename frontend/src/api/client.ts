@@ -77,7 +77,7 @@ async function problemOf(response: Response): Promise<ApiError> {
   return new ApiError(
     response.status,
     body?.message ?? fallback,
-    body?.hint ?? "Try again, or look at the hub's log.",
+    body?.hint ?? "Try again, or check the hub's log.",
     { ...body },
     retryAfter(response),
   );
@@ -137,7 +137,11 @@ export class ApiClient {
       response = await this.fetch(url, { credentials: "same-origin", cache: "no-store", ...init });
     } catch (error) {
       if (init.signal?.aborted) throw error;
-      throw new ApiError(0, "The hub does not answer.", "Is the job still running? `megatronapp get` tells.");
+      throw new ApiError(
+        0,
+        "The hub does not answer.",
+        "Check with `megatronapp get` whether the job is still running.",
+      );
     }
     if (!response.ok) throw await problemOf(response);
     return response;

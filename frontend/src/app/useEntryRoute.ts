@@ -1,17 +1,17 @@
-/** Which page of a job is shown where the address names none, and whether there is a model to look at. */
+/** Which page of a job is shown where the address names none, and whether there is a model for MegaScope. */
 import { computed, onBeforeUnmount, ref, watch, type ComputedRef, type Ref } from "vue";
 import type { ApiClient } from "../api/client";
 import type { JobView } from "../api/types";
 import { useScopeLink, type ScopeSource } from "../composables/useScopeLink";
 import { useSelection } from "../composables/useSelection";
 
-/** While a model is there that this page has not seen yet, it is asked for so often. */
+/** How often a model that this page has not seen yet is requested. */
 const AGAIN_MS = 2000;
 /** Phases of a job without ranks that mean that there is a model, ready or not. */
 const SERVED: ReadonlySet<string> = new Set(["Running", "Restarting"]);
 
 export interface EntryRoute {
-  /** null: there is none, or not known yet. */
+  /** null: no model, or not known yet. */
   readonly scope: Ref<ScopeSource>;
   /** There is a model, and nothing trains. */
   readonly serves: ComputedRef<boolean>;
@@ -22,7 +22,7 @@ export interface EntryRoute {
 export const trains = (job: JobView | null): boolean => job !== null && job.ranks.length > 0;
 const hasModel = (job: JobView | null): boolean => job !== null && !trains(job) && SERVED.has(job.phase);
 
-/** A model that serves, or was recorded, is what people came for; where ranks train, their page is. */
+/** Opens MegaScope where a model serves or was recorded, and the job's page where ranks train. */
 export function useEntryRoute(api: ApiClient, job: Readonly<Ref<JobView | null>>): EntryRoute {
   const { selection } = useSelection();
   const scope = ref<ScopeSource>(null);

@@ -7,7 +7,7 @@ import { createJobState, loadHistory, takeFrame, type JobState } from "./jobStat
 
 type Connect = (events: LiveEvents) => Pick<LiveConnection, "open" | "close">;
 
-const connectBeside =
+const connectTo =
   (client: ApiClient): Connect =>
   (events) =>
     new LiveConnection(liveUrl(document.baseURI, client.root), events);
@@ -33,7 +33,7 @@ function createLoader(client: ApiClient, state: JobState, onRefused: () => void)
 }
 
 /** State, derived values and actions of one job's page. */
-export function createJob(client: ApiClient, connect: Connect = connectBeside(client)) {
+export function createJob(client: ApiClient, connect: Connect = connectTo(client)) {
   const state = createJobState();
   const connection = connect({
     onFrame: (frame) => takeFrame(state, frame),

@@ -1,8 +1,8 @@
-/** Whether the hub has a model that can be looked at; asked once, by pages that lead to the scope screen. */
+/** Whether the hub has a model for MegaScope; requested once, by pages that link to its screen. */
 import { ref, type Ref } from "vue";
 import type { ApiClient } from "../api/client";
 
-/** null: there is none, or not known yet. */
+/** null: no model, or not known yet. */
 export type ScopeSource = "live" | "replay" | null;
 
 export function useScopeLink(api: ApiClient): Ref<ScopeSource> {

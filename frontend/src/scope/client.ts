@@ -155,6 +155,6 @@ export class ScopeClient {
       const { retryMs } = (await response.json()) as { retryMs?: number };
       await this.wait(Math.max(SHORTEST_WAIT_MS, retryMs ?? 0), signal);
     }
-    throw new ApiError(0, "The numbers did not come.", "The model may be busy; try again.");
+    throw new ApiError(0, "The values did not arrive.", "The model may be busy; try again.");
   }
 }

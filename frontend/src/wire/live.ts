@@ -71,7 +71,7 @@ export class LiveConnection {
     if (this.lostSince === undefined) this.events.onState({ kind: "connecting" });
     const socket = this.world.connect(this.url, this.options.protocol);
     socket.binaryType = "arraybuffer";
-    socket.onopen = () => this.heard(true);
+    socket.onopen = () => this.received(true);
     socket.onmessage = (event: MessageEvent<unknown>) => this.receive(event.data);
     socket.onclose = () => this.lost();
     this.socket = socket;
@@ -92,7 +92,7 @@ export class LiveConnection {
     if (this.socket?.readyState === 1) this.socket.send(text);
   }
 
-  private heard(opened: boolean): void {
+  private received(opened: boolean): void {
     if (opened || this.lostSince !== undefined) {
       this.failures = 0;
       this.lostSince = undefined;
@@ -107,9 +107,10 @@ export class LiveConnection {
   }
 
   private receive(data: unknown): void {
-    this.heard(false);
+    this.received(false);
     try {
-      if (!(data instanceof ArrayBuffer)) throw new FrameError("a text message came where frames are binary");
+      if (!(data instanceof ArrayBuffer))
+        throw new FrameError("received a text message where frames are binary");
       this.events.onFrame(decodeFrame(new Uint8Array(data)));
     } catch (error) {
       if (!(error instanceof FrameError)) throw error;

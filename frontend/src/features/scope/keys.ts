@@ -11,7 +11,7 @@ export const KEYS: readonly KeyMeaning[] = [
   ["← → ↑ ↓", "in a picture: move; with Shift by eight"],
   ["Home  End", "first, last column"],
   ["Enter", "among the heads: lock the one that is previewed"],
-  ["p", "in attention: pin or let go the head"],
+  ["p", "in attention: pin or unpin the head"],
   ["m", "the panel in focus, or the first: fill the window; Escape: back"],
   ["t  l", "in a panel: table, hold the colour scale"],
   ["r", "next rank, then all ranks"],

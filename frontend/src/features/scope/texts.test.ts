@@ -13,7 +13,7 @@ describe("words after a reconnect", () => {
       expect(backText(back, [gap]).hint).toContain("3 steps were skipped");
     }
     const again = { seconds: 4, known: true, restarted: true };
-    expect(backText(again, []).hint).toContain("was restarted; numbers from before");
+    expect(backText(again, []).hint).toContain("was restarted; earlier values");
     expect(backText(again, [gap]).hint).toContain("3 steps were skipped");
     for (const restarted of [true, null])
       expect(backText({ ...again, known: false, restarted }, []).hint).toContain("no longer knows this run");

@@ -37,9 +37,9 @@ export function runTitle({ run, state, prompts }: RunSummary): string {
 /** Why a person cannot generate here; null: they can. */
 export function whyNot(hello: Hello, state: string): string | null {
   if (hello.source === "replay")
-    return "This is a recorded session: it can be looked at, and nothing new generated.";
+    return "This is a recorded session: it can be viewed, but nothing new can be generated.";
   if (hello.role !== "controller")
-    return `You may look, not generate: this needs the controller role. On a cluster it belongs to whoever may update the job; on a laptop, to the page that \`megatronapp ui ${hello.job}\` opens.`;
+    return `You may view, but not generate: that needs the controller role. On a cluster, users who may update the job have it; on a laptop, it belongs to the page that \`megatronapp ui ${hello.job}\` opens.`;
   if (state === "restarting") return "The ranks restart. Generating works again once the model is back.";
   if (state === "gone") return "The model no longer serves.";
   return null;
@@ -56,7 +56,7 @@ const REASONS: Readonly<Record<Gap["reason"], string>> = {
   slow: "this page was slower than the model",
   late: "their ranks did not report in time, or have ended",
   restart: "the hub was restarted",
-  old: "the hub needed the room for newer ones",
+  old: "the hub needed the space for newer ones",
   large: "no message is large enough for them",
 };
 
@@ -70,13 +70,13 @@ export function backText(
   if (!back.known) {
     const why =
       back.restarted === false
-        ? "The hub keeps its newest runs, and this one no more"
+        ? "The hub keeps its newest runs and has dropped this one"
         : "The hub was restarted and no longer knows this run";
-    return { title, hint: `${why}: what you see is what this page kept.` };
+    return { title, hint: `${why}: the page shows what it has.` };
   }
   if (!back.restarted) return { title, hint: gaps ?? "Nothing was missed." };
-  const kept = "The hub was restarted; numbers from before are those that this page kept.";
-  return { title, hint: gaps ? `${kept} ${gaps}` : kept };
+  const restarted = "The hub was restarted; earlier values are those that this page has.";
+  return { title, hint: gaps ? `${restarted} ${gaps}` : restarted };
 }
 
 /** What is missing in a run, in one sentence; null: nothing. */

@@ -1,12 +1,12 @@
-/** What empty panels of the scope screen say. */
+/** Messages of empty panels of the scope screen. */
 import type { StateName } from "../../scope/protocol";
-import { emptyWords, type Words } from "./emptyStates";
+import { emptyState, type PanelMessage } from "./emptyStates";
 import { useScope } from "./useScope";
 
-export function useEmptyState(): (names: readonly StateName[], title: string, hint: string) => Words {
+export function useEmptyState(): (names: readonly StateName[], title: string, hint: string) => PanelMessage {
   const { version, run, live, status, hello } = useScope();
   return (names, title, hint) =>
-    emptyWords(
+    emptyState(
       {
         header: version.value >= 0 ? (run.value?.header ?? null) : null,
         connected: live.value.kind !== "lost",

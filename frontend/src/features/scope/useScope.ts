@@ -1,4 +1,4 @@
-/** State of a MegaScope screen: what the hub said, the store of frames, and the run that the selection names. */
+/** State of a MegaScope screen: the hub's messages, the store of frames, and the selected run. */
 import { computed, inject, onBeforeUnmount, provide, ref, shallowRef, watch, type InjectionKey } from "vue";
 import { asApiError, isAbort, type ApiClient } from "../../api/client";
 import { ScopeClient } from "../../scope/client";
@@ -16,19 +16,19 @@ import { liveUrl, type LiveState } from "../../wire/live";
 import type { LoadState } from "../../composables/jobState";
 import { useSelection } from "../../composables/useSelection";
 
-/** While the model comes up it is asked for so often. */
+/** How often the model is requested while it starts. */
 const AGAIN_MS = 2000;
 
-/** How long the page was alone, and from which gap of the run on it tells what it missed. */
+/** How long the page was disconnected, and the first gap of the run since then. */
 export interface Back {
   readonly seconds: number;
   readonly run: string | null;
   readonly gaps: number;
   /** Frames of the run that were here: a hub that has it again sends more. */
   readonly frames: number;
-  /** Whether the hub told of the run when it greeted. */
+  /** Whether the hub listed the run in its hello. */
   readonly known: boolean;
-  /** Whether it is another hub than before; null: it does not tell. */
+  /** Whether it is another hub than before; null: unknown. */
   readonly restarted: boolean | null;
 }
 
@@ -36,7 +36,7 @@ function createState() {
   return {
     /** null: no answer yet, or no model. */
     hello: shallowRef<Hello | null>(null),
-    /** The hub answers, and no rank of the model has come up. */
+    /** The hub answers, but no rank of the model has started. */
     waiting: ref(false),
     load: shallowRef<LoadState>({ kind: "loading" }),
     live: shallowRef<LiveState>({ kind: "connecting" }),
@@ -52,13 +52,13 @@ function createState() {
 
 type State = ReturnType<typeof createState>;
 
-/** What was heard of runs since the list came; new ones go to its head. */
+/** Updates of runs since the list arrived; new runs are prepended. */
 function withNew(runs: readonly RunSummary[], store: FrameStore): readonly RunSummary[] {
   const known = new Set(runs.map(({ run }) => run));
   const fresh = [...store.runs.values()].filter(({ header }) => !known.has(header.run));
-  const heard = runs.map((one) => store.runs.get(one.run)?.header ?? one);
-  if (fresh.length === 0 && heard.every((one, index) => one === runs[index])) return runs;
-  return [...fresh.reverse().map(({ header }) => header), ...heard];
+  const updated = runs.map((one) => store.runs.get(one.run)?.header ?? one);
+  if (fresh.length === 0 && updated.every((one, index) => one === runs[index])) return runs;
+  return [...fresh.reverse().map(({ header }) => header), ...updated];
 }
 
 /** Changes are shown in the next frame; what was shown in it is painted in the one after, and then credit goes back. */
@@ -86,7 +86,7 @@ function createPainter(state: State, store: FrameStore, painted: () => void) {
   };
 }
 
-/** Ranks that begin after the page came say later what of the model they have. */
+/** Ranks that start after the page report their part of the model later. */
 function setStatus(state: State, status: ScopeStatus): void {
   state.status.value = status;
   const hello = state.hello.value;
@@ -99,8 +99,8 @@ export function createScope(api: ApiClient) {
   const store = new FrameStore();
   const { selection } = useSelection();
   let lostAt: number | null = null;
-  /** Told once a connection after a lost one has said hello. */
-  const tellBack = (hello: EarlyHello, restarted: boolean | null): void => {
+  /** Called once a new connection after a lost one has its hello. */
+  const reportReconnect = (hello: EarlyHello, restarted: boolean | null): void => {
     state.notice.value = null;
     if (lostAt === null || state.live.value.kind !== "live") return;
     const id = runId.value;
@@ -123,7 +123,7 @@ export function createScope(api: ApiClient) {
     state.status.value = { state: hello.state };
   };
   const stream = new ScopeStream(liveUrl(document.baseURI, api.root, "scope"), store, {
-    onHello: (hello, restarted) => (tellBack(hello, restarted), setHello(hello)),
+    onHello: (hello, restarted) => (reportReconnect(hello, restarted), setHello(hello)),
     onStatus: (status) => setStatus(state, status),
     onChange: () => painter.changed(),
     onState: (live) => {
@@ -139,7 +139,7 @@ export function createScope(api: ApiClient) {
     state.version.value >= 0 && runId.value !== null ? (store.runs.get(runId.value) ?? null) : null,
   );
   watch(runId, (id) => (store.selected = id), { immediate: true, flush: "sync" });
-  /** The hub's ring gives what was before this page came. */
+  /** The hub's ring has what was sent before this page connected. */
   watch([runId, () => state.live.value.kind === "live" && state.hello.value !== null], ([id, ready]) => {
     if (id !== null && ready) stream.follow(id);
   });

@@ -1,4 +1,4 @@
-/** The selection of a scope screen within what there is: every index exists, or is null. */
+/** The selection of a scope screen, limited to what exists: every index is valid, or null. */
 import { computed, type ComputedRef } from "vue";
 import { nearestHead, ownerOf, shards as shardsOf } from "../../scope/layout";
 import { shownFor } from "../../scope/views/matrices";
@@ -43,7 +43,7 @@ export function useScopeSelection() {
   const length = computed(() => (version.value >= 0 ? (sample.value?.length ?? 0) : 0));
   /** Position of the selected token; the newest while none is. */
   const token = computed(() => within(selection.value.token ?? length.value - 1, length.value));
-  /** The newest token that the model has read at or before the selected one: the last one only came out of it. */
+  /** The newest token that the model has read at or before the selected one: it has produced the last token but not read it. */
   const readToken = computed(() => {
     if (version.value < 0) return 0;
     return within(token.value, Math.max(1, lastRead(length.value, sample.value?.promptLength ?? 0)));
@@ -52,14 +52,14 @@ export function useScopeSelection() {
   const head = computed(() => within(selection.value.head ?? 0, hello.value?.model.heads ?? 1));
   const at = computed(() => ({ layer: layer.value, head: head.value }));
   const { select, ...rank } = useRank(at);
-  /** Whose numbers of a tensor a panel shows for the token that is read; null: nobody's. */
-  const toldToken = (name: string): number | null =>
+  /** Position whose values of a tensor a panel shows for the token that is read; null: none. */
+  const shownToken = (name: string): number | null =>
     version.value >= 0 && sample.value ? shownFor(sample.value, name, readToken.value) : null;
-  /** Said where a panel shows the numbers of another token than the selected one. */
-  const insteadOf = (told: number | null): string | null =>
-    told === null || told === readToken.value
+  /** Note for a panel that shows the values of another token than the selected one. */
+  const insteadOf = (shown: number | null): string | null =>
+    shown === null || shown === readToken.value
       ? null
-      : `These are the numbers of ${nameOf(told)}, not of ${nameOf(readToken.value)}.`;
+      : `These are the numbers of ${nameOf(shown)}, not of ${nameOf(readToken.value)}.`;
   const stride = computed(() => (version.value >= 0 ? (sample.value?.stride ?? 1) : 1));
   const moveToken = (by: number): void => select({ token: within(token.value + by, length.value) });
   const nameOf = (position: number): string =>
@@ -78,7 +78,7 @@ export function useScopeSelection() {
     layer,
     head,
     ...rank,
-    toldToken,
+    shownToken,
     insteadOf,
     stride,
     moveToken,

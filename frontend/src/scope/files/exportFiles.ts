@@ -6,7 +6,7 @@ import type { Head } from "../protocol";
 import type { SampleStore } from "../store/sampleStore";
 
 /** A file that a panel saves beside its picture and numbers. */
-export interface OwnFile {
+export interface ExportFile {
   readonly label: string;
   readonly name: string;
   readonly title: string;
@@ -117,9 +117,9 @@ export function candidateFile(
       ]),
     );
   }
-  const told = candidates.map((one) => ({
+  const entries = candidates.map((one) => ({
     ...{ id: one.id, text: one.text ?? null, logit: one.logit },
     ...{ probability: one.model, probabilityAt: one.now, came: one.chosen, allowed: drawn(one) },
   }));
-  return new Blob([JSON.stringify({ ...place, candidates: told }, null, 2)], { type: "application/json" });
+  return new Blob([JSON.stringify({ ...place, candidates: entries }, null, 2)], { type: "application/json" });
 }

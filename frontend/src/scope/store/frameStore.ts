@@ -71,8 +71,8 @@ export class RunStore {
   }
 
   /** Coordinates go to the table of their basis: those of different ones cannot stand in one picture. */
-  private keepPca(tensors: ReadonlyMap<string, Tensor>, told: number | undefined): Tensor[] {
-    const version = told ?? (this.pca?.fitted === "refit" ? undefined : this.pca?.version);
+  private keepPca(tensors: ReadonlyMap<string, Tensor>, given: number | undefined): Tensor[] {
+    const version = given ?? (this.pca?.fitted === "refit" ? undefined : this.pca?.version);
     const outdated = version === undefined || version < (this.pca?.version ?? 0);
     return [...tensors.values()].flatMap((tensor) => {
       if (tensor.name !== "pca") return [tensor];

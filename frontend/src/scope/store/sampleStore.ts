@@ -4,7 +4,7 @@ import { RowTable, type Row } from "./rowTable";
 import type { Tensor } from "../tensors/tensors";
 
 /** What comes out of a row stands at the position after it. */
-const COMES_OUT = new Set(["top.id", "top.p", "top.logit", "partition", "surprise", "entropy"]);
+const OF_NEXT_TOKEN = new Set(["top.id", "top.p", "top.logit", "partition", "surprise", "entropy"]);
 
 export interface Atlas {
   readonly layers: number;
@@ -58,7 +58,7 @@ export class SampleStore {
     const rows = tensor.shape[0] ?? 0;
     if (index >= rows) return;
     const table = this.table(tensor, rows);
-    const at = COMES_OUT.has(tensor.name) ? position + 1 : position;
+    const at = OF_NEXT_TOKEN.has(tensor.name) ? position + 1 : position;
     const { width, scaled } = table;
     const scales = tensor.scales?.subarray(index * scaled, (index + 1) * scaled) ?? null;
     table.set(at, tensor.data.subarray(index * width, (index + 1) * width), scales);

@@ -1,4 +1,4 @@
-/** Tiles of attention that were fetched, the newest so many; each is asked for once at a time. */
+/** Cache of the newest attention tiles; concurrent requests for a tile share one fetch. */
 import { MOST_TILES, type HeadMap, type ScopeClient, type Tile, type TileAt } from "../client";
 
 export const TILE = 256;
@@ -36,12 +36,12 @@ export interface PlacedTile extends TileAt {
 }
 
 export class TileStore {
-  private readonly kept = new Map<string, Tile>();
-  private readonly asked = new Map<string, Promise<Tile>>();
+  private readonly tiles = new Map<string, Tile>();
+  private readonly pending = new Map<string, Promise<Tile>>();
 
   constructor(private readonly client: Pick<ScopeClient, "tiles">) {}
 
-  /** Tiles of a sequence of `length`; those that are neither here nor on their way are asked for together. */
+  /** Tiles of a sequence of `length`; those that are neither cached nor pending are requested together. */
   get(map: HeadMap, at: readonly TileAt[], length: number): Promise<PlacedTile[]> {
     const absent = at.filter((place) => this.known(keyOf(map, place, length)) === undefined);
     for (let from = 0; from < absent.length; from += MOST_TILES)
@@ -52,7 +52,7 @@ export class TileStore {
   }
 
   private known(key: string): Tile | Promise<Tile> | undefined {
-    return this.kept.get(key) ?? this.asked.get(key);
+    return this.tiles.get(key) ?? this.pending.get(key);
   }
 
   private ask(map: HeadMap, at: readonly TileAt[], length: number): void {
@@ -61,15 +61,15 @@ export class TileStore {
       const key = keyOf(map, place, length);
       const promise = answer
         .then((tiles) => this.keep(key, tiles[index] as Tile))
-        .finally(() => this.asked.delete(key));
-      this.asked.set(key, promise);
+        .finally(() => this.pending.delete(key));
+      this.pending.set(key, promise);
     });
   }
 
   private keep(key: string, tile: Tile): Tile {
-    this.kept.set(key, tile);
-    const [oldest] = this.kept.keys();
-    if (this.kept.size > KEPT_TILES && oldest !== undefined) this.kept.delete(oldest);
+    this.tiles.set(key, tile);
+    const [oldest] = this.tiles.keys();
+    if (this.tiles.size > KEPT_TILES && oldest !== undefined) this.tiles.delete(oldest);
     return tile;
   }
 }

@@ -12,7 +12,7 @@ export interface MapPlace {
 const SMALLEST = 64;
 
 /** Room grows by doubling, so that a text that gets longer does not start anew with every token. */
-const room = (cells: number): number => 2 ** Math.ceil(Math.log2(Math.max(SMALLEST, cells)));
+const capacity = (cells: number): number => 2 ** Math.ceil(Math.log2(Math.max(SMALLEST, cells)));
 
 /** Lay out the tiles that cover a range; the matrix begins at a border of tiles. */
 export function layTiles(
@@ -26,7 +26,7 @@ export function layTiles(
   const queryFrom = Math.floor(range.queryFrom / size) * size;
   const keyFrom = Math.floor(range.keyFrom / size) * size;
   const most = Math.max(range.queryTo - queryFrom, range.keyTo - keyFrom) / scale;
-  cells.resize(room(most), room(most));
+  cells.resize(capacity(most), capacity(most));
   for (const { query, key, tile } of tiles) {
     const [column, row] = [key * TILE - keyFrom / scale, query * TILE - queryFrom / scale];
     cells.write({ column, row, columns: tile.columns, rows: tile.rows }, tile.values);
@@ -46,7 +46,7 @@ function clearAbove(cells: Cells, { level, queryFrom, keyFrom }: MapPlace): void
   }
 }
 
-/** Adds the row of a query; of several that share a cell the largest stays. Returns whether there is room for it. */
+/** Adds the row of a query; of several that share a cell the largest stays. Returns whether it fits. */
 export function addRow(cells: Cells, place: MapPlace, query: number, keys: Uint8Array): boolean {
   const scale = 2 ** place.level;
   const row = Math.floor((query - place.queryFrom) / scale);

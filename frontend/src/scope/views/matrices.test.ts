@@ -9,7 +9,7 @@ import {
   fillHeads,
   fillLayers,
   fillStrip,
-  heldDomain,
+  fixedDomain,
   shownFor,
   stripOf,
 } from "./matrices";
@@ -102,7 +102,12 @@ describe("matrices", () => {
 
   it("hold a domain for other numbers, and count what lies beyond it", () => {
     const first = domainOf([0, 1, 2], false);
-    expect(heldDomain(first, [1, 50, Number.NaN])).toEqual({ low: 0, high: first.high, clipped: 1, nans: 1 });
+    expect(fixedDomain(first, [1, 50, Number.NaN])).toEqual({
+      low: 0,
+      high: first.high,
+      clipped: 1,
+      nans: 1,
+    });
   });
 
   it("choose domains that hold all but the largest twentieth, symmetric where there is a sign", () => {

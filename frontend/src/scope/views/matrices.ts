@@ -20,7 +20,7 @@ const beyond = (values: readonly number[], { low, high }: Pick<Domain, "low" | "
 });
 
 /** The same ends for other numbers: what lies beyond them is counted anew. */
-export const heldDomain = ({ low, high }: Domain, values: readonly number[]): Domain => ({
+export const fixedDomain = ({ low, high }: Domain, values: readonly number[]): Domain => ({
   low,
   high,
   ...beyond(values, { low, high }),
@@ -89,9 +89,9 @@ export function fillLayers(
   end: number,
 ): void {
   for (let position = from; position < Math.min(end, cells.columns); position += 1) {
-    const told = shownFor(sample, name, position);
-    if (told === null) continue;
-    numbersAt(sample, name, told)?.forEach((value, layer) => put(cells, position, layer, value, domain));
+    const shown = shownFor(sample, name, position);
+    if (shown === null) continue;
+    numbersAt(sample, name, shown)?.forEach((value, layer) => put(cells, position, layer, value, domain));
   }
 }
 

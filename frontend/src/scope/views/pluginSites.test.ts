@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { ownSites, ownStrips } from "./pluginSites";
+import { pluginSites, pluginStrips } from "./pluginSites";
 import { SampleStore } from "../store/sampleStore";
 import type { Tensor } from "../tensors/tensors";
 
@@ -10,8 +10,8 @@ const tensor = (name: string, shape: readonly number[], data: number[]): Tensor 
 
 describe("sites of plugins", () => {
   it("are those that no model has by itself", () => {
-    expect(ownSites(["q", "logits", "attention", "router"])).toEqual(["router"]);
-    expect(ownSites(undefined)).toEqual([]);
+    expect(pluginSites(["q", "logits", "attention", "router"])).toEqual(["router"]);
+    expect(pluginSites(undefined)).toEqual([]);
   });
 
   it("have a strip for each reducer, with or without layers", () => {
@@ -20,7 +20,7 @@ describe("sites of plugins", () => {
     sample.setRow(tensor("router.mean", [1, 2, 1], [7, 8]), 0, 4);
     sample.setRow(tensor("end", [1, 2], [9, 10]), 0, 4);
     sample.setRow(tensor("q", [1, 2, 1], [0, 0]), 0, 4);
-    const found = ownStrips(sample, ["router", "end"], 4);
+    const found = pluginStrips(sample, ["router", "end"], 4);
     expect(found.map(({ name, site, layered }) => [name, site, layered])).toEqual([
       ["end", "end", false],
       ["router.absmax", "router", true],
@@ -29,6 +29,6 @@ describe("sites of plugins", () => {
     expect(found[1]?.strip).toMatchObject({ layers: 2, pixels: 3 });
     expect(found[0]?.strip).toMatchObject({ layers: 1, pixels: 2 });
     expect([...(found[1]?.strip.values ?? [])]).toEqual([1, 2, 3, 4, 5, 6]);
-    expect(ownStrips(sample, ["router"], 5)).toEqual([]);
+    expect(pluginStrips(sample, ["router"], 5)).toEqual([]);
   });
 });

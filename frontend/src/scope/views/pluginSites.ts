@@ -17,11 +17,11 @@ const BUILT_IN: ReadonlySet<string> = new Set([
   "logits",
 ]);
 
-/** Names of all sites without those that every model has. */
-export const ownSites = (sites: readonly string[] | undefined): string[] =>
+/** Sites that plugins registered. */
+export const pluginSites = (sites: readonly string[] | undefined): string[] =>
   (sites ?? []).filter((name) => !BUILT_IN.has(name));
 
-export interface OwnStrip {
+export interface PluginStrip {
   readonly name: string;
   readonly site: string;
   /** Whose numbers these are: of a long prompt the selected token may have none. */
@@ -32,7 +32,7 @@ export interface OwnStrip {
 }
 
 /** What steps hold of these sites for the token at a position: one strip for each reducer. */
-export function ownStrips(sample: SampleStore, sites: readonly string[], position: number): OwnStrip[] {
+export function pluginStrips(sample: SampleStore, sites: readonly string[], position: number): PluginStrip[] {
   return sample.tableNames().flatMap((name) => {
     const site = sites.find((one) => name === one || name.startsWith(`${one}.`));
     const at = site === undefined ? null : shownFor(sample, name, position);

@@ -48,13 +48,13 @@ const sum = (values: readonly number[]): number => values.reduce((total, value) 
 /** At the temperatures of the partition sums, and at an endless one, where every token weighs 1; by rising beta. */
 function knots({ logits, partition, vocabulary }: Reading): Rest[] {
   const others = Math.log(Math.max(0, vocabulary - logits.length));
-  const told = TEMPERATURES.map((temperature, index) => {
+  const measured = TEMPERATURES.map((temperature, index) => {
     const total = partition[index] ?? Number.NaN;
     const share = 1 - sum([...logits].map((logit) => Math.exp(logit / temperature - total)));
     const at = (mass: number): number => total + Math.log(Math.max(0, mass));
     return { beta: 1 / temperature, low: at(share - DOUBT), high: at(Math.max(0, share) + DOUBT) };
   });
-  return [{ beta: 0, low: others, high: others }, ...told.toReversed()];
+  return [{ beta: 0, low: others, high: others }, ...measured.toReversed()];
 }
 
 const line = (a: readonly [number, number], b: readonly [number, number], at: number): number =>

@@ -52,7 +52,7 @@ const WHITE: Readonly<Record<string, string>> = {
 };
 
 /** White space in words: "line end, 7 spaces". */
-const whiteWords = (white: string): string =>
+const spokenWhite = (white: string): string =>
   [...white.matchAll(/(.)\1*/gs)]
     .map(([run, sign = ""]) => {
       const word = WHITE[sign] ?? "white space";
@@ -63,7 +63,7 @@ const whiteWords = (white: string): string =>
 /** A text as it is read aloud: what stands between white space in quotes. */
 export function spokenText(text: string): string {
   const [, before = "", core = "", after = ""] = /^(\s*)(.*?)(\s*)$/s.exec(text) ?? [];
-  const words = [whiteWords(before), core && `“${visibleText(core)}”`, whiteWords(after)];
+  const words = [spokenWhite(before), core && `“${visibleText(core)}”`, spokenWhite(after)];
   return words.filter((word) => word !== "").join(" ");
 }
 

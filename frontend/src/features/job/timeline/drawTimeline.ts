@@ -169,11 +169,11 @@ function drawRunQueue(surface: Surface, span: SpanView, box: Box, colour: string
 /** Arrows of the selected transfer, or of all transfers of the selected rank. */
 function drawFlows(surface: Surface, picture: TimelinePicture): void {
   const { model, selectedSpan, selectedRank, palette } = picture;
-  const own = selectedSpan === null ? undefined : model.flowsOf.get(selectedSpan);
+  const ofSelected = selectedSpan === null ? undefined : model.flowsOf.get(selectedSpan);
   const ofRank = ([send, receive]: readonly [number, number]): boolean =>
     model.source.rank[send] === selectedRank || model.source.rank[receive] === selectedRank;
   const flows =
-    own ?? (selectedRank === null || selectedSpan !== null ? [] : model.source.flows.filter(ofRank));
+    ofSelected ?? (selectedRank === null || selectedSpan !== null ? [] : model.source.flows.filter(ofRank));
   for (const [send, receive] of flows.slice(0, ARROW_LIMIT)) {
     const [from, to] = [spanAt(model.source, send), spanAt(model.source, receive)];
     if (!from || !to) continue;
@@ -181,8 +181,8 @@ function drawFlows(surface: Surface, picture: TimelinePicture): void {
     surface.arrow(
       [start.x + start.width, start.y + start.height / 2],
       [end.x + end.width, end.y + end.height / 2],
-      own ? palette.text : palette.muted,
-      own ? 2 : 1,
+      ofSelected ? palette.text : palette.muted,
+      ofSelected ? 2 : 1,
     );
   }
 }

@@ -1,11 +1,11 @@
-/** The timeline of the selected step, or of the newest one while nothing is selected; newest answers are kept. */
+/** The timeline of the selected step, or of the newest one while nothing is selected; newest answers are cached. */
 import { onBeforeUnmount, shallowRef, watch, type ShallowRef } from "vue";
 import { asApiError, isAbort, type ApiClient, type ApiError } from "../../../api/client";
 import { buildTimeline, type TimelineModel } from "../../../trace/timeline";
 
 /** While following the newest step, a timeline is fetched at most this often. */
 const FOLLOW_MS = 1000;
-const KEPT = 24;
+const CACHED = 24;
 
 export type TimelineState =
   | { readonly kind: "empty" }
@@ -16,7 +16,7 @@ export type TimelineState =
 
 export interface TimelineTarget {
   readonly step: number | null;
-  /** Steps repeat after a resume: the attempt tells whose picture is kept. */
+  /** Steps repeat after a resume: the attempt tells whose picture is cached. */
   readonly attempt: number;
   /** Following: the step changes by itself, and the old picture stays until the new one is here. */
   readonly follows: boolean;
@@ -24,7 +24,7 @@ export interface TimelineTarget {
 
 export function useTimeline(client: ApiClient, target: () => TimelineTarget): ShallowRef<TimelineState> {
   const state = shallowRef<TimelineState>({ kind: "empty" });
-  const kept = new Map<string, TimelineModel>();
+  const cached = new Map<string, TimelineModel>();
   let pending: AbortController | undefined;
   let timer: ReturnType<typeof setTimeout> | undefined;
   let lastFetch = 0;
@@ -44,9 +44,9 @@ export function useTimeline(client: ApiClient, target: () => TimelineTarget): Sh
   }
 
   function keep(key: string, model: TimelineModel): void {
-    kept.set(key, model);
-    const [oldest] = kept.keys();
-    if (kept.size > KEPT && oldest !== undefined) kept.delete(oldest);
+    cached.set(key, model);
+    const [oldest] = cached.keys();
+    if (cached.size > CACHED && oldest !== undefined) cached.delete(oldest);
   }
 
   function go({ step, attempt, follows }: TimelineTarget): void {
@@ -55,7 +55,7 @@ export function useTimeline(client: ApiClient, target: () => TimelineTarget): Sh
       state.value = { kind: "empty" };
       return;
     }
-    const known = kept.get(`${attempt}:${step}`);
+    const known = cached.get(`${attempt}:${step}`);
     if (known) {
       pending?.abort();
       state.value = { kind: "ready", step, model: known };

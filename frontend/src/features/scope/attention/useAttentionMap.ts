@@ -23,17 +23,17 @@ export interface MapTarget {
 export type MapState =
   | { readonly kind: "loading" }
   | { readonly kind: "ready" }
-  /** `again`: the page asks once more when the answer said. */
+  /** `again`: the page repeats the request by itself. */
   | { readonly kind: "error"; readonly error: ApiError; readonly again: boolean };
 
 type Timer = ReturnType<typeof setTimeout> | undefined;
 
-/** While a text grows, tiles of a head that is not pinned are asked for at most this often. */
+/** While a text grows, tiles of a head that is not pinned are requested at most this often. */
 const FOLLOW_MS = 1000;
 const WAIT_MS = 60;
-/** So long the picture of another head stays, under its own name, before it makes room for the word that one comes. */
+/** How long the picture of the previous head stays, under its name, before a loading message replaces it. */
 const PATIENCE_MS = 150;
-/** So often the page asks again by itself where an answer says when. */
+/** How often the page repeats a request by itself. */
 const MOST_REFUSALS = 5;
 
 const sameText = (a: MapTarget | null, b: MapTarget): a is MapTarget =>
@@ -43,9 +43,9 @@ const sameHead = (a: MapTarget | null, b: MapTarget): boolean =>
 const sameWindow = (a: CellRange, b: CellRange): boolean =>
   a.queryFrom === b.queryFrom && a.keyFrom === b.keyFrom && a.queryTo <= b.queryTo && a.keyTo <= b.keyTo;
 
-/** Tokens may come faster than tiles do: what was asked for a shorter text is waited for. */
-const isOnItsWay = (asked: MapTarget | null, now: MapTarget): boolean =>
-  asked !== null && sameHead(asked, now) && sameWindow(asked.range, now.range);
+/** Tokens may arrive faster than tiles: a request for a shorter text is waited for. */
+const isPending = (requested: MapTarget | null, now: MapTarget): boolean =>
+  requested !== null && sameHead(requested, now) && sameWindow(requested.range, now.range);
 
 /** All tiles that a target needs, at the level at which a cell is a pixel or more. */
 async function fetchTiles(tiles: TileStore, { run, sample, layer, head, range, pixels, length }: MapTarget) {
@@ -55,7 +55,7 @@ async function fetchTiles(tiles: TileStore, { run, sample, layer, head, range, p
   return { level, found };
 }
 
-/** Rows that came since `from`, as far as they are here and have room; the position that comes next. */
+/** Add the rows since `from` that have arrived and fit; returns the position after them. */
 function addRows(cells: Cells, place: MapPlace, target: MapTarget, from: number): number {
   let position = from;
   for (; position < target.length; position += 1) {
@@ -73,11 +73,11 @@ class AttentionMap {
   readonly place = shallowRef<MapPlace>({ level: 0, queryFrom: 0, keyFrom: 0 });
   readonly painted = ref(0);
   private shown: MapTarget | null = null;
-  private asked: MapTarget | null = null;
-  /** Positions whose rows are in `cells`; how often the page was refused and asked again by itself. */
+  private requested: MapTarget | null = null;
+  /** Positions whose rows are in `cells`; how often a request was refused and repeated. */
   private known = 0;
   private refused = 0;
-  private turn = 0;
+  private request = 0;
   private last = 0;
   private timer: Timer;
   private patience: Timer;
@@ -90,7 +90,7 @@ class AttentionMap {
   readonly again = (): void => this.ask(0);
 
   readonly follow = (now: MapTarget | null): void => {
-    if (!now || now.length === 0 || isOnItsWay(this.asked, now)) return;
+    if (!now || now.length === 0 || isPending(this.requested, now)) return;
     const same = sameHead(this.shown, now);
     if (same && this.isElsewhere(now)) this.stay(now);
     const grows = same && this.grown(now);
@@ -104,43 +104,42 @@ class AttentionMap {
   stop(): void {
     clearTimeout(this.timer);
     clearTimeout(this.patience);
-    this.turn += 1;
+    this.request += 1;
   }
 
   private async load(now: MapTarget): Promise<void> {
-    const mine = (this.turn += 1);
+    const mine = (this.request += 1);
     this.last = Date.now();
-    this.asked = now;
+    this.requested = now;
     try {
       const { level, found } = await fetchTiles(this.tiles, now);
-      if (mine !== this.turn) return;
+      if (mine !== this.request) return;
       this.place.value = layTiles(this.cells, now.range, level, found);
-      [this.shown, this.known, this.asked, this.refused] = [now, now.length, null, 0];
-      this.tell({ kind: "ready" }, now);
+      [this.shown, this.known, this.requested, this.refused] = [now, now.length, null, 0];
+      this.publish({ kind: "ready" }, now);
       this.painted.value += 1;
       this.follow(this.target());
     } catch (error) {
-      if (mine === this.turn && !isAbort(error)) this.refuse(asApiError(error), now);
+      if (mine === this.request && !isAbort(error)) this.refuse(asApiError(error), now);
     }
   }
 
-  private tell(to: MapState, of: MapTarget): void {
+  private publish(to: MapState, of: MapTarget): void {
     clearTimeout(this.patience);
     [this.state.value, this.subject.value] = [to, of];
   }
 
-  /** Who said when to come again is asked again then. */
+  /** Repeat the request when the answer says when. */
   private refuse(error: ApiError, of: MapTarget): void {
-    const comesAgain = error.retryAfterS !== null && this.refused < MOST_REFUSALS;
-    this.asked = null;
-    this.tell({ kind: "error", error, again: comesAgain }, of);
-    if (comesAgain)
-      this.timer = setTimeout(() => this.ask(this.refused + 1), (error.retryAfterS ?? 0) * 1000);
+    const retries = error.retryAfterS !== null && this.refused < MOST_REFUSALS;
+    this.requested = null;
+    this.publish({ kind: "error", error, again: retries }, of);
+    if (retries) this.timer = setTimeout(() => this.ask(this.refused + 1), (error.retryAfterS ?? 0) * 1000);
   }
 
-  /** Another head: most come so soon that clearing the picture for them would be work for nothing. */
+  /** Change to another head; most arrive so soon that clearing the picture first would be wasted. */
   private change(to: MapTarget): void {
-    const wait = (): void => this.tell({ kind: "loading" }, this.target() ?? to);
+    const wait = (): void => this.publish({ kind: "loading" }, this.target() ?? to);
     clearTimeout(this.patience);
     const stays = this.state.value.kind === "ready" && sameText(this.shown, to);
     if (stays) this.patience = setTimeout(wait, PATIENCE_MS);
@@ -148,18 +147,18 @@ class AttentionMap {
     void this.load(to);
   }
 
-  /** Whether another head was asked for, or told of, since the picture came. */
+  /** Whether another head was requested or announced since the picture arrived. */
   private isElsewhere(now: MapTarget): boolean {
-    const told = this.subject.value;
-    const isTold = told?.layer === now.layer && told.head === now.head;
-    return !isTold || (this.asked !== null && !sameHead(this.asked, now));
+    const subject = this.subject.value;
+    const isSubject = subject?.layer === now.layer && subject.head === now.head;
+    return !isSubject || (this.requested !== null && !sameHead(this.requested, now));
   }
 
-  /** Back to the head whose picture is still here: what was asked for another one is let go. */
+  /** Return to the head whose picture is still here: drop the request for another head. */
   private stay(at: MapTarget): void {
     clearTimeout(this.timer);
-    [this.asked, this.turn] = [null, this.turn + 1];
-    this.tell({ kind: "ready" }, at);
+    [this.requested, this.request] = [null, this.request + 1];
+    this.publish({ kind: "ready" }, at);
   }
 
   /** Whether only the text became longer; its new rows are added as far as they are here. */

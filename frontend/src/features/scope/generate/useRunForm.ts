@@ -1,4 +1,4 @@
-/** What the next run is asked for, and the actions on runs; shared by the controls and the panels that pin. */
+/** Request for the next run, and actions on runs; shared by the controls and the panels that pin. */
 import { computed, inject, provide, reactive, ref, shallowRef, type InjectionKey } from "vue";
 import { asApiError, type ApiError } from "../../../api/client";
 import {
@@ -15,7 +15,7 @@ import { useSelection } from "../../../composables/useSelection";
 
 type Writable<T> = { -readonly [K in keyof T]: T[K] extends object ? Writable<T[K]> : T[K] };
 
-const KEPT = "megatronapp-scope-form";
+const STORAGE_KEY = "megatronapp-scope-form";
 const DEFAULT_TOKENS = 32;
 
 function initial() {
@@ -28,10 +28,12 @@ function initial() {
 }
 type Draft = ReturnType<typeof initial>;
 
-/** What the last run of this tab was asked for; anything unreadable counts as nothing. */
-function kept(): Draft {
+/** Request of the last run of this tab; an unreadable entry is ignored. */
+function stored(): Draft {
   try {
-    const { prompts, tokens, sampling } = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}") as Partial<Draft>;
+    const { prompts, tokens, sampling } = JSON.parse(
+      sessionStorage.getItem(STORAGE_KEY) ?? "{}",
+    ) as Partial<Draft>;
     const known = Array.isArray(prompts) && prompts.every((text) => typeof text === "string");
     const counted = typeof tokens === "number" && Array.isArray(sampling?.stop);
     return known && prompts.length > 0 && counted
@@ -42,7 +44,7 @@ function kept(): Draft {
   }
 }
 
-/** What a run was asked for; the seed is the one that it got. */
+/** Request of a run, with the seed that it got. */
 export function settingsOf({ prompts = [], tokens, sampling, capture }: RunHeader): Draft {
   const fresh = initial();
   return {
@@ -58,7 +60,7 @@ const sameHead = (a: Head, b: Head): boolean => a.layer === b.layer && a.head ==
 function createForm() {
   const scope = useScope();
   const { select } = useSelection();
-  const draft = reactive(kept());
+  const draft = reactive(stored());
   const problem = shallowRef<ApiError | null>(null);
   const busy = ref(false);
   const places = computed(() => problemPlaces(problem.value));
@@ -76,7 +78,7 @@ function createForm() {
     }
     busy.value = false;
   }
-  /** What is looked at changes from the next step on. */
+  /** Changes of the capture take effect with the next step. */
   const applyCapture = async (): Promise<void> => {
     const { value: run } = running;
     if (run === null) return;
@@ -94,11 +96,11 @@ function createForm() {
     generate: () =>
       attempt(async () => {
         const { prompts, tokens, sampling } = draft;
-        sessionStorage.setItem(KEPT, JSON.stringify({ prompts, tokens, sampling }));
+        sessionStorage.setItem(STORAGE_KEY, JSON.stringify({ prompts, tokens, sampling }));
         const { run } = await scope.client.start({ ...draft, capture: draft.capture as Capture });
         select({ run, prompt: 0, token: null });
       }),
-    /** The next run is asked for as the one that is shown: with the same seed it gives the same tokens. */
+    /** Fill the form with the settings of the run that is shown: with the same seed it gives the same tokens. */
     takeSettings: () => {
       const shown = scope.run.value?.header;
       if (shown?.prompts?.length) Object.assign(draft, settingsOf(shown));
@@ -108,7 +110,7 @@ function createForm() {
         if (running.value !== null) await scope.client.stop(running.value);
       }),
     pinned: computed(() => draft.capture.pinned as readonly Head[]),
-    /** Pins a head, or lets it go. */
+    /** Pin or unpin a head. */
     pin: async (head: Head): Promise<void> => {
       const { pinned } = draft.capture;
       const others = pinned.filter((one) => !sameHead(one, head));

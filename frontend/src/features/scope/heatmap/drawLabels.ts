@@ -1,4 +1,4 @@
-/** Labels of rows and columns of a heat map, as many as find room. */
+/** Labels of rows and columns of a heat map, as many as find spacing. */
 import type { Palette } from "../../../render/palette";
 import type { Box, Surface } from "../../../render/surface";
 import type { Span } from "../../../render/viewport";
@@ -10,11 +10,11 @@ const selectedIn = (marks: readonly Mark[], axis: "row" | "column"): number | un
   marks.find((mark) => mark.look === "selected" || mark.look === axis)?.[axis];
 
 /** Indices to label so that labels keep their distance; the selected one comes first and its neighbours yield. */
-function labelled(span: Span, each: number, room: number, selected: number | undefined): number[] {
-  const stride = Math.max(1, Math.ceil(room / Math.max(each, 0.01)));
+function labelled(span: Span, each: number, spacing: number, selected: number | undefined): number[] {
+  const stride = Math.max(1, Math.ceil(spacing / Math.max(each, 0.01)));
   const found: number[] = [];
   for (let index = Math.ceil(span.from / stride) * stride; index < span.to; index += stride) {
-    if (selected === undefined || Math.abs(index - selected) * each >= room) found.push(index);
+    if (selected === undefined || Math.abs(index - selected) * each >= spacing) found.push(index);
   }
   return selected !== undefined && selected >= span.from - 0.5 && selected < span.to
     ? [...found, selected]

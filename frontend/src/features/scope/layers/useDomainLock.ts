@@ -1,10 +1,10 @@
-/** Colour scales that a person holds: while tokens stream, a colour keeps its number. */
+/** Colour scales that the user fixed: while tokens stream, a colour keeps its value. */
 import { ref, watch, type Ref } from "vue";
-import { heldDomain, type Domain } from "../../../scope/views/matrices";
+import { fixedDomain, type Domain } from "../../../scope/views/matrices";
 
 export interface DomainLock {
   readonly locked: Ref<boolean>;
-  /** The scale of `key` for these numbers: the one that is held, or what `fresh` makes of them. */
+  /** The scale of `key` for these numbers: the fixed one, or what `fresh` makes of them. */
   readonly domain: (
     key: string,
     values: readonly number[],
@@ -14,14 +14,14 @@ export interface DomainLock {
 
 export function useDomainLock(): DomainLock {
   const locked = ref(false);
-  const held = new Map<string, Domain>();
-  watch(locked, (now) => now || held.clear(), { flush: "sync" });
+  const domains = new Map<string, Domain>();
+  watch(locked, (now) => now || domains.clear(), { flush: "sync" });
   return {
     locked,
     domain: (key, values, fresh) => {
-      const known = locked.value ? held.get(key) : undefined;
-      const found = known ? heldDomain(known, values) : fresh(values);
-      held.set(key, found);
+      const known = locked.value ? domains.get(key) : undefined;
+      const found = known ? fixedDomain(known, values) : fresh(values);
+      domains.set(key, found);
       return found;
     },
   };

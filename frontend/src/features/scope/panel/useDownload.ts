@@ -1,4 +1,4 @@
-/** Saves numbers and pictures as files; says while they are brought, and why they do not come. */
+/** Saves values and pictures as files, with progress and errors. */
 import { onBeforeUnmount, ref } from "vue";
 import { asApiError, errorText, isAbort } from "../../../api/client";
 import { panelPicture } from "../../../render/panelPicture";

@@ -10,12 +10,12 @@ export interface LargePanel {
 /** `normal` is the usual height of the picture; `around` what the panel needs beside it when it fills the window. */
 export function useLargePanel(normal: number, around: number): LargePanel {
   const large = ref(false);
-  const room = ref(window.innerHeight);
+  const windowHeight = ref(window.innerHeight);
   const measure = (): void => {
-    room.value = window.innerHeight;
+    windowHeight.value = window.innerHeight;
   };
   onMounted(() => window.addEventListener("resize", measure));
   onBeforeUnmount(() => window.removeEventListener("resize", measure));
-  const height = computed(() => (large.value ? Math.max(normal, room.value - around) : normal));
+  const height = computed(() => (large.value ? Math.max(normal, windowHeight.value - around) : normal));
   return { large, height };
 }

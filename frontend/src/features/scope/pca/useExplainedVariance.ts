@@ -15,26 +15,26 @@ export function useExplainedVariance(points: Ref<readonly Point[]>, layer: Ref<n
   const key = computed(() =>
     ended.value && points.value.length > 1 ? `${runId.value}/${layer.value}` : null,
   );
-  let asking: AbortController | undefined;
-  async function ask(wanted: string): Promise<void> {
+  let pending: AbortController | undefined;
+  async function ask(target: string): Promise<void> {
     const [id, at] = [runId.value, layer.value];
-    if (id === null || typeof known.value.get(wanted) === "number") return;
-    const { signal } = (asking = new AbortController());
+    if (id === null || typeof known.value.get(target) === "number") return;
+    const { signal } = (pending = new AbortController());
     try {
-      known.value.set(wanted, await client.variance(id, at, signal));
+      known.value.set(target, await client.variance(id, at, signal));
     } catch (error) {
-      if (!isAbort(error)) known.value.set(wanted, asApiError(error));
+      if (!isAbort(error)) known.value.set(target, asApiError(error));
     }
   }
   watch(
     key,
     (now) => {
-      asking?.abort();
+      pending?.abort();
       if (now !== null) void ask(now);
     },
     { immediate: true },
   );
-  onBeforeUnmount(() => asking?.abort());
+  onBeforeUnmount(() => pending?.abort());
   const answer = computed(() => (key.value === null ? undefined : known.value.get(key.value)));
   const shares = computed(() =>
     typeof answer.value === "number" ? explainedShares(points.value, answer.value) : null,
@@ -44,7 +44,7 @@ export function useExplainedVariance(points: Ref<readonly Point[]>, layer: Ref<n
     if (shares.value) return null;
     if (!ended.value) return "known once the run has ended";
     if (answer.value === undefined)
-      return points.value.length > 1 ? "being computed" : "of one token there is none";
+      return points.value.length > 1 ? "being computed" : "undefined for a single token";
     if (typeof answer.value === "number") return "the states do not differ";
     return answer.value.code === "not-recorded" ? "not recorded" : answer.value.message;
   });
