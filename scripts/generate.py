@@ -18,6 +18,7 @@ from megatronapp_common.job.reference import render_reference
 from megatronapp_common.migration.page import render_page
 from megatronapp_common.scope.codes import TensorCode, decode, encode
 from megatronapp_common.trace import RECORD, Flag, RecordKind
+from megatronapp_trainer.hooks.sites import known_sites
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WIRE = "tests/fixtures/wire"
@@ -57,6 +58,7 @@ def render() -> dict[str, bytes]:
     return {
         "charts/megatronapp/files/admission-policy.yaml": f"# {MADE}\n{policy}".encode(),
         "crds/megatronjob.yaml": definition,
+        "frontend/src/scope/builtInSites.ts": render_sites(),
         "charts/megatronapp/files/megatronjob.yaml": definition,
         "docs/reference-megatronjob.md": render_reference().encode(),
         "docs/from-megatronapp.md": render_page().encode(),
@@ -64,6 +66,15 @@ def render() -> dict[str, bytes]:
         **render_vectors(),
         "tests/fixtures/scope/codes.json": (json.dumps(render_codes(), indent=1) + "\n").encode(),
     }
+
+
+def render_sites() -> bytes:
+    """Return the page's module with the names of the sites that every model has."""
+    names = "".join(f'  "{name}",\n' for name in known_sites())
+    return (
+        f"// {MADE}\n/** Sites that every model has; all others are of plugins. */\n"
+        f"export const BUILT_IN_SITES: ReadonlySet<string> = new Set([\n{names}]);\n"
+    ).encode()
 
 
 def counted_readme() -> bytes:

@@ -1,25 +1,11 @@
 /** Sites that modules of users registered (docs/scope.md), and their tensors of one token. */
+import { BUILT_IN_SITES } from "../builtInSites";
 import { numbersAt, shownFor, type Strip } from "./matrices";
 import type { SampleStore } from "../store/sampleStore";
 
-const BUILT_IN: ReadonlySet<string> = new Set([
-  "embedding",
-  "q",
-  "k",
-  "v",
-  "attention",
-  "attention_output",
-  "mlp_in",
-  "mlp1",
-  "mlp2",
-  "residual",
-  "final_norm",
-  "logits",
-]);
-
 /** Sites that plugins registered. */
 export const pluginSites = (sites: readonly string[] | undefined): string[] =>
-  (sites ?? []).filter((name) => !BUILT_IN.has(name));
+  (sites ?? []).filter((name) => !BUILT_IN_SITES.has(name));
 
 export interface PluginStrip {
   readonly name: string;
