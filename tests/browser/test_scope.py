@@ -39,7 +39,7 @@ PROBABILITY_DARK = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay:
+class ReplayedHub:
     """A session that is served, and the numbers that it was made of."""
 
     url: str
@@ -52,17 +52,17 @@ class Replay:
 
 
 @pytest.fixture(scope="module")
-def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replay]:
+def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayedHub]:
     folder = tmp_path_factory.mktemp("replay")
     recording = scope_session.record()
     file = folder / "tiny.scope"
     file.write_bytes(session_file.dump(scope_session.core_of(recording, tp=2, pp=2).feed, RUN))
     with scope_replay.replaying(file, folder / "replay.log") as running:
-        yield Replay(url=running.url, token=running.token, recording=recording)
+        yield ReplayedHub(url=running.url, token=running.token, recording=recording)
 
 
 @pytest.fixture
-def scope(page: pw.Page, replay: Replay) -> pw.Page:
+def scope(page: pw.Page, replay: ReplayedHub) -> pw.Page:
     """Open a page that may read the replay."""
     page.context.set_extra_http_headers({"Authorization": f"Bearer {replay.token}"})
     page.goto(replay.url)
@@ -83,7 +83,7 @@ def colour(probability: float) -> list[float]:
     return [float(part) for part in low + (high - low) * (at - left)]
 
 
-def test_recorded_session_opens_with_its_tokens(scope: pw.Page, replay: Replay) -> None:
+def test_recorded_session_opens_with_its_tokens(scope: pw.Page, replay: ReplayedHub) -> None:
     tokens = scope.get_by_test_id("tokens").get_by_role("button")
     pw.expect(tokens).to_have_count(len(replay.recording.prompts[0]) + 8)
     labels = [text.strip() for text in tokens.all_text_contents()]
@@ -92,7 +92,7 @@ def test_recorded_session_opens_with_its_tokens(scope: pw.Page, replay: Replay) 
     pw.expect(scope.get_by_role("button", name="Generate")).to_be_disabled()
 
 
-def test_attention_map_paints_the_colours_of_the_exact_probabilities(scope: pw.Page, replay: Replay) -> None:
+def test_attention_map_paints_the_colours_of_the_exact_probabilities(scope: pw.Page, replay: ReplayedHub) -> None:
     layer, head = PINNED
     exact = replay.recording.sites[0]["attention"][layer, head]
     read = len(exact)
@@ -121,7 +121,7 @@ def saved(page: pw.Page, card: str, name: str) -> bytes:
     return pathlib.Path(download.value.path()).read_bytes()
 
 
-def test_exports_are_the_exact_numbers(scope: pw.Page, replay: Replay) -> None:
+def test_exports_are_the_exact_numbers(scope: pw.Page, replay: ReplayedHub) -> None:
     layer, head = PINNED
     sites = replay.recording.sites[0]
     scope.goto(replay.view("attention", layer=layer, head=head))
@@ -141,23 +141,23 @@ def test_exports_are_the_exact_numbers(scope: pw.Page, replay: Replay) -> None:
     np.testing.assert_allclose(first, points[0], rtol=1e-5, atol=1e-5)
 
 
-def test_explained_variance_is_that_of_the_points_that_are_shown(scope: pw.Page, replay: Replay) -> None:
+def test_explained_variance_is_that_of_the_points_that_are_shown(scope: pw.Page, replay: ReplayedHub) -> None:
     layer = 2
     scope.goto(replay.view("pca", layer=layer))
     rows = np.concatenate([sites["residual"][:, layer] for sites in replay.recording.sites]).astype(np.float64)
     basis = scope_session.fitted(replay.recording)[layer]
-    shares = basis.project(rows).var(axis=0) / rows.var(axis=0).sum()
+    explained = basis.project(rows).var(axis=0) / rows.var(axis=0).sum()
     plane = scope.get_by_test_id("explained")
-    pw.expect(plane).to_contain_text(f"{100 * (shares[0] + shares[1]):.1f} % of these {len(rows)} tokens")
-    assert abs(basis.explained[:2].sum() - shares[:2].sum()) > 0.01, "else the share of the fit would do as well"
+    pw.expect(plane).to_contain_text(f"{100 * (explained[0] + explained[1]):.1f} % of these {len(rows)} tokens")
+    assert abs(basis.explained[:2].sum() - explained[:2].sum()) > 0.01, "else the share of the fit would do as well"
     scope.get_by_label("Up", exact=True).select_option(index=4)
-    pw.expect(plane).to_contain_text(f"{100 * (shares[0] + shares[4]):.1f} %")
+    pw.expect(plane).to_contain_text(f"{100 * (explained[0] + explained[4]):.1f} %")
     panel = scope.get_by_role("region", name="Principal components")
     pw.expect(panel).to_contain_text(f"axes from this run, {len(replay.recording.prompts[0])} tokens")
     pw.expect(panel.get_by_test_id("other-axes")).to_contain_text(f"Refit takes the {len(rows)} tokens")
 
 
-def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: Replay) -> None:
+def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: ReplayedHub) -> None:
     scope.goto(replay.view("layers"))
     pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
     scope.keyboard.press("2")
@@ -194,7 +194,7 @@ def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: Replay) -> N
     pw.expect(scope.get_by_test_id("attention-map").or_(scope.get_by_test_id("head-atlas"))).to_have_count(2)
 
 
-def test_keys_work_right_behind_the_list_of_keys(scope: pw.Page, replay: Replay) -> None:
+def test_shortcuts_work_after_the_help_is_shown(scope: pw.Page, replay: ReplayedHub) -> None:
     scope.goto(replay.view("layers"))
     pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
     for key in ("?", "Escape", "2"):
@@ -202,7 +202,7 @@ def test_keys_work_right_behind_the_list_of_keys(scope: pw.Page, replay: Replay)
     pw.expect(scope.get_by_test_id("head-atlas")).to_be_visible()
 
 
-def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: Replay) -> None:
+def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: ReplayedHub) -> None:
     layer, head = PINNED
     scope.goto(replay.view("attention", layer=layer, head=head, token=9))
     card = scope.get_by_role("region", name=f"Layer {layer}, head {head}")
@@ -217,7 +217,7 @@ def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: Repla
     pw.expect(rows.first).to_have_class("selected")
 
 
-def test_heads_are_as_high_as_the_map_beside_them_or_fill_the_window(scope: pw.Page, replay: Replay) -> None:
+def test_heads_are_as_high_as_the_map_next_to_them_or_fill_the_window(scope: pw.Page, replay: ReplayedHub) -> None:
     scope.goto(replay.view("attention", layer=PINNED[0], head=PINNED[1]))
     heads, shown = (scope.get_by_test_id(name).bounding_box() for name in ("head-atlas", "attention-map"))
     assert heads is not None and shown is not None
@@ -228,7 +228,7 @@ def test_heads_are_as_high_as_the_map_beside_them_or_fill_the_window(scope: pw.P
     assert heads is not None and 0.75 * 900 < heads["height"] < 900
 
 
-def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: Replay) -> None:
+def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: ReplayedHub) -> None:
     scope.goto(replay.view("pca", layer=2))
     canvas = scope.get_by_test_id("pca")
     painted = "canvas => canvas.toDataURL()"
@@ -242,7 +242,7 @@ def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: Rep
     assert canvas.evaluate(painted) == before
 
 
-def test_rank_is_one_selection_with_its_layers_and_heads(scope: pw.Page, replay: Replay) -> None:
+def test_a_rank_is_a_single_selection_of_its_layers_and_heads(scope: pw.Page, replay: ReplayedHub) -> None:
     scope.goto(replay.view("attention", layer=0, head=0))
     where = scope.get_by_test_id("where")
     pw.expect(where).to_contain_text("on rank 0 (stage 0, tensor rank 0)")
@@ -259,7 +259,7 @@ def test_rank_is_one_selection_with_its_layers_and_heads(scope: pw.Page, replay:
     assert query(scope)["rank"] == "2"
 
 
-def test_every_panel_saves_its_picture_as_large_as_it_stands(scope: pw.Page, replay: Replay) -> None:
+def test_every_panel_saves_its_picture_at_its_displayed_size(scope: pw.Page, replay: ReplayedHub) -> None:
     panels = 0
     for view in ("layers", "attention", "probabilities", "pca"):
         scope.goto(replay.view(view, layer=PINNED[0], head=PINNED[1]))
@@ -283,26 +283,26 @@ def test_every_panel_saves_its_picture_as_large_as_it_stands(scope: pw.Page, rep
 VIEWS = {"1": "layers-matrix", "2": "attention-map", "3": "candidates", "4": "pca"}
 
 
-def test_axe_finds_nothing_in_any_view(scope: pw.Page, replay: Replay) -> None:
+def test_axe_finds_nothing_in_any_view(scope: pw.Page, replay: ReplayedHub) -> None:
     scope.goto(replay.view("layers", layer=PINNED[0], head=PINNED[1]))
     pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
     found = []
     for key, shown in VIEWS.items():
         scope.keyboard.press(key)
         pw.expect(scope.get_by_test_id(shown)).to_be_visible()
-        found += [f"{shown}: {one}" for one in violations(scope)]
+        found += [f"{shown}: {violation}" for violation in violations(scope)]
     scope.emulate_media(color_scheme="light")
     for key, shown in VIEWS.items():
         scope.keyboard.press(key)
         pw.expect(scope.get_by_test_id(shown)).to_be_visible()
-        found += [f"{shown} in light: {one}" for one in violations(scope, CONTRAST)]
+        found += [f"{shown} in light: {violation}" for violation in violations(scope, CONTRAST)]
         for table in scope.get_by_role("button", name="Table").all():
             table.click()
-        found += [f"{shown} as a table: {one}" for one in violations(scope, CONTRAST)]
+        found += [f"{shown} as a table: {violation}" for violation in violations(scope, CONTRAST)]
     assert found == []
 
 
-def test_fits_the_window(scope: pw.Page, replay: Replay) -> None:
+def test_fits_the_window(scope: pw.Page, replay: ReplayedHub) -> None:
     scope.goto(replay.view("layers", layer=PINNED[0], head=PINNED[1]))
     pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
     for width in (768, 1024, 2200):
@@ -317,7 +317,7 @@ def test_fits_the_window(scope: pw.Page, replay: Replay) -> None:
 
 TEXT = "abcdefghijklmnopqrst"
 STRIDE = 4
-TOLD = [0, 4, 8, 12, 16, 19]
+REPORTED_STEPS = [0, 4, 8, 12, 16, 19]
 LAYERS = 2
 LOGITS = np.array([3, 2, 1, 0, -1, -2, -3, -4, -5, -6])
 """Logits of the whole vocabulary; the first six are candidates."""
@@ -338,14 +338,14 @@ RUN_HEADER: dict[str, Any] = {
 
 def overview() -> bytes:
     """Numbers of every fourth token of the prompt: each is its own position."""
-    rows = np.repeat(np.array(TOLD, np.float32), LAYERS * 3).reshape(-1, LAYERS, 3)
-    scales = np.ones((len(TOLD), LAYERS), np.float32)
+    rows = np.repeat(np.array(REPORTED_STEPS, np.float32), LAYERS * 3).reshape(-1, LAYERS, 3)
+    scales = np.ones((len(REPORTED_STEPS), LAYERS), np.float32)
     tensors = [
         Tensor("q", "i8", rows.astype(np.int8), scales),
         Tensor("residual.norm", "f16", rows[..., 0].astype(np.float16)),
-        Tensor("head.entropy", "u8", np.repeat(np.array(TOLD, np.uint8), 4).reshape(-1, LAYERS, 2)),
+        Tensor("head.entropy", "u8", np.repeat(np.array(REPORTED_STEPS, np.uint8), 4).reshape(-1, LAYERS, 2)),
     ]
-    header = {"run": RUN, "seq": 2, "sample": 0, "stride": STRIDE, "positions": TOLD}
+    header = {"run": RUN, "seq": 2, "sample": 0, "stride": STRIDE, "positions": REPORTED_STEPS}
     return encode(build_frame(FrameType.SCOPE_OVERVIEW, header, tensors))
 
 
@@ -380,7 +380,7 @@ Scripted = Callable[..., None]
 
 
 @pytest.fixture
-def scripted(page: pw.Page, replay: Replay) -> Scripted:
+def scripted(page: pw.Page, replay: ReplayedHub) -> Scripted:
     """Let a test act as the hub's socket, with every connection and its number from 0."""
     page.context.set_extra_http_headers({"Authorization": f"Bearer {replay.token}"})
     page.route("**/api/v1/scope", lambda route: route.fulfill(json=HELLO))
@@ -421,32 +421,32 @@ def test_numbers_of_a_neighbour_are_called_by_its_name(page: pw.Page, scripted: 
     pw.expect(heads.get_by_text("These are the numbers")).to_have_count(0)
 
 
-def test_candidates_have_texts_and_are_cut_after_the_temperature(page: pw.Page, scripted: Scripted) -> None:
+def test_candidates_have_texts_and_are_limited_after_the_temperature(page: pw.Page, scripted: Scripted) -> None:
     scripted(long_prompt, view="probabilities")
     rows = page.get_by_test_id("candidates").locator("tbody tr")
     pw.expect(rows.locator("th bdi")).to_have_text(["␣the", "␣a", "part of a character (token 2)", "x", "y", "z"])
-    cut = page.get_by_test_id("candidates").locator("tr.cut")
+    limit_row = page.get_by_test_id("candidates").locator("tr.cut")
     pw.expect(page.get_by_test_id("cuts")).to_contain_text("cut at temperature 0.5 by top-k off, top-p 0.9")
-    pw.expect(cut).to_have_count(4)
+    pw.expect(limit_row).to_have_count(4)
     page.get_by_test_id("what-if").press("End")
     pw.expect(page.get_by_test_id("cuts")).to_contain_text("cut at temperature 2")
-    pw.expect(cut).to_have_count(1)
+    pw.expect(limit_row).to_have_count(1)
     page.get_by_role("button", name="Of the run").click()
-    pw.expect(cut).to_have_count(4)
+    pw.expect(limit_row).to_have_count(4)
     lines = list(csv.DictReader(io.StringIO(saved(page, "Candidates", "Table CSV").decode())))
     assert [line["text"] for line in lines] == [" the", " a", "\ufffd", "x", "y", "z"]
     assert [line["allowed"] for line in lines] == ["yes"] * 2 + ["no"] * 4
-    wanted = np.exp(LOGITS) / np.exp(LOGITS).sum()
-    np.testing.assert_allclose([float(line["probability"]) for line in lines], wanted[:6], rtol=1e-5)
+    probabilities = np.exp(LOGITS) / np.exp(LOGITS).sum()
+    np.testing.assert_allclose([float(line["probability"]) for line in lines], probabilities[:6], rtol=1e-5)
     table = json.loads(saved(page, "Candidates", "Table JSON"))
     assert (table["position"], table["cutAt"]["topP"], table["candidates"][0]["came"]) == (20, 0.9, True)
 
 
-def test_hub_that_comes_back_tells_what_was_missed(page: pw.Page, scripted: Scripted) -> None:
+def test_a_restarted_hub_sends_what_was_missed(page: pw.Page, scripted: Scripted) -> None:
     gap = {"seq": 9, "run": RUN, "what": "step", "from": 1, "to": 3, "ranks": None, "reason": "restart"}
 
-    def resumed(socket: pw.WebSocketRoute, said: str | bytes) -> None:
-        if json.loads(said)["type"] == "resume":  # what it painted it says, too
+    def resumed(socket: pw.WebSocketRoute, message: str | bytes) -> None:
+        if json.loads(message)["type"] == "resume":  # what it painted it says, too
             socket.send(encode(build_frame(FrameType.SCOPE_GAP, gap)))
 
     def serve(socket: pw.WebSocketRoute, number: int) -> None:
@@ -454,7 +454,7 @@ def test_hub_that_comes_back_tells_what_was_missed(page: pw.Page, scripted: Scri
             long_prompt(socket, number)
             socket.close()
             return
-        socket.on_message(lambda said: resumed(socket, said))
+        socket.on_message(lambda message: resumed(socket, message))
         socket.send(hello())
 
     scripted(serve, token=6)
@@ -464,7 +464,7 @@ def test_hub_that_comes_back_tells_what_was_missed(page: pw.Page, scripted: Scri
     pw.expect(page.get_by_role("region", name="States of the token")).to_contain_text("“e” at 4")
 
 
-def test_run_that_the_hub_no_longer_knows_stays_and_says_so(page: pw.Page, scripted: Scripted) -> None:
+def test_a_run_forgotten_by_the_hub_stays_and_is_marked(page: pw.Page, scripted: Scripted) -> None:
     def serve(socket: pw.WebSocketRoute, number: int) -> None:
         if number == 0:
             long_prompt(socket, number)
@@ -477,7 +477,7 @@ def test_run_that_the_hub_no_longer_knows_stays_and_says_so(page: pw.Page, scrip
     pw.expect(page.get_by_test_id("tokens")).to_be_visible()
 
 
-def test_failed_run_and_full_queue_are_told_in_plain_words(page: pw.Page, scripted: Scripted) -> None:
+def test_a_failed_run_and_a_full_queue_are_explained_plainly(page: pw.Page, scripted: Scripted) -> None:
     error = {"code": "engine-lost", "message": "The model ended.", "hint": "Ask again once it is back."}
 
     def serve(socket: pw.WebSocketRoute, number: int) -> None:
@@ -485,8 +485,8 @@ def test_failed_run_and_full_queue_are_told_in_plain_words(page: pw.Page, script
         socket.send(run_frame(seq=4, state="failed", error=error))
 
     def full(route: pw.Route) -> None:
-        said = {"code": "queue-full", "message": "16 prompts wait", "hint": "Wait a little."}
-        route.fulfill(status=429, json=said, headers={"Retry-After": "7"})
+        refusal = {"code": "queue-full", "message": "16 prompts wait", "hint": "Wait a little."}
+        route.fulfill(status=429, json=refusal, headers={"Retry-After": "7"})
 
     page.route("**/api/v1/scope/runs", full)
     scripted(serve, view="pca")

@@ -25,7 +25,7 @@ LAYER, HEAD = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
+class ScopeCluster:
     """A gateway with the built page, a job whose hub plays a session, and one whose model generates."""
 
     entrance: gateway.Gateway
@@ -50,7 +50,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScopeCluster]:
     folder = tmp_path_factory.mktemp("gateway")
     recording = scope_session.record()
     session = folder / "tiny.scope"
@@ -71,7 +71,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             scope_hub.replaying(recorded, session, port=entrance.hub_port, key=entrance.key),
             scope_hub.generating(serving, recording, port=entrance.hub_port, key=entrance.key) as hub,
         ):
-            yield Cluster(entrance, recorded, serving, hub, recording=recording, **tokens)
+            yield ScopeCluster(entrance, recorded, serving, hub, recording=recording, **tokens)
 
 
 def keep(answers: list[pw.Response]) -> Callable[[pw.Response], None]:
@@ -90,7 +90,9 @@ def saved(page: pw.Page, card: str, name: str) -> bytes:
     return pathlib.Path(download.value.path()).read_bytes()
 
 
-def test_a_viewer_sees_attention_and_probabilities_and_takes_the_numbers_home(page: pw.Page, cluster: Cluster) -> None:
+def test_a_viewer_sees_attention_and_probabilities_and_takes_the_numbers_home(
+    page: pw.Page, cluster: ScopeCluster
+) -> None:
     answers: list[pw.Response] = []
     page.on("response", keep(answers))
     recording = cluster.recording
@@ -113,8 +115,8 @@ def test_a_viewer_sees_attention_and_probabilities_and_takes_the_numbers_home(pa
     assert {answer.url.split("/api/")[0] for answer in answers if "/api/" in answer.url} == {cluster.entrance.url}
 
 
-def test_a_viewer_is_told_why_not_and_who_may_update_the_job_generates(
-    page: pw.Page, chromium: pw.Browser, cluster: Cluster
+def test_a_viewer_sees_why_generating_is_disabled_and_an_editor_generates(
+    page: pw.Page, chromium: pw.Browser, cluster: ScopeCluster
 ) -> None:
     page.goto(cluster.entry(cluster.viewer, cluster.serving))
     generate = page.get_by_role("button", name="Generate")
@@ -134,5 +136,5 @@ def test_a_viewer_is_told_why_not_and_who_may_update_the_job_generates(
         pw.expect(shown.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens")
     with cluster.entrance.client(cluster.viewer) as client:
         actions = client.get(f"{cluster.serving.path}/summary").json()["actions"]
-    assert [one["who"] for one in actions] == [f"system:serviceaccount:{NAMESPACE}:jane"]
+    assert [action["who"] for action in actions] == [f"system:serviceaccount:{NAMESPACE}:jane"]
     context.close()

@@ -62,7 +62,7 @@ class Screen:
         self.go = page.get_by_role("button", name="Generate")
         pw.expect(self.go).to_be_visible(timeout=PATIENCE_MS)
 
-    def ask(self, prompt: str, tokens: int) -> None:
+    def submit(self, prompt: str, tokens: int) -> None:
         """Fill the form in, greedily, so that no sampled end of text ends a long run first, and press Generate."""
         self.fill(prompt, tokens)
         self.go.click(timeout=PATIENCE_MS)
@@ -85,9 +85,9 @@ class Screen:
         """Wait until the run is so far."""
         pw.expect(self.state).to_contain_text(text, timeout=PATIENCE_MS)
 
-    def sees(self, wanted: Callable[[Frame], bool]) -> Any:
+    def sees(self, condition: Callable[[Frame], bool]) -> Any:
         """Return a block that ends when such a frame has been received since its beginning."""
-        return self.socket.expect_event("framereceived", lambda data: wanted(frames.decode(data)))
+        return self.socket.expect_event("framereceived", lambda data: condition(frames.decode(data)))
 
     @property
     def run(self) -> str:
@@ -113,13 +113,13 @@ class Screen:
 def test_a_prompt_becomes_tokens_attention_and_probabilities(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
     pw.expect(page.get_by_text("Nothing generated yet")).to_be_visible()
-    screen.ask("hello world", 8)
+    screen.submit("hello world", 8)
     screen.until("Done: 8 new tokens")
     prompt = screen.header()["prompts"][0]["ids"]
     pw.expect(page.get_by_test_id("tokens").get_by_role("button")).to_have_count(len(prompt) + 8)
     check_attention(screen, len(prompt) + 6)
     check_candidates(screen, len(prompt) + 6)
-    screen.ask("whales", 4)
+    screen.submit("whales", 4)
     screen.until("Done: 4 new tokens")
     page.locator("body").press("4")
     pw.expect(page.get_by_test_id("pca")).to_be_visible()
@@ -173,19 +173,19 @@ def check_candidates(screen: Screen, position: int, token: int | None = None) ->
     table = screen.page.get_by_test_id("candidates")
     row = table.locator("tbody tr").first
     logits = screen.values("logits", position=position).ravel()
-    shares = np.exp(logits - logits.max())
-    shares /= shares.sum()
+    probabilities = np.exp(logits - logits.max())
+    probabilities /= probabilities.sum()
     best = int(logits.argmax())
     pw.expect(row.get_by_role("rowheader")).to_have_attribute("title", f"token {best}")
     percent, logit = row.locator("td.number").all_inner_texts()
-    assert float(percent.split()[0]) / 100 == pytest.approx(shares[best], rel=0.01)
+    assert float(percent.split()[0]) / 100 == pytest.approx(probabilities[best], rel=0.01)
     assert float(logit) == pytest.approx(logits[best], abs=0.006)
-    assert math.isclose(shares.sum(), 1)
+    assert math.isclose(probabilities.sum(), 1)
 
 
 def test_tokens_of_a_prompt_have_surprise_and_candidates(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
-    screen.ask("hello world", 2)
+    screen.submit("hello world", 2)
     screen.until("Done: 2 new tokens")
     length = len(screen.header()["prompts"][0]["ids"])
     scored = page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprise"))
@@ -222,10 +222,10 @@ def check_strips_are_level(page: pw.Page) -> None:
     assert len(tops) == 1
 
 
-def test_what_is_looked_at_changes_while_a_run_goes_on_until_it_is_stopped(page: pw.Page, job: Served) -> None:
+def test_the_capture_changes_during_a_run_until_it_is_stopped(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
     page.locator("body").press("2")
-    screen.ask("hello", LONG)
+    screen.submit("hello", LONG)
     screen.until("Generating")
     pin = page.get_by_role("button", name="Pin", exact=True)
     with screen.sees(lambda frame: frame.type == FrameType.SCOPE_ROWS) as rows:
@@ -251,7 +251,7 @@ def test_a_wrong_expression_is_marked_at_its_column(page: pw.Page, job: Served) 
     field = page.get_by_label("A pixel of Q, K, V")
     field.fill("data.meen(dim=-1)")
     with page.expect_response(lambda answer: answer.request.method == "POST" and answer.status == 422):
-        screen.ask("hello", 4)
+        screen.submit("hello", 4)
     pw.expect(field).to_have_attribute("aria-invalid", "true")
     pw.expect(page.get_by_text("column 6: 'meen' is not known; did you mean mean?")).to_be_visible()
     assert page.locator("pre.caret").text_content() == " " * 5 + "^"
@@ -261,7 +261,7 @@ def test_a_wrong_expression_is_marked_at_its_column(page: pw.Page, job: Served) 
     assert screen.header()["capture"]["expression"]["qkv"] == "data.abs().mean()"
 
 
-def test_a_viewer_looks_and_does_not_generate(page: pw.Page, job: Served) -> None:
+def test_a_viewer_reads_and_cannot_generate(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job, TokenRole.VIEWER)
     screen.until("Done: 4 new tokens")
     pw.expect(page.get_by_test_id("why-not")).to_contain_text("controller role")
@@ -274,16 +274,16 @@ def test_a_viewer_looks_and_does_not_generate(page: pw.Page, job: Served) -> Non
     pw.expect(screen.go).to_be_visible()
 
 
-def test_a_killed_rank_is_told_of_and_the_page_works_again_after_it(page: pw.Page, job: Served) -> None:
+def test_a_killed_rank_is_reported_and_the_page_works_again(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
-    screen.ask("hello", LONG)
+    screen.submit("hello", LONG)
     screen.until("Generating")
     os.kill(job.rank(1), signal.SIGKILL)
     pw.expect(page.get_by_test_id("why-not")).to_contain_text("The ranks restart", timeout=PATIENCE_MS)
     screen.until("Failed")
     pw.expect(screen.go).to_be_disabled()
     pw.expect(screen.go).to_be_enabled(timeout=2 * PATIENCE_MS)
-    screen.ask("hello", 4)
+    screen.submit("hello", 4)
     screen.until("Done: 4 new tokens")
     pw.expect(page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprise"))).to_have_count(4)
 
@@ -294,12 +294,12 @@ def test_sites_of_the_example_are_on_the_page_with_their_numbers(
     model = make_model(run_ranks, tmp_path)
     (variable,) = MANIFEST["spec"]["env"]
     monkeypatch.setenv(variable["name"], str(ROOT / variable["value"]))
-    words = megatron_arguments(load_job(MANIFEST))
-    at = words.index("--scope-plugins")
-    with served(tmp_path / "state", model, "plugin", *words[at : at + 2]) as job:
+    arguments = megatron_arguments(load_job(MANIFEST))
+    at = arguments.index("--scope-plugins")
+    with served(tmp_path / "state", model, "plugin", *arguments[at : at + 2]) as job:
         job.until_phase("Running", 0)
         screen = Screen(page, job)
-        screen.ask("hello", 2)
+        screen.submit("hello", 2)
         screen.until("Done: 2 new tokens")
         page.get_by_test_id("tokens").get_by_role("button").nth(1).click()
         card = page.get_by_role("region", name="Sites of plugins")

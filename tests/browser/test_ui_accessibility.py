@@ -67,7 +67,7 @@ def test_every_tab_stop_has_a_visible_focus(shown: pw.Page) -> None:
     assert any("Step" in name and "ranks" in name for name in seen)
 
 
-def test_colours_can_be_chosen_and_are_kept(shown: pw.Page) -> None:
+def test_the_selected_colours_are_saved(shown: pw.Page) -> None:
     switch = shown.get_by_role("button", name="Colours")
     html = shown.locator("html")
     switch.click()

@@ -15,7 +15,7 @@ def state(page: pw.Page, kind: str) -> pw.Locator:
 
 def test_loading_then_empty_then_steps(page: pw.Page, shared_stack: Any) -> None:
     assert shared_stack.feed.step == 0, "the first of those that share the job"
-    held: list[pw.Route] = []
+    waiting: list[pw.Route] = []
     released: list[bool] = []
 
     def hold(route: pw.Route) -> None:
@@ -23,14 +23,14 @@ def test_loading_then_empty_then_steps(page: pw.Page, shared_stack: Any) -> None
         if released:
             route.continue_()
         else:
-            held.append(route)
+            waiting.append(route)
 
     page.route("**/api/v1/job", hold)
     page.route_web_socket("**/api/v1/live", lambda socket: None)
     page.goto(shared_stack.entry)
     pw.expect(state(page, "loading")).to_contain_text("Loading the job")
     released.append(True)
-    for route in held:
+    for route in waiting:
         route.continue_()
     pw.expect(state(page, "empty").first).to_contain_text("No step has ended yet")
     page.unroute_all()
@@ -42,13 +42,13 @@ def test_loading_then_empty_then_steps(page: pw.Page, shared_stack: Any) -> None
     pw.expect(state(page, "empty")).to_have_count(0)
 
 
-def test_model_screen_of_a_job_that_trains_says_that_it_trains(page: pw.Page, shared_stack: Any) -> None:
+def test_the_model_screen_of_a_training_job_explains_that_it_trains(page: pw.Page, shared_stack: Any) -> None:
     page.goto(shared_stack.entry.replace("/#", "/?page=scope#"))
     pw.expect(state(page, "empty")).to_contain_text("This job trains, so there is no model to generate with")
     pw.expect(state(page, "empty")).to_contain_text("megatronapp serve --load")
 
 
-def test_error_says_what_to_do_and_heals_by_retry(page: pw.Page, shared_stack: Any) -> None:
+def test_an_error_shows_the_remedy_and_heals_by_retry(page: pw.Page, shared_stack: Any) -> None:
     page.route("**/api/v1/job", lambda route: route.fulfill(status=500, json={}))
     page.goto(shared_stack.entry)
     pw.expect(state(page, "error")).to_contain_text("500")
@@ -57,7 +57,7 @@ def test_error_says_what_to_do_and_heals_by_retry(page: pw.Page, shared_stack: A
     pw.expect(page.get_by_role("heading", name="tiny-gpt")).to_be_visible()
 
 
-def test_lost_connection_keeps_the_picture_says_since_when_and_heals(page: pw.Page, healthy_stack: Any) -> None:
+def test_a_lost_connection_leaves_the_picture_with_its_time_and_heals(page: pw.Page, healthy_stack: Any) -> None:
     healthy_stack.feed.start()
     page.goto(healthy_stack.entry)
     pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
@@ -80,16 +80,16 @@ def test_without_a_token_nothing_is_shown(page: pw.Page, shared_stack: Any) -> N
     pw.expect(page.locator("body")).not_to_contain_text("tiny-gpt")
 
 
-def test_refused_page_says_how_to_open_it(page: pw.Page, shared_stack: Any) -> None:
+def test_a_refused_page_explains_how_to_open_it(page: pw.Page, shared_stack: Any) -> None:
     refusal = {"code": "unauthorised", "message": "missing or wrong token", "hint": ""}
     page.route("**/api/v1/**", lambda route: route.fulfill(status=401, json=refusal))
     page.goto(shared_stack.entry)
     pw.expect(page.get_by_role("heading", name="This page needs to know that you may see this job")).to_be_visible()
-    told = re.compile("^megatronapp ui (tiny-gpt|<your job>)$")  # the live socket may have sent its name before
-    pw.expect(page.locator("pre")).to_have_text(told)
+    command = re.compile("^megatronapp ui (tiny-gpt|<your job>)$")  # the live socket may have sent its name before
+    pw.expect(page.locator("pre")).to_have_text(command)
 
 
-def test_step_that_is_no_longer_held_is_an_error_of_the_timeline_only(page: pw.Page, shared_stack: Any) -> None:
+def test_a_step_no_longer_stored_is_an_error_of_the_timeline_only(page: pw.Page, shared_stack: Any) -> None:
     shared_stack.feed.start()
     page.goto(shared_stack.entry)
     pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)

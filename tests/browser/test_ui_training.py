@@ -39,11 +39,11 @@ def address(tmp_path: pathlib.Path) -> Iterator[str]:
     manifest.write_text(MANIFEST)
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
 
-    def call(*words: str) -> str:
+    def call(*arguments: str) -> str:
         done = subprocess.run(
-            [*COMMAND, *words], check=False, env=environment, capture_output=True, text=True, timeout=120
+            [*COMMAND, *arguments], check=False, env=environment, capture_output=True, text=True, timeout=120
         )
-        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     call("run", str(manifest), "--detach")

@@ -68,10 +68,10 @@ class Runner:
         return str(path)
 
     def __call__(
-        self, *words: str, before: tuple[str, ...] = (), **environment: str
+        self, *arguments: str, before: tuple[str, ...] = (), **environment: str
     ) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            [*before, *MEGATRONAPP, *words],
+            [*before, *MEGATRONAPP, *arguments],
             env=os.environ | {"XDG_STATE_HOME": str(self.folder / "state")} | environment,
             cwd=self.folder,
             capture_output=True,
@@ -109,7 +109,7 @@ def may_mount(folder: pathlib.Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
         ({**MANIFEST, "kind": "MegatronJobs"}, "kind: 'MegatronJobs' is not possible; write MegatronJob"),
         ({**MANIFEST, "specs": {}}, "specs: unknown field; did you mean spec?"),
@@ -117,9 +117,9 @@ def may_mount(folder: pathlib.Path) -> bool:
         ("", "holds 0 objects; write one MegatronJob per file"),
     ],
 )
-def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, said: str) -> None:
+def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, message: str) -> None:
     refused = megatronapp("run", megatronapp.path(document))
-    assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr
+    assert (refused.returncode, message in refused.stderr) == (2, True), refused.stderr
     assert refused.stderr.startswith("error: ")
     assert "Traceback" not in refused.stderr
     assert megatronapp("get").stderr == "No jobs found.\n"
@@ -127,7 +127,7 @@ def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, sai
 
 @pytest.mark.full("each imports torch; test_trainer_flags has them all", but=("near",))
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["--num-layer", "3"], "spec.args[0]: unknown flag --num-layer; did you mean --num-layers?"),
         (["--seed", "1", "--fp16"], "spec.args[2]: --fp16: write --bf16"),
@@ -138,8 +138,8 @@ def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, sai
     ],
     ids=["near", "other spelling", "no number", "heads", "batch", "no flag"],
 )
-def test_bad_flags(megatronapp: Runner, args: list[str], said: str) -> None:
-    assert_refused_before_the_start(megatronapp, manifest(args=args), said)
+def test_bad_flags(megatronapp: Runner, args: list[str], message: str) -> None:
+    assert_refused_before_the_start(megatronapp, manifest(args=args), message)
 
 
 def test_bad_flags_of_a_detached_job(megatronapp: Runner) -> None:
@@ -147,20 +147,20 @@ def test_bad_flags_of_a_detached_job(megatronapp: Runner) -> None:
     assert_refused_before_the_start(megatronapp, document, "spec.args[0]: unknown flag --num-layer;", "--detach")
 
 
-def assert_refused_before_the_start(megatronapp: Runner, document: dict[str, Any], said: str, *how: str) -> None:
+def assert_refused_before_the_start(megatronapp: Runner, document: dict[str, Any], message: str, *how: str) -> None:
     refused = megatronapp("run", megatronapp.path(document), *how)
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert refused.stderr.startswith(f"error: {said}"), refused.stderr
+    assert refused.stderr.startswith(f"error: {message}"), refused.stderr
     assert all(line.startswith("error: spec.") for line in refused.stderr.splitlines()), refused.stderr
     assert refused.stdout == ""
     assert not (megatronapp.folder / "state").exists(), "nothing was started"
 
 
-def assert_one_message(done: "subprocess.CompletedProcess[str]", said: str) -> None:
-    told = done.stdout + done.stderr
-    assert done.returncode == 1, told
-    assert said in told
-    assert "Traceback" not in told
+def assert_single_message(done: "subprocess.CompletedProcess[str]", message: str) -> None:
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert message in output
+    assert "Traceback" not in output
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.mark.full("each imports torch; test_data_prepare has them all", but=("cut",))
 @pytest.mark.parametrize(
-    ("suffix", "size_bytes", "said"),
+    ("suffix", "size_bytes", "message"),
     [
         (None, 0, "corpus_text_document.idx does not exist; make it with `megatronapp data prepare`"),
         (".bin", 100, "corpus_text_document.bin has 100 bytes where"),
@@ -186,19 +186,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     ],
     ids=["missing", "cut", "empty", "index cut", "half missing"],
 )
-def test_bad_data(megatronapp: Runner, corpus: pathlib.Path, suffix: str | None, size_bytes: int, said: str) -> None:
+def test_bad_data(megatronapp: Runner, corpus: pathlib.Path, suffix: str | None, size_bytes: int, message: str) -> None:
     copied = megatronapp.folder / "copy"
     if suffix is not None:
         shutil.copytree(corpus, copied)
         path = copied / f"corpus_text_document{suffix}"
         path.unlink() if size_bytes < 0 else os.truncate(path, size_bytes)
     data = {"path": [str(copied / "corpus_text_document")], "tokenizer": str(corpus / "tokenizer.json")}
-    assert_refused_before_the_start(megatronapp, manifest(data=data), f"spec.data.path[0]: {copied}/{said}")
+    assert_refused_before_the_start(megatronapp, manifest(data=data), f"spec.data.path[0]: {copied}/{message}")
 
 
 @pytest.mark.full("each imports torch", but=("below the tokenizer",))
 @pytest.mark.parametrize(
-    ("data", "vocab_size", "said"),
+    ("data", "vocab_size", "message"),
     [
         ({"tokenizer": "none.json"}, 300, "spec.data.tokenizer: tokenizer file none.json does not exist"),
         ({"tokenizer": "corpus.idx"}, 300, "spec.data.tokenizer: corpus.idx cannot be read as a tokenizer"),
@@ -210,7 +210,7 @@ def test_bad_data(megatronapp: Runner, corpus: pathlib.Path, suffix: str | None,
     ids=["missing", "no tokenizer", "GPT-2 files missing", "below the tokenizer", "below the corpus", "neither"],
 )
 def test_a_vocabulary_that_does_not_fit(
-    megatronapp: Runner, corpus: pathlib.Path, data: dict[str, Any], vocab_size: int | None, said: str
+    megatronapp: Runner, corpus: pathlib.Path, data: dict[str, Any], vocab_size: int | None, message: str
 ) -> None:
     shutil.copytree(corpus, megatronapp.folder, dirs_exist_ok=True)
     (megatronapp.folder / "corpus.idx").touch()
@@ -219,15 +219,15 @@ def test_a_vocabulary_that_does_not_fit(
         del document["spec"]["model"]["vocabSize"]
     else:
         document["spec"]["model"]["vocabSize"] = vocab_size
-    said = said.replace("corpus holds", "corpus_text_document.bin holds")
-    assert_refused_before_the_start(megatronapp, document, said)
+    message = message.replace("corpus holds", "corpus_text_document.bin holds")
+    assert_refused_before_the_start(megatronapp, document, message)
 
 
 def test_a_checkpoint_directory_that_cannot_be_written(megatronapp: Runner) -> None:
     (megatronapp.folder / "file").touch()
     save = str(megatronapp.folder / "file" / "checkpoints")
     refused = megatronapp("run", megatronapp.path(manifest(checkpoint={"save": save, "saveInterval": 1})))
-    assert_one_message(refused, save)
+    assert_single_message(refused, save)
     assert "Not a directory" in refused.stdout + refused.stderr
 
 
@@ -241,14 +241,14 @@ def test_a_full_disk_at_a_checkpoint(megatronapp: Runner) -> None:
         pytest.skip("no right to mount, and no shell to set a limit of file sizes")
     document = manifest(checkpoint={"save": str(save), "saveInterval": 1})
     refused = megatronapp("run", megatronapp.path(document), before=before)
-    told = refused.stdout + refused.stderr
-    assert refused.returncode == 1, told
-    assert "could not be written" in told
-    assert "Traceback" not in told
+    output = refused.stdout + refused.stderr
+    assert refused.returncode == 1, output
+    assert "could not be written" in output
+    assert "Traceback" not in output
     assert megatronapp.status()["failures"][0]["exitCode"] == 67
 
 
-def test_full_shared_memory_turns_tracing_off_and_nothing_else(megatronapp: Runner) -> None:
+def test_full_shared_memory_disables_tracing_only(megatronapp: Runner) -> None:
     shm = megatronapp.folder / "shm"
     shm.mkdir()
     if not may_mount(shm):
@@ -256,8 +256,8 @@ def test_full_shared_memory_turns_tracing_off_and_nothing_else(megatronapp: Runn
     document = manifest(trace={"enabled": True}, analyzer={"enabled": True})
     full = (*MOUNTING, "sh", "-c", MOUNT, str(shm), "2m")
     done = megatronapp("run", megatronapp.path(document), "--follow", before=full, MEGATRONAPP_SHM_DIR=str(shm))
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    assert "tracing is off on rank 0" in told
-    assert "iteration        2/       2" in told
-    assert "Traceback" not in told
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "tracing is off on rank 0" in output
+    assert "iteration        2/       2" in output
+    assert "Traceback" not in output

@@ -36,7 +36,7 @@ def start(gang: Gang, steps: int, attempt: int, *flags: str) -> None:
     gang.start({}, each=RACKS, base=cpu, RANK_ORDER="topology", ATTEMPT=str(attempt))
 
 
-def test_one_launcher_that_is_asked_to_stop_makes_all_save_at_the_same_step(gang: Gang) -> None:
+def test_a_launcher_requested_to_stop_makes_all_save_at_the_same_step(gang: Gang) -> None:
     start(gang, 100_000, 0)
     page = DocumentReader(gang.shm / "demo-w0.progress")
     wait_until(lambda: (page.read() or {}).get("iteration", 0) >= 2, LIMIT_S)
@@ -51,7 +51,7 @@ def test_one_launcher_that_is_asked_to_stop_makes_all_save_at_the_same_step(gang
     saved = [path.name for path in (gang.tmp / "checkpoints").glob("iter_*")]
     assert saved == [f"iter_{last['iteration']:07d}"]
     table = json.loads((gang.workers[1].run_dir / "rank-table.json").read_text())
-    assert [(one["index"], one["ranks"]) for one in table["workers"]] == [(1, [0, 1]), (0, [2])]
+    assert [(worker["index"], worker["ranks"]) for worker in table["workers"]] == [(1, [0, 1]), (0, [2])]
 
     gang.workers.clear()
     start(gang, last["iteration"], 1, "--override-opt_param-scheduler")  # nothing is left to train

@@ -81,7 +81,7 @@ def test_fixtures_end_after_the_controller_is_killed(tmp_path: pathlib.Path) -> 
         assert (tmp_path / "cleaned").read_text(encoding="utf-8") == "cleaned"
 
 
-def test_names_of_failed_tests_come_last(tmp_path: pathlib.Path) -> None:
+def test_names_of_failed_tests_are_printed_last(tmp_path: pathlib.Path) -> None:
     code, output = run(tmp_path, "def test_sum():\n    assert 1 + 1 == 3\n")
     assert code == pytest.ExitCode.TESTS_FAILED
     assert "::test_sum - " in output.splitlines()[-2]

@@ -348,7 +348,7 @@ def until() -> Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]:
 
 
 @dataclasses.dataclass
-class Worker:
+class HubWorker:
     """Files of one worker and the process of its agent."""
 
     job: Any
@@ -417,11 +417,11 @@ ORDER = (
 
 
 @pytest.fixture
-def worker(tmp_path: Path, secret: str, fake_job: Any) -> Callable[..., Worker]:
+def worker(tmp_path: Path, secret: str, fake_job: Any) -> Callable[..., HubWorker]:
     secret_file = tmp_path / "secret"
     secret_file.write_text(secret + "\n")
 
-    def build(hub_url: str, *, index: int = 0, job: Any = None) -> Worker:
+    def build(hub_url: str, *, index: int = 0, job: Any = None) -> HubWorker:
         job = job or fake_job(data=1)
         environment = {
             Env.JOB: "demo",
@@ -435,6 +435,6 @@ def worker(tmp_path: Path, secret: str, fake_job: Any) -> Callable[..., Worker]:
             Env.SECRET_FILE: str(secret_file),
             Env.HUB_URL: hub_url,
         }
-        return Worker(job, index, tmp_path, {str(name.value): value for name, value in environment.items()})
+        return HubWorker(job, index, tmp_path, {str(name.value): value for name, value in environment.items()})
 
     return build

@@ -181,7 +181,9 @@ async def test_live_socket_refuses_other_origins(hub: Any) -> None:
         ({"worker": None}, "bad-hello"),
     ],
 )
-async def test_wrong_hello_is_told(hub: Any, fake_job: Any, changes: dict[str, object], code: str) -> None:
+async def test_a_wrong_hello_is_refused_with_its_code(
+    hub: Any, fake_job: Any, changes: dict[str, object], code: str
+) -> None:
     async with hub.agent(fake_job(), 0) as agent:
         answer = await agent.hello(**changes)
         assert answer.type == FrameType.ERROR
@@ -189,7 +191,7 @@ async def test_wrong_hello_is_told(hub: Any, fake_job: Any, changes: dict[str, o
         assert set(answer.header) == {"code", "message", "hint"}
 
 
-async def test_garbage_is_told_and_harms_nobody(hub: Any, fake_job: Any) -> None:
+async def test_garbage_is_refused_and_breaks_no_other_connection(hub: Any, fake_job: Any) -> None:
     job = fake_job()
     garbage = [b"", b"\0" * 16, b"garbage that is no frame", "text"]
     for data in garbage:
@@ -244,7 +246,7 @@ async def test_page_is_open_and_served_with_cache_and_security_headers(paged: An
             assert set(answer.json()) == {"code", "message", "hint"}
 
 
-async def ask_raw(hub: Any, target: bytes) -> int:
+async def request_raw(hub: Any, target: bytes) -> int:
     """Status of a request whose target no client library would write."""
     reader, writer = await asyncio.open_connection("127.0.0.1", hub.port)
     writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: hub\r\nConnection: close\r\n\r\n")
@@ -275,23 +277,23 @@ async def ask_raw(hub: Any, target: bytes) -> int:
     ],
 )
 async def test_no_path_is_too_odd(paged: Any, target: str) -> None:
-    assert await ask_raw(paged, target.encode()) == 404
+    assert await request_raw(paged, target.encode()) == 404
 
 
 async def test_no_bytes_of_a_path_are_too_odd(paged: Any) -> None:
-    def ask_all() -> None:
+    def request_all() -> None:
         with httpx.Client(base_url=paged.url) as client:
 
             @settings(max_examples=60, deadline=None, database=None)
             @given(st.binary(max_size=60))
-            def ask(name: bytes) -> None:
+            def request_with_host(name: bytes) -> None:
                 answer = client.get("/" + urllib.parse.quote_from_bytes(name, safe="/.%"))
                 assert answer.status_code in {200, 401, 404}
                 assert "secret" not in answer.text
 
-            ask()
+            request_with_host()
 
-    await asyncio.to_thread(ask_all)
+    await asyncio.to_thread(request_all)
 
 
 async def test_a_page_knows_that_another_site_led_to_it(paged: Any) -> None:
@@ -301,7 +303,7 @@ async def test_a_page_knows_that_another_site_led_to_it(paged: Any) -> None:
             assert (answer.status_code, answer.text.count(ELSEWHERE_MARK)) == (200, elsewhere)
 
 
-async def test_a_browser_at_a_shared_name_is_led_to_one_of_its_own(tmp_path: Path, dist: Path, serve: Any) -> None:
+async def test_a_browser_at_a_common_name_is_redirected_to_an_alias(tmp_path: Path, dist: Path, serve: Any) -> None:
     """Check that this happens only where the hub knows that such a name leads to it alone."""
     opens = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     for named in (True, False):
@@ -314,5 +316,5 @@ async def test_a_browser_at_a_shared_name_is_led_to_one_of_its_own(tmp_path: Pat
         assert (there.status_code, unreachable.status_code, quiet.status_code) == (200, 200, 200)
         assert led.status_code == (307 if named else 200)
         if named:
-            wanted = rf"http://hub-[0-9a-f]{{16}}\.localhost:{hub.port}/\?step=3"
-            assert re.fullmatch(wanted, led.headers["location"])
+            expected = rf"http://hub-[0-9a-f]{{16}}\.localhost:{hub.port}/\?step=3"
+            assert re.fullmatch(expected, led.headers["location"])

@@ -72,10 +72,10 @@ async def test_agent_puts_faults_on_the_control_page(hub: Any, worker: Any, unti
             assert given | {"id": None} == fault | {"id": None, "peer": None}
             assert (await client.delete(f"/api/v1/faults/{given['id']}")).status_code == 204
 
-            async def gone() -> bool:
+            async def disconnected() -> bool:
                 return not (page.read() or {}).get("faults")
 
-            await until(gone)
+            await until(disconnected)
     page.close()
     mine.close_rings(unlink=True)
 
@@ -98,7 +98,7 @@ async def test_sigterm_drains_once_more(hub: Any, worker: Any, until: Any) -> No
 
 
 @pytest.mark.parametrize("how", ["closed", "killed", "asked twice"])
-async def test_what_ranks_record_after_sigterm_is_brought_until_their_launcher_has_ended(
+async def test_records_written_after_sigterm_are_sent_until_the_launcher_ends(
     hub: Any, worker: Any, until: Any, how: str
 ) -> None:
     mine = worker(hub.url)
@@ -128,7 +128,7 @@ async def test_what_ranks_record_after_sigterm_is_brought_until_their_launcher_h
     mine.close_rings(unlink=True)
 
 
-async def test_agent_without_environment_says_what_is_missing(worker: Any) -> None:
+async def test_an_agent_without_environment_lists_what_is_missing(worker: Any) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "megatronapp_analyzer.agent", stderr=asyncio.subprocess.PIPE, env={"PATH": os.defpath}
     )
@@ -176,7 +176,7 @@ time.sleep(600)
 """
 
 
-async def test_records_of_a_killed_rank_are_brought_and_the_agent_ends(hub: Any, worker: Any, until: Any) -> None:
+async def test_records_of_a_killed_rank_are_sent_and_the_agent_ends(hub: Any, worker: Any, until: Any) -> None:
     mine = worker(hub.url)
     given = [
         {

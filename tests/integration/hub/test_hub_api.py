@@ -75,7 +75,7 @@ async def next_frame(page: Any, kind: int, accept: Callable[[Frame], bool] = lam
                 return frame
 
 
-async def test_openapi_document_is_the_committed_one(hub: Any) -> None:
+async def test_the_openapi_document_is_the_committed_document(hub: Any) -> None:
     served = await hub.get("/api/v1/openapi.json")
     committed = Path(__file__).parents[3] / "frontend" / "src" / "api" / "openapi.json"
     assert json.loads(committed.read_text()) == json.loads(json.dumps(build_api().openapi()))
@@ -153,7 +153,7 @@ async def test_trace_opens_with_arrows(hub: Any, fake_job: Any, feed: Any) -> No
     assert [event["args"]["value"] for event in losses] == pytest.approx([4.99, 4.98])
 
 
-async def test_page_hears_state_steps_metrics_and_verdicts(hub: Any, fake_job: Any, feed: Any) -> None:
+async def test_a_page_receives_state_steps_metrics_and_verdicts(hub: Any, fake_job: Any, feed: Any) -> None:
     hub.script.by_step[3] = [slow_rank()]
     async with hub.page() as page:
         first = frames.decode(await page.recv())
@@ -199,7 +199,7 @@ async def test_a_verdict_stays_in_the_summary_until_it_is_cleared(
 
     async def recovering() -> bool:
         standing = (await hub.get("/api/v1/summary"))["slowRanks"]
-        return bool([one["state"] for one in standing] == ["recovering"])
+        return bool([verdict["state"] for verdict in standing] == ["recovering"])
 
     await until(recovering)
     await feed(fake_job(), range(5, 7))
@@ -208,7 +208,7 @@ async def test_a_verdict_stays_in_the_summary_until_it_is_cleared(
         return not (await hub.get("/api/v1/summary"))["slowRanks"]
 
     await until(over)
-    assert [one["state"] for one in await hub.get("/api/v1/verdicts")] == ["cleared"]
+    assert [verdict["state"] for verdict in await hub.get("/api/v1/verdicts")] == ["cleared"]
 
 
 async def test_a_failing_detector_stops_nothing(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
@@ -263,9 +263,9 @@ async def test_a_fault_that_would_never_act_is_refused(hub: Any, fake_job: Any, 
     job = fake_job()
     await feed(job, range(8))
     async with hub.agent(job, 0) as agent, hub.agent(job, 1) as other, hub.client() as client:
-        for one in (agent, other):
-            await one.hello()
-            await one.status()
+        for connection in (agent, other):
+            await connection.hello()
+            await connection.status()
         fault = {"rank": 0, "kind": "host", "factor": 2, "fromStep": 3, "steps": 5}
         answer = await client.post("/api/v1/faults", json=fault)
         assert (answer.status_code, answer.json()["code"]) == (409, "steps-over")
@@ -278,7 +278,7 @@ async def test_a_fault_that_would_never_act_is_refused(hub: Any, fake_job: Any, 
         assert "spec.trace.enabled" in answer.json()["hint"]
 
 
-async def test_faults_that_have_ended_make_room_and_a_full_page_is_refused(
+async def test_ended_faults_free_space_and_a_full_document_is_refused(
     hub: Any, fake_job: Any, feed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "PAGE_ROOM", 600)
@@ -296,11 +296,11 @@ async def test_faults_that_have_ended_make_room_and_a_full_page_is_refused(
         assert codes[-1] == 409 and len(codes) > 4
         await feed(job, range(8, 12))
         assert (await client.post("/api/v1/faults", json=fault | {"fromStep": 20})).status_code == 201
-        assert [one["fromStep"] for one in hub.hub.faults.control_page()["faults"]] == [20]
+        assert [fault["fromStep"] for fault in hub.hub.faults.control_page()["faults"]] == [20]
         assert len(await hub.get("/api/v1/faults")) == 4
 
 
-async def test_a_hub_whose_analysis_ends_is_not_ready_and_says_so_to_its_process(hub: Any, until: Any) -> None:
+async def test_a_hub_whose_analysis_ends_is_not_ready_and_notifies_its_process(hub: Any, until: Any) -> None:
     ended = threading.Event()
     hub.hub.on_failure = ended.set
 
@@ -317,7 +317,7 @@ async def test_a_hub_whose_analysis_ends_is_not_ready_and_says_so_to_its_process
     assert hub.hub.failed and ended.is_set()
 
 
-async def test_metrics_are_valid_bounded_and_go_away(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
+async def test_metrics_are_valid_bounded_and_cleared(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
     hub.script.by_step[2] = [slow_rank()]
     hub.script.by_step[5] = [slow_rank(VerdictState.CLEARED, until=JobMoment(attempt=0, step=5, time=2.0))]
     await feed(fake_job(), range(4))

@@ -77,10 +77,10 @@ async def test_a_worker_without_an_agent_is_named_and_the_others_are_judged(
             await until(found)
             await agent.steps([PATIENCE_STEPS + 6])
 
-            async def judged_anew() -> bool:
+            async def judged_again() -> bool:
                 return len(hub.script.layouts) == 2
 
-            await until(judged_anew)
+            await until(judged_again)
     assert hub.script.layouts[-1].nodes == ("node-0", "node-0", "node-1", "node-1")
 
 

@@ -39,8 +39,8 @@ class HubProcess:
         """Flags."""
 
     def arguments(self) -> list[str]:
-        words = ["--port", str(self.port), "--job-file", str(self.folder / "job.yaml")]
-        return ["-m", "megatronapp_analyzer.hub", *words, "--state-dir", str(self.folder / "hub"), *self.more]
+        command = ["--port", str(self.port), "--job-file", str(self.folder / "job.yaml")]
+        return ["-m", "megatronapp_analyzer.hub", *command, "--state-dir", str(self.folder / "hub"), *self.more]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.subprocess.Process]:
@@ -162,7 +162,7 @@ async def test_the_pages_of_a_job_that_has_ended_open_again(
     status = {"phase": "Running", "restarts": 2, "progress": {"iteration": 7}}
     (jobs / "other" / "status.json").write_text(json.dumps(status))
     (jobs / "rubbish").mkdir()
-    kept = contents(folder / "hub")
+    stored = contents(folder / "hub")
     hub.more = ("--status-file", str(folder / "status.json"), "--jobs-dir", str(jobs))
     async with hub.running():
         view = await hub.get("/api/v1/job")
@@ -171,14 +171,14 @@ async def test_the_pages_of_a_job_that_has_ended_open_again(
         assert {path: await hub.get(path) for path in before} == before
         assert (await hub.get("/api/v1/metrics/series?name=loss"))["steps"] == list(range(20))
         assert await hub.get("/api/v1/verdicts") == [verdict]
-        own, beside = await hub.get("/api/v1/jobs")
+        own, other = await hub.get("/api/v1/jobs")
         assert (own["name"], own["phase"], own["here"]) == ("demo", "Succeeded", True)
-        shown = [beside[key] for key in ("name", "phase", "here", "iteration", "restarts")]
+        shown = [other[key] for key in ("name", "phase", "here", "iteration", "restarts")]
         assert shown == ["other", "Failed", False, 7, 2], "no backend holds its lock, as `megatronapp get` says"
         async with httpx.AsyncClient(base_url=hub.url, headers=hub.headers) as client:
             fault = {"rank": 1, "kind": "host", "factor": 2, "fromStep": 1000, "steps": 1}
             assert (await client.post("/api/v1/faults", json=fault)).status_code == 409
-    assert contents(folder / "hub") == kept
+    assert contents(folder / "hub") == stored
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -186,7 +186,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         (["--host", "0.0.0.0"], "--allow-remote"),
         (["--job-file", "/does/not/exist"], "/does/not/exist"),
@@ -195,18 +195,18 @@ def contents(folder: Path) -> dict[Path, bytes]:
     ],
     ids=["remote-bind", "no-job-file", "no-status", "state-dir-in-a-file"],
 )
-async def test_wrong_flags_are_refused(hub: HubProcess, extra: list[str], said: str) -> None:
+async def test_wrong_flags_are_refused(hub: HubProcess, extra: list[str], message: str) -> None:
     environment = os.environ | {Env.SECRET_FILE.value: str(hub.secret_file)}
     process = await asyncio.create_subprocess_exec(
         sys.executable, *hub.arguments(), *extra, stderr=asyncio.subprocess.PIPE, env=environment
     )
     _, stderr = await asyncio.wait_for(process.communicate(), DEADLINE_S)
     assert process.returncode == 64
-    assert said in stderr.decode()
+    assert message in stderr.decode()
     assert "Traceback" not in stderr.decode()
 
 
-async def test_taken_port_is_said(hub: HubProcess) -> None:
+async def test_a_port_in_use_is_reported(hub: HubProcess) -> None:
     environment = os.environ | {Env.SECRET_FILE.value: str(hub.secret_file)}
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

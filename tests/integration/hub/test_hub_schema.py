@@ -52,7 +52,7 @@ def shown(hub: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_every_answer_is_as_the_document_says(shown: Any, method: str, path: str, mode: GenerationMode) -> None:
+def test_every_answer_matches_the_openapi_document(shown: Any, method: str, path: str, mode: GenerationMode) -> None:
     if mode is GenerationMode.NEGATIVE and not takes_something(method, path):
         return
 

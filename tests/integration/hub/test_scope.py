@@ -29,8 +29,8 @@ async def test_a_page_sees_what_the_ranks_computed(hub: Any, fake_job: Any, unti
         await play(hub, workers, until=until, tp=2, pp=2)
         got = await until_done(page)
         states = [frame.header for frame in got if frame.type == FrameType.SCOPE_STATE]
-        assert [one["state"] for one in states] == ["ready", "ready"]
-        assert [len(one["layout"].get("ranks", ())) for one in states] == [0, 4], "told again once all have begun"
+        assert [state["state"] for state in states] == ["ready", "ready"]
+        assert [len(state["layout"].get("ranks", ())) for state in states] == [0, 4], "told again once all have begun"
         got = [frame for frame in got if frame.type != FrameType.SCOPE_STATE]
         seqs = [frame.header["seq"] for frame in got]
         assert seqs == sorted(set(seqs))
@@ -38,7 +38,7 @@ async def test_a_page_sees_what_the_ranks_computed(hub: Any, fake_job: Any, unti
         assert [frame.header["ids"] for frame in steps] == [
             list(ids) for ids in zip(*recording().generated, strict=True)
         ]
-        (sample, position), last = steps[-1].header["rows"][0], {one.name: one for one in unpack(steps[-1])}
+        (sample, position), last = steps[-1].header["rows"][0], {tensor.name: tensor for tensor in unpack(steps[-1])}
         expected = scope_session.tables(recording(), sample)
         scales = last["q"].scales
         assert scales is not None
@@ -71,19 +71,17 @@ async def test_after_a_reconnect_a_page_gets_what_it_missed(hub: Any, fake_job: 
             assert len(await until_done(page)) == len(everything)
 
 
-async def test_without_credit_a_page_gets_tokens_and_is_told_what_is_missing(
-    hub: Any, fake_job: Any, until: Any
-) -> None:
+async def test_without_credit_a_page_gets_tokens_and_gap_frames(hub: Any, fake_job: Any, until: Any) -> None:
     async with agents(hub, fake_job) as workers, viewer(hub) as page, viewer(hub) as other:
         await receive(page)
         await receive(other)
         viewers = hub.hub.scope.core.feed._viewers
-        for one in viewers:
-            one.outbox.credit = 0
+        for subscriber in viewers:
+            subscriber.outbox.credit = 0
         await other.send(json.dumps({"type": "credit", "bytes": 1 << 20}))
 
         async def granted() -> bool:
-            return any(one.outbox.credit for one in viewers)
+            return any(viewer.outbox.credit for viewer in viewers)
 
         await until(granted)
         await play(hub, workers, until=until)
@@ -100,7 +98,7 @@ async def test_without_credit_a_page_gets_tokens_and_is_told_what_is_missing(
         assert not any(frame.type == FrameType.SCOPE_GAP for frame in rich)
 
 
-async def test_a_page_that_does_not_read_holds_up_nobody(hub: Any, fake_job: Any, until: Any) -> None:
+async def test_a_page_that_stops_reading_delays_no_other_page(hub: Any, fake_job: Any, until: Any) -> None:
     header = dict(scope_session.run_state(recording(), "queued").header)
     header["prompts"] = [{"text": "x" * 200_000, "ids": [], "offsets": []}]
     async with agents(hub, fake_job, 1) as (worker,), viewer(hub, max_size=None) as dead, viewer(hub) as live:
@@ -131,7 +129,7 @@ NO_COMMANDS = (
 )
 
 
-async def test_what_is_no_command_is_told_and_ends_the_connection(hub: Any) -> None:
+async def test_an_invalid_command_is_refused_and_ends_the_connection(hub: Any) -> None:
     for message in NO_COMMANDS:
         async with viewer(hub) as page:
             await receive(page)
@@ -164,7 +162,7 @@ async def test_the_socket_needs_token_origin_and_subprotocol(hub: Any) -> None:
                 pass
 
 
-async def test_what_a_rank_says_wrongly_is_counted_and_harms_nobody(hub: Any, fake_job: Any, until: Any) -> None:
+async def test_invalid_frames_of_a_rank_are_counted_and_break_nothing(hub: Any, fake_job: Any, until: Any) -> None:
     wrong = [
         Frame(FrameType.SCOPE_PUBLISHER, {"rank": -1}),
         Frame(FrameType.SCOPE_RUN_STATE, {"run": RUN, "state": "dancing", "prompts": []}),
@@ -182,20 +180,20 @@ async def test_what_a_rank_says_wrongly_is_counted_and_harms_nobody(hub: Any, fa
         await until(counted)
 
 
-async def test_when_the_model_restarts_pages_are_told(hub: Any, fake_job: Any, until: Any) -> None:
+async def test_pages_are_notified_of_a_restart_of_the_model(hub: Any, fake_job: Any, until: Any) -> None:
     async with viewer(hub) as page:
         await receive(page)
         async with agents(hub, fake_job) as workers:
             await play(hub, workers, until=until)
             await until_done(page)
-        said = await receive(page)
-        assert (said.type, said.header["state"]) == (FrameType.SCOPE_STATE, "restarting")
+        state = await receive(page)
+        assert (state.type, state.header["state"]) == (FrameType.SCOPE_STATE, "restarting")
         async with agents(hub, fake_job) as workers:
             await workers[0].send(FrameType.SCOPE_PUBLISHER, scope_session.publisher(recording().shape, 0, 1, 1).header)
             assert (await receive(page)).header["state"] == "ready"
 
 
-async def test_runs_of_a_rank_zero_that_has_gone_fail(hub: Any, fake_job: Any) -> None:
+async def test_runs_of_a_disconnected_rank_zero_fail(hub: Any, fake_job: Any) -> None:
     sent = [frame for _, frame in scope_session.rank_frames(recording())]
     middle = next(place for place, frame in enumerate(sent) if frame.header.get("state") == "decoding") + 1
     left = Frame(FrameType.SCOPE_LEFT, {"rank": 0})
@@ -213,7 +211,7 @@ async def test_runs_of_a_rank_zero_that_has_gone_fail(hub: Any, fake_job: Any) -
                     newer = await stack.enter_async_context(hub.agent(fake_job(attempt=1), 0))
                     await newer.hello()
                 got = [await receive(page), await receive(page)]
-            assert [one.type for one in got] == [FrameType.SCOPE_STATE, FrameType.SCOPE_RUN]
+            assert [frame.type for frame in got] == [FrameType.SCOPE_STATE, FrameType.SCOPE_RUN]
             assert got[0].header["state"] == "restarting"
             assert (got[1].header["state"], got[1].header["error"]["code"]) == ("failed", "engine-lost")
 
@@ -221,8 +219,8 @@ async def test_runs_of_a_rank_zero_that_has_gone_fail(hub: Any, fake_job: Any) -
 async def test_no_more_pages_than_a_hub_serves(hub: Any) -> None:
     hub.hub.scope.pages = ConcurrencyLimits("the hub", 1, refuse=too_many_pages)
     async with viewer(hub) as page, viewer(hub) as other:
-        got = [await receive(one) for one in (page, other)]
-        assert [one.type for one in got] == [FrameType.SCOPE_HELLO, FrameType.ERROR]
+        got = [await receive(connection) for connection in (page, other)]
+        assert [frame.type for frame in got] == [FrameType.SCOPE_HELLO, FrameType.ERROR]
         assert got[1].header["code"] == "too-many-pages"
         with pytest.raises(ConnectionClosed):
             await receive(other)

@@ -44,17 +44,17 @@ async def seen(connection: Any, state: str) -> list[Frame]:
     return got
 
 
-async def test_what_a_rank_says_reaches_the_page_also_through_a_hub_that_came_back(
+async def test_frames_of_a_rank_reach_the_page_also_after_a_restart_of_the_hub(
     hub: Any, serve: Any, worker: Any, until: Any, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "run").mkdir()
-    one = worker(hub.url)
-    one.environment[str(Env.RUN_DIR.value)] = str(tmp_path / "run")
-    one.open_rings()
+    hub_worker = worker(hub.url)
+    hub_worker.environment[str(Env.RUN_DIR.value)] = str(tmp_path / "run")
+    hub_worker.open_rings()
     path = tmp_path / "run" / SOCKET
     sent = [frame for _, frame in scope_session.rank_frames(recording())]
     middle = next(place for place, frame in enumerate(sent) if frame.header.get("state") == "decoding") + 1
-    async with one.agent() as process:
+    async with hub_worker.agent() as process:
 
         async def listening() -> bool:
             return path.exists()
@@ -73,10 +73,10 @@ async def test_what_a_rank_says_reaches_the_page_also_through_a_hub_that_came_ba
             link.replaced.set()
             link.command({})
 
-        async def told_again() -> bool:
+        async def published_again() -> bool:
             return bool(hub.hub.scope.core.runs and hub.hub.scope.core.publishers.ranks)
 
-        await until(told_again)
+        await until(published_again)
         async with page(hub) as connection:
             await connection.send(json.dumps({"type": "resume", "run": RUN, "seq": 0}))
             for frame in sent[middle:]:
@@ -86,6 +86,6 @@ async def test_what_a_rank_says_reaches_the_page_also_through_a_hub_that_came_ba
             assert steps == list(range(1, recording().steps))
         writer.close()
         await writer.wait_closed()
-        one.close_rings(unlink=True)
+        hub_worker.close_rings(unlink=True)
         assert await asyncio.wait_for(process.wait(), 20) == 0
     assert not path.exists()

@@ -74,12 +74,12 @@ class Page:
         self._limit = asyncio.Semaphore(AT_ONCE)
         self.frames: list[Frame] = []
 
-    async def until(self, wanted: Callable[[Frame], bool]) -> Frame:
+    async def until(self, condition: Callable[[Frame], bool]) -> Frame:
         """The next frame that is it; all are kept."""
         while True:
             frame = frames.decode(await asyncio.wait_for(self._connection.recv(), DEADLINE_S))
             self.frames.append(frame)
-            if wanted(frame):
+            if condition(frame):
                 return frame
 
     async def generate(self, request: dict[str, Any]) -> str:
@@ -89,7 +89,7 @@ class Page:
                 await asyncio.sleep(0.05)
         assert answer.status_code == 201, answer.text
         run = str(answer.json()["run"])
-        end = await self.until(lambda one: one.header.get("run") == run and one.header.get("state") in ENDED)
+        end = await self.until(lambda frame: frame.header.get("run") == run and frame.header.get("state") in ENDED)
         assert end.header["state"] == "done", end.header["error"]
         return run
 
@@ -119,7 +119,7 @@ async def opened(hub: Any) -> AsyncIterator[Page]:
         yield Page(hub, client, connection)
 
 
-async def come_up(ranks: asyncio.Task[Any], condition: Callable[[], bool]) -> None:
+async def wait_until_ready(ranks: asyncio.Task[Any], condition: Callable[[], bool]) -> None:
     """Wait for something of the ranks; if they end first, that is the failure."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
@@ -139,17 +139,19 @@ async def chain(
     os.mkfifo(stop)
     address, (world, _) = run_dir / "serve.url", scope_chain.LAYOUTS[layout]
     with serve(place / "state") as hub:
-        one = worker(hub.url)
-        one.environment[str(Env.RUN_DIR.value)] = str(run_dir)
-        one.open_rings()
+        hub_worker = worker(hub.url)
+        hub_worker.environment[str(Env.RUN_DIR.value)] = str(run_dir)
+        hub_worker.open_rings()
         arguments = (world, scope_chain.serve_rank, folder, variant, layout, str(stop))
-        async with one.agent() as process:
-            ranks = asyncio.create_task(asyncio.to_thread(run_ranks, *arguments, environment=dict(one.environment)))
-            await come_up(ranks, address.exists)
+        async with hub_worker.agent() as process:
+            ranks = asyncio.create_task(
+                asyncio.to_thread(run_ranks, *arguments, environment=dict(hub_worker.environment))
+            )
+            await wait_until_ready(ranks, address.exists)
             hub.hub.scope.probe_client.client = Rank0Client(
                 address.read_text().strip(), derive_token(hub.secret, TokenRole.SERVE)
             )
-            await come_up(ranks, lambda: len(hub.hub.scope.core.publishers.ranks) == world)
+            await wait_until_ready(ranks, lambda: len(hub.hub.scope.core.publishers.ranks) == world)
             # what is late on a busy machine is tested elsewhere
             hub.hub.scope.core.ingest.assembler.wait_s = DEADLINE_S
             try:
@@ -159,11 +161,11 @@ async def chain(
                 await asyncio.to_thread(stop.write_text, "stop")
                 codes = await ranks
             assert set(codes) == {ExitCode.PREEMPTED}
-            one.close_rings(unlink=True)
+            hub_worker.close_rings(unlink=True)
             await asyncio.wait_for(process.wait(), DEADLINE_S)
 
 
-class Case:
+class ChainCase:
     """Run as plain torch computes it, and what the page received of it."""
 
     def __init__(self, page: Page, run: str, detail: dict[str, Any], sites: list[dict[str, Array]]) -> None:
@@ -171,15 +173,15 @@ class Case:
         self.run = run
         self.recording = scope_session.Recording(
             shape=TinyGptShape(layers=LAYERS),
-            prompts=[list(one["ids"]) for one in detail["prompts"]],
-            generated=[[cell["id"] for cell in one] for one in detail["generated"]],
+            prompts=[list(prompt["ids"]) for prompt in detail["prompts"]],
+            generated=[[cell["id"] for cell in sample_cells] for sample_cells in detail["generated"]],
             sites=sites,
             capture=scope_chain.CAPTURE,
         )
         self.sites = sites
 
     def frames(self, kind: FrameType) -> list[Frame]:
-        return [one for one in self.page.frames if one.type == kind and one.header.get("run") == self.run]
+        return [frame for frame in self.page.frames if frame.type == kind and frame.header.get("run") == self.run]
 
     def tables(self, rows: Iterable[tuple[int, int]]) -> dict[str, Array]:
         """Before any code; PCA apart."""
@@ -189,53 +191,53 @@ class Case:
         return {name: np.stack([found[sample][name][place] for sample, place in rows]) for name in names}
 
 
-def close(found: Array, wanted: Array, what: object) -> None:
+def close(found: Array, expected: Array, what: object) -> None:
     """Compare within some roundings of the largest number."""
-    largest = max(1.0, float(np.abs(wanted).max()))
-    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * largest, err_msg=str(what))
+    largest = max(1.0, float(np.abs(expected).max()))
+    assert found.shape == expected.shape, (what, found.shape, expected.shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * largest, err_msg=str(what))
 
 
-def close_coded(tensor: Tensor, wanted: Array, what: object) -> None:
+def close_coded(tensor: Tensor, expected: Array, what: object) -> None:
     """Compare within half a step of the code."""
     found: Array = tensor.data.astype(np.float64)
-    atol = 1e-4 * max(1.0, float(np.abs(wanted).max()))
+    atol = 1e-4 * max(1.0, float(np.abs(expected).max()))
     if tensor.code == "i8":
         assert tensor.scales is not None
         found = decode(TensorCode.I8, tensor.data, tensor.scales)
-        off = np.abs(found - wanted) - 0.51 * tensor.scales[..., None]
+        off = np.abs(found - expected) - 0.51 * tensor.scales[..., None]
         assert float(off.max()) <= atol, (what, float(off.max()))
         return
     rtol = 6e-4 if tensor.code == "f16" else 1e-4
     if tensor.code == "u8":
         found, atol = found / 255, 0.51 / 255 + 1e-5
-    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol, err_msg=str(what))
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol, err_msg=str(what))
 
 
-def check_steps(case: Case) -> None:
+def check_steps(case: ChainCase) -> None:
     """Pixels, norms, measures of heads; candidates, probabilities, entropy, partition sums."""
     steps = case.frames(FrameType.SCOPE_STEP)
-    assert [one.header["step"] for one in steps] == list(range(scope_chain.TOKENS))
+    assert [step.header["step"] for step in steps] == list(range(scope_chain.TOKENS))
     for step, frame in enumerate(steps):
         rows = [(sample, place) for sample, place in frame.header["rows"]]
         assert rows == case.recording.rows(step)
         found = {tensor.name: tensor for tensor in unpack(frame)}
-        wanted = case.tables(rows)
-        wanted |= {one.name: one.data for one in unpack(scope_session.tokens_frame(case.recording, step))}
-        assert set(found) - {"pca"} == set(wanted)
-        for name, values in wanted.items():
+        expected = case.tables(rows)
+        expected |= {tensor.name: tensor.data for tensor in unpack(scope_session.tokens_frame(case.recording, step))}
+        assert set(found) - {"pca"} == set(expected)
+        for name, values in expected.items():
             close_coded(found[name], values, (name, step))
 
 
-def check_greedy(case: Case) -> None:
+def check_greedy(case: ChainCase) -> None:
     """Check that each generated token is the most likely one of plain torch."""
-    for ids, came, sites in zip(case.recording.prompts, case.recording.generated, case.sites, strict=True):
+    for ids, generated, sites in zip(case.recording.prompts, case.recording.generated, case.sites, strict=True):
         best = sites["logits"][len(ids) - 1 :]
-        chosen = best[np.arange(len(came)), came]
+        chosen = best[np.arange(len(generated)), generated]
         assert (best.max(-1) - chosen <= 1e-4).all()
 
 
-def check_overviews(case: Case) -> None:
+def check_overviews(case: ChainCase) -> None:
     for frame in case.frames(FrameType.SCOPE_OVERVIEW):
         sample = frame.header["sample"]
         length = len(case.recording.prompts[sample])
@@ -244,9 +246,9 @@ def check_overviews(case: Case) -> None:
         near(found.pop("atlas").data, atlas)
         positions = frame.header["positions"]
         assert positions[0] == 0 and len(positions) >= length // 4
-        wanted = case.tables((sample, place) for place in positions)
-        assert set(found) - {"pca"} == set(wanted)
-        for name, values in wanted.items():
+        expected = case.tables((sample, place) for place in positions)
+        assert set(found) - {"pca"} == set(expected)
+        for name, values in expected.items():
             close_coded(found[name], values, (name, sample))
     assert len(case.frames(FrameType.SCOPE_OVERVIEW)) == len(case.recording.prompts)
 
@@ -258,20 +260,20 @@ def near(found: Array, codes: Array) -> None:
     assert off.max(initial=0) <= 1 and (off > 0).mean() < 0.02
 
 
-def check_rows(case: Case) -> None:
+def check_rows(case: ChainCase) -> None:
     """Rows of pinned heads, as they stream."""
-    told = set()
+    seen_heads = set()
     for frame in case.frames(FrameType.SCOPE_ROWS):
         (flat,) = unpack(frame)
         ends = np.cumsum([0, *frame.header["keys"]])
         for key, (first, end) in zip(frame.header["rows"], itertools.pairwise(ends), strict=True):
             sample, layer, head, place = key
-            wanted = case.sites[sample]["attention"][layer, head, place, : place + 1]
-            near(flat.data[first:end], scope_session.codes_of(wanted))
-            told.add(tuple(key))
-    pins = [(one["layer"], one["head"]) for one in scope_chain.CAPTURE["pinned"]]
+            expected = case.sites[sample]["attention"][layer, head, place, : place + 1]
+            near(flat.data[first:end], scope_session.codes_of(expected))
+            seen_heads.add(tuple(key))
+    pins = [(pin["layer"], pin["head"]) for pin in scope_chain.CAPTURE["pinned"]]
     rows = [row for step in range(1, scope_chain.TOKENS) for row in case.recording.rows(step)]
-    assert told == {(sample, *pin, place) for sample, place in rows for pin in pins}
+    assert seen_heads == {(sample, *pin, place) for sample, place in rows for pin in pins}
 
 
 def places(site: str, key_heads: int) -> list[str]:
@@ -284,41 +286,41 @@ def places(site: str, key_heads: int) -> list[str]:
     return [f"&layer={layer}&head={head}" for layer in range(LAYERS) for head in range(heads)]
 
 
-def wanted_of(sites: dict[str, Array], site: str, where: str) -> Array:
+def expected_of(sites: dict[str, Array], site: str, where: str) -> Array:
     found = sites[site] if site == "attention" else np.moveaxis(sites[site], 0, -2)
-    for word in where.split("&")[1:]:
-        found = found[int(word.partition("=")[2])]
+    for condition in where.split("&")[1:]:
+        found = found[int(condition.partition("=")[2])]
     return found
 
 
-async def check_values(case: Case) -> None:
+async def check_values(case: ChainCase) -> None:
     """Exact numbers: all sites, layers and heads of the short sample; the last ones, in all forms, of the long one."""
     key_heads = case.sites[0]["k"].shape[2]
 
-    async def one(site: str, sample: int, where: str, turn: str = "") -> None:
-        path = f"{RUNS}/{case.run}/values/{site}?sample={sample}{where}{turn and '&rotary=before'}&format="
-        wanted = wanted_of(case.sites[sample], site + turn, where)
-        close(np.load(io.BytesIO((await case.page.get(path + "npy")).content)), wanted, (site, where))
+    async def check_site(site: str, sample: int, where: str, suffix: str = "") -> None:
+        path = f"{RUNS}/{case.run}/values/{site}?sample={sample}{where}{suffix and '&rotary=before'}&format="
+        expected = expected_of(case.sites[sample], site + suffix, where)
+        close(np.load(io.BytesIO((await case.page.get(path + "npy")).content)), expected, (site, where))
         if sample == 1:
-            said = (await case.page.get(path + "json")).json()
-            close(np.array(said["values"]), wanted, (site, where, "json"))
+            answered = (await case.page.get(path + "json")).json()
+            close(np.array(answered["values"]), expected, (site, where, "json"))
             lines = (await case.page.get(path + "csv")).text.splitlines()[1:]
-            close(np.array([list(map(float, line.split(",")[1:])) for line in lines]), wanted, (site, where, "csv"))
+            close(np.array([list(map(float, line.split(",")[1:])) for line in lines]), expected, (site, where, "csv"))
 
     async with asyncio.TaskGroup() as group:
         for site in sorted(export_values.SITES):
             every = places(site, key_heads)
-            group.create_task(one(site, 1, every[-1]))
+            group.create_task(check_site(site, 1, every[-1]))
             for where in every:
-                group.create_task(one(site, 0, where))
+                group.create_task(check_site(site, 0, where))
                 if site in {"q", "k"}:
-                    group.create_task(one(site, 0, where, " before"))
+                    group.create_task(check_site(site, 0, where, " before"))
 
 
-async def check_tiles(case: Case) -> None:
+async def check_tiles(case: ChainCase) -> None:
     """All tiles of every head of the long sample, at level 0 and 1."""
 
-    async def one(layer: int, head: int, level: int, q: int, k: int) -> None:
+    async def check_tile(layer: int, head: int, level: int, q: int, k: int) -> None:
         answer = await case.page.get(f"{RUNS}/{case.run}/attention/1/{layer}/{head}/{level}/{q}/{k}")
         side, span = 1 << level, TILE << level
         codes = scope_session.codes_of(case.sites[1]["attention"][layer, head])
@@ -331,10 +333,10 @@ async def check_tiles(case: Case) -> None:
     async with asyncio.TaskGroup() as group:
         for layer, head in itertools.product(range(LAYERS), range(HEADS)):
             for place in ((0, 0, 0), (0, 1, 0), (0, 1, 1), (1, 0, 0)):
-                group.create_task(one(layer, head, *place))
+                group.create_task(check_tile(layer, head, *place))
 
 
-def projected(case: Case, rows: Iterable[Iterable[int]]) -> Array:
+def projected(case: ChainCase, rows: Iterable[Iterable[int]]) -> Array:
     """Coordinates in the hub's basis, [rows, layers, 8]."""
     bases = case.page.hub.hub.scope.pca.bases
     residual = np.stack([case.sites[sample]["residual"][place] for sample, place in rows]).astype(np.float64)
@@ -342,7 +344,7 @@ def projected(case: Case, rows: Iterable[Iterable[int]]) -> Array:
     return np.stack(every, axis=1)
 
 
-def check_basis(case: Case) -> None:
+def check_basis(case: ChainCase) -> None:
     """Axes at right angles, and the shares of the variance that plain torch's states of the first prompt have."""
     for layer, basis in case.page.hub.hub.scope.pca.bases.items():
         rows = case.sites[0]["residual"][: len(case.recording.prompts[0]), layer].astype(np.float64)
@@ -354,27 +356,27 @@ def check_basis(case: Case) -> None:
         close(spread / variance.sum(), basis.explained, ("along the axes", layer))
 
 
-def check_pca(case: Case) -> None:
+def check_pca(case: ChainCase) -> None:
     """Coordinates that stream with the steps, and those of the prompt."""
     check_basis(case)
-    told = 0
+    checked = 0
     for frame in case.frames(FrameType.SCOPE_STEP):
         for tensor in unpack(frame):
             if tensor.name == "pca":
                 close_coded(tensor, projected(case, frame.header["rows"]), ("pca", frame.header["step"]))
-                told += 1
-    assert told == scope_chain.TOKENS
+                checked += 1
+    assert checked == scope_chain.TOKENS
     for frame in case.frames(FrameType.SCOPE_OVERVIEW):
         (tensor,) = [tensor for tensor in unpack(frame) if tensor.name == "pca"]
         rows = [(frame.header["sample"], place) for place in frame.header["positions"]]
         close_coded(tensor, projected(case, rows), "pca of a prompt")
 
 
-async def check_refit(case: Case) -> None:
+async def check_refit(case: ChainCase) -> None:
     """New axes, and where rows lie on them."""
     answer = await case.page.post(f"{RUNS}/{case.run}/pca", {"layers": list(range(LAYERS)), "refit": True})
     assert answer.status_code in {200, 202}, answer.text
-    frame = await case.page.until(lambda one: one.header.get("fitted") == "refit")
+    frame = await case.page.until(lambda frame: frame.header.get("fitted") == "refit")
     assert (frame.type, frame.header["run"]) == (FrameType.SCOPE_PCA, case.run)
     (points,) = unpack(frame)
     close(points.data.astype(np.float64), projected(case, frame.header["rows"]), "refit")
@@ -383,28 +385,32 @@ async def check_refit(case: Case) -> None:
 WHOLE: dict[str, Callable[..., Array]] = {"mean": np.mean, "data.max(dim=-1)": np.max, "std": np.std}
 
 
-async def check_whole_axes(case: Case) -> None:
+async def check_whole_axes(case: ChainCase) -> None:
     """One number for all heads and for all of an MLP's width, however many ranks have parts of it; of a gated one two.
 
     What cannot be computed so is refused, and nothing happens.
     """
     for reducer, plain in WHOLE.items():
-        words = {"qkv": reducer, "mlp": reducer}
-        capture = {"pixels": {"qkv": 3, "mlp": 1}, "expression": words, "states": {"pca": False, "attention": False}}
+        expressions = {"qkv": reducer, "mlp": reducer}
+        capture = {
+            "pixels": {"qkv": 3, "mlp": 1},
+            "expression": expressions,
+            "states": {"pca": False, "attention": False},
+        }
         run = await case.page.generate(scope_chain.request_of(2) | {"capture": capture})
-        shown = [one for one in case.page.frames if one.header.get("run") == run]
-        assert not [one for one in shown if one.type == FrameType.SCOPE_GAP]
-        told = 0
+        shown = [frame for frame in case.page.frames if frame.header.get("run") == run]
+        assert not [frame for frame in shown if frame.type == FrameType.SCOPE_GAP]
+        checked = 0
         for frame in shown:
             if frame.type not in {FrameType.SCOPE_STEP, FrameType.SCOPE_OVERVIEW}:
                 continue
-            said = frame.header
-            rows = said["rows"] if "rows" in said else [(said["sample"], place) for place in said["positions"]]
+            header = frame.header
+            rows = header["rows"] if "rows" in header else [(header["sample"], place) for place in header["positions"]]
             for tensor in unpack(frame):
                 if tensor.name in {"q", "k", "v", "mlp1", "mlp2"}:
                     check_whole(tensor, np.stack([case.sites[s][tensor.name][place] for s, place in rows]), plain)
-                    told += 1
-        assert told == 5 * (2 + len(case.sites)), reducer
+                    checked += 1
+        assert checked == 5 * (2 + len(case.sites)), reducer
     answer = await case.page.post(RUNS, scope_chain.request_of(2) | {"capture": capture | {"expression": NO_WHOLE}})
     assert answer.status_code == 422 and "ask for 2 pixels" in answer.text, answer.text
 
@@ -417,10 +423,10 @@ def check_whole(tensor: Tensor, vectors: Array, plain: Callable[..., Array]) -> 
     assert tensor.scales is not None
     flat = vectors.reshape(*vectors.shape[:2], tensor.data.shape[-1], -1).astype(np.float64)
     assert tensor.data.shape == flat.shape[:3] and tensor.data.shape[-1] <= 1 + (tensor.name == "mlp1")
-    wanted, found = plain(flat, axis=-1), decode(TensorCode.I8, tensor.data, tensor.scales)
+    expected, found = plain(flat, axis=-1), decode(TensorCode.I8, tensor.data, tensor.scales)
     step = tensor.scales[..., None] * (0.51 if tensor.data.shape[-1] > 1 else 0)
     atol = 1e-5 * max(1.0, float(np.abs(flat).max()))
-    assert (np.abs(found - wanted) <= step + atol + 1e-4 * np.abs(wanted)).all(), tensor.name
+    assert (np.abs(found - expected) <= step + atol + 1e-4 * np.abs(expected)).all(), tensor.name
 
 
 @pytest.mark.full("half of them have each layout and each model", but=CORNERS)
@@ -430,15 +436,15 @@ async def test_every_number(
 ) -> None:
     async with chain(case, serve=serve, worker=worker, run_ranks=run_ranks, folder=folder, place=tmp_path) as page:
         await page.generate(scope_chain.request_of(1))
-        await page.until(lambda one: one.type == FrameType.SCOPE_PCA)
+        await page.until(lambda frame: frame.type == FrameType.SCOPE_PCA)
         run = await page.generate(scope_chain.request_of())
         detail = (await page.get(f"{RUNS}/{run}")).json()
         texts = tuple(
-            (*prompt["ids"], *(cell["id"] for cell in came[:-1]))
-            for prompt, came in zip(detail["prompts"], detail["generated"], strict=True)
+            (*prompt["ids"], *(cell["id"] for cell in generated[:-1]))
+            for prompt, generated in zip(detail["prompts"], detail["generated"], strict=True)
         )
         sites = await asyncio.to_thread(truth, run_ranks, folder, case[1], texts)
-        found = Case(page, run, detail, sites)
+        found = ChainCase(page, run, detail, sites)
         assert not found.frames(FrameType.SCOPE_GAP)
         check_greedy(found)
         check_steps(found)

@@ -41,24 +41,33 @@ pytestmark = pytest.mark.asyncio
 CONTROL = ("POST", RUNS), ("PATCH", f"{RUNS}/{RUN}"), ("DELETE", f"{RUNS}/{RUN}"), ("POST", f"{RUNS}/{RUN}/pca")
 
 
-async def test_runs_are_told(hub: Any, fake_job: Any, until: Any) -> None:
+async def test_runs_are_listed_with_their_details(hub: Any, fake_job: Any, until: Any) -> None:
     async with shown(hub, fake_job, until) as client:
         hello = (await client.get("/api/v1/scope")).json()
         assert (hello["role"], hello["limits"]["prompts"], hello["limits"]["tokens"]) == ("controller", 4, 512)
-        looks = {name: [key for key, on in one["states"].items() if on] for name, one in hello["presets"].items()}
-        assert (len(looks["default"]), "mlp1" in looks["lite"], looks["off"]) == (6, False, ["probabilities"])
+        capture_states = {
+            name: [key for key, on in preset["states"].items() if on] for name, preset in hello["presets"].items()
+        }
+        assert (len(capture_states["default"]), "mlp1" in capture_states["lite"], capture_states["off"]) == (
+            6,
+            False,
+            ["probabilities"],
+        )
         (summary,) = (await client.get(RUNS)).json()
         assert (summary["run"], summary["state"]) == (RUN, "done")
         detail = (await client.get(f"{RUNS}/{RUN}")).json()
-        came = [[token["id"] for token in sample] for sample in detail["generated"]]
-        assert came == recording().generated
+        generated = [[token["id"] for token in sample] for sample in detail["generated"]]
+        assert generated == recording().generated
         assert detail["generated"][0][0]["position"] == len(recording().prompts[0])
         assert detail["prompts"][0]["offsets"][8:10] == [None, [8, 9]]
         more = (await client.get(f"{RUNS}/{RUN}?candidates=true")).json()["generated"][0][0]
         assert detail["generated"][0][0]["candidates"] is None
         assert len(more["candidates"]) == 10
-        assert all(one["text"] == (scope_session.text_of(one["id"]) or "\ufffd") for one in more["candidates"])
-        chances = [one["probability"] for one in more["candidates"]]
+        assert all(
+            candidate["text"] == (scope_session.text_of(candidate["id"]) or "\ufffd")
+            for candidate in more["candidates"]
+        )
+        chances = [candidate["probability"] for candidate in more["candidates"]]
         assert chances == sorted(chances, reverse=True) and 0 < sum(chances) <= 1.01
         answer = await client.get(f"{RUNS}/nothing")
         assert (answer.status_code, answer.json()["code"]) == (404, "no-such-run")
@@ -93,7 +102,7 @@ async def test_tiles_are_the_models_attention(
             assert (await client.get(f"{RUNS}/{RUN}/attention/{outside}")).json()["code"] == "outside"
 
 
-async def test_tiles_of_one_answer_are_those_of_many(
+async def test_tiles_of_a_batch_are_equal_to_single_tiles(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
 ) -> None:
     async with shown(hub, fake_job, until, rank_zero) as client:
@@ -122,7 +131,7 @@ async def test_tiles_of_one_answer_are_those_of_many(
 
 
 @pytest.mark.parametrize(("level", "names"), [(0, ["3,2", "0,0", "1,0", "3,3"]), (1, ["0,0", "1,1", "1,0"])])
-async def test_tiles_of_a_long_text_come_in_the_order_that_they_were_asked_in(
+async def test_tiles_of_a_long_text_are_returned_in_the_requested_order(
     hub: Any, fake_job: Any, until: Any, level: int, names: list[str]
 ) -> None:
     async with shown(hub, fake_job, until) as client:
@@ -135,16 +144,16 @@ async def test_tiles_of_a_long_text_come_in_the_order_that_they_were_asked_in(
         base = f"{RUNS}/{RUN}/attention/0/0/0/{level}"
         answer = await client.get(base, params={"tile": names})
         found = unpack(frames.decode(answer.content))
-        assert [one.name for one in found] == names
-        for one in found:
-            single = await client.get(f"{base}/{one.name.replace(',', '/')}")
-            assert one.data.tobytes() == single.content
+        assert [tensor.name for tensor in found] == names
+        for tensor in found:
+            single = await client.get(f"{base}/{tensor.name.replace(',', '/')}")
+            assert tensor.data.tobytes() == single.content
         del known.attention.get((0, 0, 0))[899]
         refused = await client.get(base, params={"tile": names})
         assert (refused.status_code, refused.json()["code"]) == (404, "not-recorded")
 
 
-async def test_tiles_are_refused_as_one_tile_is_and_cost_as_much_as_each(
+async def test_batches_of_tiles_are_refused_and_charged_like_single_tiles(
     hub: Any, fake_job: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with shown(hub, fake_job, until) as client:
@@ -169,14 +178,17 @@ async def test_variance_of_a_layer_is_that_of_all_its_hidden_states(
     async with shown(hub, fake_job, until, rank_zero) as client:
         states = [sites["residual"] for sites in recording().sites]
         for layer in (0, 3):
-            rows = np.concatenate([one[:, layer] for one in states]).astype(np.float64)
-            said = (await fetched(client, f"{RUNS}/{RUN}/pca/variance?layer={layer}")).json()
-            assert (said["layer"], said["rows"]) == (layer, len(rows))
-            assert said["variance"] == pytest.approx(rows.var(axis=0).sum(), rel=1e-6)
+            rows = np.concatenate([state[:, layer] for state in states]).astype(np.float64)
+            variances = (await fetched(client, f"{RUNS}/{RUN}/pca/variance?layer={layer}")).json()
+            assert (variances["layer"], variances["rows"]) == (layer, len(rows))
+            assert variances["variance"] == pytest.approx(rows.var(axis=0).sum(), rel=1e-6)
         monkeypatch.setattr(variance, "MAX_BYTES", 4 * recording().shape.hidden * len(rows) // 3)
-        rows = np.concatenate([one[::3, 1] for one in states]).astype(np.float64)
-        said = (await fetched(client, f"{RUNS}/{RUN}/pca/variance?layer=1")).json()
-        assert (said["rows"], said["variance"]) == (len(rows), pytest.approx(rows.var(axis=0).sum(), rel=1e-6))
+        rows = np.concatenate([state[::3, 1] for state in states]).astype(np.float64)
+        variances = (await fetched(client, f"{RUNS}/{RUN}/pca/variance?layer=1")).json()
+        assert (variances["rows"], variances["variance"]) == (
+            len(rows),
+            pytest.approx(rows.var(axis=0).sum(), rel=1e-6),
+        )
         assert (await client.get(f"{RUNS}/{RUN}/pca/variance?layer=4")).json()["code"] == "outside"
 
 
@@ -188,18 +200,18 @@ async def test_exact_numbers_in_three_forms(
         expected = recording().sites[0]["residual"][:, 2]
         answer = await fetched(client, f"{path}/residual?layer=2&format=npy")
         np.testing.assert_array_equal(np.load(io.BytesIO(answer.content)), expected)
-        said = (await client.get(f"{path}/residual?layer=2&position=3")).json()
-        assert (said["positions"], np.float32(said["values"][0]).tolist()) == ([3], expected[3].tolist())
+        values = (await client.get(f"{path}/residual?layer=2&position=3")).json()
+        assert (values["positions"], np.float32(values["values"][0]).tolist()) == ([3], expected[3].tolist())
         lines = (await client.get(f"{path}/residual?layer=2&format=csv")).text.splitlines()
-        assert [np.float32(one) for one in lines[1].split(",")[1:]] == list(expected[0])
-        asked = len(rank_zero.requests)
+        assert [np.float32(field) for field in lines[1].split(",")[1:]] == list(expected[0])
+        requests_before = len(rank_zero.requests)
         exact = np.load(io.BytesIO((await fetched(client, f"{path}/attention?layer=0&head=1&format=npy")).content))
         np.testing.assert_array_equal(exact, recording().sites[0]["attention"][0, 1])
         logits = np.load(io.BytesIO((await fetched(client, f"{path}/logits?format=npy&sample=1")).content))
         np.testing.assert_array_equal(logits, recording().sites[1]["logits"])
         keys = np.load(io.BytesIO((await fetched(client, f"{path}/k?layer=3&head=1&format=npy")).content))
         np.testing.assert_array_equal(keys, recording().sites[0]["k"][:, 3, 1])
-        assert len(rank_zero.requests) == asked + 3
+        assert len(rank_zero.requests) == requests_before + 3
         for wrong, code in (
             ("residual", 422),
             ("residual?layer=9", 404),
@@ -211,21 +223,21 @@ async def test_exact_numbers_in_three_forms(
             assert (await client.get(f"{path}/{wrong}")).status_code == code
 
 
-async def test_q_and_k_before_the_turn(
+async def test_q_and_k_are_served_before_and_after_rotation(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
 ) -> None:
     async with shown(hub, fake_job, until, rank_zero) as client:
-        for turn, sign in (("before", -1), ("after", 1)):
-            path = f"{RUNS}/{RUN}/values/q?layer=1&head=3&rotary={turn}&format=npy"
+        for rotary, sign in (("before", -1), ("after", 1)):
+            path = f"{RUNS}/{RUN}/values/q?layer=1&head=3&rotary={rotary}&format=npy"
             found = np.load(io.BytesIO((await fetched(client, path)).content))
             np.testing.assert_array_equal(found, sign * recording().sites[0]["q"][:, 1, 3])
         assert (await client.get(f"{RUNS}/{RUN}/values/v?layer=1&head=1&rotary=before")).status_code == 422
         again = session_file.parse((await client.get(f"{RUNS}/{RUN}/session")).content)
-        turns = {one.header.get("rotary") for one in again.frames if one.header.get("site") == "q"}
-        assert turns == {None, "before"}
+        rotations = {frame.header.get("rotary") for frame in again.frames if frame.header.get("site") == "q"}
+        assert rotations == {None, "before"}
 
 
-async def test_what_is_not_whole_is_refused_and_asked_again(
+async def test_an_incomplete_answer_is_refused_and_requested_again(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
 ) -> None:
     path = f"{RUNS}/{RUN}/values/mlp2?layer=1&format=npy"
@@ -233,8 +245,8 @@ async def test_what_is_not_whole_is_refused_and_asked_again(
         publish = rank_zero.publish
         for spoil in ({"dropped": True}, {}):
 
-            def spoiled(one: Frame, spoil: dict[str, Any] = spoil) -> None:
-                publish(Frame(one.type, {**one.header, "tensors": []} | spoil))
+            def spoiled(frame: Frame, spoil: dict[str, Any] = spoil) -> None:
+                publish(Frame(frame.type, {**frame.header, "tensors": []} | spoil))
 
             rank_zero.publish = spoiled
             refused = await fetched(client, path)
@@ -245,19 +257,21 @@ async def test_what_is_not_whole_is_refused_and_asked_again(
         np.testing.assert_array_equal(found, recording().sites[0]["mlp2"][:, 1])
 
 
-async def test_the_same_is_asked_once_and_no_caller_asks_without_end(
+async def test_equal_requests_are_merged_and_a_caller_is_limited(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
 ) -> None:
     async with shown(hub, fake_job, until) as client:
         await wait_for_pca_probes(hub, rank_zero, until)
         before = len(rank_zero.requests)
         places = [f"{RUNS}/{RUN}/values/q?layer={layer}&head={head}" for layer in range(4) for head in range(4)]
-        places = [*places, *(f"{one}&sample=1" for one in places)][: MAX_OF_CALLER + 1]
+        places = [*places, *(f"{place}&sample=1" for place in places)][: MAX_OF_CALLER + 1]
         twice = await asyncio.gather(*(client.get(places[0]) for _ in range(6)))
-        assert {one.status_code for one in twice} == {202} and len({one.json()["probe"] for one in twice}) == 1
+        assert {answer.status_code for answer in twice} == {202} and len(
+            {answer.json()["probe"] for answer in twice}
+        ) == 1
         assert len(rank_zero.requests) == before + 1
         answers = [await client.get(place) for place in places]
-        assert [one.status_code for one in answers] == [202] * MAX_OF_CALLER + [429]
+        assert [answer.status_code for answer in answers] == [202] * MAX_OF_CALLER + [429]
         assert (answers[-1].json()["code"], answers[-1].headers["retry-after"]) == ("too-many-probes", "1")
         other = await client.get(places[-1], headers={"X-Megatronapp-Caller": "jane"})
         assert other.status_code == 202, "another caller's share is another"
@@ -293,7 +307,7 @@ async def test_a_text_with_holes_is_not_probed_until_rank_zero_has_filled_it(
             detail = (await client.get(f"{RUNS}/{RUN}")).json()
         assert [[token["id"] for token in sample] for sample in detail["generated"]] == recording().generated
         told = [await receive(page), await receive(page)]
-        assert [(one.type, one.header["step"], one.header["tensors"]) for one in told] == [
+        assert [(frame.type, frame.header["step"], frame.header["tensors"]) for frame in told] == [
             (FrameType.SCOPE_STEP, step, []) for step in range(2)
         ]
 
@@ -306,7 +320,7 @@ async def test_without_a_model_a_text_with_holes_stays_refused(hub: Any, fake_jo
             assert (refused.status_code, refused.json()["code"]) == (409, "run-incomplete")
 
 
-async def test_long_bodies_are_refused_before_anybody_reads_them(
+async def test_long_bodies_are_refused_before_they_are_read(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
 ) -> None:
     async with shown(hub, fake_job, until, rank_zero) as client:
@@ -319,11 +333,11 @@ async def test_long_bodies_are_refused_before_anybody_reads_them(
         assert (await client.patch(f"{RUNS}/{RUN}", json=long)).status_code == 413
 
 
-async def test_who_asks_too_fast_is_told_when_to_come_back(hub: Any) -> None:
+async def test_a_fast_caller_is_refused_with_a_retry_delay(hub: Any) -> None:
     hub.hub.scope.requests = BucketSize(burst=2, per_s=0.5)
     async with hub.client() as client:
         answers = [await client.get(RUNS) for _ in range(3)]
-        assert [one.status_code for one in answers] == [200, 200, 429]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
         assert (answers[2].json()["code"], answers[2].headers["retry-after"]) == ("too-many-requests", "2")
 
 
@@ -344,7 +358,7 @@ async def test_controlling_needs_the_role_and_a_model(hub: Any, fake_job: Any, u
                 assert (answer.status_code, answer.json()["code"]) == (501, "not-yet")
 
 
-async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
+async def test_runs_are_forwarded_to_the_model_with_its_refusals(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
 ) -> None:
     async with shown(hub, fake_job, until, rank_zero) as client:
@@ -358,14 +372,14 @@ async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
         gateway = {"X-Megatronapp-Caller": "jane@example.org"}
         assert (await client.delete(f"{RUNS}/{RUN}", headers=gateway)).status_code == 204
         actions = (await hub.get("/api/v1/summary"))["actions"]
-        assert [(one["who"], one["what"]) for one in actions] == [
+        assert [(action["who"], action["what"]) for action in actions] == [
             ("controller token", f"started run {RUN} of 1 prompt"),
             ("controller token", f"changed what is captured of run {RUN}"),
             ("controller token", f"cancelled run {RUN}"),
             ("jane@example.org", f"cancelled run {RUN}"),
         ]
         assert actions[0]["at"].endswith("Z")
-        ids = [one["id"] for one in actions]
+        ids = [action["id"] for action in actions]
         assert ids == sorted(set(ids))
         filters = {"expression": {"qkv": "__import__('os')"}}
         refused: list[dict[str, Any]] = [{"prompts": []}, request | {"capture": filters}]
@@ -381,13 +395,13 @@ async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
         assert (await client.post(RUNS, json=request)).json()["code"] == "model-failed"
 
 
-async def test_a_run_is_known_once_it_was_asked_for(
+async def test_a_run_is_listed_as_soon_as_it_is_requested(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = {"prompts": ["The sea "], "tokens": 4}
     async with agents(hub, fake_job) as workers, hub.client() as client:
         client.headers.update(bearer(hub, TokenRole.CONTROLLER))
-        asked = asyncio.ensure_future(client.post(RUNS, json=request))
+        started = asyncio.ensure_future(client.post(RUNS, json=request))
 
         async def waits() -> bool:
             return RUN in hub.hub.scope.core.runs._waiters
@@ -395,14 +409,14 @@ async def test_a_run_is_known_once_it_was_asked_for(
         await until(waits)
         for _, frame in itertools.islice(scope_session.rank_frames(recording()), 3):
             await workers[0].connection.send(frames.encode(frame))
-        assert (await asked).json() == {"run": RUN, "position": 0}
+        assert (await started).json() == {"run": RUN, "position": 0}
         assert (await client.get(f"{RUNS}/{RUN}")).status_code == 200
         hub.hub.scope.core.runs._runs.clear()
         monkeypatch.setattr(probe_client, "KNOWN_S", 0.01)
         assert (await client.post(RUNS, json=request)).status_code == 201, "its agent may be away"
 
 
-async def test_a_model_that_is_away_is_told(hub: Any) -> None:
+async def test_an_unreachable_model_is_reported(hub: Any) -> None:
     hub.hub.scope.probe_client.client = Rank0Client("http://127.0.0.1:9", "token")
     async with hub.client() as client:
         answer = await client.post(RUNS, json={"prompts": ["a"]}, headers=bearer(hub, TokenRole.CONTROLLER))
@@ -415,8 +429,8 @@ async def test_a_session_is_what_the_reference_writes(hub: Any, fake_job: Any, u
         got = list(frames.split(answer.content))
         assert got[0].type == FrameType.SCOPE_HELLO
         prompts = [frame for frame in got if frame.type == FrameType.SCOPE_VALUES]
-        assert [(one.header["layer"], one.header["head"]) for one in prompts] == [(1, 2), (3, 0)] * 2
-        assert {one.header["tensors"][0]["c"] for one in prompts} == {"u8s"}
+        assert [(prompt.header["layer"], prompt.header["head"]) for prompt in prompts] == [(1, 2), (3, 0)] * 2
+        assert {prompt.header["tensors"][0]["c"] for prompt in prompts} == {"u8s"}
         assert [frame.type for frame in got[1 : -len(prompts)]] == [
             frame.type
             for frame in frames.split(scope_session.session(recording()))
@@ -449,7 +463,7 @@ async def test_who_reads_no_session_holds_no_place_for_long(
     async with shown(hub, fake_job, until) as client:
         numbers = np.zeros((24, 1 << 18), "<f4")
         hub.hub.scope.core.runs[RUN].values.put(("mlp2", 0, 0, None), range(24), numbers)
-        held = [await unread(hub, "jane") for _ in range(session_download.MAX_OF_CALLER)]
+        downloads = [await unread(hub, "jane") for _ in range(session_download.MAX_OF_CALLER)]
         path, jane = f"{RUNS}/{RUN}/session", {CALLER_HEADER: "jane", **bearer(hub, TokenRole.VIEWER)}
         refused = await client.get(path, headers=jane)
         assert (refused.status_code, refused.json()["code"]) == (429, "too-many-sessions")
@@ -460,7 +474,7 @@ async def test_who_reads_no_session_holds_no_place_for_long(
         assert hub.hub.scope.sessions.in_use("viewer jane") == 2, "these began with more patience"
         got = await asyncio.wait_for(late[0].read(), 20)
         assert len(got) < numbers.nbytes, "the reader sees that it broke off"
-        for _, writer in [*held, late]:
+        for _, writer in [*downloads, late]:
             writer.transport.abort()
             await writer.wait_closed()
         await until(functools.partial(has_none, hub, "jane"))

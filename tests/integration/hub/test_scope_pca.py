@@ -36,7 +36,7 @@ async def shown(hub: Any, fake_job: Any, until: Any) -> AsyncIterator[tuple[scop
     """Rank 0, and the agent of a hub that has seen the run; ranks do not project yet."""
     token = derive_token(hub.secret, TokenRole.SERVE)
 
-    async def asked() -> bool:
+    async def probe_requested() -> bool:
         return any(path == "probes" for _, path, _ in rank.requests)
 
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
@@ -47,7 +47,7 @@ async def shown(hub: Any, fake_job: Any, until: Any) -> AsyncIterator[tuple[scop
             for _, frame in scope_session.rank_frames(recording(), with_pca=False):
                 await agent.connection.send(frames.encode(frame))
                 if frame.header.get("state") == "decoding":
-                    await until(asked)  # so that the first fit finds no more than the prompt
+                    await until(probe_requested)  # so that the first fit finds no more than the prompt
             yield rank, agent
 
 
@@ -63,15 +63,15 @@ async def page(hub: Any) -> AsyncIterator[Any]:
 def bases(rank: scope_rank_zero.RankZero) -> list[tuple[int, dict[str, Any]]]:
     """Version and tensors of every basis that rank 0 got."""
     found = [body for _, path, body in rank.requests if path == "basis"]
-    return [(body.header["version"], {one.name: one.data for one in unpack(body)}) for body in found]
+    return [(body.header["version"], {tensor.name: tensor.data for tensor in unpack(body)}) for body in found]
 
 
-def told(hub: Any, run: str = RUN) -> list[Frame]:
-    return [frames.decode(one.whole) for one in hub.hub.scope.core.runs[run].journal.after(0) if one.whole]
+def journal_frames(hub: Any, run: str = RUN) -> list[Frame]:
+    return [frames.decode(entry.whole) for entry in hub.hub.scope.core.runs[run].journal.after(0) if entry.whole]
 
 
 def newest(hub: Any, run: str = RUN) -> Frame:
-    return [frame for frame in told(hub, run) if frame.type == FrameType.SCOPE_PCA][-1]
+    return [frame for frame in journal_frames(hub, run) if frame.type == FrameType.SCOPE_PCA][-1]
 
 
 def states(rows: list[list[int]]) -> Any:
@@ -81,12 +81,12 @@ def states(rows: list[list[int]]) -> Any:
 async def given(hub: Any, rank: scope_rank_zero.RankZero, until: Any, count: int, rows: int) -> None:
     """Wait until rank 0 has received this number of bases, and the newest picture has this number of rows."""
 
-    async def come() -> bool:
-        if len(bases(rank)) < count or not any(frame.type == FrameType.SCOPE_PCA for frame in told(hub)):
+    async def basis_received() -> bool:
+        if len(bases(rank)) < count or not any(frame.type == FrameType.SCOPE_PCA for frame in journal_frames(hub)):
             return False
         return len(newest(hub).header["rows"]) == rows
 
-    await until(come)
+    await until(basis_received)
 
 
 def every() -> list[list[int]]:
@@ -122,7 +122,9 @@ async def test_a_refit_reads_the_whole_text_and_moves_all_points(hub: Any, fake_
             old = pca.fit(fitted[:, layer])
             turned = pca.fit(whole[:, layer], onto=old).axes
             np.testing.assert_allclose(second["basis"][layer], turned, atol=1e-4)
-        assert sum(frame.type == FrameType.SCOPE_PCA for frame in told(hub)) == 1, "older pictures take no room"
+        assert sum(frame.type == FrameType.SCOPE_PCA for frame in journal_frames(hub)) == 1, (
+            "older pictures take no room"
+        )
 
 
 async def test_new_ranks_get_the_basis_again_and_later_runs_are_shown_in_it(
@@ -145,7 +147,7 @@ async def test_new_ranks_get_the_basis_again_and_later_runs_are_shown_in_it(
             await until(ended)
             assert [version for version, _ in bases(rank)] == [1, 1]
             np.testing.assert_array_equal(bases(rank)[0][1]["basis"], bases(rank)[1][1]["basis"])
-            steps = [frame for frame in told(hub, LATER) if frame.type == FrameType.SCOPE_STEP]
+            steps = [frame for frame in journal_frames(hub, LATER) if frame.type == FrameType.SCOPE_STEP]
             assert [frame.header.get("pcaVersion") for frame in steps] == [None] + [1] * (recording().steps - 1)
             fits = [body for _, path, body in rank.requests if path == "probes" and body["queries"] is None]
             assert len(fits) == 1, "later runs need no fit of their own"
@@ -153,4 +155,4 @@ async def test_new_ranks_get_the_basis_again_and_later_runs_are_shown_in_it(
             while not (got and got[-1].header.get("pcaVersion")):
                 got.append(frames.decode(await asyncio.wait_for(seen.recv(), 20)))
             assert got[-1].header["run"] == LATER
-            assert any(one.type == FrameType.SCOPE_PCA and one.header["run"] == LATER for one in got[:-1])
+            assert any(frame.type == FrameType.SCOPE_PCA and frame.header["run"] == LATER for frame in got[:-1])

@@ -40,10 +40,10 @@ def recorded() -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def replayed(file: pathlib.Path, *words: str) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+async def replayed(file: pathlib.Path, *arguments: str) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        PROGRAM, "scope", "replay", file, *words, stdin=pipe, stdout=pipe, stderr=pipe
+        PROGRAM, "scope", "replay", file, *arguments, stdin=pipe, stdout=pipe, stderr=pipe
     )
     assert process.stdout is not None
     try:
@@ -112,7 +112,7 @@ async def test_a_session_is_served_by_the_same_routes(tmp_path: pathlib.Path) ->
         assert len(session_file.parse(again.content).frames) >= len(expected)
 
 
-async def test_steps_come_one_for_each_line(tmp_path: pathlib.Path) -> None:
+async def test_each_line_of_input_advances_a_single_step(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "one.scope"
     file.write_bytes(recorded())
     async with replayed(file, "--speed", "step") as (client, process), page(client) as connection:
@@ -125,20 +125,20 @@ async def test_steps_come_one_for_each_line(tmp_path: pathlib.Path) -> None:
             assert frame.header["step"] == step
 
 
-async def test_of_a_broken_file_what_stands_before_is_shown(tmp_path: pathlib.Path) -> None:
+async def test_the_intact_beginning_of_a_broken_file_is_shown(tmp_path: pathlib.Path) -> None:
     whole = session_file.parse(recorded())
     bare = [frame for frame in whole.frames if frame.type != FrameType.SCOPE_VALUES]
     data = b"".join(frames.encode(frame) for frame in bare)
-    cut = len(data) - 100
+    length = len(data) - 100
     file = tmp_path / "cut.scope"
-    file.write_bytes(data[:cut])
+    file.write_bytes(data[:length])
     async with replayed(file, "--speed", "all") as (client, process):
         detail = (await client.get(f"{RUNS}/{RUN}")).json()
         assert [len(sample) for sample in detail["generated"]] == [recording().steps] * 2
         answer = await client.get(f"{RUNS}/{RUN}/values/mlp1?layer=2")
         assert (answer.status_code, answer.json()["code"]) == (404, "not-recorded")
-        said = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
-        assert f"of {cut}: frame" in said and f"{len(bare) - 1} frames before it were read" in said
+        message = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
+        assert f"of {length}: frame" in message and f"{len(bare) - 1} frames before it were read" in message
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,6 @@ async def test_what_is_no_session_is_refused(tmp_path: pathlib.Path, data: bytes
     process = await asyncio.create_subprocess_exec(
         PROGRAM, "scope", "replay", file, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(process.communicate(), 60)
+    _, message = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
-    assert said.decode().startswith("error: ") and "not a recorded session" in said.decode()
+    assert message.decode().startswith("error: ") and "not a recorded session" in message.decode()

@@ -22,19 +22,19 @@ async def test_tokens_of_a_prompt_are_scored_once_and_shown_to_all_pages(
     async with shown(hub, fake_job, until, rank_zero) as client, viewer(hub) as page:
         await receive(page)
         prompt = recording().prompts[1]
-        said = (await fetched(client, f"{RUNS}/{RUN}/scores?sample=1")).json()
+        scored = (await fetched(client, f"{RUNS}/{RUN}/scores?sample=1")).json()
         logits = recording().sites[1]["logits"][: len(prompt) - 1].astype(np.float64)
         logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         surprise = -logs[np.arange(len(prompt) - 1), prompt[1:]]
-        assert said["positions"] == list(range(1, len(prompt)))
-        assert said["surprise"] == pytest.approx(surprise, abs=1e-5)
-        assert said["entropy"] == pytest.approx(-(np.exp(logs) * logs).sum(-1), abs=1e-5)
-        assert (await client.get(f"{RUNS}/{RUN}/scores?sample=1")).json() == said
+        assert scored["positions"] == list(range(1, len(prompt)))
+        assert scored["surprise"] == pytest.approx(surprise, abs=1e-5)
+        assert scored["entropy"] == pytest.approx(-(np.exp(logs) * logs).sum(-1), abs=1e-5)
+        assert (await client.get(f"{RUNS}/{RUN}/scores?sample=1")).json() == scored
         assert [path for _, path, _ in rank_zero.requests].count("scores") == 1
         await check_overviews(page, surprise)
         session = (await client.get(f"{RUNS}/{RUN}/session")).raise_for_status().content
-        kept = [frame for frame in frames.split(session) if "topTexts" in frame.header]
-        assert sum(frame.type == FrameType.SCOPE_OVERVIEW for frame in kept) == -(-len(surprise) // 3)
+        score_frames = [frame for frame in frames.split(session) if "topTexts" in frame.header]
+        assert sum(frame.type == FrameType.SCOPE_OVERVIEW for frame in score_frames) == -(-len(surprise) // 3)
         assert (await client.get(f"{RUNS}/{RUN}/scores?sample=2")).json()["code"] == "outside"
 
 
@@ -50,7 +50,7 @@ async def check_overviews(page: Any, surprise: np.ndarray) -> None:
     assert [found[place] for place in sorted(found)] == pytest.approx(surprise, abs=1e-5)
 
 
-async def test_a_refusal_of_scores_comes_back_and_is_asked_again(
+async def test_a_refusal_of_scores_is_returned_and_the_request_repeated(
     hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
 ) -> None:
     async with shown(hub, fake_job, until, rank_zero) as client:

@@ -294,8 +294,8 @@ def test_the_definition_is_that_of_the_types_and_is_retained(chart: Chart) -> No
 def test_boards_and_alerts_arrive_unchanged(chart: Chart) -> None:
     documents = chart.render(CHART / "ci" / "full-values.yaml")
     boards = [document for document in documents if document["kind"] == "ConfigMap"]
-    assert {board["metadata"]["labels"]["grafana_dashboard"] for board in boards} == {"1"}
-    texts = {name: json.loads(text) for board in boards for name, text in board["data"].items()}
+    assert {dashboard["metadata"]["labels"]["grafana_dashboard"] for dashboard in boards} == {"1"}
+    texts = {name: json.loads(text) for dashboard in boards for name, text in dashboard["data"].items()}
     assert texts == {
         f"megatronapp-{path.name}": json.loads(path.read_text()) for path in CHART.glob("dashboards/*.json")
     }

@@ -32,8 +32,8 @@ async def made_of(stage: OperatorSimulation) -> dict[str, set[str]]:
     """Images and attempts of the workers that are there."""
     pods = (await stage.nodes.pods()).values()
     return {
-        "images": {one["spec"]["containers"][0]["image"] for one in pods},
-        "attempts": {one["metadata"]["labels"]["megatronapp.io/attempt"] for one in pods},
+        "images": {pod["spec"]["containers"][0]["image"] for pod in pods},
+        "attempts": {pod["metadata"]["labels"]["megatronapp.io/attempt"] for pod in pods},
     }
 
 
@@ -70,7 +70,7 @@ async def test_pods_that_lack_a_priority_class_wait_for_it(plane: kube.ControlPl
     name = f"late-{namespace}"
     async with simulated_operator(plane, namespace) as stage:
         job = await created(stage, priorityClassName=name)
-        scheduled = next(one for one in job["status"]["conditions"] if one["type"] == "PodsScheduled")
+        scheduled = next(condition for condition in job["status"]["conditions"] if condition["type"] == "PodsScheduled")
         assert (job["status"]["phase"], scheduled["reason"]) == ("Pending", "PodDenied")
         assert f"no PriorityClass with name {name} was found" in scheduled["message"]
         late = {

@@ -65,7 +65,7 @@ async def test_a_key_that_rotates_leaves_a_running_attempt_alone_and_is_taken_by
         stage.keys = KeyRing([new, KEY])
         await stage.begin()
         pods = await train(stage)
-        assert {one["metadata"]["uid"] for one in pods.values()} == {one["metadata"]["uid"] for one in first.values()}
+        assert {pod["metadata"]["uid"] for pod in pods.values()} == {pod["metadata"]["uid"] for pod in first.values()}
         await stage.nodes.api.delete(PODS, pods["job-hub"], grace_s=0)
         within = await train(stage)
         assert uid(within) != uid(first) and secrets(within) == old_name

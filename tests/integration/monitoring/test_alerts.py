@@ -14,8 +14,8 @@ TESTS = pathlib.Path(__file__).parent / "rules"
 RUNBOOKS = ROOT / "docs" / "runbooks"
 
 
-def promtool(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["promtool", *words], capture_output=True, text=True, check=False, timeout=120)
+def promtool(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False, timeout=120)
 
 
 def alerts() -> dict[str, dict[str, Any]]:

@@ -150,7 +150,7 @@ class Terminal:
 
 
 @dataclasses.dataclass
-class Desk:
+class ProcessBackendHarness:
     """Everything of one test lies below `folder`."""
 
     folder: pathlib.Path
@@ -169,28 +169,33 @@ class Desk:
         self, name: str = "job", *, analyzer: bool = False, grace_s: int = 60, retain_s: int = 0, port: int = 0
     ) -> str:
         path = self.folder / f"{name}.yaml"
-        words = {"NAME": name, "ANALYZER": str(analyzer).lower(), "GRACE": str(grace_s), "FOLDER": str(self.control)}
-        words |= {"RETAIN": str(retain_s), "PORT": str(port)}
+        variables = {
+            "NAME": name,
+            "ANALYZER": str(analyzer).lower(),
+            "GRACE": str(grace_s),
+            "FOLDER": str(self.control),
+        }
+        variables |= {"RETAIN": str(retain_s), "PORT": str(port)}
         text = MANIFEST
-        for word, value in words.items():
-            text = text.replace(word, value)
+        for variable, value in variables.items():
+            text = text.replace(variable, value)
         path.write_text(text)
         return str(path)
 
-    def run(self, *words: str) -> subprocess.Popen[bytes]:
+    def run(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start `megatronapp run` in the foreground, in a separate session, as in a terminal."""
         with (self.folder / "backend.out").open("ab") as out:
-            command = [sys.executable, str(self.folder / "driver.py"), "run", *words]
+            command = [sys.executable, str(self.folder / "driver.py"), "run", *arguments]
             backend = subprocess.Popen(
                 command, env=self.environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
             )
         self.backends.append(backend)
         return backend
 
-    def run_on_terminal(self, *words: str) -> tuple["Terminal", subprocess.Popen[bytes]]:
+    def run_on_terminal(self, *arguments: str) -> tuple["Terminal", subprocess.Popen[bytes]]:
         """The same with a pseudo-terminal as standard output."""
         ours, theirs = pty.openpty()
-        command = [sys.executable, str(self.folder / "driver.py"), "run", *words]
+        command = [sys.executable, str(self.folder / "driver.py"), "run", *arguments]
         backend = subprocess.Popen(
             command,
             env=self.environment,
@@ -204,8 +209,8 @@ class Desk:
         self.terminals.append(Terminal(ours))
         return self.terminals[-1], backend
 
-    def cli(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(self.folder / "driver.py"), *words]
+    def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(self.folder / "driver.py"), *arguments]
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
         )
@@ -221,8 +226,8 @@ class Desk:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             if time.monotonic() > deadline:
-                said = (self.folder / "backend.out").read_text() if (self.folder / "backend.out").exists() else ""
-                raise AssertionError(f"not within {DEADLINE_S} s: {what}; status {self.status()}; output {said}")
+                output = (self.folder / "backend.out").read_text() if (self.folder / "backend.out").exists() else ""
+                raise AssertionError(f"not within {DEADLINE_S} s: {what}; status {self.status()}; output {output}")
             time.sleep(0.02)
 
     def until_phase(self, phase: str, *, attempt: int = 0, name: str = "job") -> None:
@@ -242,9 +247,9 @@ class Desk:
         uid: str = json.loads((self.job(name) / "backend.json").read_text())["uid"]
         return uid
 
-    def processes(self, uid: str, worker: int | None = None, word: str = "") -> list[int]:
+    def processes(self, uid: str, worker: int | None = None, argument: str = "") -> list[int]:
         found = job_processes.find(job_processes.ProcessSelector(uid=uid, worker=worker))
-        return [pid for pid in found if word in command_line(pid)]
+        return [pid for pid in found if argument in command_line(pid)]
 
     def shared_memory(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "shm").iterdir())
@@ -270,7 +275,7 @@ def command_line(pid: int) -> str:
 
 
 @pytest.fixture
-def desk(tmp_path: pathlib.Path) -> Iterator[Desk]:
+def process_backend(tmp_path: pathlib.Path) -> Iterator[ProcessBackendHarness]:
     for name in ("control", "shm", "state"):
         (tmp_path / name).mkdir()
     scripts = {"launcher.py": LAUNCHER, "hub.py": HUB}
@@ -282,7 +287,7 @@ def desk(tmp_path: pathlib.Path) -> Iterator[Desk]:
         "XDG_STATE_HOME": str(tmp_path / "state"),
         "MEGATRONAPP_SHM_DIR": str(tmp_path / "shm"),
     }
-    made = Desk(tmp_path, environment)
+    made = ProcessBackendHarness(tmp_path, environment)
     yield made
     for terminal in made.terminals:
         terminal.close()

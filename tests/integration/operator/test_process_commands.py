@@ -16,53 +16,53 @@ pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def shown(desk: Any) -> Any:
+def shown(process_backend: Any) -> Any:
     """Start a detached job with its agents and its hub, which stays after the end."""
-    started = desk.cli("run", desk.manifest(analyzer=True, grace_s=5, retain_s=3600), "--detach")
+    started = process_backend.cli("run", process_backend.manifest(analyzer=True, grace_s=5, retain_s=3600), "--detach")
     assert started.returncode == 0, started.stderr
-    desk.until_phase("Running")
-    return desk
+    process_backend.until_phase("Running")
+    return process_backend
 
 
-def told(desk: Any, *words: str) -> str:
+def output_of(process_backend: Any, *arguments: str) -> str:
     """Output of a command that must succeed."""
-    done = desk.cli(*words)
+    done = process_backend.cli(*arguments)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 
 
 def test_get_and_describe_show_the_running_job(shown: Any) -> None:
-    heading, row = told(shown, "get").splitlines()
+    heading, row = output_of(shown, "get").splitlines()
     assert heading.split() == ["NAME", "PHASE", "WORKERS", "RESTARTS", "ITERATION", "SLOW", "AGE"]
     assert row.split()[:5] == ["job", "Running", "2/2", "0", "3/5"]
-    assert told(shown, "get", "job", "-o", "name") == "megatronjob.megatronapp.io/job\n"
-    one = json.loads(told(shown, "get", "job", "-o", "json"))
-    assert (one["kind"], one["status"]["worldSize"], one["metadata"]["name"]) == ("MegatronJob", 2, "job")
-    many = yaml.safe_load(told(shown, "get", "-o", "yaml"))
-    assert [item["metadata"]["uid"] for item in many["items"]] == [one["metadata"]["uid"]]
-    assert one["status"]["hubUrl"] in told(shown, "get", "--no-headers", "-o", "wide")
-    text = told(shown, "describe", "job")
+    assert output_of(shown, "get", "job", "-o", "name") == "megatronjob.megatronapp.io/job\n"
+    job = json.loads(output_of(shown, "get", "job", "-o", "json"))
+    assert (job["kind"], job["status"]["worldSize"], job["metadata"]["name"]) == ("MegatronJob", 2, "job")
+    many = yaml.safe_load(output_of(shown, "get", "-o", "yaml"))
+    assert [item["metadata"]["uid"] for item in many["items"]] == [job["metadata"]["uid"]]
+    assert job["status"]["hubUrl"] in output_of(shown, "get", "--no-headers", "-o", "wide")
+    text = output_of(shown, "describe", "job")
     assert re.search(r"^Backend: +running$", text, re.MULTILINE)
     assert "GangCreated" in text
-    shown.until(lambda: "jane cancelled run ab" in told(shown, "describe", "job"), "a control action is told")
-    (line,) = (line for line in told(shown, "describe", "job").splitlines() if "jane" in line)
+    shown.until(lambda: "jane cancelled run ab" in output_of(shown, "describe", "job"), "a control action is told")
+    (line,) = (line for line in output_of(shown, "describe", "job").splitlines() if "jane" in line)
     assert "ScopeControl" in line
 
 
 def test_logs_are_of_the_reporting_rank_unless_another_is_named(shown: Any) -> None:
-    assert told(shown, "logs", "job") == "line of rank 1, attempt 0\n"
-    assert told(shown, "logs", "job", "--rank", "0") == "line of rank 0, attempt 0\n"
-    assert told(shown, "logs", "job", "--worker", "1", "--tail", "1") == "launcher says hello\n"
-    for words, message in (
+    assert output_of(shown, "logs", "job") == "line of rank 1, attempt 0\n"
+    assert output_of(shown, "logs", "job", "--rank", "0") == "line of rank 0, attempt 0\n"
+    assert output_of(shown, "logs", "job", "--worker", "1", "--tail", "1") == "launcher says hello\n"
+    for arguments, message in (
         (("--rank", "2"), "rank 2 is outside"),
         (("--worker", "2"), "has no worker 2; take 0 to 1"),
         (("--attempt", "4"), "attempt 4 does not exist; known attempts: 0"),
     ):
-        refused = shown.cli("logs", "job", *words)
+        refused = shown.cli("logs", "job", *arguments)
         assert (refused.returncode, message in refused.stderr) == (1, True), refused.stderr
 
 
-def test_an_empty_log_says_which_one_is_not(shown: Any) -> None:
+def test_an_empty_log_names_a_log_that_has_content(shown: Any) -> None:
     (shown.job() / "attempt-0" / "worker-0" / "rank-0.log").write_text("")
     done = shown.cli("logs", "job", "--rank", "0")
     assert (done.returncode, done.stdout) == (0, "")
@@ -81,10 +81,10 @@ def test_followed_logs_go_over_to_the_next_attempt_and_end_with_the_job(shown: A
 
 
 def test_the_pages_have_an_address_with_a_code_and_the_hub_takes_the_commands_token(shown: Any) -> None:
-    address = told(shown, "ui", "job", "--print").strip()
+    address = output_of(shown, "ui", "job", "--print").strip()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#code=[\w-]{32}", address)
     fault = ("--kind", "compute", "--factor", "3", "--from-step", "2", "--steps", "3")
-    assert told(shown, "inject", "job", "--rank", "1", *fault) == "fault f1: rank 1, compute x 3, steps 2 to 4\n"
+    assert output_of(shown, "inject", "job", "--rank", "1", *fault) == "fault f1: rank 1, compute x 3, steps 2 to 4\n"
     refused = shown.cli("inject", "job", "--rank", "7", *fault)
     assert (refused.returncode, refused.stderr) == (
         1,
@@ -93,7 +93,7 @@ def test_the_pages_have_an_address_with_a_code_and_the_hub_takes_the_commands_to
 
 
 def test_wait_ends_when_the_condition_is_met_and_when_it_cannot_be(shown: Any) -> None:
-    assert "condition met" in told(shown, "wait", "job", "--for=condition=Running", "--timeout=60s")
+    assert "condition met" in output_of(shown, "wait", "job", "--for=condition=Running", "--timeout=60s")
     late = shown.cli("wait", "job", "--for=condition=Complete", "--timeout=0s")
     assert (late.returncode, "timed out waiting" in late.stderr) == (1, True)
     shown.end(64)
@@ -102,28 +102,28 @@ def test_wait_ends_when_the_condition_is_met_and_when_it_cannot_be(shown: Any) -
     assert "has ended as Failed" in hopeless.stderr
 
 
-def test_a_finished_job_whose_pages_are_open_gives_way_to_a_new_one(shown: Any) -> None:
+def test_a_finished_job_with_open_pages_is_replaced_by_a_new_job(shown: Any) -> None:
     first = shown.uid()
     shown.end(0)
     shown.until_phase("Succeeded")
-    assert "#code=" in told(shown, "ui", "job", "--print")
+    assert "#code=" in output_of(shown, "ui", "job", "--print")
     (shown.control / "end").unlink()
     assert shown.cli("run", shown.manifest(), "--detach").returncode == 0
     shown.until_nothing_of(first)
     shown.until_phase("Running")
     assert shown.uid() != first
-    told(shown, "delete", "job")
-    assert "deleted" in told(shown, "wait", "job", "--for=delete")
+    output_of(shown, "delete", "job")
+    assert "deleted" in output_of(shown, "wait", "job", "--for=delete")
 
 
-def test_the_pages_of_a_job_that_has_ended_are_opened_until_ctrl_c(desk: Any) -> None:
-    backend = desk.run(desk.manifest(analyzer=True))
-    desk.until_phase("Running")
-    desk.end(0)
+def test_the_pages_of_a_job_that_has_ended_are_opened_until_ctrl_c(process_backend: Any) -> None:
+    backend = process_backend.run(process_backend.manifest(analyzer=True))
+    process_backend.until_phase("Running")
+    process_backend.end(0)
     assert backend.wait(60) == 0
-    words = [sys.executable, str(desk.folder / "driver.py"), "ui", "job", "--print"]
+    command = [sys.executable, str(process_backend.folder / "driver.py"), "ui", "job", "--print"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(words, env=desk.environment, text=True, stdout=pipe, stderr=pipe) as showing:
+    with subprocess.Popen(command, env=process_backend.environment, text=True, stdout=pipe, stderr=pipe) as showing:
         assert showing.stdout is not None and showing.stderr is not None
         address = showing.stdout.readline().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#code=x{32}", address)
@@ -135,37 +135,40 @@ def test_the_pages_of_a_job_that_has_ended_are_opened_until_ctrl_c(desk: Any) ->
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "its hub has ended with it"
 
 
-def test_a_job_without_stored_pages_says_so(desk: Any) -> None:
-    backend = desk.run(desk.manifest())
-    desk.until_phase("Running")
-    desk.end(0)
+def test_a_job_without_stored_pages_reports_it(process_backend: Any) -> None:
+    backend = process_backend.run(process_backend.manifest())
+    process_backend.until_phase("Running")
+    process_backend.end(0)
     assert backend.wait(60) == 0
-    refused = desk.cli("ui", "job")
+    refused = process_backend.cli("ui", "job")
     assert (refused.returncode, "no pages are stored" in refused.stderr) == (1, True)
 
 
-def test_what_does_not_exist_is_said_so(desk: Any) -> None:
-    for words in (("get", "no"), ("describe", "no"), ("logs", "no"), ("delete", "no"), ("ui", "no")):
-        refused = desk.cli(*words)
-        assert (refused.returncode, '"no" not found' in refused.stderr) == (1, True), words
-    assert desk.cli("delete", "no", "--ignore-not-found").returncode == 0
-    empty = desk.cli("get")
+def test_a_missing_job_is_reported(process_backend: Any) -> None:
+    for arguments in (("get", "no"), ("describe", "no"), ("logs", "no"), ("delete", "no"), ("ui", "no")):
+        refused = process_backend.cli(*arguments)
+        assert (refused.returncode, '"no" not found' in refused.stderr) == (1, True), arguments
+    assert process_backend.cli("delete", "no", "--ignore-not-found").returncode == 0
+    empty = process_backend.cli("get")
     assert (empty.returncode, empty.stdout, empty.stderr) == (0, "", "No jobs found.\n")
 
 
-def test_a_port_in_use_is_one_clear_error_and_a_failed_job(desk: Any) -> None:
+def test_a_port_in_use_is_a_single_clear_error_and_a_failed_job(process_backend: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        refused = desk.cli("run", desk.manifest(analyzer=True, port=port))
+        refused = process_backend.cli("run", process_backend.manifest(analyzer=True, port=port))
         assert refused.returncode == 1
         assert f"error: job: the backend had to give up: 127.0.0.1:{port}: cannot listen there" in refused.stderr
         assert "have no effect" not in refused.stderr
-        with_image = pathlib.Path(desk.manifest(analyzer=True, port=port))
+        with_image = pathlib.Path(process_backend.manifest(analyzer=True, port=port))
         with_image.write_text(with_image.read_text().rstrip() + "\n  image: trainer:1\n")
-        detached = desk.cli("run", str(with_image), "--detach")
+        detached = process_backend.cli("run", str(with_image), "--detach")
         assert "note: without a cluster these have no effect: spec.image\n" in detached.stderr
         assert (detached.returncode, f"127.0.0.1:{port}: cannot listen" in detached.stderr) == (1, True)
-    status = desk.status()
+    status = process_backend.status()
     assert status["phase"] == "Failed"
-    assert next(one for one in status["conditions"] if one["type"] == "Failed")["reason"] == "BackendFailed"
-    assert desk.shared_memory() == []
+    assert (
+        next(condition for condition in status["conditions"] if condition["type"] == "Failed")["reason"]
+        == "BackendFailed"
+    )
+    assert process_backend.shared_memory() == []

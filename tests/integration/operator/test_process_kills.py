@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
-KEPT = (
-    "test_kill_9_of_the_backend_leaves_nothing_and_is_told",
+RETAINED = (
+    "test_kill_9_of_the_backend_leaves_no_process_and_is_recorded",
     "test_kill_9_of_a_launcher_takes_its_ranks_and_restarts_the_gang",
 )
-pytestmark = [pytest.mark.process, pytest.mark.full("kills of the other processes", but=KEPT)]
+pytestmark = [pytest.mark.process, pytest.mark.full("kills of the other processes", but=RETAINED)]
 
 
 def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:
@@ -23,18 +23,21 @@ def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:
 
 
 @pytest.fixture
-def running(desk: Any) -> Any:
+def running(process_backend: Any) -> Any:
     """Start a job that runs, with its agents and its hub."""
-    desk.backend = desk.run(desk.manifest(analyzer=True, grace_s=2))
-    desk.until_phase("Running")
-    desk.job_uid = desk.uid()
-    desk.until(lambda: len(desk.processes(desk.job_uid)) == 9, "2 x (launcher, 2 children, agent) and the hub")
-    return desk
+    process_backend.backend = process_backend.run(process_backend.manifest(analyzer=True, grace_s=2))
+    process_backend.until_phase("Running")
+    process_backend.job_uid = process_backend.uid()
+    process_backend.until(
+        lambda: len(process_backend.processes(process_backend.job_uid)) == 9,
+        "2 x (launcher, 2 children, agent) and the hub",
+    )
+    return process_backend
 
 
-def agents_of(desk: Any) -> set[int]:
+def agents_of(process_backend: Any) -> set[int]:
     """Return the children of the backend that only sleep; the substitutes of ranks sleep, too, but below a launcher."""
-    return {one.pid for one in psutil.Process(desk.backend.pid).children() if sleeps(one)}
+    return {child.pid for child in psutil.Process(process_backend.backend.pid).children() if sleeps(child)}
 
 
 def sleeps(process: psutil.Process) -> bool:
@@ -45,20 +48,23 @@ def sleeps(process: psutil.Process) -> bool:
         return False
 
 
-def finish(desk: Any) -> None:
-    desk.end(0)
-    assert desk.backend.wait(60) == 0
-    desk.until_nothing_is_left(desk.job_uid)
+def finish(process_backend: Any) -> None:
+    process_backend.end(0)
+    assert process_backend.backend.wait(60) == 0
+    process_backend.until_nothing_is_left(process_backend.job_uid)
 
 
-def test_kill_9_of_the_backend_leaves_nothing_and_is_told(running: Any) -> None:
+def test_kill_9_of_the_backend_leaves_no_process_and_is_recorded(running: Any) -> None:
     running.backend.kill()
     running.backend.wait()
     running.until_nothing_is_left(running.job_uid)
     shown = running.cli("get", "job", "-o", "json")
     status = json.loads(shown.stdout)["status"]
     assert status["phase"] == "Failed"
-    assert next(one for one in status["conditions"] if one["type"] == "Failed")["reason"] == "BackendLost"
+    assert (
+        next(condition for condition in status["conditions"] if condition["type"] == "Failed")["reason"]
+        == "BackendLost"
+    )
     assert "hubUrl" not in status
     assert running.cli("wait", "job", "--for=condition=Complete", "--timeout=60s").returncode == 1
 
@@ -73,7 +79,7 @@ def test_kill_9_of_the_backend_and_its_guardian_is_cleaned_up_by_the_next_comman
     running.until_nothing_is_left(running.job_uid)
 
 
-def test_kill_9_of_the_guardian_brings_a_new_one(running: Any) -> None:
+def test_kill_9_of_the_guardian_starts_a_new_guardian(running: Any) -> None:
     (old,) = running.guardians(running.job_uid)
     kill([old])
     running.until(lambda: set(running.guardians(running.job_uid)) - {old}, "a new guardian")
@@ -90,7 +96,7 @@ def test_kill_9_of_a_launcher_takes_its_ranks_and_restarts_the_gang(running: Any
     finish(running)
 
 
-def test_kill_9_of_an_agent_brings_a_new_one_and_changes_nothing_else(running: Any) -> None:
+def test_kill_9_of_an_agent_starts_a_new_agent_and_changes_nothing_besides(running: Any) -> None:
     agents = agents_of(running)
     assert len(agents) == 2
     kill(sorted(agents)[:1])
@@ -101,9 +107,9 @@ def test_kill_9_of_an_agent_brings_a_new_one_and_changes_nothing_else(running: A
 
 def test_kill_9_of_the_hub_brings_it_back_at_the_same_address(running: Any) -> None:
     url = running.status()["hubUrl"]
-    (old,) = running.processes(running.job_uid, word="hub.py")
+    (old,) = running.processes(running.job_uid, argument="hub.py")
     kill([old])
-    running.until(lambda: set(running.processes(running.job_uid, word="hub.py")) - {old}, "a new hub")
+    running.until(lambda: set(running.processes(running.job_uid, argument="hub.py")) - {old}, "a new hub")
     assert running.status()["hubUrl"] == url
     assert running.cli("ui", "job", "--print").stdout.startswith(url)
     finish(running)
@@ -125,7 +131,7 @@ def test_delete_ends_a_backend_that_is_stopped(running: Any) -> None:
     running.until_nothing_is_left(running.job_uid)
 
 
-def test_a_backend_that_was_stopped_goes_on(running: Any) -> None:
+def test_a_stopped_backend_continues(running: Any) -> None:
     """Stop it for longer than it waits for signals: its wait is over when it is continued."""
     running.backend.send_signal(signal.SIGSTOP)
     time.sleep(1.5)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from served_job import DEADLINE_S, Served, command, make_model, served
 
-ASKED: dict[str, Any] = {"prompt": ["hello world", "whales"], "max_tokens": 8, "temperature": 0}
+COMPLETION_REQUEST: dict[str, Any] = {"prompt": ["hello world", "whales"], "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 FOUR = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -31,9 +31,9 @@ def model(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPath
 def in_front(state: pathlib.Path, model: pathlib.Path, name: str) -> Iterator[tuple[Served, subprocess.Popen[bytes]]]:
     """As in a terminal, which shows what is written to the file `out`."""
     job = Served(state, name)
-    words = [sys.executable, "-m", "megatronapp_common.cli", *command(model, name), "--no-pages"]
+    serve = [sys.executable, "-m", "megatronapp_common.cli", *command(model, name), "--no-pages"]
     with (state / "out").open("wb") as out:
-        process = subprocess.Popen(words, env=job.environment, stdout=out, stderr=out)
+        process = subprocess.Popen(serve, env=job.environment, stdout=out, stderr=out)
     try:
         yield job, process
     finally:
@@ -42,7 +42,7 @@ def in_front(state: pathlib.Path, model: pathlib.Path, name: str) -> Iterator[tu
 
 
 def token_ids(client: httpx.Client, **body: Any) -> list[list[int]]:
-    answer = client.post("completions", json={**ASKED, **body})
+    answer = client.post("completions", json={**COMPLETION_REQUEST, **body})
     assert answer.is_success, answer.text
     return [choice["token_ids"] for choice in answer.json()["choices"]]
 
@@ -64,17 +64,15 @@ def state() -> Iterator[pathlib.Path]:
         yield pathlib.Path(folder)
 
 
-def test_gangs_answer_alike_come_back_when_a_rank_is_killed_and_tell_of_their_end(
-    state: pathlib.Path, model: pathlib.Path
-) -> None:
+def test_gangs_answer_alike_restart_after_a_kill_and_report_their_end(state: pathlib.Path, model: pathlib.Path) -> None:
     with (
-        in_front(state, model, "one") as (one, process),
+        in_front(state, model, "one") as (first, process),
         served(state, model, "two", *FOUR) as two,
     ):
-        one.until_phase("Running", 0)
-        with one.client() as client:
-            wanted = token_ids(client, model="one")
-            assert [len(tokens) for tokens in wanted] == [8, 8]
+        first.until_phase("Running", 0)
+        with first.client() as client:
+            expected = token_ids(client, model="one")
+            assert [len(tokens) for tokens in expected] == [8, 8]
             assert last_event(client, lambda: process.send_signal(signal.SIGINT)) == ("event: error", "stopping")
         assert process.wait(DEADLINE_S) == 130
         text = (state / "out").read_text()
@@ -83,11 +81,11 @@ def test_gangs_answer_alike_come_back_when_a_rank_is_killed_and_tell_of_their_en
         two.until_phase("Running", 0)
         check_commands(two)
         with two.client() as client:
-            assert token_ids(client, model="two") == wanted
+            assert token_ids(client, model="two") == expected
             check_scope(two)
             check_hang(two, client)
             two.until_phase("Running", 1)
-            assert token_ids(client) == wanted
+            assert token_ids(client) == expected
         assert two.status()["restarts"] == 1
         assert two.status()["failures"][0]["rank"] == 3
 
@@ -118,14 +116,14 @@ def check_scope(two: Served) -> None:
     with two.hub() as hub:
         while hub.get("scope").json()["state"] != "ready":
             time.sleep(0.05)
-        asked = {"prompts": ["hello world", "whales"], "tokens": 4, "sampling": {"temperature": 0}}
-        taken = hub.post("scope/runs", json=asked)
+        run_request = {"prompts": ["hello world", "whales"], "tokens": 4, "sampling": {"temperature": 0}}
+        taken = hub.post("scope/runs", json=run_request)
         assert taken.status_code == 201, taken.text
         place = f"scope/runs/{taken.json()['run']}"
         while (run := hub.get(place).json())["state"] != "done":
             assert run["state"] in {"queued", "prefill", "decoding"}, run["error"]
             time.sleep(0.05)
-        assert [len(came) for came in run["generated"]] == [4, 4]
+        assert [len(tokens) for tokens in run["generated"]] == [4, 4]
         question = {"sample": 0, "layer": 1, "position": 0}
         while (values := hub.get(f"{place}/values/residual", params=question)).status_code == 202:
             time.sleep(0.05)

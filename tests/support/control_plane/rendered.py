@@ -225,8 +225,12 @@ def with_settings(**changes: Any) -> RenderSettings:
 
 def container(pod: Object, name: str = "trainer") -> Object:
     """A container of a pod by its name."""
-    found = [one for one in pod["spec"]["containers"] + pod["spec"].get("initContainers", []) if one["name"] == name]
-    assert len(found) == 1, [one["name"] for one in found]
+    found = [
+        container
+        for container in pod["spec"]["containers"] + pod["spec"].get("initContainers", [])
+        if container["name"] == name
+    ]
+    assert len(found) == 1, [found_container["name"] for found_container in found]
     made: Object = found[0]
     return made
 

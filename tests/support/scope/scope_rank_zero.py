@@ -107,11 +107,11 @@ class RankZero:
     def known_run(self) -> dict[str, Any]:
         """GET of the run: all that was generated."""
         samples = []
-        for prompt, came in zip(self.recording.prompts, self.recording.generated, strict=True):
-            offsets = scope_session.offsets_of(prompt + came)[len(prompt) :]
-            texts = list(map(scope_session.text_of, came))
-            ends = [None] * (len(came) - 1) + ["length"]
-            samples.append({"ids": came, "texts": texts, "offsets": offsets, "finished": ends})
+        for prompt, generated in zip(self.recording.prompts, self.recording.generated, strict=True):
+            offsets = scope_session.offsets_of(prompt + generated)[len(prompt) :]
+            texts = list(map(scope_session.text_of, generated))
+            ends = [None] * (len(generated) - 1) + ["length"]
+            samples.append({"ids": generated, "texts": texts, "offsets": offsets, "finished": ends})
         header = dict(scope_session.run_state(self.recording, "done").header)
         return {"run": scope_session.RUN, "state": "done", "header": header, "samples": samples}
 

@@ -21,7 +21,7 @@ UPGRADE = (
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )
 PING = b"\x89\xfd" + bytes(4) + b"x" * 125
-PIECE = b"x" * (1 << 20)
+CHUNK = b"x" * (1 << 20)
 MANY = 64
 """Pieces, more than all buffers of the kernel hold."""
 Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -39,13 +39,13 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "websocket.accept"})
         while scope["query_string"] == b"frames":
-            await send({"type": "websocket.send", "bytes": PIECE})
+            await send({"type": "websocket.send", "bytes": CHUNK})
         while (await receive())["type"] != "websocket.disconnect":
             pass
         return
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for _ in range(MANY if scope["path"] == "/much" else 0):
-        await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
     await send({"type": "http.response.body", "body": b"little"})
 
 
@@ -80,14 +80,14 @@ async def served() -> AsyncIterator[Callable[[], Any]]:
 
 async def end(peer: Peer) -> bytes:
     """Return what a peer receives until it is disconnected."""
-    heard = b""
+    received = b""
     with contextlib.suppress(ConnectionError):
-        while piece := await peer[0].read(1 << 16):
-            heard += piece
+        while data := await peer[0].read(1 << 16):
+            received += data
     peer[1].close()
     with contextlib.suppress(ConnectionError):
         await peer[1].wait_closed()
-    return heard
+    return received
 
 
 def stop_reading(peer: Peer) -> None:
@@ -109,30 +109,30 @@ async def test_who_sends_no_whole_request_is_let_go() -> None:
 
 
 @pytest.mark.asyncio
-async def test_pieces_of_a_head_give_no_more_time() -> None:
+async def test_headers_sent_in_chunks_extend_no_time_limit() -> None:
     async with asyncio.timeout(30), served() as connect:
         peer = await connect()
-        gone = asyncio.ensure_future(end(peer))
+        ended = asyncio.ensure_future(end(peer))
         peer[1].write(HEAD)
-        while not gone.done():
+        while not ended.done():
             peer[1].write(b"X: y\r\n")
-            await asyncio.wait({gone}, timeout=LIMIT_S / 8)
-        assert await gone == b""
+            await asyncio.wait({ended}, timeout=LIMIT_S / 8)
+        assert await ended == b""
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("asked", "more"),
+    ("head", "more"),
     [
         (HEAD.replace(b"/ ", b"/much ") + b"\r\n", b"\r\n"),
         (UPGRADE.replace(b"/ ", b"/?frames "), b"\x8a\x80" + bytes(4)),  # answers (pong) without a request
     ],
     ids=["http", "websocket"],
 )
-async def test_who_reads_nothing_is_let_go(asked: bytes, more: bytes) -> None:
+async def test_who_reads_nothing_is_let_go(head: bytes, more: bytes) -> None:
     async with asyncio.timeout(60), served() as connect:
         peer = await connect()
-        peer[1].write(asked)
+        peer[1].write(head)
         await peer[0].readexactly(16)
         stop_reading(peer)
         with pytest.raises(ConnectionError):  # the only way to see an end without reading

@@ -44,7 +44,7 @@ def root(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("path", ["", "jobs", "jobs/demo", "a_b/c-d/", "~x"])
-def test_a_route_of_the_page_is_plain_words(path: str) -> None:
+def test_a_route_of_the_page_is_a_plain_path(path: str) -> None:
     assert is_route(path)
 
 

@@ -28,8 +28,8 @@ def read(path: pathlib.Path) -> Object:
     return document
 
 
-def panels(board: Object) -> list[Object]:
-    return [panel for panel in board["panels"] if panel["type"] != "row"]
+def panels(dashboard: Object) -> list[Object]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
 def filled(query: str, job: str) -> str:
@@ -103,17 +103,17 @@ def test_the_alerts_are_evaluated_and_the_slow_node_is_pending(scraped: tuple[Pr
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
-def test_a_board_fits_any_grafana(path: pathlib.Path) -> None:
-    board = read(path)
-    assert not {"id", "uid"} & set(board)
-    assert [one["name"] for one in board["templating"]["list"]][:2] == ["datasource", "namespace"]
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    for panel in panels(board):
+def test_a_dashboard_fits_any_grafana(path: pathlib.Path) -> None:
+    dashboard = read(path)
+    assert not {"id", "uid"} & set(dashboard)
+    assert [variable["name"] for variable in dashboard["templating"]["list"]][:2] == ["datasource", "namespace"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    for panel in panels(dashboard):
         assert panel["title"]
-        assert {json.dumps(one["datasource"]) for one in [panel, *panel["targets"]]} == {
+        assert {json.dumps(queried["datasource"]) for queried in [panel, *panel["targets"]]} == {
             json.dumps({"type": "prometheus", "uid": "${datasource}"})
         }
-    places = [panel["gridPos"] for panel in board["panels"]]
+    places = [panel["gridPos"] for panel in dashboard["panels"]]
     cells = [
         (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
     ]
