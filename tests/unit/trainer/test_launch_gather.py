@@ -340,7 +340,7 @@ async def test_a_stop_is_reported_to_all_others(endpoint: Endpoint) -> None:
 @pytest.mark.asyncio
 async def test_progress_reaches_worker_0_only_if_it_is_requested(endpoint: Endpoint) -> None:
     status = GangStatus(2)
-    async with coordinating(endpoint, board=status) as task:
+    async with coordinating(endpoint, status=status) as task:
         assert status.missing == [1, 2]
         first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
         assert status.missing == []
