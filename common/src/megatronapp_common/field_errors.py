@@ -6,7 +6,7 @@ from typing import Any
 MOST = 8
 """Errors that one message names."""
 SOURCES = frozenset({"body", "path", "query", "header", "cookie"})
-_WORDS = {
+_SENTENCES = {
     "missing": "must be given",
     "extra_forbidden": "there is no such field",
     "greater_than": "must be above {gt}",
@@ -58,11 +58,13 @@ def place_of(error: Mapping[str, Any], *, tags: Collection[str] = ()) -> str:
 
 
 def _describe_error(error: Mapping[str, Any]) -> str:
-    words = _WORDS.get(error["type"])
-    if words is None:
+    sentence = _SENTENCES.get(error["type"])
+    if sentence is None:
         return str(error["msg"])
     context = error.get("ctx") or {}
-    found = words.format_map({key: f"{one:g}" if isinstance(one, float) else one for key, one in context.items()})
+    found = sentence.format_map(
+        {key: f"{value:g}" if isinstance(value, float) else value for key, value in context.items()}
+    )
     if error["type"] == "json_invalid":
         found += f" (character {error['loc'][-1]})"
     return found

@@ -58,12 +58,12 @@ class KeyRing:
     def current_id(self) -> str:
         return key_id(self.current)
 
-    def find(self, wanted: str) -> str | None:
+    def find(self, identifier: str) -> str | None:
         """Return the key with an id, or None if the file has it no more.
 
         An empty id is of a release with one key only.
         """
-        return self._by_id.get(wanted) if wanted else self._values[-1]
+        return self._by_id.get(identifier) if identifier else self._values[-1]
 
     def reload(self) -> bool:
         """Read the file again; return True if the keys changed. An invalid file changes nothing."""

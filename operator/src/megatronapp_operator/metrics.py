@@ -187,15 +187,19 @@ def _restarts(before: _JobMetrics | None, status: Status) -> dict[str, int]:
         return {EARLIER: status.restarts}  # also 0: without a first value the first restart is no increase
     missing = status.restarts - before.status.restarts
     counted = dict(before.restarts)
-    newest = [one for one in status.failures if "Restart" in one.action.value and one not in before.status.failures]
-    reasons = [one.reason for one in newest[-missing:]] if missing else []
+    newest = [
+        failure
+        for failure in status.failures
+        if "Restart" in failure.action.value and failure not in before.status.failures
+    ]
+    reasons = [failure.reason for failure in newest[-missing:]] if missing else []
     for reason in [*reasons, *[EARLIER] * (missing - len(reasons))]:
         counted[reason] = counted.get(reason, 0) + 1
     return counted
 
 
 def _named(status: Status) -> list[SlowRank]:
-    return [one for one in status.slow_ranks if one.state in NAMED_STATES and one.cause != HANG]
+    return [verdict for verdict in status.slow_ranks if verdict.state in NAMED_STATES and verdict.cause != HANG]
 
 
 def _verdict_times(before: _JobMetrics | None, status: Status, now: float) -> dict[str, float]:
@@ -203,7 +207,7 @@ def _verdict_times(before: _JobMetrics | None, status: Status, now: float) -> di
     known = {} if before is None else before.verdict_times
     condition = status.condition(ConditionType.SLOW_NODE_DETECTED)
     first = condition.since if before is None and condition is not None and condition.status else now
-    return {one.id: one.since_time or known.get(one.id, first) for one in _named(status)}
+    return {verdict.id: verdict.since_time or known.get(verdict.id, first) for verdict in _named(status)}
 
 
 def slow_nodes(status: Status, facts: JobFacts, times: Mapping[str, float]) -> list[SlowNode]:
@@ -221,7 +225,7 @@ def slow_nodes(status: Status, facts: JobFacts, times: Mapping[str, float]) -> l
                 seconds_per_step=cost if old is None else max(old.seconds_per_step, cost),
                 slowdown=max(verdict.slowdown or 1.0, 1.0 if old is None else old.slowdown),
             )
-    return sorted(found.values(), key=lambda one: (-one.seconds_per_step, one.node, one.cause))[:SLOW_NODES_SHOWN]
+    return sorted(found.values(), key=lambda slow: (-slow.seconds_per_step, slow.node, slow.cause))[:SLOW_NODES_SHOWN]
 
 
 class _JobCollector(Collector):

@@ -50,10 +50,10 @@ class Shard(BaseModel):
         return {MERGE: self.model_dump()}
 
 
-def parse_shard(said: object) -> Shard:
+def parse_shard(given: object) -> Shard:
     """Read a header's `merge`, with a plan that merges. Raises FrameError for any other value."""
     try:
-        found = Shard.model_validate(said)
+        found = Shard.model_validate(given)
         assert found.plan.merged
         return found
     except ValidationError as error:

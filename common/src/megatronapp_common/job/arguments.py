@@ -143,7 +143,7 @@ REPLACED = {"training.train_iters": "--train-samples"}
 
 def gives(job: MegatronJob, flag: str) -> bool:
     """Return true if `spec.args` contains this flag."""
-    return any(word.partition("=")[0] == flag for word in job.spec.args)
+    return any(argument.partition("=")[0] == flag for argument in job.spec.args)
 
 
 def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | None:
@@ -151,7 +151,7 @@ def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | Non
 
     `value` selects an item where the field is a list. None for a flag without a field.
     """
-    given = [index for index, word in enumerate(job.spec.args) if word.partition("=")[0] == flag]
+    given = [index for index, argument in enumerate(job.spec.args) if argument.partition("=")[0] == flag]
     if given:
         return f"spec.args[{given[-1]}]"
     table = FLAGS if job.spec.mode == "train" else (*FLAGS, *SERVE_FLAGS)
@@ -167,14 +167,14 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
     table = FLAGS if job.spec.mode == "train" else (*FLAGS, *SERVE_FLAGS)
     replaced = {field for field, flag in REPLACED.items() if gives(job, flag)}
     table = tuple(entry for entry in table if entry.field not in replaced)
-    words = [word for entry in table for word in _flag_values(entry.flag, _value(job.spec, entry.field))]
+    flags = [argument for entry in table for argument in _flag_values(entry.flag, _value(job.spec, entry.field))]
     if _value(job.spec, "model.num_query_groups") is not None:
-        words.append("--group-query-attention")
+        flags.append("--group-query-attention")
     if _value(job.spec, "training.precision") == "bf16":
-        words.append("--bf16")
+        flags.append("--bf16")
     if job.spec.faults:
-        words += ["--faults", json.dumps([fault.to_dict() for fault in job.spec.faults], separators=(",", ":"))]
-    return [*words, *job.spec.args]
+        flags += ["--faults", json.dumps([fault.to_dict() for fault in job.spec.faults], separators=(",", ":"))]
+    return [*flags, *job.spec.args]
 
 
 def _value(spec: Spec, path: str) -> Value:

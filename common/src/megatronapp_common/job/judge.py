@@ -97,8 +97,8 @@ def _quantities() -> list[Any]:
     """Return the API server's functions of quantities; here a quantity is its text."""
     text, verdict = cel.Type.STRING, cel.Type.BOOL
     compare = {
-        "isLessThan": lambda one, other: quantity_value(one) < quantity_value(other),
-        "isGreaterThan": lambda one, other: quantity_value(one) > quantity_value(other),
+        "isLessThan": lambda left, right: quantity_value(left) < quantity_value(right),
+        "isGreaterThan": lambda left, right: quantity_value(left) > quantity_value(right),
     }
     return [
         cel.FunctionDecl("quantity", [cel.Overload("quantity", text, [text], False, lambda written: written)]),

@@ -72,7 +72,7 @@ def _unknown_fields(document: Mapping[str, Any]) -> list[tuple[int | str, ...]]:
         MegatronJob.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
-        return [one["loc"] for one in found if one["type"] == "extra_forbidden"]
+        return [detail["loc"] for detail in found if detail["type"] == "extra_forbidden"]
     return []
 
 

@@ -51,16 +51,16 @@ def _sentence(detail: ErrorDetails, root: type[BaseModel]) -> str:
     location, kind = detail["loc"], detail["type"]
     if kind == "extra_forbidden":
         return _unknown_field(location, root)
-    wanted = type_at(root, location)
+    expected = type_at(root, location)
     if kind == "missing":
-        return _missing(str(location[-1]), wanted)
+        return _missing(str(location[-1]), expected)
     value = _shown(detail["input"])
     constraint = _CONSTRAINTS.get(kind)
     if constraint is not None:
         return f"{value} {constraint(detail.get('ctx', {}))}"
     if kind == "literal_error":
-        return _not_a_choice(detail["input"], wanted)
-    return f"{value} is not {describe_type(wanted)}; {_instead(detail['input'], wanted)}"
+        return _not_a_choice(detail["input"], expected)
+    return f"{value} is not {describe_type(expected)}; {_instead(detail['input'], expected)}"
 
 
 def _unknown_field(location: Location, root: type[BaseModel]) -> str:
@@ -77,23 +77,23 @@ def _unknown_field(location: Location, root: type[BaseModel]) -> str:
     return f"unknown field; known here: {', '.join(known)}"
 
 
-def _missing(name: str, wanted: Any) -> str:  # noqa: ANN401
-    plain = without_none(wanted)
+def _missing(name: str, expected: Any) -> str:  # noqa: ANN401
+    plain = without_none(expected)
     if typing.get_origin(plain) is Literal and len(typing.get_args(plain)) == 1:
         return f"is missing; write {name}: {typing.get_args(plain)[0]}"
-    return f"is missing; write {name} with {describe_type(wanted)}"
+    return f"is missing; write {name} with {describe_type(expected)}"
 
 
-def _not_a_choice(value: object, wanted: Any) -> str:  # noqa: ANN401
-    choices = [str(choice) for choice in typing.get_args(without_none(wanted))]
+def _not_a_choice(value: object, expected: Any) -> str:  # noqa: ANN401
+    choices = [str(choice) for choice in typing.get_args(without_none(expected))]
     nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest and len(choices) > LISTED_CHOICES else ""
     return f"{_shown(value)} is not possible; write {' or '.join(choices)}{hint}"
 
 
-def _instead(value: object, wanted: Any) -> str:  # noqa: ANN401
+def _instead(value: object, expected: Any) -> str:  # noqa: ANN401
     """Say which value to write instead of one of the wrong type."""
-    plain = without_none(wanted)
+    plain = without_none(expected)
     if plain is str and isinstance(value, int | float):
         return f'write it in quotes: "{value}"'
     if typing.get_origin(plain) is tuple and not isinstance(value, list | dict) and value is not None:
@@ -102,7 +102,7 @@ def _instead(value: object, wanted: Any) -> str:  # noqa: ANN401
         return f"write it without quotes: {value.strip()}"
     if plain is int and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
-    return "write one, or leave the field out" if value is None else f"write {describe_type(wanted)}"
+    return "write one, or leave the field out" if value is None else f"write {describe_type(expected)}"
 
 
 def _as_number(text: str) -> float | None:

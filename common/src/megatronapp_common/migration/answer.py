@@ -46,9 +46,9 @@ def find_translations(text: str) -> list[Translation]:
     return list(found.values())
 
 
-def report(words: Sequence[str]) -> tuple[str, bool]:
+def report(arguments: Sequence[str]) -> tuple[str, bool]:
     """Describe the arguments of a command line; return the text, and true if all of them were known."""
-    text = words[0] if len(words) == 1 else _join(words)
+    text = arguments[0] if len(arguments) == 1 else _join(arguments)
     found = find_translations(text)
     if not found:
         return f"{text}: no command of MegatronApp's pages; docs/from-megatronapp.md lists them", False
@@ -68,16 +68,16 @@ def _describe(answer: Translation) -> Iterator[str]:
     yield from answer.here
 
 
-def instead(words: Sequence[str], *, name: int) -> str | None:
-    """Return the command that replaces an old one, and why; None if `words` is not an old one.
+def instead(arguments: Sequence[str], *, name: int) -> str | None:
+    """Return the command that replaces an old one, and why; None if `arguments` is not an old one.
 
-    The first `name` words are the command's name; its options follow.
+    The first `name` arguments are the command's name; its options follow.
     """
-    line = " ".join(words[:name])
-    old = next((one for one in COMMANDS if re.fullmatch(one.pattern, line)), None)
+    line = " ".join(arguments[:name])
+    old = next((command for command in COMMANDS if re.fullmatch(command.pattern, line)), None)
     if old is None:
         return None
-    return f"{_filled(old, words[name:], [], line)[0]} ({old.why})"
+    return f"{_filled(old, arguments[name:], [], line)[0]} ({old.why})"
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -89,45 +89,45 @@ def _lines(text: str) -> Iterator[str]:
 
 def _of_line(line: str) -> Iterator[Translation]:
     try:
-        words = shlex.split(line)
+        arguments = shlex.split(line)
     except ValueError:  # an open quote
-        words = line.split()
-    while words and (match := _ASSIGNMENT.fullmatch(words[0])) is not None:
+        arguments = line.split()
+    while arguments and (match := _ASSIGNMENT.fullmatch(arguments[0])) is not None:
         if match[1] in VARIABLES:
             yield Translation(match[1], (), VARIABLES[match[1]])
         yield from _of_flags(match[2].split())
-        words.pop(0)
-    if words and words[0].startswith("--"):
-        yield from _of_flags(words)
+        arguments.pop(0)
+    if arguments and arguments[0].startswith("--"):
+        yield from _of_flags(arguments)
         return
-    yield from _of_command(line, words)
+    yield from _of_command(line, arguments)
 
 
-def _of_flags(words: Sequence[str]) -> Iterator[Translation]:
-    for word in words:
-        flag = word.partition("=")[0]
+def _of_flags(arguments: Sequence[str]) -> Iterator[Translation]:
+    for argument in arguments:
+        flag = argument.partition("=")[0]
         if flag in FLAGS:
             yield Translation(flag, (), FLAGS[flag])
 
 
-def _of_command(line: str, words: list[str]) -> Iterator[Translation]:
+def _of_command(line: str, arguments: list[str]) -> Iterator[Translation]:
     launch: list[str] = []
-    while words and words[0] in _LAUNCHERS:
-        words = words[1:]
-    if words and words[0] == "torchrun":
-        size = next((place for place, word in enumerate(words) if word.endswith(".py")), 1)
-        launch, words = words[1:size], words[size:]
-    if not words:
+    while arguments and arguments[0] in _LAUNCHERS:
+        arguments = arguments[1:]
+    if arguments and arguments[0] == "torchrun":
+        size = next((place for place, argument in enumerate(arguments) if argument.endswith(".py")), 1)
+        launch, arguments = arguments[1:size], arguments[size:]
+    if not arguments:
         return
-    plain = " ".join([words[0].rpartition("/")[2], *words[1:]])
+    plain = " ".join([arguments[0].rpartition("/")[2], *arguments[1:]])
     for old in COMMANDS:
         if _matches(old, plain):
-            behind = words[2:] if words[0] == "megatronapp" else words[1:]
+            remaining = arguments[2:] if arguments[0] == "megatronapp" else arguments[1:]
             trains = any("{train}" in command for command in old.here)
-            refused = without_unavailable(behind)[1] if trains else ()
-            yield Translation(line, tuple(_filled(old, behind, launch, line)), old.why, old.later, tuple(refused))
+            refused = without_unavailable(remaining)[1] if trains else ()
+            yield Translation(line, tuple(_filled(old, remaining, launch, line)), old.why, old.later, tuple(refused))
             return
-    if words[0] in _HARMLESS:
+    if arguments[0] in _HARMLESS:
         yield Translation(line, (line,), "runs as it is")
 
 
@@ -136,7 +136,7 @@ def _matches(old: LegacyCommand, plain: str) -> bool:
     return re.fullmatch(rf"(?:{old.pattern})(?: .*)?", plain) is not None
 
 
-def _filled(old: LegacyCommand, behind: Sequence[str], launch: Sequence[str], line: str) -> list[str]:
+def _filled(old: LegacyCommand, remaining: Sequence[str], launch: Sequence[str], line: str) -> list[str]:
     """Return the new commands with the original arguments filled in."""
 
     def value(match: re.Match[str]) -> str:
@@ -144,22 +144,24 @@ def _filled(old: LegacyCommand, behind: Sequence[str], launch: Sequence[str], li
         if name == "same":
             return line
         if name == "train":
-            return _join(without_unavailable(behind)[0])
+            return _join(without_unavailable(remaining)[0])
         if name in ("args", "launch"):
-            return _join(behind if name == "args" else launch)
+            return _join(remaining if name == "args" else launch)
         if name.isdigit():
-            given = [word for word in behind if not word.startswith("-")]
+            given = [argument for argument in remaining if not argument.startswith("-")]
             return given[int(name) - 1] if len(given) >= int(name) else default
-        return next((after for flag, after in itertools.pairwise(behind) if flag == name), default)
+        return next((after for flag, after in itertools.pairwise(remaining) if flag == name), default)
 
     return [" ".join(_PLACE.sub(value, command).split()) for command in old.here]
 
 
-def _join(words: Sequence[str]) -> str:
-    """Join the words as a shell needs them; its substitutions (`$RANK`) remain."""
-    quoted = (word if _PLAIN.fullmatch(word) and "$(" not in word else _quoted(word) for word in words)
+def _join(arguments: Sequence[str]) -> str:
+    """Join the arguments as a shell needs them; its substitutions (`$RANK`) remain."""
+    quoted = (
+        argument if _PLAIN.fullmatch(argument) and "$(" not in argument else _quoted(argument) for argument in arguments
+    )
     return " ".join(quoted)
 
 
-def _quoted(word: str) -> str:
-    return f'"{word}"' if "$" in word else shlex.quote(word)
+def _quoted(argument: str) -> str:
+    return f'"{argument}"' if "$" in argument else shlex.quote(argument)

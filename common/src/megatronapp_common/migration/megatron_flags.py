@@ -34,18 +34,18 @@ def unavailable(flag: str) -> str | None:
     return _NOT_SUPPORTED if flag in megatron_flags() else None
 
 
-def without_unavailable(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def without_unavailable(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Split a training command into arguments that the trainer takes and other flags, with their values and reasons."""
     rest: list[str] = []
     refused: list[tuple[str, str]] = []
     reason: str | None = None
-    for word in words:
-        is_flag = re.match(r"-+[A-Za-z]", word) is not None
-        reason = unavailable(word.partition("=")[0]) if is_flag else reason
+    for argument in arguments:
+        is_flag = re.match(r"-+[A-Za-z]", argument) is not None
+        reason = unavailable(argument.partition("=")[0]) if is_flag else reason
         if reason is None:
-            rest.append(word)
+            rest.append(argument)
         elif is_flag:
-            refused.append((word, reason))
+            refused.append((argument, reason))
         else:
-            refused[-1] = (f"{refused[-1][0]} {word}", reason)
+            refused[-1] = (f"{refused[-1][0]} {argument}", reason)
     return rest, refused

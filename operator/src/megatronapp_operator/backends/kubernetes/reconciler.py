@@ -136,7 +136,7 @@ class Reconciler:
                 await self._report_manager(key, document)
             return None
         memory = self._remember(key, document)
-        look_at = _earliest(await self._see_volumes(key, memory), await self._see_lost_deletions(key, memory))
+        observe_at = _earliest(await self._see_volumes(key, memory), await self._see_lost_deletions(key, memory))
         made = self._plan(key, memory, document)
         if _ends_attempt(memory.status, made.status):
             await self._see_pods_afresh(key, memory)
@@ -151,7 +151,7 @@ class Reconciler:
             self._spend(key, made)
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
         wake_at = _earliest(
-            wake_at, look_at, await self._maintenance.run(memory, self._contexts.build(memory, document))
+            wake_at, observe_at, await self._maintenance.run(memory, self._contexts.build(memory, document))
         )
         self._troubles.pop(key, None)  # an error that returns after a success is reported again
         return wake_at
@@ -232,7 +232,7 @@ class Reconciler:
     def _spend(self, key: Key, made: Plan) -> None:
         now = self._clock()
         self._spent[key] = spent_after(self._spent.get(key, 0.0), made.actions, now)
-        self._spent = {one: until for one, until in self._spent.items() if until > now}
+        self._spent = {job: until for job, until in self._spent.items() if until > now}
 
     async def _see_volumes(self, key: Key, memory: JobMemory) -> float | None:
         """Read the volume claims once before each gang is created; return when to try again after an error.
@@ -267,7 +267,7 @@ class Reconciler:
 
         A watch that is rejected as too old begins again with a list, and does not report what was deleted before that.
         """
-        deleted = [one.deleted_at for one in self._store.pods(key[0], memory.uid) if one.deleted_at is not None]
+        deleted = [pod.deleted_at for pod in self._store.pods(key[0], memory.uid) if pod.deleted_at is not None]
         if not deleted:
             return None
         now = self._clock()
@@ -290,7 +290,7 @@ class Reconciler:
 
         `verified`: the server has confirmed the job as we know it.
         """
-        if not verified and any(isinstance(one, CreateWorker | CreateInit) for one in made.actions):
+        if not verified and any(isinstance(action, CreateWorker | CreateInit) for action in made.actions):
             await self._verify(key)
         document = self._store.job(key)
         assert document is not None, "a job is dropped only between two reconciles"
@@ -298,10 +298,11 @@ class Reconciler:
         memory.refusal = await self._executor.run(self._contexts.build(memory, document), made.actions)
         if memory.refusal is not None:
             return self._clock() + (0.0 if memory.refusal != before else REFUSED_S)
-        deeds = [one for one in made.actions if not isinstance(one, RecordEvent)]
-        if not deeds:
+        changes = [action for action in made.actions if not isinstance(action, RecordEvent)]
+        if not changes:
             return None
-        if all(isinstance(one, EnsureHub) for one in deeds):  # retries are useless while a rejected hub is deferred
+        if all(isinstance(action, EnsureHub) for action in changes):
+            # retries are useless while a rejected hub is deferred
             return self._clock() + max(RECONCILE_RETRY_S, self._executor.hub_pause_s(memory.uid))
         return self._clock() + RECONCILE_RETRY_S
 
@@ -344,4 +345,4 @@ def _ends_attempt(before: Status, after: Status) -> bool:
 
 
 def _earliest(*times: float | None) -> float | None:
-    return min((one for one in times if one is not None), default=None)
+    return min((at for at in times if at is not None), default=None)
