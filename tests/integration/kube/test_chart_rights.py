@@ -250,6 +250,7 @@ def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlan
             ("get", definition),
             ("get", "services/megatronapp"),
             ("list", "pods"),
+            ("get", "pods:portforward"),
             ("create", "pods:portforward"),
         ):
             assert may(verb, resource), (verb, resource)
@@ -265,6 +266,7 @@ def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlan
         ):
             assert not may(verb, resource), (verb, resource)
         assert not may("create", "pods:portforward", OTHER)
+        assert not may("get", "pods:portforward", OTHER)
     finally:
         assert plane.kubectl("delete", "-f", "-", stdin=rights).returncode == 0
 

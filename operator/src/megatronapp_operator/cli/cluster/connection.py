@@ -61,7 +61,6 @@ class Cluster:
     def __init__(self, client: OfficialClient, arguments: argparse.Namespace) -> None:
         self.client = client
         self.arguments = arguments
-        self.context = _context(arguments)
         self.namespace = arguments.namespace or client.namespace
 
     def get(self, resource: Resource, namespace: str | None, name: str) -> Object | None:
@@ -142,13 +141,9 @@ class Cluster:
 @contextlib.contextmanager
 def opened(arguments: argparse.Namespace) -> Iterator[Cluster]:
     """Connect to the cluster that the command line selects. Raises OperatorError if the kubeconfig has none."""
-    client = OfficialClient(arguments.kubeconfig, _context(arguments))
+    client = OfficialClient(arguments.kubeconfig, arguments.context or os.environ.get(CONTEXT_VARIABLE) or None)
     with contextlib.closing(client):
         yield Cluster(client, arguments)
-
-
-def _context(arguments: argparse.Namespace) -> str | None:
-    return arguments.context or os.environ.get(CONTEXT_VARIABLE) or None
 
 
 def _event(one: Object) -> dict[str, Any]:

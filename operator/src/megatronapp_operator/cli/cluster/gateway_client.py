@@ -4,26 +4,22 @@ import contextlib
 import dataclasses
 import ipaddress
 import re
-import shutil
-import subprocess
 import sys
-import threading
-import time
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, Any
+from typing import Any
 
 import httpx
 
 from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.job.crd import PLURAL
-from megatronapp_common.names import GATEWAY_PORT, GROUP
-from megatronapp_common.processes import terminate
+from megatronapp_common.names import GROUP
 from megatronapp_common.web import loopback
 from megatronapp_common.web.origin import loopback_alias
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.client.resources import SERVICES, Object, Resource
 from megatronapp_operator.cli.cluster.connection import Cluster
+from megatronapp_operator.cli.cluster.port_forward import ForwardedPort, forward_port
 from megatronapp_operator.errors import HubError, OperatorError
 
 LABEL_KEYS = ("app.kubernetes.io/component", "app.kubernetes.io/part-of")
@@ -35,103 +31,7 @@ USUAL_NAME = "megatronapp"
 """Name of the gateway's Service if the release does not determine it."""
 TIMEOUT_S = 15.0
 """Seconds for an answer of the gateway, which may have to query the API server first."""
-AGAIN_S = 1.0
-"""Seconds until kubectl is started again after its pod has ended."""
-STOP_S = 5.0
-"""Seconds for kubectl to end after SIGTERM."""
-TRIES = 4
-"""Attempts to get a local port that is free at both 127.0.0.1 and [::1]."""
-TAKEN = "unable to listen"
-"""Part of kubectl's message about a port in use."""
-_FORWARDING = re.compile(r"Forwarding from \[?([0-9a-f.:]+?)\]?:(\d+) -> ")
 _HOW = "name it by --gateway NAMESPACE/SERVICE, or by --gateway URL if an Ingress leads to it"
-
-
-class PortForward:
-    """`kubectl port-forward` to a Service, on a local port that stays the same when it restarts.
-
-    It listens on all addresses to which browsers resolve a name below `localhost`; kubectl ends unless it gets each of
-    the addresses that it was given.
-    """
-
-    def __init__(self, cluster: Cluster, service: Object) -> None:
-        program = shutil.which("kubectl")
-        if program is None:
-            raise OperatorError(f"kubectl was not found; it forwards a port to the gateway; install it, or {_HOW}")
-        self._command = [program, *_flags(cluster), f"--namespace={service['metadata']['namespace']}"]
-        self._command += ["port-forward", f"svc/{service['metadata']['name']}"]
-        self._remote = next((port["port"] for port in service["spec"].get("ports", ())), GATEWAY_PORT)
-        self._process: subprocess.Popen[str] | None = None
-        self._readers: list[threading.Thread] = []
-        self._addresses = loopback.addresses()
-        self.port = 0
-        self.named = False
-        """True if names below `localhost` lead only to this port, and no other process has its number on [::1]."""
-
-    def start(self) -> None:
-        """Start forwarding, on 127.0.0.1 only if no port is free on all addresses.
-
-        Raises OperatorError with the message of kubectl.
-        """
-        wanted = self._addresses
-        complaint = self._forward()
-        for addresses in (*[wanted] * (TRIES - 1), wanted[:1]):
-            if complaint is None or TAKEN not in complaint.lower():
-                break
-            self._addresses = addresses
-            complaint = self._forward()
-        if complaint is not None:
-            raise OperatorError(f"the port of the gateway cannot be forwarded: {complaint}")
-        self.named = self._addresses == wanted
-
-    def _forward(self) -> str | None:
-        """Try once; return kubectl's message unless it forwards from all addresses."""
-        words = (f"--address={','.join(self._addresses)}", f"{self.port or ''}:{self._remote}")
-        process = self._process = subprocess.Popen(
-            [*self._command, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        found = [_FORWARDING.match(process.stdout.readline()) for _ in self._addresses]
-        told = {(one[1], int(one[2])) for one in found if one is not None}
-        ports = {port for _, port in told}
-        if {address for address, _ in told} != set(self._addresses) or len(ports) != 1:
-            process.terminate()
-            return process.communicate()[1].strip() or "kubectl did not report the local port"
-        (self.port,) = ports
-        self._readers = [_drain_output(stream) for stream in (process.stdout, process.stderr)]
-        return None
-
-    def hold(self) -> None:
-        """Keep forwarding until Ctrl-C: kubectl ends with the pod that it forwards to."""
-        while True:
-            assert self._process is not None
-            self._process.wait()
-            time.sleep(AGAIN_S)
-            self._forward()  # the next pod may not be there yet; never from fewer addresses than before
-
-    def stop(self) -> None:
-        if self._process is not None:
-            terminate(self._process, STOP_S)
-            for reader in self._readers:
-                reader.join(STOP_S)  # a credential plugin may keep the pipe open
-
-
-def _drain_output(stream: IO[str]) -> threading.Thread:
-    """Read a stream to its end: kubectl writes a line for each connection, and blocks once a pipe is full."""
-
-    def read() -> None:
-        with stream:
-            for _ in stream:
-                pass
-
-    thread = threading.Thread(target=read, name="kubectl", daemon=True)
-    thread.start()
-    return thread
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +39,7 @@ class GatewayEndpoint:
     """Address at which the gateway can be reached."""
 
     url: str
-    forward: PortForward | None = None
+    forward: ForwardedPort | None = None
     service: Object | None = None
     """Service of the gateway; None if `--gateway` is a URL."""
 
@@ -171,12 +71,8 @@ def open_gateway(cluster: Cluster) -> Iterator[GatewayEndpoint]:
         yield GatewayEndpoint(wanted.rstrip("/"))
         return
     service = _service(cluster, wanted)
-    forward = PortForward(cluster, service)
-    try:
-        forward.start()
+    with forward_port(cluster, service) as forward:
         yield GatewayEndpoint(f"http://{loopback.V4}:{forward.port}", forward, service)
-    finally:
-        forward.stop()
 
 
 def _warn_of_plain_text(url: str) -> None:
@@ -252,11 +148,6 @@ def _release(cluster: Cluster) -> tuple[str, str]:
         text = f"the CustomResourceDefinition {PLURAL}.{GROUP} has no annotation {RELEASE_NAMESPACE}"
         raise OperatorError(f"{text}, so the gateway's namespace is not known; {_HOW}")
     return str(namespace), str(notes.get(RELEASE_NAME, USUAL_NAME))
-
-
-def _flags(cluster: Cluster) -> list[str]:
-    given = {"kubeconfig": cluster.arguments.kubeconfig, "context": cluster.context}
-    return [f"--{name}={value}" for name, value in given.items() if value]
 
 
 def call_gateway(

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pathlib
+import ssl
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -55,6 +56,25 @@ class OfficialClient:
         found: str | None = self.settings.get_api_key_with_prefix("BearerToken")
         return found
 
+    def proxy(self) -> str | None:
+        """Return the proxy of the kubeconfig, or that of the environment for this API server."""
+        from kubernetes.client.rest import should_bypass_proxies
+
+        proxy: str | None = self.settings.proxy
+        return None if should_bypass_proxies(self.settings.host, self.settings.no_proxy or "") else proxy
+
+    def tls(self) -> dict[str, Any]:
+        """Return what `asyncio.open_connection` needs to know about TLS."""
+        settings = self.settings
+        if not settings.host.startswith("https:"):
+            return {}
+        context = ssl.create_default_context(cafile=settings.ssl_ca_cert)
+        if settings.cert_file:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+        if not settings.verify_ssl:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return {"ssl": context} | ({"server_hostname": settings.tls_server_name} if settings.tls_server_name else {})
+
     def open(
         self,
         method: str,
@@ -74,7 +94,7 @@ class OfficialClient:
             sent = self._client.call_api(method, url, headers, body, _request_timeout=timeout_s)
             answer: BaseHTTPResponse = sent.response
             if not HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
-                raise api_error_for(answer.status, _status(answer.data), f"{method} {path}")
+                raise api_error_for(answer.status, parse_status(answer.data), f"{method} {path}")
         return answer
 
 
@@ -134,7 +154,7 @@ def _failing_plugins_raise() -> Iterator[None]:
         raise OperatorError(f"no cluster: the kubeconfig's credential plugin failed: {'; '.join(logged)}")
 
 
-def _status(body: bytes) -> Object:
+def parse_status(body: bytes) -> Object:
     """Parse the Status object of a rejection; a proxy may answer with another body."""
     try:
         found = json.loads(body)

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import threading
 import webbrowser
 
 from megatronapp_common.text.terminal import replace_control_characters
@@ -42,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
                 print("no browser was found; open the address above; it works once, within five minutes")
             if gateway.forward is not None:
                 print("a port is forwarded to the gateway until Ctrl-C", file=sys.stderr)
-                gateway.forward.hold()
+                threading.Event().wait()
     return 0
 
 
