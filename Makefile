@@ -45,7 +45,7 @@ demo: setup ## Train a small GPT on this machine, make a rank slow, and see it n
 test: test-py test-cpp test-ui ## What must hold for each commit: Python, C++, page (10 minutes on two cores)
 
 test-py: setup
-	scripts/system_packages.sh test
+	scripts/system_packages.sh test native
 	scripts/kube_tools.sh api
 	scripts/kube_tools.sh helm
 	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/e2e --ignore tests/gpu $(PYTEST_FLAGS)
@@ -76,7 +76,7 @@ test-ui: frontend/node_modules/.ready
 	cd frontend && npm test
 
 lint: $(BIN)/.ready frontend/node_modules/.ready ## ruff, mypy, import-linter, gates of size and words, eslint, vue-tsc, clang-format, clang-tidy (COMMITS=main..HEAD: commit subjects, too)
-	scripts/system_packages.sh native
+	scripts/system_packages.sh native lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PY_DIRS)

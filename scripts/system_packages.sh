@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install the Debian packages that a group of targets needs, where they are missing.
-# Usage: system_packages.sh build|native|test|e2e
+# Install the Debian packages that groups of targets need, where they are missing.
+# Usage: system_packages.sh build|native|lint|test|e2e...
 set -euo pipefail
 
 need() { # need COMMAND PACKAGE
@@ -8,14 +8,16 @@ need() { # need COMMAND PACKAGE
 }
 
 missing=()
-case "${1:?usage: system_packages.sh build|native|test|e2e}" in
+for group in "${@:?usage: system_packages.sh build|native|lint|test|e2e...}"; do case "$group" in
   build)
     need g++ g++
     need make make
     ;;
-  native)
+  lint)
     need clang-format clang-format
     need clang-tidy clang-tidy
+    ;;
+  native)
     need cmake cmake
     [ -f /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
     ;;
@@ -41,10 +43,10 @@ case "${1:?usage: system_packages.sh build|native|test|e2e}" in
     [ -d /usr/share/fonts/truetype/dejavu ] || missing+=(fonts-dejavu-core)
     ;;
   *)
-    echo "system_packages.sh: unknown group '$1'; use build, native, test or e2e" >&2
+    echo "system_packages.sh: unknown group '$group'; use build, native, lint, test or e2e" >&2
     exit 2
     ;;
-esac
+esac; done
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 sudo=()
