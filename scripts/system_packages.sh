@@ -19,6 +19,7 @@ for group in "${@:?usage: system_packages.sh build|native|lint|test|e2e...}"; do
     ;;
   native)
     need cmake cmake
+    need ninja ninja-build
     [ -f /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
     ;;
   test)
