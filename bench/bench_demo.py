@@ -41,7 +41,7 @@ STALLED_S = 180
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class DemoFault:
     rank: int
     kind: str
     factor: float
@@ -62,7 +62,7 @@ class Fault:
 class Scores:
     """Results over all jobs."""
 
-    onsets: list[tuple[Fault, list[str], bool, int | None]] = dataclasses.field(default_factory=list)
+    onsets: list[tuple[DemoFault, list[str], bool, int | None]] = dataclasses.field(default_factory=list)
     """Fault, sentences said during it, named right, steps until the page could show it."""
     stretches: list[list[str]] = dataclasses.field(default_factory=list)
     """Sentences said in each healthy stretch."""
@@ -72,7 +72,7 @@ class JobError(Exception):
     """A job that does not start or does not get on."""
 
 
-class Job:
+class DemoJob:
     """A running job and its hub."""
 
     def __init__(self, manifest: pathlib.Path, name: str) -> None:
@@ -101,10 +101,14 @@ class Job:
         progress = self.get("/api/v1/summary")["progress"] or {}
         return int(progress.get("iteration") or 0)
 
-    def news(self) -> list[dict[str, Any]]:
+    def new_verdicts(self) -> list[dict[str, Any]]:
         """Verdicts that were not there at the last call."""
-        new = [one for one in self.get("/api/v1/verdicts") if one["state"] != "suspect" and one["id"] not in self._seen]
-        self._seen |= {one["id"] for one in new}
+        new = [
+            verdict
+            for verdict in self.get("/api/v1/verdicts")
+            if verdict["state"] != "suspect" and verdict["id"] not in self._seen
+        ]
+        self._seen |= {verdict["id"] for verdict in new}
         return new
 
     def watch(self, until: int) -> tuple[list[dict[str, Any]], list[int]]:
@@ -114,7 +118,7 @@ class Job:
         last, moved = self.step(), time.monotonic()
         while True:
             step = self.step()
-            new = self.news()
+            new = self.new_verdicts()
             found += new
             seen_at += [step] * len(new)
             if step >= until:
@@ -154,7 +158,7 @@ def run_job(  # noqa: PLR0917 - one call
 ) -> None:
     """One warm job with `rounds` healthy stretches, each followed by a fault."""
     world, pipeline = write_manifest(folder / f"{name}.yaml", manifest, name, rounds)
-    job = Job(folder / f"{name}.yaml", name)
+    job = DemoJob(folder / f"{name}.yaml", name)
     try:
         job.watch(WARM_STEPS)
         for _ in range(rounds):
@@ -179,23 +183,23 @@ def write_manifest(path: pathlib.Path, source: pathlib.Path, name: str, rounds: 
     return spec["nodes"] * spec["procPerNode"], spec["parallelism"]["pipeline"]
 
 
-def draw_fault(draw: random.Random, world: int, pipeline: int) -> Fault:
+def draw_fault(draw: random.Random, world: int, pipeline: int) -> DemoFault:
     """Rank, kind and factor at random. With `first` 0: the step is chosen when it is injected."""
     rank = draw.randrange(world)
     stride = world // pipeline
     stage = rank // stride
     pairs = tuple((rank + (other - stage) * stride, rank) for other in (stage - 1, stage + 1) if 0 <= other < pipeline)
     kinds = KINDS if len(pairs) == 1 else KINDS[:2]
-    return Fault(rank=rank, kind=draw.choice(kinds), factor=round(draw.uniform(2.0, 3.0), 2), first=0, pairs=pairs)
+    return DemoFault(rank=rank, kind=draw.choice(kinds), factor=round(draw.uniform(2.0, 3.0), 2), first=0, pairs=pairs)
 
 
-def healthy(job: Job, scores: Scores) -> None:
+def healthy(job: DemoJob, scores: Scores) -> None:
     found, _ = job.watch(job.step() + STRETCH_STEPS)
-    scores.stretches.append([one["sentence"] for one in found])
+    scores.stretches.append([verdict["sentence"] for verdict in found])
     print(f"healthy  {'ok' if not found else 'FALSE ALARM ' + found[0]['sentence']}", flush=True)
 
 
-def faulty(job: Job, drawn: Fault, scores: Scores) -> None:
+def faulty(job: DemoJob, drawn: DemoFault, scores: Scores) -> None:
     fault = dataclasses.replace(drawn, first=job.step() + AHEAD_STEPS)
     job.post(
         "/api/v1/faults",
@@ -210,34 +214,34 @@ def faulty(job: Job, drawn: Fault, scores: Scores) -> None:
     found, seen_at = job.watch(fault.first + FAULT_STEPS + AHEAD_STEPS)
     right = len(found) == 1 and fault.named_by(found[0]) and found[0]["since"]["step"] >= fault.first - 1
     delay = seen_at[0] - fault.first if right else None
-    scores.onsets.append((fault, [one["sentence"] for one in found], right, delay))
-    said = "; ".join(one["sentence"] for one in found) or "nothing"
+    scores.onsets.append((fault, [verdict["sentence"] for verdict in found], right, delay))
+    named = "; ".join(verdict["sentence"] for verdict in found) or "nothing"
     mark = "right" if right else "WRONG"
-    print(f"{mark:8} rank {fault.rank} {fault.kind} x{fault.factor} from {fault.first}: {said}", flush=True)
+    print(f"{mark:8} rank {fault.rank} {fault.kind} x{fault.factor} from {fault.first}: {named}", flush=True)
 
 
 def report(scores: Scores) -> None:
     print("\n| kind | named right |\n|---|---|")
     for kind in (*KINDS, "all"):
         rights = [right for fault, _, right, _ in scores.onsets if kind in (fault.kind, "all")]
-        print(f"| {kind} | {exact_bounds.told(sum(rights), len(rights))} |")
-    alarms = sum(bool(said) for said in scores.stretches)
-    print(f"| false alarms, {STRETCH_STEPS} steps each | {exact_bounds.told(alarms, len(scores.stretches))} |")
+        print(f"| {kind} | {exact_bounds.with_bounds(sum(rights), len(rights))} |")
+    alarms = sum(bool(stretch) for stretch in scores.stretches)
+    print(f"| false alarms, {STRETCH_STEPS} steps each | {exact_bounds.with_bounds(alarms, len(scores.stretches))} |")
     delays = [delay for *_, delay in scores.onsets if delay is not None]
     if delays:
         print(
             f"\nsteps from onset until the page could show it: median {statistics.median(delays)}, most {max(delays)}"
         )
-    wrong = [one for one in scores.onsets if not one[2]]
-    print(json.dumps([{"fault": dataclasses.asdict(fault), "said": said} for fault, said, *_ in wrong], indent=1))
+    wrong = [onset for onset in scores.onsets if not onset[2]]
+    print(json.dumps([{"fault": dataclasses.asdict(fault), "said": stretch} for fault, stretch, *_ in wrong], indent=1))
 
 
-def call(*words: str) -> None:
-    subprocess.run([*MEGATRONAPP, *words], check=True, stdout=subprocess.DEVNULL)
+def call(*arguments: str) -> None:
+    subprocess.run([*MEGATRONAPP, *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
-def output(*words: str) -> str:
-    return subprocess.run([*MEGATRONAPP, *words], check=True, capture_output=True, text=True).stdout
+def output(*arguments: str) -> str:
+    return subprocess.run([*MEGATRONAPP, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

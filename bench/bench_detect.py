@@ -31,7 +31,7 @@ LAYOUTS = {
     "DP8": JobLayout.grid(dp=8, ranks_per_worker=4),
     "single rank": JobLayout.grid(),
 }
-MACHINES = {"shared CPU": (ps.SHARED_CPU, 2.0), "GPU": (ps.GPU, 1.2)}
+HOSTS = {"shared CPU": (ps.SHARED_CPU, 2.0), "GPU": (ps.GPU, 1.2)}
 """Noise, and the smallest factor of a fault there."""
 STEPS = 70
 ANCHOR_RATIO = 1.5
@@ -40,7 +40,7 @@ ANCHOR_RATIO = 1.5
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
     layout: str
-    machine: str
+    host: str
     kind: str
     seed: int
 
@@ -65,9 +65,9 @@ class Outcome:
 def main() -> None:
     options = parse_options()
     cases = [
-        Case(layout, machine, kind, options.seed * 100_003 + number)
+        Case(layout, host, kind, options.seed * 100_003 + number)
         for layout in LAYOUTS
-        for machine in MACHINES
+        for host in HOSTS
         for kind in kinds_of(LAYOUTS[layout])
         for number in range(options.runs)
     ]
@@ -94,7 +94,7 @@ def kinds_of(layout: JobLayout) -> list[str]:
 def run(case: Case) -> Outcome:
     """One job from its first step to its last."""
     layout, rng = LAYOUTS[case.layout], np.random.default_rng(case.seed)
-    noise, least = MACHINES[case.machine]
+    noise, least = HOSTS[case.host]
     onset = int(rng.integers(20, 40))
     fault = draw_fault(case.kind, layout, onset, float(rng.uniform(least, 3.0)), rng)
     slow = float(rng.uniform(1.3, 3.0))
@@ -169,32 +169,39 @@ def report(outcomes: list[Outcome]) -> None:
     print("| layout | machine | kind | named right | onset to verdict, steps (median, most) | ms a step |")
     print("|---|---|---|---|---|---|")
     groups: dict[tuple[str, str, str], list[Outcome]] = {}
-    for one in outcomes:
-        groups.setdefault((one.case.layout, one.case.machine, one.case.kind), []).append(one)
-    for (layout, machine, kind), group in groups.items():
-        delays = [one.first_step - one.onset + 1 for one in group if one.truth and one.first_step is not None]
+    for outcome in outcomes:
+        groups.setdefault((outcome.case.layout, outcome.case.host, outcome.case.kind), []).append(outcome)
+    for (layout, host, kind), group in groups.items():
+        delays = [
+            outcome.first_step - outcome.onset + 1
+            for outcome in group
+            if outcome.truth and outcome.first_step is not None
+        ]
         waited = f"{np.median(delays):.0f}, {max(delays)}" if delays else "-"
-        cost = 1e3 * np.median([one.seconds_per_step for one in group])
-        right = exact_bounds.told(sum(one.right for one in group), len(group))
-        print(f"| {layout} | {machine} | {kind} | {right} | {waited} | {cost:.1f} |")
+        cost = 1e3 * np.median([outcome.seconds_per_step for outcome in group])
+        right = exact_bounds.with_bounds(sum(outcome.right for outcome in group), len(group))
+        print(f"| {layout} | {host} | {kind} | {right} | {waited} | {cost:.1f} |")
     totals(outcomes)
 
 
 def totals(outcomes: list[Outcome]) -> None:
-    faulty = [one for one in outcomes if one.truth]
-    healthy = [one for one in outcomes if not one.truth]
-    spoke = [one for one in outcomes if one.named]
-    located = [one for one in faulty if any(name[:2] == one.truth[:2] for name in one.named if one.truth)]
-    print(f"\nnamed right, only that:  {exact_bounds.told(sum(o.right for o in faulty), len(faulty))}")
-    print(f"found at all (recall):   {exact_bounds.told(sum(bool(o.named) for o in faulty), len(faulty))}")
-    print(f"right subject:           {exact_bounds.told(len(located), len(faulty))}")
-    print(f"precision of runs:       {exact_bounds.told(sum(o.right for o in spoke), len(spoke))}")
-    print(f"false alarms, healthy:   {exact_bounds.told(sum(bool(o.named) for o in healthy), len(healthy))}")
-    compute = [one for one in faulty if one.case.kind == "compute"]
-    print(f"anchor, compute faults:  {exact_bounds.told(sum(o.anchor_right for o in compute), len(compute))}")
-    print(f"anchor, false alarms:    {exact_bounds.told(sum(o.anchor_spoke for o in healthy), len(healthy))}")
-    for one in [one for one in outcomes if not one.right][:20]:
-        print(f"  wrong: {one.case} truth {one.truth} onset {one.onset}: {one.named or 'nothing'} at {one.first_step}")
+    faulty = [outcome for outcome in outcomes if outcome.truth]
+    healthy = [outcome for outcome in outcomes if not outcome.truth]
+    spoke = [outcome for outcome in outcomes if outcome.named]
+    located = [
+        outcome for outcome in faulty if any(name[:2] == outcome.truth[:2] for name in outcome.named if outcome.truth)
+    ]
+    print(f"\nnamed right, only that:  {exact_bounds.with_bounds(sum(o.right for o in faulty), len(faulty))}")
+    print(f"found at all (recall):   {exact_bounds.with_bounds(sum(bool(o.named) for o in faulty), len(faulty))}")
+    print(f"right subject:           {exact_bounds.with_bounds(len(located), len(faulty))}")
+    print(f"precision of runs:       {exact_bounds.with_bounds(sum(o.right for o in spoke), len(spoke))}")
+    print(f"false alarms, healthy:   {exact_bounds.with_bounds(sum(bool(o.named) for o in healthy), len(healthy))}")
+    compute = [outcome for outcome in faulty if outcome.case.kind == "compute"]
+    print(f"anchor, compute faults:  {exact_bounds.with_bounds(sum(o.anchor_right for o in compute), len(compute))}")
+    print(f"anchor, false alarms:    {exact_bounds.with_bounds(sum(o.anchor_spoke for o in healthy), len(healthy))}")
+    for outcome in [outcome for outcome in outcomes if not outcome.right][:20]:
+        named = f"{outcome.named or 'nothing'} at {outcome.first_step}"
+        print(f"  wrong: {outcome.case} truth {outcome.truth} onset {outcome.onset}: {named}")
 
 
 if __name__ == "__main__":

@@ -174,10 +174,10 @@ async def hub_process(folder: pathlib.Path, secret: str, hold: int) -> AsyncIter
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    words = ["-m", "megatronapp_analyzer.hub", "--port", str(port), "--job-file", str(folder / "job.json")]
-    words += ["--state-dir", str(folder / "hub"), "--hold-steps", str(hold)]
+    command = ["-m", "megatronapp_analyzer.hub", "--port", str(port), "--job-file", str(folder / "job.json")]
+    command += ["--state-dir", str(folder / "hub"), "--hold-steps", str(hold)]
     environment = os.environ | {Env.SECRET_FILE.value: str(folder / "secret")}
-    process = await asyncio.create_subprocess_exec(sys.executable, *words, env=environment)
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, env=environment)
     try:
         url = f"http://127.0.0.1:{port}"
         await wait_until_ready(url)
@@ -203,7 +203,7 @@ def run_delay_s(pid: int) -> float:
 
 
 @dataclasses.dataclass
-class Samples:
+class Latencies:
     """Readings of the hub, once a second."""
 
     lag_s: list[float] = dataclasses.field(default_factory=list)
@@ -230,7 +230,7 @@ class Samples:
 
 async def measure(load: Load, hold: int) -> dict[str, Any]:
     """One run; the figures by name."""
-    secret, samples = new_secret(), Samples()
+    secret, samples = new_secret(), Latencies()
     agents = [Agent(rank, load) for rank in range(load.agents)]
     headers = {"Authorization": f"Bearer {derive_token(secret, TokenRole.VIEWER)}"}
     with tempfile.TemporaryDirectory() as name:

@@ -56,7 +56,7 @@ def main() -> int:
             chaos.job.wipe()
         shutil.rmtree(folder, ignore_errors=True)
     print_table(results)
-    return 0 if all(one.failure is None for one in results) else 1
+    return 0 if all(result.failure is None for result in results) else 1
 
 
 def parse_options() -> argparse.Namespace:
@@ -98,23 +98,23 @@ def describe(result: Result) -> str:
 def print_table(results: list[Result]) -> None:
     """One row per kind, and the whole count."""
     kinds: dict[str, list[Result]] = defaultdict(list)
-    for one in results:
-        kinds[one.case.kind].append(one)
+    for result in results:
+        kinds[result.case.kind].append(result)
     print("\n| what | cases | held | times, median and longest |\n|---|---|---|---|")
     for kind, found in sorted(kinds.items()):
-        held = sum(one.failure is None for one in found)
-        print(f"| {kind} | {len(found)} | {held} | {times_of(found)} |")
-    held = sum(one.failure is None for one in results)
-    print(f"\n{held} of {len(results)} cases held")
+        survived = sum(result.failure is None for result in found)
+        print(f"| {kind} | {len(found)} | {survived} | {times_of(found)} |")
+    survived = sum(result.failure is None for result in results)
+    print(f"\n{survived} of {len(results)} cases held")
 
 
 def times_of(results: list[Result]) -> str:
     times: dict[str, list[float]] = defaultdict(list)
-    for one in results:
-        for name, seconds in one.times_s.items():
+    for result in results:
+        for name, seconds in result.times_s.items():
             times[name].append(seconds)
-    words = (f"{name} {statistics.median(found):.1f} s, {max(found):.1f} s" for name, found in times.items())
-    return "; ".join(words) or "-"
+    figures = (f"{name} {statistics.median(found):.1f} s, {max(found):.1f} s" for name, found in times.items())
+    return "; ".join(figures) or "-"
 
 
 if __name__ == "__main__":

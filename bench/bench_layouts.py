@@ -38,7 +38,7 @@ LAYOUTS = (
 )
 
 
-class Losses:
+class LossReporter:
     """A reporter that keeps the losses."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def train(flags: str) -> list[float]:
     device = prepare_device(layout.local_rank)
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=120)
-    reporter: Any = Losses() if layout.is_reporter else None
+    reporter: Any = LossReporter() if layout.is_reporter else None
     observer = open_observer(run)
     iterators = build_iterators(config, layout, 0)
     Trainer(
@@ -93,7 +93,7 @@ def fork_server(directory: pathlib.Path) -> Any:  # noqa: ANN401 - a class of a 
 
 def largest_difference(losses: list[float], anchor: list[float]) -> float:
     """Return the largest relative difference."""
-    return max(abs(one - other) / abs(other) for one, other in zip(losses, anchor, strict=True))
+    return max(abs(loss - other) / abs(other) for loss, other in zip(losses, anchor, strict=True))
 
 
 def compare(server: Any, steps: int, directory: str) -> list[str]:  # noqa: ANN401 - see fork_server
@@ -107,9 +107,9 @@ def compare(server: Any, steps: int, directory: str) -> list[str]:  # noqa: ANN4
         environment = {"MEGATRONAPP_SHM_DIR": directory, "MEGATRONAPP_SHM_PREFIX": "bench"}
         traced = max(server.run(world, train, f"{flags} --trace", timeout_s=600, environment=environment), key=len)
         difference = largest_difference(losses, anchors[model])
-        asked = "0" if exact else f"{TOLERANCE:g}"
+        tolerance = "0" if exact else f"{TOLERANCE:g}"
         same = "bit-equal" if traced == losses else "differs"
-        print(f"| {name} | {world} | {difference:.2g} | {asked} | {same} |", flush=True)
+        print(f"| {name} | {world} | {difference:.2g} | {tolerance} | {same} |", flush=True)
         if difference > (0.0 if exact else TOLERANCE) or traced != losses:
             wrong.append(name)
     print(f"\nloss of one process: {anchors[''][0]:.4f} -> {anchors[''][-1]:.4f}")

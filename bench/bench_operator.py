@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Iterator
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "support" / "control_plane")]
 
-from operator_phases import Measured, Side, idle, large, many_jobs, one_gang  # noqa: E402 - found by the path above
+from operator_phases import Measured, Side, idle, large, many_jobs, single_gang  # noqa: E402 - found by the path above
 
 PHASES = ("gangs", "scheduled", "small", "large", "idle")
 RATES = (200, 20)
@@ -53,12 +53,12 @@ def main() -> int:
     began = time.monotonic()
     found = asyncio.run(measure(options))
     print_table(found)
-    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "seconds": round(time.monotonic() - began)}
-    print(json.dumps({"machine": machine, "results": [dataclasses.asdict(one) for one in found]}))
+    host = {"cores": os.cpu_count(), "machine": platform.machine(), "seconds": round(time.monotonic() - began)}
+    print(json.dumps({"machine": host, "results": [dataclasses.asdict(measured) for measured in found]}))
     if options.sizes != (FULL, FULL):
         print("a trial: the goals are for 1,000 pods and 1,000 jobs", file=sys.stderr)
         return 0
-    missed = [words for words in (misses(one, found) for one in found) if words]
+    missed = [miss for miss in (misses(measured, found) for measured in found) if miss]
     print("\n".join(missed) or "all goals of these phases are met", file=sys.stderr)
     return 1 if missed else 0
 
@@ -83,9 +83,9 @@ def sizes(text: str) -> tuple[int, int]:
 async def measure(options: argparse.Namespace) -> list[Measured]:
     found: list[Measured] = []
     for phase in plan(options):
-        async for one in phase:
-            print(line(one), file=sys.stderr, flush=True)
-            found.append(one)
+        async for measured in phase:
+            print(line(measured), file=sys.stderr, flush=True)
+            found.append(measured)
     return found
 
 
@@ -94,9 +94,9 @@ def plan(options: argparse.Namespace) -> Iterator[AsyncIterator[Measured]]:
     (pods, jobs), limit_s = options.sizes, options.limit_s
     if "gangs" in options.only:
         for hub in (False, True):
-            yield from (one_gang(Side(qps=qps, hub=hub), pods, limit_s) for qps in (None, *RATES))
+            yield from (single_gang(Side(qps=qps, hub=hub), pods, limit_s) for qps in (None, *RATES))
     if "scheduled" in options.only:
-        yield from (one_gang(Side(qps=qps, hub=False, scheduler=True), pods, limit_s) for qps in (None, RATES[0]))
+        yield from (single_gang(Side(qps=qps, hub=False, scheduler=True), pods, limit_s) for qps in (None, RATES[0]))
     if "small" in options.only:
         yield from (many_jobs(Side(qps=qps, hub=False), jobs, limit_s) for qps in (None, *RATES))
         yield many_jobs(Side(qps=None, hub=True), jobs, limit_s)
@@ -107,46 +107,46 @@ def plan(options: argparse.Namespace) -> Iterator[AsyncIterator[Measured]]:
         yield idle(Side(qps=None, hub=True), max(1, jobs // 10), limit_s)
 
 
-def line(one: Measured) -> str:
+def line(run: Measured) -> str:
     """Format a figure when it arrives."""
-    seconds = "not reached" if one.seconds is None else f"{one.seconds:.1f} s"
-    others = ", ".join(f"{name} {used:.1f}" for name, used in one.others_cpu_s.items())
-    words = f"{one.phase}, {one.pods} pods, {place(one)}, {one.side.who}: {seconds}, {one.cpu_s:.1f} CPU s"
-    return f"{words}, {one.rss_mib:.0f} MiB (peak {one.peak_mib:.0f}); CPU s of others: {others}  {one.note}"
+    seconds = "not reached" if run.seconds is None else f"{run.seconds:.1f} s"
+    others = ", ".join(f"{name} {used:.1f}" for name, used in run.others_cpu_s.items())
+    summary = f"{run.phase}, {run.pods} pods, {place(run)}, {run.side.who}: {seconds}, {run.cpu_s:.1f} CPU s"
+    return f"{summary}, {run.rss_mib:.0f} MiB (peak {run.peak_mib:.0f}); CPU s of others: {others}  {run.note}"
 
 
-def place(one: Measured) -> str:
-    hub = "with hub" if one.side.hub else "no hub"
-    return f"{hub}, {'scheduler' if one.side.scheduler else 'binder'}"
+def place(measured: Measured) -> str:
+    hub = "with hub" if measured.side.hub else "no hub"
+    return f"{hub}, {'scheduler' if measured.side.scheduler else 'binder'}"
 
 
-def anchor(one: Measured, found: list[Measured]) -> Measured | None:
+def anchor(measured: Measured, found: list[Measured]) -> Measured | None:
     """The same by the Job controller at the higher rate."""
-    if one.side.qps is not None:
+    if measured.side.qps is not None:
         return None
-    side = dataclasses.replace(one.side, qps=RATES[0])
-    return next((other for other in found if (other.phase, other.side) == (one.phase, side)), None)
+    side = dataclasses.replace(measured.side, qps=RATES[0])
+    return next((other for other in found if (other.phase, other.side) == (measured.phase, side)), None)
 
 
-def ratio(one: Measured, found: list[Measured]) -> float | None:
+def ratio(measured: Measured, found: list[Measured]) -> float | None:
     """Our time by its time."""
-    other = anchor(one, found)
-    if other is None or one.seconds is None or other.seconds is None:
+    other = anchor(measured, found)
+    if other is None or measured.seconds is None or other.seconds is None:
         return None
-    return one.seconds / other.seconds
+    return measured.seconds / other.seconds
 
 
-def misses(one: Measured, found: list[Measured]) -> str | None:
+def misses(measured: Measured, found: list[Measured]) -> str | None:
     """Return the goal that a figure misses; those of the Job controller have none."""
-    if one.side.qps is not None:
+    if measured.side.qps is not None:
         return None
-    goal_s, against = GOALS_S.get(one.phase), ratio(one, found)
-    if goal_s is not None and (one.seconds is None or one.seconds >= goal_s):
-        return f"missed: {line(one)}; goal: under {goal_s:g} s"
-    if one.phase == RATIO_PHASE and against is not None and against > GOAL_RATIO:
-        return f"missed: {one.phase}, {place(one)}: {against:.2f} times the Job controller at QPS {RATES[0]}"
-    if one.phase.startswith("memory") and max(one.rss_mib, one.peak_mib) >= GOAL_MIB:
-        return f"missed: {line(one)}; goal: under {GOAL_MIB:g} MiB"
+    goal_s, against = GOALS_S.get(measured.phase), ratio(measured, found)
+    if goal_s is not None and (measured.seconds is None or measured.seconds >= goal_s):
+        return f"missed: {line(measured)}; goal: under {goal_s:g} s"
+    if measured.phase == RATIO_PHASE and against is not None and against > GOAL_RATIO:
+        return f"missed: {measured.phase}, {place(measured)}: {against:.2f} times the Job controller at QPS {RATES[0]}"
+    if measured.phase.startswith("memory") and max(measured.rss_mib, measured.peak_mib) >= GOAL_MIB:
+        return f"missed: {line(measured)}; goal: under {GOAL_MIB:g} MiB"
     return None
 
 
@@ -154,15 +154,20 @@ def print_table(found: list[Measured]) -> None:
     """One row for each figure."""
     print("\n| what | pods | hub, placing | who | seconds | goal | time / Job at 200 | CPU s | peak MiB | notes |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for one in found:
-        seconds = "not reached" if one.seconds is None else f"{one.seconds:.1f}"
-        against, goal = ratio(one, found), "-"
-        if one.side.qps is None and one.phase in GOALS_S:
-            goal = f"< {GOALS_S[one.phase]:g} s"
-        elif one.phase.startswith("memory"):
+    for measured in found:
+        seconds = "not reached" if measured.seconds is None else f"{measured.seconds:.1f}"
+        against, goal = ratio(measured, found), "-"
+        if measured.side.qps is None and measured.phase in GOALS_S:
+            goal = f"< {GOALS_S[measured.phase]:g} s"
+        elif measured.phase.startswith("memory"):
             goal = f"< {GOAL_MIB:g} MiB"
-        cells = [one.phase, f"{one.pods:,}", place(one), one.side.who, seconds, goal]
-        cells += ["-" if against is None else f"{against:.2f}", f"{one.cpu_s:.1f}", f"{one.peak_mib:.0f}", one.note]
+        cells = [measured.phase, f"{measured.pods:,}", place(measured), measured.side.who, seconds, goal]
+        cells += [
+            "-" if against is None else f"{against:.2f}",
+            f"{measured.cpu_s:.1f}",
+            f"{measured.peak_mib:.0f}",
+            measured.note,
+        ]
         print(f"| {' | '.join(cells)} |")
     print()
 

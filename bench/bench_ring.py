@@ -33,12 +33,12 @@ def block_ns(call: Callable[..., object], arguments: tuple[int, ...]) -> float:
 
 def list_recorder() -> Callable[..., object]:
     """The anchor: a tuple appended to a bounded list."""
-    kept: list[tuple[int, ...]] = []
+    durations: list[tuple[int, ...]] = []
 
     def record(*values: int) -> None:
-        kept.append(values)
-        if len(kept) > 65536:
-            kept.clear()
+        durations.append(values)
+        if len(durations) > 65536:
+            durations.clear()
 
     return record
 

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from typing import Any
 
-from scope_job import Page, Size, machine, prompt_of, serving
+from scope_job import Page, Size, host, prompt_of, serving
 
 from megatronapp_common.frames import FrameType
 
@@ -36,14 +36,14 @@ def capture_of(preset: str, size: Size) -> dict[str, Any]:
 def measured(page: Page, text: str, preset: str, size: Size, tokens: int) -> dict[str, Any]:
     """Bytes of one run, and what its frames held."""
     request = {"prompts": [text], "tokens": tokens, "sampling": {"temperature": 1, "seed": 1}}
-    run = page.ask(request | {"capture": capture_of(preset, size)})
+    run = page.start_run(request | {"capture": capture_of(preset, size)})
     steps: collections.Counter[int] = collections.Counter()
     others: collections.Counter[str] = collections.Counter()
     names: set[str] = set()
     for frame, count in page.until_end(run):
         if frame.type in OF_STEPS and frame.header["step"] > 0:
             steps[frame.header["step"]] += count
-            names |= {str(one["n"]) for one in frame.header["tensors"]}
+            names |= {str(tensor["n"]) for tensor in frame.header["tensors"]}
         else:
             others[FrameType(frame.type).name] += count
     prompt = page.detail(run)["prompts"][0]
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=32, help="tokens that are generated (default: %(default)s)")
     given = parser.parse_args()
     size = Size(layers=given.layers, heads=given.heads, head_width=4, positions=given.prompt + given.new + 64)
-    print(json.dumps({"machine": machine()}), flush=True)
+    print(json.dumps({"machine": host()}), flush=True)
     missed = False
     with tempfile.TemporaryDirectory() as name, serving(pathlib.Path(name), size) as job, job.hub() as hub:
         page, text = Page(hub), prompt_of(pathlib.Path(name), given.prompt)

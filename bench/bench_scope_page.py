@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import playwright.sync_api as pw
-from scope_job import machine
+from scope_job import host
 from scope_recording import Drawn, Head, session
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "support" / "scope"))
@@ -98,7 +98,7 @@ def address(replay: Replay, head: Head) -> str:
 def outermost(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Scripts without what runs within another one."""
     found: list[dict[str, Any]] = []
-    for event in sorted(events, key=lambda one: (one["ts"], -one.get("dur", 0))):
+    for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
         if not found or event["ts"] >= found[-1]["ts"] + found[-1].get("dur", 0):
             found.append(event)
     return found
@@ -107,25 +107,27 @@ def outermost(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def script_times(trace: bytes) -> tuple[list[float], list[float]]:
     """Milliseconds of script between the ends of two frames' callbacks, where there was any: as a clock on the wall
     has it, and of the processor."""
-    events = [one for one in json.loads(trace)["traceEvents"] if one.get("ph") == "X" and "ts" in one]
-    drawing = [one for one in events if one["name"] == "FireAnimationFrame"]
-    threads = [(one["pid"], one["tid"]) for one in drawing]
+    events = [event for event in json.loads(trace)["traceEvents"] if event.get("ph") == "X" and "ts" in event]
+    drawing = [event for event in events if event["name"] == "FireAnimationFrame"]
+    threads = [(event["pid"], event["tid"]) for event in drawing]
     main = max(set(threads), key=threads.count)
-    ends = sorted(one["ts"] + one["dur"] for one in drawing if (one["pid"], one["tid"]) == main)
-    scripts = outermost([one for one in events if (one["pid"], one["tid"]) == main and one["name"] in SCRIPTS])
+    ends = sorted(event["ts"] + event["dur"] for event in drawing if (event["pid"], event["tid"]) == main)
+    scripts = outermost(
+        [event for event in events if (event["pid"], event["tid"]) == main and event["name"] in SCRIPTS]
+    )
     wall, processor = [0.0] * len(ends), [0.0] * len(ends)
-    for one in scripts:
-        frame = bisect.bisect_right(ends, one["ts"])
+    for script in scripts:
+        frame = bisect.bisect_right(ends, script["ts"])
         if frame < len(ends):
-            wall[frame] += one.get("dur", 0) / 1000
-            processor[frame] += one.get("tdur", 0) / 1000
+            wall[frame] += script.get("dur", 0) / 1000
+            processor[frame] += script.get("tdur", 0) / 1000
     seen = [frame for frame in range(1, len(ends)) if wall[frame] > 0]
     return [wall[frame] for frame in seen], [processor[frame] for frame in seen]
 
 
 def metrics(cdp: pw.CDPSession) -> dict[str, float]:
     """Seconds that the browser has counted."""
-    return {one["name"]: one["value"] for one in cdp.send("Performance.getMetrics")["metrics"]}
+    return {metric["name"]: metric["value"] for metric in cdp.send("Performance.getMetrics")["metrics"]}
 
 
 def newest(page: pw.Page) -> int:
@@ -140,7 +142,7 @@ def streamed(browser: pw.Browser, folder: pathlib.Path, given: argparse.Namespac
     pinned = [(place * given.layers // 8, place * given.heads // 8) for place in range(8)]
     steps = int(given.rate * (given.seconds + 20))
     shape = {"layers": given.layers, "heads": given.heads, "prompt": given.prompt}
-    drawn = Drawn(**shape, steps=steps, tokens_per_second=given.rate * 1.06, pinned=pinned, held=pinned[:1])
+    drawn = Drawn(**shape, steps=steps, tokens_per_second=given.rate * 1.06, pinned=pinned, prompt_heads=pinned[:1])
     with opened(drawn, folder, browser, "1") as (page, replay):
         page.goto(address(replay, pinned[0]))
         pw.expect(page.get_by_test_id("head-atlas")).to_be_visible(timeout=60_000)
@@ -152,18 +154,20 @@ def streamed(browser: pw.Browser, folder: pathlib.Path, given: argparse.Namespac
         browser.start_tracing(page=page, categories=CATEGORIES)
         before, tokens = metrics(cdp), newest(page)
         page.wait_for_timeout(given.seconds * 1000)
-        after, came = metrics(cdp), newest(page) - tokens
+        after, received = metrics(cdp), newest(page) - tokens
         wall, processor = script_times(browser.stop_tracing())
     spent = after["Timestamp"] - before["Timestamp"]
     each = sorted(wall)
     return {
         "what": "script of a frame while tokens stream",
-        "tokens_per_second": round(came / spent, 1),
+        "tokens_per_second": round(received / spent, 1),
         "frames_with_script_per_second": round(len(wall) / spent, 1),
         "script_ms_median": round(statistics.median(each), 2),
         "script_ms_p95": round(each[int(0.95 * len(each))], 2),
         "script_processor_ms_median": round(statistics.median(processor), 2),
-        "script_ms_of_a_token": round(1000 * (after["ScriptDuration"] - before["ScriptDuration"]) / max(1, came), 2),
+        "script_ms_of_a_token": round(
+            1000 * (after["ScriptDuration"] - before["ScriptDuration"]) / max(1, received), 2
+        ),
         "main_thread_busy": round((after["TaskDuration"] - before["TaskDuration"]) / spent, 3),
         "goal_ms": SCRIPT_GOAL_MS,
     }
@@ -172,24 +176,24 @@ def streamed(browser: pw.Browser, folder: pathlib.Path, given: argparse.Namespac
 def switched(browser: pw.Browser, folder: pathlib.Path, given: argparse.Namespace) -> dict[str, Any]:
     """Times to other heads."""
     every = list(itertools.product(range(given.layers), range(given.heads)))
-    held = every[:: max(1, len(every) // (given.switches + 1))][: given.switches + 1]
-    drawn = Drawn(layers=given.layers, heads=given.heads, prompt=given.prompt, steps=1, held=held)
+    heads = every[:: max(1, len(every) // (given.switches + 1))][: given.switches + 1]
+    drawn = Drawn(layers=given.layers, heads=given.heads, prompt=given.prompt, steps=1, prompt_heads=heads)
     times = []
     with opened(drawn, folder, browser, "all") as (page, replay):
-        page.goto(address(replay, held[0]))
+        page.goto(address(replay, heads[0]))
         pw.expect(page.get_by_test_id("attention-map")).to_be_visible(timeout=60_000)
         box = page.get_by_test_id("head-atlas").bounding_box()
         assert box is not None
-        for layer, head in held[1:]:
-            came = page.evaluate("window.__came")
+        for layer, head in heads[1:]:
+            drawn_at = page.evaluate("window.__came")
             x = 26 + (box["width"] - 27) * (head + 0.5) / given.heads
             y = 18 + (box["height"] - 19) * (layer + 0.5) / given.layers
             page.mouse.click(box["x"] + x, box["y"] + y)
-            times.append(page.evaluate(SWITCHED, [f"Layer {layer}, head {head}", came]))
+            times.append(page.evaluate(SWITCHED, [f"Layer {layer}, head {head}", drawn_at]))
             page.wait_for_timeout(50)
     if None in times:
         raise RuntimeError(f"{times.count(None)} of {len(times)} heads were never drawn")
-    done, tiles = (sorted(one[place] for one in times) for place in (0, 1))
+    done, tiles = (sorted(times_of_head[place] for times_of_head in times) for place in (0, 1))
     return {
         "what": "click to the frame after another head is drawn",
         "switches": len(done),
@@ -211,7 +215,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=10, help="that are traced (default: %(default)s)")
     parser.add_argument("--switches", type=int, default=40, help="heads that are clicked (default: %(default)s)")
     given = parser.parse_args()
-    print(json.dumps({"machine": machine()}), flush=True)
+    print(json.dumps({"machine": host()}), flush=True)
     with tempfile.TemporaryDirectory() as name, pw.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         stream = streamed(browser, pathlib.Path(name), given)

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 import playwright.sync_api as pw
-from scope_job import Page, Size, machine, prompt_of, serving
+from scope_job import Page, Size, host, prompt_of, serving
 from served_job import Served
 from websockets.exceptions import ConnectionClosed
 
@@ -35,7 +35,7 @@ from megatronapp_common.web.tokens import TokenRole
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 SLOW_BYTES_PER_S = 1_000_000
-SHARE_GOAL = 0.98
+FRACTION_GOAL = 0.98
 """Least share of tokens per second that is left, as the median of rounds."""
 BACK_GOAL_S = 2.0
 PAUSE_S = 0.05
@@ -78,12 +78,12 @@ def reading(page: Page, bytes_per_s: float | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def nobody(_hub: httpx.Client) -> Iterator[None]:
+def no_page(_hub: httpx.Client) -> Iterator[None]:
     yield
 
 
 @contextlib.contextmanager
-def looker(hub: httpx.Client, bytes_per_s: float | None) -> Iterator[None]:
+def reading_page(hub: httpx.Client, bytes_per_s: float | None) -> Iterator[None]:
     page = Page(hub)
     with reading(page, bytes_per_s):
         yield
@@ -99,9 +99,9 @@ def stopped(hub: httpx.Client) -> Iterator[None]:
 
 
 LOOKERS: dict[str, Callable[[httpx.Client], contextlib.AbstractContextManager[None]]] = {
-    "nobody": nobody,
-    "reads": lambda hub: looker(hub, None),
-    "slow": lambda hub: looker(hub, SLOW_BYTES_PER_S),
+    "nobody": no_page,
+    "reads": lambda hub: reading_page(hub, None),
+    "slow": lambda hub: reading_page(hub, SLOW_BYTES_PER_S),
     "stopped": stopped,
 }
 
@@ -114,8 +114,8 @@ def request_of(text: str, prompts: int, tokens: int) -> dict[str, Any]:
 def block(job: Served, kind: str, request: dict[str, Any]) -> float:
     """Return the tokens per second of one run, as rank 0 reports them."""
     with job.hub() as hub, LOOKERS[kind](hub):
-        asker = Page(hub, deaf=True)
-        header = asker.wait_for_end(asker.ask(request))
+        page = Page(hub, deaf=True)
+        header = page.wait_for_end(page.start_run(request))
     if header["state"] != "done" or not header["tokensPerSecond"]:
         raise RuntimeError(f"the run ended as {header['state']}: {header['error']}")
     return float(header["tokensPerSecond"])
@@ -125,16 +125,20 @@ def compared(job: Served, request: dict[str, Any], rounds: int) -> list[dict[str
     """Return tokens per second as fractions of those of the same round's block without a page."""
     block(job, "nobody", request)
     speeds: dict[str, list[float]] = {kind: [] for kind in LOOKERS}
-    for turn in range(rounds):
+    for index in range(rounds):
         kinds = list(LOOKERS)
-        for kind in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
+        for kind in kinds[index % len(kinds) :] + kinds[: index % len(kinds)]:
             speeds[kind].append(block(job, kind, request))
     out = []
     for kind in list(LOOKERS)[1:]:
-        shares = sorted(one / none for one, none in zip(speeds[kind], speeds["nobody"], strict=True))
-        told = {"share_median": statistics.median(shares), "share_least": shares[0], "share_most": shares[-1]}
+        fractions = sorted(speed / none for speed, none in zip(speeds[kind], speeds["nobody"], strict=True))
+        summary = {
+            "share_median": statistics.median(fractions),
+            "share_least": fractions[0],
+            "share_most": fractions[-1],
+        }
         speed = {"tokens_per_second": statistics.median(speeds[kind]), "rounds": rounds}
-        out.append({"looks": kind, **{name: round(value, 3) for name, value in told.items()}, **speed})
+        out.append({"looks": kind, **{name: round(value, 3) for name, value in summary.items()}, **speed})
     return out
 
 
@@ -142,9 +146,9 @@ def hub_process(job: Served) -> int:
     """Process id of the job's hub. Raises LookupError."""
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = path.joinpath("cmdline").read_bytes().split(b"\0")
+            command = path.joinpath("cmdline").read_bytes().split(b"\0")
             place = os.fsencode(job.environment["XDG_STATE_HOME"])
-            if b"megatronapp_analyzer.hub" in words and any(word.startswith(place) for word in words):
+            if b"megatronapp_analyzer.hub" in command and any(argument.startswith(place) for argument in command):
                 return int(path.name)
     raise LookupError("the job has no hub")
 
@@ -168,7 +172,7 @@ def killed(job: Served, page: pw.Page, request: dict[str, Any]) -> dict[str, Any
     page.keyboard.press("n")
     shown = place.inner_text()
     os.kill(hub_process(job), signal.SIGKILL)
-    gone = time.monotonic()
+    killed_at = time.monotonic()
     while answers(url):
         time.sleep(0.01)
     page.wait_for_timeout(200)
@@ -179,12 +183,12 @@ def killed(job: Served, page: pw.Page, request: dict[str, Any]) -> dict[str, Any
     page.evaluate(CHANGED, shown.strip())
     back = time.monotonic() - up
     page.wait_for_timeout(500)
-    said = page.get_by_test_id("back")
-    words = " ".join(said.inner_text().split()) if said.count() else ""
+    banner = page.get_by_test_id("back")
+    banner_text = " ".join(banner.inner_text().split()) if banner.count() else ""
     with job.hub() as hub:
         state = hub.get(f"scope/runs/{run}").json().get("state")
         hub.delete(f"scope/runs/{run}")
-    return {"hub_away_s": round(up - gone, 2), "page_back_s": round(back, 2), "run": state, "said": words}
+    return {"hub_away_s": round(up - killed_at, 2), "page_back_s": round(back, 2), "run": state, "said": banner_text}
 
 
 def restarts(job: Served, request: dict[str, Any], times: int) -> Iterator[dict[str, Any]]:
@@ -211,19 +215,19 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=5)
     given = parser.parse_args()
     size = Size(layers=given.layers, heads=given.heads, head_width=8, positions=1024)
-    print(json.dumps({"machine": machine()}), flush=True)
+    print(json.dumps({"machine": host()}), flush=True)
     with tempfile.TemporaryDirectory() as name, serving(pathlib.Path(name), size) as job:
         text = prompt_of(pathlib.Path(name), 64)
         request = request_of(text, given.prompts, given.new)
-        shares = compared(job, request, given.rounds) if given.rounds else []
-        for one in shares:
-            print(json.dumps(one | {"goal": SHARE_GOAL}), flush=True)
+        comparisons = compared(job, request, given.rounds) if given.rounds else []
+        for comparison in comparisons:
+            print(json.dumps(comparison | {"goal": FRACTION_GOAL}), flush=True)
         kills = []
         for found in restarts(job, request_of(text, 1, 512), given.kills):
             kills.append(found)
             print(json.dumps(found | {"goal_s": BACK_GOAL_S}), flush=True)
-    slow = any(one["share_median"] < SHARE_GOAL for one in shares)
-    late = any(one["page_back_s"] > BACK_GOAL_S or not one["said"] for one in kills)
+    slow = any(comparison["share_median"] < FRACTION_GOAL for comparison in comparisons)
+    late = any(kill["page_back_s"] > BACK_GOAL_S or not kill["said"] for kill in kills)
     return int(slow or late)
 
 

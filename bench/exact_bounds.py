@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 
 
-def binomial_at_least(successes: int, trials: int, share: float) -> float:
+def binomial_at_least(successes: int, trials: int, probability: float) -> float:
     """Probability of `successes` or more in `trials` with probability `share` each."""
     return math.fsum(
-        math.comb(trials, k) * share**k * (1 - share) ** (trials - k) for k in range(successes, trials + 1)
+        math.comb(trials, k) * probability**k * (1 - probability) ** (trials - k) for k in range(successes, trials + 1)
     )
 
 
@@ -16,13 +16,13 @@ def clopper_pearson(successes: int, trials: int, level: float = 0.95) -> tuple[f
     tail = (1 - level) / 2
     lower, upper = 0.0, 1.0
     if trials and successes:
-        lower = _solve(lambda share: binomial_at_least(successes, trials, share) - tail)
+        lower = _solve(lambda probability: binomial_at_least(successes, trials, probability) - tail)
     if trials and successes < trials:
-        upper = _solve(lambda share: binomial_at_least(successes + 1, trials, share) - (1 - tail))
+        upper = _solve(lambda probability: binomial_at_least(successes + 1, trials, probability) - (1 - tail))
     return lower, upper
 
 
-def told(successes: int, trials: int) -> str:
+def with_bounds(successes: int, trials: int) -> str:
     """`58/60 (95 %: 0.885 to 0.996)`."""
     lower, upper = clopper_pearson(successes, trials)
     return f"{successes}/{trials} (95 %: {lower:.3f} to {upper:.3f})"

@@ -35,9 +35,11 @@ def outcome(seed: int) -> tuple[int, str, str]:
 
 def without(name: str) -> None:
     """Plan without one of its policies from now on."""
-    if name and name not in {one.__name__ for one in planner.POLICIES}:
-        raise SystemExit(f"there is no policy {name}; there are {', '.join(one.__name__ for one in planner.POLICIES)}")
-    planner.POLICIES = tuple(one for one in planner.POLICIES if one.__name__ != name)
+    if name and name not in {policy.__name__ for policy in planner.POLICIES}:
+        raise SystemExit(
+            f"there is no policy {name}; there are {', '.join(policy.__name__ for policy in planner.POLICIES)}"
+        )
+    planner.POLICIES = tuple(policy for policy in planner.POLICIES if policy.__name__ != name)
 
 
 def main() -> int:

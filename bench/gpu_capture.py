@@ -83,7 +83,7 @@ class Ways:
         self.gang, self.engine = bench.open(batch)
         self.scope: RankScope = open_scope(self.gang, folder, attempt=0)
         self.leader = CaptureCoordinator(self.engine, self.scope.capture, self.scope.publisher.post)
-        self.looking = CaptureController(self.leader, self.engine.defer)
+        self.controller = CaptureController(self.leader, self.engine.defer)
         self.leader.set_basis(self._basis())
         self.prompts = prompts_of(bench.options, batch).tolist()
         self._count = 0
@@ -114,7 +114,7 @@ class Ways:
         while self.engine.is_busy:
             events = self.engine.step()
             if way not in {"none", "idle"}:
-                self.looking.observe(events)
+                self.controller.observe(events)
             tokens += [event.token for event in events if isinstance(event, TokenEvent)]
         assert len(tokens) == self.batch * self.bench.options.new
         return tokens
@@ -160,12 +160,12 @@ def check_no_waits(ways: Ways, way: str) -> dict[str, int]:
     reading = StepPlan(segments=prompts, outputs=(OutputRequest(row=0),), decode=False)
     newest = [Segment(slot=slot, start=length, tokens=(1,), request_id=f"{run}-{slot}") for slot in range(batch)]
     plan = StepPlan(segments=tuple(newest), outputs=tuple(OutputRequest(row=row) for row in range(batch)), decode=True)
-    for one in (reading, plan, plan):
-        ways.gang.stage.run(one)
+    for mode in (reading, plan, plan):
+        ways.gang.stage.run(mode)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for one in (reading, *[plan] * 5):
-            ways.gang.stage.run(one)
+        for mode in (reading, *[plan] * 5):
+            ways.gang.stage.run(mode)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     bench.wait()
@@ -185,9 +185,9 @@ def check_no_waits(ways: Ways, way: str) -> dict[str, int]:
 def compare(ways: Ways, rounds: int, goals: dict[str, float]) -> dict[str, Any]:
     """Blocks of all ways in turn, each round in another order."""
     names = ["none", *goals]
-    wanted = ways.generate("none")
+    expected = ways.generate("none")
     for name in [*names, *names]:  # graphs, compilation
-        assert ways.generate(name) == wanted, f"{name}: other tokens"
+        assert ways.generate(name) == expected, f"{name}: other tokens"
     freeze_gc()
     blocks: dict[str, list[float]] = {name: [] for name in names}
     for place in range(rounds):
@@ -197,9 +197,9 @@ def compare(ways: Ways, rounds: int, goals: dict[str, float]) -> dict[str, Any]:
     tokens = ways.batch * ways.bench.options.new
     row: dict[str, Any] = {"tokens_per_s": {name: tokens / statistics.median(times) for name, times in blocks.items()}}
     for name, goal in goals.items():
-        shares = [none_s / way_s for none_s, way_s in zip(blocks["none"], blocks[name], strict=True)]
-        low, high = median_bounds(shares)
-        row[name] = {"share_left": statistics.median(shares), "low": low, "high": high, "goal": goal}
+        fractions = [none_s / way_s for none_s, way_s in zip(blocks["none"], blocks[name], strict=True)]
+        low, high = median_bounds(fractions)
+        row[name] = {"share_left": statistics.median(fractions), "low": low, "high": high, "goal": goal}
     return row | {"seconds": blocks}
 
 
@@ -241,9 +241,9 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
         print(f"batch {batch}: {row['tokens_per_s']['none']:.1f} tokens/s without a watcher", flush=True)
         for name in goals_of(options):
-            one = row[name]
-            bounds = f"(95 %: {one['low']:.4f} to {one['high']:.4f})"
-            print(f"batch {batch}, {name}: {one['share_left']:.4f} {bounds}, goal {one['goal']}", flush=True)
+            measured = row[name]
+            bounds = f"(95 %: {measured['low']:.4f} to {measured['high']:.4f})"
+            print(f"batch {batch}, {name}: {measured['share_left']:.4f} {bounds}, goal {measured['goal']}", flush=True)
         print(f"batch {batch}: {row['sent_bytes']} bytes sent, {row['dropped_frames']} frames dropped", flush=True)
     destroy_groups()
     return results

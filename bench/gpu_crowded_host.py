@@ -25,7 +25,7 @@ MEGATRONAPP = [sys.executable, "-m", "megatronapp_common.cli"]
 JOB = "crowded"
 STEPS = 400
 FAULT = {"rank": 1, "kind": "compute", "factor": 2, "fromStep": 300, "steps": 60}
-ONE_CPU, CALM, ALL_CPUS, CALM_AGAIN = 90, 130, 190, 240
+SINGLE_CPU, CALM, ALL_CPUS, CALM_AGAIN = 90, 130, 190, 240
 """Steps at which the crowding changes."""
 DEADLINE_S = 500
 POLL_S = 0.2
@@ -39,7 +39,7 @@ class Crowd:
         self._cpus = os.sched_getaffinity(0)
         self._pinned: int | None = None
 
-    def one_cpu(self) -> None:
+    def single_cpu(self) -> None:
         """Rank 0 and two loops share a processor."""
         self._pinned = process_of_rank(0)
         cpu = {min(self._cpus)}
@@ -93,31 +93,31 @@ def hub_client() -> httpx.Client:
 
 def watch(hub: httpx.Client, crowd: Crowd) -> list[dict[str, Any]]:
     """Change the crowding as the steps go by; return all verdicts that users could see."""
-    plan = [(ONE_CPU, crowd.one_cpu), (CALM, crowd.calm), (ALL_CPUS, crowd.all_cpus), (CALM_AGAIN, crowd.calm)]
-    told: dict[str, dict[str, Any]] = {}
+    plan = [(SINGLE_CPU, crowd.single_cpu), (CALM, crowd.calm), (ALL_CPUS, crowd.all_cpus), (CALM_AGAIN, crowd.calm)]
+    verdicts: dict[str, dict[str, Any]] = {}
     deadline, step = time.monotonic() + DEADLINE_S, 0
     while step < FAULT["fromStep"] + FAULT["steps"] and time.monotonic() < deadline:  # type: ignore[operator]
         step = (hub.get("/api/v1/summary").json()["progress"] or {}).get("iteration") or 0
         for verdict in hub.get("/api/v1/verdicts").json():
-            if verdict["state"] != "suspect" and verdict["id"] not in told:
+            if verdict["state"] != "suspect" and verdict["id"] not in verdicts:
                 print(f"step {step:4}  {verdict['sentence']}", flush=True)
-                told[verdict["id"]] = verdict
+                verdicts[verdict["id"]] = verdict
         if plan and step >= plan[0][0]:
             _, change = plan.pop(0)
             change()
             print(f"step {step:4}  -- {change.__name__.replace('_', ' ')}", flush=True)
         time.sleep(POLL_S)
-    return list(told.values())
+    return list(verdicts.values())
 
 
-def is_right(told: list[dict[str, Any]]) -> bool:
+def is_right(verdicts: list[dict[str, Any]]) -> bool:
     """A host in each crowd, and in the end the slow device alone."""
-    hosts = [one["since"]["step"] for one in told if one["cause"] == "host"]
-    crowds = any(ONE_CPU <= step < CALM for step in hosts) and any(ALL_CPUS <= step < CALM_AGAIN for step in hosts)
-    others = [one for one in told if one["cause"] != "host"]
+    hosts = [verdict["since"]["step"] for verdict in verdicts if verdict["cause"] == "host"]
+    crowds = any(SINGLE_CPU <= step < CALM for step in hosts) and any(ALL_CPUS <= step < CALM_AGAIN for step in hosts)
+    others = [verdict for verdict in verdicts if verdict["cause"] != "host"]
     return (
         crowds
-        and [(one["cause"], one["subject"]["ranks"]) for one in others] == [(FAULT["kind"], [FAULT["rank"]])]
+        and [(other["cause"], other["subject"]["ranks"]) for other in others] == [(FAULT["kind"], [FAULT["rank"]])]
         and (
             others[0]["since"]["step"] >= FAULT["fromStep"] - 1  # type: ignore[operator]
         )
@@ -138,14 +138,14 @@ def main() -> int:
         path.write_text(yaml.safe_dump(manifest), encoding="utf-8")
         subprocess.run([*MEGATRONAPP, "run", str(path), "--name", JOB, "--detach"], check=True)
         try:
-            told = watch(hub_client(), crowd)
+            verdicts = watch(hub_client(), crowd)
         finally:
             crowd.calm()
             subprocess.run([*MEGATRONAPP, "delete", JOB], check=True)
     if options.out:
-        options.out.write_text(json.dumps(told, indent=1), encoding="utf-8")
-    print("right" if is_right(told) else "wrong")
-    return 0 if is_right(told) else 1
+        options.out.write_text(json.dumps(verdicts, indent=1), encoding="utf-8")
+    print("right" if is_right(verdicts) else "wrong")
+    return 0 if is_right(verdicts) else 1
 
 
 if __name__ == "__main__":

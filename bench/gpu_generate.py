@@ -90,7 +90,11 @@ def flags(options: argparse.Namespace, *, bf16: bool) -> list[str]:
         "--mock-data --group-query-attention --swiglu --normalization RMSNorm --position-embedding-type rope "
         "--disable-bias-linear --untie-embeddings-and-output-weights"
     )
-    return [*(str(word) for pair in shape.items() for word in pair), *switches.split(), *(["--bf16"] if bf16 else [])]
+    return [
+        *(str(argument) for pair in shape.items() for argument in pair),
+        *switches.split(),
+        *(["--bf16"] if bf16 else []),
+    ]
 
 
 def build_theirs(options: argparse.Namespace, ours: Any, device: Device) -> Any:  # noqa: ANN401 - GPTModel, LlamaForCausalLM
@@ -152,8 +156,8 @@ def prompts_of(options: argparse.Namespace, batch: int) -> torch.Tensor:
 
 def generate_ours(bench: Bench, engine: Engine, prompts: torch.Tensor, **fields: Any) -> list[TokenEvent]:  # noqa: ANN401
     for index, prompt in enumerate(prompts.tolist()):
-        wanted: dict[str, Any] = {"max_new_tokens": bench.options.new, "temperature": 0} | fields
-        engine.submit(GenerationRequest(id=str(index), prompt=tuple(prompt), **wanted))
+        request_fields: dict[str, Any] = {"max_new_tokens": bench.options.new, "temperature": 0} | fields
+        engine.submit(GenerationRequest(id=str(index), prompt=tuple(prompt), **request_fields))
     events: list[TokenEvent] = []
     others: list[object] = []
     while engine.is_busy:
@@ -334,7 +338,7 @@ def measure(bench: Bench, batch: int) -> dict[str, Any]:
     return row
 
 
-def options_of(description: str | None, turns: str, out: str, *switches: str) -> argparse.Namespace:
+def options_of(description: str | None, rounds: str, out: str, *switches: str) -> argparse.Namespace:
     """The command line of a measurement of this model; `turns` is the word for how often its blocks take turns, and
     `switches` are its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -346,14 +350,14 @@ def options_of(description: str | None, turns: str, out: str, *switches: str) ->
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument(f"--{turns}", type=int, default=12)
+    parser.add_argument(f"--{rounds}", type=int, default=12)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(out))
     for switch in switches:
         parser.add_argument(switch, action="store_true")
     options = parser.parse_args()
-    if getattr(options, turns) < math.ceil(1 - math.log2(0.05)):
-        parser.error(f"--{turns} must be 6 or more, for bounds of 95 %")
+    if getattr(options, rounds) < math.ceil(1 - math.log2(0.05)):
+        parser.error(f"--{rounds} must be 6 or more, for bounds of 95 %")
     return options
 
 

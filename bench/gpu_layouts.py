@@ -48,8 +48,8 @@ def layouts(gpus: int) -> list[Layout]:
         Layout(),
         Layout(tensor=2, pipeline=gpus // 2),
     ]
-    possible = (one for one in found if one.pipeline > 1 or (one.pipeline == 1 and one.chunks == 1))
-    return [one for one in dict.fromkeys(possible) if gpus % one.tensor == 0]
+    possible = (layout for layout in found if layout.pipeline > 1 or (layout.pipeline == 1 and layout.chunks == 1))
+    return [layout for layout in dict.fromkeys(possible) if gpus % layout.tensor == 0]
 
 
 def arguments(shape: Shape, layout: Layout, implementation: str, steps: int) -> list[str]:
@@ -75,8 +75,8 @@ def arguments(shape: Shape, layout: Layout, implementation: str, steps: int) -> 
     if layout.chunks > 1:
         per_chunk = shape.layers // layout.pipeline // layout.chunks
         flags["--num-layers-per-virtual-pipeline-stage"] = per_chunk
-    words = [str(word) for flag in flags.items() for word in flag]
-    return [*words, "--mock-data", "--bf16", "--use-distributed-optimizer", "--untie-embeddings-and-output-weights"]
+    values = [str(argument) for flag in flags.items() for argument in flag]
+    return [*values, "--mock-data", "--bf16", "--use-distributed-optimizer", "--untie-embeddings-and-output-weights"]
 
 
 class Samples:
@@ -146,9 +146,10 @@ def ours(config: TrainerConfig, samples: Samples) -> tuple[TrainingRun, Trainer,
     layout, device = groups_for(config)
     run = build_run(config, layout, device, vocab_size=samples.shape.vocabulary)
     feed = samples.batches(layout.data_size, layout.data_rank)
-    losses, wish = Losses(), StopRequest()
+    losses, stop_request = Losses(), StopRequest()
     iterators = DataIterators(train=feed, valid=None, test=None)
-    return run, Trainer(run, iterators, build_schedule(run), stop_request=wish, reporter=losses), losses, wish  # type: ignore[arg-type]
+    trainer = Trainer(run, iterators, build_schedule(run), stop_request=stop_request, reporter=losses)  # type: ignore[arg-type]
+    return run, trainer, losses, stop_request
 
 
 def measure_ours(shape: Shape, layout: Layout, implementation: str, samples: Samples) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str,
     from megatronapp_trainer.scan.run_context import RunContext
 
     config = parse([*arguments(shape, layout, "torch", 10_000), "--trace"])
-    run, plain, _, wish = ours(config, samples)
+    run, plain, _, stop_request = ours(config, samples)
     off = switches(run)
     context = RunContext(
         config=config,
@@ -203,7 +204,7 @@ def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str,
     )
     observer = scan.start(context)
     iterators = DataIterators(train=samples.batches(run.layout.data_size, run.layout.data_rank), valid=None, test=None)
-    traced = Trainer(run, iterators, build_schedule(run, observer), stop_request=wish, observer=observer)
+    traced = Trainer(run, iterators, build_schedule(run, observer), stop_request=stop_request, observer=observer)
     on = switches(run)
     span_of_steps(traced.step, WARM)
     switch(run, off)

@@ -63,28 +63,30 @@ def work(options: argparse.Namespace) -> None:
     if layout.rank == 0:
         engine = Engine(gang)
         leader = CaptureCoordinator(engine, session, jobs.append)
-        tokens = [generated(engine, leader, look=look) for look in (False, True, True)]
+        tokens = [generated(engine, leader, capture=capture) for capture in (False, True, True)]
         engine.close()
     else:
         gang.follow()
     if device.is_cuda:
         torch.cuda.synchronize()
     assert all(job.ready() for job in jobs)
-    frames = [encode(frame) for job in jobs for one in job.split() for frame in one.build()]
+    frames = [encode(frame) for job in jobs for part in job.split() for frame in part.build()]
     answer = {"tp": layout.tensor_rank, "tokens": tokens, "frames": frames}
     options.out.with_name(f"rank{layout.rank}").write_bytes(pickle.dumps(answer))
     destroy_groups()
 
 
-def generated(engine: Engine, leader: CaptureCoordinator, *, look: bool) -> list[list[int]]:
+def generated(engine: Engine, leader: CaptureCoordinator, *, capture: bool) -> list[list[int]]:
     """Tokens of all requests, which are pure functions of their seeds."""
-    wanted: list[GenerationRequest] = requests()
-    if look:
+    generation_requests: list[GenerationRequest] = requests()
+    if capture:
         leader.set_basis(basis(leader._capture.shard.num_layers, leader._capture.shard.hidden))
         pinned = [{"layer": layer, "head": head} for layer, head in ((0, 0), (1, 7), (1, 3))]
-        wanted = leader.begin_run(RUN, CaptureSettings.model_validate({"pinned": pinned}), wanted)
-    tokens: dict[str, list[int]] = {request.id: [] for request in wanted}
-    engine.submit(*wanted)
+        generation_requests = leader.begin_run(
+            RUN, CaptureSettings.model_validate({"pinned": pinned}), generation_requests
+        )
+    tokens: dict[str, list[int]] = {request.id: [] for request in generation_requests}
+    engine.submit(*generation_requests)
     while engine.is_busy:
         events = engine.step()
         leader.observe(events)
@@ -113,17 +115,17 @@ def run_layout(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
 
 def tables(answers: list[dict[str, Any]], layers: int) -> dict[tuple[int, str], MergedTensor]:
     """Numbers of the last run, by step and name, as the hub merges them."""
-    pieces: dict[tuple[int, str], list[ShardTensor]] = collections.defaultdict(list)
+    shards: dict[tuple[int, str], list[ShardTensor]] = collections.defaultdict(list)
     for answer in answers:
         frames = [decode(data) for data in answer["frames"]]
         parts = [frame for frame in frames if frame.type == FrameType.SCOPE_PART]
         for frame in parts[len(parts) // 2 :]:  # both captured runs send the same
-            for piece in shard_tensors_of(frame, answer["tp"]):
-                name = piece.tensor.name
-                pinned = f" {piece.layers} {piece.span}" if name == "attention" else ""
+            for shard in shard_tensors_of(frame, answer["tp"]):
+                name = shard.tensor.name
+                pinned = f" {shard.layers} {shard.span}" if name == "attention" else ""
                 if name != "atlas":
-                    pieces[frame.header["step"], name + pinned].append(piece)
-    return {key: merge(found, layers=None if " " in key[1] else layers) for key, found in pieces.items()}
+                    shards[frame.header["step"], name + pinned].append(shard)
+    return {key: merge(found, layers=None if " " in key[1] else layers) for key, found in shards.items()}
 
 
 def worst(ours: dict[tuple[int, str], MergedTensor], theirs: dict[tuple[int, str], MergedTensor]) -> dict[str, float]:
@@ -144,13 +146,13 @@ def worst(ours: dict[tuple[int, str], MergedTensor], theirs: dict[tuple[int, str
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     names = [name for name, (tensor, pipeline) in LAYOUTS.items() if tensor * pipeline <= options.gpus]
     rows: dict[str, Any] = {}
-    one = run_layout(options, "one")
-    wanted = tables(one, options.layers)
+    single = run_layout(options, "one")
+    expected = tables(single, options.layers)
     for name in names:
-        answers = one if name == "one" else run_layout(options, name)
-        equal = all(tokens == one[0]["tokens"][0] for tokens in answers[0]["tokens"])
-        apart = worst(tables(answers, options.layers), wanted)
-        rows[name] = {"tokens_equal": equal, "tensors": len(wanted), "largest_differences": apart}
+        answers = single if name == "one" else run_layout(options, name)
+        equal = all(tokens == single[0]["tokens"][0] for tokens in answers[0]["tokens"])
+        apart = worst(tables(answers, options.layers), expected)
+        rows[name] = {"tokens_equal": equal, "tensors": len(expected), "largest_differences": apart}
         print(f"{name}: tokens {'equal' if equal else 'DIFFER'}, {json.dumps(apart)}", flush=True)
     return rows
 

@@ -27,14 +27,14 @@ def run_ranks(command: Sequence[str], world: int) -> None:
     try:
         for _ in ranks:
             pid, status = os.wait()
-            rank = next(place for place, one in enumerate(ranks) if one.pid == pid)
+            rank = next(place for place, rank_process in enumerate(ranks) if rank_process.pid == pid)
             ranks[rank].returncode = os.waitstatus_to_exitcode(status)
             if status:
                 raise SystemExit(f"rank {rank} failed: {' '.join(command)}")
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
+        for rank_process in ranks:
+            rank_process.kill()
+            rank_process.wait()
 
 
 def give_up_after(seconds: float = PATIENCE_S) -> None:

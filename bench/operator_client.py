@@ -22,7 +22,7 @@ METADATA = ";as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
 LINE_BYTES = 1 << 22
 CONNECTIONS = 32
 BINDERS = 8
-GONE = frozenset({404, 409})
+ABSENT = frozenset({404, 409})
 WORKERS = f"{LABEL_REPLICA_TYPE}=worker"
 CONTENT = {"POST": "application/json", "PUT": "application/json", "PATCH": "application/merge-patch+json"}
 
@@ -61,8 +61,8 @@ class Client:
     async def ready_nodes(self) -> int:
         """How many nodes are ready."""
         nodes = (await self.send("GET", "/api/v1/nodes"))["items"]
-        conditions = itertools.chain.from_iterable(one["status"].get("conditions") or () for one in nodes)
-        return sum(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+        conditions = itertools.chain.from_iterable(node["status"].get("conditions") or () for node in nodes)
+        return sum(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
 
     async def watch(self, path: str) -> AsyncIterator[tuple[str, Object]]:
         """Yield type and metadata of all present objects and of all changes, without end. `path` has a query."""
@@ -139,7 +139,7 @@ class Binder:
             name = await self._waiting.get()
             target = {"apiVersion": "v1", "kind": "Node", "name": next(self._nodes)}
             body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
-            await self._client.send("POST", f"{self._path}/{name}/binding", body, allowed=GONE)
+            await self._client.send("POST", f"{self._path}/{name}/binding", body, allowed=ABSENT)
 
 
 async def poll(check: Callable[[], Any], *, limit_s: float, pause_s: float) -> float | None:

@@ -25,7 +25,7 @@ CRD = kube.ROOT / "crds" / "megatronjob.yaml"
 POD_ADDRESSES = "127.64.0.1/12"
 """Loopback: who asks a pod for its progress is refused at once, and waits for nothing."""
 NODES = 100
-ROOM = {"cpu": "100k", "memory": "1Pi", "pods": "10k", "nvidia.com/gpu": "100k"}
+CAPACITY = {"cpu": "100k", "memory": "1Pi", "pods": "10k", "nvidia.com/gpu": "100k"}
 """Capacity of each node; the bench never fills it."""
 MIB = 1 << 20
 STOP_S = 20.0
@@ -41,9 +41,11 @@ class Program:
         self.log = folder / f"{name}.log"
         with self.log.open("ab") as out:
             self._from = out.tell()
-            words = ["setpriv", "--pdeathsig", "KILL", *command]
+            command_line = ["setpriv", "--pdeathsig", "KILL", *command]
             environment = os.environ | {"HOME": str(folder)}
-            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+            self.process = subprocess.Popen(
+                command_line, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment
+            )
         self.usage = psutil.Process(self.process.pid)
 
     @property
@@ -69,12 +71,12 @@ class Program:
         assert found, text
         return int(found[1]) * 1024 / MIB
 
-    async def says(self, words: str) -> float:
+    async def wait_for_line(self, text: str) -> float:
         """Wait until it logs these words; returns when they were seen (monotonic). Raises RuntimeError."""
         deadline = time.monotonic() + READY_S
-        while words not in self.text:
+        while text not in self.text:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{self.name} does not say {words!r}:\n{self.text[-3000:]}")
+                raise RuntimeError(f"{self.name} does not say {text!r}:\n{self.text[-3000:]}")
             await asyncio.sleep(POLL_S)
         return time.monotonic()
 
@@ -113,7 +115,7 @@ class Cluster:
         """Our operator, with its defaults."""
         key = self.folder / "key"
         key.write_text(KEY, encoding="ascii")
-        words = {
+        flag_values = {
             "--kubeconfig": str(self.plane.kubeconfig()),
             "--operator-namespace": NAMESPACE,
             "--key-file": str(key),
@@ -121,7 +123,7 @@ class Cluster:
             "--trainer-image": "megatronapp/trainer:bench",
             "--analyzer-image": "megatronapp/analyzer:bench",
         }
-        flags = [word for pair in words.items() for word in pair]
+        flags = [argument for pair in flag_values.items() for argument in pair]
         return self.start("operator", sys.executable, "-m", "megatronapp_operator.controller", *flags)
 
     def job_controller(self, qps: int) -> Program:
@@ -206,10 +208,10 @@ async def _start_nodes(made: Cluster, port: int) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _kubectl(plane: kube.ControlPlane, *words: str) -> None:
-    done = plane.kubectl(*words)
+def _kubectl(plane: kube.ControlPlane, *arguments: str) -> None:
+    done = plane.kubectl(*arguments)
     if done.returncode != 0:
-        raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr}")
+        raise RuntimeError(f"kubectl {' '.join(arguments)}: {done.stderr}")
 
 
 def node_names() -> list[str]:
@@ -220,7 +222,7 @@ def node_names() -> list[str]:
 async def _make_node(client: Client, name: str) -> None:
     """The API server marks a new node as not ready; on a real cluster a controller takes that back."""
     labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
-    status = {"allocatable": ROOM, "capacity": ROOM}
+    status = {"allocatable": CAPACITY, "capacity": CAPACITY}
     metadata = {"name": name, "labels": labels}
     node = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": status}
     await client.send("POST", "/api/v1/nodes", node)

@@ -30,7 +30,7 @@ IDLE_S = 600.0
 """Two of the intervals at which the operator lists all objects again."""
 CALM_S = 15.0
 """Before memory is read."""
-LOOK_S = 0.05
+POLL_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Stage:
         found = await self.cluster.client.send("GET", f"{PODS}/{pod}")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         ended = {"terminated": {"exitCode": 1, "reason": "Error", "startedAt": now, "finishedAt": now}}
-        statuses = [{**one, "ready": False, "state": ended} for one in found["status"]["containerStatuses"]]
+        statuses = [{**status, "ready": False, "state": ended} for status in found["status"]["containerStatuses"]]
         status = {"phase": "Failed", "containerStatuses": statuses}
         await self.cluster.client.send("PATCH", f"{PODS}/{pod}/status", {"status": status})
 
@@ -152,7 +152,7 @@ async def staged(side: Side, limit_s: float) -> AsyncIterator[Stage]:
             task.cancel()
 
 
-async def one_gang(side: Side, pods: int, limit_s: float) -> AsyncIterator[Measured]:
+async def single_gang(side: Side, pods: int, limit_s: float) -> AsyncIterator[Measured]:
     """Measure a job of many pods from apply to all running; then our operator loses a pod, and all run again."""
     async with staged(side, limit_s) as stage:
         yield await _start(stage, "one job", ["gang"], pods)
@@ -238,7 +238,7 @@ async def _killed(stage: Stage, gang: str, *, lease: bool) -> Measured:
 
     stage.program = stage.cluster.operator()
     clock = Stopwatch(stage)
-    led = await stage.program.says("leading as") - clock.began
-    ended = await poll(acted, limit_s=stage.limit_s, pause_s=LOOK_S)
+    led = await stage.program.wait_for_line("leading as") - clock.began
+    ended = await poll(acted, limit_s=stage.limit_s, pause_s=POLL_S)
     name = "operator killed, its lease left" if lease else "operator killed, its lease gone"
     return await clock.measured(name, pods, ended, f"leads after {led:.1f} s")

@@ -30,25 +30,25 @@ class Noise:
     """Deviation of each span."""
     rank_step: float = 0.0
     """Deviation of all spans of a rank in one step (cache and hyperthread neighbours)."""
-    machine_step: float = 0.0
+    host_step: float = 0.0
     """Deviation of all spans of all ranks in one step."""
-    tail_share: float = 0.0
+    tail_fraction: float = 0.0
     tail_factor: float = 0.0
     """Mean of the exponential by which a share of the spans is longer."""
-    queue_share: float = 0.0
+    queue_fraction: float = 0.0
     queue_s: float = 0.0
     """Run-queue delay: share of spans, mean of the exponential."""
     queue_seen: float = 1.0
     """Lowest share of a run-queue delay that the record attributes."""
     delivery_s: float = 20e-6
-    delivery_share: float = 0.0
+    delivery_fraction: float = 0.0
     delivery_tail_s: float = 0.0
     """Delays of delivery that no record explains (network threads waiting for a processor)."""
     gap_s: float = 50e-6
-    gap_share: float = 0.0
+    gap_fraction: float = 0.0
     gap_tail_s: float = 0.0
     device: bool = False
-    crowd_share: float = 0.0
+    crowd_fraction: float = 0.0
     """Share of the stretches of CROWD_STEPS in which other processes crowd a rank off its processor."""
     crowd_queue_s: float = 0.0
     """Mean run-queue delay of each span then; half of it hits deliveries, where no record shows it."""
@@ -58,21 +58,21 @@ class Noise:
     def crowded(self) -> "Noise":
         queue_s = self.crowd_queue_s
         return dataclasses.replace(
-            self, queue_share=1.0, queue_s=queue_s, delivery_share=1.0, delivery_tail_s=queue_s / 2
+            self, queue_fraction=1.0, queue_s=queue_s, delivery_fraction=1.0, delivery_tail_s=queue_s / 2
         )
 
 
 QUIET = Noise()
 # Where four ranks share two busy cores, compute per microbatch varies by 4 % from step to step; this is twice that.
 SHARED_CPU = Noise(
-    body=0.15, rank_step=0.05, machine_step=0.10, tail_share=0.08, tail_factor=0.8, queue_share=0.5, queue_s=8e-3,
-    queue_seen=0.8, delivery_s=2e-4, delivery_share=0.3, delivery_tail_s=4e-3, gap_s=3e-4, gap_share=0.05,
+    body=0.15, rank_step=0.05, host_step=0.10, tail_fraction=0.08, tail_factor=0.8, queue_fraction=0.5, queue_s=8e-3,
+    queue_seen=0.8, delivery_s=2e-4, delivery_fraction=0.3, delivery_tail_s=4e-3, gap_s=3e-4, gap_fraction=0.05,
     gap_tail_s=5e-3,
 )  # fmt: skip
-GPU = Noise(body=0.01, rank_step=0.004, delivery_share=0.05, delivery_tail_s=2e-4, device=True)
+GPU = Noise(body=0.01, rank_step=0.004, delivery_fraction=0.05, delivery_tail_s=2e-4, device=True)
 
 # A machine with many more runnable processes than cores, some of the time.
-CROWDED_CPU = dataclasses.replace(SHARED_CPU, crowd_share=0.25, crowd_queue_s=60e-3, crowd_factor=1.6)
+CROWDED_CPU = dataclasses.replace(SHARED_CPU, crowd_fraction=0.25, crowd_queue_s=60e-3, crowd_factor=1.6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class Job:
     tp_sleep_at_end: bool = True
     warmup_factor: float = 3.0
     """The first step is this many times slower."""
-    lost_share: float = 0.0
+    lost_fraction: float = 0.0
     clock_offset_s: float = 0.0
     clock_drift_ppm: float = 0.0
     boot_per_node: bool = False
@@ -171,7 +171,7 @@ class Simulator:
         _drive([run.program() for run in runs], published)
         rows = [row for run in runs for row in run.rows]
         records = np.array(rows, RANK_RECORD)
-        keep = self.rng.random(len(records)) >= self.job.lost_share
+        keep = self.rng.random(len(records)) >= self.job.lost_fraction
         records = records[keep]
         self.now = np.array([run.time for run in runs])
         return StepRecords(
@@ -190,7 +190,7 @@ class Simulator:
 
     def crowded(self, rank: int, step: int) -> bool:
         stretch = np.random.default_rng((self.seed, rank, step // CROWD_STEPS))
-        return bool(stretch.random() < self.job.noise.crowd_share)
+        return bool(stretch.random() < self.job.noise.crowd_fraction)
 
     def slot(self, rank: int, comm: Communicator) -> int:
         return self._slots[rank][comm]
@@ -265,8 +265,8 @@ class _Durations:
         noise = job.noise
         self.job, self.noise, self.faults, self.rng = job, noise, faults, rng
         self.weight = job.stage_weight[stage] if job.stage_weight else 1.0
-        machine = np.random.default_rng((step, 77)).normal(0, noise.machine_step) if noise.machine_step else 0.0
-        self.pace = float(np.exp(rng.normal(0, noise.rank_step) + machine)) if noise.rank_step else 1.0
+        host_noise = np.random.default_rng((step, 77)).normal(0, noise.host_step) if noise.host_step else 0.0
+        self.pace = float(np.exp(rng.normal(0, noise.rank_step) + host_noise)) if noise.rank_step else 1.0
         self.pace *= job.global_slowdown(step) * (job.warmup_factor if step == 0 else 1.0)
         self.pace *= noise.crowd_factor if crowded else 1.0
 
@@ -276,7 +276,7 @@ class _Durations:
     def work_s(self, forward: bool) -> float:
         """Clean time of one forward or backward of one chunk."""
         factor = float(np.exp(self.rng.normal(0, self.noise.body))) * self.pace
-        if self.rng.random() < self.noise.tail_share:
+        if self.rng.random() < self.noise.tail_fraction:
             factor *= 1 + self.rng.exponential(self.noise.tail_factor)
         return self.base_s(forward) * factor
 
@@ -394,7 +394,7 @@ class _Rank:
 
     def queue(self) -> float:
         """A run-queue delay passes; returns what the record will attribute."""
-        if self.rng.random() >= self.noise.queue_share:
+        if self.rng.random() >= self.noise.queue_fraction:
             return 0.0
         delay = float(self.rng.exponential(self.noise.queue_s))
         self.time += delay
@@ -404,7 +404,7 @@ class _Rank:
 
     def gap(self) -> None:
         self.time += self.noise.gap_s * float(self.rng.uniform(0.5, 1.5))
-        if self.rng.random() < self.noise.gap_share:
+        if self.rng.random() < self.noise.gap_fraction:
             self.time += float(self.rng.exponential(self.noise.gap_tail_s))
 
     def span(self, kind: RecordKind, seconds: float, microbatch: int = NO_MICROBATCH) -> None:
@@ -453,7 +453,7 @@ class _Rank:
         ready = yield ("send", comm, what)
         ordinal = int(self.published.arrived[("ordinal", comm, what)][0])
         self.time = max(self.time, ready + self.noise.delivery_s * float(self.rng.uniform(0.7, 1.3)))
-        if self.rng.random() < self.noise.delivery_share:
+        if self.rng.random() < self.noise.delivery_fraction:
             self.time += float(self.rng.exponential(self.noise.delivery_tail_s))
         for fault in self.faults:
             if fault.kind == "link" and fault.peer in (None, comm.members[0]):

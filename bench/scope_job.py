@@ -69,21 +69,21 @@ def prompt_of(folder: pathlib.Path, tokens: int) -> str:
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    words = "hello world, this is a small text about whales and ships. "
-    text = words
+    sentence = "hello world, this is a small text about whales and ships. "
+    text = sentence
     while len(tokenizer.encode(text).ids) < tokens:
-        text += words
+        text += sentence
     while len(tokenizer.encode(text[:-1]).ids) >= tokens:
         text = text[:-1]
     return text
 
 
 @contextlib.contextmanager
-def serving(folder: pathlib.Path, size: Size, *words: str) -> Iterator[Served]:
+def serving(folder: pathlib.Path, size: Size, *arguments: str) -> Iterator[Served]:
     """Run `megatronapp serve` of a model in `folder` and wait until it takes requests. SIGTERM removes everything."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     write_model(folder, size)
-    with served(folder, folder, "bench", *words) as job:
+    with served(folder, folder, "bench", *arguments) as job:
         job.until_phase("Running", 0)
         with job.hub() as hub:
             while hub.get("scope").json()["state"] != "ready":
@@ -115,7 +115,7 @@ class Page:
         """Close the page's socket."""
         self._stack.close()
 
-    def ask(self, request: dict[str, Any]) -> str:
+    def start_run(self, request: dict[str, Any]) -> str:
         """Start a run; its id."""
         answer = self._client.post("scope/runs", json=request)
         if answer.status_code != 201:
@@ -147,7 +147,7 @@ class Page:
 
 
 @functools.cache
-def machine() -> str:
+def host() -> str:
     """Describe the machine of this run."""
     lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")

@@ -24,7 +24,7 @@ from megatronapp_common.scope.protocol_requests import CaptureSettings
 
 Head = tuple[int, int]
 Array = NDArray[Any]
-SHARES = ("head.entropy", "head.max", "head.sink")
+FRACTION_SITES = ("head.entropy", "head.max", "head.sink")
 MEASURES = ("residual.norm", "residual.change", "residual.cosine")
 STATES = {"q": 32, "k": 32, "v": 32, "mlp1": 64, "mlp2": 64}
 """Pixels of each."""
@@ -42,7 +42,7 @@ class Drawn:
     tokens_per_second: float = 50.0
     pinned: Sequence[Head] = ()
     """Heads whose rows are in every step."""
-    held: Sequence[Head] = ()
+    prompt_heads: Sequence[Head] = ()
     """Heads whose attention over the prompt the session holds."""
 
     @property
@@ -68,7 +68,7 @@ def session(drawn: Drawn) -> bytes:
     if core.ingest.rejected.count:
         raise RuntimeError("the hub does not take what is drawn here: it has other frames now")
     source = np.random.default_rng(7)
-    for layer, head in drawn.held:
+    for layer, head in drawn.prompt_heads:
         for position, row in enumerate(_attention(drawn.prompt, source)):
             core.runs[RUN].attention.put((0, layer, head), [position], row[None, : position + 1].copy())
     return session_file.dump(core.feed, RUN)
@@ -110,22 +110,25 @@ def _state(drawn: Drawn, state: str) -> Frame:
 
 
 def _part(drawn: Drawn, step: int, positions: Sequence[int], source: np.random.Generator) -> Frame:
-    said = {"layers": list(range(drawn.layers)), "replicated": False}
+    part_header = {"layers": list(range(drawn.layers)), "replicated": False}
     shape = (len(positions), drawn.layers)
     tensors = [
-        Tensor(name, "f32", source.normal(size=(*shape, width)).astype("<f4"), None, {"site": name, **said})
+        Tensor(name, "f32", source.normal(size=(*shape, width)).astype("<f4"), None, {"site": name, **part_header})
         for name, width in STATES.items()
     ]
     tensors += [
-        Tensor(name, "f32", source.random((*shape, drawn.heads)).astype("<f4"), None, {"site": "attention", **said})
-        for name in SHARES
+        Tensor(
+            name, "f32", source.random((*shape, drawn.heads)).astype("<f4"), None, {"site": "attention", **part_header}
+        )
+        for name in FRACTION_SITES
     ]
     tensors += [
-        Tensor(name, "f32", source.random(shape).astype("<f4"), None, {"site": "residual", **said}) for name in MEASURES
+        Tensor(name, "f32", source.random(shape).astype("<f4"), None, {"site": "residual", **part_header})
+        for name in MEASURES
     ]
     if step == 0:
         cells = source.integers(0, 256, (drawn.layers, drawn.heads, 8, 8), np.uint8)
-        picture = {"site": "attention", "heads": [0, drawn.heads], **said}
+        picture = {"site": "attention", "heads": [0, drawn.heads], **part_header}
         rest = [Tensor("atlas", "u8s", cells, None, picture)]
     else:
         rest = [_row(pin, positions[0], source) for pin in drawn.pinned]
@@ -135,8 +138,8 @@ def _part(drawn: Drawn, step: int, positions: Sequence[int], source: np.random.G
 
 def _row(pin: Head, position: int, source: np.random.Generator) -> Tensor:
     layer, head = pin
-    said = {"site": "attention", "layers": [layer], "heads": [head, head + 1], "replicated": False}
-    return Tensor("attention", "u8s", source.integers(0, 64, (1, 1, 1, position + 1), np.uint8), None, said)
+    tensor_header = {"site": "attention", "layers": [layer], "heads": [head, head + 1], "replicated": False}
+    return Tensor("attention", "u8s", source.integers(0, 64, (1, 1, 1, position + 1), np.uint8), None, tensor_header)
 
 
 def _tokens(drawn: Drawn, step: int, source: np.random.Generator) -> Frame:
@@ -150,8 +153,8 @@ def _tokens(drawn: Drawn, step: int, source: np.random.Generator) -> Frame:
         Tensor("entropy", "f32", source.random(1).astype("<f4")),
     ]
     end = drawn.prompt + 6 * step
-    said = {"ids": [step % 50257], "texts": [f" w{step:04}"], "offsets": [[end, end + 6]]}
-    said |= {"finished": ["length" if step == drawn.steps - 1 else None]}
-    said |= {"topTexts": [[f" c{place}" for place in range(CANDIDATES)]]}
+    text_header = {"ids": [step % 50257], "texts": [f" w{step:04}"], "offsets": [[end, end + 6]]}
+    text_header |= {"finished": ["length" if step == drawn.steps - 1 else None]}
+    text_header |= {"topTexts": [[f" c{place}" for place in range(CANDIDATES)]]}
     header = {"run": RUN, "step": step, "rows": [[0, drawn.prompt - 1 + step]]}
-    return build_frame(FrameType.SCOPE_TOKENS, header | said, tensors)
+    return build_frame(FrameType.SCOPE_TOKENS, header | text_header, tensors)

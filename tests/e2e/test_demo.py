@@ -32,9 +32,7 @@ def shorter(tmp_path: pathlib.Path) -> pathlib.Path:
     ("kind", "seed"),
     [("compute", 11), pytest.param("host", 12, marks=in_full), pytest.param("link", 13, marks=in_full)],
 )
-def test_the_slow_one_is_named_and_nobody_else(
-    kind: str, seed: int, tmp_path: pathlib.Path, shorter: pathlib.Path
-) -> None:
+def test_only_the_slow_rank_is_named(kind: str, seed: int, tmp_path: pathlib.Path, shorter: pathlib.Path) -> None:
     manifest = [] if kind == "compute" else ["--manifest", str(shorter)]
     done = subprocess.run(
         [sys.executable, "scripts/demo.py", "--no-wait", "--kind", kind, "--seed", str(seed), *manifest],

@@ -22,9 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here not in item.path.parents:
             continue
         marker = item.get_closest_marker("gpus")
-        wanted = marker.args[0] if marker else 1
-        if found < wanted:
-            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} NVIDIA devices, and this machine has {found}"))
+        required = marker.args[0] if marker else 1
+        if found < required:
+            item.add_marker(pytest.mark.skip(reason=f"needs {required} NVIDIA devices, and this machine has {found}"))
 
 
 @pytest.fixture(scope="session")

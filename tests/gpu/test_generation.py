@@ -54,21 +54,21 @@ def generate_with(flags: str, layout: Any, device: Any, graphs: bool) -> Tokens:
 
 
 @pytest.fixture(scope="module")
-def wanted(on_processor: RunRanks) -> dict[str, Tokens]:
+def expected(on_processor: RunRanks) -> dict[str, Tokens]:
     """Tokens of the processor, which the unit tests compare with those of plain PyTorch."""
     ((answers,),) = on_processor(1, generate, "", VARIANTS, [False])
     return dict(answers)
 
 
-def test_tokens_are_those_of_the_processor(run_ranks: RunRanks, wanted: dict[str, Tokens]) -> None:
-    assert run_ranks(1, generate, "", VARIANTS, [True, False]) == [[wanted, wanted]]
+def test_tokens_are_those_of_the_processor(run_ranks: RunRanks, expected: dict[str, Tokens]) -> None:
+    assert run_ranks(1, generate, "", VARIANTS, [True, False]) == [[expected, expected]]
 
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_layouts_generate_the_same_tokens(run_ranks: RunRanks, wanted: dict[str, Tokens], split: str) -> None:
+def test_layouts_generate_the_same_tokens(run_ranks: RunRanks, expected: dict[str, Tokens], split: str) -> None:
     (answers, _) = run_ranks(2, generate, f"--{split}-model-parallel-size 2", VARIANTS, [True])
-    assert answers == [wanted]
+    assert answers == [expected]
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.gpus(2))])

@@ -57,7 +57,7 @@ def unfused(flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flags", ["", "--bf16 --use-distributed-optimizer"])
-def test_fused_adam_trains_as_the_plain_one(run_ranks: RunRanks, flags: str) -> None:
+def test_fused_adam_trains_like_the_plain_optimizer(run_ranks: RunRanks, flags: str) -> None:
     (fused,), (plain,) = run_ranks(1, on_device, flags), run_ranks(1, unfused, flags)
     assert all(fused["fused"])
     assert not any(plain["fused"])
@@ -96,5 +96,5 @@ def test_synchronisations_of_a_step_do_not_grow_with_parameters(run_ranks: RunRa
     ],
     ids=["TP2", "TP2-SP", "PP2", "VPP2", "DP2", "DP2-overlap"],
 )
-def test_layouts_agree_with_one_device(run_ranks: RunRanks, alone: list[float], layout: str) -> None:
+def test_layouts_agree_with_a_single_device(run_ranks: RunRanks, alone: list[float], layout: str) -> None:
     assert losses_of(run_ranks(2, on_device, layout)) == pytest.approx(alone, rel=TOLERANCE)

@@ -12,13 +12,13 @@ from cluster import chart, gateways, host
 from cluster.jobs import space
 from cluster.runtime import Cluster, remains, running, standing
 
-WANTED = os.environ.get("MEGATRONAPP_E2E", "")
-collect_ignore_glob = [] if WANTED else ["test_*.py"]
+REQUESTED = os.environ.get("MEGATRONAPP_E2E", "")
+collect_ignore_glob = [] if REQUESTED else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    if WANTED == "standing":
+    if REQUESTED == "standing":
         yield standing()
         return
     if reason := host.missing():

@@ -38,7 +38,7 @@ def test_slow_rank_is_named_everywhere(cluster: Cluster, job: E2eJob, release: s
     job.wait(lambda: job.status().get("slowRanks"), "a slow rank in the status")
     verdict = job.status()["slowRanks"][0]
     assert (verdict["subject"]["ranks"], verdict["cause"]) == ([SLOW_RANK], "compute")
-    condition = next(one for one in job.status()["conditions"] if one["type"] == "SlowNodeDetected")
+    condition = next(condition for condition in job.status()["conditions"] if condition["type"] == "SlowNodeDetected")
     assert condition["status"] == "True" and "ank 1" in condition["message"], condition
     cluster.wait(lambda: "SlowNodeDetected" in job.events(), "the event SlowNodeDetected")
     line = cluster.kubectl("get", "mgj", job.name, "-n", job.namespace).splitlines()[1]
@@ -58,9 +58,9 @@ def scraped(cluster: Cluster, what: str) -> str:
     labels = ",".join(f"{name}={value}" for name, value in spec["selector"]["matchLabels"].items())
     slices = cluster.get("endpointslices", "-A", "-l", labels)["items"]
     assert slices, f"no Service has the labels {labels}"
-    wanted = spec["endpoints"][0]["port"]
-    (port,) = {port["port"] for one in slices for port in one["ports"] if port["name"] == wanted}
-    addresses = [address for one in slices for end in one["endpoints"] for address in end["addresses"]]
+    port_name = spec["endpoints"][0]["port"]
+    (port,) = {port["port"] for slice in slices for port in slice["ports"] if port["name"] == port_name}
+    addresses = [address for slice in slices for end in slice["endpoints"] for address in end["addresses"]]
     fetch = f"import urllib.request as r;print(r.urlopen('http://{addresses[0]}:{port}/metrics').read().decode())"
     return cluster.inside("python3", "-c", fetch).stdout
 

@@ -43,7 +43,7 @@ def folder(cluster: Cluster) -> pathlib.Path:
     return cluster.layout.folder / "volumes" / NAME
 
 
-def goes_on_from(job: E2eJob, attempt: int, first: int) -> None:
+def continues_from(job: E2eJob, attempt: int, first: int) -> None:
     """An attempt began with this step or a later one, and its loss is where that of the one before was."""
     job.wait_for_progress(attempt, first + 20, f"as attempt {attempt}")
     losses = job.losses()
@@ -72,7 +72,7 @@ def test_trains_on_text_that_its_initializer_prepared(cluster: Cluster, job: E2e
 def test_killed_rank(cluster: Cluster, job: E2eJob) -> None:
     attempt = job.attempt
     cluster.kubectl("exec", f"{NAME}-worker-1", "-c", "trainer", "-n", job.namespace, "--", "python", "-c", KILL)
-    goes_on_from(job, attempt + 1, SAVE_INTERVAL)
+    continues_from(job, attempt + 1, SAVE_INTERVAL)
     status = job.status()
     assert (status["failures"][-1]["worker"], status["failures"][-1]["reason"]) == (1, "RankKilled")
     assert status["restartsTowardsMax"] == 1
@@ -84,7 +84,7 @@ def test_eviction_saves_first(cluster: Cluster, job: E2eJob) -> None:
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": f"{NAME}-worker-0"}}
     path = f"/api/v1/namespaces/{job.namespace}/pods/{NAME}-worker-0/eviction"
     cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
-    goes_on_from(job, attempt + 1, reached)
+    continues_from(job, attempt + 1, reached)
     assert job.status()["restartsTowardsMax"] == 1, "an eviction is nobody's fault"
 
 
@@ -97,7 +97,7 @@ def test_upgrade_touches_no_live_attempt(cluster: Cluster, job: E2eJob) -> None:
     attempt, reached, uids = job.attempt, job.iteration(0), job.uids()
     chart.install(cluster, "--set", f"images.tag={NEXT}")
     pods = cluster.get("pods", "-n", chart.HOME)["items"]
-    images = {one["image"] for pod in pods for one in pod["spec"]["containers"] if not is_going(pod)}
+    images = {container["image"] for pod in pods for container in pod["spec"]["containers"] if not is_going(pod)}
     assert images == {f"megatronapp-operator:{NEXT}"}
     job.wait_for_progress(attempt, reached + 20, "under the new operator")
     assert (job.attempt, job.uids()) == (attempt, uids)
@@ -111,13 +111,18 @@ def is_going(pod: dict[str, object]) -> bool:
 
 
 def trainer_images(job: E2eJob) -> set[str]:
-    return {one["image"] for pod in job.pods() for one in pod["spec"]["containers"] if one["name"] == "trainer"}
+    return {
+        container["image"]
+        for pod in job.pods()
+        for container in pod["spec"]["containers"]
+        if container["name"] == "trainer"
+    }
 
 
 def test_deleted_pod(cluster: Cluster, job: E2eJob) -> None:
     attempt, reached = job.attempt, max(job.losses()[job.attempt])
     cluster.kubectl("delete", "pod", f"{NAME}-worker-1", "-n", job.namespace, "--wait=false")
-    goes_on_from(job, attempt + 1, reached)
+    continues_from(job, attempt + 1, reached)
     assert len(job.pods()) == 2
     assert trainer_images(job) == {f"megatronapp-trainer:{NEXT}"}, "a new attempt is the new operator's"
 
@@ -126,7 +131,7 @@ def test_stopped_kubelet(cluster: Cluster, job: E2eJob) -> None:
     attempt, reached, uids = job.attempt, job.iteration(0), job.uids()
     restarts = job.status()["restartsTowardsMax"]
     lost = job.pods()[1]["spec"]["nodeName"]
-    member = next(one for one in cluster.layout.nodes if one.name == lost)
+    member = next(node for node in cluster.layout.nodes if node.name == lost)
     node.stop_kubelet(member)
     try:
         job.wait_for_progress(attempt + 1, reached + 20, f"without {lost}")

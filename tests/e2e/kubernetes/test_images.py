@@ -15,7 +15,7 @@ IMPORTS = {
     "analyzer": ["megatronapp_analyzer.agent.service", "megatronapp_analyzer.hub.http.app", "megatronapp_native"],
     "trainer": ["megatronapp_trainer.launch.main", "megatronapp_native", "megatron.core", "torch"],
 }
-LOOK = pathlib.Path(__file__).with_name("look.py")
+READ_IMAGE = pathlib.Path(__file__).with_name("read_image.py")
 
 
 def pod(part: str) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def pod(part: str) -> dict[str, Any]:
     container = {
         "name": "main",
         "image": name(part),
-        "command": ["python", "-c", LOOK.read_text(encoding="utf-8"), *IMPORTS[part]],
+        "command": ["python", "-c", READ_IMAGE.read_text(encoding="utf-8"), *IMPORTS[part]],
         "securityContext": narrow,
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }

@@ -51,9 +51,9 @@ def served(cluster: Cluster, trained: E2eJob) -> E2eJob:
 def completion(served: E2eJob) -> dict[str, Any]:
     """Return the model's answer to a program of the namespace, by the Service."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True})
-    words = (COMPLETE.read_text(encoding="utf-8"), f"http://{served.name}-serve:8000/v1/completions", body)
+    arguments = (COMPLETE.read_text(encoding="utf-8"), f"http://{served.name}-serve:8000/v1/completions", body)
     pod = (f"{served.name}-hub", "-n", served.namespace)
-    answer: dict[str, Any] = json.loads(served.cluster.kubectl("exec", *pod, "--", "python", "-c", *words))
+    answer: dict[str, Any] = json.loads(served.cluster.kubectl("exec", *pod, "--", "python", "-c", *arguments))
     return answer
 
 
@@ -67,11 +67,11 @@ def test_serves_its_model_by_the_service(cluster: Cluster, served: E2eJob, compl
     slices = cluster.get(
         "endpointslices", "-n", served.namespace, "-l", f"kubernetes.io/service-name={served.name}-serve"
     )
-    assert [end["conditions"]["ready"] for one in slices["items"] for end in one["endpoints"]] == [True]
+    assert [end["conditions"]["ready"] for item in slices["items"] for end in item["endpoints"]] == [True]
     assert completion["usage"]["completion_tokens"] == TOKENS
 
 
-def test_viewer_looks_and_does_not_generate(
+def test_a_viewer_reads_and_cannot_generate(
     cluster: Cluster, served: E2eJob, page: pw.Page, complaints: list[str]
 ) -> None:
     token = gateways.person(cluster, served.namespace, "view", "vera")
@@ -140,11 +140,11 @@ def run_of(url: str) -> str | None:
 
 def see(page: pw.Page, completion: dict[str, Any], folder: pathlib.Path) -> None:
     """The tokens that the API gives, a head's attention and the candidates; left before the way to it is closed."""
-    came = page.get_by_test_id("tokens").get_by_role("button")
-    wanted = completion["usage"]["total_tokens"]
-    pw.expect(came).to_have_count(wanted, timeout=PAGE_MS)
+    generated = page.get_by_test_id("tokens").get_by_role("button")
+    expected = completion["usage"]["total_tokens"]
+    pw.expect(generated).to_have_count(expected, timeout=PAGE_MS)
     ids = completion["choices"][0]["token_ids"]
-    for button, token in zip(came.all()[-TOKENS:], ids, strict=True):
+    for button, token in zip(generated.all()[-TOKENS:], ids, strict=True):
         pw.expect(button).to_have_attribute("title", re.compile(rf"\btoken {token} at "))
     page.locator("body").press("2")
     pw.expect(page.get_by_test_id("attention-map")).to_be_visible(timeout=PAGE_MS)

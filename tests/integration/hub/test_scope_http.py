@@ -306,8 +306,8 @@ async def test_a_text_with_holes_is_not_probed_until_rank_zero_has_filled_it(
             np.testing.assert_array_equal(found, recording().sites[0]["mlp2"][:, 1])
             detail = (await client.get(f"{RUNS}/{RUN}")).json()
         assert [[token["id"] for token in sample] for sample in detail["generated"]] == recording().generated
-        told = [await receive(page), await receive(page)]
-        assert [(frame.type, frame.header["step"], frame.header["tensors"]) for frame in told] == [
+        gap_frames = [await receive(page), await receive(page)]
+        assert [(frame.type, frame.header["step"], frame.header["tensors"]) for frame in gap_frames] == [
             (FrameType.SCOPE_STEP, step, []) for step in range(2)
         ]
 

@@ -199,7 +199,7 @@ def test_lost_records_do_not_make_culprits(
     watch: Watch, sim: ModuleType, seed: int, rank: int, lost_fraction: float
 ) -> None:
     fault = sim.Fault(rank=rank, kind="compute", factor=2.5, from_step=30)
-    run = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=60, microbatches=8, faults=(fault,), lost_share=lost_fraction)
+    run = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=60, microbatches=8, faults=(fault,), lost_fraction=lost_fraction)
     assert run.subjects == {("rank", (rank,), "compute")}
 
 

@@ -75,7 +75,7 @@ def test_lost_records_leave_an_ordered_graph_and_are_counted(
     sim: ModuleType, kwargs: dict[str, int], seed: int, fraction: float
 ) -> None:
     layout = JobLayout.grid(**kwargs)
-    graph = build(_step(sim, layout, seed, lost_share=fraction))
+    graph = build(_step(sim, layout, seed, lost_fraction=fraction))
     whole = build(_step(sim, layout, seed))
 
     assert np.isfinite(replay(graph, graph.edges.weight)).all()
