@@ -138,6 +138,16 @@ def test_a_status_of_nothing_is_that_of_a_new_job() -> None:
     assert read_status(None) == read_status({}) == Status()
 
 
+def test_fields_that_say_nothing_are_not_written() -> None:
+    silent = {"succeededWorkers", "activeSeconds", "initClearing", "progress", "startTime", "pinned"}
+    assert not silent & status_document(Status()).keys()
+    assert status_document(Status(succeeded=(0,), active_s=1.5, init_clearing=True)).keys() > {
+        "succeededWorkers",
+        "activeSeconds",
+        "initClearing",
+    }
+
+
 OLDER = {
     "phase": "Running",
     "observedGeneration": 1,
