@@ -125,7 +125,7 @@ def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, mes
     assert megatronapp("get").stderr == "No jobs found.\n"
 
 
-@pytest.mark.full("each imports torch; test_trainer_flags has them all", but=("near",))
+@pytest.mark.full("each imports torch; test_trainer_flags tries flags without it", but=("near",))
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -174,7 +174,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
-@pytest.mark.full("each imports torch; test_data_prepare has them all", but=("cut",))
+@pytest.mark.full("each imports torch; test_data_prepare tries files without it", but=("cut",))
 @pytest.mark.parametrize(
     ("suffix", "size_bytes", "message"),
     [

@@ -13,7 +13,7 @@ from chaos_job import Cli
 pytestmark = [
     pytest.mark.process,
     pytest.mark.timeout(900),
-    pytest.mark.full("a minute; test_process_kills kills the same processes around stand-ins for ranks"),
+    pytest.mark.full("kills of processes of a real job: a minute; of stand-ins in test_process_kills"),
 ]
 
 CASES = [
