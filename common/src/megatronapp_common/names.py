@@ -25,6 +25,8 @@ SERVE_PORT = 8000
 """Port at which worker 0 answers requests to a served model on a cluster."""
 HUB_PORT = 8080
 OPERATOR_PORT = 8081
+GATEWAY_AUDIENCE = f"{GROUP}/gateway"
+"""Audience of tokens that were made for the gateway, and that no other server accepts."""
 GATEWAY_PORT = 8080
 
 UNSAVED_STOP = "as asked, without a checkpoint (no --save)"

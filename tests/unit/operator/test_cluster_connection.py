@@ -2,9 +2,12 @@
 
 import argparse
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
+from megatronapp_operator.cli import cluster
 from megatronapp_operator.cli.cluster.connection import opened
 from megatronapp_operator.errors import OperatorError
 
@@ -24,3 +27,11 @@ def test_a_kubeconfig_that_is_not_there_is_called_so_and_nothing_else(
     with refused, opened(named(absent if by_flag else None)):
         pytest.fail("there is a cluster")
     assert caplog.text == ""
+
+
+def test_commands_import_neither_the_client_of_the_operator_nor_before_its_use_the_official_one() -> None:
+    folder = pathlib.Path(cluster.__file__).parent
+    names = ", ".join(f"{cluster.__name__}.{path.stem}" for path in sorted(folder.glob("[a-z]*.py")))
+    program = f"import sys, {names}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    assert {"aiohttp", "kubernetes_asyncio", "kubernetes", "kopf"}.isdisjoint(done.stdout.split())

@@ -15,6 +15,7 @@ from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common.names import GATEWAY_AUDIENCE
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
@@ -39,7 +40,7 @@ from megatronapp_operator.gateway.routes import (
     readyz,
 )
 from megatronapp_operator.gateway.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, BrowserSessions, TokenStore
-from megatronapp_operator.gateway.subject_access import AUDIENCE, User, audiences_of
+from megatronapp_operator.gateway.subject_access import User, audiences_of
 from megatronapp_operator.gateway.ttl_cache import TtlCache
 from megatronapp_operator.keys import KeyRing
 
@@ -227,8 +228,8 @@ def claims(**fields: object) -> str:
 
 
 def test_audiences_of_a_token_are_read() -> None:
-    assert audiences_of(claims(aud=[AUDIENCE, 7])) == [AUDIENCE]
-    assert audiences_of(claims(aud=AUDIENCE)) == [AUDIENCE]
+    assert audiences_of(claims(aud=[GATEWAY_AUDIENCE, 7])) == [GATEWAY_AUDIENCE]
+    assert audiences_of(claims(aud=GATEWAY_AUDIENCE)) == [GATEWAY_AUDIENCE]
     assert [audiences_of(token) for token in ("", "a.b", "a.!.c", claims(sub="x"), claims(aud=7))] == [[]] * 5
 
 

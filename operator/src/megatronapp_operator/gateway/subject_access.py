@@ -8,15 +8,13 @@ import json
 from typing import Any
 
 from megatronapp_common.job.crd import PLURAL
-from megatronapp_common.names import GROUP
+from megatronapp_common.names import GATEWAY_AUDIENCE, GROUP
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.resources import Object, Resource
 from megatronapp_operator.gateway.ttl_cache import TtlCache
 
 TOKEN_REVIEWS = Resource("authentication.k8s.io/v1", "tokenreviews")
 ACCESS_REVIEWS = Resource("authorization.k8s.io/v1", "subjectaccessreviews")
-AUDIENCE = "megatronapp.io/gateway"
-"""Audience of tokens that were made for the gateway, and that no other server accepts."""
 KEEP_S = 10.0
 """How long a verdict of the cluster holds: so long may a token live on after it was taken back."""
 MAX_TOKENS = 2_000
@@ -78,11 +76,11 @@ class AccessReviews:
         return await self._rights.get((user, right))
 
     async def _review_token(self, token: str) -> User | None:
-        ours = AUDIENCE in audiences_of(token)
-        spec: dict[str, Any] = {"token": token} | ({"audiences": [AUDIENCE]} if ours else {})
+        ours = GATEWAY_AUDIENCE in audiences_of(token)
+        spec: dict[str, Any] = {"token": token} | ({"audiences": [GATEWAY_AUDIENCE]} if ours else {})
         async with self._turns:
             status = await self._post_review(TOKEN_REVIEWS, "TokenReview", spec)
-        if not status.get("authenticated") or (ours and AUDIENCE not in status.get("audiences", ())):
+        if not status.get("authenticated") or (ours and GATEWAY_AUDIENCE not in status.get("audiences", ())):
             return None
         return _user(status.get("user", {}))
 

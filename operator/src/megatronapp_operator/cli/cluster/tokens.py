@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 from megatronapp_common.job import read_status
 from megatronapp_common.job.api.metadata import NAME_PATTERN
-from megatronapp_common.names import LABEL_JOB_UID
+from megatronapp_common.names import GATEWAY_AUDIENCE, LABEL_JOB_UID
 from megatronapp_common.text.terminal import replace_control_characters
 from megatronapp_common.web.tokens import TokenRole, derive_token
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
@@ -26,7 +26,6 @@ from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
 from megatronapp_operator.cli.cluster.gateway_client import GatewayEndpoint
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError, OperatorError
-from megatronapp_operator.gateway.subject_access import AUDIENCE
 
 ACCOUNTS = Resource("v1", "serviceaccounts")
 LIFE_S = 8 * 3600
@@ -111,7 +110,7 @@ def _of_account(cluster: Cluster, namespace: str, name: str) -> SelectedToken:
     body = {
         "apiVersion": "authentication.k8s.io/v1",
         "kind": "TokenRequest",
-        "spec": {"audiences": [AUDIENCE], "expirationSeconds": LIFE_S},
+        "spec": {"audiences": [GATEWAY_AUDIENCE], "expirationSeconds": LIFE_S},
     }
     made = cluster.request("POST", ACCOUNTS.path(namespace, name, "token"), body=body)
     return SelectedToken(str(made["status"]["token"]), f"service account {namespace}/{name}")

@@ -30,9 +30,8 @@ from megatronapp_operator.backends.kubernetes.client.errors import (
     UnavailableError,
     api_error_for,
 )
-from megatronapp_operator.backends.kubernetes.client.resources import VERSIONS, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.resources import FIELD_MANAGER, VERSIONS, Object, Resource
 
-FIELD_MANAGER = "megatron-operator"
 REQUEST_S = 30.0
 """Seconds for one request to the API server."""
 PAGE = 500

@@ -7,6 +7,8 @@ from urllib.parse import quote
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import GROUP, VERSION
 
+FIELD_MANAGER = "megatron-operator"
+"""Manager of the fields that the operator writes."""
 Object = dict[str, Any]
 
 

@@ -17,8 +17,7 @@ from megatronapp_common.names import (
     SERVE_PORT,
     ReplicaType,
 )
-from megatronapp_operator.backends.kubernetes.client.api import FIELD_MANAGER
-from megatronapp_operator.backends.kubernetes.client.resources import Object
+from megatronapp_operator.backends.kubernetes.client.resources import FIELD_MANAGER, Object
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 
 HASH_DIGITS = 16
