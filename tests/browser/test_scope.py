@@ -408,7 +408,7 @@ def test_numbers_of_a_neighbour_are_called_by_its_name(page: pw.Page, scripted: 
         states.get_by_role("button", name="PNG").click()
     assert download.value.suggested_filename == "states-token4.png"
     matrix = page.get_by_role("region", name="Layers by tokens")
-    pw.expect(matrix).to_contain_text("Every 4th token of this prompt has numbers.")
+    pw.expect(matrix).to_contain_text("One token in 4 of this prompt has values.")
     page.get_by_test_id("layers-matrix").focus()
     page.keyboard.press("ArrowRight")
     pw.expect(matrix.locator("[aria-live]")).to_have_text("“e” at 4, layer 0: Norm 4")
