@@ -57,10 +57,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.loadscopereorder = False  # keep our order
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     if not any("::" in path for path in config.args):  # else some cases are not collected
-        check_marks(items)
+        check_marks(items)  # before -k and -m deselect some
+    yield
     if not FULL:
         long = [item for item in items if is_long(item)]
         config.hook.pytest_deselected(items=long)
