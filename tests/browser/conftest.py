@@ -90,7 +90,7 @@ class Feed:
         self.layout = JobLayout.grid(pp=2, dp=2, ranks_per_worker=2)
         faults = tuple(self._simulator.Fault(**fault) for fault in self.faults)
         noise = self._simulator.Noise(
-            body=0.06, rank_step=0.04, queue_share=0.4, queue_s=6e-4, delivery_s=2e-4, gap_s=1e-4
+            body=0.06, rank_step=0.04, queue_fraction=0.4, queue_s=6e-4, delivery_s=2e-4, gap_s=1e-4
         )
         job = self._simulator.Job(layout=self.layout, forward_s=4e-3, noise=noise, faults=faults)
         self._run = self._simulator.Simulator(job, seed=3)
