@@ -59,7 +59,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    if not any("::" in path for path in config.args):  # else some cases are not collected
+    some_cases = any("::" in path for path in config.args) or config.getoption("lf", False)
+    if not some_cases:
         check_marks(items)  # before -k and -m deselect some
     yield
     if not FULL:
@@ -179,8 +180,8 @@ class Controller:
         for path, unit in list(sched.workqueue.items()):
             if crashitem in unit:
                 unit[crashitem] = True
-                if all(unit.values()):
-                    del sched.workqueue[path]
+            if all(unit.values()):  # pytest-xdist puts files back that have ended; the next process would wait in one
+                del sched.workqueue[path]
 
     def pytest_keyboard_interrupt(self) -> None:
         """Interrupt the processes, and wait until their fixtures have ended."""

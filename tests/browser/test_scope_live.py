@@ -188,7 +188,7 @@ def test_tokens_of_a_prompt_have_surprise_and_candidates(page: pw.Page, job: Ser
     screen.submit("hello world", 2)
     screen.until("Done: 2 new tokens")
     length = len(screen.header()["prompts"][0]["ids"])
-    scored = page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprise"))
+    scored = page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprisal"))
     pw.expect(scored).to_have_count(length - 1 + 2, timeout=PATIENCE_MS)
     check_candidates(screen, 0, token=1)
 
@@ -285,7 +285,7 @@ def test_a_killed_rank_is_reported_and_the_page_works_again(page: pw.Page, job: 
     pw.expect(screen.go).to_be_enabled(timeout=2 * PATIENCE_MS)
     screen.submit("hello", 4)
     screen.until("Done: 4 new tokens")
-    pw.expect(page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprise"))).to_have_count(4)
+    pw.expect(page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprisal"))).to_have_count(4)
 
 
 def test_sites_of_the_example_are_on_the_page_with_their_numbers(

@@ -33,7 +33,7 @@ def begin(folder: pathlib.Path, content: str, **environment: str) -> subprocess.
     (folder / "test_file.py").write_text(content, encoding="utf-8")
     (folder / "pytest.ini").touch()
     return subprocess.Popen(
-        [*PYTEST, "test_file.py"],
+        PYTEST,
         cwd=folder,
         env=os.environ | ENVIRONMENT | environment,
         stdout=subprocess.PIPE,
@@ -88,10 +88,11 @@ def test_names_of_failed_tests_are_printed_last(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_test_during_which_a_process_dies_has_failed_and_those_after_it_run(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_before.py").write_text("def test_before():\n    pass\n", encoding="utf-8")  # in the same process
     code, output = run(tmp_path, "import os\ndef test_death():\n    os._exit(0)\ndef test_later():\n    pass\n")
     assert code == pytest.ExitCode.TESTS_FAILED
     assert "::test_death" in output.splitlines()[-2]
-    assert output.splitlines()[-1].startswith("===") and " 1 failed, 1 passed in " in output.splitlines()[-1]
+    assert output.splitlines()[-1].startswith("===") and " 1 failed, 2 passed in " in output.splitlines()[-1]
 
 
 MARKED = """
