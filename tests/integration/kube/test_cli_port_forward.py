@@ -255,7 +255,9 @@ def test_an_error_of_the_kubelet_is_reported_and_another_pod_is_found(place: Gat
     assert capsys.readouterr().err == "warning: the gateway cannot be reached: port 8080: connection refused\n"
 
 
-def test_open_connections_end_with_the_command(place: GatewayNamespace) -> None:
+def test_open_connections_end_with_the_command(
+    place: GatewayNamespace, caplog: pytest.LogCaptureFixture, capsys: Capture
+) -> None:
     with answering() as server:
         place.add_pod("one", server)
         with place.forwarded() as forward:
@@ -265,6 +267,8 @@ def test_open_connections_end_with_the_command(place: GatewayNamespace) -> None:
             assert connection.recv(1) == b""
         with pytest.raises(ConnectionRefusedError):
             ask(forward)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+    assert capsys.readouterr().err == ""
 
 
 def test_a_client_certificate_opens_the_way(place: GatewayNamespace, tmp_path: pathlib.Path) -> None:

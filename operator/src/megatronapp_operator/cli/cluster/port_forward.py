@@ -104,6 +104,7 @@ class _Forwarder:
         """Path of the pod's port on the API server; None: to be found."""
         self._problem = ""
         """Last printed problem with reaching a pod."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def check(self) -> None:
         """Raise OperatorError if a port cannot be forwarded now."""
@@ -111,10 +112,16 @@ class _Forwarder:
 
     async def serve(self, listeners: list[socket.socket], stopped: asyncio.Event) -> None:
         """Forward connections until `stopped` is set."""
-        servers = [await asyncio.start_server(self._forward, sock=listener) for listener in listeners]
+        servers = [await asyncio.start_server(self._accept, sock=listener) for listener in listeners]
         await stopped.wait()
         for server in servers:
             server.close()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Python 3.11 prints a traceback for each task of start_server itself that is cancelled at the end.
+        task = asyncio.create_task(self._forward(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         problem = ""
