@@ -24,6 +24,7 @@ from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
 from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.cli.cluster.official_client import OfficialClient
 from megatronapp_operator.cli.cluster.port_forward import ForwardedPort, forward_port
 from megatronapp_operator.errors import OperatorError
 
@@ -269,6 +270,28 @@ def test_open_connections_end_with_the_command(
             ask(forward)
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
     assert capsys.readouterr().err == ""
+
+
+def test_the_end_does_not_wait_for_a_credential_plugin(
+    place: GatewayNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, release, returned = (threading.Event() for _ in range(3))
+
+    def authorization(client: OfficialClient) -> None:
+        called.set()
+        release.wait(10)
+        returned.set()
+
+    with answering() as server:
+        place.add_pod("one", server)
+        with place.forwarded() as forward:
+            monkeypatch.setattr(OfficialClient, "authorization", authorization)
+            connection = socket.create_connection(("127.0.0.1", forward.port))
+            assert called.wait(10)
+        connection.close()
+        assert not returned.is_set()
+        release.set()
+        assert returned.wait(10)
 
 
 def test_a_client_certificate_opens_the_way(place: GatewayNamespace, tmp_path: pathlib.Path) -> None:

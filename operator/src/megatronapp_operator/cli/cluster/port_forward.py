@@ -11,7 +11,9 @@ import errno
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
@@ -35,6 +37,7 @@ CLOSE_S = 1.0
 RIGHTS = "request the rights that `gateway.users` of the chart gives: get and create on pods/portforward"
 TRIES = 4
 """Attempts to get a local port that is free at both 127.0.0.1 and [::1]."""
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,12 +150,12 @@ class _Forwarder:
         if self._pod_port is not None:
             with contextlib.suppress(OperatorError):  # the pod may have ended
                 return await self._open(self._pod_port)
-        self._pod_port = await asyncio.to_thread(self._find_pod_port)
+        self._pod_port = await _in_daemon_thread(self._find_pod_port)
         return await self._open(self._pod_port)
 
     async def _open(self, path: str) -> ClientConnection:
         client = self._cluster.client
-        authorization = await asyncio.to_thread(client.authorization)  # may run a credential plugin
+        authorization = await _in_daemon_thread(client.authorization)  # may run a credential plugin
         try:
             return await connect(
                 client.settings.host.replace("http", "ws", 1) + path,
@@ -188,6 +191,21 @@ class _Forwarder:
         port = next(iter(spec.get("ports", ())), {"port": GATEWAY_PORT})
         path = PODS.path(metadata["namespace"], pod["metadata"]["name"], "portforward")
         return f"{path}?ports={_target_port(pod, port)}"
+
+
+async def _in_daemon_thread(function: Callable[[], Result]) -> Result:
+    """Call a function that may block for long. The end of the command waits for those of `asyncio.to_thread`."""
+    result: Future[Result] = Future()
+
+    def call() -> None:
+        if result.set_running_or_notify_cancel():
+            try:
+                result.set_result(function())
+            except Exception as error:
+                result.set_exception(error)
+
+    threading.Thread(target=call, name="port-forward-request", daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
 async def _send(reader: asyncio.StreamReader, stream: ClientConnection) -> None:
