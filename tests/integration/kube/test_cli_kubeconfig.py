@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gateway
@@ -24,6 +25,7 @@ from megatronapp_operator.cli.cluster.connection import opened
 from megatronapp_operator.errors import OperatorError
 
 VERSION = "client.authentication.k8s.io/v1"
+EXPIRED = "2020-01-01T00:00:00Z"
 
 
 class Kubeconfig:
@@ -78,11 +80,42 @@ def test_a_plugin_gives_a_token(kubeconfig: Kubeconfig) -> None:
 
 
 def test_a_plugins_token_is_renewed_when_it_has_expired(kubeconfig: Kubeconfig) -> None:
-    calls = kubeconfig.run_plugin({"token": kubeconfig.user["token"], "expirationTimestamp": "2020-01-01T00:00:00Z"})
+    calls = kubeconfig.run_plugin({"token": kubeconfig.user["token"], "expirationTimestamp": EXPIRED})
     with opened(kubeconfig.arguments()) as cluster:
         at_login = calls.read_text()
         assert cluster.views()
         assert calls.read_text() == at_login + at_login
+
+
+def test_a_plugin_that_fails_later_is_reported(kubeconfig: Kubeconfig) -> None:
+    kubeconfig.run_plugin({"token": kubeconfig.user["token"], "expirationTimestamp": EXPIRED})
+    with opened(kubeconfig.arguments()) as cluster:
+        kubeconfig.run_plugin(None, code=3)
+        with pytest.raises(OperatorError, match=r"credential plugin failed: exec: process returned 3\. log in first$"):
+            cluster.views()
+
+
+def test_simultaneous_connections_run_the_plugin_once(kubeconfig: Kubeconfig) -> None:
+    token = kubeconfig.user["token"]
+    calls = kubeconfig.run_plugin({"token": token, "expirationTimestamp": EXPIRED})
+    with opened(kubeconfig.arguments()) as cluster, ThreadPoolExecutor(6) as pool:
+        kubeconfig.run_plugin({"token": token, "expirationTimestamp": "2999-01-01T00:00:00Z"})
+        together = threading.Barrier(6)
+
+        def bearer(_: int) -> str | None:
+            together.wait()
+            return cluster.bearer()
+
+        assert list(pool.map(bearer, range(6))) == [token] * 6
+    assert len(calls.read_text().splitlines()) == 2  # at login, and this
+
+
+def test_an_auth_provider_that_the_package_cannot_read_is_reported(kubeconfig: Kubeconfig) -> None:
+    kubeconfig.user.clear()
+    kubeconfig.user["auth-provider"] = {"name": "gcp", "config": {}}
+    problem = r"^no cluster: the credentials of the kubeconfig cannot be read \(.*; if its user has an auth-provider"
+    with pytest.raises(OperatorError, match=problem):
+        opened(kubeconfig.arguments()).__enter__()
 
 
 def test_a_plugin_gives_a_client_certificate(

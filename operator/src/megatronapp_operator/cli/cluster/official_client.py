@@ -9,6 +9,7 @@ import logging
 import os
 import pathlib
 import ssl
+import threading
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -47,13 +48,18 @@ class OfficialClient:
         if not self.settings.verify_ssl:  # by the kubeconfig, of which kubectl does not warn either
             urllib3.disable_warnings(InsecureRequestWarning)
         self._client: Any = ApiClient(configuration=self.settings)
+        self._renewal = threading.Lock()
 
     def close(self) -> None:
         self._client.close()
 
     def authorization(self) -> str | None:
-        """Return the value of the Authorization header, renewed if it has expired; None for a client certificate."""
-        found: str | None = self.settings.get_api_key_with_prefix("BearerToken")
+        """Return the value of the Authorization header, renewed if it has expired; None for a client certificate.
+
+        Connections of a forwarded port call it at once; only one runs the credential plugin. Raises OperatorError.
+        """
+        with self._renewal, _unusable_credentials_raise():
+            found: str | None = self.settings.get_api_key_with_prefix("BearerToken")
         return found
 
     def proxy(self) -> str | None:
@@ -116,16 +122,13 @@ def _load(settings: Any, kubeconfig: str | None, context: str | None) -> str:  #
     from kubernetes import config
 
     places = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
-    try:
+    with _unusable_credentials_raise():
         if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=settings)
             return "default"
         _require_file(places)
-        with _failing_plugins_raise():
-            config.load_kube_config(config_file=places, context=context, client_configuration=settings)
+        config.load_kube_config(config_file=places, context=context, client_configuration=settings)
         contexts, active = config.list_kube_config_contexts(config_file=places)
-    except (config.ConfigException, OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise OperatorError(f"no cluster: {error}; {HOW_TO_NAME_ONE}") from error
     chosen = next((one for one in contexts if one["name"] == context), active)
     return str(chosen["context"].get("namespace") or "default")
 
@@ -137,17 +140,26 @@ def _require_file(places: str) -> None:
 
 
 @contextlib.contextmanager
-def _failing_plugins_raise() -> Iterator[None]:
-    """Raise OperatorError for what the library only logs: that a credential plugin failed, or printed no credentials.
+def _unusable_credentials_raise() -> Iterator[None]:
+    """Raise OperatorError for a kubeconfig without usable credentials.
 
-    It would send requests without credentials next.
+    The library only logs that a credential plugin failed, or printed no credentials, and would send requests with the
+    old ones or none.
     """
-    logged: list[str] = []
+    from kubernetes.config import ConfigException
+
+    thread, logged = threading.get_ident(), list[str]()
     handler = logging.Handler(logging.ERROR)
+    handler.addFilter(lambda record: record.thread == thread)
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     try:
         yield
+    except (AttributeError, KeyError) as error:  # for one, google-auth is not installed
+        problem = f"the credentials of the kubeconfig cannot be read ({type(error).__name__}: {error})"
+        raise OperatorError(f"no cluster: {problem}; if its user has an auth-provider, replace it by exec") from error
+    except (ConfigException, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise OperatorError(f"no cluster: {error}; {HOW_TO_NAME_ONE}") from error
     finally:
         logging.getLogger().removeHandler(handler)
     if logged:
