@@ -23,6 +23,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
+from megatronapp_operator.cli.cluster import port_forward
 from megatronapp_operator.cli.cluster.connection import opened
 from megatronapp_operator.cli.cluster.official_client import OfficialClient
 from megatronapp_operator.cli.cluster.port_forward import ForwardedPort, forward_port
@@ -270,6 +271,19 @@ def test_open_connections_end_with_the_command(
             ask(forward)
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
     assert capsys.readouterr().err == ""
+
+
+def test_the_pods_side_ends_after_the_local_side(place: GatewayNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_forward, "IDLE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place.add_pod("one", listener.getsockname()[1])
+        with place.forwarded() as forward:
+            listener.accept()[0].close()  # that of the check
+            socket.create_connection(("127.0.0.1", forward.port)).close()
+            connection = listener.accept()[0]
+            with connection:
+                connection.settimeout(10)
+                assert connection.recv(1) == b""
 
 
 def test_the_end_does_not_wait_for_a_credential_plugin(

@@ -35,6 +35,8 @@ CHUNK = 1 << 16
 CLOSE_S = 1.0
 """Seconds for the end of a connection to be confirmed."""
 RIGHTS = "request the rights that `gateway.users` of the chart gives: get and create on pods/portforward"
+IDLE_S = 60.0
+"""Seconds without data from the pod after which a connection is closed whose local side has ended."""
 TRIES = 4
 """Attempts to get a local port that is free at both 127.0.0.1 and [::1]."""
 Result = TypeVar("Result")
@@ -127,11 +129,11 @@ class _Forwarder:
         task.add_done_callback(self._tasks.discard)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        problem = ""
+        problem, received = "", asyncio.Event()
         try:
             async with await self._connect() as stream, asyncio.TaskGroup() as group:
-                sending = group.create_task(_send(reader, stream))
-                problem = await _receive(stream, writer)
+                sending = group.create_task(_send(reader, stream, received))
+                problem = await _receive(stream, writer, received)
                 sending.cancel()
         except* OperatorError as errors:
             problem = str(errors.exceptions[0])
@@ -208,18 +210,24 @@ async def _in_daemon_thread(function: Callable[[], Result]) -> Result:
     return await asyncio.wrap_future(result)
 
 
-async def _send(reader: asyncio.StreamReader, stream: ClientConnection) -> None:
+async def _send(reader: asyncio.StreamReader, stream: ClientConnection, received: asyncio.Event) -> None:
     """Send what the local side writes. After its end the pod can still answer: the protocol cannot report an end."""
     while data := await reader.read(CHUNK):
         await stream.send(bytes([DATA]) + data)
+    received.set()
+    while received.is_set():
+        received.clear()
+        await asyncio.sleep(IDLE_S)
+    await stream.close()
 
 
-async def _receive(stream: ClientConnection, writer: asyncio.StreamWriter) -> str:
-    """Write what the pod sends, until it closes the connection; return the error that the kubelet reports, or ""."""
+async def _receive(stream: ClientConnection, writer: asyncio.StreamWriter, received: asyncio.Event) -> str:
+    """Write what the pod sends, until the connection ends; return the error that the kubelet reports, or ""."""
     channels = set()
     with contextlib.suppress(ConnectionClosed):
         while True:
             message = await stream.recv(decode=False)
+            received.set()
             if message[0] not in channels:
                 channels.add(message[0])  # the first message of each channel repeats the port
             elif message[0] == ERROR:
