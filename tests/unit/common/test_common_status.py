@@ -1,10 +1,12 @@
 """Status that the backend writes has the fields of its types (and so of the CRD)."""
 
 import json
+from typing import Any
 
+import pytest
 from pydantic import TypeAdapter
 
-from megatronapp_common.job import Status, status_document
+from megatronapp_common.job import Status, read_status, status_document
 from megatronapp_common.job.api.status import (
     Condition,
     ConditionType,
@@ -58,3 +60,10 @@ def test_every_status_of_the_backend_keeps_to_the_types() -> None:
 def test_an_empty_status_keeps_to_the_types() -> None:
     document = status_document(plan.Status())
     assert status_document(ADAPTER.validate_json(json.dumps(document))) == document
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("wrong", [{"rankTable": {1: 2}}, {"progress": {1: 2}, "rankTable": {(): []}}])
+def test_keys_that_are_no_text_are_absent(wrong: dict[str, Any]) -> None:
+    assert read_status(wrong | {"restarts": 3}) == Status(restarts=3)
+    assert read_status({1: 2}) == Status()

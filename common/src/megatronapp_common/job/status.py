@@ -54,7 +54,10 @@ def _read(document: Any) -> Status:  # noqa: ANN401
         except ValidationError as error:
             found = error.errors(include_url=False, include_context=False, include_input=False)
             wrong = {_wrong_value(detail) for detail in found}
-            document = {} if () in wrong else _without(document, wrong)
+            rest = {} if () in wrong else _without(document, wrong)
+            if rest == document:  # the location of a wrong key is no path
+                rest = _without(document, {path[:1] for path in wrong})
+            document = {} if rest == document else rest
 
 
 def _wrong_value(error: ErrorDetails) -> Path:
