@@ -67,3 +67,8 @@ def test_an_empty_status_keeps_to_the_types() -> None:
 def test_keys_that_are_no_text_are_absent(wrong: dict[str, Any]) -> None:
     assert read_status(wrong | {"restarts": 3}) == Status(restarts=3)
     assert read_status({1: 2}) == Status()
+
+
+def test_a_slow_rank_without_id_is_absent() -> None:
+    found = read_status({"slowRanks": [{"id": "", "cause": "compute"}, {"id": "v"}]})
+    assert found.slow_ranks == (SlowRank(id="v"),)

@@ -192,7 +192,7 @@ def _verdict_document(verdict: "SlowRank") -> dict[str, Any]:
 class SlowRank(StatusType):
     """A verdict of the hub, shortened for the status."""
 
-    id: str
+    id: Annotated[str, EMPTY_IS_ABSENT]
     subject: Annotated[str, Field(validation_alias=AliasPath("subject", "type"))] = ""
     """Kind of the subject: rank, link, worker, node or stage."""
     ranks: Annotated[tuple[int, ...], Field(validation_alias=AliasPath("subject", "ranks"))] = ()
