@@ -53,7 +53,7 @@ from megatronapp_trainer.parallel.groups import destroy_groups, initialize_group
 from megatronapp_trainer.scope.assemble import SOCKET, RankScope, open_scope
 from megatronapp_trainer.scope.capture.commands import BeginRun, EndRun
 from megatronapp_trainer.scope.coordinator import CaptureCoordinator
-from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
+from megatronapp_trainer.serve.scope.capture_controller import CaptureController
 
 GOALS = {"idle": 0.995, "lite": 0.95, "summary": 0.95, "pinned": 0.90}
 """Least share of tokens per second that is left."""

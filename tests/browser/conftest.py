@@ -25,7 +25,7 @@ import pytest
 import megatronapp_native
 from megatronapp_analyzer.model import JobLayout
 from megatronapp_common.names import Env
-from megatronapp_common.pages import DocumentWriter
+from megatronapp_common.shared_documents import DocumentWriter
 from megatronapp_common.trace import DURATION_UNIT_NS, NO_MICROBATCH, Metric, RecordKind
 from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 

@@ -8,7 +8,7 @@ import pytest
 from launchers import Gang, wait_until
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.pages import DocumentReader
+from megatronapp_common.shared_documents import DocumentReader
 
 pytestmark = [pytest.mark.torch, pytest.mark.process, pytest.mark.timeout(1800)]
 LIMIT_S = 600

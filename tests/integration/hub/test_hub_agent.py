@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatronapp_common.pages import DocumentReader, DocumentWriter
+from megatronapp_common.shared_documents import DocumentReader, DocumentWriter
 from megatronapp_native import RingWriter
 
 pytestmark = pytest.mark.asyncio

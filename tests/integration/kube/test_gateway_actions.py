@@ -7,7 +7,7 @@ from operator_simulation import OperatorSimulation, manifest, simulated_operator
 from megatronapp_operator.backends.kubernetes.client.resources import EVENTS, JOBS
 from megatronapp_operator.backends.kubernetes.observe import PollResult
 from megatronapp_operator.plan import ControlAction
-from megatronapp_operator.plan.policies.controls import BUCKET_SIZE, MAX_EVENTS, REFILL_S
+from megatronapp_operator.plan.policies.user_actions import BUCKET_SIZE, MAX_EVENTS, REFILL_S
 from megatronapp_operator.plan_io.hub_summary import HubSummary
 
 pytestmark = pytest.mark.asyncio

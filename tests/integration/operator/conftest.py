@@ -39,7 +39,7 @@ spec:
 
 LAUNCHER = """
     import json, os, pathlib, signal, subprocess, sys, time
-    from megatronapp_common.pages import DocumentWriter
+    from megatronapp_common.shared_documents import DocumentWriter
     control, run = pathlib.Path(os.environ["CONTROL"]), pathlib.Path(os.environ["MEGATRONAPP_RUN_DIR"])
     attempt, worker = os.environ["MEGATRONAPP_ATTEMPT"], os.environ["MEGATRONAPP_WORKER_INDEX"]
     files = pathlib.Path(os.environ["MEGATRONAPP_SHM_DIR"]) / os.environ["MEGATRONAPP_SHM_PREFIX"]

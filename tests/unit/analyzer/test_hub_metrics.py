@@ -12,7 +12,7 @@ from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.room import LEAST_BYTES, SharedMemorySpace
+from megatronapp_common.shared_memory_space import LEAST_BYTES, SharedMemorySpace
 from megatronapp_common.trace import RecordKind
 
 COST_NS = 1000.0

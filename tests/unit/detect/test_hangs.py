@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from megatronapp_analyzer.detect.engine import Detector
-from megatronapp_analyzer.detect.hang import find
+from megatronapp_analyzer.detect.hang_search import find
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.model import Cause, CurrentSpan, JobLayout, RankLiveness, VerdictState
 from megatronapp_common.trace import RecordKind

@@ -11,7 +11,7 @@ from megatronapp_analyzer.scope.store.audit_log import AuditLog
 from megatronapp_common.job import read_status, status_document
 from megatronapp_operator.plan import ControlAction, JobSpec, JobState, Observed, RecordEvent, Status
 from megatronapp_operator.plan.plan_builder import PlanBuilder
-from megatronapp_operator.plan.policies.controls import (
+from megatronapp_operator.plan.policies.user_actions import (
     BUCKET_SIZE,
     GAP,
     HUB_MAX_CONTROLS,

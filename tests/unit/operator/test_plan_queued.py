@@ -9,7 +9,7 @@ import pytest
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
-from megatronapp_operator.backends.kubernetes.groups import RETRY_S, PodGroupRemover
+from megatronapp_operator.backends.kubernetes.group_removal import RETRY_S, PodGroupRemover
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 from megatronapp_operator.plan import (
     ConditionType,

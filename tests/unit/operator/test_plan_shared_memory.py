@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatronapp_common.room import LEAST_BYTES, SharedMemorySpace
+from megatronapp_common.shared_memory_space import LEAST_BYTES, SharedMemorySpace
 from megatronapp_operator.plan import ConditionType, RecordEvent
 from megatronapp_operator.plan_io import hub_summary
 
@@ -55,7 +55,7 @@ def test_an_unreadable_report_clears_no_warning(entries: Any) -> None:
 
 MEASURE = """
 import pathlib, sys
-from megatronapp_common.room import SharedMemorySpace
+from megatronapp_common.shared_memory_space import SharedMemorySpace
 folder = pathlib.Path(sys.argv[1])
 print(SharedMemorySpace.measure(folder).full)
 with (folder / "filler").open("wb", buffering=0) as file:

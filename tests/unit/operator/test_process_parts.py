@@ -25,7 +25,7 @@ from megatronapp_common import child
 from megatronapp_common.job import Status, load_job, status_document
 from megatronapp_common.names import Env
 from megatronapp_common.processes import is_locked
-from megatronapp_common.room import LEAST_BYTES, SharedMemorySpace
+from megatronapp_common.shared_memory_space import LEAST_BYTES, SharedMemorySpace
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.process import job_processes, settings, settings_builder

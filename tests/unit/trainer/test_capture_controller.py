@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatronapp_trainer.device.idle_window import IdleWindow
 from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
-from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
+from megatronapp_trainer.serve.scope.capture_controller import CaptureController
 
 
 class RecordingLeader:

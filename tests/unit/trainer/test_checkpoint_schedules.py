@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatronapp_trainer.checkpoint import schedules
+from megatronapp_trainer.checkpoint import resume_rates
 from megatronapp_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, TrainingConfig
 from megatronapp_trainer.config.batch_size import BatchSchedule
 from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
@@ -37,7 +37,7 @@ def scheduler_of(config: TrainerConfig, batch: int) -> Any:
 
 def refusal(config: TrainerConfig, batch: int = 8) -> str | None:
     there, here = (scheduler_of(*which).state_dict() for which in ((config_with(), 8), (config, batch)))
-    return schedules.conflict(there, here, arguments_there={"--train-iters": 3000}, config=config, optimizer=True)
+    return resume_rates.conflict(there, here, arguments_there={"--train-iters": 3000}, config=config, optimizer=True)
 
 
 def test_the_same_schedules_are_accepted_on_resume() -> None:
@@ -91,7 +91,7 @@ def test_lengths_that_round_to_the_same_are_shown_in_full(train_samples: int | N
         )
     states = [scheduler_of(config, 8).state_dict() for config in (there, here)]
     arguments = {"--train-iters": 3000, "--train-samples": train_samples}
-    reason = schedules.conflict(*states, arguments_there=arguments, config=here, optimizer=True)
+    reason = resume_rates.conflict(*states, arguments_there=arguments, config=here, optimizer=True)
     assert reason is not None
     assert "--lr-warmup-fraction (spec.training.lrWarmupFraction): 2400.0 samples there, 2400.00000000" in reason
 
@@ -112,7 +112,7 @@ def test_steps_that_were_counted_in_full_are_the_reason_under_a_ramp_up() -> Non
     message = "took the steps of --rampup-batch-size for full ones"
     for stored, found in (({}, True), ({"--train-samples": None}, False)):
         arguments = {"--train-iters": 3000, **stored}
-        reason = schedules.conflict(there, here, arguments_there=arguments, config=config, optimizer=True)
+        reason = resume_rates.conflict(there, here, arguments_there=arguments, config=config, optimizer=True)
         assert (message in str(reason)) == found
 
 

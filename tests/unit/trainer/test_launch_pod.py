@@ -16,7 +16,7 @@ import pytest
 from launchers import Gang, wait_until
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.pages import DocumentWriter
+from megatronapp_common.shared_documents import DocumentWriter
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 from megatronapp_trainer.launch.config import address
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from megatronapp_trainer.launch import verbs
+from megatronapp_trainer.launch.preflight import infiniband
 from megatronapp_trainer.launch.preflight.machine import is_chosen
 
 SOURCE = """
@@ -45,7 +45,7 @@ def devices(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def found(library: str, devices: pathlib.Path, hca: str = "") -> str:
     places = {"devices": devices / "dev", "classes": devices / "class"}
-    return "; ".join(verbs.verbs_faults(hca, is_chosen, library=library, **places))
+    return "; ".join(infiniband.verbs_faults(hca, is_chosen, library=library, **places))
 
 
 def close(devices: pathlib.Path, number: int) -> None:

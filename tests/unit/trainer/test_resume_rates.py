@@ -30,12 +30,12 @@ def resume_of_earlier_release(folder: str, first: str, second: str) -> Any:
     """Resume as `resume` does, from a checkpoint written before the groups of --decoupled-lr had a mark."""
     from megatron.core.optimizer import get_standard_config_overrides
 
-    from megatronapp_trainer.checkpoint import schedules
+    from megatronapp_trainer.checkpoint import resume_rates
     from megatronapp_trainer.training import optimizer as optim
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optim, "_group_overrides", get_standard_config_overrides)
-        patch.setattr(schedules, "state_of", lambda state: state.scheduler.state_dict())
+        patch.setattr(resume_rates, "state_of", lambda state: state.scheduler.state_dict())
         assert resume(folder, first, None) is None
     forget_new_arguments(pathlib.Path(folder))
     return resume(folder, None, second)

@@ -262,7 +262,7 @@ def train_and_test(flags: str) -> Any:
 
 
 def observed(flags: str) -> tuple[list[tuple[str, str, int, int]], list[float], list[tuple[int, int]]]:
-    from megatronapp_trainer.pipeline.static import backward_order
+    from megatronapp_trainer.pipeline.megatron_schedules import backward_order
     from megatronapp_trainer.training.build import build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatronapp_common.names import Env, ExitCode
-from megatronapp_common.pages import DocumentReader
+from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, OwnershipClaim
 from megatronapp_trainer.launch.config.address import reserved_port
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatronapp_common.names import Env, ExitCode
-from megatronapp_common.pages import DocumentReader
+from megatronapp_common.shared_documents import DocumentReader
 
 pytestmark = pytest.mark.torch
 
@@ -28,13 +28,13 @@ PHASES = {
     "model": ("training.build:build_run", 1, (STOPPED, [1])),
     "load": ("checkpoint.manager:CheckpointManager.load", 1, (STOPPED, [1])),
     "data": ("training.build:build_iterators", 1, (STOPPED, [1])),
-    "first step": ("pipeline.static:StaticSchedule.train", 1, (STOPPED, [1])),
+    "first step": ("pipeline.megatron_schedules:StaticSchedule.train", 1, (STOPPED, [1])),
     "optimizer": ("training.step:reduce_loss", 3, (STOPPED, [2, 4])),
     "evaluation": ("training.evaluate:evaluate", 1, (STOPPED, [2])),
     "save": ("checkpoint.manager:CheckpointManager.save", 1, (STOPPED, [2, 3])),
     "files of a save": ("checkpoint.manager:write", 1, (STOPPED, [2, 3])),
     "publishing": ("checkpoint.directory:CheckpointDirectory.publish", 1, (STOPPED, [2, 3])),
-    "last step": ("pipeline.static:StaticSchedule.train", 4, (STOPPED, [2, 4])),
+    "last step": ("pipeline.megatron_schedules:StaticSchedule.train", 4, (STOPPED, [2, 4])),
     "last save": ("checkpoint.manager:CheckpointManager.save", 2, (STOPPED, [2, 4])),
     "test": ("training.evaluate:evaluate", 3, (STOPPED, [2, 4])),
     "end": ("parallel.groups:destroy_groups", 1, (DONE, [2, 4])),

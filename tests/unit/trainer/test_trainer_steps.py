@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.names import Env
-from megatronapp_common.pages import DocumentReader
+from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.config.batch_size import BatchSchedule

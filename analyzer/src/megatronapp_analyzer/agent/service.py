@@ -19,8 +19,8 @@ from megatronapp_common import frames
 from megatronapp_common.errors import DocumentError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import ShmFile
-from megatronapp_common.pages import DocumentReader, DocumentWriter
-from megatronapp_common.room import SharedMemorySpace
+from megatronapp_common.shared_documents import DocumentReader, DocumentWriter
+from megatronapp_common.shared_memory_space import SharedMemorySpace
 
 LOG = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from megatronapp_analyzer.detect.evidence import ChannelSet, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack, FindingTracker
 from megatronapp_analyzer.detect.findings.report import evidence_text, verdict_of
-from megatronapp_analyzer.detect.hangs import HangTracker
+from megatronapp_analyzer.detect.hang_tracker import HangTracker
 from megatronapp_analyzer.detect.localize import MemberLocalizer
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units

@@ -6,11 +6,17 @@ import numpy as np
 
 from megatronapp_analyzer.detect.baseline import median_of_others
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SuspectCandidate
-from megatronapp_analyzer.detect.channels import COUPLED_CAP, SIGMA_CAP, ChannelReading, DelayChannel, LogChannel
 from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, CrowdingBaseline
+from megatronapp_analyzer.detect.evidence_channels import (
+    COUPLED_CAP,
+    SIGMA_CAP,
+    ChannelReading,
+    DelayChannel,
+    LogChannel,
+)
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
 from megatronapp_analyzer.detect.findings.persistence import VoteWindow
-from megatronapp_analyzer.detect.launches import LaunchBaseline, LaunchReading
+from megatronapp_analyzer.detect.kernel_launch_delays import LaunchBaseline, LaunchReading
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.model import Cause, JobLayout

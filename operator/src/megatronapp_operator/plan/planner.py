@@ -12,16 +12,16 @@ from megatronapp_operator.plan.actions import Action, Plan, RecordEvent
 from megatronapp_operator.plan.observed import Observed
 from megatronapp_operator.plan.plan_builder import PlanBuilder
 from megatronapp_operator.plan.policies import (
-    controls,
     deadlines,
     exclusion,
     gang,
-    groups,
+    group_removal,
     initialize,
     lifecycle,
     placement,
     report,
     slow_nodes,
+    user_actions,
 )
 from megatronapp_operator.plan.spec import JobState
 from megatronapp_operator.plan.worker_history import micros
@@ -88,10 +88,10 @@ def _single_pass(job: JobState, observed: Observed, now: float, status: Status) 
     report.slow_ranks(draft)
     report.stalls(draft)
     report.shared_memory(draft)
-    controls.controls(draft)
+    user_actions.controls(draft)
     exclusion.expire(draft)
     for policy in POLICIES:
         if policy(draft):
             break
-    groups.remove(draft)
+    group_removal.remove(draft)
     return draft

@@ -13,12 +13,12 @@ from typing import Any
 
 from megatronapp_common.errors import DocumentError
 from megatronapp_common.job.api.status import Progress, ProgressState, SlowRank
-from megatronapp_common.pages import DocumentReader
-from megatronapp_common.room import SharedMemorySpace
+from megatronapp_common.shared_documents import DocumentReader
+from megatronapp_common.shared_memory_space import SharedMemorySpace
 from megatronapp_common.text.terminal import to_single_line
 from megatronapp_common.text.times import seconds_of
 from megatronapp_operator.plan.observed import ControlAction
-from megatronapp_operator.plan.policies.controls import HUB_MAX_CONTROLS
+from megatronapp_operator.plan.policies.user_actions import HUB_MAX_CONTROLS
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 """Exceptions from reading a document of a wrong shape."""

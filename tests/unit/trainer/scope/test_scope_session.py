@@ -33,7 +33,7 @@ from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEven
 from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.scope.capture.step_capture import StepCapture
 from megatronapp_trainer.scope.coordinator import CaptureCoordinator
-from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
+from megatronapp_trainer.serve.scope.capture_controller import CaptureController
 
 pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]

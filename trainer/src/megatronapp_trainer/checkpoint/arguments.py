@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatronapp_trainer.checkpoint import schedules
+from megatronapp_trainer.checkpoint import resume_rates
 from megatronapp_trainer.checkpoint.directory import Manifest
 from megatronapp_trainer.config import DataConfig, ModelConfig, TrainerConfig, build_parser
 from megatronapp_trainer.config.fields import read_section
@@ -154,7 +154,7 @@ def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> in
     training = config.training
     if notes(stored.arguments, config) is not None:
         return None
-    if schedules.counted_in_full(stored.arguments, config):
+    if resume_rates.counted_in_full(stored.arguments, config):
         return training.train_iters * config.global_batch_size(data_size)
     return stored.order_samples
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatronapp_trainer.checkpoint import random_states, schedules
+from megatronapp_trainer.checkpoint import random_states, resume_rates
 from megatronapp_trainer.checkpoint.optimizer_state import finish_loading, prepare_to_load, prepare_to_save
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.parallel.layout import Layout
@@ -42,7 +42,7 @@ def sharded_state(state: TrainState, layout: Layout, parts: StateParts, *, loadi
     if parts.random_states:
         content["rng_state"] = _sharded_random_states(layout, loading=loading)
     if parts.progress and not loading:
-        content["opt_param_scheduler"] = schedules.state_of(state)
+        content["opt_param_scheduler"] = resume_rates.state_of(state)
         content["iteration"] = state.iteration
         content["validation_due"] = state.validation_due
     return content

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from megatronapp_common.names import Env
-from megatronapp_trainer.checkpoint import arguments, foreign, schedules
+from megatronapp_trainer.checkpoint import arguments, foreign, resume_rates
 from megatronapp_trainer.checkpoint.checksums import WrittenFile
 from megatronapp_trainer.checkpoint.content import StateParts, restore, sharded_state
 from megatronapp_trainer.checkpoint.directory import (
@@ -215,14 +215,14 @@ class CheckpointManager:
         loaded = read(template, candidate.path)
         agreement = Agreement()
         with agreement.attempt():
-            groups = schedules.remember_groups(state)
+            groups = resume_rates.remember_groups(state)
             if parts.optimizer:
-                schedules.mark_decoupled_groups(loaded["optimizer"])
+                resume_rates.mark_decoupled_groups(loaded["optimizer"])
             if parts.progress:
                 self._check_schedules(loaded["opt_param_scheduler"], candidate.path, manifest, state)
             restore(state, loaded, parts)
             if parts.progress:
-                schedules.settle(state, groups, loaded["opt_param_scheduler"], self._config.optimizer)
+                resume_rates.settle(state, groups, loaded["opt_param_scheduler"], self._config.optimizer)
             self._text_tokens = _bytes_of(candidate.path / text_tokens.FILE)
         agreement.settle()
         if parts.progress:
@@ -234,17 +234,17 @@ class CheckpointManager:
 
     def _check_decoupled(self, path: pathlib.Path) -> None:
         """Compare a setting that manifests of earlier releases lack. Collective."""
-        there = any(schedules.decoupled_groups(read_common(path)["optimizer"]))
+        there = any(resume_rates.decoupled_groups(read_common(path)["optimizer"]))
         reason = arguments.conflict({arguments.DECOUPLED: there}, self._config, optimizer=True)
         if reason is not None:
             raise CheckpointError(f"{path}: {reason}")
 
     def _check_schedules(
-        self, stored: schedules.State, path: pathlib.Path, manifest: Manifest, state: TrainState
+        self, stored: resume_rates.State, path: pathlib.Path, manifest: Manifest, state: TrainState
     ) -> None:
-        reason = schedules.conflict(
+        reason = resume_rates.conflict(
             stored,
-            schedules.state_of(state),
+            resume_rates.state_of(state),
             arguments_there=manifest.arguments,
             config=self._config,
             optimizer=self._config.checkpoint.load_optim,

@@ -53,8 +53,8 @@ LATER_FLAGS = {
 }
 """Flags of runtimes that this trainer does not have yet."""
 _NEAR = 0.75
-ALL_FLAGS = "python -m megatronapp_trainer.pretrain --help lists all"
 """Minimum similarity, as a fraction of equal letters, at which a name is taken for a typing error."""
+ALL_FLAGS = "python -m megatronapp_trainer.pretrain --help lists all"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,8 +1,8 @@
 """All pipeline schedules by name."""
 
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.pipeline.megatron_schedules import StaticSchedule
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule, ScheduleBuilder, ScheduleContext
-from megatronapp_trainer.pipeline.static import StaticSchedule
 
 SCHEDULES: dict[str, ScheduleBuilder] = {"static": StaticSchedule}
 

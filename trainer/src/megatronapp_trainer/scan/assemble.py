@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 import megatronapp_native as native
 from megatronapp_common.names import Env, ShmFile
-from megatronapp_common.pages import DocumentReader
+from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.trace import Flag
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.scan.cost import span_cost_ns

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
-from megatronapp_common.pages import DocumentReader
+from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Metric, RecordKind
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.parallel.transport import Transport

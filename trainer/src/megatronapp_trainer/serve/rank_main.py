@@ -210,7 +210,7 @@ class HttpFrontend:
 
     def _start_capture(self, engine: "Engine", scope: "RankScope") -> None:
         from megatronapp_trainer.scope.coordinator import CaptureCoordinator
-        from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
+        from megatronapp_trainer.serve.scope.capture_controller import CaptureController
 
         captures = CaptureController(CaptureCoordinator(engine, scope.capture, scope.publisher.post), engine.defer)
         self.app.state.runs.captures = captures

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatronapp_common.errors import DocumentError
 from megatronapp_common.names import Env, ShmFile
-from megatronapp_common.pages import DocumentWriter
+from megatronapp_common.shared_documents import DocumentWriter
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import StepMetrics

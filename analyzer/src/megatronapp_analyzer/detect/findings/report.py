@@ -3,7 +3,7 @@
 from megatronapp_analyzer.detect.findings.lifecycle import FindingTrack
 from megatronapp_analyzer.detect.findings.persistence import confidence
 from megatronapp_analyzer.detect.findings.sentences import sentence
-from megatronapp_analyzer.detect.launches import LEAST_RATIO
+from megatronapp_analyzer.detect.kernel_launch_delays import LEAST_RATIO
 from megatronapp_analyzer.graph.waits import Waits
 from megatronapp_analyzer.model import Cause, JobLayout, Verdict
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatronapp_common.room import SharedMemorySpace
+from megatronapp_common.shared_memory_space import SharedMemorySpace
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from megatronapp_analyzer.hub.ingest.spool import JsonFile
-from megatronapp_common.pages import PAGE_ROOM
+from megatronapp_common.shared_documents import PAGE_ROOM
 from megatronapp_common.web.models import ApiModel
 
 MAX_ENDED = 100

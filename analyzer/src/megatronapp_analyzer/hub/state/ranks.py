@@ -12,7 +12,7 @@ from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.model import CurrentSpan, RankLiveness
-from megatronapp_common.room import SharedMemorySpace
+from megatronapp_common.shared_memory_space import SharedMemorySpace
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 
 STATUS_TIMEOUT_S = 5.0

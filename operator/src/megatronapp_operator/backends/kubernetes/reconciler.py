@@ -50,7 +50,7 @@ from megatronapp_operator.plan import (
     RecordEvent,
     Status,
 )
-from megatronapp_operator.plan.policies.controls import spent_after
+from megatronapp_operator.plan.policies.user_actions import spent_after
 from megatronapp_operator.plan_io.spec_reader import build_spec
 
 log = logging.getLogger(__name__)

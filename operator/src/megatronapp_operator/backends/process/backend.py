@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatronapp_common.job import status_document
-from megatronapp_common.room import SharedMemorySpace
+from megatronapp_common.shared_memory_space import SharedMemorySpace
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.process import job_processes, signals, spawn
 from megatronapp_operator.backends.process.gang import Gang

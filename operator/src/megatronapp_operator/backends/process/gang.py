@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatronapp_common.names import Env, ShmFile
-from megatronapp_common.pages import DocumentReader
+from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_operator.backends.process.ports import ReservedPort
 from megatronapp_operator.backends.process.settings import ProcessSettings, worker_address, worker_environment
 from megatronapp_operator.backends.process.worker import WorkerProcess

@@ -9,7 +9,7 @@ import psutil
 
 from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader
-from megatronapp_trainer.launch.verbs import verbs_faults
+from megatronapp_trainer.launch.preflight.infiniband import verbs_faults
 
 INFINIBAND = pathlib.Path("/sys/class/infiniband")
 PROC_STATUS = pathlib.Path("/proc/self/status")

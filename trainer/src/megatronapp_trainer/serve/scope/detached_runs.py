@@ -25,7 +25,7 @@ from megatronapp_trainer.serve.scope.schemas import ReportedSample, RunDetail
 from megatronapp_trainer.serve.served_model import ServedModel, utf16_units
 
 if TYPE_CHECKING:
-    from megatronapp_trainer.serve.scope.capture_gateway import CaptureController
+    from megatronapp_trainer.serve.scope.capture_controller import CaptureController
 
 MAX_RUNS = 64
 """Limit of listed runs: the newest ones, and all that have not ended."""

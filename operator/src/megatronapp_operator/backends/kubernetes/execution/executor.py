@@ -13,7 +13,7 @@ from megatronapp_operator.backends.kubernetes.execution.events import EventWrite
 from megatronapp_operator.backends.kubernetes.execution.job_context import JobContext, run_all
 from megatronapp_operator.backends.kubernetes.execution.objects import ObjectApplier
 from megatronapp_operator.backends.kubernetes.execution.pods import PodWriter
-from megatronapp_operator.backends.kubernetes.groups import PodGroupRemover
+from megatronapp_operator.backends.kubernetes.group_removal import PodGroupRemover
 from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 from megatronapp_operator.backends.kubernetes.store import ObjectStore
 from megatronapp_operator.errors import OperatorError

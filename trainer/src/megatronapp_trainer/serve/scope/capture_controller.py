@@ -1,4 +1,4 @@
-"""MegaScope in front of the engine: `scope.leader` under a lock, as HTTP's thread and the engine's both call it.
+"""Access to `scope.coordinator` under a lock, as the threads of HTTP and of the engine both call it.
 
 Loaded only if there is a hub.
 """

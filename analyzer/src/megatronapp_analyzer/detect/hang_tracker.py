@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from megatronapp_analyzer.detect import hang
+from megatronapp_analyzer.detect import hang_search
 from megatronapp_analyzer.detect.findings.sentences import hang_sentence
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.model import (
@@ -36,7 +36,7 @@ class HangTracker:
 
     def observe(self, ranks: Sequence[RankLiveness], usual_step_s: float | None, when: JobMoment) -> list[Verdict]:
         """Judge the newest heartbeats; return verdicts that are new or over."""
-        found = hang.find(ranks, usual_step_s, self._settings)
+        found = hang_search.find(ranks, usual_step_s, self._settings)
         if found is not None and not found.certain and len(ranks) < self._layout.world:
             found = None
         found = self._lasting(found, when)
@@ -48,7 +48,7 @@ class HangTracker:
                 told.append(self._live[rank])
         return told
 
-    def _lasting(self, found: hang.Hang | None, when: JobMoment) -> hang.Hang | None:
+    def _lasting(self, found: hang_search.Hang | None, when: JobMoment) -> hang_search.Hang | None:
         """Return `found` if the evidence is direct, or all ranks have reported and it has lasted for a while.
 
         Ranks that only wait may wait for one that has not reported. When a stopped rank continues, its victims appear
@@ -63,7 +63,7 @@ class HangTracker:
         verdict = self._live.pop(rank)
         return dataclasses.replace(verdict, state=VerdictState.CLEARED, until=when)
 
-    def _verdict(self, rank: int, found: hang.Hang, when: JobMoment) -> Verdict:
+    def _verdict(self, rank: int, found: hang_search.Hang, when: JobMoment) -> Verdict:
         alone = len(found.culprits) == 1
         lines = [f"no progress for {found.silent_s:.0f} s", found.reason]
         if found.victims:

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from megatronapp_analyzer.detect.baseline import Mask
-from megatronapp_analyzer.detect.channels import COUPLED_CAP, ChannelReading, LogChannel
+from megatronapp_analyzer.detect.evidence_channels import COUPLED_CAP, ChannelReading, LogChannel
 from megatronapp_analyzer.detect.features import Floats, StepFeatures
 from megatronapp_analyzer.detect.settings import DetectorSettings
 from megatronapp_analyzer.detect.units import Units

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.errors import DocumentError
-from megatronapp_common.pages import PAGE_BYTES, DocumentReader, DocumentWriter
+from megatronapp_common.shared_documents import PAGE_BYTES, DocumentReader, DocumentWriter
 
 WRITER = """
 import pathlib, sys
-from megatronapp_common.pages import DocumentWriter
+from megatronapp_common.shared_documents import DocumentWriter
 page = DocumentWriter(pathlib.Path(sys.argv[1]))
 for number in range(int(sys.argv[2])):
     page.write({"number": number, "again": [number] * (number % 700)})
