@@ -1,7 +1,8 @@
 import { describe, expect, it } from "vitest";
 import type { Heatmap } from "../api/types";
-import { StepStore, type StepsHeader } from "./stepStore";
+import { StepStore } from "./stepStore";
 import { durations } from "./stepViews";
+import { header } from "./testSteps";
 
 const heatmap = (change: Partial<Heatmap> = {}): Heatmap => ({
   metric: "compute",
@@ -12,16 +13,6 @@ const heatmap = (change: Partial<Heatmap> = {}): Heatmap => ({
     [0.1, 0.2],
     [0.3, null],
   ],
-  ...change,
-});
-
-const header = (change: Partial<StepsHeader> = {}): StepsHeader => ({
-  attempt: 0,
-  steps: [6],
-  startsNs: [0],
-  durationsNs: [2.5e8],
-  ranks: [0, 1],
-  metrics: ["compute", "wait"],
   ...change,
 });
 

@@ -1,16 +1,7 @@
 import { describe, expect, it } from "vitest";
-import { StepStore, type StepsHeader } from "./stepStore";
+import { StepStore } from "./stepStore";
 import { rankShare, valueDomain } from "./stepViews";
-
-const header = (change: Partial<StepsHeader> = {}): StepsHeader => ({
-  attempt: 0,
-  steps: [6],
-  startsNs: [0],
-  durationsNs: [2.5e8],
-  ranks: [0, 1],
-  metrics: ["compute", "wait"],
-  ...change,
-});
+import { header } from "./testSteps";
 
 describe("views of steps", () => {
   it("give the newest steps of a rank as shares", () => {
