@@ -17,9 +17,11 @@ from megatronapp_common.job.api.status import (
     Replicas,
     SlowRank,
 )
+from megatronapp_common.job.api.status_fields import MAX_COUNT
 from megatronapp_operator import plan
 
 ADAPTER = TypeAdapter(Status)
+PINNED = {"attempt": 4, "trainerImage": "trainer", "analyzerImage": "analyzer"}
 T0_S = 1_763_700_000.0
 
 
@@ -72,3 +74,29 @@ def test_keys_that_are_no_text_are_absent(wrong: dict[str, Any]) -> None:
 def test_a_slow_rank_without_id_is_absent() -> None:
     found = read_status({"slowRanks": [{"id": "", "cause": "compute"}, {"id": "v"}]})
     assert found.slow_ranks == (SlowRank(id="v"),)
+
+
+@pytest.mark.parametrize(("given", "attempt"), [(3, 3), ("3", 3), (3.9, 3), (-3, 0), (2**40, MAX_COUNT)])
+def test_a_number_that_is_no_count_is_read_as_the_count_next_to_it(given: object, attempt: int) -> None:
+    found = read_status(
+        {"attempt": given, "replicaStatuses": {"running": given}, "pinned": PINNED | {"attempt": given}}
+    )
+    assert found.attempt == found.replicas.running == attempt
+    assert found.pinned is not None and found.pinned.attempt == attempt
+    assert status_document(found)["attempt"] == attempt
+
+
+@pytest.mark.parametrize("unreadable", [{}, {"attempt": None}, {"attempt": "x"}, {"attempt": float("nan")}])
+def test_an_attempt_that_cannot_be_read_follows_from_the_rest(unreadable: dict[str, Any]) -> None:
+    failed = {"time": "2026-11-20T10:00:00Z", "attempt": 4, "action": "RestartJob"}
+    assert read_status(unreadable).attempt == 0
+    assert read_status(unreadable | {"pinned": PINNED}).attempt == 4
+    assert read_status(unreadable | {"failures": [failed, failed | {"attempt": 2}]}).attempt == 5
+    assert read_status(unreadable | {"failures": [failed | {"action": "FailJob"}], "pinned": PINNED}).attempt == 4
+    assert read_status({"attempt": 0, "failures": [failed], "pinned": PINNED}).attempt == 0
+
+
+def test_a_worker_with_a_wrong_index_is_absent_and_is_no_other_worker() -> None:
+    found = read_status({"endedWorkers": [{"index": -1}, {"index": 1.5}, {"index": 2}]})
+    assert [worker.index for worker in found.ended] == [2]
+    assert read_status({"hungRanks": [1.5, 2], "podGroups": "12"}) == Status()

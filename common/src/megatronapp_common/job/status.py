@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, Phase, Status
+from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, FailureAction, Phase, Status
 
 Path = tuple[int | str, ...]
 _STATUS = TypeAdapter(Status)
@@ -17,6 +17,8 @@ _ENDS = {
     ConditionType.SUSPENDED: Phase.SUSPENDED,
 }
 """Phases that a true condition proves; the first match is taken."""
+_SAME_ATTEMPT = frozenset({FailureAction.FAIL_JOB, FailureAction.IGNORE})
+"""Actions about a failure after which no other attempt begins."""
 
 
 def status_document(status: Status) -> dict[str, Any]:
@@ -34,23 +36,31 @@ def read_status(document: Any) -> Status:  # noqa: ANN401 - a document of any sh
     """Parse a stored status: the inverse of `status_document`.
 
     No status is rejected. It may be empty, of an older release, or edited; what cannot be read is treated as absent,
-    because an operator that stops at a status can never repair it.
+    because an operator that stops at a status can never repair it. Counts are clamped instead. No attempt may have
+    the number of an earlier one, so that an absent number follows from failures and pinned settings.
     """
-    found = _read(document or {})
+    found, readable = _read(document or {})
+    attempt = found.attempt if "attempt" in readable else _newest_attempt(found)
     # The field `phase` is only a summary for users: true conditions decide whether the job has ended.
     true = {condition.type for condition in found.conditions if condition.status}
     phase = next((end for kind, end in _ENDS.items() if kind in true), found.phase)
     completed = found.completion_time
     if completed is None and phase in TERMINAL_PHASES:
         completed = next((condition.since for condition in found.conditions if _ENDS.get(condition.type) is phase), 0.0)
-    return dataclasses.replace(found, phase=phase, completion_time=completed)
+    return dataclasses.replace(found, phase=phase, completion_time=completed, attempt=attempt)
 
 
-def _read(document: Any) -> Status:  # noqa: ANN401
-    """Parse a document without its wrong values."""
+def _newest_attempt(status: Status) -> int:
+    """Return the attempt that follows from the rest of a status."""
+    pinned = 0 if status.pinned is None else status.pinned.attempt
+    return max(pinned, *(failure.attempt + (failure.action not in _SAME_ATTEMPT) for failure in status.failures), 0)
+
+
+def _read(document: Any) -> tuple[Status, Mapping[str, Any]]:  # noqa: ANN401
+    """Parse a document without its wrong values; return it, too."""
     while True:
         try:
-            return _STATUS.validate_python(document)
+            return _STATUS.validate_python(document), document
         except ValidationError as error:
             found = error.errors(include_url=False, include_context=False, include_input=False)
             wrong = {_wrong_value(detail) for detail in found}

@@ -26,6 +26,7 @@ from megatronapp_common.job.api.status_fields import (
     TEXT,
     Count,
     Flag,
+    Index,
     Name,
     OptionalText,
     SchemaOf,
@@ -217,13 +218,13 @@ Verdict = Annotated[
 class RankTableEntry(StatusModel):
     """Placement of a worker's ranks."""
 
-    index: Count
+    index: Index
     """Index of the worker."""
     address: Name
     """Address of the worker."""
     node: Name = ""
     """Node (real or simulated) that it runs on."""
-    ranks: tuple[Count, ...] = ()
+    ranks: tuple[Index, ...] = ()
     """Global ranks of the worker."""
 
 
@@ -316,7 +317,7 @@ class ExcludedNode(StatusType):
 class EndedWorker(StatusType):
     """A failed worker of the current attempt, also after its pod is deleted."""
 
-    index: Count
+    index: Index
     """Index of the worker."""
     exit_code: int | None = None
     """Exit code; absent if no record of it was found."""

@@ -36,6 +36,14 @@ def _stored_time(text: Any) -> float:  # noqa: ANN401 - a field of a document
     return seconds
 
 
+def _clamped(given: Any) -> Any:  # noqa: ANN401 - a field of a document
+    """Return a number without its fraction, as near as a count can be; other values as they are."""
+    try:
+        return min(max(0, int(given)), MAX_COUNT)
+    except (TypeError, ValueError, OverflowError):
+        return given
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchemaOf:
     """Annotation that gives a free map the schema of a model, which does not judge it."""
@@ -49,7 +57,11 @@ class SchemaOf:
         return handler(self.model.__pydantic_core_schema__)
 
 
-Count = Annotated[int, Field(ge=0, le=2_147_483_647)]
+MAX_COUNT = 2_147_483_647
+Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+"""A number of a worker or rank, which is absent if it is wrong: another number would mean another worker."""
+Count = Annotated[Index, BeforeValidator(_clamped)]
+"""A number of things or of an attempt; a number that is no count is read as the count next to it."""
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(max_length=253)]
 """A name or an address: at most as long as a DNS name."""
