@@ -56,7 +56,8 @@ def write(root: str, flags: str) -> dict[str, Any]:
     """Save each model under ROOT/NAME-torch_dist and ROOT/NAME-legacy; logits by name, on the last stage."""
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups, seed_everything
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.parallel.seeds import seed_everything
     from megatronapp_trainer.training.build import layout_of
 
     model_flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4"

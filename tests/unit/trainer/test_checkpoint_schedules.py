@@ -29,7 +29,7 @@ class NoOptimizer:
 
 
 def scheduler_of(config: TrainerConfig, batch: int) -> Any:
-    from megatronapp_trainer.training.optimizer import build_scheduler
+    from megatronapp_trainer.training.learning_rate import build_scheduler
 
     with silence_megatron_imports():
         return build_scheduler(config, NoOptimizer(), BatchSchedule(micro_batch_size=1, data_size=1, final=batch))

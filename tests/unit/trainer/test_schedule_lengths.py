@@ -31,7 +31,7 @@ class FakeParamGroup:
 
 def rates_of(flags: str) -> list[float]:
     """The learning rate after each step, and before the first."""
-    from megatronapp_trainer.training.optimizer import build_scheduler
+    from megatronapp_trainer.training.learning_rate import build_scheduler
 
     config, optimizer = parse(shlex.split(f"{MODEL} {flags}")), FakeParamGroup()
     batches = batch_schedule(config, data_size=1)
@@ -120,7 +120,7 @@ def test_samples_need_the_size_of_a_step() -> None:
 @pytest.mark.parametrize(("fraction", "iterations"), [(0.001, 100), (0.01, 30), (0.05, 7), (0.1, 11), (0.3, 999)])
 def test_a_warm_up_by_a_fraction_is_rounded_as_in_earlier_releases(fraction: float, iterations: int) -> None:
     """A checkpoint of theirs holds this number, and is refused if this run's differs in the last bit."""
-    from megatronapp_trainer.training.optimizer import schedule_lengths
+    from megatronapp_trainer.training.learning_rate import schedule_lengths
 
     config = parse(shlex.split(f"{MODEL} --train-iters {iterations} --lr-warmup-fraction {fraction}"))
     lengths = schedule_lengths(config, batch_schedule(config, data_size=1))

@@ -24,7 +24,8 @@ def numbers_after_seeding(seed: int) -> list[tuple[float, float]]:
 
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.parallel.groups import initialize_groups, seed_everything
+    from megatronapp_trainer.parallel.groups import initialize_groups
+    from megatronapp_trainer.parallel.seeds import seed_everything
     from megatronapp_trainer.training.build import layout_of
 
     config = parse(f"{FLAGS} --seed {seed}".split())

@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def pretrain(config: TrainerConfig) -> ExitCode:
     """Set up, train, evaluate, and tear down. Raises TrainerError."""
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.parallel.groups import apply_deterministic_mode, destroy_groups, initialize_groups
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.parallel.seeds import apply_deterministic_mode
     from megatronapp_trainer.training.build import layout_of
     from megatronapp_trainer.training.signals import StopRequest
 

@@ -1,16 +1,16 @@
 """The trainer's configuration: frozen dataclasses, from which the parser is made. Flags have Megatron's spelling."""
 
-from megatronapp_trainer.config.model import ModelConfig, ParallelConfig, PrecisionConfig
+from megatronapp_trainer.config.checkpoint import CheckpointConfig
+from megatronapp_trainer.config.data import DataConfig
+from megatronapp_trainer.config.fixed import FixedConfig
+from megatronapp_trainer.config.logging import LoggingConfig
+from megatronapp_trainer.config.model import ModelConfig
+from megatronapp_trainer.config.optimizer import OptimizerConfig
+from megatronapp_trainer.config.parallel import ParallelConfig
 from megatronapp_trainer.config.parse import build_parser, parse
+from megatronapp_trainer.config.precision import PrecisionConfig
 from megatronapp_trainer.config.root import TrainerConfig
-from megatronapp_trainer.config.training import (
-    CheckpointConfig,
-    DataConfig,
-    FixedConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from megatronapp_trainer.config.training import TrainingConfig
 
 __all__ = [
     "CheckpointConfig",

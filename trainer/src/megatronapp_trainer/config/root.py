@@ -2,15 +2,15 @@
 
 import dataclasses
 
-from megatronapp_trainer.config.model import ModelConfig, ParallelConfig, PrecisionConfig
-from megatronapp_trainer.config.training import (
-    CheckpointConfig,
-    DataConfig,
-    FixedConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from megatronapp_trainer.config.checkpoint import CheckpointConfig
+from megatronapp_trainer.config.data import DataConfig
+from megatronapp_trainer.config.fixed import FixedConfig
+from megatronapp_trainer.config.logging import LoggingConfig
+from megatronapp_trainer.config.model import ModelConfig
+from megatronapp_trainer.config.optimizer import OptimizerConfig
+from megatronapp_trainer.config.parallel import ParallelConfig
+from megatronapp_trainer.config.precision import PrecisionConfig
+from megatronapp_trainer.config.training import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from megatronapp_trainer.config.fields import require
+from megatronapp_trainer.config.optimizer import OptimizerConfig
 from megatronapp_trainer.config.root import TrainerConfig
-from megatronapp_trainer.config.training import OptimizerConfig
 
 
 def _lengths(config: TrainerConfig) -> Iterator[str]:

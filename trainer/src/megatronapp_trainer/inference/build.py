@@ -24,8 +24,8 @@ from megatronapp_trainer.inference.model_runner import ModelRunner, RunnerOption
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.agreement import broadcast_from_zero, on_all_ranks
-from megatronapp_trainer.parallel.groups import seed_everything
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.parallel.seeds import seed_everything
 
 _TRAINING_ALONE = (
     "--mock-data",

@@ -1,13 +1,10 @@
-"""Process groups, seeds and deterministic mode."""
+"""Process groups of torch.distributed and megatron-core."""
 
 import datetime
 import os
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
@@ -75,24 +72,3 @@ def destroy_groups() -> None:
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def seed_everything(config: TrainerConfig, layout: Layout) -> None:
-    """Seed the generators as Megatron does: dropout differs between stages, and within layers between tensor ranks."""
-    from megatron.core import tensor_parallel
-
-    seed = config.training.seed + 100 * layout.pipeline_rank
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def apply_deterministic_mode(config: TrainerConfig) -> None:
-    """Let torch refuse operations whose result depends on timing, if the flag requests it."""
-    if not config.precision.deterministic_mode:
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False

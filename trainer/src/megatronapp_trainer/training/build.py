@@ -12,13 +12,14 @@ from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepObserver
 from megatronapp_trainer.models.registry import model_family
-from megatronapp_trainer.parallel.groups import seed_everything
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.parallel.seeds import seed_everything
 from megatronapp_trainer.parallel.transport import Transport
 from megatronapp_trainer.pipeline.megatron_transport import MegatronTransport
 from megatronapp_trainer.pipeline.registry import create_schedule
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule, ScheduleContext
-from megatronapp_trainer.training.optimizer import build_optimizer, build_scheduler
+from megatronapp_trainer.training.learning_rate import build_scheduler
+from megatronapp_trainer.training.optimizer import build_optimizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.hooks.step_observer import StepMetrics, StepObserver
 from megatronapp_trainer.models.language_model_loss import StepLoss
 from megatronapp_trainer.training.build import TrainingRun
+from megatronapp_trainer.training.learning_rate import learning_rate
 from megatronapp_trainer.training.metrics import flops_per_token, peak_tflops, why_no_mfu
-from megatronapp_trainer.training.optimizer import learning_rate
 from megatronapp_trainer.training.progress import Reporter
 
 

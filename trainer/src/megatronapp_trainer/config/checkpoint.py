@@ -1,0 +1,22 @@
+"""Flags of checkpoints: where, when, and what is saved and loaded."""
+
+import dataclasses
+
+from megatronapp_trainer.config.fields import option, turned_off_by
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Saving and loading of checkpoints."""
+
+    save: str | None = option(None, "directory to write to")
+    load: str | None = option(None, "directory to read from; default: --save if it holds a checkpoint")
+    save_interval: int | None = option(None, "steps between checkpoints", aliases=("--persistent-save-interval",))
+    keep_last: int | None = option(None, "newest checkpoints to keep, never fewer than 2; default: all")
+    save_optim: bool = turned_off_by("--no-save-optim", "leave the optimizer out")
+    save_rng: bool = turned_off_by("--no-save-rng", "leave the random states out")
+    load_optim: bool = turned_off_by("--no-load-optim", "do not read the optimizer")
+    load_rng: bool = turned_off_by("--no-load-rng", "do not read the random states")
+    finetune: bool = option(False, "weights only: start at step 0 with a fresh optimizer")
+    exit_on_missing_checkpoint: bool = option(False, "fail if --load has no checkpoint")
+    ckpt_format: str = option("torch_dist", "format", choices=("torch_dist",), aliases=("--dist-ckpt-format",))

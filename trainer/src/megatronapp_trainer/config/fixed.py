@@ -1,0 +1,32 @@
+"""Flags whose behaviour is fixed."""
+
+import dataclasses
+
+from megatronapp_trainer.config.fields import option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FixedConfig:
+    """Flags of fixed behaviour, accepted so that command lines for Megatron run unchanged."""
+
+    exit_signal_handler: bool = option(False, "SIGTERM saves at the next step boundary and ends with code 75")
+    log_throughput: bool = option(False, "log lines include TFLOP/s")
+    use_mcore_models: bool = option(False, "models are megatron-core's")
+    use_cpu_initialization: bool = option(False, "initial weights do not depend on the layout")
+    accumulate_allreduce_grads_in_fp32: bool = option(False, "gradients are accumulated and reduced in fp32")
+    use_dist_ckpt: bool = option(False, "checkpoints are distributed ones")
+    auto_detect_ckpt_format: bool = option(False, "the format is read from the checkpoint")
+    no_ckpt_fully_parallel_save: bool = option(False, "each shard is written by one replica")
+    log_timers_to_tensorboard: bool = option(False, "event files have the time of each step")
+    log_batch_size_to_tensorboard: bool = option(False, "event files have the batch size")
+    log_validation_ppl_to_tensorboard: bool = option(False, "event files have the perplexity of evaluations")
+    no_barrier_with_level_1_timing: bool = option(False, "no timer has a barrier")
+    no_rope_fusion: bool = option(False, "Transformer Engine's rotary kernel is not used")
+    dataloader_type: str = option("single", "samples are read in one order", choices=("single",))
+    no_masked_softmax_fusion: bool = option(False, "Megatron's own softmax kernels are not used")
+    no_bias_gelu_fusion: bool = option(False, "bias and GELU are apart")
+    no_bias_swiglu_fusion: bool = option(False, "bias and SwiGLU are apart")
+    no_bias_dropout_fusion: bool = option(False, "bias and dropout are apart")
+    no_gradient_accumulation_fusion: bool = option(False, "Apex's kernels are not used")
+    no_persist_layer_norm: bool = option(False, "Apex's kernels are not used")
+    no_create_attention_mask_in_dataloader: bool = option(False, "masks are made only for --reset-attention-mask")
