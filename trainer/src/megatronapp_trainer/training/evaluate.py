@@ -16,31 +16,18 @@ from megatronapp_trainer.data.microbatches import (
 from megatronapp_trainer.models.language_model_loss import PendingLossReduction, reduce_loss
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
-from megatronapp_trainer.training.monitor import TrainingMonitor
-from megatronapp_trainer.training.signals import StopRequest
+from megatronapp_trainer.training.loop_context import LoopContext
 
 
 class Evaluator:
     """Evaluates when it is due, and knows which evaluation has ended."""
 
-    def __init__(
-        self,
-        run: TrainingRun,
-        schedule: PipelineSchedule,
-        source: MicrobatchSource,
-        iterators: DataIterators,
-        *,
-        monitor: TrainingMonitor,
-        stop_request: StopRequest,
-    ) -> None:
-        self._run = run
-        self._config = run.config
-        self._state = run.state
-        self._schedule = schedule
-        self._source = source
+    def __init__(self, context: LoopContext, iterators: DataIterators) -> None:
+        self._context = context
+        self._config = context.run.config
+        self._state = context.run.state
+        self._monitor = context.monitor
         self._iterators = iterators
-        self._monitor = monitor
-        self._stop_request = stop_request
         self._validated_iteration = -1
 
     def mark_due(self) -> None:
@@ -73,9 +60,13 @@ class Evaluator:
         if self._config.training.manual_gc and self._config.training.manual_gc_eval:
             self._monitor.collect_garbage()
         with self._monitor.span(RecordKind.EVALUATE):
-            stop_request = self._stop_request
+            context = self._context
             loss = evaluate(
-                self._run, self._schedule, self._source, iterator, stop_requested=lambda: stop_request.requested
+                context.run,
+                context.schedule,
+                context.source,
+                iterator,
+                stop_requested=lambda: context.stop_request.requested,
             )
         if loss is not None:
             if split == "validation":

@@ -16,6 +16,7 @@ from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import Evaluator, gathered_parameters, is_due
+from megatronapp_trainer.training.loop_context import LoopContext
 from megatronapp_trainer.training.monitor import StepOutcome, TrainingMonitor
 from megatronapp_trainer.training.progress import Reporter
 from megatronapp_trainer.training.signals import StopRequest
@@ -49,11 +50,15 @@ class Trainer:
         self._checkpoints = checkpoints
         self._saved_iteration = run.state.iteration
         self._monitor = TrainingMonitor(run, reporter, observer)
-        source = model_family(run.config).batch_source(run.config, run.layout, run.device)
-        self._step = TrainingStep(
-            run, schedule, source, iterators.train, monitor=self._monitor, stop_request=stop_request
+        context = LoopContext(
+            run=run,
+            schedule=schedule,
+            source=model_family(run.config).batch_source(run.config, run.layout, run.device),
+            monitor=self._monitor,
+            stop_request=stop_request,
         )
-        self._evaluator = Evaluator(run, schedule, source, iterators, monitor=self._monitor, stop_request=stop_request)
+        self._step = TrainingStep(context, iterators.train)
+        self._evaluator = Evaluator(context, iterators)
 
     def train(self) -> ExitCode:
         """Train to the end, or until asked to stop.

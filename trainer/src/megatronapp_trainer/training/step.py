@@ -4,43 +4,31 @@ import time
 from collections.abc import Callable, Iterator
 
 from megatronapp_common.trace import RecordKind
-from megatronapp_trainer.data.microbatches import HostMicrobatch, MicrobatchSource, StepFeed
+from megatronapp_trainer.data.microbatches import HostMicrobatch, StepFeed
 from megatronapp_trainer.models.language_model_loss import (
     PendingLossReduction,
     reduce_loss,
     refuse_infinite_gradients,
     refuse_not_finite,
 )
-from megatronapp_trainer.pipeline.schedule import PipelineSchedule
-from megatronapp_trainer.training.build import TrainingRun
-from megatronapp_trainer.training.monitor import StepOutcome, TrainingMonitor
-from megatronapp_trainer.training.signals import StopRequest
+from megatronapp_trainer.training.loop_context import LoopContext
+from megatronapp_trainer.training.monitor import StepOutcome
 
 
 class TrainingStep:
     """Runs optimizer steps. The ranks agree within each whether to stop after it."""
 
-    def __init__(
-        self,
-        run: TrainingRun,
-        schedule: PipelineSchedule,
-        source: MicrobatchSource,
-        batches: Iterator[HostMicrobatch],
-        *,
-        monitor: TrainingMonitor,
-        stop_request: StopRequest,
-    ) -> None:
+    def __init__(self, context: LoopContext, batches: Iterator[HostMicrobatch]) -> None:
         """Wrap the optimizer's gradient norm, which refuses values that are not finite from now on."""
-        self._run = run
-        self._config = run.config
-        self._state = run.state
-        self._schedule = schedule
-        self._source = source
+        self._context = context
+        self._run = context.run
+        self._config = context.run.config
+        self._state = context.run.state
+        self._monitor = context.monitor
         self._batches = batches
-        self._monitor = monitor
-        self._stop_request = stop_request
         self._pending: PendingLossReduction | None = None
-        run.state.optimizer.get_grad_norm = self._refusing_not_finite(run.state.optimizer.get_grad_norm)
+        optimizer = self._state.optimizer
+        optimizer.get_grad_norm = self._refusing_not_finite(optimizer.get_grad_norm)
         self._began_s = time.monotonic()
 
     def run(self) -> StepOutcome:
@@ -68,14 +56,14 @@ class TrainingStep:
         for chunk in self._state.chunks:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
-        feed = StepFeed(self._source, self._batches, microbatches, observer=self._monitor.observer)
-        reports = self._schedule.train(feed, microbatches)
+        feed = StepFeed(self._context.source, self._batches, microbatches, observer=self._monitor.observer)
+        reports = self._context.schedule.train(feed, microbatches)
         with self._monitor.span(RecordKind.LOSS_REDUCE):
             return reduce_loss(
                 reports,
                 self._run.layout,
                 self._run.device,
-                stop=self._stop_request.requested,
+                stop=self._context.stop_request.requested,
                 time_is_up=self._time_is_up(),
             )
 
