@@ -20,8 +20,8 @@ from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.web.tokens import TokenRole
-from megatronapp_operator.gateway.proxy.gateway import CALLERS_LONG_BODIES
-from megatronapp_operator.gateway.proxy.websocket_admission import CALLERS_SOCKETS
+from megatronapp_operator.gateway.gateway import CALLERS_LONG_BODIES
+from megatronapp_operator.gateway.websocket_admission import CALLERS_SOCKETS
 
 NO_NAME = re.compile("viewer-[0-9a-f]{16}")
 PASSED = {"content-type", "transfer-encoding", "date", "content-length"}

@@ -11,10 +11,10 @@ from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole, derive_token, job_secret
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
-from megatronapp_operator.gateway.authorization import Authorizer
-from megatronapp_operator.gateway.credentials import Credentials
+from megatronapp_operator.gateway.access.authorization import Authorizer
+from megatronapp_operator.gateway.access.credentials import Credentials
+from megatronapp_operator.gateway.access.sessions import BrowserSessions
 from megatronapp_operator.gateway.job_catalog import JobCatalog
-from megatronapp_operator.gateway.sessions import BrowserSessions
 from megatronapp_operator.keys import KeyRing
 
 KEY = "ab" * 32

@@ -20,11 +20,12 @@ from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, ObjectList
 from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError
+from megatronapp_operator.gateway.access.authorization import Caller
+from megatronapp_operator.gateway.access.credentials import cookie_name
+from megatronapp_operator.gateway.access.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, BrowserSessions, TokenStore
+from megatronapp_operator.gateway.access.subject_access import User, audiences_of
 from megatronapp_operator.gateway.app import build_api
-from megatronapp_operator.gateway.authorization import Caller
-from megatronapp_operator.gateway.credentials import cookie_name
-from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
-from megatronapp_operator.gateway.proxy.gateway import (
+from megatronapp_operator.gateway.gateway import (
     MAX_REQUESTS,
     MAX_SOCKETS,
     Gateway,
@@ -32,16 +33,15 @@ from megatronapp_operator.gateway.proxy.gateway import (
     concurrency_limits,
     rate_limit_keys,
 )
+from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
 from megatronapp_operator.gateway.proxy.http_proxy import AT_ONCE, address_of, new_session
 from megatronapp_operator.gateway.proxy.hub_addresses import is_owned_by
-from megatronapp_operator.gateway.proxy.websocket_admission import CALLERS_SOCKETS, JOBS_SOCKETS
 from megatronapp_operator.gateway.proxy.websocket_proxy import reason_of
 from megatronapp_operator.gateway.routes import (
     readyz,
 )
-from megatronapp_operator.gateway.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, BrowserSessions, TokenStore
-from megatronapp_operator.gateway.subject_access import User, audiences_of
 from megatronapp_operator.gateway.ttl_cache import TtlCache
+from megatronapp_operator.gateway.websocket_admission import CALLERS_SOCKETS, JOBS_SOCKETS
 from megatronapp_operator.keys import KeyRing
 
 
@@ -189,14 +189,14 @@ def test_a_browser_keeps_at_most_so_many_tokens_the_newest(tokens: list[str]) ->
 
 
 def test_the_oldest_sessions_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_SESSIONS", 2)
+    monkeypatch.setattr("megatronapp_operator.gateway.access.sessions.MAX_SESSIONS", 2)
     store = TokenStore(life_s=1)
     tokens = [store.add((str(number),), whose=str(number)) for number in range(3)]
     assert [store.get(token) for token in tokens] == [(), ("1",), ("2",)]
 
 
 def test_the_tokens_of_all_sessions_fit_into_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_BYTES", 100)
+    monkeypatch.setattr("megatronapp_operator.gateway.access.sessions.MAX_BYTES", 100)
     store = TokenStore(life_s=1)
     tokens = [store.add(("x" * 40,), whose=str(number)) for number in range(3)]
     assert [bool(store.get(token)) for token in tokens] == [False, True, True]
@@ -206,7 +206,7 @@ def test_the_tokens_of_all_sessions_fit_into_their_memory(monkeypatch: pytest.Mo
 
 
 def test_who_logs_in_again_and_again_logs_out_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_EACH", 2)
+    monkeypatch.setattr("megatronapp_operator.gateway.access.sessions.MAX_EACH", 2)
     store = TokenStore(life_s=1)
     other = store.add(("other",), whose="other")
     tokens = [store.add((str(number),), whose="me") for number in range(4)]

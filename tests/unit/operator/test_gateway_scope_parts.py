@@ -13,14 +13,14 @@ from megatronapp_analyzer.scope.views import tiles
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.web.problems import HttpError, problem_response
-from megatronapp_operator.gateway.authorization import TOKEN_HOLDER, Caller
+from megatronapp_operator.gateway.access.authorization import TOKEN_HOLDER, Caller
+from megatronapp_operator.gateway.access.subject_access import User
 from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
 from megatronapp_operator.gateway.proxy import websocket_proxy
 from megatronapp_operator.gateway.proxy.http_proxy import MAX_IDENTITY, encode_caller_name
 from megatronapp_operator.gateway.proxy.rate_limits import RateLimits
 from megatronapp_operator.gateway.proxy.response_policy import BYTES, CSV, JSON, PLAIN, TILE, response_rule_for
 from megatronapp_operator.gateway.routes import PathSegment
-from megatronapp_operator.gateway.subject_access import User
 from megatronapp_operator.keys import KeyRing
 
 RUN = "scope/runs/0123456789ab"

@@ -19,8 +19,8 @@ from megatronapp_operator.backends.kubernetes.client.api import connect
 from megatronapp_operator.controller import probes
 from megatronapp_operator.errors import BackendError, OperatorError
 from megatronapp_operator.gateway.app import GatewaySettings, create_app
+from megatronapp_operator.gateway.gateway import CONTROLS, MAX_SOCKETS
 from megatronapp_operator.gateway.metrics import GatewayMetrics
-from megatronapp_operator.gateway.proxy.gateway import CONTROLS, MAX_SOCKETS
 from megatronapp_operator.keys import KeyRing
 
 MAX_MESSAGE_BYTES = 4 << 10

@@ -13,15 +13,15 @@ from megatronapp_common.names import HUB_PORT
 from megatronapp_common.web.security_headers import SecurityHeaders
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.gateway import problems, routes, routes_scope, static_pages
-from megatronapp_operator.gateway.authorization import Authorizer
-from megatronapp_operator.gateway.credentials import Credentials, cookie_name
+from megatronapp_operator.gateway.access.authorization import Authorizer
+from megatronapp_operator.gateway.access.credentials import Credentials, cookie_name
+from megatronapp_operator.gateway.access.sessions import BrowserSessions
+from megatronapp_operator.gateway.access.subject_access import AccessReviews
+from megatronapp_operator.gateway.gateway import CONTROLS, MAX_SOCKETS, Gateway, concurrency_limits
 from megatronapp_operator.gateway.job_catalog import JobCatalog
 from megatronapp_operator.gateway.metrics import GatewayMetrics, RequestCounter
-from megatronapp_operator.gateway.proxy.gateway import CONTROLS, MAX_SOCKETS, Gateway, concurrency_limits
 from megatronapp_operator.gateway.proxy.http_proxy import new_session
 from megatronapp_operator.gateway.proxy.hub_addresses import HubAddresses
-from megatronapp_operator.gateway.sessions import BrowserSessions
-from megatronapp_operator.gateway.subject_access import AccessReviews
 from megatronapp_operator.keys import KeyRing
 
 TITLE = "MegatronApp gateway"

@@ -9,12 +9,13 @@ from starlette.responses import Response
 
 from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.web.models import Problem
-from megatronapp_operator.gateway.authorization import Caller
+from megatronapp_operator.gateway import websocket_admission
+from megatronapp_operator.gateway.access.authorization import Caller
+from megatronapp_operator.gateway.access.subject_access import Verb
+from megatronapp_operator.gateway.gateway import MAX_BODY_BYTES, Gateway
 from megatronapp_operator.gateway.job_catalog import CatalogJob
-from megatronapp_operator.gateway.proxy import websocket_admission, websocket_proxy
-from megatronapp_operator.gateway.proxy.gateway import MAX_BODY_BYTES, Gateway
+from megatronapp_operator.gateway.proxy import websocket_proxy
 from megatronapp_operator.gateway.schemas import GatewayJob, Health, LoginTicket
-from megatronapp_operator.gateway.subject_access import Verb
 
 PathSegment = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]

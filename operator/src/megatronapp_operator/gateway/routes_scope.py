@@ -6,10 +6,10 @@ from fastapi import APIRouter, Header, Path, Request, Security, WebSocket
 from starlette.responses import Response
 
 from megatronapp_common.web.models import Problem
-from megatronapp_operator.gateway.proxy import websocket_admission, websocket_proxy
-from megatronapp_operator.gateway.proxy.gateway import (
-    MAX_BODY_BYTES,
-)
+from megatronapp_operator.gateway import websocket_admission
+from megatronapp_operator.gateway.access.subject_access import Verb
+from megatronapp_operator.gateway.gateway import MAX_BODY_BYTES
+from megatronapp_operator.gateway.proxy import websocket_proxy
 from megatronapp_operator.gateway.proxy.response_policy import ETAG
 from megatronapp_operator.gateway.routes import (
     BEARER,
@@ -23,7 +23,6 @@ from megatronapp_operator.gateway.routes import (
     PathSegment,
     gateway_of,
 )
-from megatronapp_operator.gateway.subject_access import Verb
 
 JOB = "/jobs/{namespace}/{name}/scope"
 MAX_RUN_BYTES = 1 << 20

@@ -8,8 +8,8 @@ from starlette.responses import RedirectResponse, Response
 
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.static_pages import login_page, page_response, read_login
-from megatronapp_operator.gateway.authorization import Authorizer
-from megatronapp_operator.gateway.credentials import Credentials
+from megatronapp_operator.gateway.access.authorization import Authorizer
+from megatronapp_operator.gateway.access.credentials import Credentials
 from megatronapp_operator.gateway.problems import count_error
 
 MARK = '<meta name="megatronapp-server" content="gateway" />'

@@ -8,13 +8,13 @@ from megatronapp_common.names import CloseCode
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError
-from megatronapp_operator.gateway.authorization import Caller
+from megatronapp_operator.gateway.access.authorization import Caller
+from megatronapp_operator.gateway.access.subject_access import Verb
+from megatronapp_operator.gateway.gateway import Gateway
 from megatronapp_operator.gateway.job_catalog import CatalogJob
 from megatronapp_operator.gateway.problems import count_error, of_api
 from megatronapp_operator.gateway.proxy import websocket_proxy
-from megatronapp_operator.gateway.proxy.gateway import Gateway
 from megatronapp_operator.gateway.proxy.websocket_proxy import SocketRules
-from megatronapp_operator.gateway.subject_access import Verb
 
 CALLERS_SOCKETS, JOBS_SOCKETS = 16, 48
 """Live sockets of one caller, and of one job."""

@@ -11,8 +11,8 @@ from megatronapp_common.web.body_limit import read_body
 from megatronapp_common.web.concurrency_limits import ConcurrencyLimits
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
-from megatronapp_operator.gateway.authorization import Authorizer, Caller
-from megatronapp_operator.gateway.credentials import Credentials
+from megatronapp_operator.gateway.access.authorization import Authorizer, Caller
+from megatronapp_operator.gateway.access.credentials import Credentials
 from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
 from megatronapp_operator.gateway.metrics import GatewayMetrics
 from megatronapp_operator.gateway.proxy import http_proxy

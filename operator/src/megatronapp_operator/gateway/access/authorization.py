@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatronapp_common.web.problems import HttpError
 from megatronapp_common.web.tokens import TokenRole
+from megatronapp_operator.gateway.access.subject_access import AccessReviews, Permission, User, Verb
 from megatronapp_operator.gateway.job_catalog import CatalogJob, JobCatalog
-from megatronapp_operator.gateway.subject_access import AccessReviews, Permission, User, Verb
 
 LOG_IN = "Open the address that `megatronapp ui` prints, or send 'Authorization: Bearer TOKEN'."
 MAX_TOKEN_BYTES = 8 << 10

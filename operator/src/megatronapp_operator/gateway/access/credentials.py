@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from megatronapp_common.web.origin import READING, bearer_token, is_own_page
 from megatronapp_common.web.problems import HttpError
-from megatronapp_operator.gateway.authorization import LOG_IN, Authorizer, Caller
-from megatronapp_operator.gateway.sessions import LIFE_S, BrowserSessions
+from megatronapp_operator.gateway.access.authorization import LOG_IN, Authorizer, Caller
+from megatronapp_operator.gateway.access.sessions import LIFE_S, BrowserSessions
 
 TLS = frozenset({"https", "wss"})
 
