@@ -2,6 +2,7 @@
 report of users' sites, which is the same in every layout."""
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from megatronapp_common.scope.protocol_requests import CaptureSettings
 from megatronapp_trainer.hooks.hook_collector import HookCollector, SiteValues
 from megatronapp_trainer.hooks.sites import ShardAxis, forget_site, register_site
+from megatronapp_trainer.scope.capture import reductions
 from megatronapp_trainer.scope.capture.capture_spec import CaptureSpec, PixelReductions, capture_spec_of
 from megatronapp_trainer.scope.capture.rank_shard import RankShard
-from megatronapp_trainer.scope.capture.reductions import Reductions, active_sites
+from megatronapp_trainer.scope.capture.reductions import MOST_RECIPES, Reductions, active_sites
 
 SHARD = RankShard(
     layers=(0, 2),
@@ -83,6 +85,26 @@ def test_only_sites_change_a_key(first: dict[str, Any], second: dict[str, Any]) 
     assert active_sites(recipe(first)) == active_sites(alike)
     states = first["states"] | {"mlp2": not first["states"]["mlp2"]}
     assert active_sites(recipe(first)) != active_sites(recipe(first | {"states": states}))
+
+
+def test_the_least_recently_used_filters_are_dropped_before_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    living, alive = weakref.WeakSet[PixelReductions](), list[int]()
+
+    class Counted(PixelReductions):
+        def __init__(self, *arguments: Any) -> None:
+            living.add(self)
+            alive.append(len(living))
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(reductions, "PixelReductions", Counted)
+    made = reductions_of(SHARD)
+    recipes = [
+        recipe({"pixels": {"mlp": 4, "qkv": 12}, "expression": {"qkv": f"data.mean() + {number}"}})
+        for number in range(MOST_RECIPES + 2)
+    ]
+    for each in (*recipes[:MOST_RECIPES], recipes[0], *recipes[MOST_RECIPES:], recipes[0]):
+        made.pixels_of(each)
+    assert alive == [*range(1, MOST_RECIPES + 1), MOST_RECIPES, MOST_RECIPES]
 
 
 def seen(shard: RankShard, width: int, *, gated: bool) -> HookCollector:

@@ -192,6 +192,8 @@ class Reductions:
     def pixels_of(self, recipe: CaptureSpec) -> PixelReductions:
         """Its filters on the device. A CUDA graph reads their memory: who keeps the graph keeps them."""
         if recipe not in self._pixels:
+            if self._pixels.currsize == self._pixels.maxsize:  # free the memory before the next filters need it
+                self._pixels.popitem()
             self._pixels[recipe] = PixelReductions(recipe, self._shard, self.device)
         return self._pixels[recipe]
 
