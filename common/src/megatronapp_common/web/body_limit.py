@@ -12,6 +12,13 @@ BODY_S = 30.0
 """Longest time in which a body must be received, in seconds."""
 
 
+class IncompleteBodyError(HttpError):
+    """The client disconnected before its body was complete. The answer reaches no client."""
+
+    def __init__(self) -> None:
+        super().__init__(400, "incomplete-body", "the client disconnected before its body was complete")
+
+
 class BodyLimit:
     """ASGI layer that reads a body whole before its request is handled, or answers 413 or 408.
 
@@ -47,8 +54,7 @@ async def read_body(
 ) -> bytes:
     """Read the body of a request. Raises HttpError: 413 for more than `limit` bytes, 408 for one that takes too long.
 
-    Nothing is read of a body that announces too many bytes. An incomplete body of a client that has disconnected is not
-    handled: the 408 reaches no client.
+    Nothing is read of a body that announces too many bytes. Raises IncompleteBodyError if the client disconnects.
     """
     too_long = HttpError(413, code, f"the body has more than {limit} bytes", "Send less.")
     if _declared_size(scope) > limit:
@@ -62,9 +68,9 @@ async def read_body(
                     raise too_long
                 if not message.get("more_body"):
                     return bytes(body)
-    except TimeoutError:
-        pass
-    raise HttpError(408, "too-slow", f"the body took more than {seconds:g} s", "Send it at once.")
+    except TimeoutError as error:
+        raise HttpError(408, "too-slow", f"the body took more than {seconds:g} s", "Send it at once.") from error
+    raise IncompleteBodyError
 
 
 def _has_body(scope: Scope) -> bool:

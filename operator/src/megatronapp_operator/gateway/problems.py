@@ -5,13 +5,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import HTTPConnection
 
 from megatronapp_common.web import problems
+from megatronapp_common.web.body_limit import IncompleteBodyError
 from megatronapp_common.web.problems import Convert, HttpError
 from megatronapp_operator.backends.kubernetes.client.errors import ApiError, ForbiddenError
 
 
 def count_error(connection: HTTPConnection, error: HttpError) -> None:
-    """Count a refused request in the metrics, if there are any."""
-    getattr(connection.app.state, "refused", lambda _: None)(error)
+    """Count a refused request in the metrics, if there are any; one that broke off was not refused."""
+    if not isinstance(error, IncompleteBodyError):
+        getattr(connection.app.state, "refused", lambda _: None)(error)
 
 
 def of_api(error: ApiError) -> HttpError:
