@@ -24,6 +24,9 @@ class BodyLimit:
 
     `limit_of` gives the limit of a request's body in bytes. None: its route reads it. 0: nothing is read, and the
     connection is closed after the answer if a body is announced.
+
+    What follows of a refused body is read and dropped for at most `BoundedHttpProtocol.head_s`: a connection that is
+    closed at once is reset while the client still sends, and a client that looks for the answer only then misses it.
     """
 
     def __init__(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from megatronapp_common.web.body_limit import BodyLimit
 from megatronapp_common.web.bounded_http import BoundedHttpProtocol, ReadDeadline
 from megatronapp_common.web.bounded_websocket import BoundedWebSocketProtocol
 from megatronapp_common.web.server import listen, server_config
@@ -50,11 +51,11 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[Callable[[], Any]]:
+async def served(handler: ASGIApp = application) -> AsyncIterator[Callable[[], Any]]:
     """A server with the protocols; gives what opens connections to it, with small buffers."""
     listener = listen("127.0.0.1", 0, stall_s=1000.0)
     config = server_config(
-        application,
+        handler,
         shutdown_s=3,
         http=BoundedHttpProtocol,
         ws=BoundedWebSocketProtocol,
@@ -118,6 +119,29 @@ async def test_headers_sent_in_chunks_extend_no_time_limit() -> None:
             peer[1].write(b"X: y\r\n")
             await asyncio.wait({ended}, timeout=LIMIT_S / 8)
         assert await ended == b""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_the_rest_of_a_refused_body_is_read_for_a_while(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
+    """A connection that is closed at once is reset while its peer sends, which then may not see the answer."""
+    monkeypatch.setattr(BoundedHttpProtocol, "head_s", LIMIT_S if is_slow else 1000.0)
+    head = HEAD.replace(b"GET", b"POST") + b"Content-Length: %d\r\n\r\n" % (MANY << 20)
+    async with asyncio.timeout(60), served(BodyLimit(application, limit_of=lambda _: 1000)) as connect:
+        peer = await connect()
+        peer[1].write(head)
+        assert (await peer[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 413")
+        if is_slow:
+            ended = asyncio.ensure_future(end(peer))
+            while not ended.done():
+                peer[1].write(b"x")
+                await asyncio.wait({ended}, timeout=LIMIT_S / 8)
+        else:
+            for _ in range(MANY):
+                peer[1].write(CHUNK)
+                await peer[1].drain()
+            peer[1].write(HEAD + b"\r\n")
+            assert b"HTTP/1.1 200" in await end(peer)
 
 
 @pytest.mark.asyncio
