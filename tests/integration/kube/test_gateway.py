@@ -302,7 +302,7 @@ def test_metrics_have_a_separate_port_and_name_no_users(
     with reviewing.client(token) as client:
         client.get(f"{job.path}/job")
         client.get(f"/api/v1/jobs/{namespace}/other/job")
-    with reviewing.client("wrong") as client:
+    with reviewing.client(f"unknown-{namespace}") as client:  # the review of a token is cached
         client.get("/api/v1/jobs")
         assert client.get("/metrics").status_code in {200, 404}
         assert "megatron_gateway" not in client.get("/metrics").text

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -383,6 +384,16 @@ def test_the_configuration_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("code", "seen"), [(70, 70), (0, -signal.SIGABRT)])
+def test_an_exit_code_of_an_error_outlives_threads_that_abort_at_the_end(code: int, seen: int) -> None:
+    program = (
+        "import atexit, os; from megatronapp_trainer.utils.process_exit import exit_process; "
+        f"atexit.register(os.abort); print('last words', end=''); exit_process({code})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (seen, "last words"), done.stderr
 
 
 def test_mock_samples_do_not_depend_on_the_layout() -> None:

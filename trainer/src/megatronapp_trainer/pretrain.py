@@ -14,6 +14,7 @@ from megatronapp_common.names import ExitCode
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
 from megatronapp_trainer.config.batch_size import with_steps
 from megatronapp_trainer.errors import CheckpointError, PeerLostError, RendezvousError, TrainerError
+from megatronapp_trainer.utils.process_exit import exit_process
 
 if TYPE_CHECKING:
     from megatronapp_trainer.device import Device
@@ -142,4 +143,4 @@ def named_errors() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

@@ -1,8 +1,7 @@
 """Entry point of `python -m megatronapp_trainer.serve`."""
 
-import sys
-
 from megatronapp_trainer.serve.rank_main import main
+from megatronapp_trainer.utils.process_exit import exit_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

@@ -15,7 +15,6 @@ from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
 from megatronapp_trainer.parallel.seeds import seed_everything
 from megatronapp_trainer.parallel.transport import Transport
-from megatronapp_trainer.pipeline.megatron_transport import MegatronTransport
 from megatronapp_trainer.pipeline.registry import create_schedule
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule, ScheduleContext
 from megatronapp_trainer.training.learning_rate import build_scheduler
@@ -82,6 +81,9 @@ def build_schedule(run: TrainingRun, observer: StepObserver | None = None) -> Pi
 
     transport: Transport | None = None
     if run.layout.pipeline_size > 1:
+        # Imported late: megatron-core must not be imported before `prepare_device` has chosen how.
+        from megatronapp_trainer.pipeline.megatron_transport import MegatronTransport
+
         transport = MegatronTransport(parallel_state.get_pipeline_model_parallel_group(), run.core_config)
     observed_transport, optimizer = transport, run.state.optimizer
     if observer is not None:
