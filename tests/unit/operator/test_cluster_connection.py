@@ -1,15 +1,26 @@
-"""Search of the subcommands for their cluster."""
+"""Search of the subcommands for their cluster, and answers that do not end."""
 
 import argparse
+import contextlib
+import json
 import pathlib
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 
 import pytest
 
+from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError
+from megatronapp_operator.backends.kubernetes.client.resources import JOBS
 from megatronapp_operator.cli import cluster
-from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.cli.cluster import connection
+from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
+from megatronapp_operator.cli.cluster.logs import WorkerLog
 from megatronapp_operator.errors import OperatorError
+
+OK = b"HTTP/1.1 200 OK\r\n"
 
 
 def named(kubeconfig: str | None) -> argparse.Namespace:
@@ -35,3 +46,61 @@ def test_commands_import_neither_the_client_of_the_operator_nor_before_its_use_t
     program = f"import sys, {names}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
     assert {"aiohttp", "kubernetes_asyncio", "kubernetes", "kopf"}.isdisjoint(done.stdout.split())
+
+
+@contextlib.contextmanager
+def answered(folder: pathlib.Path, begin: bytes, part: bytes = b"") -> Iterator[Cluster]:
+    """Connect to a server that answers with `begin`, then up to 100 times with `part`, and closes the connection."""
+    left = threading.Event()
+
+    def answer(listener: socket.socket) -> None:
+        accepted, _ = listener.accept()
+        with accepted, contextlib.suppress(OSError):
+            accepted.recv(1 << 16)
+            accepted.sendall(begin)
+            for _ in range(100 if part else 0):
+                left.wait(0.03)
+                accepted.sendall(part)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=answer, args=(listener,), daemon=True)
+        server.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        clusters = [{"name": "c", "cluster": {"server": url}}]
+        contexts = [{"name": "c", "context": {"cluster": "c", "user": ""}}]
+        config = folder / "config"
+        config.write_text(json.dumps({"clusters": clusters, "contexts": contexts, "current-context": "c"}))
+        try:
+            with opened(named(str(config))) as found:
+                yield found
+        finally:
+            left.set()
+            server.join(10)
+
+
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [(OK, b"X: y\r\n"), (OK + b"Content-Length: 1000\r\n\r\n", b" "), (OK + b"\r\n", b" ")],
+    ids=["head", "body", "body of unknown length"],
+)
+def test_a_request_has_a_limit_also_while_its_answer_arrives(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, begin: bytes, part: bytes
+) -> None:
+    monkeypatch.setattr(connection, "REQUEST_S", 0.3)
+    with answered(tmp_path, begin, part) as found:
+        with pytest.raises(UnavailableError, match=r"^GET /apis/\S+/demo: no complete answer in 0.3 s$") as caught:
+            found.get(JOBS, "default", "demo")
+        assert caught.value.status == 0
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_log_that_ends_before_its_length_broke_off(tmp_path: pathlib.Path, missing: int) -> None:
+    text = b"one\ntwo\n"
+    job, pod = ClusterJob({"metadata": {"name": "demo", "namespace": "default"}}), {"metadata": {"name": "p"}}
+    length = b"Content-Length: %d\r\n\r\n" % (len(text) + missing)
+    broken = pytest.raises(UnavailableError, match="the log of demo-worker-0 broke off")
+    with answered(tmp_path, OK + length + text) as found:
+        lines = WorkerLog(found, job, 0, None).lines(pod)
+        assert [next(lines), next(lines)] == ["one", "two"]
+        with broken if missing else contextlib.nullcontext():
+            assert list(lines) == []

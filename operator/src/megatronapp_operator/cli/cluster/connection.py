@@ -12,7 +12,7 @@ from megatronapp_common.job import TERMINAL_PHASES
 from megatronapp_operator.backends.kubernetes.client.errors import ConflictError, NotFoundError, UnavailableError
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, Object, Resource
 from megatronapp_operator.cli.cluster import CONTEXT_VARIABLE
-from megatronapp_operator.cli.cluster.official_client import OfficialClient, unavailable
+from megatronapp_operator.cli.cluster.official_client import OfficialClient
 from megatronapp_operator.errors import JobNotFoundError
 
 CORE_EVENTS = Resource("v1", "events")
@@ -128,11 +128,9 @@ class Cluster:
         content: str = "application/json",
     ) -> Object:
         """Send one request and return the object in the answer."""
-        answer = self.client.open(method, path, query=query, body=body, content=content, timeout_s=REQUEST_S)
-        with unavailable(f"{method} {path}"):
-            content_bytes = answer.data
+        answer = self.client.request(method, path, query=query, body=body, content=content, limit_s=REQUEST_S)
         try:
-            document: Object = json.loads(content_bytes)
+            document: Object = json.loads(answer)
         except ValueError as error:
             raise UnavailableError(f"{method} {path}: the answer is not from an API server") from error
         return document

@@ -6,6 +6,7 @@ so that only the newest attempt has one; older ones are in the log storage of th
 
 import argparse
 import contextlib
+import functools
 import re
 import sys
 import time
@@ -23,6 +24,8 @@ from megatronapp_operator.cli.follower import reporting_rank
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 
 CONTAINER = "trainer"
+CHUNK = 1 << 16
+"""Most bytes of a log that are read at a time."""
 POLL_S = 2.0
 _OF_RANK = re.compile(r"\[rank (\d+)\] ?(.*)")
 
@@ -83,9 +86,10 @@ class WorkerLog:
         """Yield lines of the rank or launcher; with `follow` until the container has ended. Raises ApiError."""
         path = PODS.path(self.job.namespace, pod["metadata"]["name"], "log")
         query = {"container": CONTAINER} | ({"follow": "true"} if follow else {})
-        answer = self._cluster.client.open("GET", path, query=query)
+        answer = self._cluster.client.open(path, query)
         with contextlib.closing(answer), unavailable(f"the log of {self._pod} broke off"):
-            yield from select(_lines(answer.read1), self._rank)
+            # with a size, read1 raises an error where the log ends before its Content-Length
+            yield from select(_lines(functools.partial(answer.read1, CHUNK)), self._rank)
 
     def is_complete(self) -> bool:
         """Return True if no more lines can follow."""

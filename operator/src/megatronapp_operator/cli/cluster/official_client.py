@@ -22,6 +22,7 @@ from urllib3.response import BaseHTTPResponse
 
 from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError, api_error_for
 from megatronapp_operator.backends.kubernetes.client.resources import Object
+from megatronapp_operator.cli.cluster.daemon_thread import start_in_daemon_thread
 from megatronapp_operator.errors import OperatorError
 
 USER_AGENT = "megatronapp"
@@ -81,7 +82,11 @@ class OfficialClient:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         return {"ssl": context} | ({"server_hostname": settings.tls_server_name} if settings.tls_server_name else {})
 
-    def open(
+    def open(self, path: str, query: Mapping[str, str]) -> BaseHTTPResponse:
+        """Begin to read a stream; return its answer, unread. Raises ApiError for any status but success."""
+        return self._send("GET", path, headers=self._headers(), query=query)
+
+    def request(
         self,
         method: str,
         path: str,
@@ -89,12 +94,40 @@ class OfficialClient:
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
         content: str = "application/json",
-        timeout_s: float | None = None,
-    ) -> BaseHTTPResponse:
-        """Send one request and return its answer, unread. Raises ApiError for any status but success."""
-        headers = {"Accept": "application/json, */*", "Content-Type": content, "User-Agent": USER_AGENT}
+        limit_s: float,
+    ) -> bytes:
+        """Send one request and return the body of its answer, all of it in `limit_s`; credentials have no limit.
+
+        Raises ApiError for any status but success.
+        """
+        headers = self._headers() | {"Content-Type": content}
+
+        def send() -> bytes:
+            answer = self._send(method, path, headers=headers, query=query, body=body, timeout_s=limit_s)
+            with unavailable(f"{method} {path}"):
+                return answer.data
+
+        try:  # the package limits only the time without any byte
+            return start_in_daemon_thread(send).result(limit_s)
+        except TimeoutError as error:
+            raise UnavailableError(f"{method} {path}: no complete answer in {limit_s:g} s") from error
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Accept": "application/json, */*", "User-Agent": USER_AGENT}
         if authorization := self.authorization():
             headers["Authorization"] = authorization
+        return headers
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: dict[str, str],
+        query: Mapping[str, str] | None,
+        body: Object | None = None,
+        timeout_s: float | None = None,
+    ) -> BaseHTTPResponse:
         url = f"{self.settings.host}{path}" + (f"?{urlencode(query)}" if query else "")
         with unavailable(f"{method} {path}"):
             sent = self._client.call_api(method, url, headers, body, _request_timeout=timeout_s)

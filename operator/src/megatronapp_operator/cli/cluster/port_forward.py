@@ -11,9 +11,7 @@ import errno
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import Iterator
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
@@ -24,6 +22,7 @@ from megatronapp_common.web import loopback
 from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, UnavailableError, api_error_for
 from megatronapp_operator.backends.kubernetes.client.resources import PODS, Object
 from megatronapp_operator.cli.cluster.connection import REQUEST_S, Cluster
+from megatronapp_operator.cli.cluster.daemon_thread import start_in_daemon_thread
 from megatronapp_operator.cli.cluster.official_client import USER_AGENT, parse_status
 from megatronapp_operator.errors import OperatorError
 
@@ -39,7 +38,6 @@ IDLE_S = 60.0
 """Seconds without data from the pod after which a connection is closed whose local side has ended."""
 TRIES = 4
 """Attempts to get a local port that is free at both 127.0.0.1 and [::1]."""
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,12 +150,12 @@ class _Forwarder:
         if self._pod_port is not None:
             with contextlib.suppress(OperatorError):  # the pod may have ended
                 return await self._open(self._pod_port)
-        self._pod_port = await _in_daemon_thread(self._find_pod_port)
+        self._pod_port = await asyncio.wrap_future(start_in_daemon_thread(self._find_pod_port))
         return await self._open(self._pod_port)
 
     async def _open(self, path: str) -> ClientConnection:
         client = self._cluster.client
-        authorization = await _in_daemon_thread(client.authorization)  # may run a credential plugin
+        authorization = await asyncio.wrap_future(start_in_daemon_thread(client.authorization))  # may run a plugin
         try:
             return await connect(
                 client.settings.host.replace("http", "ws", 1) + path,
@@ -193,21 +191,6 @@ class _Forwarder:
         port = next(iter(spec.get("ports", ())), {"port": GATEWAY_PORT})
         path = PODS.path(metadata["namespace"], pod["metadata"]["name"], "portforward")
         return f"{path}?ports={_target_port(pod, port)}"
-
-
-async def _in_daemon_thread(function: Callable[[], Result]) -> Result:
-    """Call a function that may block for long. The end of the command waits for those of `asyncio.to_thread`."""
-    result: Future[Result] = Future()
-
-    def call() -> None:
-        if result.set_running_or_notify_cancel():
-            try:
-                result.set_result(function())
-            except Exception as error:
-                result.set_exception(error)
-
-    threading.Thread(target=call, name="port-forward-request", daemon=True).start()
-    return await asyncio.wrap_future(result)
 
 
 async def _send(reader: asyncio.StreamReader, stream: ClientConnection, received: asyncio.Event) -> None:
