@@ -6,7 +6,7 @@ import { config, configs, parser } from "typescript-eslint";
 const relativeApi = "the page reaches the hub through api/client.ts and wire/live.ts only";
 
 export default config(
-  { ignores: ["dist/", "src/api/schema.d.ts", "src/api/gateway.d.ts"] },
+  { ignores: ["dist/", "src/api/hub.d.ts", "src/api/gateway.d.ts"] },
   configs.strict,
   vue.configs["flat/recommended"],
   accessibility.configs["flat/recommended"],

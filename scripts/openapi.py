@@ -21,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 if a file would change")
     arguments = parser.parse_args()
-    documents = {FOLDER / "openapi.json": render(hub.build_api()), FOLDER / "gateway.json": render(gateway.build_api())}
+    documents = {FOLDER / "hub.json": render(hub.build_api()), FOLDER / "gateway.json": render(gateway.build_api())}
     if not arguments.check:
         for path, document in documents.items():
             path.write_text(document, encoding="utf-8")

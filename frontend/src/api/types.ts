@@ -1,6 +1,6 @@
 /** Names for the generated schemas of the OpenAPI documents of hub and gateway. */
 import type { components as GatewayComponents } from "./gateway";
-import type { components } from "./schema";
+import type { components } from "./hub";
 
 export type Schemas = components["schemas"];
 

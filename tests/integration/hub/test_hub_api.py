@@ -77,7 +77,7 @@ async def next_frame(page: Any, kind: int, accept: Callable[[Frame], bool] = lam
 
 async def test_the_openapi_document_is_the_committed_document(hub: Any) -> None:
     served = await hub.get("/api/v1/openapi.json")
-    committed = Path(__file__).parents[3] / "frontend" / "src" / "api" / "openapi.json"
+    committed = Path(__file__).parents[3] / "frontend" / "src" / "api" / "hub.json"
     assert json.loads(committed.read_text()) == json.loads(json.dumps(build_api().openapi()))
     assert served == json.loads(committed.read_text())
 
