@@ -1,14 +1,13 @@
 /** What a heat map shows cells in a frame, labels beside them, marks on them. */
+import type { Cell, PointerPosition } from "../../../composables/useCellCursor";
 import type { ColourMap } from "../../../render/colour";
 import type { Cells } from "../../../render/cells";
 import type { Box } from "../../../render/surface";
 import { linear, type Scale, type Span } from "../../../render/viewport";
 
 /** A place in units of the picture: a cell, or a group of cells (the picture of a head). */
-export interface Place {
-  readonly row: number;
-  readonly column: number;
-}
+export type Place = Cell;
+export type PointedPlace = Place & PointerPosition;
 
 export type MarkLook = "selected" | "cursor" | "pinned" | "row" | "column" | "area";
 
