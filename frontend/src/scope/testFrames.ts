@@ -1,5 +1,5 @@
 /** Frames as a hub writes them, for tests. */
-import { encodeFrame } from "../wire/frames";
+import { encodeFrame } from "../wire/testFrames";
 import type { Code } from "./tensors/tensors";
 
 export interface Given {
@@ -13,7 +13,7 @@ export interface Given {
 const bytesOf = ({ buffer, byteOffset, byteLength }: ArrayBufferView): Uint8Array =>
   new Uint8Array(buffer as ArrayBuffer, byteOffset, byteLength);
 
-/** One frame whose tensors stand in its body, each at a multiple of 8. */
+/** One frame with its tensors in its body, each at a multiple of 8. */
 export function scopeFrame(type: number, header: object, given: readonly Given[] = []): Uint8Array {
   const parts: Uint8Array[] = [];
   let end = 0;

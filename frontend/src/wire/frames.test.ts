@@ -2,16 +2,8 @@ import fc from "fast-check";
 import { readFileSync } from "node:fs";
 import { resolve } from "node:path";
 import { describe, expect, it } from "vitest";
-import {
-  accepts,
-  decodeFrame,
-  encodeFrame,
-  float32Body,
-  FrameError,
-  FrameType,
-  PREFIX_BYTES,
-  VERSION,
-} from "./frames";
+import { accepts, decodeFrame, float32Body, FrameError, FrameType, PREFIX_BYTES, VERSION } from "./frames";
+import { encodeFrame } from "./testFrames";
 
 const VECTORS = resolve(import.meta.dirname, "../../../tests/fixtures/wire");
 

@@ -2,7 +2,7 @@
  * Wire frames, as `megatronapp_common.frames` defines them: a 16-byte prefix, a msgpack header padded to 8 bytes, and a
  * body that starts at a multiple of 8, so that typed arrays are views on it.
  */
-import { decode as unpack, encode as pack } from "@msgpack/msgpack";
+import { decode as unpack } from "@msgpack/msgpack";
 
 export const VERSION = 1;
 export const PREFIX_BYTES = 16;
@@ -37,24 +37,7 @@ export class FrameError extends Error {
   override readonly name = "FrameError";
 }
 
-const padded = (length: number): number => (length + 7) & ~7;
-
-/** Bytes of one frame; throws FrameError past MAX_FRAME_BYTES. */
-export function encodeFrame(type: number, header: Header, body: Uint8Array = new Uint8Array()): Uint8Array {
-  const head = pack(header);
-  const total = PREFIX_BYTES + padded(head.length) + padded(body.length);
-  if (total > MAX_FRAME_BYTES) throw new FrameError(`frame of ${total} bytes passes ${MAX_FRAME_BYTES}`);
-  const out = new Uint8Array(total);
-  const view = new DataView(out.buffer);
-  view.setUint32(0, total, true);
-  view.setUint8(4, VERSION);
-  view.setUint8(5, type);
-  view.setUint32(8, head.length, true);
-  view.setUint32(12, body.length, true);
-  out.set(head, PREFIX_BYTES);
-  out.set(body, PREFIX_BYTES + padded(head.length));
-  return out;
-}
+export const padded = (length: number): number => (length + 7) & ~7;
 
 /**
  * Whether a page that speaks `newest` reads this version: that, and the one before, which the minor release before
@@ -96,7 +79,7 @@ function decodeHeader(bytes: Uint8Array): Header {
   return header as Header;
 }
 
-/** Float32 view on a body (copied only where the message itself came unaligned). */
+/** Float32 view on a body (copied only where the message itself was received unaligned). */
 export function float32Body(frame: Frame): Float32Array {
   const { body } = frame;
   if (body.length % 4 !== 0) throw new FrameError(`a body of ${body.length} bytes holds no float32 array`);

@@ -1,6 +1,7 @@
 import { describe, expect, it, vi } from "vitest";
-import { encodeFrame, FrameType } from "./frames";
+import { FrameType } from "./frames";
 import { backoffMs, LiveConnection, liveUrl, SILENCE_MS, type LiveState } from "./live";
+import { encodeFrame } from "./testFrames";
 
 class FakeSocket {
   binaryType = "";

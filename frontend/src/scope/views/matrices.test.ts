@@ -1,7 +1,7 @@
 import fc from "fast-check";
 import { describe, expect, it } from "vitest";
 import { Cells, Mask } from "../../render/cells";
-import { encodeNumbers } from "../tensors/codes";
+import { encodeNumbers } from "../tensors/testCodes";
 import {
   codeOf,
   domainOf,
