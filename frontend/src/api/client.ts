@@ -22,22 +22,22 @@ export class ApiError extends Error {
     readonly status: number,
     message: string,
     readonly hint: string,
-    /** The whole body of the answer: some errors tell more than a sentence. */
+    /** The whole body of the answer: some errors have more fields. */
     readonly body: Readonly<Record<string, unknown>> = {},
-    /** After how many seconds to ask again, where the answer told. */
+    /** Seconds after which to retry, if the answer has them. */
     readonly retryAfterS: number | null = null,
   ) {
     super(message);
   }
 
-  /** Word for programs: `queue-full`, `not-recorded`. */
+  /** Code for programs: `queue-full`, `not-recorded`. */
   get code(): string | null {
     const { code } = this.body;
     return typeof code === "string" ? code : null;
   }
 }
 
-/** All that an error says to a person. */
+/** The whole text of an error: message and hint. */
 export function errorText({ message, hint, retryAfterS }: ApiError): string {
   const again = retryAfterS === null ? "" : `Try again in ${retryAfterS} s.`;
   const sentence = /[.!?]$/.test(message) ? message : `${message}.`;
@@ -58,10 +58,10 @@ export interface StepRange {
   readonly to?: number | undefined;
 }
 
-/** Where everything begins that a hub tells, or a gateway. */
+/** Root of the interface of a hub, or of a gateway. */
 export const ROOT = "api/v1/";
 
-/** Where a gateway tells what the hub of a job (`namespace/name`) tells. */
+/** Root at a gateway of the interface of a job's hub (`namespace/name`). */
 export const rootOf = (job: string): string => `${ROOT}jobs/${job}/`;
 
 function withQuery(path: string, query: Query): string {
@@ -148,10 +148,10 @@ export class ApiClient {
   }
 }
 
-/** Whether `error` only says that somebody no longer wants the answer. */
+/** True if `error` only means that the request was cancelled. */
 export const isAbort = (error: unknown): boolean =>
   error instanceof DOMException && error.name === "AbortError";
 
-/** Any thrown value as an ApiError, for the error look. */
+/** Any thrown value as an ApiError, for the error state of a panel. */
 export const asApiError = (error: unknown): ApiError =>
   error instanceof ApiError ? error : new ApiError(0, String(error), "Reload the page.");

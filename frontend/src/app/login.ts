@@ -1,13 +1,13 @@
 /**
- * Logs this browser in by the code that an address brings after `#`, where it goes to no server and into no log. It is
- * traded for a cookie that no script reads, and is gone from the address bar before anything else happens.
+ * Logs this browser in with the code in the fragment of the address, which reaches no server and no log. The code is
+ * exchanged for a cookie that scripts cannot read, and removed from the address bar before anything else happens.
  */
 import { readonly, shallowRef } from "vue";
 
 /** Why the code did not log in: it was used or is too old, a page of another site led here, or the server could not. */
 export type LoginTrouble = "stale" | "elsewhere" | "failed";
 
-/** What logging in needs of the browser; tests give their own. */
+/** What logging in needs of the browser; tests pass their own. */
 export interface LoginWorld {
   readonly location: Pick<Location, "hash" | "pathname" | "search">;
   readonly history: Pick<History, "replaceState" | "state">;
@@ -23,7 +23,7 @@ const trouble = shallowRef<LoginTrouble | null>(null);
 /** The code in an address's fragment, if it has one. */
 export const codeOf = (hash: string): string | null => new URLSearchParams(hash.slice(1)).get("code");
 
-/** The server marks a page that a link of another site opened: its code may be of somebody who wants to be seen as us. */
+/** Set by the server on a page that a link of another site opened: its code may be an attacker's. */
 const ELSEWHERE = 'meta[name="megatronapp-led-from"][content="elsewhere"]';
 
 /** Uses the code of the address, if there is one. */
@@ -41,7 +41,7 @@ export async function useCode({ location, history, document, fetch }: LoginWorld
   trouble.value = answer?.ok === true ? null : answer?.status === 401 ? "stale" : "failed";
 }
 
-/** Whoever pastes an address with a code into a page that is open already gets the page anew. */
+/** Reloads the page when an address with a code is pasted into an open one. */
 export function watchCode(world: Window): void {
   world.addEventListener("hashchange", () => {
     if (codeOf(world.location.hash) !== null) world.location.reload();

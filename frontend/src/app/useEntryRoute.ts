@@ -26,12 +26,12 @@ const hasModel = (job: JobView | null): boolean => job !== null && !trains(job) 
 export function useEntryRoute(api: ApiClient, job: Readonly<Ref<JobView | null>>): EntryRoute {
   const { selection } = useSelection();
   const scope = ref<ScopeSource>(null);
-  const ask = (): void => {
+  const request = (): void => {
     watch(useScopeLink(api), (source) => (scope.value = source), { once: true });
   };
-  ask();
+  request();
   const timer = setInterval(() => {
-    if (scope.value === null && hasModel(job.value) && !document.hidden) ask();
+    if (scope.value === null && hasModel(job.value) && !document.hidden) request();
   }, AGAIN_MS);
   onBeforeUnmount(() => clearInterval(timer));
 
@@ -39,8 +39,8 @@ export function useEntryRoute(api: ApiClient, job: Readonly<Ref<JobView | null>>
     () => scope.value === "replay" || (scope.value === "live" && job.value !== null && !trains(job.value)),
   );
   const page = computed(() => {
-    const { page: asked, run } = selection.value;
-    return asked ?? (serves.value || run !== null ? "scope" : "job");
+    const { page: requested, run } = selection.value;
+    return requested ?? (serves.value || run !== null ? "scope" : "job");
   });
   return { scope, serves, page };
 }

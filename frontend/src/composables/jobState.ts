@@ -7,7 +7,7 @@ import { StepStore, type StepsHeader } from "../store/stepStore";
 import { float32Body, FrameType, type Frame } from "../wire/frames";
 import type { LiveState } from "../wire/live";
 
-/** Cells of history to ask for per metric: ranks times steps. */
+/** Cells of history to request per metric: ranks times steps. */
 const HISTORY_CELLS = 200_000;
 const HISTORY_STEPS = 4000;
 const CURVES = ["loss"] as const;
@@ -29,7 +29,7 @@ export function createJobState() {
     verdicts: shallowRef<readonly Verdict[]>([]),
     load: shallowRef<LoadState>({ kind: "loading" }),
     live: shallowRef<LiveState>({ kind: "connecting" }),
-    /** Something that the person should know and that is no state of a panel. */
+    /** A message for the user that belongs to no panel. */
     notice: ref<string | null>(null),
     steps: shallowRef(new StepStore()),
     series: shallowRef(new SeriesStore()),
@@ -38,7 +38,7 @@ export function createJobState() {
 
 export type JobState = ReturnType<typeof createJobState>;
 
-/** Steps to ask for: as many as the page can hold and the hub can send at once. */
+/** Steps to request: as many as the page can hold and the hub can send at once. */
 export function historyRange(job: JobView): { readonly from: number } {
   const newest = job.ranks.reduce((step, rank) => Math.max(step, rank.step ?? 0), 0);
   const columns = Math.floor(HISTORY_CELLS / Math.max(job.ranks.length, 1));
@@ -63,7 +63,7 @@ export async function loadHistory(client: ApiClient, state: JobState, signal: Ab
   triggerRef(state.series);
 }
 
-/** Takes one live frame; types that this page does not know are skipped. */
+/** Takes one live frame; unknown types are skipped. */
 export function takeFrame(state: JobState, frame: Frame): void {
   const { header } = frame;
   switch (frame.type) {

@@ -60,7 +60,7 @@ export function createJob(client: ApiClient, connect: Connect = connectTo(client
       loader.cancel();
       connection.close();
     },
-    /** Try again now: the person asked. */
+    /** Try again now, at the user's request. */
     reconnect: () => {
       state.notice.value = null;
       if (state.load.value.kind === "error") state.load.value = { kind: "loading" };

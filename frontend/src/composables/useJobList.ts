@@ -1,17 +1,17 @@
-/** A list of jobs, asked for again every few seconds while somebody looks at it. */
+/** A list of jobs, requested every few seconds while the page is visible. */
 import { onBeforeUnmount, onMounted, shallowRef, type ShallowRef } from "vue";
 import { asApiError, isAbort, type ApiError } from "../api/client";
 
 export const REFRESH_MS = 5000;
 
 export interface JobList<Job> {
-  /** null: not known yet. What was known stays while nobody answers. */
+  /** null: not known yet. The last list stays while requests fail. */
   readonly jobs: ShallowRef<readonly Job[] | null>;
   readonly problem: ShallowRef<ApiError | null>;
   readonly refresh: () => Promise<void>;
 }
 
-export function useJobList<Job>(ask: (signal: AbortSignal) => Promise<readonly Job[]>): JobList<Job> {
+export function useJobList<Job>(request: (signal: AbortSignal) => Promise<readonly Job[]>): JobList<Job> {
   const jobs = shallowRef<readonly Job[] | null>(null);
   const problem = shallowRef<ApiError | null>(null);
   let pending: AbortController | undefined;
@@ -21,12 +21,12 @@ export function useJobList<Job>(ask: (signal: AbortSignal) => Promise<readonly J
     pending?.abort();
     const { signal } = (pending = new AbortController());
     try {
-      jobs.value = await ask(signal);
+      jobs.value = await request(signal);
       problem.value = null;
     } catch (error) {
       if (isAbort(error)) return;
       problem.value = asApiError(error);
-      if (problem.value.status === 401) clearInterval(timer); // only a person can help
+      if (problem.value.status === 401) clearInterval(timer); // the user has to log in again
     }
   }
 

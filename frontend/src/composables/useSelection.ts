@@ -6,7 +6,7 @@ const state = ref<Selection>(parseSelection(window.location.search));
 
 window.addEventListener("popstate", () => (state.value = parseSelection(window.location.search)));
 
-/** A new page or step is a place to come back to; a rank, a span or a metric refines it. */
+/** A new page or step makes an entry of the browser's history; a rank, a span or a metric changes the current one. */
 const remember = (now: Selection, before: Selection): void => {
   const query = formatSelection(now);
   if (query === window.location.search) return;
@@ -21,7 +21,7 @@ const remember = (now: Selection, before: Selection): void => {
   else window.history.replaceState(null, "", url);
 };
 
-/** The address takes milliseconds, and what the selection asks of the hub goes out before. */
+/** Changing the address takes milliseconds, so requests to the hub that follow from the selection are sent first. */
 watch(state, remember, { flush: "post" });
 
 export interface SelectionApi {
@@ -30,7 +30,7 @@ export interface SelectionApi {
   readonly clear: () => void;
 }
 
-/** Changing the step drops the span, which belongs to one step only, unless a new span comes with it. */
+/** Changing the step drops the span, which belongs to one step only, unless a new span is given. */
 export function useSelection(): SelectionApi {
   const select = (change: Partial<Selection>): void => {
     const leaves = change.step !== undefined && change.step !== state.value.step;

@@ -1,4 +1,4 @@
-/** Dark or light: what the system prefers, unless the person chose. The choice is kept in this browser. */
+/** Dark or light: what the system prefers, unless the user chose. The choice is kept in this browser. */
 import { computed, ref, watchEffect } from "vue";
 import type { ThemeName } from "../render/colour";
 import { PALETTES } from "../render/palette";

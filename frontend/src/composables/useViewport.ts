@@ -29,11 +29,11 @@ export interface ViewportApi {
   readonly whole: ComputedRef<boolean>;
   readonly fit: () => void;
   readonly set: (span: Span) => void;
-  /** Move, if needed, so that `at` .. `at + width` is seen. */
+  /** Move, if needed, so that `at` .. `at + width` is visible. */
   readonly show: (at: number, width: number) => void;
   readonly scale: (frame: Frame) => Scale;
   readonly zoomBy: (factor: number, anchor?: number) => void;
-  /** Move by a share of what is seen. */
+  /** Move by a share of the visible window. */
   readonly panBy: (share: number) => void;
   readonly limits: () => Limits;
 }
@@ -100,7 +100,7 @@ export function onKey(viewport: ViewportApi, event: KeyboardEvent, anchor?: numb
   action(viewport, anchor);
 }
 
-/** Follows the pointer until it is let go; a press without a move is a click. */
+/** Follows the pointer until it is released; a press without a move is a click. */
 export function startDrag(
   viewport: ViewportApi,
   event: PointerEvent,

@@ -1,4 +1,4 @@
-/** A matrix of codes 0 .. 255 that a heat map shows: what changes is noted, so that only it is painted anew. */
+/** A matrix of codes 0 .. 255 that a heat map shows: changes are recorded, so that only they are painted again. */
 
 export const Mask = { VALUE: 0, MISSING: 1, NAN: 2 } as const;
 
@@ -23,7 +23,7 @@ export class Cells {
     this.resize(columns, rows);
   }
 
-  /** Another size: everything is missing. */
+  /** Change the size: all cells become missing. */
   resize(columns: number, rows: number): void {
     if (columns !== this.columns || rows !== this.rows) {
       [this.columns, this.rows] = [columns, rows];
@@ -62,14 +62,14 @@ export class Cells {
     this.touch({ column, row, columns, rows });
   }
 
-  /** What changed since this was asked last. */
+  /** What changed since the last call. */
   takeDirty(): Region | null {
     const { dirty } = this;
     this.dirty = null;
     return dirty;
   }
 
-  /** Whether a number stands there. */
+  /** Whether the cell has a number. */
   has(column: number, row: number): boolean {
     return this.mask[row * this.columns + column] === Mask.VALUE;
   }

@@ -18,7 +18,7 @@ const VIRIDIS: readonly Rgb[] = [
   [253, 231, 37],
 ];
 
-/** Quiet from 0.8x to 1.25x; being faster is told, but softly: it is no trouble. */
+/** The same grey from 0.8x to 1.25x; faster ranks have muted colours, because they are no problem. */
 const SLOWDOWN: Readonly<Record<ThemeName, readonly Rgb[]>> = {
   dark: [
     [92, 132, 178],
@@ -92,7 +92,7 @@ export function slowdownMap(theme: ThemeName): ColourMap {
   };
 }
 
-/** Where the three bytes of the colour of `value` stand in the table. */
+/** Index of the three bytes of the colour of `value` in the table. */
 export const tableIndex = (map: ColourMap, value: number): number =>
   Math.round(map.position(value) * (TABLE_SIZE - 1)) * 3;
 

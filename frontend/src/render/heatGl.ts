@@ -67,13 +67,13 @@ function open(): Shared | null {
   return { canvas, gl, view: gl.getUniformLocation(program, "view") };
 }
 
-/** The page's one context; a lost one is opened anew. */
+/** The context that all maps share; a lost one is replaced. */
 function context(): Shared | null {
   if (shared === undefined || shared?.gl.isContextLost()) shared = open();
   return shared;
 }
 
-/** Whether WebGL2 is there and no software plays the graphics card. */
+/** True if WebGL2 is available on a graphics card, not emulated in software. */
 export function glIsFast(): boolean {
   const gl = context()?.gl;
   if (!gl) return false;

@@ -47,7 +47,7 @@ export interface LineChartData {
   readonly palette: Palette;
 }
 
-/** What does not change while a chart lives. */
+/** What never changes in the life of a chart. */
 export interface LineChartStyle {
   readonly margins: Margins;
   readonly range: (low: number, high: number) => Span;

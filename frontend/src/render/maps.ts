@@ -1,7 +1,7 @@
-/** Colour maps of MegaScope beside those of colour.ts, one meaning each: probabilities, and numbers with a sign. */
+/** Colour maps of MegaScope in addition to those of colour.ts, one meaning each: probabilities, and numbers with a sign. */
 import { bake, type ColourMap, type Rgb, type ThemeName } from "./colour";
 
-/** Much is bright on dark and dark on light. */
+/** Large values are bright on dark and dark on light. */
 const PROBABILITY: Readonly<Record<ThemeName, readonly Rgb[]>> = {
   dark: [
     [10, 10, 22],

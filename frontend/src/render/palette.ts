@@ -1,4 +1,4 @@
-/** Colours that canvases need and CSS cannot hand over cheaply. styles/tokens.css holds the same values for the page. */
+/** Colours that canvases need: reading them from CSS would be slow. styles/tokens.css holds the same values for the page. */
 import type { ThemeName } from "./colour";
 
 export interface Palette {

@@ -1,4 +1,4 @@
-/** A panel as a picture: what stands on the page, drawn again from its boxes. Buttons and fields are left out. */
+/** A panel as a picture: its elements, drawn again from their boxes. Buttons and fields are left out. */
 import { hatchPattern } from "./surface";
 
 const LEFT_OUT = "[data-unsaved], input, select, textarea, .button, .visually-hidden";
@@ -38,7 +38,7 @@ function outline({ context }: Painter, box: DOMRect, style: CSSStyleDeclaration)
   }
 }
 
-/** Colour bars are gradients to the right; stripes stand for what is missing. */
+/** Colour bars are gradients to the right; stripes mark missing values. */
 function background(
   context: CanvasRenderingContext2D,
   box: DOMRect,

@@ -36,7 +36,7 @@ export class Surface {
     this.context = context;
   }
 
-  /** Start a frame of this size in CSS pixels; everything drawn before is gone. */
+  /** Start a frame of this size in CSS pixels; everything drawn before is cleared. */
   begin(width: number, height: number, ratio: number): void {
     const [deviceWidth, deviceHeight] = [Math.round(width * ratio), Math.round(height * ratio)];
     if (this.canvas.width !== deviceWidth || this.canvas.height !== deviceHeight) {
@@ -70,7 +70,7 @@ export class Surface {
     );
   }
 
-  /** Diagonal stripes: missing data, waits and injected faults are never told by colour alone. */
+  /** Diagonal stripes: missing data, waits and injected faults never differ by colour alone. */
   hatch({ x, y, width, height }: Box, colour: string): void {
     this.context.fillStyle = this.hatchPattern(colour);
     this.context.fillRect(x, y, width, height);

@@ -39,7 +39,7 @@ export interface ValuePlace {
   readonly rotary?: "before" | "after" | undefined;
 }
 
-/** Waits while numbers are brought are at least this long, whatever the hub says, and end after so many. */
+/** Shortest wait between retries while numbers are computed, whatever the hub says, and the number of retries. */
 const SHORTEST_WAIT_MS = 50;
 const MOST_TRIES = 120;
 /** Tiles that one answer may have. */
@@ -97,7 +97,7 @@ export class ScopeClient {
     });
   };
 
-  /** Tiles of attention, at most MOST_TILES, in the order of `at`; waits while probes bring them. */
+  /** Tiles of attention, at most MOST_TILES, in the order of `at`; waits while probes compute them. */
   async tiles(map: HeadMap, at: readonly TileAt[], signal?: AbortSignal): Promise<Tile[]> {
     const { run, sample, layer, head, level } = map;
     const names = at.map(({ query, key }) => `${query},${key}`);
@@ -108,7 +108,7 @@ export class ScopeClient {
     return names.map((name) => tileOf(tensors.get(name), name));
   }
 
-  /** Exact numbers of a site, of one position or of all; waits while a probe brings them. */
+  /** Exact numbers of a site, of one position or of all; waits while a probe computes them. */
   async values(place: ValuePlace, format: Format, signal?: AbortSignal): Promise<Response> {
     const { run, site, ...rest } = place;
     const given = Object.entries(rest).filter(([, value]) => value !== undefined);
@@ -122,14 +122,14 @@ export class ScopeClient {
     );
   }
 
-  /** Total variance of the hidden states after a layer; waits while a probe brings them. */
+  /** Total variance of the hidden states after a layer; waits while a probe computes it. */
   async variance(run: string, layer: number, signal?: AbortSignal): Promise<number> {
     const path = `scope/runs/${encodeURIComponent(run)}/pca/variance?layer=${layer}`;
     const response = await this.brought(path, signal);
     return ((await response.json()) as Schemas["Variance"]).variance;
   }
 
-  /** Asks for surprise and candidates of a prompt's tokens, and waits until they have been sent to all pages. */
+  /** Requests surprisal and candidates of a prompt's tokens, and waits until they have been sent to all pages. */
   async scores(run: string, sample: number, signal?: AbortSignal): Promise<void> {
     await this.brought(`scope/runs/${encodeURIComponent(run)}/scores?sample=${sample}`, signal);
   }

@@ -11,7 +11,7 @@ const part = (size: number, index: number, count: number): Range => [
 ];
 const within = (value: number, [first, end]: Range): boolean => value >= first && value < end;
 
-/** All ranks of one replica, as they said themselves; else in even parts, ranks counted tensor first. */
+/** All ranks of one replica, as they reported themselves; else in even parts, ranks counted tensor first. */
 export function shards({ layers, heads }: Model, { tensor, pipeline, ranks }: Layout): Shard[] {
   if (ranks?.length) return [...ranks];
   return Array.from({ length: tensor * pipeline }, (_, rank) => {
@@ -26,11 +26,11 @@ export function shards({ layers, heads }: Model, { tensor, pipeline, ranks }: La
   });
 }
 
-/** Who holds a head. */
+/** The rank that holds a head. */
 export const ownerOf = (all: readonly Shard[], { layer, head }: Head): Shard | undefined =>
   all.find((one) => within(layer, one.layers) && within(head, one.heads));
 
-/** The head of a rank that lies nearest to this one. */
+/** The head of a rank that is nearest to this one. */
 export function nearestHead({ layers, heads }: Shard, { layer, head }: Head): Head {
   const into = (value: number, [first, end]: Range): number =>
     Math.min(Math.max(value, first), Math.max(first, end - 1));

@@ -1,4 +1,4 @@
-/** Where a refused request is wrong, as the hub tells it. */
+/** Where a refused request is wrong, as the hub reports it. */
 import type { ApiError } from "../api/client";
 
 export interface ProblemPlace {

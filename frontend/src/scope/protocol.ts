@@ -118,7 +118,7 @@ export type Readiness = "ready" | "restarting" | "gone";
 /** From the first to before the end. */
 export type Span = readonly [number, number];
 
-/** What of the model a rank has, as it said itself. */
+/** Part of the model that a rank has, as it reported itself. */
 export interface RankShare {
   readonly rank: number;
   readonly stage: number;
@@ -130,13 +130,13 @@ export interface RankShare {
 export interface Layout {
   readonly tensor: number;
   readonly pipeline: number;
-  /** Of one replica; absent until all have said it, and in old recordings. */
+  /** Of one replica; absent until all ranks have reported, and in old recordings. */
   readonly ranks?: readonly RankShare[] | null;
 }
 
 export interface Hello {
   readonly protocol: number;
-  /** Of the hub's life: another one has begun to number its frames anew. Absent from old hubs. */
+  /** Identifies a start of the hub: after a restart frames are numbered from 1 again. Absent from old hubs. */
   readonly boot?: string | null;
   readonly role: "viewer" | "controller";
   readonly job: string;
@@ -152,7 +152,7 @@ export interface Hello {
   readonly runs: readonly RunSummary[];
 }
 
-/** What the hub tells while no rank has come up yet. */
+/** The hub's answer while no rank has started. */
 export type EarlyHello = Omit<Hello, "model"> & { readonly model: Model | null };
 
 export const hasModel = (hello: EarlyHello): hello is Hello => hello.model !== null;
@@ -224,6 +224,6 @@ export interface ScopeStatus {
   readonly layout?: Layout;
 }
 
-/** Whether a run still has something to come. */
+/** True if a run has not ended. */
 export const isActive = (state: RunState): boolean =>
   state === "queued" || state === "prefill" || state === "decoding";

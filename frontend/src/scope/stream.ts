@@ -4,11 +4,11 @@ import { FrameType, type Frame } from "../wire/frames";
 import type { FrameStore } from "./store/frameStore";
 import { ScopeFrame, SUBPROTOCOL, type EarlyHello, type ScopeStatus } from "./protocol";
 
-/** A hub with nothing to tell may be silent for long; a closed socket is noticed at once. */
+/** A hub without news may be silent for long; a closed socket is noticed at once. */
 const SILENCE_MS = 24 * 3600 * 1000;
 
 export interface StreamEvents {
-  /** `restarted`: since the last HELLO; null for a hub that does not tell. */
+  /** `restarted`: since the last HELLO; null for a hub that does not report it. */
   readonly onHello: (hello: EarlyHello, restarted: boolean | null) => void;
   readonly onStatus: (status: ScopeStatus) => void;
   /** The store has changed: paint, and call `painted` then. */
@@ -21,9 +21,9 @@ export class ScopeStream {
   private readonly connection: LiveConnection;
   private owed = 0;
   private followed: string | null = null;
-  /** Whether this connection has told HELLO. */
+  /** Whether this connection has received HELLO. */
   private greeted = false;
-  /** Of the hub that greeted last; undefined: none has, or it does not tell. */
+  /** Of the last HELLO; undefined: there was none, or the hub does not report it. */
   private boot: string | undefined;
 
   constructor(
@@ -57,14 +57,14 @@ export class ScopeStream {
     this.connection.close();
   }
 
-  /** Everything that came so far is on the screen: the hub may send as much again. */
+  /** Everything received so far is painted: the hub may send as much again. */
   painted(): void {
     if (this.owed === 0) return;
     this.say({ type: "credit", bytes: this.owed });
     this.owed = 0;
   }
 
-  /** Ask for the frames of a run that the page has not seen; the hub's ring gives them, or a gap. */
+  /** Request the frames of a run that the page has not received; the hub sends them from its ring, or a gap. */
   follow(run: string): void {
     if (this.greeted && this.followed === run) return;
     this.followed = run;
@@ -79,7 +79,7 @@ export class ScopeStream {
     this.connection.send(JSON.stringify(message));
   }
 
-  /** Whether it is another hub than the one before, whose numbers of frames say nothing here. */
+  /** Notes which start of the hub this is; after a restart the numbers of frames that are known are void. */
   private meet(boot: string | undefined): boolean | null {
     const restarted = boot === undefined || this.boot === undefined ? null : boot !== this.boot;
     this.boot = boot;

@@ -1,4 +1,4 @@
-/** Lines of a list of jobs, whoever lists them. Pure. */
+/** Rows of a list of jobs, of a hub or a gateway. Pure. */
 import type { GatewayJob, JobEntry, JobView } from "../api/types";
 import { ABSENT, integer } from "./format";
 import { NOTHING, type Selection } from "./selection";
@@ -14,7 +14,7 @@ export interface JobRow {
   readonly restarts: number | null;
   /** What is wrong, the gravest first; null if nothing is. */
   readonly finding: string | null;
-  /** What opens the job; what it leaves out stays as it is selected. null: `command` does, in a terminal. */
+  /** Selection that opens the job; what it leaves out stays as it is. null: `command` opens it, in a terminal. */
   readonly opens: Partial<Selection> | null;
   readonly command: string | null;
 }
@@ -73,6 +73,6 @@ export function rowOfHub(entry: JobEntry, view: JobView | null, sentences: reado
   };
 }
 
-/** Jobs with a finding first; else as they came. */
+/** Jobs with a finding first; else in the given order. */
 export const ordered = (rows: readonly JobRow[]): JobRow[] =>
   [...rows].sort((left, right) => Number(right.finding !== null) - Number(left.finding !== null));

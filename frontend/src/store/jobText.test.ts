@@ -11,15 +11,15 @@ describe("job text", () => {
 
   it("says whether the trace is whole", () => {
     const tracer = { state: "ok" as const, lost: 0, rings: 4, agents: 2, missingRanks: [], lagSeconds: 0.12 };
-    expect(tracerText(tracer)).toMatchObject({ text: "complete", note: "120 ms behind", look: "good" });
+    expect(tracerText(tracer)).toMatchObject({ text: "complete", note: "120 ms behind", tone: "good" });
     expect(tracerText({ ...tracer, state: "lossy", lost: 1200 })).toMatchObject({
       text: "1,200 lost",
-      look: "warn",
+      tone: "warn",
     });
     expect(tracerText({ ...tracer, missingRanks: [2, 3] })).toMatchObject({
       text: "2 ranks missing",
-      look: "warn",
+      tone: "warn",
     });
-    expect(tracerText({ ...tracer, state: "off" }).look).toBe("off");
+    expect(tracerText({ ...tracer, state: "off" }).tone).toBe("off");
   });
 });

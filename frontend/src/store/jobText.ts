@@ -20,22 +20,22 @@ export function layoutText(layout: Layout): string {
 export interface TracerText {
   readonly text: string;
   readonly note: string;
-  readonly look: "good" | "warn" | "off";
+  readonly tone: "good" | "warn" | "off";
 }
 
 export function tracerText(tracer: TracerHealth): TracerText {
   const lag = tracer.lagSeconds;
   const behind =
     lag === null || lag === undefined ? "" : `${seconds(Math.max(0, Math.round(lag * 100) / 100))} behind`;
-  if (tracer.state === "off") return { text: "off", note: "no rank sends a trace", look: "off" };
+  if (tracer.state === "off") return { text: "off", note: "no rank sends a trace", tone: "off" };
   const missing = tracer.missingRanks.length;
   if (missing > 0)
     return {
       text: missing === 1 ? `rank ${tracer.missingRanks[0]} missing` : `${integer(missing)} ranks missing`,
       note: "the others are judged without",
-      look: "warn",
+      tone: "warn",
     };
   if (tracer.state === "lossy")
-    return { text: `${integer(tracer.lost)} lost`, note: "verdicts may be late", look: "warn" };
-  return { text: "complete", note: behind, look: "good" };
+    return { text: `${integer(tracer.lost)} lost`, note: "verdicts may be late", tone: "warn" };
+  return { text: "complete", note: behind, tone: "good" };
 }

@@ -71,7 +71,7 @@ export function parseSelection(query: string): Selection {
   };
 }
 
-/** Query string of a selection, only with what differs from nothing. */
+/** Query string of a selection, without default values. */
 export function formatSelection(selection: Selection): string {
   const parameters = new URLSearchParams();
   for (const key of KEYS) {

@@ -19,7 +19,7 @@ export class SeriesStore {
     return this.curves.get(name) ?? { steps: [], values: [], attempts: [] };
   }
 
-  /** Merge points that may come twice (history after a reconnect, then live ones). Points without a value are left out. */
+  /** Merge points that may arrive twice (history after a reconnect, then live ones). Points without a value are left out. */
   add(name: string, points: Points): void {
     const curve = this.curves.get(name) ?? { steps: [], values: [], attempts: [] };
     this.curves.set(name, curve);

@@ -1,6 +1,6 @@
 /**
- * Steps by ranks in typed arrays, outside of any reactivity: what curves and heat map draw. A step that came again in a
- * newer attempt replaces the older one. Bounded: the oldest steps leave first.
+ * Steps by ranks in typed arrays, outside of any reactivity: what curves and heat map draw. A step that was repeated in a
+ * newer attempt replaces the older one. Bounded: the oldest steps are dropped first.
  */
 import type { Heatmap, Metric, StepView } from "../api/types";
 

@@ -1,4 +1,4 @@
-/** What verdicts mean for the page: whom to mark, which one leads, what it costs. Pure. */
+/** What verdicts mean for the page: which ranks to mark, which verdict is first, what it costs. Pure. */
 import type { Verdict } from "../api/types";
 import { duration, percent, rankList, ratio, seconds } from "./format";
 
@@ -78,7 +78,7 @@ export interface Figure {
   readonly name: string;
 }
 
-/** The numbers to show large beside a verdict; what is unknown or nothing is left out. */
+/** The numbers to show large next to a verdict; what is unknown or zero is left out. */
 export function costFigures(verdict: Verdict, cost: Cost): Figure[] {
   const { slowdown } = verdict.effect;
   const { perStepS, longer, totalS, stepsSoFar } = cost;

@@ -101,7 +101,7 @@ const KINDS: Readonly<Record<number, KindStyle>> = {
   [Kind.GC]: { label: "Garbage collection", short: "GC", group: "other" },
 };
 
-/** How a kind looks and reads; a newer hub's kinds show by number. */
+/** Colour and name of a kind; kinds of a newer hub are shown by number. */
 export function kindStyle(kind: number): KindStyle {
   return KINDS[kind] ?? { label: `Kind ${kind}`, short: `${kind}`, group: "other" };
 }

@@ -1,4 +1,4 @@
-/** One step of all ranks, laid out as lanes: what to draw where, what is under the pointer, what comes next. Pure. */
+/** One step of all ranks, laid out as lanes: what to draw where, which span is under the pointer, which follows. Pure. */
 import type { Timeline } from "../api/types";
 import { Flag, Kind } from "./kinds";
 

@@ -4,7 +4,7 @@ import { decodeFrame, FrameError, type Frame } from "./frames";
 export const SILENCE_MS = 15_000;
 const FIRST_DELAY_MS = 500;
 const LONGEST_DELAY_MS = 15_000;
-/** A hub that was restarted is back within seconds: for so many tries it is asked every second. */
+/** A hub that was restarted is back within seconds: for so many attempts the page connects every second. */
 const SOON_TRIES = 30;
 const SOON_DELAY_MS = 1000;
 
@@ -13,7 +13,7 @@ export type LiveState =
   | { readonly kind: "live" }
   | { readonly kind: "lost"; readonly since: number; readonly retryAt: number };
 
-/** What the connection needs from its surroundings; tests give their own. */
+/** What the connection needs of the browser; tests pass their own. */
 export interface LiveWorld {
   readonly connect: (url: string, protocol?: string) => WebSocket;
   readonly now: () => number;
@@ -24,14 +24,14 @@ export interface LiveWorld {
 export interface LiveEvents {
   readonly onFrame: (frame: Frame) => void;
   readonly onState: (state: LiveState) => void;
-  /** Bytes that are no frame: a fault of one side, shown to the person. */
+  /** Bytes that are no frame: an error of one side, shown to the user. */
   readonly onBadFrame: (error: FrameError) => void;
 }
 
-/** What a socket may ask for beyond the address. */
+/** Options of a socket beyond its address. */
 export interface LiveOptions {
   readonly protocol?: string;
-  /** A hub that says nothing for so long counts as lost. */
+  /** A hub that sends nothing for so long counts as lost. */
   readonly silenceMs?: number;
 }
 
@@ -45,7 +45,7 @@ export const browserWorld: LiveWorld = {
   },
 };
 
-/** Delay before try number `attempt` (from 0): half a second, then one, and later it doubles up to 15 s; spread by a quarter so that pages do not come at once. */
+/** Delay before try number `attempt` (from 0): half a second, then one, and later it doubles up to 15 s; spread by a quarter so that pages do not reconnect at the same time. */
 export function backoffMs(attempt: number, random: number): number {
   const later = SOON_DELAY_MS * 2 ** Math.max(0, attempt - SOON_TRIES);
   const delay = attempt === 0 ? FIRST_DELAY_MS : Math.min(later, LONGEST_DELAY_MS);
@@ -78,7 +78,7 @@ export class LiveConnection {
     this.watch();
   }
 
-  /** Stop, and say nothing more. */
+  /** Stop, without further events. */
   close(): void {
     this.cancelTimer();
     if (!this.socket) return;
@@ -129,7 +129,7 @@ export class LiveConnection {
   }
 }
 
-/** Address of a socket (the live one) below `root`, beside a page's address. */
+/** Address of a socket (default: the live one) below `root`, relative to the page's address. */
 export function liveUrl(base: string, root: string, path = "live"): string {
   const url = new URL(root + path, base);
   url.protocol = url.protocol === "https:" ? "wss:" : "ws:";

@@ -8,7 +8,7 @@ export interface PanelMessage {
   readonly hint: string;
 }
 
-/** What surrounds a panel. */
+/** State of the screen that a panel's message depends on. */
 export interface Surroundings {
   readonly header: Pick<RunHeader, "state" | "capture" | "error"> | null;
   /** Whether the hub is connected. */

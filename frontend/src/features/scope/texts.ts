@@ -1,4 +1,4 @@
-/** Words of the scope screens. */
+/** Texts of the scope screens. */
 import type { AxesSource, Gap, Hello, RunState, RunSummary } from "../../scope/protocol";
 import { duration, rankList } from "../../store/format";
 import type { SampleStore } from "../../scope/store/sampleStore";
@@ -34,7 +34,7 @@ export function runTitle({ run, state, prompts }: RunSummary): string {
   return `${run.slice(0, 6)} ${text === undefined ? "" : `“${shortened(text)}” `}(${RUN_STATES[state].toLowerCase()})`;
 }
 
-/** Why a person cannot generate here; null: they can. */
+/** Why the user cannot generate here; null: they can. */
 export function whyNot(hello: Hello, state: string): string | null {
   if (hello.source === "replay")
     return "This is a recorded session: it can be viewed, but nothing new can be generated.";
@@ -60,7 +60,7 @@ const REASONS: Readonly<Record<Gap["reason"], string>> = {
   large: "no message is large enough for them",
 };
 
-/** What people read when a lost connection is back. */
+/** Title and hint when a lost connection is back. */
 export function backText(
   back: { seconds: number; known: boolean; restarted: boolean | null },
   missed: readonly Gap[],
@@ -95,7 +95,7 @@ export function gapText(gaps: readonly Gap[]): { title: string; hint: string } |
 const ROOM_PX = { flat: 22, most: 66, margin: 14, each: 6.5 };
 const LOOKED_AT = 200;
 
-/** Pixels above a picture for the names of tokens: short ones lie flat, others stand upright. */
+/** Pixels above a picture for the names of tokens: short ones are horizontal, others vertical. */
 export function labelRoom(sample: SampleStore | null, length: number): number {
   const labels = sample ? pieces(sample, 0, Math.min(length, LOOKED_AT)) : [];
   const longest = Math.max(0, ...labels.map(({ label }) => label.length));

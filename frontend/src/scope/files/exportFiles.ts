@@ -1,11 +1,11 @@
-/** Files of numbers that the page itself holds. */
+/** Files of numbers that the page has. */
 import type { Format } from "../client";
 import { csvText, npyBytes } from "./npy";
 import { COMPONENTS, type Point } from "../views/pcaPoints";
 import type { Head } from "../protocol";
 import type { SampleStore } from "../store/sampleStore";
 
-/** A file that a panel saves beside its picture and numbers. */
+/** A file that a panel saves in addition to its picture and numbers. */
 export interface ExportFile {
   readonly label: string;
   readonly name: string;
@@ -20,7 +20,7 @@ const csv = (head: Line, lines: readonly Line[]): Blob =>
 const npy = (values: readonly number[], shape: readonly number[]): Blob =>
   new Blob([npyBytes(Float32Array.from(values), shape)]);
 
-/** Tokens of a prompt and of what came after it; in NPY the surprise alone. */
+/** Tokens of a prompt and of what was generated; in NPY the surprisal alone. */
 export function tokenFile(sample: SampleStore, surprise: (position: number) => number, format: Format): Blob {
   const lines = sample.ids.map((id, at) => [at, id, sample.texts[at] ?? "", surprise(at)] as const);
   if (format === "csv") return csv(["position", "id", "text", "surprise"], lines);
@@ -59,30 +59,30 @@ export function headFile(
   );
 }
 
-/** Entropy and surprise along a text, [2, positions]. */
+/** Entropy and surprisal along a text, [2, positions]. */
 export function curveFile(entropy: Float32Array, surprise: Float32Array, format: Format): Blob {
   if (format !== "csv") return npy([...entropy, ...surprise], [2, entropy.length]);
   const lines = [...entropy].map((value, at) => [at, value, surprise[at] ?? Number.NaN]);
   return csv(["position", "entropy", "surprise"], lines);
 }
 
-/** A token that could have come, as the page shows it. */
+/** A candidate token, as the page shows it. */
 export interface Candidate {
   readonly id: number;
-  /** Of the token alone; undefined where nobody told. */
+  /** Of the token alone; undefined if it is unknown. */
   readonly text: string | undefined;
   readonly logit: number;
   /** Of the model, at temperature 1. */
   readonly model: number;
-  /** At the temperature that is looked at. */
+  /** At the selected temperature. */
   readonly now: number;
   readonly chosen: boolean;
-  /** Top-k and top-p leave it out; `doubtful`: what was sent does not tell. */
+  /** Top-k and top-p leave it out; `doubtful`: the values that were sent do not determine it. */
   readonly cut: boolean;
   readonly doubtful: boolean;
 }
 
-/** Where the candidates stand, and under which rules they are shown. */
+/** Position of the candidates, and the sampling rules under which they are shown. */
 export interface CandidatePlace {
   readonly run: string;
   readonly prompt: number;
@@ -93,7 +93,7 @@ export interface CandidatePlace {
 
 const drawn = ({ cut, doubtful }: Candidate): string => (cut ? "no" : doubtful ? "unknown" : "yes");
 
-/** Candidates by falling logit; JSON also tells of what they are candidates. */
+/** Candidates by falling logit; JSON also names the position. */
 export function candidateFile(
   candidates: readonly Candidate[],
   place: CandidatePlace,

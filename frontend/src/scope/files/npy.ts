@@ -1,4 +1,4 @@
-/** NumPy files (format 1.0) and CSV of numbers that the page itself holds. */
+/** NumPy files (format 1.0) and CSV of numbers that the page has. */
 
 const MAGIC = [0x93, 0x4e, 0x55, 0x4d, 0x50, 0x59, 1, 0];
 const ALIGNMENT = 64;

@@ -1,4 +1,4 @@
-/** Everything that frames told of runs, in typed arrays and outside of reactivity; `version` counts the changes. */
+/** Contents of all frames of runs, in typed arrays and outside of reactivity; `version` counts the changes. */
 import { FrameError, type Frame } from "../../wire/frames";
 import { SampleStore } from "./sampleStore";
 import {
@@ -14,7 +14,7 @@ import {
 import { FITTED, pcaTable } from "../views/pcaPoints";
 import { readTensors, type Tensor } from "../tensors/tensors";
 
-/** Numbers that a run may keep in the page; beyond it the oldest go, and their places are hatched. */
+/** Numbers that a run may keep in the page; beyond it the oldest are dropped, and their cells are hatched. */
 export const RUN_BYTES = 40 << 20;
 /** Runs whose numbers are kept, the one that is shown among them. */
 export const KEPT_RUNS = 2;
@@ -31,7 +31,7 @@ export class RunStore {
   header: RunHeader;
   readonly samples: SampleStore[] = [];
   readonly gaps: Gap[] = [];
-  /** Texts of candidates by their id, each as if it stood alone. */
+  /** Texts of candidates by their id, each decoded alone. */
   readonly candidates = new Map<number, string>();
   pca: Pca | null = null;
   seq = 0;
@@ -70,7 +70,7 @@ export class RunStore {
     this.keepSmall();
   }
 
-  /** Coordinates go to the table of their basis: those of different ones cannot stand in one picture. */
+  /** Coordinates go to the table of their basis: those of different bases do not fit into one picture. */
   private keepPca(tensors: ReadonlyMap<string, Tensor>, given: number | undefined): Tensor[] {
     const version = given ?? (this.pca?.fitted === "refit" ? undefined : this.pca?.version);
     const outdated = version === undefined || version < (this.pca?.version ?? 0);
@@ -160,14 +160,14 @@ const RUN_FRAMES: ReadonlySet<number> = new Set([
 
 export class FrameStore {
   version = 0;
-  /** By id, the one that came last at the end. */
+  /** By id, the newest at the end. */
   readonly runs = new Map<string, RunStore>();
-  /** The run that is shown: its numbers stay, whatever else comes. */
+  /** The run that is shown: its numbers are never dropped. */
   selected: string | null = null;
-  /** Runs whose numbers were let go to make room. */
+  /** Runs whose numbers were dropped to free memory. */
   readonly forgotten = new Set<string>();
 
-  /** Takes a frame of a run; others are left to who asked. Returns whether it was one. Throws FrameError. */
+  /** Takes a frame of a run; returns false for other frames, which are the caller's. Throws FrameError. */
   take(frame: Frame): boolean {
     if (!RUN_FRAMES.has(frame.type)) return false;
     const { run, seq } = frame.header;
@@ -186,7 +186,7 @@ export class FrameStore {
     return true;
   }
 
-  /** After which frame of a run to ask the hub for more; of one that is here in part only, after none. */
+  /** Frame of a run after which to request more from the hub; 0 for a run of which only a part is here. */
   resumeAt(run: string): number {
     const known = this.runs.get(run);
     if (known && !known.whole) {
@@ -197,7 +197,7 @@ export class FrameStore {
     return known?.seq ?? 0;
   }
 
-  /** The hub has begun anew: it numbers frames from 1 again, so that all that it has of each run is asked for. */
+  /** The hub was restarted: it numbers frames from 1 again, so all frames of each run are requested. */
   hubBegan(): void {
     for (const run of this.runs.values()) {
       run.seq = 0;

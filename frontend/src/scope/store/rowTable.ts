@@ -1,4 +1,4 @@
-/** Rows of one tensor by position, in chunks: rows may come in any order, and the oldest chunks can be let go. */
+/** Rows of one tensor by position, in chunks: rows may arrive in any order, and the oldest chunks can be dropped. */
 import { emptyRaw, type Code, type Raw } from "../tensors/tensors";
 
 export const CHUNK_ROWS = 64;
@@ -37,7 +37,7 @@ export class RowTable {
     chunk.present[at] = 1;
   }
 
-  /** Views on the numbers of a position; undefined where nothing came, or no longer is. */
+  /** Views on the numbers of a position; undefined where none were sent, or they were dropped. */
   get(position: number): Row | undefined {
     const chunk = this.chunks.get(Math.floor(position / CHUNK_ROWS));
     const at = position % CHUNK_ROWS;
@@ -52,7 +52,7 @@ export class RowTable {
     return this.chunks.get(Math.floor(position / CHUNK_ROWS))?.present[position % CHUNK_ROWS] === 1;
   }
 
-  /** Lets the chunk of the lowest positions go; the newest stays. Returns whether there was one. */
+  /** Drops the chunk of the lowest positions; the newest stays. Returns whether there was one. */
   dropOldest(): boolean {
     if (this.chunks.size < 2) return false;
     return this.chunks.delete(Math.min(...this.chunks.keys()));

@@ -1,9 +1,9 @@
-/** What is known of one prompt and of what was generated after it. */
+/** Tensors of one prompt and of the text generated after it. */
 import type { Offset, Prompt } from "../protocol";
 import { RowTable, type Row } from "./rowTable";
 import type { Tensor } from "../tensors/tensors";
 
-/** What comes out of a row stands at the position after it. */
+/** Outputs of a row belong to the position after it. */
 const OF_NEXT_TOKEN = new Set(["top.id", "top.p", "top.logit", "partition", "surprise", "entropy"]);
 
 export interface Atlas {
@@ -76,7 +76,7 @@ export class SampleStore {
     return this.shapes.get(name) ?? [];
   }
 
-  /** Lets all tables go whose name is chosen. */
+  /** Drops all tables whose name is chosen. */
   dropTables(chosen: (name: string) => boolean): void {
     for (const name of [...this.tables.keys()].filter(chosen)) this.tables.delete(name);
   }
@@ -97,7 +97,7 @@ export class SampleStore {
     return this.attention.get(`${layer}.${head}`)?.get(position);
   }
 
-  /** Lets the oldest numbers go (tokens stay); returns whether anything went. */
+  /** Drops the oldest numbers (tokens stay); returns whether there were any. */
   dropOldest(): boolean {
     let dropped = false;
     for (const table of this.tables.values()) dropped = table.dropOldest() || dropped;
@@ -115,7 +115,7 @@ export class SampleStore {
     const scaled = tensor.scales && rows > 0 ? tensor.scales.length / rows : 0;
     const known = this.tables.get(tensor.name);
     if (known && known.width === width && known.code === tensor.code) return known;
-    // Another width: the capture was changed while the run goes on, and old rows no longer fit beside new ones.
+    // Another width: the capture was changed during the run, and old rows no longer fit the new ones.
     const table = new RowTable(tensor.code, width, scaled);
     this.tables.set(tensor.name, table);
     this.shapes.set(tensor.name, tensor.shape.slice(1));

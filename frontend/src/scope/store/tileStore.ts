@@ -45,7 +45,7 @@ export class TileStore {
   get(map: HeadMap, at: readonly TileAt[], length: number): Promise<PlacedTile[]> {
     const absent = at.filter((place) => this.known(keyOf(map, place, length)) === undefined);
     for (let from = 0; from < absent.length; from += MOST_TILES)
-      this.ask(map, absent.slice(from, from + MOST_TILES), length);
+      this.request(map, absent.slice(from, from + MOST_TILES), length);
     return Promise.all(
       at.map(async (place) => ({ ...place, tile: (await this.known(keyOf(map, place, length))) as Tile })),
     );
@@ -55,7 +55,7 @@ export class TileStore {
     return this.tiles.get(key) ?? this.pending.get(key);
   }
 
-  private ask(map: HeadMap, at: readonly TileAt[], length: number): void {
+  private request(map: HeadMap, at: readonly TileAt[], length: number): void {
     const answer = this.client.tiles(map, at);
     at.forEach((place, index) => {
       const key = keyOf(map, place, length);

@@ -14,7 +14,7 @@ const KINDS = {
 export type Code = keyof typeof KINDS;
 export type Raw = Int8Array | Uint8Array | Uint16Array | Float32Array | Uint32Array | Int32Array;
 
-/** Numbers as they came: of `f16` the bits, of `i8` beside one scale for each row. */
+/** Numbers as they were sent: of `f16` the bits, of `i8` with one scale for each row. */
 export interface Tensor {
   readonly name: string;
   readonly code: Code;

@@ -2,7 +2,7 @@
 import { Mask, type Cells } from "../../render/cells";
 import { TILE, type CellRange, type PlacedTile } from "../store/tileStore";
 
-/** Cell (0, 0) stands for query `queryFrom` and key `keyFrom`, and each cell for 2^level of both. */
+/** Cell (0, 0) is query `queryFrom` and key `keyFrom`; each cell covers 2^level of both. */
 export interface MapPlace {
   readonly level: number;
   readonly queryFrom: number;
@@ -11,7 +11,7 @@ export interface MapPlace {
 
 const SMALLEST = 64;
 
-/** Room grows by doubling, so that a text that gets longer does not start anew with every token. */
+/** Capacity grows by doubling, so that a growing text does not reallocate with every token. */
 const capacity = (cells: number): number => 2 ** Math.ceil(Math.log2(Math.max(SMALLEST, cells)));
 
 /** Lay out the tiles that cover a range; the matrix begins at a border of tiles. */
@@ -36,7 +36,7 @@ export function layTiles(
   return place;
 }
 
-/** No query looks at keys that come after it: that is 0, and no gap. */
+/** Queries do not attend to later keys: those cells are 0, not missing. */
 function clearAbove(cells: Cells, { level, queryFrom, keyFrom }: MapPlace): void {
   const scale = 2 ** level;
   for (let row = 0; row < cells.rows; row += 1) {

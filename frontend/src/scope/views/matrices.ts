@@ -51,7 +51,7 @@ function put(cells: Cells, column: number, row: number, value: number, domain: D
 
 /**
  * Position whose numbers can be shown in the place of `position`: its own, or in a long prompt, of which only every
- * stride-th token has numbers, the last one before it. null: there is none. Who shows another must call it by its name.
+ * stride-th token has numbers, the last one before it. null: there is none. A panel that shows another position must name it.
  */
 export function shownFor(sample: SampleStore, name: string, position: number): number | null {
   const table = sample.tableOf(name);
@@ -60,7 +60,7 @@ export function shownFor(sample: SampleStore, name: string, position: number): n
   return position < sample.promptLength && table?.has(before) ? before : null;
 }
 
-/** Numbers of a tensor at a position, never those of another; undefined where none came. */
+/** Numbers of a tensor at a position, never those of another; undefined where none were sent. */
 export function numbersAt(sample: SampleStore, name: string, position: number): Float32Array | undefined {
   const table = sample.tableOf(name);
   const row = table?.get(position);
@@ -77,7 +77,7 @@ export function layerValues(sample: SampleStore, name: string, length: number): 
 }
 
 /**
- * Columns `from` to before `end` of layers by tokens; what never came stays missing. In a long prompt a token's cell
+ * Columns `from` to before `end` of layers by tokens; what was never sent stays missing. In a long prompt a token's cell
  * reaches to the next one that has numbers.
  */
 export function fillLayers(
@@ -101,7 +101,7 @@ export interface Strip {
   readonly values: Float32Array;
 }
 
-/** Pixels of a state at a position, [layers][pixels]; undefined where none came. */
+/** Pixels of a state at a position, [layers][pixels]; undefined where none were sent. */
 export function stripOf(
   sample: SampleStore,
   name: string,
@@ -113,7 +113,7 @@ export function stripOf(
   return { pixels: Math.floor(values.length / Math.max(1, layers)), layers, values };
 }
 
-/** A strip as codes; `domainAt` may differ by layer, for people who compare shapes and not sizes. */
+/** A strip as codes; `domainAt` may differ by layer, to compare shapes rather than sizes. */
 export function fillStrip(cells: Cells, strip: Strip, domainAt: (layer: number) => Domain): void {
   cells.resize(strip.pixels, strip.layers);
   for (let layer = 0; layer < strip.layers; layer += 1) {
@@ -141,7 +141,7 @@ export function fillHeads(
 export const atlasEdge = ({ atlas, promptLength }: SampleStore): number =>
   Math.max(1, Math.min(atlas?.edge ?? 1, promptLength || Infinity));
 
-/** The little pictures of all heads as one matrix, [layers x edge][heads x edge]; every cell stands for tokens. */
+/** The small pictures of all heads as one matrix, [layers x edge][heads x edge]; every cell covers tokens. */
 export function fillAtlas(cells: Cells, sample: SampleStore): void {
   const { atlas, promptLength } = sample;
   if (!atlas) return cells.resize(0, 0);

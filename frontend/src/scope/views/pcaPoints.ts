@@ -3,7 +3,7 @@ import type { RunStore } from "../store/frameStore";
 import { numbersAt } from "./matrices";
 
 export const COMPONENTS = 8;
-/** Tables of coordinates in a sample: exact ones that came with the basis, and those of steps by the basis's version. */
+/** Tables of coordinates in a sample: exact ones that were sent with the basis, and those of steps by the basis's version. */
 export const FITTED = "pca.fitted";
 export const pcaTable = (version: number | undefined): string => `pca.${version ?? "none"}`;
 

@@ -25,7 +25,7 @@ export interface Rules {
   readonly topP: number;
 }
 
-/** Of the candidates the first `sure` may be drawn, those from `possible` on may not; between them nobody can tell. */
+/** Of the candidates the first `sure` may be drawn, those from `possible` on may not; between them it is unknown. */
 export interface Allowed {
   readonly sure: number;
   readonly possible: number;
@@ -36,7 +36,7 @@ const COLDEST = 1e-3;
 /** Share of all that 32-bit floats leave in doubt. */
 const DOUBT = 2e-5;
 
-/** Log of the weight of all tokens that are no candidates, at 1/t = `beta`: between `low` and `high`. */
+/** Log of the weight of all tokens that are not candidates, at 1/t = `beta`: between `low` and `high`. */
 interface Rest {
   readonly beta: number;
   readonly low: number;
@@ -62,7 +62,7 @@ const line = (a: readonly [number, number], b: readonly [number, number], at: nu
 
 /**
  * Between knots. The log of a sum of exponentials is convex in beta: it lies below the chord of its neighbours, and
- * above the chords beside it where they are drawn on. Beyond the last knot no token outside falls slower than the last
+ * above the neighbouring chords where they are extended. Beyond the last knot no other token falls slower than the last
  * candidate.
  */
 function restAt(reading: Reading, beta: number): Rest {
@@ -92,7 +92,7 @@ export function allowed(reading: Reading, { temperature, topK, topP }: Rules): A
   const weights = [...logits.subarray(0, most)].map((logit) => Math.exp(logit * beta - shift));
   const rest = restAt(reading, beta);
   const known = sum(weights);
-  // With a top-k beyond the candidates some of the others count, and nobody knows how many.
+  // With a top-k beyond the candidates some of the others count, and it is unknown how many.
   const low = topK === 0 ? Math.exp(rest.low - shift) : 0;
   const high = topK === 0 || topK > count ? Math.exp(rest.high - shift) : 0;
   const reach = (total: number): number => {

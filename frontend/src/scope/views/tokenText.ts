@@ -1,4 +1,4 @@
-/** Texts of tokens as people read them: spaces and line ends made visible, characters that several tokens share told once. */
+/** Texts of tokens as people read them: spaces and line ends made visible, characters that several tokens share are shown once. */
 import type { SampleStore } from "../store/sampleStore";
 
 export interface Piece {
@@ -27,7 +27,7 @@ export function visibleText(text: string): string {
   );
 }
 
-/** What a candidate is called; `text` is of the token alone, undefined where nobody told. */
+/** Label of a candidate; `text` is of the token alone, undefined if it is unknown. */
 export function candidateName(id: number, text: string | undefined): string {
   if (text === undefined || text === "") return `token ${id}`;
   return text.includes("\ufffd") ? `part of a character (token ${id})` : visibleText(text);
@@ -60,7 +60,7 @@ const spokenWhite = (white: string): string =>
     })
     .join(", ");
 
-/** A text as it is read aloud: what stands between white space in quotes. */
+/** A text as it is read aloud, with quotes around what is between white space. */
 export function spokenText(text: string): string {
   const [, before = "", core = "", after = ""] = /^(\s*)(.*?)(\s*)$/s.exec(text) ?? [];
   const words = [spokenWhite(before), core && `“${visibleText(core)}”`, spokenWhite(after)];

@@ -72,7 +72,7 @@ function drawVerdicts(
   }
 }
 
-/** What was injected, as a hatched strip at the foot of the row: the truth beside the verdict. */
+/** Injected faults as hatched strips at the bottom of their rows, to compare with the verdict's frame. */
 function drawFaults(surface: Surface, { matrix, scale, marks, palette }: HeatPicture, row: number): void {
   const thickness = Math.min(6, row / 3);
   for (const fault of marks.faults) {

@@ -16,7 +16,7 @@ export type TimelineState =
 
 export interface TimelineTarget {
   readonly step: number | null;
-  /** Steps repeat after a resume: the attempt tells whose picture is cached. */
+  /** Steps repeat after a resume: the attempt distinguishes cached timelines of the same step. */
   readonly attempt: number;
   /** Following: the step changes by itself, and the old picture stays until the new one is here. */
   readonly follows: boolean;

@@ -87,7 +87,7 @@ class AttentionMap {
     private readonly target: () => MapTarget | null,
   ) {}
 
-  readonly again = (): void => this.ask(0);
+  readonly again = (): void => this.restart(0);
 
   readonly follow = (now: MapTarget | null): void => {
     if (!now || now.length === 0 || isPending(this.requested, now)) return;
@@ -134,7 +134,8 @@ class AttentionMap {
     const retries = error.retryAfterS !== null && this.refused < MOST_REFUSALS;
     this.requested = null;
     this.publish({ kind: "error", error, again: retries }, of);
-    if (retries) this.timer = setTimeout(() => this.ask(this.refused + 1), (error.retryAfterS ?? 0) * 1000);
+    if (retries)
+      this.timer = setTimeout(() => this.restart(this.refused + 1), (error.retryAfterS ?? 0) * 1000);
   }
 
   /** Change to another head; most arrive so soon that clearing the picture first would be wasted. */
@@ -171,7 +172,7 @@ class AttentionMap {
     return true;
   }
 
-  private ask(times: number): void {
+  private restart(times: number): void {
     [this.state.value, this.shown, this.refused] = [{ kind: "loading" }, null, times];
     this.follow(this.target());
   }

@@ -16,7 +16,7 @@ const drawn = ({ temperature = 1, topK = 0, topP = 1 }: Partial<Sampling>): stri
     ? listed([`temperature ${temperature}`, topP < 1 && `top-p ${topP}`, topK > 0 && `top-k ${topK}`])
     : "greedy (temperature 0)";
 
-/** How a run was sampled: what is enough, with its prompts, to repeat it. Empty before the run has said it. */
+/** Sampling of a run: with its prompts enough to repeat it. Empty until the run has reported it. */
 export function samplingText({ sampling, tokens }: Pick<RunHeader, "sampling" | "tokens">): string {
   if (!sampling) return "";
   const { seed = null, stop = [] } = sampling;
@@ -37,7 +37,7 @@ const STATE_NAMES: Readonly<Record<StateName, string>> = {
   pca: "PCA",
 };
 
-/** What was captured of a run, where it is not the usual. */
+/** What was captured of a run, where it differs from the default. */
 export function captureText(capture: Partial<Capture> | null | undefined): string {
   if (!capture) return "";
   const { preset, states, pixels, expression, rotary, pinned } = { ...DEFAULT_CAPTURE, ...capture };

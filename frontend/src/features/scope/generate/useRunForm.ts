@@ -82,7 +82,7 @@ function createForm() {
   const applyCapture = async (): Promise<void> => {
     const { value: run } = running;
     if (run === null) return;
-    // One run shows q and k in one way: pixels from before and after the rotation would stand side by side.
+    // One run shows q and k in one way: else pixels from before and after the rotation would be shown together.
     const { rotary = draft.capture.rotary } = scope.run.value?.header.capture ?? {};
     await attempt(() => scope.client.setCapture(run, { ...(draft.capture as Capture), rotary }));
   };

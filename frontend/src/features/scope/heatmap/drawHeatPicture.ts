@@ -42,7 +42,7 @@ function drawImage(
   image.paint(surface.context, view, frame);
 }
 
-/** What is no number has stripes of its own. */
+/** Cells that are not a number have stripes of their own. */
 function drawNans(surface: Surface, { cells, group }: HeatPicture, { x, y }: Scales, palette: Palette): void {
   for (let at = cells.mask.indexOf(Mask.NAN); at >= 0; at = cells.mask.indexOf(Mask.NAN, at + 1)) {
     const [row, column] = [Math.floor(at / cells.columns) / group, (at % cells.columns) / group];
@@ -85,24 +85,24 @@ function drawMark(surface: Surface, mark: Mark, frame: Box, { x, y }: Scales, pa
     height: y.toPixel(mark.row + (mark.rows ?? 1)) - top,
   };
   const box =
-    mark.look === "row"
+    mark.kind === "row"
       ? { ...cell, x: frame.x, width: frame.width }
-      : mark.look === "column"
+      : mark.kind === "column"
         ? { ...cell, y: frame.y, height: frame.height }
         : cell;
-  if (mark.look === "pinned") return drawPin(surface, cell, palette);
+  if (mark.kind === "pinned") return drawPin(surface, cell, palette);
   const grown = { x: box.x - 1, y: box.y - 1, width: box.width + 2, height: box.height + 2 };
-  if (mark.look === "selected" || mark.look === "cursor") {
+  if (mark.kind === "selected" || mark.kind === "cursor") {
     surface.outline(
       { x: grown.x - 1, y: grown.y - 1, width: grown.width + 2, height: grown.height + 2 },
       palette.panel,
       1,
     );
-    surface.outline(grown, mark.look === "selected" ? palette.accent : palette.text, 2);
+    surface.outline(grown, mark.kind === "selected" ? palette.accent : palette.text, 2);
     return;
   }
-  if (mark.look === "area") surface.outline(grown, palette.panel, 4);
-  surface.outline(grown, mark.look === "area" ? palette.text : palette.accent, mark.look === "area" ? 2 : 1);
+  if (mark.kind === "area") surface.outline(grown, palette.panel, 4);
+  surface.outline(grown, mark.kind === "area" ? palette.text : palette.accent, mark.kind === "area" ? 2 : 1);
 }
 
 /** A corner in the upper right. */

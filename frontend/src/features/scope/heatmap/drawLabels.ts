@@ -1,4 +1,4 @@
-/** Labels of rows and columns of a heat map, as many as find spacing. */
+/** Labels of rows and columns of a heat map, as many as fit. */
 import type { Palette } from "../../../render/palette";
 import type { Box, Surface } from "../../../render/surface";
 import type { Span } from "../../../render/viewport";
@@ -7,9 +7,9 @@ import type { HeatPicture, Mark, Scales } from "./heatPicture";
 const LABEL_GAP = 14;
 
 const selectedIn = (marks: readonly Mark[], axis: "row" | "column"): number | undefined =>
-  marks.find((mark) => mark.look === "selected" || mark.look === axis)?.[axis];
+  marks.find((mark) => mark.kind === "selected" || mark.kind === axis)?.[axis];
 
-/** Indices to label so that labels keep their distance; the selected one comes first and its neighbours yield. */
+/** Indices to label so that labels keep their distance; the selected one is always labelled, its neighbours may not be. */
 function labelled(span: Span, each: number, spacing: number, selected: number | undefined): number[] {
   const stride = Math.max(1, Math.ceil(spacing / Math.max(each, 0.01)));
   const found: number[] = [];
@@ -44,7 +44,7 @@ export function drawRowLabels(
   }
 }
 
-/** Words stand upright where columns are narrow. */
+/** Labels are vertical where columns are narrow. */
 export function drawColumnLabels(
   surface: Surface,
   picture: HeatPicture,

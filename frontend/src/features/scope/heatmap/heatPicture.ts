@@ -1,4 +1,4 @@
-/** What a heat map shows cells in a frame, labels beside them, marks on them. */
+/** What a heat map shows: cells in a frame, labels at their edges, marks on them. */
 import type { Cell, PointerPosition } from "../../../composables/useCellCursor";
 import type { ColourMap } from "../../../render/colour";
 import type { Cells } from "../../../render/cells";
@@ -9,10 +9,10 @@ import { linear, type Scale, type Span } from "../../../render/viewport";
 export type Place = Cell;
 export type PointedPlace = Place & PointerPosition;
 
-export type MarkLook = "selected" | "cursor" | "pinned" | "row" | "column" | "area";
+export type MarkKind = "selected" | "cursor" | "pinned" | "row" | "column" | "area";
 
 export interface Mark extends Place {
-  readonly look: MarkLook;
+  readonly kind: MarkKind;
   readonly rows?: number;
   readonly columns?: number;
 }
@@ -28,7 +28,7 @@ export interface HeatPicture {
   readonly cells: Cells;
   /** Cells along the edge of a place. */
   readonly group: number;
-  /** Cell at which place (0, 0) begins; (0, 0) unless told. */
+  /** Cell at which place (0, 0) begins; default (0, 0). */
   readonly origin?: Place;
   readonly map: ColourMap;
   /** Windows in units of places. */
@@ -40,7 +40,7 @@ export interface HeatPicture {
   readonly gaps: boolean;
 }
 
-/** Where the cells stand, in pixels of the canvas. */
+/** Box of the cells, in pixels of the canvas. */
 export function frameOf(
   picture: Pick<HeatPicture, "rowLabels" | "columnLabels">,
   width: number,
@@ -61,7 +61,7 @@ export const scalesOf = (picture: Pick<HeatPicture, "rows" | "columns">, frame: 
   y: linear(picture.rows, frame.y, frame.y + frame.height),
 });
 
-/** Place under a pixel; null beside the cells. */
+/** Place under a pixel; null outside of the cells. */
 export function placeAt(picture: HeatPicture, frame: Box, x: number, y: number): Place | null {
   const scales = scalesOf(picture, frame);
   const [column, row] = [Math.floor(scales.x.toValue(x)), Math.floor(scales.y.toValue(y))];

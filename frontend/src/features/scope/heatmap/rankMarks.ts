@@ -5,5 +5,5 @@ import type { Mark } from "./heatPicture";
 /** Rows of a rank over `columns` columns, or over its own. */
 export function areaOf([first, end]: Range, columns: number | Range): Mark {
   const [left, right] = typeof columns === "number" ? [0, columns] : columns;
-  return { row: first, column: left, rows: end - first, columns: right - left, look: "area" };
+  return { row: first, column: left, rows: end - first, columns: right - left, kind: "area" };
 }

@@ -14,7 +14,7 @@ const TITLES: Readonly<Record<string, string>> = {
   mlp2: "MLP 2 (fc2)",
 };
 
-/** Sites of plugins are called as they were registered. */
+/** Sites of plugins have the names under which they were registered. */
 export const stripTitle = (name: string): string => TITLES[name] ?? name;
 
 /** A pixel as text: three significant digits. */

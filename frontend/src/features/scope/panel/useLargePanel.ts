@@ -7,7 +7,7 @@ export interface LargePanel {
   readonly height: ComputedRef<number>;
 }
 
-/** `normal` is the usual height of the picture; `around` what the panel needs beside it when it fills the window. */
+/** `normal` is the usual height of the picture; `around` what the rest of the panel needs when it fills the window. */
 export function useLargePanel(normal: number, around: number): LargePanel {
   const large = ref(false);
   const windowHeight = ref(window.innerHeight);

@@ -7,7 +7,7 @@ import { linear, type Scale, type Span } from "../../../render/viewport";
 import type { Point } from "../../../scope/views/pcaPoints";
 import { SHAPES } from "./markers";
 
-/** Eight colours that keep apart for people with a colour vision deficiency. */
+/** Eight colours that people with a colour vision deficiency can distinguish. */
 export const SERIES: Readonly<Record<ThemeName, readonly string[]>> = {
   dark: ["#6ea8fe", "#e3b341", "#4cc2a0", "#f47c9c", "#b79bff", "#9fd356", "#ff9152", "#9aa7b8"],
   light: ["#1b5fd1", "#9a6a00", "#0a7a5a", "#b3265a", "#6b46c8", "#4d7300", "#c24409", "#566274"],
@@ -140,7 +140,7 @@ function drawPath(
   }
 }
 
-/** Names of tokens where they find room; those of the selected prompt come first. */
+/** Labels of tokens where there is space; tokens of the selected prompt are labelled first. */
 function drawLabels(surface: Surface, picture: ScatterPicture, scales: ScatterScales): void {
   const taken: (readonly [number, number])[] = [];
   const order = picture.points.toSorted(

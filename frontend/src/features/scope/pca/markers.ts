@@ -1,4 +1,4 @@
-/** Shapes of markers around (0, 0), about ten pixels wide: prompts are never told by colour alone. */
+/** Shapes of markers around (0, 0), about ten pixels wide: prompts never differ by colour alone. */
 export const SHAPES: readonly string[] = [
   "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z",
   "M-4-4h8v8h-8Z",

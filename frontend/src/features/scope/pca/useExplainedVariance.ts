@@ -16,7 +16,7 @@ export function useExplainedVariance(points: Ref<readonly Point[]>, layer: Ref<n
     ended.value && points.value.length > 1 ? `${runId.value}/${layer.value}` : null,
   );
   let pending: AbortController | undefined;
-  async function ask(target: string): Promise<void> {
+  async function request(target: string): Promise<void> {
     const [id, at] = [runId.value, layer.value];
     if (id === null || typeof known.value.get(target) === "number") return;
     const { signal } = (pending = new AbortController());
@@ -30,7 +30,7 @@ export function useExplainedVariance(points: Ref<readonly Point[]>, layer: Ref<n
     key,
     (now) => {
       pending?.abort();
-      if (now !== null) void ask(now);
+      if (now !== null) void request(now);
     },
     { immediate: true },
   );
