@@ -1,6 +1,7 @@
 """Ranks that make models with megatron-core alone and save them in the two ways of Megatron-LM."""
 
 import pathlib
+import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,10 +167,9 @@ def _save(root: pathlib.Path, name: str, chunks: list[Any], layout: Any) -> None
         # megatron-core's writer asks for a GPU in any case
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    # its queue between processes starts one that imports torch and outlives ranks; a save that waits needs none
+    filesystem_async._results_queue = queue.SimpleQueue()
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     dist_checkpointing.save(common | states | {"rng_state": shard}, str(core), sharded_strategy=strategy)
-    if filesystem_async._results_queue is not None:  # its process would outlive ranks, which end without clean-up
-        filesystem_async._results_queue._manager.shutdown()
-        filesystem_async._results_queue = None
     for folder in (legacy, core):
         (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
