@@ -208,12 +208,20 @@ def test_curves_zoom_with_the_heat_map_and_select_the_step_under_the_pointer(
 ) -> None:
     loss = page.get_by_role("img", name=re.compile("^Loss over steps, newest [0-9.]+"))
     curve, heat = loss.locator("canvas"), page.get_by_test_id("heatmap")
-    loss.hover(position={"x": 300, "y": 40})
-    page.keyboard.down("Control")
-    page.mouse.wheel(0, -400)
-    page.keyboard.up("Control")
-    pw.expect(page.get_by_title("All steps (0)")).to_be_enabled()  # from now on the view no longer grows with the job
-    page.mouse.move(5, 5)
+
+    def zoom() -> None:
+        loss.hover(position={"x": 300, "y": 40})
+        page.keyboard.down("Control")
+        page.mouse.wheel(0, -400)
+        page.keyboard.up("Control")
+        pw.expect(page.get_by_title("All steps (0)")).to_be_enabled()  # the view no longer grows with the job
+        page.mouse.move(5, 5)
+
+    zoom()
+    settle(page)
+    curve_before = curve.evaluate(PICTURE)
+    zoom()
+    changed_from(page, curve, curve_before)
     settle(page)
     curve_before, heat_before = curve.evaluate(PICTURE), heat.evaluate(PICTURE)
     loss.hover(position={"x": 300, "y": 40})

@@ -92,8 +92,14 @@ export class LineChart {
     this.data = data;
     this.plot.batch(() => {
       this.plot.setData(columns(data), false);
-      this.plot.setScale("x", { min: data.view.from, max: data.view.to });
+      this.setView(data);
     });
+  }
+
+  /** Draw another part of curves that are the same. */
+  setView(data: LineChartData): void {
+    this.data = data;
+    this.plot.setScale("x", { min: data.view.from, max: data.view.to });
   }
 
   /** Draw other rules or colours over curves that are the same. */
