@@ -22,15 +22,6 @@ RankRecords = NDArray[np.void]
 """Array of RANK_RECORD."""
 
 
-def with_rank(records: NDArray[np.void], rank: int) -> RankRecords:
-    """Copy RECORD rows as RANK_RECORD rows of `rank`."""
-    out = np.empty(records.shape, RANK_RECORD)
-    for name in RECORD.names or ():
-        out[name] = records[name]
-    out["rank"] = rank
-    return out
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobLayout:
     """Coordinates, worker and node of each rank. Tuples are indexed by global rank."""

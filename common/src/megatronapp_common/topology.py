@@ -9,7 +9,6 @@ import bisect
 import dataclasses
 import enum
 import itertools
-from collections.abc import Sequence
 
 from megatronapp_common.errors import TopologyError
 
@@ -156,26 +155,6 @@ class Topology:
             stride *= size
         return tuple(first + offset for offset in offsets)
 
-    def pipeline_previous(self, rank: int) -> int:
-        """Return the rank that sends activations; for the first stage the last one, as chunks of VPP need it."""
-        return self._other_stage(rank, -1)
-
-    def pipeline_next(self, rank: int) -> int:
-        """Return the rank that receives activations; for the last stage the first one, as chunks of VPP need it."""
-        return self._other_stage(rank, 1)
-
-    def is_first_stage(self, rank: int) -> bool:
-        """Return true if the rank holds the input embedding."""
-        return self.coordinates(rank).pp == 0
-
-    def is_last_stage(self, rank: int) -> bool:
-        """Return true if the rank computes the loss."""
-        return self.coordinates(rank).pp == self.pipeline - 1
-
-    def _other_stage(self, rank: int, step: int) -> int:
-        at = self.coordinates(rank)
-        return self.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=(at.pp + step) % self.pipeline)
-
     def _dimensions(self, kind: Group) -> tuple[tuple[str, int], ...]:
         """Return names and sizes of the dimensions in which a kind sees the world, fastest first."""
         if kind in _EXPERT_GROUPS:
@@ -208,23 +187,12 @@ class Placement:
             raise _outside(rank, self.world_size)
         return bisect.bisect_right(list(itertools.accumulate(self.proc_per_node)), rank)
 
-    def local_rank(self, rank: int) -> int:
-        """Return the index of a rank among those of its worker."""
-        return rank - self.ranks_of(self.worker_of(rank))[0]
-
     def ranks_of(self, worker: int) -> range:
         """Return the ranks of a worker. Raises TopologyError for a worker that does not exist."""
         if not 0 <= worker < len(self.proc_per_node):
             raise TopologyError(f"worker {worker} does not exist; there are {len(self.proc_per_node)}")
         first = sum(self.proc_per_node[:worker])
         return range(first, first + self.proc_per_node[worker])
-
-    def by_rank(self, addresses: Sequence[str]) -> tuple[str, ...]:
-        """Return one address per rank in rank order; the ranks of a worker share its address (`--node-ips`)."""
-        if len(addresses) != len(self.proc_per_node):
-            raise TopologyError(f"{len(addresses)} addresses for {len(self.proc_per_node)} workers; give one for each")
-        counted = zip(addresses, self.proc_per_node, strict=True)
-        return tuple(itertools.chain.from_iterable([address] * count for address, count in counted))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

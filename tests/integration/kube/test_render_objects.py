@@ -65,7 +65,7 @@ def pods(job: MegatronJob) -> Iterator[Rendered]:
         yield PODS, rendered.make_worker(job, group.first, attempt=12, excluded=("gpu-3", "gpu-4"))
     if job.spec.analyzer.enabled:
         yield PODS, render.hub_pod(job, owner, rendered.SETTINGS, starts=2)
-    if (init := render.init_pod(job, owner, rendered.SETTINGS)) is not None:
+    if (init := render.init_pod(job, owner)) is not None:
         yield PODS, init
 
 

@@ -93,7 +93,6 @@ def _observer(config: Any, layout: Any, run: Any, device: Any) -> Any:
             layout=layout,
             model_config=run.core_config,
             device_name=device.name,
-            first_iteration=0,
             num_microbatches=8 // 2 // layout.data_size,
         )
     )

@@ -43,7 +43,7 @@ def everything(job: MegatronJob, attempt: AttemptSettings) -> Iterator[rendered.
     yield from (obj for _, obj in render.hub_objects(job, owner, rendered.SETTINGS))
     yield render.secret(owner, "00" * 32, rendered.SETTINGS)[1]
     yield render.hub_pod(job, owner, rendered.SETTINGS, starts=1)
-    init = render.init_pod(job, owner, rendered.SETTINGS)
+    init = render.init_pod(job, owner)
     yield from () if init is None else (init,)
     for index in range(job.world.nodes):
         yield render.worker_pod(job, owner, attempt, index, rendered.SETTINGS)

@@ -33,7 +33,7 @@ def places(patch: rendered.Object, uid: str = rendered.UID, namespace: str = "de
     """Pods of a job, by what they are."""
     job = rendered.make_job(patch, namespace=namespace)
     owner = rendered.owner_of(job, uid)
-    init = render.init_pod(job, owner, rendered.SETTINGS)
+    init = render.init_pod(job, owner)
     assert init is not None
     return {
         "worker": place(render.worker_pod(job, owner, AttemptSettings(number=0), 0, rendered.SETTINGS)),

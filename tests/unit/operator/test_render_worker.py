@@ -259,7 +259,7 @@ def test_launchers_wait_for_others_that_still_prepare_longer_than_the_operator_j
 
 def test_initializers_of_the_job_run_in_sequence_in_a_separate_pod() -> None:
     job = rendered.make_job(rendered.VARIETY["initializers"])
-    pod = render.init_pod(job, rendered.owner_of(job), rendered.SETTINGS)
+    pod = render.init_pod(job, rendered.owner_of(job))
     assert pod is not None
     spec = pod["spec"]
     assert [container["name"] for container in (*spec["initContainers"], *spec["containers"])] == [
@@ -271,7 +271,7 @@ def test_initializers_of_the_job_run_in_sequence_in_a_separate_pod() -> None:
     assert corpus["envFrom"] == [{"secretRef": {"name": "bucket"}}]
     assert {variable["name"]: variable["value"] for variable in corpus["env"]}["STORAGE_URI"] == "s3://bucket/corpus"
     assert spec["containers"][0]["args"] == ["$(STORAGE_URI)"]
-    assert render.init_pod(rendered.make_job(), rendered.owner_of(job), rendered.SETTINGS) is None
+    assert render.init_pod(rendered.make_job(), rendered.owner_of(job)) is None
 
 
 def test_initializers_and_hub_have_the_priority_of_their_job_and_initializers_its_nodes() -> None:
@@ -281,7 +281,7 @@ def test_initializers_and_hub_have_the_priority_of_their_job_and_initializers_it
     affinity: dict[str, Any] = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
     place = {"nodeSelector": {"pool": "a"}, "affinity": affinity, "schedulerName": "own"}
     job = rendered.make_job({**place, "priorityClassName": "high", "gpusPerNode": 2, "initializers": initializers})
-    init = render.init_pod(job, rendered.owner_of(job), rendered.SETTINGS)
+    init = render.init_pod(job, rendered.owner_of(job))
     assert init is not None
     spec = init["spec"]
     assert {name: spec[name] for name in place} == place and spec["priorityClassName"] == "high"

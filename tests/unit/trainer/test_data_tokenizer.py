@@ -37,7 +37,6 @@ def test_every_text_survives_tokenising_and_detokenising(trained: tokenizers.Tok
 def test_a_trained_tokenizer(trained: tokenizers.Tokenizer) -> None:
     assert trained.vocab_size <= 320
     assert trained.eod == trained.vocab["<|endoftext|>"] == 0
-    assert trained.inv_vocab[0] == "<|endoftext|>"
     assert trained.digest == tokenizers.train(CORPUS, 320).digest
 
 

@@ -26,7 +26,7 @@ from generating_ranks import (
 )
 
 from megatronapp_trainer.errors import CheckpointError, UsageError
-from megatronapp_trainer.inference.build import checkpoint_config, generation_layout
+from megatronapp_trainer.inference.build import generation_layout, load_weights
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.errors import CacheTooLargeError, EngineLostError, QueueFullError, RequestError
 from megatronapp_trainer.inference.events import Event, FinishedEvent, PromptEvent, TokenEvent
@@ -387,7 +387,7 @@ def test_commands_reach_all_ranks_at_step_boundaries(run_ranks: RunRanks) -> Non
 def test_a_missing_checkpoint_is_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "iter_0000001").mkdir()
     with pytest.raises(CheckpointError, match=r"holds no whole checkpoint \(iter_0000001: it has no megatronapp"):
-        checkpoint_config(tmp_path)
+        load_weights(None, config_of(""), tmp_path)
 
 
 def test_a_generating_gang_is_a_single_replica(monkeypatch: pytest.MonkeyPatch) -> None:

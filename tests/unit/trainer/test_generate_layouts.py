@@ -25,9 +25,11 @@ from generating_ranks import (
 )
 from plain_gpt import PlainGpt
 
+from megatronapp_trainer.checkpoint.arguments import model_flags
+from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, read_manifest
 from megatronapp_trainer.device.cuda_graphs import GraphCache
 from megatronapp_trainer.hooks.forward_observer import StepContext
-from megatronapp_trainer.inference.build import build_model, checkpoint_config, load_weights
+from megatronapp_trainer.inference.build import build_model, load_weights
 from megatronapp_trainer.inference.request import GenerationRequest
 
 pytestmark = pytest.mark.torch
@@ -256,7 +258,8 @@ def train(flags: str) -> None:
 
 def generate_from(load: str, flags: str) -> tuple[dict[str, list[int]] | None, list[str]]:
     """Tokens of a checkpoint's model, on rank 0; alone, also where plain torch differs."""
-    config = checkpoint_config(pathlib.Path(load), flags.split())
+    newest, *_ = CheckpointDirectory(pathlib.Path(load)).checkpoints()
+    config = config_of(f"{' '.join(model_flags(read_manifest(newest).arguments))} {flags}")
     with groups_of(flags) as (layout, device):
         model = model_of(config, layout, device, pathlib.Path(load))
         if layout.world_size == 1:

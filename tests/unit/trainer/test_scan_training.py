@@ -70,7 +70,6 @@ def train(flags: list[str]) -> dict[str, Any]:
                 layout=layout,
                 model_config=run.core_config,
                 device_name=device.name,
-                first_iteration=0,
                 num_microbatches=MICROBATCHES,
             )
         )

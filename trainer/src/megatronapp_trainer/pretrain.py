@@ -118,7 +118,6 @@ def open_observer(run: "TrainingRun") -> Any | None:  # noqa: ANN401 - StepObser
         layout=run.layout,
         model_config=run.core_config,
         device_name=run.device.name,
-        first_iteration=run.state.iteration,
         num_microbatches=run.batches.num_microbatches(run.state.consumed_samples),
     )
     return scan.start(context)

@@ -39,8 +39,6 @@ class Detector:
         self._attempt: int | None = None
         self._hangs = HangTracker(layout, self._settings)
         self._tracks = FindingTracker(self._settings)
-        self.steps_without_cost = 0
-        """Steps whose graph could not be ordered, so that a finding's cost could not be replayed."""
         self._reset()
 
     def observe(self, view: StepRecords) -> list[Verdict]:
@@ -187,7 +185,6 @@ class Detector:
         try:
             graph = build(view, tolerance_s=CLOCK_TOLERANCE_S + doubt_s, unit_of_rank=self._units.of_rank)
         except GraphError:  # a suspect stays one until later steps show its cost
-            self.steps_without_cost += 1
             return
         remedies = [
             Remedy(

@@ -72,5 +72,3 @@ class DetectorSettings:
     """The same before the first step of an attempt has ended."""
     pause_s: float = 600.0
     """The same inside a checkpoint or an evaluation."""
-    max_cleared: int = 100
-    """Cleared verdicts that are remembered."""

@@ -22,8 +22,6 @@ from megatronapp_common.web.tokens import TokenRole, derive_token, new_secret
 HOST = "127.0.0.1"
 FRONTEND_ENV = "MEGATRONAPP_FRONTEND"
 CHECKOUT = pathlib.Path(__file__).resolve().parents[4]
-SPEEDS = ("1", "10", "step", "all")
-"""Speeds of a replay: as recorded, ten times as fast, one step for each line that is typed, all at once."""
 
 
 def frontend() -> pathlib.Path | None:

@@ -47,11 +47,6 @@ class Tokenizer:
         return self._vocab
 
     @property
-    def inv_vocab(self) -> dict[int, str]:
-        """Return the token of each id."""
-        return {index: token for token, index in self._vocab.items()}
-
-    @property
     def vocab_size(self) -> int:
         """Return one more than the largest id, so that every id indexes an embedding of this many rows."""
         return max(self._vocab.values()) + 1

@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from megatronapp_trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatronapp_trainer.checkpoint.storage import read, verify
-from megatronapp_trainer.config import TrainerConfig, parse
+from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import CheckpointError, UsageError
 from megatronapp_trainer.inference.model.kv_cache import check_memory, free_bytes
@@ -26,13 +25,6 @@ from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.agreement import broadcast_from_zero, on_all_ranks
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
 from megatronapp_trainer.parallel.seeds import seed_everything
-
-_TRAINING_ALONE = (
-    "--mock-data",
-    *("--train-iters", "1", "--lr", "1", "--eval-iters", "0"),
-    *("--micro-batch-size", "1", "--global-batch-size", "1"),
-)
-"""Flags that the parser requires and generation does not use."""
 
 
 def generation_config(config: TrainerConfig) -> TrainerConfig:
@@ -51,25 +43,6 @@ def generation_config(config: TrainerConfig) -> TrainerConfig:
         recompute_num_layers=None,
     )
     return dataclasses.replace(config, parallel=parallel, precision=precision)
-
-
-def checkpoint_config(directory: pathlib.Path, flags: Sequence[str] = (), *, bf16: bool | None = None) -> TrainerConfig:
-    """Return the configuration to generate with the model of a directory's newest whole checkpoint. Reads files only.
-
-    `flags` give the rest, as for training: sizes of the groups, `--distributed-backend`. `bf16`: None uses the type
-    that the checkpoint was trained in.
-
-    Raises:
-        CheckpointError: the directory holds no whole checkpoint.
-        UsageError: the flags do not fit the model, or each other.
-    """
-    stored = next(
-        (checkpoint.manifest.arguments for checkpoint in _inspected(directory) if checkpoint.manifest is not None), None
-    )
-    if stored is None:
-        raise _nothing_whole(directory, _inspected(directory))
-    precision = ["--bf16"] if (stored.get("--bf16") if bf16 is None else bf16) else []
-    return generation_config(parse([*arguments.model_flags(stored), *_TRAINING_ALONE, *precision, *flags]))
 
 
 def generation_layout(config: TrainerConfig) -> Layout:

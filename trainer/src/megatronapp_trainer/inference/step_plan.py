@@ -45,8 +45,3 @@ class StepPlan:
     segments: tuple[Segment, ...]
     outputs: tuple[OutputRequest, ...]
     decode: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens of all segments."""
-        return sum(len(segment.tokens) for segment in self.segments)

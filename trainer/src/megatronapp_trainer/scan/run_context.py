@@ -16,6 +16,5 @@ class RunContext:
     model_config: Any
     """megatron-core's TransformerConfig of this rank."""
     device_name: str
-    first_iteration: int
     num_microbatches: int
     """Microbatches of the first step; more under a batch-size ramp-up, see ``step_begin``."""

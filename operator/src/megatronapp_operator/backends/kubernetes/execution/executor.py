@@ -152,6 +152,6 @@ class Executor:
 def _pod(work: JobContext, action: CreateInit | CreateWorker) -> Object:
     if isinstance(action, CreateWorker):
         return render.worker_pod(work.job, work.owner, work.attempt, action.index, work.settings)
-    pod = render.init_pod(work.job, work.owner, work.settings)
+    pod = render.init_pod(work.job, work.owner)
     assert pod is not None, "the plan wants initializers only where there are some"
     return pod

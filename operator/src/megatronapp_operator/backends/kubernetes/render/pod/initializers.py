@@ -12,7 +12,7 @@ from megatronapp_operator.backends.kubernetes.render.pod.environment import UNPR
 from megatronapp_operator.backends.kubernetes.render.pod.placement import tolerations
 from megatronapp_operator.backends.kubernetes.render.pod.security import container_security, pod_security
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import WorkerDraft
-from megatronapp_operator.backends.kubernetes.render.settings import JobOwner, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.settings import JobOwner
 
 PREFIX = "init-"
 """Prefix of the names of initializers, so that none collides with a container of the operator."""
@@ -60,7 +60,7 @@ def node_containers(draft: WorkerDraft) -> list[Object]:
     return [{"resources": resources} | container for container in made]
 
 
-def init_pod(job: MegatronJob, owner: JobOwner, settings: RenderSettings) -> Object | None:
+def init_pod(job: MegatronJob, owner: JobOwner) -> Object | None:
     """Return the pod that runs the initializers of the whole job, one after the other; None without initializers.
 
     The last one is its main container, the others its init containers. The kubelet does not restart it: the plan
