@@ -3,6 +3,7 @@ import App from "./app/App.vue";
 import { useCode, watchCode } from "./app/login";
 import "./styles/tokens.css";
 import "./styles/base.css";
+import "./styles/panels.css";
 
 watchCode(window);
 await useCode({
