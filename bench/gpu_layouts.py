@@ -197,9 +197,7 @@ def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str,
     context = RunContext(
         config=config,
         layout=run.layout,
-        model_config=run.core_config,
         device_name=run.device.name,
-        first_iteration=0,
         num_microbatches=shape.global_batch,
     )
     observer = scan.start(context)

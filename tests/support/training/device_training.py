@@ -91,7 +91,6 @@ def _observer(config: Any, layout: Any, run: Any, device: Any) -> Any:
         RunContext(
             config=config,
             layout=layout,
-            model_config=run.core_config,
             device_name=device.name,
             num_microbatches=8 // 2 // layout.data_size,
         )

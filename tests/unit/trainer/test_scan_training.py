@@ -68,7 +68,6 @@ def train(flags: list[str]) -> dict[str, Any]:
             RunContext(
                 config=config,
                 layout=layout,
-                model_config=run.core_config,
                 device_name=device.name,
                 num_microbatches=MICROBATCHES,
             )

@@ -116,7 +116,6 @@ def open_observer(run: "TrainingRun") -> Any | None:  # noqa: ANN401 - StepObser
     context = RunContext(
         config=run.config,
         layout=run.layout,
-        model_config=run.core_config,
         device_name=run.device.name,
         num_microbatches=run.batches.num_microbatches(run.state.consumed_samples),
     )

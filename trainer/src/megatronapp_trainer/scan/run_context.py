@@ -1,7 +1,6 @@
 """Parts of a training run that the tracer reads."""
 
 import dataclasses
-from typing import Any
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.parallel.layout import Layout
@@ -13,8 +12,6 @@ class RunContext:
 
     config: TrainerConfig
     layout: Layout
-    model_config: Any
-    """megatron-core's TransformerConfig of this rank."""
     device_name: str
     num_microbatches: int
     """Microbatches of the first step; more under a batch-size ramp-up, see ``step_begin``."""
