@@ -1,6 +1,7 @@
 /** Why a panel has nothing to show, in plain words. */
 import type { ApiError } from "../../api/client";
 import type { Capture, Readiness, RunHeader, StateName } from "../../scope/protocol";
+import { STATE_NAMES } from "./texts";
 
 export interface PanelMessage {
   readonly kind: "loading" | "empty" | "error";
@@ -15,15 +16,6 @@ export interface Surroundings {
   readonly connected: boolean;
   readonly readiness: Readiness;
 }
-
-const NAMES: Readonly<Record<StateName, string>> = {
-  qkv: "Q, K, V",
-  attention: "attention",
-  mlp1: "MLP 1",
-  mlp2: "MLP 2",
-  probabilities: "probabilities",
-  pca: "PCA",
-};
 
 /** Whether a run captures a state; a state that it does not name is captured. */
 export function isCaptured(capture: Partial<Capture> | undefined, name: StateName): boolean {
@@ -81,7 +73,7 @@ export function emptyState(
   if (names.length > 0 && off.length === names.length)
     return {
       kind: "empty",
-      title: `This run does not capture ${off.map((name) => NAMES[name]).join(" and ")}`,
+      title: `This run does not capture ${off.map((name) => STATE_NAMES[name]).join(" and ")}`,
       hint: "Switch it on under Capture; it starts with the next token, or with the next run.",
     };
   const obstructed = obstacle(around);

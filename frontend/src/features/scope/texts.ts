@@ -1,10 +1,19 @@
 /** Texts of the scope screens. */
-import type { AxesSource, Gap, Hello, RunState, RunSummary } from "../../scope/protocol";
+import type { AxesSource, Gap, Hello, RunState, RunSummary, StateName } from "../../scope/protocol";
 import { duration, rankList } from "../../store/format";
 import type { SampleStore } from "../../scope/store/sampleStore";
 import { pieces } from "../../scope/views/tokenText";
 
 const TITLE_LENGTH = 40;
+
+export const STATE_NAMES: Readonly<Record<StateName, string>> = {
+  qkv: "Q, K, V",
+  attention: "attention",
+  mlp1: "MLP 1",
+  mlp2: "MLP 2",
+  probabilities: "probabilities",
+  pca: "PCA",
+};
 
 const shortened = (text: string): string => {
   const line = text.replaceAll(/\s+/g, " ").trim();

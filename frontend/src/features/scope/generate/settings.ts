@@ -5,9 +5,9 @@ import {
   type Capture,
   type RunHeader,
   type Sampling,
-  type StateName,
 } from "../../../scope/protocol";
 import { visibleText } from "../../../scope/views/tokenText";
+import { STATE_NAMES } from "../texts";
 
 const listed = (parts: readonly (string | false | undefined)[]): string => parts.filter(Boolean).join(", ");
 
@@ -27,15 +27,6 @@ export function samplingText({ sampling, tokens }: Pick<RunHeader, "sampling" | 
     stop.length > 0 && `stops at ${stop.map((word) => `“${visibleText(word)}”`).join(" ")}`,
   ]);
 }
-
-const STATE_NAMES: Readonly<Record<StateName, string>> = {
-  qkv: "Q, K, V",
-  attention: "attention",
-  mlp1: "MLP 1",
-  mlp2: "MLP 2",
-  probabilities: "probabilities",
-  pca: "PCA",
-};
 
 /** What was captured of a run, where it differs from the default. */
 export function captureText(capture: Partial<Capture> | null | undefined): string {
