@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatronapp_common.names import ExitCode
-from megatronapp_trainer import check
 from megatronapp_trainer.checkpoint import directory
+from megatronapp_trainer.training import check
 
 SHAPE = ("--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "4", "--seq-length", "8")
 FLAGS = (*SHAPE, "--micro-batch-size", "1", "--train-iters", "2", "--lr", "0.001", "--eval-iters", "0")
@@ -129,7 +129,7 @@ def test_the_command_answers_in_json_and_loads_neither_torch_nor_megatron_core(t
     corpus = write_corpus(tmp_path / "corpus", 30)
     data = ["--split", "1", "--data-path", corpus, "--vocab-size", "20"]
     code = (
-        "import sys; from megatronapp_trainer.check import main; code = main(); "
+        "import sys; from megatronapp_trainer.training.check import main; code = main(); "
         "assert not {'torch', 'megatron'} & set(sys.modules); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, "--world-size", "1", "--", *FLAGS, *data]

@@ -11,7 +11,7 @@ import {
   type RunHeader,
   type StepHeader,
 } from "../protocol";
-import { FITTED, pcaTable } from "../views/pcaPoints";
+import { FITTED, pcaTable } from "./pcaTables";
 import { readTensors, type Tensor } from "../tensors/tensors";
 
 /** Numbers that a run may keep in the page; beyond it the oldest are dropped, and their cells are hatched. */

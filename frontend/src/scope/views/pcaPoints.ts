@@ -1,11 +1,9 @@
 /** Points of the PCA screen: coordinates of tokens at one layer, exact where the basis was fitted on them. */
 import type { RunStore } from "../store/frameStore";
+import { FITTED, pcaTable } from "../store/pcaTables";
 import { numbersAt } from "./matrices";
 
 export const COMPONENTS = 8;
-/** Tables of coordinates in a sample: exact ones that were sent with the basis, and those of steps by the basis's version. */
-export const FITTED = "pca.fitted";
-export const pcaTable = (version: number | undefined): string => `pca.${version ?? "none"}`;
 
 export interface Point {
   readonly sample: number;

@@ -1,7 +1,7 @@
 """``python -m megatronapp_trainer.serve.check --world-size N -- <arguments>``: can this checkpoint be served?
 
-As `megatronapp_trainer.check` for training, with the same output: flags, checkpoint and tokenizer are checked, without
-torch and before anything is started.
+As `megatronapp_trainer.training.check` for training, with the same output: flags, checkpoint and tokenizer are
+checked, without torch and before anything is started.
 """
 
 import argparse
@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from megatronapp_common.names import ExitCode
-from megatronapp_trainer.check import ArgumentProblem, problem_of
 from megatronapp_trainer.data.vocabulary import load_vocabulary
 from megatronapp_trainer.errors import TrainerError, UsageError
 from megatronapp_trainer.serve.settings import configure, read_command
+from megatronapp_trainer.training.check import ArgumentProblem, problem_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

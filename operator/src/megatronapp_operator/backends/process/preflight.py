@@ -17,7 +17,7 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 def preflight(job: MegatronJob, command: Sequence[str]) -> None:
-    """Run the trainer's check (`megatronapp_trainer.check`) in the job's environment, in this folder.
+    """Run the trainer's check (`megatronapp_trainer.training.check`) in the job's environment, in this folder.
 
     A check that cannot run rejects nothing: the launcher reports a missing trainer by itself, and any other cause is
     printed as a warning. An empty `command` means no check.

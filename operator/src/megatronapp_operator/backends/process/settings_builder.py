@@ -18,7 +18,7 @@ def build_commands(job: MegatronJob) -> ProcessCommands:
     """Return the commands of the other distributions for this job."""
     python = (sys.executable, "-m")
     rank = ("--program=-m megatronapp_trainer.serve",) if job.spec.mode == "serve" else ()
-    check = "megatronapp_trainer.serve.check" if job.spec.mode == "serve" else "megatronapp_trainer.check"
+    check = "megatronapp_trainer.serve.check" if job.spec.mode == "serve" else "megatronapp_trainer.training.check"
     private = job.spec.analyzer.host.startswith("127.")
     allow = ("--jobs-dir", str(jobs_dir())) if private else ("--allow-remote",)
     arguments, ranks = megatron_arguments(job), str(job.world.world_size)

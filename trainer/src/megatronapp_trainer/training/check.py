@@ -1,4 +1,4 @@
-"""``python -m megatronapp_trainer.check --world-size N -- <Megatron arguments>``: can these arguments be trained?
+"""``python -m megatronapp_trainer.training.check --world-size N -- ARGUMENTS``: can these arguments be trained?
 
 Checks the flags, the tokenizer's files and the corpora without torch, so that a wrong command line is refused in a
 fraction of a second before anything is started. Prints one JSON object, ``{"problems": [...]}``; a problem is
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(
-        prog="python -m megatronapp_trainer.check", description="Check arguments and data."
+        prog="python -m megatronapp_trainer.training.check", description="Check arguments and data."
     )
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the whole run")
     found = find_problems(given[split + 1 :], parser.parse_args(given[:split]).world_size)
