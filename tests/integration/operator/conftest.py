@@ -9,12 +9,14 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from forked_scripts import ForkedScript, ScriptServer
 
 from megatronapp_operator.backends.process import job_processes
 
@@ -116,7 +118,9 @@ HUB = """
 DRIVER = """
     import sys
     from megatronapp_operator.backends.process.settings import ProcessCommands
+    from megatronapp_operator.backends.process import backend
     from megatronapp_operator.cli import run, ui
+    backend.TICK_S = 0.1
     commands = ProcessCommands(
         launcher=(sys.executable, {launcher!r}),
         agent=(sys.executable, "-S", "-c", {sleeper!r}),
@@ -155,7 +159,8 @@ class ProcessBackendHarness:
 
     folder: pathlib.Path
     environment: dict[str, str]
-    backends: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
+    scripts: ScriptServer
+    backends: list[ForkedScript] = dataclasses.field(default_factory=list)
     terminals: list["Terminal"] = dataclasses.field(default_factory=list)
 
     @property
@@ -182,38 +187,48 @@ class ProcessBackendHarness:
         path.write_text(text)
         return str(path)
 
-    def run(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start `megatronapp run` in the foreground, in a separate session, as in a terminal."""
+    @property
+    def driver(self) -> pathlib.Path:
+        return self.folder / "driver.py"
+
+    def start(self, *arguments: str, out: int, err: int) -> ForkedScript:
+        """Start `megatronapp` in a separate session."""
+        environment = self.environment
+        return self.scripts.start(
+            self.driver, *arguments, environment=environment, folder=self.folder, out=out, err=err
+        )
+
+    def run(self, *arguments: str) -> ForkedScript:
+        """Start `megatronapp run` in the foreground, as in a terminal."""
         with (self.folder / "backend.out").open("ab") as out:
-            command = [sys.executable, str(self.folder / "driver.py"), "run", *arguments]
-            backend = subprocess.Popen(
-                command, env=self.environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            backend = self.start("run", *arguments, out=out.fileno(), err=out.fileno())
         self.backends.append(backend)
         return backend
 
-    def run_on_terminal(self, *arguments: str) -> tuple["Terminal", subprocess.Popen[bytes]]:
+    def run_on_terminal(self, *arguments: str) -> tuple["Terminal", ForkedScript]:
         """The same with a pseudo-terminal as standard output."""
         ours, theirs = pty.openpty()
-        command = [sys.executable, str(self.folder / "driver.py"), "run", *arguments]
-        backend = subprocess.Popen(
-            command,
-            env=self.environment,
-            stdout=theirs,
-            stderr=theirs,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        backend = self.start("run", *arguments, out=theirs, err=theirs)
         os.close(theirs)
         self.backends.append(backend)
         self.terminals.append(Terminal(ours))
         return self.terminals[-1], backend
 
     def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(self.folder / "driver.py"), *arguments]
-        return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
-        )
+        """Run a command to its end."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            command = self.start(*arguments, out=out.fileno(), err=err.fileno())
+            try:
+                code = command.wait(DEADLINE_S)
+            finally:
+                command.kill()
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return the command for a new interpreter, which takes a second to start."""
+        return [sys.executable, str(self.driver), *arguments]
 
     def status(self, name: str = "job") -> dict[str, Any]:
         try:
@@ -274,28 +289,37 @@ def command_line(pid: int) -> str:
         return ""
 
 
+@pytest.fixture(scope="package")
+def scripts() -> Iterator[ScriptServer]:
+    with tempfile.TemporaryDirectory() as folder:  # the name of a Unix socket has at most 107 bytes
+        server = ScriptServer(pathlib.Path(folder), ["loaded_commands"])
+        yield server
+        server.stop()
+
+
 @pytest.fixture
-def process_backend(tmp_path: pathlib.Path) -> Iterator[ProcessBackendHarness]:
+def process_backend(tmp_path: pathlib.Path, scripts: ScriptServer) -> Iterator[ProcessBackendHarness]:
     for name in ("control", "shm", "state"):
         (tmp_path / name).mkdir()
-    scripts = {"launcher.py": LAUNCHER, "hub.py": HUB}
-    for name, text in scripts.items():
+    substitutes = {"launcher.py": LAUNCHER, "hub.py": HUB}
+    for name, text in substitutes.items():
         (tmp_path / name).write_text(textwrap.dedent(text))
-    paths = {name.removesuffix(".py"): str(tmp_path / name) for name in scripts}
+    paths = {name.removesuffix(".py"): str(tmp_path / name) for name in substitutes}
     (tmp_path / "driver.py").write_text(textwrap.dedent(DRIVER).format(**paths, sleeper=SLEEPER))
     environment = os.environ | {
         "XDG_STATE_HOME": str(tmp_path / "state"),
         "MEGATRONAPP_SHM_DIR": str(tmp_path / "shm"),
     }
-    made = ProcessBackendHarness(tmp_path, environment)
+    made = ProcessBackendHarness(tmp_path, environment, scripts)
     yield made
     for terminal in made.terminals:
         terminal.close()
     for backend in made.backends:
         backend.kill()
-        backend.wait()
+        backend.wait(DEADLINE_S)
     for left in made.folder.glob("state/megatronapp/jobs/*/backend.json"):
         backend_record = json.loads(left.read_text())
-        if f"{made.folder}" in command_line(backend_record["pid"]):
-            os.kill(backend_record["pid"], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if pathlib.Path(f"/proc/{backend_record['pid']}/cwd").readlink() == made.folder:
+                os.kill(backend_record["pid"], signal.SIGKILL)
         job_processes.sweep(job_processes.ProcessSelector(uid=backend_record["uid"]))

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -70,7 +69,7 @@ def test_an_empty_log_names_a_log_that_has_content(shown: Any) -> None:
 
 
 def test_followed_logs_go_over_to_the_next_attempt_and_end_with_the_job(shown: Any) -> None:
-    command = [sys.executable, str(shown.folder / "driver.py"), "logs", "job", "-f"]
+    command = shown.command("logs", "job", "-f")
     with subprocess.Popen(command, env=shown.environment, stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
         assert following.stdout.readline() == "line of rank 1, attempt 0\n"
@@ -121,7 +120,7 @@ def test_the_pages_of_a_job_that_has_ended_are_opened_until_ctrl_c(process_backe
     process_backend.until_phase("Running")
     process_backend.end(0)
     assert backend.wait(60) == 0
-    command = [sys.executable, str(process_backend.folder / "driver.py"), "ui", "job", "--print"]
+    command = process_backend.command("ui", "job", "--print")
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=process_backend.environment, text=True, stdout=pipe, stderr=pipe) as showing:
         assert showing.stdout is not None and showing.stderr is not None

@@ -56,7 +56,7 @@ def finish(process_backend: Any) -> None:
 
 def test_kill_9_of_the_backend_leaves_no_process_and_is_recorded(running: Any) -> None:
     running.backend.kill()
-    running.backend.wait()
+    running.backend.wait(60)
     running.until_nothing_is_left(running.job_uid)
     shown = running.cli("get", "job", "-o", "json")
     status = json.loads(shown.stdout)["status"]
@@ -72,7 +72,7 @@ def test_kill_9_of_the_backend_leaves_no_process_and_is_recorded(running: Any) -
 def test_kill_9_of_the_backend_and_its_guardian_is_cleaned_up_by_the_next_command(running: Any) -> None:
     kill(running.guardians(running.job_uid), signal.SIGSTOP)
     running.backend.kill()
-    running.backend.wait()
+    running.backend.wait(60)
     kill(running.guardians(running.job_uid))
     assert running.shared_memory(), "nobody is there to remove it"
     assert running.cli("get").returncode == 0

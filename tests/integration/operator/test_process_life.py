@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -128,7 +127,9 @@ def test_the_job_ends_with_its_terminal(process_backend: Any) -> None:
 
 
 def test_a_detached_job_has_left_the_session_and_ends_by_delete(process_backend: Any) -> None:
-    started = process_backend.cli("run", process_backend.manifest(), "--detach")
+    command = process_backend.command("run", process_backend.manifest(), "--detach")
+    environment, folder = process_backend.environment, process_backend.folder
+    started = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert (started.returncode, started.stdout) == (0, "megatronjob.megatronapp.io/job created\n")
     process_backend.until_phase("Running")
     uid, pid = process_backend.uid(), json.loads((process_backend.job() / "backend.json").read_text())["pid"]
@@ -149,15 +150,14 @@ def test_a_detached_job_keeps_no_descriptor_of_its_caller(process_backend: Any) 
         fcntl.flock(locked, fcntl.LOCK_EX)
         reading, writing = os.pipe()
         inherited = (locked.fileno(), writing)
-        command = [
-            sys.executable,
-            str(process_backend.folder / "driver.py"),
-            "run",
-            process_backend.manifest(),
-            "--detach",
-        ]
+        command = process_backend.command("run", process_backend.manifest(), "--detach")
         done = subprocess.run(
-            command, env=process_backend.environment, pass_fds=inherited, capture_output=True, check=False
+            command,
+            env=process_backend.environment,
+            cwd=process_backend.folder,
+            pass_fds=inherited,
+            capture_output=True,
+            check=False,
         )
         os.close(writing)
     assert done.returncode == 0, done.stderr
@@ -171,7 +171,7 @@ def test_a_detached_job_keeps_no_descriptor_of_its_caller(process_backend: Any) 
 
 
 def test_a_detached_job_starts_without_standard_streams(process_backend: Any) -> None:
-    command = [sys.executable, str(process_backend.folder / "driver.py"), "run", process_backend.manifest(), "--detach"]
+    command = process_backend.command("run", process_backend.manifest(), "--detach")
     closed = subprocess.run(
         ["sh", "-c", f"{shlex.join(command)} <&- >&- 2>&-"], env=process_backend.environment, check=False
     )
