@@ -36,8 +36,13 @@ _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
 _OUTPUT_CHARACTERS = 4000
 _IMPORTED_LATE = (
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatronapp_trainer.checkpoint.manager",
+    "megatronapp_trainer.data.iterators",
+    "megatronapp_trainer.data.mock_data",
     "megatronapp_trainer.launch.config.address",
+    "megatronapp_trainer.models.gpt",
+    "megatronapp_trainer.pipeline.megatron_schedules",
     "megatronapp_trainer.training.loop",
     "megatronapp_trainer.training.build",
     "pytest",

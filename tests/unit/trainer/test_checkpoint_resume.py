@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import small_training
+from pytest_workers import FULL
 
 pytestmark = pytest.mark.torch
 
 RunRanks = Callable[..., list[Any]]
 
+STOP, END = (6, 10) if FULL else (3, 5)
+"""Steps after which a run is saved, and at its end."""
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 8 --lr 2e-3 --lr-decay-style cosine --lr-decay-iters 10 --lr-warmup-iters 2 --mock-data "
-    "--train-iters 10 --vocab-size 120 --eval-iters 0"
+    f"--train-iters {END} --vocab-size 120 --eval-iters 0"
 )
 STEADY = "--attention-dropout 0 --hidden-dropout 0"
 TP2 = "--tensor-model-parallel-size 2"
@@ -44,10 +47,12 @@ def losses_of(run_ranks: RunRanks, world: int, flags: str) -> list[float]:
 def stop_and_resume(
     run_ranks: RunRanks, save: pathlib.Path, first: tuple[int, str], second: tuple[int, str]
 ) -> tuple[list[float], list[float]]:
-    """Losses of steps 0 to 5 in one layout and of 6 to 9, resumed, in another."""
-    before = losses_of(run_ranks, first[0], f"{first[1]} --save {save} --exit-interval 6")
-    after = losses_of(run_ranks, second[0], f"{second[1]} --save {save}")
-    return before, after
+    """Losses of the steps after the stop: in one layout without it, and resumed in another."""
+    whole = losses_of(run_ranks, first[0], f"{first[1]} --save {save} --save-interval {STOP}")
+    assert len(whole) == END
+    shutil.rmtree(save / f"iter_{END:07d}")  # as if the run had ended before
+    (save / "latest_checkpointed_iteration.txt").write_text(str(STOP))
+    return whole[STOP:], losses_of(run_ranks, second[0], f"{second[1]} --save {save}")
 
 
 @pytest.mark.full("a sweep of layouts", but=("bf16-distributed", "VPP", "TP2xPP2"))
@@ -65,16 +70,12 @@ def stop_and_resume(
 )
 def test_resume_is_bit_equal(run_ranks: RunRanks, tmp_path: pathlib.Path, world: int, flags: str) -> None:
     """Train with dropout, so that random states matter, too."""
-    whole = losses_of(run_ranks, world, flags)
-    before, after = stop_and_resume(run_ranks, tmp_path / "save", (world, flags), (world, flags))
-    assert len(before) == 6
-    assert len(after) == 4
-    assert before + after == whole
+    whole, resumed = stop_and_resume(run_ranks, tmp_path / "save", (world, flags), (world, flags))
+    assert len(resumed) == END - STOP
+    assert resumed == whole
 
 
-@pytest.mark.full(
-    "a sweep of layouts", but=("distributed-TP2xPP2-to-one", "plain-DP2-to-TP2xPP2", "distributed-VPP-to-DP2")
-)
+@pytest.mark.full("a sweep of layouts", but=("distributed-TP2xPP2-to-one", "plain-VPP-to-DP2"))
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -89,18 +90,9 @@ def test_resume_is_bit_equal(run_ranks: RunRanks, tmp_path: pathlib.Path, world:
 def test_resume_in_another_layout(
     run_ranks: RunRanks, tmp_path: pathlib.Path, first: tuple[int, str], second: tuple[int, str], optimizer: str
 ) -> None:
-    steady, save = f"{STEADY} {optimizer}", tmp_path / "save"
-    whole = losses_of(run_ranks, first[0], f"{first[1]} {steady} --save {save} --save-interval 6")
-    forget_after(save, 6)
-    after = losses_of(run_ranks, second[0], f"{second[1]} {steady} --save {save}")
-    assert len(whole) == 10
-    assert after == pytest.approx(whole[6:], rel=TOLERANCE)
-
-
-def forget_after(save: pathlib.Path, iteration: int) -> None:
-    """Change the folder as if the run had ended after this checkpoint."""
-    shutil.rmtree(save / "iter_0000010")
-    (save / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    worlds = [(world, f"{flags} {STEADY} {optimizer}") for world, flags in (first, second)]
+    whole, resumed = stop_and_resume(run_ranks, tmp_path / "save", worlds[0], worlds[1])
+    assert resumed == pytest.approx(whole, rel=TOLERANCE)
 
 
 def test_a_third_life_resumes_what_the_second_saved(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
@@ -108,26 +100,26 @@ def test_a_third_life_resumes_what_the_second_saved(run_ranks: RunRanks, tmp_pat
     save = f"--save {tmp_path / 'save'}"
     whole = losses_of(run_ranks, 1, STEADY)
     lives = [
-        losses_of(run_ranks, 1, f"{STEADY} {save} --exit-interval 3"),
-        losses_of(run_ranks, 2, f"{STEADY} {save} {PP2} --exit-interval 6"),
+        losses_of(run_ranks, 1, f"{STEADY} {save} --exit-interval {STOP // 2}"),
+        losses_of(run_ranks, 2, f"{STEADY} {save} {PP2} --exit-interval {STOP}"),
         losses_of(run_ranks, 1, f"{STEADY} {save}"),
     ]
-    assert [len(life) for life in lives] == [3, 3, 4]
+    assert [len(life) for life in lives] == [STOP // 2, STOP - STOP // 2, END - STOP]
     assert [loss for life in lives for loss in life] == pytest.approx(whole, rel=TOLERANCE)
 
 
 def test_what_lies_in_the_directory(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
     save = tmp_path / "save"
-    losses_of(run_ranks, 2, f"--save {save} --save-interval 2 --keep-last 2")
+    losses_of(run_ranks, 2, f"--train-iters 6 --save {save} --save-interval 2 --keep-last 2")
     assert sorted(entry.name for entry in save.iterdir()) == [
-        "iter_0000008",
-        "iter_0000010",
+        "iter_0000004",
+        "iter_0000006",
         "latest_checkpointed_iteration.txt",
         "owner.json",
     ]
-    assert (save / "latest_checkpointed_iteration.txt").read_text() == "10"
-    manifest = json.loads((save / "iter_0000010" / "megatronapp.json").read_text())
-    assert manifest["consumed_samples"] == 80
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "6"
+    manifest = json.loads((save / "iter_0000006" / "megatronapp.json").read_text())
+    assert manifest["consumed_samples"] == 48
     assert manifest["attempt"] == 0
 
 
@@ -188,7 +180,10 @@ def pretrain_and_count(flags: str, folder: str) -> tuple[list[float], int]:
     return weights, drawn
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16 --use-distributed-optimizer"])
+@pytest.mark.full("two kinds of weights", but=("bf16-distributed",))
+@pytest.mark.parametrize(
+    "flags", [pytest.param("", id="plain"), pytest.param("--bf16 --use-distributed-optimizer", id="bf16-distributed")]
+)
 def test_weights_are_not_drawn_where_a_checkpoint_is_loaded(
     run_ranks: RunRanks, tmp_path: pathlib.Path, flags: str
 ) -> None:

@@ -24,6 +24,7 @@ from generating_ranks import (
     prompts,
 )
 from plain_gpt import PlainGpt
+from pytest_workers import FULL
 
 from megatronapp_trainer.checkpoint.arguments import model_flags
 from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, read_manifest
@@ -41,8 +42,17 @@ Answers = dict[str, dict[str, list[int]]]
 TOLERANCE = 1e-4
 SPLIT = VARIANTS | {"rotary-one-key-head": MORE_VARIANTS["rotary-one-key-head"]}
 """The last has fewer key heads than ranks: all hold the one."""
-BOTH = {name: SPLIT[name] for name in ("learned-tied", "rotary-one-key-head", "rotary-tied-window")}
+BOTH = ("learned-tied", "rotary-one-key-head", "rotary-tied-window")
 """Models for splits of tensors and layers at once: each split alone is tested with all of them."""
+BY_LAYOUT: dict[str, tuple[str, ...]] = (
+    {"TP2": tuple(SPLIT), "PP2": tuple(SPLIT), "PP2-uneven": BOTH, "TP2xPP2": BOTH}
+    if FULL
+    else {
+        "TP2": ("rotary-grouped", "rotary-one-key-head"),
+        "PP2": ("learned-untied", "rotary-tied-window"),
+        "TP2xPP2": ("learned-tied",),
+    }
+)
 SEQUENTIAL = {name: (VARIANTS | MORE_VARIANTS)[name] for name in ("rotary-tied-window", "half-rotary-local")}
 """Prompts that are read token by token take long."""
 LENGTHS = (3, 17, 9, 1, 30, 2)
@@ -181,9 +191,9 @@ def test_answers_differ_between_requests_and_models(alone: list[Answers]) -> Non
     assert len(set(token_lists)) == len(token_lists)
 
 
-@pytest.mark.parametrize("layout", ["TP2", "PP2", "PP2-uneven", "TP2xPP2"])
+@pytest.mark.parametrize("layout", BY_LAYOUT)
 def test_all_layouts_generate_the_same_tokens(run_ranks: RunRanks, alone: list[Answers], layout: str) -> None:
-    (world, flags), variants = LAYOUTS[layout], BOTH if layout in {"TP2xPP2", "PP2-uneven"} else SPLIT
+    (world, flags), variants = LAYOUTS[layout], {name: SPLIT[name] for name in BY_LAYOUT[layout]}
     answers = run_ranks(world, generate, flags, variants, (16,))[0][0]
     if any(answers[name] != alone[0][name] for name in variants):  # but for ties within rounding
         (wrong,) = run_ranks(1, expectations, variants, answers)

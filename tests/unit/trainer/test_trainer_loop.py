@@ -273,52 +273,6 @@ def observed(flags: str) -> tuple[list[tuple[str, str, int, int]], list[float], 
     return observer.events, observer.losses, list(backward_order(run.layout, 4))
 
 
-def attention_difference(groups: int, masked: bool) -> tuple[float, float]:
-    """Largest differences of output and query gradient between our attention and megatron-core's."""
-    import torch
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatronapp_trainer.models.attention import TorchAttention
-
-    run, _ = prepared(f"--attention-dropout 0 --group-query-attention --num-query-groups {groups}")
-    options = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
-    torch.manual_seed(1)
-    query = torch.randn(16, 2, 4, 8, requires_grad=True)
-    key, value = torch.randn(2, 16, 2, groups, 8).unbind(0)
-    causal = torch.triu(torch.ones(2, 1, 16, 16), diagonal=1).bool()
-    causal[0, :, 7:, :7] |= masked
-    results = []
-    for kind in (TorchAttention, DotProductAttention):
-        mask = None if kind is TorchAttention and not masked else causal
-        output = kind(run.core_config, **options)(query, key, value, mask)
-        results.append((output, torch.autograd.grad(output.square().sum(), query)[0]))
-    (ours, our_grad), (theirs, their_grad) = results
-    return (ours - theirs).abs().max().item(), (our_grad - their_grad).abs().max().item()
-
-
-def local_attention_results(flags: str, masked: bool) -> list[list[Any]]:
-    """Output and gradients of `--transformer-impl local` and of megatron-core's own attention, as lists."""
-    import torch
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatronapp_trainer.models.local import LocalAttention
-
-    run, _ = prepared(f"--attention-dropout 0 --transformer-impl local {flags}")
-    options = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
-    torch.manual_seed(1)
-    inputs = torch.randn(3, 16, 2, 4, 8, dtype=run.core_config.params_dtype, requires_grad=True)
-    mask = torch.triu(torch.ones(2, 1, 16, 16), diagonal=1).bool()
-    mask[0, :, 7:, :7] = True
-    results = []
-    for kind in (LocalAttention, DotProductAttention):
-        output = kind(run.core_config, **options)(*inputs.unbind(0), mask if masked else None)
-        (gradient,) = torch.autograd.grad(output.float().square().sum(), inputs)
-        results.append([output.tolist(), gradient.tolist()])
-    return results
-
-
 def feed_of_a_step(microbatches: int, flags: str = "") -> tuple[list[int], list[int], list[tuple[str, str, int, int]]]:
     """First tokens of what was read and of what two chunks took, in order, and the spans of that."""
     from megatronapp_trainer.data.microbatches import BatchSource, ChunkFeed, HostMicrobatch, StepFeed
@@ -385,7 +339,15 @@ def test_not_finite_losses_name_step_rank_and_microbatch(run_ranks: RunRanks) ->
     assert "the loss of step 2 is nan (rank 3, microbatch 0)" in messages[0]
 
 
-@pytest.mark.parametrize("flags", ["--clip-grad 0", "--clip-grad 0 --use-distributed-optimizer", ""])
+@pytest.mark.full("kinds of optimizers", but=("unclipped-distributed", "clipped"))
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--clip-grad 0", id="unclipped"),
+        pytest.param("--clip-grad 0 --use-distributed-optimizer", id="unclipped-distributed"),
+        pytest.param("", id="clipped"),
+    ],
+)
 def test_not_finite_gradients_are_never_saved(run_ranks: RunRanks, flags: str) -> None:
     results = run_ranks(2, train_with_poisoned_gradients, f"--save unused --save-interval 1 {flags}")
     for message, saved, weights_are_finite in results:
@@ -399,6 +361,7 @@ def test_evaluation_and_last_checkpoint_are_announced(run_ranks: RunRanks) -> No
     assert states == ["training", "saving", "training", "evaluating", "training", "evaluating", "training", "done"]
 
 
+@pytest.mark.full("without overlap and chunks there is less to disturb", but=("overlap", "VPP"))
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
@@ -440,7 +403,8 @@ def test_without_an_observer_nothing_of_the_tracer_exists(run_ranks: RunRanks) -
     assert result["timers"] is None
 
 
-@pytest.mark.parametrize("flags", [PP2, VPP])
+@pytest.mark.full("chunks have all that stages have", but=("VPP",))
+@pytest.mark.parametrize("flags", [pytest.param(PP2, id="PP2"), pytest.param(VPP, id="VPP")])
 def test_an_observer_sees_every_span_and_changes_nothing(run_ranks: RunRanks, flags: str) -> None:
     plain = run_ranks(2, train, flags)
     chunks = 2 if flags == VPP else 1
@@ -483,18 +447,3 @@ def test_microbatches_are_read_together_but_never_those_of_the_next_step(run_ran
 def test_without_prefetching_threads_microbatches_are_read_on_demand(run_ranks: RunRanks) -> None:
     ((_, _, spans),) = run_ranks(1, feed_of_a_step, 3, "--num-workers 0")
     assert [span[3] for span in spans if span[0] == "begin"] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("masked", [False, True])
-def test_fused_attention_equals_megatrons(run_ranks: RunRanks, groups: int, masked: bool) -> None:
-    ((output, gradient),) = run_ranks(1, attention_difference, groups, masked)
-    assert output < 1e-5
-    assert gradient < 1e-4
-
-
-@pytest.mark.parametrize("flags", ["", "--bf16", "--bf16 --attention-softmax-in-fp32"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_local_attention_is_megatrons_to_the_last_bit(run_ranks: RunRanks, flags: str, masked: bool) -> None:
-    ((ours, theirs),) = run_ranks(1, local_attention_results, flags, masked)
-    assert ours == theirs

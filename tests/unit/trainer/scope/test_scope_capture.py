@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from capturing_ranks import BASIS_LAYERS, CAPTURE, LENGTHS, NEW, PROBED, RUN, basis_frame, capture, pooled, reference
 from generating_ranks import LAYOUTS, MORE_VARIANTS, VARIANTS
+from pytest_workers import FULL
 
 from megatronapp_analyzer.scope.core import ScopeCore
 from megatronapp_analyzer.scope.delivery import session_file
@@ -23,13 +24,22 @@ from megatronapp_common.scope.protocol_requests import CaptureSettings
 pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
 ALL = VARIANTS | MORE_VARIANTS
-BY_LAYOUT = {
-    "alone": ("learned-tied", "rotary-grouped", "rotary-tied-window", "rotary-one-key-head"),
-    "TP2": ("rotary-one-key-head", "rotary-grouped"),
-    "PP2": ("learned-tied", "rotary-one-key-head"),
-    "PP2-uneven": ("learned-tied",),
-    "TP2xPP2": ("learned-tied", "rotary-grouped"),
-}
+BY_LAYOUT: dict[str, tuple[str, ...]] = (
+    {
+        "alone": ("learned-tied", "rotary-grouped", "rotary-tied-window", "rotary-one-key-head"),
+        "TP2": ("rotary-one-key-head", "rotary-grouped"),
+        "PP2": ("learned-tied", "rotary-one-key-head"),
+        "PP2-uneven": ("learned-tied",),
+        "TP2xPP2": ("learned-tied", "rotary-grouped"),
+    }
+    if FULL
+    else {
+        "alone": ("rotary-tied-window",),
+        "TP2": ("rotary-one-key-head",),
+        "PP2-uneven": ("learned-tied",),
+        "TP2xPP2": ("rotary-grouped",),
+    }
+)
 
 
 class Seen:
