@@ -42,6 +42,7 @@ ARGUMENTS = [
     "--no-first-run",
 ]
 DEADLINE_S = 90.0
+WINDOW: pw.ViewportSize = {"width": 1440, "height": 900}
 FIELDS = ("step", "ordinal", "aux", "comm", "microbatch", "kind", "chunk", "layer", "flags")
 JOB = """\
 apiVersion: megatronapp.io/v1alpha1
@@ -323,15 +324,53 @@ def healthy_stack(tmp_path: pathlib.Path) -> Iterator[Stack]:
         yield stack
 
 
-@pytest.fixture
-def page(chromium: pw.Browser) -> Iterator[pw.Page]:
-    """A page, dark, 1440 pixels wide; errors that the page reports fail the test."""
-    context = chromium.new_context(
-        viewport={"width": 1440, "height": 900}, color_scheme="dark", reduced_motion="reduce"
-    )
-    shown = context.new_page()
+@pytest.fixture(scope="module")
+def context(chromium: pw.Browser) -> Iterator[pw.BrowserContext]:
+    """Settings of the module's pages: dark, 1440 pixels wide."""
+    with chromium.new_context(viewport=WINDOW, color_scheme="dark", reduced_motion="reduce") as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def module_page(context: pw.BrowserContext) -> pw.Page:
+    """Keep a renderer with the compiled page: a new one costs three times the processor time of a test's page."""
+    return context.new_page()
+
+
+@contextlib.contextmanager
+def checked(page: pw.Page) -> Iterator[pw.Page]:
+    """Fail for errors that the page reports. What the block changed is as before afterwards, but routes of sockets."""
     problems: list[str] = []
-    shown.on("pageerror", lambda error: problems.append(str(error)))
-    yield shown
-    context.close()
+
+    def keep(error: pw.Error) -> None:
+        problems.append(str(error))
+
+    page.on("pageerror", keep)
+    try:
+        yield page
+    finally:
+        page.remove_listener("pageerror", keep)
+        page.unroute_all()
+        if page.url.startswith("http"):
+            page.evaluate("localStorage.clear(), sessionStorage.clear()")
+        page.goto("about:blank")
+        page.context.clear_cookies()
+        page.context.set_extra_http_headers({})
+        page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+        page.set_viewport_size(WINDOW)
+        page.mouse.move(0, 0)
     assert problems == []
+
+
+@pytest.fixture
+def page(module_page: pw.Page) -> Iterator[pw.Page]:
+    """Show an empty page."""
+    with checked(module_page) as shown:
+        yield shown
+
+
+@pytest.fixture
+def own_page(context: pw.BrowserContext) -> Iterator[pw.Page]:
+    """A page for tests that act as the other end of its sockets, which cannot be undone."""
+    with context.new_page() as own, checked(own) as shown:
+        yield shown

@@ -15,12 +15,13 @@ import numpy as np
 import playwright.sync_api as pw
 import pytest
 import scope_replay
+import scope_script
 import scope_session
 from axe import CONTRAST, violations
 
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_common.frames import FrameType, encode
-from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, build_frame
+from megatronapp_common.scope.protocol import build_frame
 
 pytestmark = pytest.mark.browser
 RUN = scope_session.RUN
@@ -50,6 +51,12 @@ class ReplayedHub:
         """Address of a panel."""
         return f"{self.url}/?{urllib.parse.urlencode({'page': 'scope', 'view': view, **selection})}"
 
+    def open(self, page: pw.Page, view: str, **selection: Any) -> None:
+        """Show a panel with all that the session has."""
+        page.goto(self.view(view, **selection))
+        pw.expect(page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens", timeout=30_000)
+        pw.expect(page.get_by_test_id("tokens")).to_be_visible()
+
 
 @pytest.fixture(scope="module")
 def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayedHub]:
@@ -63,10 +70,8 @@ def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayedHub]:
 
 @pytest.fixture
 def scope(page: pw.Page, replay: ReplayedHub) -> pw.Page:
-    """Open a page that may read the replay."""
+    """A page that may read the replay."""
     page.context.set_extra_http_headers({"Authorization": f"Bearer {replay.token}"})
-    page.goto(replay.url)
-    pw.expect(page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens", timeout=30_000)
     return page
 
 
@@ -84,6 +89,8 @@ def colour(probability: float) -> list[float]:
 
 
 def test_recorded_session_opens_with_its_tokens(scope: pw.Page, replay: ReplayedHub) -> None:
+    scope.goto(replay.url)
+    pw.expect(scope.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens", timeout=30_000)
     tokens = scope.get_by_test_id("tokens").get_by_role("button")
     pw.expect(tokens).to_have_count(len(replay.recording.prompts[0]) + 8)
     labels = [text.strip() for text in tokens.all_text_contents()]
@@ -96,7 +103,7 @@ def test_attention_map_paints_the_colours_of_the_exact_probabilities(scope: pw.P
     layer, head = PINNED
     exact = replay.recording.sites[0]["attention"][layer, head]
     read = len(exact)
-    scope.goto(replay.view("attention", layer=layer, head=head, token=0))
+    replay.open(scope, "attention", layer=layer, head=head, token=0)
     heat = scope.get_by_test_id("attention-map")
     box = heat.bounding_box()
     assert box is not None
@@ -124,16 +131,18 @@ def saved(page: pw.Page, card: str, name: str) -> bytes:
 def test_exports_are_the_exact_numbers(scope: pw.Page, replay: ReplayedHub) -> None:
     layer, head = PINNED
     sites = replay.recording.sites[0]
-    scope.goto(replay.view("attention", layer=layer, head=head))
+    replay.open(scope, "attention", layer=layer, head=head)
     pw.expect(scope.get_by_test_id("attention-map")).to_be_visible()
     attention = np.load(io.BytesIO(saved(scope, f"Layer {layer}, head {head}", "NPY")))
     exact = sites["attention"][layer, head]
     np.testing.assert_array_equal(attention[: len(exact), : exact.shape[1]], exact)
-    scope.goto(replay.view("layers", layer=layer, head=head, token=3))
-    assert saved(scope, "Layers by tokens", "PNG").startswith(b"\x89PNG")
+    replay.open(scope, "layers", layer=layer, head=head, token=3)
+    picture = saved(scope, "Layers by tokens", "PNG")
+    assert picture.startswith(b"\x89PNG")
+    check_picture(scope.get_by_role("region", name="Layers by tokens"), picture)
     query_vector = np.load(io.BytesIO(saved(scope, "States of the token", "NPY")))
     np.testing.assert_array_equal(query_vector.ravel(), sites["q"][3, layer, head])
-    scope.goto(replay.view("pca", layer=layer))
+    replay.open(scope, "pca", layer=layer)
     rows = list(csv.DictReader(io.StringIO(saved(scope, "Principal components", "CSV").decode())))
     basis = scope_session.fitted(replay.recording)[layer]
     points = basis.project(sites["residual"][:1, layer])
@@ -143,7 +152,7 @@ def test_exports_are_the_exact_numbers(scope: pw.Page, replay: ReplayedHub) -> N
 
 def test_explained_variance_is_that_of_the_points_that_are_shown(scope: pw.Page, replay: ReplayedHub) -> None:
     layer = 2
-    scope.goto(replay.view("pca", layer=layer))
+    replay.open(scope, "pca", layer=layer)
     rows = np.concatenate([sites["residual"][:, layer] for sites in replay.recording.sites]).astype(np.float64)
     basis = scope_session.fitted(replay.recording)[layer]
     explained = basis.project(rows).var(axis=0) / rows.var(axis=0).sum()
@@ -158,8 +167,7 @@ def test_explained_variance_is_that_of_the_points_that_are_shown(scope: pw.Page,
 
 
 def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: ReplayedHub) -> None:
-    scope.goto(replay.view("layers"))
-    pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
+    replay.open(scope, "layers")
     scope.keyboard.press("2")
     pw.expect(scope.get_by_test_id("head-atlas")).to_be_visible()
     for _ in range(60):
@@ -195,8 +203,7 @@ def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: ReplayedHub)
 
 
 def test_shortcuts_work_after_the_help_is_shown(scope: pw.Page, replay: ReplayedHub) -> None:
-    scope.goto(replay.view("layers"))
-    pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
+    replay.open(scope, "layers")
     for key in ("?", "Escape", "2"):
         scope.keyboard.press(key)
     pw.expect(scope.get_by_test_id("head-atlas")).to_be_visible()
@@ -204,7 +211,7 @@ def test_shortcuts_work_after_the_help_is_shown(scope: pw.Page, replay: Replayed
 
 def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: ReplayedHub) -> None:
     layer, head = PINNED
-    scope.goto(replay.view("attention", layer=layer, head=head, token=9))
+    replay.open(scope, "attention", layer=layer, head=head, token=9)
     card = scope.get_by_role("region", name=f"Layer {layer}, head {head}")
     card.get_by_role("button", name="Table").click()
     card.get_by_role("button", name="By probability").click()
@@ -218,7 +225,7 @@ def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: Repla
 
 
 def test_heads_are_as_high_as_the_map_next_to_them_or_fill_the_window(scope: pw.Page, replay: ReplayedHub) -> None:
-    scope.goto(replay.view("attention", layer=PINNED[0], head=PINNED[1]))
+    replay.open(scope, "attention", layer=PINNED[0], head=PINNED[1])
     heads, shown = (scope.get_by_test_id(name).bounding_box() for name in ("head-atlas", "attention-map"))
     assert heads is not None and shown is not None
     assert 0.8 * shown["height"] < heads["height"] <= shown["height"] + 20
@@ -229,7 +236,7 @@ def test_heads_are_as_high_as_the_map_next_to_them_or_fill_the_window(scope: pw.
 
 
 def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: ReplayedHub) -> None:
-    scope.goto(replay.view("pca", layer=2))
+    replay.open(scope, "pca", layer=2)
     canvas = scope.get_by_test_id("pca")
     painted = "canvas => canvas.toDataURL()"
     pw.expect(canvas).to_be_visible()
@@ -243,7 +250,7 @@ def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: Rep
 
 
 def test_a_rank_is_a_single_selection_of_its_layers_and_heads(scope: pw.Page, replay: ReplayedHub) -> None:
-    scope.goto(replay.view("attention", layer=0, head=0))
+    replay.open(scope, "attention", layer=0, head=0)
     where = scope.get_by_test_id("where")
     pw.expect(where).to_contain_text("on rank 0 (stage 0, tensor rank 0)")
     scope.get_by_label("Rank").select_option("3: layers 2 to 3, heads 2 to 3")
@@ -259,33 +266,37 @@ def test_a_rank_is_a_single_selection_of_its_layers_and_heads(scope: pw.Page, re
     assert query(scope)["rank"] == "2"
 
 
+@pytest.mark.full("a second for each panel; the first panel of the exports is one of them")
 def test_every_panel_saves_its_picture_at_its_displayed_size(scope: pw.Page, replay: ReplayedHub) -> None:
     panels = 0
     for view in ("layers", "attention", "probabilities", "pca"):
-        scope.goto(replay.view(view, layer=PINNED[0], head=PINNED[1]))
-        pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
+        replay.open(scope, view, layer=PINNED[0], head=PINNED[1])
         if view == "attention":
             pw.expect(scope.get_by_test_id("attention-map")).to_be_visible()
         for panel in scope.locator("[data-panel]").all()[0 if view == "layers" else 1 :]:
             with scope.expect_download() as download:
                 panel.get_by_role("button", name="PNG").click()
             picture = pathlib.Path(download.value.path()).read_bytes()
-            box = panel.bounding_box()
-            assert box is not None
-            width, height = struct.unpack(">II", picture[16:24])
-            assert abs(width - box["width"]) <= 1
-            assert abs(height - box["height"]) <= 1
-            assert len(picture) > 3000, "hardly anything is painted"
+            check_picture(panel, picture)
             panels += 1
     assert panels == 8
+
+
+def check_picture(panel: pw.Locator, picture: bytes) -> None:
+    """The picture is as large as the panel on the page, and something is painted."""
+    box = panel.bounding_box()
+    assert box is not None
+    width, height = struct.unpack(">II", picture[16:24])
+    assert abs(width - box["width"]) <= 1
+    assert abs(height - box["height"]) <= 1
+    assert len(picture) > 3000, "hardly anything is painted"
 
 
 VIEWS = {"1": "layers-matrix", "2": "attention-map", "3": "candidates", "4": "pca"}
 
 
 def test_axe_finds_nothing_in_any_view(scope: pw.Page, replay: ReplayedHub) -> None:
-    scope.goto(replay.view("layers", layer=PINNED[0], head=PINNED[1]))
-    pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
+    replay.open(scope, "layers", layer=PINNED[0], head=PINNED[1])
     found = []
     for key, shown in VIEWS.items():
         scope.keyboard.press(key)
@@ -296,6 +307,18 @@ def test_axe_finds_nothing_in_any_view(scope: pw.Page, replay: ReplayedHub) -> N
         scope.keyboard.press(key)
         pw.expect(scope.get_by_test_id(shown)).to_be_visible()
         found += [f"{shown} in light: {violation}" for violation in violations(scope, CONTRAST)]
+    assert found == []
+
+
+@pytest.mark.full("long tables; colours of the pictures' views and of the job page's tables are checked always")
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_axe_finds_nothing_in_any_table(scope: pw.Page, replay: ReplayedHub, scheme: Any) -> None:
+    scope.emulate_media(color_scheme=scheme)
+    replay.open(scope, "layers", layer=PINNED[0], head=PINNED[1])
+    found = []
+    for key, shown in VIEWS.items():
+        scope.keyboard.press(key)
+        pw.expect(scope.get_by_test_id(shown)).to_be_visible()
         for table in scope.get_by_role("button", name="Table").all():
             table.click()
         found += [f"{shown} as a table: {violation}" for violation in violations(scope, CONTRAST)]
@@ -303,8 +326,7 @@ def test_axe_finds_nothing_in_any_view(scope: pw.Page, replay: ReplayedHub) -> N
 
 
 def test_fits_the_window(scope: pw.Page, replay: ReplayedHub) -> None:
-    scope.goto(replay.view("layers", layer=PINNED[0], head=PINNED[1]))
-    pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
+    replay.open(scope, "layers", layer=PINNED[0], head=PINNED[1])
     for width in (768, 1024, 2200):
         scope.set_viewport_size({"width": width, "height": 768})
         for key, shown in VIEWS.items():
@@ -315,134 +337,73 @@ def test_fits_the_window(scope: pw.Page, replay: ReplayedHub) -> None:
             assert scope.evaluate("document.querySelectorAll('*').length") < 3000
 
 
-TEXT = "abcdefghijklmnopqrst"
-STRIDE = 4
-REPORTED_STEPS = [0, 4, 8, 12, 16, 19]
-LAYERS = 2
-LOGITS = np.array([3, 2, 1, 0, -1, -2, -3, -4, -5, -6])
-"""Logits of the whole vocabulary; the first six are candidates."""
-SAMPLING = {"temperature": 0.5, "topK": 0, "topP": 0.9, "seed": 1, "stop": []}
-HELLO: dict[str, Any] = {
-    "protocol": 1, "role": "controller", "job": "long", "source": "live", "state": "ready",
-    "model": {"layers": LAYERS, "hidden": 8, "heads": 2, "keyHeads": 2, "headWidth": 4, "mlpWidth": 8, "gated": False,
-              "vocabulary": len(LOGITS), "positions": "rotary", "maxLength": 64},
-    "layout": {"tensor": 1, "pipeline": 1}, "presets": ["default", "lite", "off"], "reducers": [],
-    "limits": {"prompts": 8, "tokens": 64, "pinnedHeads": 8, "ringBytes": 1 << 20, "expressionLength": 256},
-    "runs": [{"run": RUN, "state": "decoding", "prompts": [TEXT], "position": None}],
-}  # fmt: skip
-RUN_HEADER: dict[str, Any] = {
-    "run": RUN, "seq": 1, "state": "decoding", "tokens": 4, "error": None, "sampling": SAMPLING,
-    "prompts": [{"text": TEXT, "ids": list(range(20)), "offsets": [[at, at + 1] for at in range(20)]}],
-}  # fmt: skip
-
-
-def overview() -> bytes:
-    """Numbers of every fourth token of the prompt: each is its own position."""
-    rows = np.repeat(np.array(REPORTED_STEPS, np.float32), LAYERS * 3).reshape(-1, LAYERS, 3)
-    scales = np.ones((len(REPORTED_STEPS), LAYERS), np.float32)
-    tensors = [
-        Tensor("q", "i8", rows.astype(np.int8), scales),
-        Tensor("residual.norm", "f16", rows[..., 0].astype(np.float16)),
-        Tensor("head.entropy", "u8", np.repeat(np.array(REPORTED_STEPS, np.uint8), 4).reshape(-1, LAYERS, 2)),
-    ]
-    header = {"run": RUN, "seq": 2, "sample": 0, "stride": STRIDE, "positions": REPORTED_STEPS}
-    return encode(build_frame(FrameType.SCOPE_OVERVIEW, header, tensors))
-
-
-def first_step() -> bytes:
-    """The first token that was generated, with six candidates."""
-    logits = LOGITS[:6].astype(np.float32)[None]
-    partition = np.array([[np.log(np.exp(LOGITS / t).sum()) for t in TEMPERATURES]], np.float32)
-    tensors = [
-        Tensor("top.id", "u32", np.arange(6, dtype=np.uint32)[None]),
-        Tensor("top.p", "f16", np.exp(logits - partition[:, [5]]).astype(np.float16)),
-        Tensor("top.logit", "f32", logits),
-        Tensor("partition", "f32", partition),
-        Tensor("surprise", "f32", np.array([0.5], np.float32)),
-        Tensor("entropy", "f32", np.array([1.5], np.float32)),
-    ]
-    header = {
-        "run": RUN, "seq": 3, "step": 0, "rows": [[0, 19]], "ids": [0], "texts": [" the"], "offsets": [None],
-        "finished": [None], "topTexts": [[" the", " a", "\ufffd", "x", "y", "z"]],
-    }  # fmt: skip
-    return encode(build_frame(FrameType.SCOPE_STEP, header, tensors))
-
-
-def hello(**change: Any) -> bytes:
-    return encode(build_frame(FrameType.SCOPE_HELLO, HELLO | change))
-
-
-def run_frame(**change: Any) -> bytes:
-    return encode(build_frame(FrameType.SCOPE_RUN, RUN_HEADER | change))
-
-
 Scripted = Callable[..., None]
 
 
 @pytest.fixture
-def scripted(page: pw.Page, replay: ReplayedHub) -> Scripted:
+def scripted(own_page: pw.Page, replay: ReplayedHub) -> Scripted:
     """Let a test act as the hub's socket, with every connection and its number from 0."""
-    page.context.set_extra_http_headers({"Authorization": f"Bearer {replay.token}"})
-    page.route("**/api/v1/scope", lambda route: route.fulfill(json=HELLO))
-    page.route("**/attention/**", lambda route: route.fulfill(status=404, json={"message": "none", "hint": ""}))
+    own_page.context.set_extra_http_headers({"Authorization": f"Bearer {replay.token}"})
+    own_page.route("**/api/v1/scope", lambda route: route.fulfill(json=scope_script.HELLO))
+    own_page.route("**/attention/**", lambda route: route.fulfill(status=404, json={"message": "none", "hint": ""}))
 
     def open_with(serve: Callable[[pw.WebSocketRoute, int], None], view: str = "layers", **selection: Any) -> None:
         count = iter(range(100))
-        page.route_web_socket("**/api/v1/scope", lambda socket: serve(socket, next(count)))
-        page.goto(replay.view(view, **selection))
+        own_page.route_web_socket("**/api/v1/scope", lambda socket: serve(socket, next(count)))
+        own_page.goto(replay.view(view, **selection))
 
     return open_with
 
 
 def long_prompt(socket: pw.WebSocketRoute, _: int) -> None:
-    for frame in (hello(), run_frame(), overview(), first_step()):
+    for frame in (scope_script.hello(), scope_script.run_frame(), scope_script.overview(), scope_script.first_step()):
         socket.send(frame)
 
 
-def test_numbers_of_a_neighbour_are_called_by_its_name(page: pw.Page, scripted: Scripted) -> None:
+def test_numbers_of_a_neighbour_are_called_by_its_name(own_page: pw.Page, scripted: Scripted) -> None:
     scripted(long_prompt, token=6)
-    states = page.get_by_role("region", name="States of the token")
+    states = own_page.get_by_role("region", name="States of the token")
     pw.expect(states).to_contain_text("“e” at 4")
     pw.expect(states).to_contain_text("These are the numbers of “e” at 4, not of “g” at 6.")
-    with page.expect_download() as download:
+    with own_page.expect_download() as download:
         states.get_by_role("button", name="PNG").click()
     assert download.value.suggested_filename == "states-token4.png"
-    matrix = page.get_by_role("region", name="Layers by tokens")
+    matrix = own_page.get_by_role("region", name="Layers by tokens")
     pw.expect(matrix).to_contain_text("One token in 4 of this prompt has values.")
-    page.get_by_test_id("layers-matrix").focus()
-    page.keyboard.press("ArrowRight")
+    own_page.get_by_test_id("layers-matrix").focus()
+    own_page.keyboard.press("ArrowRight")
     pw.expect(matrix.locator("[aria-live]")).to_have_text("“e” at 4, layer 0: Norm 4")
-    page.keyboard.press("2")
-    heads = page.get_by_role("region", name="Heads", exact=True)
+    own_page.keyboard.press("2")
+    heads = own_page.get_by_role("region", name="Heads", exact=True)
     pw.expect(heads).to_contain_text("at “e” at 4")
     pw.expect(heads).to_contain_text("not of “h” at 7")
-    page.keyboard.press("]")
+    own_page.keyboard.press("]")
     pw.expect(heads).to_contain_text("at “i” at 8")
     pw.expect(heads.get_by_text("These are the numbers")).to_have_count(0)
 
 
-def test_candidates_have_texts_and_are_limited_after_the_temperature(page: pw.Page, scripted: Scripted) -> None:
+def test_candidates_have_texts_and_are_limited_after_the_temperature(own_page: pw.Page, scripted: Scripted) -> None:
     scripted(long_prompt, view="probabilities")
-    rows = page.get_by_test_id("candidates").locator("tbody tr")
+    rows = own_page.get_by_test_id("candidates").locator("tbody tr")
     pw.expect(rows.locator("th bdi")).to_have_text(["␣the", "␣a", "part of a character (token 2)", "x", "y", "z"])
-    limit_row = page.get_by_test_id("candidates").locator("tr.cut")
-    pw.expect(page.get_by_test_id("cuts")).to_contain_text("cut at temperature 0.5 by top-k off, top-p 0.9")
+    limit_row = own_page.get_by_test_id("candidates").locator("tr.cut")
+    pw.expect(own_page.get_by_test_id("cuts")).to_contain_text("cut at temperature 0.5 by top-k off, top-p 0.9")
     pw.expect(limit_row).to_have_count(4)
-    page.get_by_test_id("what-if").press("End")
-    pw.expect(page.get_by_test_id("cuts")).to_contain_text("cut at temperature 2")
+    own_page.get_by_test_id("what-if").press("End")
+    pw.expect(own_page.get_by_test_id("cuts")).to_contain_text("cut at temperature 2")
     pw.expect(limit_row).to_have_count(1)
-    page.get_by_role("button", name="Of the run").click()
+    own_page.get_by_role("button", name="Of the run").click()
     pw.expect(limit_row).to_have_count(4)
-    lines = list(csv.DictReader(io.StringIO(saved(page, "Candidates", "Table CSV").decode())))
+    lines = list(csv.DictReader(io.StringIO(saved(own_page, "Candidates", "Table CSV").decode())))
     assert [line["text"] for line in lines] == [" the", " a", "\ufffd", "x", "y", "z"]
     assert [line["allowed"] for line in lines] == ["yes"] * 2 + ["no"] * 4
-    probabilities = np.exp(LOGITS) / np.exp(LOGITS).sum()
+    probabilities = np.exp(scope_script.LOGITS) / np.exp(scope_script.LOGITS).sum()
     np.testing.assert_allclose([float(line["probability"]) for line in lines], probabilities[:6], rtol=1e-5)
-    table = json.loads(saved(page, "Candidates", "Table JSON"))
+    table = json.loads(saved(own_page, "Candidates", "Table JSON"))
     assert (table["position"], table["cutAt"]["topP"], table["candidates"][0]["came"]) == (20, 0.9, True)
 
 
-def test_a_restarted_hub_sends_what_was_missed(page: pw.Page, scripted: Scripted) -> None:
+def test_a_restarted_hub_sends_what_was_missed(own_page: pw.Page, scripted: Scripted) -> None:
     gap = {"seq": 9, "run": RUN, "what": "step", "from": 1, "to": 3, "ranks": None, "reason": "restart"}
 
     def resumed(socket: pw.WebSocketRoute, message: str | bytes) -> None:
@@ -455,45 +416,45 @@ def test_a_restarted_hub_sends_what_was_missed(page: pw.Page, scripted: Scripted
             socket.close()
             return
         socket.on_message(lambda message: resumed(socket, message))
-        socket.send(hello())
+        socket.send(scope_script.hello())
 
     scripted(serve, token=6)
-    back = page.get_by_test_id("back")
+    back = own_page.get_by_test_id("back")
     pw.expect(back).to_contain_text("Connected again after")
     pw.expect(back).to_contain_text("3 steps were skipped: the hub was restarted.")
-    pw.expect(page.get_by_role("region", name="States of the token")).to_contain_text("“e” at 4")
+    pw.expect(own_page.get_by_role("region", name="States of the token")).to_contain_text("“e” at 4")
 
 
-def test_a_run_forgotten_by_the_hub_stays_and_is_marked(page: pw.Page, scripted: Scripted) -> None:
+def test_a_run_forgotten_by_the_hub_stays_and_is_marked(own_page: pw.Page, scripted: Scripted) -> None:
     def serve(socket: pw.WebSocketRoute, number: int) -> None:
         if number == 0:
             long_prompt(socket, number)
             socket.close()
         else:
-            socket.send(hello(runs=[]))
+            socket.send(scope_script.hello(runs=[]))
 
     scripted(serve, token=6, run=RUN)
-    pw.expect(page.get_by_test_id("back")).to_contain_text("no longer knows this run")
-    pw.expect(page.get_by_test_id("tokens")).to_be_visible()
+    pw.expect(own_page.get_by_test_id("back")).to_contain_text("no longer knows this run")
+    pw.expect(own_page.get_by_test_id("tokens")).to_be_visible()
 
 
-def test_a_failed_run_and_a_full_queue_are_explained_plainly(page: pw.Page, scripted: Scripted) -> None:
+def test_a_failed_run_and_a_full_queue_are_explained_plainly(own_page: pw.Page, scripted: Scripted) -> None:
     error = {"code": "engine-lost", "message": "The model ended.", "hint": "Ask again once it is back."}
 
     def serve(socket: pw.WebSocketRoute, number: int) -> None:
         long_prompt(socket, number)
-        socket.send(run_frame(seq=4, state="failed", error=error))
+        socket.send(scope_script.run_frame(seq=4, state="failed", error=error))
 
     def full(route: pw.Route) -> None:
         refusal = {"code": "queue-full", "message": "16 prompts wait", "hint": "Wait a little."}
         route.fulfill(status=429, json=refusal, headers={"Retry-After": "7"})
 
-    page.route("**/api/v1/scope/runs", full)
+    own_page.route("**/api/v1/scope/runs", full)
     scripted(serve, view="pca")
-    pw.expect(page.get_by_role("alert").first).to_contain_text("The model ended.")
-    pca = page.get_by_role("region", name="Principal components")
+    pw.expect(own_page.get_by_role("alert").first).to_contain_text("The model ended.")
+    pca = own_page.get_by_role("region", name="Principal components")
     pw.expect(pca).to_contain_text("The run failed before these values arrived")
     pw.expect(pca).to_contain_text("Ask again once it is back.")
-    pw.expect(page.get_by_test_id("tokens")).to_be_visible()
-    page.get_by_role("button", name="Generate", exact=True).click()
-    pw.expect(page.get_by_text("16 prompts wait. Wait a little. Try again in 7 s.")).to_be_visible()
+    pw.expect(own_page.get_by_test_id("tokens")).to_be_visible()
+    own_page.get_by_role("button", name="Generate", exact=True).click()
+    pw.expect(own_page.get_by_text("16 prompts wait. Wait a little. Try again in 7 s.")).to_be_visible()

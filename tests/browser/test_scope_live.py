@@ -40,13 +40,20 @@ CODE_STEP = 1 / 255
 
 @pytest.fixture(scope="module")
 def job(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A pipeline of two ranks with the sites of the example: tensor shards would have half of each."""
     model = make_model(run_ranks, tmp_path_factory.mktemp("model"))
+    (variable,) = MANIFEST["spec"]["env"]
+    arguments = megatron_arguments(load_job(MANIFEST))
+    at = arguments.index("--scope-plugins")
     with (
+        pytest.MonkeyPatch.context() as environment,
         tempfile.TemporaryDirectory() as state,  # a short name, for the sockets in it
-        served(pathlib.Path(state), model, "live", "--tensor-model-parallel-size", "2") as started,
     ):
-        started.until_phase("Running", 0)
-        yield started
+        environment.setenv(variable["name"], str(ROOT / variable["value"]))
+        flags = ["--pipeline-model-parallel-size", "2", *arguments[at : at + 2]]
+        with served(pathlib.Path(state), model, "live", *flags) as started:
+            started.until_phase("Running", 0)
+            yield started
 
 
 class Screen:
@@ -262,6 +269,9 @@ def test_a_wrong_expression_is_marked_at_its_column(page: pw.Page, job: Served) 
 
 
 def test_a_viewer_reads_and_cannot_generate(page: pw.Page, job: Served) -> None:
+    with job.hub() as hub:
+        request = {"prompts": ["hello"], "tokens": 4, "sampling": {"temperature": 0}}
+        hub.post("scope/runs", json=request).raise_for_status()
     screen = Screen(page, job, TokenRole.VIEWER)
     screen.until("Done: 4 new tokens")
     pw.expect(page.get_by_test_id("why-not")).to_contain_text("controller role")
@@ -274,39 +284,16 @@ def test_a_viewer_reads_and_cannot_generate(page: pw.Page, job: Served) -> None:
     pw.expect(screen.go).to_be_visible()
 
 
-def test_a_killed_rank_is_reported_and_the_page_works_again(page: pw.Page, job: Served) -> None:
+def test_sites_of_the_example_are_on_the_page_with_their_numbers(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
-    screen.submit("hello", LONG)
-    screen.until("Generating")
-    os.kill(job.rank(1), signal.SIGKILL)
-    pw.expect(page.get_by_test_id("why-not")).to_contain_text("The ranks restart", timeout=PATIENCE_MS)
-    screen.until("Failed")
-    pw.expect(screen.go).to_be_disabled()
-    pw.expect(screen.go).to_be_enabled(timeout=2 * PATIENCE_MS)
-    screen.submit("hello", 4)
-    screen.until("Done: 4 new tokens")
-    pw.expect(page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprisal"))).to_have_count(4)
-
-
-def test_sites_of_the_example_are_on_the_page_with_their_numbers(
-    page: pw.Page, run_ranks: Callable[..., list[Any]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_model(run_ranks, tmp_path)
-    (variable,) = MANIFEST["spec"]["env"]
-    monkeypatch.setenv(variable["name"], str(ROOT / variable["value"]))
-    arguments = megatron_arguments(load_job(MANIFEST))
-    at = arguments.index("--scope-plugins")
-    with served(tmp_path / "state", model, "plugin", *arguments[at : at + 2]) as job:
-        job.until_phase("Running", 0)
-        screen = Screen(page, job)
-        screen.submit("hello", 2)
-        screen.until("Done: 2 new tokens")
-        page.get_by_test_id("tokens").get_by_role("button").nth(1).click()
-        card = page.get_by_role("region", name="Sites of plugins")
-        card.get_by_label("Files of").select_option("activations")
-        saved = activations(page, card)
-        np.testing.assert_allclose(saved, screen.values("activations", layer=0, position=1).ravel(), rtol=1e-6)
-        check_pixels(card, saved)
+    screen.submit("hello", 2)
+    screen.until("Done: 2 new tokens")
+    page.get_by_test_id("tokens").get_by_role("button").nth(1).click()
+    card = page.get_by_role("region", name="Sites of plugins")
+    card.get_by_label("Files of").select_option("activations")
+    saved = activations(page, card)
+    np.testing.assert_allclose(saved, screen.values("activations", layer=0, position=1).ravel(), rtol=1e-6)
+    check_pixels(card, saved)
 
 
 def activations(page: pw.Page, card: pw.Locator) -> np.ndarray:
@@ -327,3 +314,18 @@ def check_pixels(card: pw.Locator, exact: np.ndarray) -> None:
     shown = [float(text.split()[0]) for text in cells]
     np.testing.assert_allclose(shown, np.abs(exact).reshape(PIXELS, -1).max(axis=1), rtol=6e-3)
     assert cells[-1].endswith(f"(layer 0, pixel {PIXELS - 1})")
+
+
+@pytest.mark.full("a gang that restarts; its restart and what a page shows of a failed run are tested by themselves")
+def test_a_killed_rank_is_reported_and_the_page_works_again(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job)
+    screen.submit("hello", LONG)
+    screen.until("Generating")
+    os.kill(job.rank(1), signal.SIGKILL)
+    pw.expect(page.get_by_test_id("why-not")).to_contain_text("The ranks restart", timeout=PATIENCE_MS)
+    screen.until("Failed")
+    pw.expect(screen.go).to_be_disabled()
+    pw.expect(screen.go).to_be_enabled(timeout=2 * PATIENCE_MS)
+    screen.submit("hello", 4)
+    screen.until("Done: 4 new tokens")
+    pw.expect(page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprisal"))).to_have_count(4)

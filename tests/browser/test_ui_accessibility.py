@@ -78,24 +78,21 @@ def test_the_selected_colours_are_saved(shown: pw.Page) -> None:
     pw.expect(html).to_have_attribute("data-theme", "light")
 
 
-def test_nothing_moves_where_less_motion_is_wished(page: pw.Page, slow_rank_stack: Any) -> None:
-    page.route("**/api/v1/job", lambda route: None)
-    page.route_web_socket("**/api/v1/live", lambda socket: None)
-    page.goto(slow_rank_stack.entry)
-    pw.expect(page.locator("[data-state=loading]")).to_be_visible()
+def test_nothing_moves_where_less_motion_is_wished(own_page: pw.Page, slow_rank_stack: Any) -> None:
+    own_page.route("**/api/v1/job", lambda route: None)
+    own_page.route_web_socket("**/api/v1/live", lambda socket: None)
+    own_page.goto(slow_rank_stack.entry)
+    pw.expect(own_page.locator("[data-state=loading]")).to_be_visible()
     running = "document.getAnimations().filter(animation => animation.playState === 'running').length"
-    assert page.evaluate(running) == 0
-    page.emulate_media(reduced_motion="no-preference")
-    assert page.evaluate(running) > 0
+    assert own_page.evaluate(running) == 0
+    own_page.emulate_media(reduced_motion="no-preference")
+    assert own_page.evaluate(running) > 0
 
 
-@pytest.mark.parametrize("width", [360, 768, 2200])
-def test_fits_the_window(shown: pw.Page, width: int) -> None:
-    shown.set_viewport_size({"width": width, "height": 800})
-    overflow = shown.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    assert overflow <= 0
-    pw.expect(shown.get_by_test_id("heatmap")).to_be_visible()
-
-
-def test_page_stays_small(shown: pw.Page) -> None:
+def test_fits_the_window_and_stays_small(shown: pw.Page) -> None:
     assert shown.evaluate("document.querySelectorAll('*').length") < 1500
+    for width in (360, 768, 2200):
+        shown.set_viewport_size({"width": width, "height": 800})
+        overflow = shown.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert overflow <= 0, f"{overflow} pixels too wide at {width}"
+        pw.expect(shown.get_by_test_id("heatmap")).to_be_visible()

@@ -13,7 +13,7 @@ def state(page: pw.Page, kind: str) -> pw.Locator:
     return page.locator(f"[data-state={kind}]")
 
 
-def test_loading_then_empty_then_steps(page: pw.Page, shared_stack: Any) -> None:
+def test_loading_then_empty_then_steps(own_page: pw.Page, shared_stack: Any) -> None:
     assert shared_stack.feed.step == 0, "the first of those that share the job"
     waiting: list[pw.Route] = []
     released: list[bool] = []
@@ -25,21 +25,21 @@ def test_loading_then_empty_then_steps(page: pw.Page, shared_stack: Any) -> None
         else:
             waiting.append(route)
 
-    page.route("**/api/v1/job", hold)
-    page.route_web_socket("**/api/v1/live", lambda socket: None)
-    page.goto(shared_stack.entry)
-    pw.expect(state(page, "loading")).to_contain_text("Loading the job")
+    own_page.route("**/api/v1/job", hold)
+    own_page.route_web_socket("**/api/v1/live", lambda socket: socket.connect_to_server() if released else None)
+    own_page.goto(shared_stack.entry)
+    pw.expect(state(own_page, "loading")).to_contain_text("Loading the job")
     released.append(True)
     for route in waiting:
         route.continue_()
-    pw.expect(state(page, "empty").first).to_contain_text("No step has ended yet")
-    page.unroute_all()
-    page.reload()
-    pw.expect(page.get_by_test_id("verdict")).to_contain_text("No step has ended yet")
+    pw.expect(state(own_page, "empty").first).to_contain_text("No step has ended yet")
+    own_page.unroute_all()
+    own_page.reload()
+    pw.expect(own_page.get_by_test_id("verdict")).to_contain_text("No step has ended yet")
     shared_stack.feed.start()
-    pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
-    pw.expect(page.get_by_test_id("verdict")).to_contain_text("No rank stands out")
-    pw.expect(state(page, "empty")).to_have_count(0)
+    pw.expect(own_page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
+    pw.expect(own_page.get_by_test_id("verdict")).to_contain_text("No rank stands out")
+    pw.expect(state(own_page, "empty")).to_have_count(0)
 
 
 def test_the_model_screen_of_a_training_job_explains_that_it_trains(page: pw.Page, shared_stack: Any) -> None:
