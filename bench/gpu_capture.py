@@ -37,7 +37,7 @@ import torch
 from gpu_generate import WAITS, Bench, flags, median_bounds, options_of, prompts_of
 
 from megatronapp_common.frames import FrameType
-from megatronapp_common.scope.protocol import Tensor, build_frame
+from megatronapp_common.scope.protocol import SOCKET, Tensor, build_frame
 from megatronapp_common.scope.protocol_requests import CaptureSettings
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.device import prepare_device
@@ -50,7 +50,7 @@ from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.inference.step_plan import OutputRequest, StepPlan
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.scope.assemble import SOCKET, RankScope, open_scope
+from megatronapp_trainer.scope.assemble import RankScope, open_scope
 from megatronapp_trainer.scope.capture.commands import BeginRun, EndRun
 from megatronapp_trainer.scope.coordinator import CaptureCoordinator
 from megatronapp_trainer.serve.scope.capture_controller import CaptureController

@@ -10,13 +10,14 @@ PR_SET_PDEATHSIG = 1
 PR_GET_PDEATHSIG = 2
 
 
-def die_with_parent(parent: int, sent: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send `sent` when the parent ends (prctl(2)). `parent` is its id as read when this process began.
+def die_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM when the parent ends (prctl(2)). `parent` is its id as read when this process began.
 
     A parent that ended in between is noticed by the changed parent id, and the signal is sent here. A signal that the
     starting process has set already (the backend's SIGKILL, which no handler delays) remains. Raises SettingsError if
     the kernel refuses.
     """
+    sent = signal.SIGTERM
     libc, present = ctypes.CDLL(None, use_errno=True), ctypes.c_int(0)
     libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(present), 0, 0, 0)
     if present.value:

@@ -25,6 +25,10 @@ SERVE_PORT = 8000
 """Port at which worker 0 answers requests to a served model on a cluster."""
 HUB_PORT = 8080
 OPERATOR_PORT = 8081
+DEFAULT_SHM_DIR = "/dev/shm"
+"""Directory of rings and documents where Env.SHM_DIR is not set."""
+CHECKPOINT_TRACKER = "latest_checkpointed_iteration.txt"
+"""File of a checkpoint directory that names the newest one, as Megatron's tools read it."""
 GATEWAY_AUDIENCE = f"{GROUP}/gateway"
 """Audience of tokens that were made for the gateway, and that no other server accepts."""
 GATEWAY_PORT = 8080

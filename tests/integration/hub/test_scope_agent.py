@@ -13,11 +13,10 @@ import scope_session
 import websockets.asyncio.client
 from websockets.typing import Subprotocol
 
-from megatronapp_analyzer.agent.scope import SOCKET
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import Env
-from megatronapp_common.scope.protocol import SUBPROTOCOL
+from megatronapp_common.scope.protocol import SOCKET, SUBPROTOCOL
 
 pytestmark = pytest.mark.asyncio
 RUN = scope_session.RUN

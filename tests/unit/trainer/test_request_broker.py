@@ -11,12 +11,13 @@ import pytest
 from generating_ranks import VARIANTS, config_of, groups_of, model_of, open_engine, prompts
 
 from megatronapp_common.frames import decode, frame_length
+from megatronapp_common.scope.protocol import ENDED_STATES, SOCKET
 from megatronapp_common.scope.protocol_requests import RunRequest
 from megatronapp_trainer.inference.engine import Engine
 from megatronapp_trainer.inference.errors import QueueFullError
 from megatronapp_trainer.inference.events import FinishedEvent
 from megatronapp_trainer.inference.request import GenerationRequest
-from megatronapp_trainer.scope.assemble import SOCKET, open_scope
+from megatronapp_trainer.scope.assemble import open_scope
 from megatronapp_trainer.serve.request_broker import MOST_PROBED, RequestBroker, RequestHandle
 from megatronapp_trainer.serve.scope import detached_runs
 from megatronapp_trainer.serve.served_model import ServedModel
@@ -98,14 +99,14 @@ async def running_runs_stay_listed(broker: RequestBroker) -> None:
     start("first")
     second = start("second")
     known.cancel("second")
-    while second.state not in detached_runs.ENDED:
+    while second.state not in ENDED_STATES:
         broker.step(0)
         await asyncio.sleep(0)
     start("third")
     start("fourth")
     assert [record.run for record in known.newest_first()] == ["fourth", "third", "first"]
     broker.close(QueueFullError("the test is over"))
-    while known.get("fourth").state not in detached_runs.ENDED:
+    while known.get("fourth").state not in ENDED_STATES:
         await asyncio.sleep(0)
 
 

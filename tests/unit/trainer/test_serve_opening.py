@@ -17,8 +17,8 @@ from served_model import write_model
 
 from megatronapp_common.frames import Frame, FrameType, decode, frame_length
 from megatronapp_common.names import Env
+from megatronapp_common.scope.protocol import SOCKET
 from megatronapp_trainer.inference.engine import Engine
-from megatronapp_trainer.scope.assemble import SOCKET
 from megatronapp_trainer.serve.rank_main import ADDRESS_FILE, main
 
 pytestmark = pytest.mark.torch

@@ -16,11 +16,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import PREFIX, Frame, FrameType
-from megatronapp_common.scope.protocol import MAX_PART_BYTES
+from megatronapp_common.scope.protocol import ENDED_STATES, MAX_PART_BYTES, SOCKET
 
 LOG = logging.getLogger(__name__)
-SOCKET = "scope.sock"
-"""Name of the socket in RUN_DIR."""
 LIMIT_BYTES = 8 << 20
 MAX_RUNS = 32
 MAX_ENDED = 32
@@ -30,7 +28,6 @@ RANK_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
 TYPE_BYTE = 5
 """Offset of the type in an encoded frame."""
 NOTED = frozenset({FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_RUN_STATE, FrameType.SCOPE_LEFT})
-ENDED = frozenset({"done", "cancelled", "failed"})
 
 
 class ScopeBuffer:
@@ -86,7 +83,7 @@ class ScopeResumeState:
             self._forget(frame.header["rank"])
 
     def _note_run(self, frame: Frame, data: bytes) -> None:
-        run, ended = str(frame.header.get("run")), str(frame.header.get("state")) in ENDED
+        run, ended = str(frame.header.get("run")), str(frame.header.get("state")) in ENDED_STATES
         self._runs.pop(run, None)
         self._ended.pop(run, None)
         runs, most = (self._ended, MAX_ENDED) if ended else (self._runs, MAX_RUNS)

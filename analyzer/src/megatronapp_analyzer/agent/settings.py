@@ -5,10 +5,8 @@ import pathlib
 from collections.abc import Mapping
 
 from megatronapp_analyzer.errors import SettingsError
-from megatronapp_common.names import Env
+from megatronapp_common.names import DEFAULT_SHM_DIR, Env
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
-
-DEFAULT_SHM_DIR = "/dev/shm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,9 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from megatronapp_common.scope.protocol import RunState
 from megatronapp_common.web.models import ApiModel
-
-RunState = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
 
 
 class RunAccepted(ApiModel):

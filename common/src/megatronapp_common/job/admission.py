@@ -10,7 +10,7 @@ from typing import Any
 
 from megatronapp_common.job.rules.cluster import WITHIN_LIMITS, is_taken
 from megatronapp_common.job.rules.rule import Rule, first_item, no_item
-from megatronapp_common.job.rules.run import RESERVED_ENV
+from megatronapp_common.job.rules.run import IS_RESERVED
 from megatronapp_common.names import GROUP, VERSION
 
 POLICY = f"pod-templates.{GROUP}"
@@ -60,7 +60,6 @@ def _list(name: str) -> str:
 
 _NAMES = ", ".join(f"'{name}'" for name in OUR_CONTAINERS)
 _OURS = f"({_list('containers')} + {_list('initContainers')}).filter(one, {_NAMED} && one.name in [{_NAMES}])"
-_RESERVED = f"variable.name in [{', '.join(repr(str(name)) for name in RESERVED_ENV)}]"
 _VARIABLES = f"{_OURS}.filter(one, has(one.env)).map(one, one.env)"
 _MOUNTS = f"{_OURS}.filter(one, has(one.volumeMounts)).map(one, one.volumeMounts)"
 _SHM = "object.spec.shm.sizeLimit"
@@ -88,7 +87,7 @@ ADMISSION_RULES = (
     Rule(
         id="container-env",
         field=".podTemplate.spec.containers",
-        rule=no_item(_VARIABLES, "variables", f"variables.exists(variable, {_RESERVED})"),
+        rule=no_item(_VARIABLES, "variables", f"variables.exists(variable, {IS_RESERVED})"),
         message="sets a variable of trainer or agent that the operator or the launcher sets; leave it out",
     ),
     Rule(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,10 @@ from megatronapp_common.scope import codes
 
 SUBPROTOCOL = "megatronapp.scope.1"
 PROTOCOL = 1
+SOCKET = "scope.sock"
+"""Name of the agent's Unix socket in RUN_DIR, to which ranks connect."""
+RunState = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
+ENDED_STATES = frozenset({"done", "cancelled", "failed"})
 MAX_MESSAGE_BYTES = 256 << 10
 """Largest message to a page."""
 MAX_PART_BYTES = 4 << 20

@@ -14,13 +14,13 @@ def format_run_lengths(counts: Sequence[int]) -> str:
     return ",".join(str(value) if times == 1 else f"{value}x{times}" for value, times in runs)
 
 
-def parse_run_lengths(text: str, *, longest: int = LONGEST) -> tuple[int, ...]:
+def parse_run_lengths(text: str) -> tuple[int, ...]:
     """Parse a short form, or a list with each count written out. Raises ValueError."""
     found: list[int] = []
     for run in text.split(","):
         match = _RUN.fullmatch(run)
         times = int(match[2] or 1) if match else 0
-        if match is None or len(found) + times > longest:
-            raise ValueError(f"{run!r} is no count such as 8 or 8x2, or there are more than {longest}")
+        if match is None or len(found) + times > LONGEST:
+            raise ValueError(f"{run!r} is no count such as 8 or 8x2, or there are more than {LONGEST}")
         found += itertools.repeat(int(match[1]), times)
     return tuple(found)

@@ -15,14 +15,13 @@ from megatronapp_analyzer.agent.scope import (
     LIMIT_BYTES,
     MAX_ENDED,
     MAX_RUNS,
-    SOCKET,
     ScopeBuffer,
     ScopeResumeState,
     ScopeSocket,
 )
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import MAX_PART_BYTES
+from megatronapp_common.scope.protocol import MAX_PART_BYTES, SOCKET
 
 DEADLINE_S = 20.0
 PART, TOKENS = FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS

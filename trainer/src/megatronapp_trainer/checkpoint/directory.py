@@ -26,11 +26,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatronapp_common.names import CHECKPOINT_TRACKER
 from megatronapp_trainer.checkpoint.checksums import WrittenFile, checksum_of
 from megatronapp_trainer.errors import StorageError, SupersededError
 from megatronapp_trainer.utils.atomic_files import retry_transient_errors, sync_directory, sync_file, write_atomically
 
-TRACKER = "latest_checkpointed_iteration.txt"
 OWNER = "owner.json"
 MANIFEST = "megatronapp.json"
 FORMAT = 3
@@ -154,7 +154,7 @@ class CheckpointDirectory:
         self.check_owner(claim)
         doomed = self._rename_for_deletion(final, claim)
         temporary.rename(final)
-        write_atomically(self.path / TRACKER, str(manifest.iteration).encode())
+        write_atomically(self.path / CHECKPOINT_TRACKER, str(manifest.iteration).encode())
         sync_directory(self.path)
         shutil.rmtree(doomed, ignore_errors=True)
         return final

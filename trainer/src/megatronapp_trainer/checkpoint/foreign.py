@@ -10,7 +10,8 @@ import json
 import pathlib
 import re
 
-from megatronapp_trainer.checkpoint.directory import MANIFEST, TRACKER
+from megatronapp_common.names import CHECKPOINT_TRACKER
+from megatronapp_trainer.checkpoint.directory import MANIFEST
 
 CONVERT = "megatronapp checkpoint convert"
 CORE_METADATA = "metadata.json"
@@ -110,7 +111,7 @@ def _candidates(path: pathlib.Path, iteration: int | None) -> list[pathlib.Path]
 def _tracked(path: pathlib.Path) -> list[pathlib.Path]:
     """Return the folder that the tracker names, if any."""
     try:
-        text = (path / TRACKER).read_text(encoding="utf-8").strip()
+        text = (path / CHECKPOINT_TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return []
     if text == RELEASE:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from megatronapp_common.names import CHECKPOINT_TRACKER
 from megatronapp_trainer.checkpoint import arguments as stored_arguments
 from megatronapp_trainer.checkpoint import tensor_files
 from megatronapp_trainer.checkpoint.directory import (
     MANIFEST,
-    TRACKER,
     BrokenCheckpointError,
     checkpoint_name,
     seal,
@@ -169,7 +169,7 @@ def write_weights(source: MegatronSource, options: ConversionOptions, target: pa
     shape = source.with_padding(options.divisible_by)
     stored = stored_arguments.record_weights(shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
     seal(folder, manifest_of(stored), written)
-    (target / TRACKER).write_text("0", encoding="utf-8")
+    (target / CHECKPOINT_TRACKER).write_text("0", encoding="utf-8")
     final = options.save_dir / folder.name
     return ConversionSummary(
         family=f"GPT of {source.folder}",

@@ -5,12 +5,10 @@ import pathlib
 from collections.abc import Mapping
 
 from megatronapp_common.frames import Frame
+from megatronapp_common.scope.protocol import SOCKET
 from megatronapp_trainer.inference.worker_group import WorkerGroup
 from megatronapp_trainer.scope.capture.step_capture import StepCapture
 from megatronapp_trainer.scope.transfer.publisher import FrameJob, FramePublisher
-
-SOCKET = "scope.sock"
-"""Name of the socket in the folder of the run, where the agent listens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,10 @@ from megatronapp_analyzer.scope.ingest.events import ScopeEvents
 from megatronapp_analyzer.scope.ingest.rejected_frames import RejectedFrames
 from megatronapp_analyzer.scope.parts.step_assembler import ScopeStepAssembler
 from megatronapp_analyzer.scope.parts.wire_models import RunHeader, read
-from megatronapp_analyzer.scope.store.run import ENDED, lost_run
+from megatronapp_analyzer.scope.store.run import lost_run
 from megatronapp_analyzer.scope.store.run_store import RunStore
 from megatronapp_common.frames import Frame
+from megatronapp_common.scope.protocol import ENDED_STATES
 
 
 class RunStateIngest:
@@ -35,7 +36,8 @@ class RunStateIngest:
         header = read(RunHeader, "RUN_STATE", frame.header)
         if self._is_known(header):
             return
-        ended, late = header.state in ENDED, header.run not in self._runs and header.state not in {"queued", "prefill"}
+        ended = header.state in ENDED_STATES
+        late = header.run not in self._runs and header.state not in {"queued", "prefill"}
         if ended:
             self._assembler.end(header.run)
         else:
@@ -59,7 +61,7 @@ class RunStateIngest:
         """Return whether nothing is new: the run has this state, or has ended and was removed."""
         run = self._runs.get(header.run)
         if run is None:
-            return header.state in ENDED and self._runs.was_removed(header.run)
+            return header.state in ENDED_STATES and self._runs.was_removed(header.run)
         known = run.is_current_state(header)
         if known and run.late:
             self._events.tokens_missing(run)

@@ -2,17 +2,17 @@
 out."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_common.scope.protocol import RunState
 from megatronapp_common.scope.protocol_requests import CaptureSettings
 
 MAX_PROMPTS = 64
 MAX_SAMPLE = 1 << 20
-RunStateName = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
 Number = Annotated[int, Field(ge=0, lt=1 << 32, strict=True)]
 Offset = tuple[Number, Number] | None
 M = TypeVar("M", bound=BaseModel)
@@ -46,7 +46,7 @@ class RunHeader(HeaderModel):
     """SCOPE_RUN, without its number."""
 
     run: Annotated[str, Field(min_length=1, max_length=64)]
-    state: RunStateName
+    state: RunState
     position: Number | None = None
     prompts: Annotated[list[PromptHeader], Field(max_length=MAX_PROMPTS)]
     sampling: dict[str, Any] | None = None

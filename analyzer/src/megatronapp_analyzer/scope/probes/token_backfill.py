@@ -13,8 +13,9 @@ import logging
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.scope.parts.wire_models import StoredRun, read
 from megatronapp_analyzer.scope.probes.probe_client import ProbeClient
-from megatronapp_analyzer.scope.store.run import ENDED, ScopeRun, lost_run
+from megatronapp_analyzer.scope.store.run import ScopeRun, lost_run
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import ENDED_STATES
 from megatronapp_common.web.problems import HttpError
 
 LOG = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class TokenBackfill:
         before = run.header
         frame = await self._fetch_state(run)
         still_open = self._probe_client.core.runs.holds(run) and not run.ended
-        if still_open and (run.header is before or frame.header.get("state") in ENDED):
+        if still_open and (run.header is before or frame.header.get("state") in ENDED_STATES):
             self._probe_client.core.ingest.take_run_state(frame)
 
     async def _fetch_state(self, run: ScopeRun) -> Frame:

@@ -14,11 +14,10 @@ from megatronapp_analyzer.scope.store.memory_budget import MemoryBudget, Retenti
 from megatronapp_analyzer.scope.store.row_table import RowTable
 from megatronapp_analyzer.scope.store.tile_pooling import HeadKey, TilePool
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import build_frame, unpack
+from megatronapp_common.scope.protocol import ENDED_STATES, build_frame, unpack
 
 ValueKey = tuple[str, int, int | None, int | None]
 """Site, sample, layer and head."""
-ENDED = frozenset({"done", "cancelled", "failed"})
 ENGINE_LOST = "engine-lost"
 """Error code of a run that the hub failed, because rank 0 was lost."""
 BEFORE = ".before"
@@ -58,7 +57,7 @@ class ScopeRun:
     @property
     def ended(self) -> bool:
         """Return whether the run has ended."""
-        return self.header.get("state") in ENDED
+        return self.header.get("state") in ENDED_STATES
 
     @property
     def final(self) -> bool:

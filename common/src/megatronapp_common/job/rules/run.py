@@ -18,7 +18,7 @@ RESERVED_ENV = (
     "MASTER_PORT",
     *Env,
 )
-_RESERVED = f"variable.name in [{', '.join(repr(str(name)) for name in RESERVED_ENV)}]"
+IS_RESERVED = f"variable.name in [{', '.join(repr(str(name)) for name in RESERVED_ENV)}]"
 _TWICE = "!self.env.exists_one(other, other.name == variable.name)"
 _FIRST_TWICE = f"self.env.filter(variable, {_TWICE})[0].name"
 _TWO_WORDS = "word.startsWith('--') && word.contains(' ') && !word.contains('=')"
@@ -47,10 +47,10 @@ RUN_RULES = (
     Rule(
         id="reserved-variable",
         field=".env",
-        rule=no_item("self.env", "variable", _RESERVED),
+        rule=no_item("self.env", "variable", IS_RESERVED),
         message="holds a variable that the launcher sets; leave it out",
         message_expression=first_item(
-            "self.env", "variable", _RESERVED, "{variable.name} is set by the launcher; leave it out"
+            "self.env", "variable", IS_RESERVED, "{variable.name} is set by the launcher; leave it out"
         ),
     ),
     Rule(

@@ -18,10 +18,10 @@ def _needed(block: str) -> Rule:
 MODE_RULES = (_needed("model"), _needed("training"))
 
 
-def _of_training(field: str, given: str, why: str, rule_id: str = "") -> Rule:
+def _of_training(field: str, given: str, why: str) -> Rule:
     """Return the rule that a field belongs to training. `given` is CEL text of when it is present or switched on."""
     return Rule(
-        id=rule_id or f"serve-without-{field}",
+        id=f"serve-without-{field}",
         field=f".{field}",
         rule=f"!({_SERVES}) || !({given})",
         message=f"means nothing in mode serve: {why}; leave it out",

@@ -24,6 +24,7 @@ from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS
 from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY
 from megatronapp_operator.plan import WorkerOutcome
+from megatronapp_operator.plan_io.hub_summary import UNREADABLE
 
 SIGNAL_BASE = 128
 """Exit code minus signal: shells and container runtimes report a signal as 128 + its number."""
@@ -36,7 +37,6 @@ DISRUPTING_REASONS = frozenset(
 NODE_LOST = "NodeLost"
 MAX_RECORD = 4096
 """Most characters of a termination message that a kubelet keeps."""
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 TRANSIENT_WAITS = frozenset({"ContainerCreating", "PodInitializing"})
 
 

@@ -3,11 +3,10 @@
 import pathlib
 
 from megatronapp_common.job import MegatronJob
+from megatronapp_common.names import CHECKPOINT_TRACKER
 from megatronapp_operator.plan import ConditionType, Phase, Status
 
 INTERRUPTED = "Interrupted"
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's name for the file with the step of the newest checkpoint."""
 
 
 def was_interrupted(status: Status) -> bool:
@@ -68,6 +67,6 @@ def _again(job: MegatronJob) -> str:
 
 def _saved_step(folder: pathlib.Path) -> int | None:
     try:
-        return int((folder / TRACKER).read_text(encoding="utf-8"))
+        return int((folder / CHECKPOINT_TRACKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):  # Megatron also writes the text "release"
         return None

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatronapp_common.names import CHECKPOINT_TRACKER
 from megatronapp_trainer.checkpoint import arguments, tensor_files
-from megatronapp_trainer.checkpoint.directory import TRACKER, Manifest, checkpoint_name, seal
+from megatronapp_trainer.checkpoint.directory import Manifest, checkpoint_name, seal
 from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
 from megatronapp_trainer.convert.families import HEAD, HuggingFaceFamily, family_of
 from megatronapp_trainer.convert.families.config_keys import read_keys
@@ -139,7 +140,7 @@ def write_ours(source: HuggingFaceSource, options: ConversionOptions, target: pa
     tokenizer = tokenizer_arguments(folder)
     stored = arguments.record_weights(source.shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
     seal(folder, manifest_of(stored), written)
-    (target / TRACKER).write_text(str(_ITERATION), encoding="utf-8")
+    (target / CHECKPOINT_TRACKER).write_text(str(_ITERATION), encoding="utf-8")
     final = options.save_dir / folder.name
     return ConversionSummary(
         family=source.family.model_type,

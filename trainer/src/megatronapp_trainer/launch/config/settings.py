@@ -5,12 +5,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Self
 
-from megatronapp_common.names import Env, RankOrder, ShmFile
+from megatronapp_common.names import DEFAULT_SHM_DIR, Env, RankOrder, ShmFile
 from megatronapp_common.text.run_length import parse_run_lengths
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.launch.config.requirements import PreflightRequirements
-
-DEFAULT_SHM_DIR = "/dev/shm"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

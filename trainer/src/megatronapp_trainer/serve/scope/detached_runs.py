@@ -8,11 +8,12 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
 from megatronapp_common import frames
+from megatronapp_common.scope.protocol import ENDED_STATES, RunState
 from megatronapp_common.scope.protocol_requests import CaptureSettings, ProbeRequest, RunRequest, ScoreRequest
 from megatronapp_common.web.problems import HttpError
 from megatronapp_trainer.inference.errors import GenerationError
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 MAX_RUNS = 64
 """Limit of listed runs: the newest ones, and all that have not ended."""
-State = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
-ENDED = frozenset({"done", "cancelled", "failed"})
 Announce = Callable[[Mapping[str, Any]], None]
 
 
@@ -88,14 +87,14 @@ class RunRecord:
     prompts: Sequence[Mapping[str, Any]]
     """Text, ids and offsets of each prompt, as in frames."""
     announce: Announce
-    state: State = "queued"
+    state: RunState = "queued"
     error: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         self.capture: CaptureSettings = self.body.capture
         self.samples = [GeneratedSample(units=utf16_units(text)) for text in self.body.prompts]
         self._open = len(self.body.prompts)
-        self._ended: State = "done"
+        self._ended: RunState = "done"
         """State of the run once all prompts have ended."""
         self._first_token_at: float | None = None
 
@@ -228,7 +227,7 @@ class RunStore:
 
     def _forget_oldest(self) -> None:
         """Drop the oldest runs that have ended: the others are limited by the prompts that may be open."""
-        over = [run for run, record in self._records.items() if record.state in ENDED]
+        over = [run for run, record in self._records.items() if record.state in ENDED_STATES]
         for run in over[: max(0, len(self._records) - MAX_RUNS)]:
             del self._records[run]
 
@@ -248,7 +247,7 @@ class RunStore:
     def change(self, run: str, capture: CaptureSettings) -> RunRecord:
         """Change the capture of a run. Raises HttpError."""
         record = self.get(run)
-        if self.captures is not None and record.state not in ENDED:
+        if self.captures is not None and record.state not in ENDED_STATES:
             self.captures.change(run, capture)
         record.capture = capture
         self._announce(record.header())
