@@ -9,6 +9,7 @@ Tests marked `full` run only where MEGATRONAPP_FULL is set, as `make test-full` 
 """
 
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -55,6 +56,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and config.option.dist == "no":
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False  # keep our order
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Keep what is imported and collected out of garbage collection: it lives until the end."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -71,6 +71,7 @@ def test_fixtures_end_before_an_interrupted_run_does(
     assert "\ninterrupted: test_file.py::test_that_goes_on\n" in output
 
 
+@pytest.mark.full("waits for the controller's connection to be found broken")
 def test_fixtures_end_after_the_controller_is_killed(tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "begun")
     content = LONG.replace("CLEANING_S", "0").replace(").touch()", ').write_text("cleaned")')

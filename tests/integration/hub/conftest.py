@@ -264,7 +264,7 @@ class RunningHub:
     async def page(self, **headers: str) -> AsyncIterator[websockets.asyncio.client.ClientConnection]:
         url = f"ws://127.0.0.1:{self.port}/api/v1/live"
         async with websockets.asyncio.client.connect(
-            url, additional_headers=self.bearer | headers, proxy=None, compression=None
+            url, additional_headers=self.bearer | headers, proxy=None, compression=None, max_queue=None
         ) as connection:
             yield connection
 

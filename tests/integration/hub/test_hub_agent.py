@@ -97,6 +97,7 @@ async def test_sigterm_drains_once_more(hub: Any, worker: Any, until: Any) -> No
     mine.close_rings(unlink=True)
 
 
+@pytest.mark.full("ways in which a launcher ends", but=("closed",))
 @pytest.mark.parametrize("how", ["closed", "killed", "asked twice"])
 async def test_records_written_after_sigterm_are_sent_until_the_launcher_ends(
     hub: Any, worker: Any, until: Any, how: str

@@ -185,6 +185,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.full("cases that differ in the flag", but=("no-job-file",))
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

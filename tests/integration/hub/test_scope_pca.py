@@ -55,7 +55,7 @@ async def shown(hub: Any, fake_job: Any, until: Any) -> AsyncIterator[tuple[scop
 async def page(hub: Any) -> AsyncIterator[Any]:
     url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
     async with websockets.asyncio.client.connect(
-        url, additional_headers=hub.bearer, proxy=None, subprotocols=[Subprotocol(SUBPROTOCOL)]
+        url, additional_headers=hub.bearer, proxy=None, subprotocols=[Subprotocol(SUBPROTOCOL)], max_queue=None
     ) as connection:
         yield connection
 

@@ -141,6 +141,7 @@ async def test_the_intact_beginning_of_a_broken_file_is_shown(tmp_path: pathlib.
         assert f"of {length}: frame" in message and f"{len(bare) - 1} frames before it were read" in message
 
 
+@pytest.mark.full("cases that differ in the bytes", but=("text",))
 @pytest.mark.parametrize(
     "data", [b"garbage that is no session at all", frames.encode(Frame(2, {}))], ids=["text", "frame"]
 )

@@ -100,6 +100,13 @@ def test_lint_finds_nothing(chart: Chart, values: pathlib.Path | None) -> None:
     assert "[WARNING]" not in done.stdout
 
 
+@pytest.mark.full(
+    "cases that differ in the values",
+    but=(
+        "full",
+        "namespaces",
+    ),
+)
 @pytest.mark.parametrize("values", VALUES, ids=name_of)
 def test_the_api_server_takes_all_that_is_rendered(
     chart: Chart, plane: kube.ControlPlane, values: pathlib.Path | None

@@ -315,6 +315,7 @@ def names(plane: kube.ControlPlane, kinds: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.full("cases that differ in the values", but=("cluster",))
 @pytest.mark.parametrize("mode", ["cluster", "namespaces"], indirect=True)
 def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
     plane: kube.ControlPlane, mode: str, tmp_path: pathlib.Path

@@ -62,6 +62,7 @@ async def test_the_first_leads_and_a_release_lets_the_next_lead(plane: kube.Cont
         assert await holder_of(api, namespace) == ("second", 2)
 
 
+@pytest.mark.full("waits for two leases")
 async def test_a_holder_that_renews_keeps_it_longer_than_a_lease_lasts(
     plane: kube.ControlPlane, namespace: str
 ) -> None:
@@ -76,6 +77,7 @@ async def test_a_holder_that_renews_keeps_it_longer_than_a_lease_lasts(
         renewing.cancel()
 
 
+@pytest.mark.full("waits for a lease, as that of a holder that is cut off")
 async def test_after_a_holder_that_died_the_next_candidate_waits_a_whole_lease(
     plane: kube.ControlPlane, namespace: str
 ) -> None:

@@ -20,7 +20,7 @@ from pytest_workers import FULL
 from megatronapp_operator.backends.kubernetes.client.resources import JOBS, PODS, Object
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
-STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23" if FULL else "61"))
+STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23" if FULL else "151"))
 """Distance between the requests that are cut; 1: all of them."""
 UNSTEADY = 20
 """Requests by which two runs of a history may differ: objects of a job are restored at an hour of the job's own."""

@@ -56,6 +56,7 @@ def test_the_second_operator_leads_when_the_first_ends_in_order(
             second.wait(lambda: len(pods(plane, namespace)) == 4)
 
 
+@pytest.mark.full("cases that differ in the file", but=("key-zz-not 64 hex digits",))
 @pytest.mark.parametrize(
     ("flag", "text", "message"), [("key", "zz", "not 64 hex digits"), ("key", None, "No such file")]
 )

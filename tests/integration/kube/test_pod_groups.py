@@ -51,6 +51,7 @@ async def set_suspend(stage: OperatorSimulation, *, suspend: bool) -> None:
     assert answer.is_success, answer.text
 
 
+@pytest.mark.full("cases that differ in the scheduler", but=("Coscheduling",))
 @pytest.mark.parametrize("scheduler", GROUPS)
 async def test_a_group_is_removed_with_its_attempt(
     schedulers: kube.ControlPlane, namespace: str, scheduler: str

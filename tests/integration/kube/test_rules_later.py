@@ -77,6 +77,7 @@ def test_an_update_is_refused_only_for_what_it_breaks(client: httpx.Client) -> N
     assert again.status_code == 422 and "NNODES" in again.text
 
 
+@pytest.mark.full("a variant of the update beside it")
 def test_an_update_is_judged_by_a_rule_that_compares_its_block(client: httpx.Client) -> None:
     def patch(**spec: Any) -> httpx.Response:
         return client.patch(f"{JOBS}/blocks", json={"spec": spec}, headers=PATCH)

@@ -1,5 +1,6 @@
 """Every query of every board against a real Prometheus that has scraped a real job returns data."""
 
+import functools
 import json
 import pathlib
 import re
@@ -8,9 +9,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from scraped_job import CHART, JOB, RESTARTED, TEAM, Jobs, Prometheus, scraped_job, until
+from scraped_job import (
+    CHART,
+    JOB,
+    RESTARTED,
+    TEAM,
+    Jobs,
+    Prometheus,
+    operator_endpoint,
+    running_prometheus,
+    scrape_operator,
+    scraped_job,
+    until,
+)
 
-pytestmark = [pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.torch,
+    pytest.mark.timeout(600),
+    pytest.mark.full(
+        "scrapes a real job", but=("test_a_dashboard_fits_any_grafana", "test_the_alert_of_no_leader_is_pending")
+    ),
+]
 BOARDS = sorted((CHART / "dashboards").glob("*.json"))
 INTERVALS = {"$__rate_interval": "15s", "$__range": "10m", "$__interval": "1s"}
 Object = dict[str, Any]
@@ -89,17 +109,28 @@ def test_series_of_hubs_are_of_the_job_that_is_scraped(scraped: tuple[Prometheus
     assert workers == {f"{JOB}-worker-0", f"{JOB}-worker-1"}
 
 
+def evaluated(prometheus: Prometheus) -> dict[str, Object]:
+    """Rules of the chart by name, with their health and state."""
+    return {rule["name"]: rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]}
+
+
 def test_the_alerts_are_evaluated_and_the_slow_node_is_pending(scraped: tuple[Prometheus, Jobs, float]) -> None:
     prometheus = scraped[0]
-
-    def rules() -> dict[str, Object]:
-        groups = prometheus.get("rules")["groups"]
-        return {rule["name"]: rule for group in groups for rule in group["rules"]}
-
+    rules = functools.partial(evaluated, prometheus)
     until(lambda: {rule["health"] for rule in rules().values()} == {"ok"}, "all rules are evaluated")
     until(lambda: rules()["MegatronJobSlowNode"]["state"] == "pending", "the alert of the slow node is pending")
     for name in ("MegatronOperatorNoLeader", "MegatronOperatorWatchStale", "MegascanHubDown", "MegatronJobStalled"):
         assert rules()[name]["state"] == "inactive", name
+
+
+def test_the_alert_of_no_leader_is_pending(tmp_path: pathlib.Path) -> None:
+    with operator_endpoint() as (metrics, operator), running_prometheus(tmp_path, scrape_operator(operator)) as server:
+        rules = functools.partial(evaluated, server)
+        until(lambda: {rule["health"] for rule in rules().values()} == {"ok"}, "all rules are evaluated")
+        until(lambda: rules()["MegatronOperatorNoLeader"]["state"] == "inactive", "the operator leads")
+        metrics.leader(False)
+        until(lambda: rules()["MegatronOperatorNoLeader"]["state"] == "pending", "no operator leads")
+        assert rules()["MegatronOperatorTwoLeaders"]["state"] == "inactive"
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)

@@ -1,9 +1,7 @@
 """Targets that Prometheus keeps of all that call themselves hubs, as promtool applies the monitor's rules."""
 
 import json
-import pathlib
 import subprocess
-from typing import Any
 
 import pytest
 import scraped_job
@@ -13,35 +11,45 @@ GOOD = "10.1.2.3:8080"
 POD = "__meta_kubernetes_pod"
 
 
-def relabeled(target: str, found: dict[str, str], folder: pathlib.Path) -> dict[str, str]:
-    """Labels of the target after the rules; none if it is dropped."""
-    config = scraped_job.scrape_config("hubs", scraped_job.monitors()["megatronapp-hubs"], target, found)
-    path = folder / "prometheus.yaml"
+CASES = {
+    "our hub": (GOOD, {}),
+    "our hub, IPv6": ("[fd00::1]:8080", {}),
+    "another pod": (GOOD, {f"{POD}_name": "other"}),
+    "the hub of another job": (GOOD, {f"{POD}_label_megatronapp_io_job_name": "bert"}),
+    "no pod": (GOOD, {f"{POD}_label_megatronapp_io_job_name": "", f"{POD}_name": "", f"{POD}_ip": ""}),
+    "an address that is not the pod's": (GOOD, {f"{POD}_ip": "10.9.9.9"}),
+    "an address that begins as the pod's": (GOOD, {f"{POD}_ip": "10.1.2.30"}),
+}
+"""Target, and its labels that differ from those of our hub."""
+HUBS = [name for name in CASES if name.startswith("our hub")]
+
+
+@pytest.fixture(scope="module")
+def relabeled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Labels of each target after the rules; none if it is dropped. promtool waits for its whole time-out."""
+    config = scraped_job.scrape_config("hubs", scraped_job.monitors()["megatronapp-hubs"], GOOD, {})
+    config["static_configs"] = [
+        {"targets": [target], "labels": scraped_job.discovered_hub("gpt", target) | lie | {"__case": name}}
+        for name, (target, lie) in CASES.items()
+    ]
+    path = tmp_path_factory.mktemp("targets") / "prometheus.yaml"
     path.write_text(yaml.safe_dump({"scrape_configs": [config]}), encoding="utf-8")
     command = ["promtool", "check", "service-discovery", "--timeout=1s", str(path), "hubs"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    (result,) = json.loads(done.stdout)
-    labels: Any = result["labels"] or {}
-    return dict(labels)
+    return {found["discoveredLabels"]["__case"]: found["labels"] or {} for found in json.loads(done.stdout)}
 
 
-@pytest.mark.parametrize("target", [GOOD, "[fd00::1]:8080"])
-def test_a_hub_is_scraped_as_that_of_its_job(target: str, tmp_path: pathlib.Path) -> None:
-    labels = relabeled(target, scraped_job.discovered_hub("gpt", target), tmp_path)
-    assert labels["__address__"] == target
-    assert labels["job_id"] == "gpt"
+def test_every_target_is_judged(relabeled: dict[str, dict[str, str]]) -> None:
+    assert set(relabeled) == set(CASES)
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        pytest.param({f"{POD}_name": "other"}, id="another pod"),
-        pytest.param({f"{POD}_label_megatronapp_io_job_name": "bert"}, id="the hub of another job"),
-        pytest.param({f"{POD}_label_megatronapp_io_job_name": "", f"{POD}_name": "", f"{POD}_ip": ""}, id="no pod"),
-        pytest.param({f"{POD}_ip": "10.9.9.9"}, id="an address that is not the pod's"),
-        pytest.param({f"{POD}_ip": "10.1.2.30"}, id="an address that begins as the pod's"),
-    ],
-)
-def test_what_only_calls_itself_a_hub_is_not_scraped(lie: dict[str, str], tmp_path: pathlib.Path) -> None:
-    assert relabeled(GOOD, scraped_job.discovered_hub("gpt", GOOD) | lie, tmp_path) == {}
+@pytest.mark.parametrize("name", HUBS)
+def test_a_hub_is_scraped_as_that_of_its_job(name: str, relabeled: dict[str, dict[str, str]]) -> None:
+    assert relabeled[name]["__address__"] == CASES[name][0]
+    assert relabeled[name]["job_id"] == "gpt"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in HUBS])
+def test_what_only_calls_itself_a_hub_is_not_scraped(name: str, relabeled: dict[str, dict[str, str]]) -> None:
+    assert relabeled[name] == {}

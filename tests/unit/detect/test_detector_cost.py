@@ -52,6 +52,7 @@ def test_two_equally_slow_ranks_split_their_common_cost(sim: ModuleType, judge: 
     assert latest[(0,)] == pytest.approx(latest[(3,)], rel=0.2)
 
 
+@pytest.mark.full("cases that differ in the kind of fault", but=("compute",))
 @pytest.mark.parametrize("kind", ["compute", "host", "link"])
 def test_a_suspect_is_named_only_once_steps_can_be_replayed(
     watch: Callable[..., Any], sim: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -33,6 +33,7 @@ def test_promises_hold_in_generated_histories() -> None:
         play(seed)
 
 
+@pytest.mark.full("cases that differ in the policy", but=("create", "delete_job", "judge_end", "resume"))
 @pytest.mark.parametrize("name", FOUND_OUT)
 def test_a_plan_without_any_of_its_policies_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(

@@ -138,7 +138,9 @@ def shown_rows(run: ScopeRun) -> list[list[int]]:
     return list(pictures[-1].header["rows"]) if pictures else []
 
 
-EVERY = [[sample, place] for sample in range(2) for place in range(len(recording().sites[sample]["residual"]))]
+def every() -> list[list[int]]:
+    """Return sample and place of all rows of the recording."""
+    return [[sample, place] for sample in range(2) for place in range(len(recording().sites[sample]["residual"]))]
 
 
 async def test_rows_that_the_model_first_refuses_are_fetched_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +151,7 @@ async def test_rows_that_the_model_first_refuses_are_fetched_later(monkeypatch: 
         run = seen(scope, "done")
         await wait_until(lambda: len(journal_frames(run)) > 0)
         model.refusals = [503, 429, 429]
-        await wait_until(lambda: shown_rows(run) == EVERY)
+        await wait_until(lambda: shown_rows(run) == every())
         assert not model.refusals
         await wait_until(lambda: (RUN, 1, True) in scope.pca._completed)
         probed = len(model.probes)
@@ -173,12 +175,12 @@ async def test_a_sample_that_is_refused_keeps_no_other_from_coming(
         await scope.pca._fit(run, states, shown, FIRST)
         assert scope.pca._completing
         await wait_until(lambda: not scope.pca._completing)
-        second = [row for row in EVERY if row[0] == 1]
+        second = [row for row in every() if row[0] == 1]
         assert shown_rows(run) == [list(row) for row in shown] + second
         assert ((RUN, 1, True) in scope.pca._completed) != again, "what may be granted later is asked for again"
         model.refusals = []
         scope.pca.complete(run)
         await wait_until(lambda: not scope.pca._completing)
         prompt = len(recording().prompts[0])
-        received = [row for row in EVERY if row[0] == 0 and row[1] >= prompt]
+        received = [row for row in every() if row[0] == 0 and row[1] >= prompt]
         assert shown_rows(run) == [list(row) for row in shown] + received * again + second
