@@ -55,6 +55,7 @@ BY_LAYOUT: dict[str, tuple[str, ...]] = (
 )
 SEQUENTIAL = {name: (VARIANTS | MORE_VARIANTS)[name] for name in ("rotary-tied-window", "half-rotary-local")}
 """Prompts that are read token by token take long."""
+CHUNKED = VARIANTS | MORE_VARIANTS if FULL else SEQUENTIAL
 LENGTHS = (3, 17, 9, 1, 30, 2)
 
 
@@ -169,33 +170,33 @@ def differences(plain: PlainGpt, generated_tokens: dict[str, list[int]]) -> list
 
 
 @pytest.fixture(scope="module")
-def alone(run_ranks: RunRanks) -> list[Answers]:
-    """One process, with prompts read at once, and in chunks."""
-    (answers,) = run_ranks(1, generate, "", VARIANTS | MORE_VARIANTS, (64, 5))
-    return list(answers)
+def alone(run_ranks: RunRanks) -> Answers:
+    """One process, with prompts read at once."""
+    answers: Answers = run_ranks(1, generate, "", VARIANTS | MORE_VARIANTS, (64,))[0][0]
+    return answers
 
 
-def test_a_single_process_generates_what_plain_torch_does(run_ranks: RunRanks, alone: list[Answers]) -> None:
-    (wrong,) = run_ranks(1, expectations, VARIANTS | MORE_VARIANTS, alone[0])
+def test_a_single_process_generates_what_plain_torch_does(run_ranks: RunRanks, alone: Answers) -> None:
+    (wrong,) = run_ranks(1, expectations, VARIANTS | MORE_VARIANTS, alone)
     assert wrong == []
 
 
-def test_sizes_of_chunks_change_nothing(run_ranks: RunRanks, alone: list[Answers]) -> None:
-    assert alone[1] == alone[0]
-    ((tokens,),) = run_ranks(1, generate, "", SEQUENTIAL, (1,))
-    assert tokens == {name: alone[0][name] for name in SEQUENTIAL}
+def test_sizes_of_chunks_change_nothing(run_ranks: RunRanks, alone: Answers) -> None:
+    for chunk, variants in ((5, CHUNKED), (1, SEQUENTIAL)):
+        ((tokens,),) = run_ranks(1, generate, "", variants, (chunk,))
+        assert tokens == {name: alone[name] for name in variants}
 
 
-def test_answers_differ_between_requests_and_models(alone: list[Answers]) -> None:
-    token_lists = [tuple(tokens) for model in alone[0].values() for tokens in model.values()]
+def test_answers_differ_between_requests_and_models(alone: Answers) -> None:
+    token_lists = [tuple(tokens) for model in alone.values() for tokens in model.values()]
     assert len(set(token_lists)) == len(token_lists)
 
 
 @pytest.mark.parametrize("layout", BY_LAYOUT)
-def test_all_layouts_generate_the_same_tokens(run_ranks: RunRanks, alone: list[Answers], layout: str) -> None:
+def test_all_layouts_generate_the_same_tokens(run_ranks: RunRanks, alone: Answers, layout: str) -> None:
     (world, flags), variants = LAYOUTS[layout], {name: SPLIT[name] for name in BY_LAYOUT[layout]}
     answers = run_ranks(world, generate, flags, variants, (16,))[0][0]
-    if any(answers[name] != alone[0][name] for name in variants):  # but for ties within rounding
+    if any(answers[name] != alone[name] for name in variants):  # but for ties within rounding
         (wrong,) = run_ranks(1, expectations, variants, answers)
         assert wrong == []
 

@@ -126,6 +126,7 @@ def test_a_resumed_run_trains_with_the_rates_it_asks_for(
     assert rates == [[pytest.approx(cosine(step, *rate))] * len(groups) for step in (3, 4)]
 
 
+@pytest.mark.full("flags are compared alike", but=("lr-distributed", "adam-beta2-distributed"))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("changed", "named"),
@@ -137,6 +138,7 @@ def test_a_resumed_run_trains_with_the_rates_it_asks_for(
         ("--adam-eps 1e-8", "--adam-eps (spec.training.adamEps): 1e-07 there, 1e-08 here"),
         ("--lr-warmup-init 1e-5", "--lr-warmup-init: 0.0 there, 1e-05 here"),
     ],
+    ids=["lr", "min-lr", "adam-beta1", "adam-beta2", "adam-eps", "lr-warmup-init"],
 )
 def test_other_rates_without_a_choice_are_refused_by_name(
     run_ranks: RunRanks, tmp_path: pathlib.Path, optimizer: str, changed: str, named: str
@@ -173,13 +175,16 @@ def test_embeddings_keep_a_rate_of_their_own(
     assert rates[0] == [pytest.approx(cosine(3, *pair)) for pair in ends]
 
 
+@pytest.mark.full(
+    "kinds of optimizers", but=("same-distributed", "same-bf16", "checkpoint-distributed", "none-distributed")
+)
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, pytest.param("--bf16", id="bf16")])
 @pytest.mark.parametrize(
     ("second", "decoupled"),
     [
-        ("--decoupled-lr 5e-3 --decoupled-min-lr 5e-4", (5e-3, 5e-4)),
-        ("--decoupled-lr 2e-3 --use-checkpoint-opt_param-scheduler", (5e-3, 5e-4)),
-        ("", None),
+        pytest.param("--decoupled-lr 5e-3 --decoupled-min-lr 5e-4", (5e-3, 5e-4), id="same"),
+        pytest.param("--decoupled-lr 2e-3 --use-checkpoint-opt_param-scheduler", (5e-3, 5e-4), id="checkpoint"),
+        pytest.param("", None, id="none"),
     ],
 )
 def test_embeddings_with_a_rate_of_their_own_of_an_earlier_release(

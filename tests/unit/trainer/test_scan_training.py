@@ -195,7 +195,14 @@ def test_compute_and_waits_never_overlap(layout: str, request: pytest.FixtureReq
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"])
+@pytest.mark.full("each chunk waits alike", but=("one-chunk",))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("", id="one-chunk"),
+        pytest.param("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", id="two-chunks"),
+    ],
+)
 def test_an_overlapped_gather_is_waited_for_before_the_first_forward(
     run_ranks: RunRanks, tmp_path: pathlib.Path, layout: str
 ) -> None:

@@ -147,6 +147,7 @@ def _losses(weights: dict[str, Any], batch: Any) -> Any:
     return functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
 
 
+@pytest.mark.full("two models and weightings", but=("tied",))
 @pytest.mark.parametrize(
     "flags", [pytest.param("", id="tied"), pytest.param(f"{UNTIED} {PER_TOKEN}", id="untied-per-token")]
 )
