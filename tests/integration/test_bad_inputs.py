@@ -108,6 +108,7 @@ def may_mount(folder: pathlib.Path) -> bool:
     return done.returncode == 0
 
 
+@pytest.mark.full("two commands each; test_common_bad_manifests tries manifests without", but=("field", "YAML"))
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -116,6 +117,7 @@ def may_mount(folder: pathlib.Path) -> bool:
         ("spec: [1", "job.yaml: line 1, column 9: expected"),
         ("", "holds 0 objects; write one MegatronJob per file"),
     ],
+    ids=["value", "field", "YAML", "nothing"],
 )
 def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, message: str) -> None:
     refused = megatronapp("run", megatronapp.path(document))
@@ -223,6 +225,7 @@ def test_a_vocabulary_that_does_not_fit(
     assert_refused_before_the_start(megatronapp, document, message)
 
 
+@pytest.mark.full("imports torch three times; a full disk is reported in the same way")
 def test_a_checkpoint_directory_that_cannot_be_written(megatronapp: Runner) -> None:
     (megatronapp.folder / "file").touch()
     save = str(megatronapp.folder / "file" / "checkpoints")

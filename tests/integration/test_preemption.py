@@ -36,7 +36,8 @@ def start(gang: Gang, steps: int, attempt: int, *flags: str) -> None:
     gang.start({}, each=RACKS, base=cpu, RANK_ORDER="topology", ATTEMPT=str(attempt))
 
 
-def test_a_launcher_requested_to_stop_makes_all_save_at_the_same_step(gang: Gang) -> None:
+def stop_single(gang: Gang) -> int:
+    """Request a stop of one launcher while all train; return the step at which all have saved."""
     start(gang, 100_000, 0)
     page = DocumentReader(gang.shm / "demo-w0.progress")
     wait_until(lambda: (page.read() or {}).get("iteration", 0) >= 2, LIMIT_S)
@@ -52,10 +53,20 @@ def test_a_launcher_requested_to_stop_makes_all_save_at_the_same_step(gang: Gang
     assert saved == [f"iter_{last['iteration']:07d}"]
     table = json.loads((gang.workers[1].run_dir / "rank-table.json").read_text())
     assert [(worker["index"], worker["ranks"]) for worker in table["workers"]] == [(1, [0, 1]), (0, [2])]
+    step: int = last["iteration"]
+    return step
 
+
+def test_a_launcher_requested_to_stop_makes_all_save_at_the_same_step(gang: Gang) -> None:
+    stop_single(gang)
+
+
+@pytest.mark.full("starts three more ranks; test_trainer_sigterm resumes after a stop in each phase")
+def test_ranks_that_were_stopped_continue(gang: Gang) -> None:
+    step = stop_single(gang)
     gang.workers.clear()
-    start(gang, last["iteration"], 1, "--override-opt_param-scheduler")  # nothing is left to train
+    start(gang, step, 1, "--override-opt_param-scheduler")  # nothing is left to train
     assert [worker.end(LIMIT_S) for worker in gang.workers] == [ExitCode.OK] * 2
     assert [worker.record()["reason"] for worker in gang.workers] == ["Completed"] * 2
-    assert f"the checkpoint has {last['iteration']} steps" in (gang.workers[0].run_dir / "rank-2.log").read_text()
-    assert [path.name for path in (gang.tmp / "checkpoints").glob("iter_*")] == saved
+    assert f"the checkpoint has {step} steps" in (gang.workers[0].run_dir / "rank-2.log").read_text()
+    assert [path.name for path in (gang.tmp / "checkpoints").glob("iter_*")] == [f"iter_{step:07d}"]

@@ -18,6 +18,7 @@ from served_job import DEADLINE_S, Served, command, make_model, served
 
 COMPLETION_REQUEST: dict[str, Any] = {"prompt": ["hello world", "whales"], "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+TWO = ("--pipeline-model-parallel-size", "2")
 FOUR = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -28,10 +29,12 @@ def model(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPath
 
 
 @contextlib.contextmanager
-def in_front(state: pathlib.Path, model: pathlib.Path, name: str) -> Iterator[tuple[Served, subprocess.Popen[bytes]]]:
+def in_front(
+    state: pathlib.Path, model: pathlib.Path, name: str, *arguments: str
+) -> Iterator[tuple[Served, subprocess.Popen[bytes]]]:
     """As in a terminal, which shows what is written to the file `out`."""
     job = Served(state, name)
-    serve = [sys.executable, "-m", "megatronapp_common.cli", *command(model, name), "--no-pages"]
+    serve = [sys.executable, "-m", "megatronapp_common.cli", *command(model, name), *arguments]
     with (state / "out").open("wb") as out:
         process = subprocess.Popen(serve, env=job.environment, stdout=out, stderr=out)
     try:
@@ -64,22 +67,18 @@ def state() -> Iterator[pathlib.Path]:
         yield pathlib.Path(folder)
 
 
-def test_gangs_answer_alike_restart_after_a_kill_and_report_their_end(state: pathlib.Path, model: pathlib.Path) -> None:
+@pytest.mark.full("nine processes of torch; two serve below, and test_process_kills restarts gangs")
+def test_a_gang_restarts_after_a_kill_and_answers_as_a_single_rank(state: pathlib.Path, model: pathlib.Path) -> None:
     with (
-        in_front(state, model, "one") as (first, process),
+        in_front(state, model, "one", "--no-pages") as (first, process),
         served(state, model, "two", *FOUR) as two,
     ):
         first.until_phase("Running", 0)
         with first.client() as client:
             expected = token_ids(client, model="one")
-            assert [len(tokens) for tokens in expected] == [8, 8]
-            assert last_event(client, lambda: process.send_signal(signal.SIGINT)) == ("event: error", "stopping")
+        process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 130
-        text = (state / "out").read_text()
-        assert "api: http://127.0.0.1:" in text
-        assert text.splitlines()[-2:] == ["one: Suspended (Interrupted)", "stopped"]
         two.until_phase("Running", 0)
-        check_commands(two)
         with two.client() as client:
             assert token_ids(client, model="two") == expected
             check_scope(two)
@@ -88,6 +87,20 @@ def test_gangs_answer_alike_restart_after_a_kill_and_report_their_end(state: pat
             assert token_ids(client) == expected
         assert two.status()["restarts"] == 1
         assert two.status()["failures"][0]["rank"] == 3
+
+
+def test_a_gang_serves_clients_and_pages_until_it_is_stopped(state: pathlib.Path, model: pathlib.Path) -> None:
+    with in_front(state, model, "two", *TWO) as (two, process):
+        two.until_phase("Running", 0)
+        check_commands(two)
+        with two.client() as client:
+            check_scope(two)
+            assert [len(tokens) for tokens in token_ids(client, model="two")] == [8, 8]
+            assert last_event(client, lambda: process.send_signal(signal.SIGINT)) == ("event: error", "stopping")
+        assert process.wait(DEADLINE_S) == 130
+        text = (state / "out").read_text()
+        assert "api: http://127.0.0.1:" in text
+        assert text.splitlines()[-2:] == ["two: Suspended (Interrupted)", "stopped"]
 
 
 def check_hang(two: Served, client: httpx.Client) -> None:

@@ -1,6 +1,7 @@
 """The entry in fresh processes: asked to stop, losing a peer, resuming."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import signal
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -91,6 +93,7 @@ def wait_for_steps(process: "subprocess.Popen[str]", steps: int) -> None:
         assert "iteration" in process.stdout.readline()
 
 
+@pytest.mark.full("four processes of torch; test_preemption stops a gang, test_trainer_sigterm resumes")
 def test_sigterm_saves_and_a_new_start_continues(start: Start, tmp_path: pathlib.Path) -> None:
     flags = f"{FLAGS} --save {tmp_path / 'checkpoints'}"
     ranks = start(flags)
@@ -111,17 +114,35 @@ def test_sigterm_saves_and_a_new_start_continues(start: Start, tmp_path: pathlib
     assert [int(line.split("iteration")[1].split("/")[0]) for line in lines] == [done + 1, done + 2]
 
 
-def test_ranks_of_a_superseded_attempt_write_nothing_and_report_it(start: Start, tmp_path: pathlib.Path) -> None:
-    folder = tmp_path / "checkpoints"
-    ranks = start(f"{FLAGS} --save {folder}")
-    wait_for_steps(ranks[1], 2)
-    CheckpointDirectory(folder).claim(OwnershipClaim(uid="", attempt=1))
-    ranks[0].send_signal(signal.SIGTERM)
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=LIMIT_S)
-        assert rank.returncode == ExitCode.SUPERSEDED, errors
+def superseded_while_training(folder: str) -> tuple[int, str]:
+    """Return the exit code and the message of a rank that is stopped when the folder belongs to another attempt."""
+    import io
+    import warnings
+
+    from megatronapp_trainer.pipeline.megatron_schedules import StaticSchedule
+    from megatronapp_trainer.pretrain import main
+
+    warnings.simplefilter("ignore")
+    train, steps = StaticSchedule.train, itertools.count(1)
+
+    def stopping(*arguments: Any, **options: Any) -> Any:
+        if next(steps) == 2 and os.environ["RANK"] == "0":
+            CheckpointDirectory(pathlib.Path(folder)).claim(OwnershipClaim(uid="", attempt=1))
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train(*arguments, **options)
+
+    StaticSchedule.train = stopping  # type: ignore[method-assign]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        return main([*FLAGS.split(), "--save", folder]), errors.getvalue()
+
+
+def test_ranks_of_a_superseded_attempt_write_nothing_and_report_it(
+    run_ranks: Callable[..., list[tuple[int, str]]], tmp_path: pathlib.Path
+) -> None:
+    for code, errors in run_ranks(2, superseded_while_training, str(tmp_path / "checkpoints")):
+        assert code == ExitCode.SUPERSEDED, errors
         assert "now belongs to attempt 1" in errors
-    assert not list(folder.glob("iter_*"))
+    assert not list((tmp_path / "checkpoints").glob("iter_*"))
 
 
 def test_a_rank_that_loses_its_peer_reports_it(start: Start) -> None:
