@@ -3,6 +3,9 @@
 `pytest -n 2` runs whole files in two processes (pytest-xdist). The order is that of the seconds in
 tests/durations.json, which `--record-durations` (`make durations`) writes. Files not listed there are short.
 
+A signal that is ignored when a run starts (by `nohup`, or a shell that starts it in the background) does not end the
+run, but has its default meaning in the processes with `-n` and in all that tests start.
+
 Tests marked `full` run only where MEGATRONAPP_FULL is set, as `make test-full` does:
 
     @pytest.mark.full("a sweep", but=("TP2", "PP2"))  # `make test` runs these cases (in `pytestmark`: functions)
@@ -44,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "full(reason, but=()): too long for each commit; all but these run only where MEGATRONAPP_FULL is set",
     )
+    for number in (*SIGNALS, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, pass_over)
     if hasattr(config, "workerinput"):
         os.setpgid(0, 0)  # the controller passes Ctrl-C on; a second one would disturb fixtures that end
         config.pluginmanager.register(Worker(config.workeroutput))  # type: ignore[attr-defined]
@@ -160,7 +166,7 @@ class Worker:
 
     def pytest_keyboard_interrupt(self) -> None:
         """Let fixtures end undisturbed: execnet interrupts its process again after five seconds."""
-        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGINT, pass_over)
 
 
 class Controller:
@@ -173,7 +179,8 @@ class Controller:
         self.wall: defaultdict[str, float] = defaultdict(float)
         self.processor: defaultdict[str, float] = defaultdict(float)
         for number in SIGNALS:
-            signal.signal(number, interrupt)
+            if signal.getsignal(number) is not pass_over:
+                signal.signal(number, interrupt)
 
     def pytest_testnodeready(self, node: Node) -> None:
         self.nodes.append(node)
@@ -224,9 +231,13 @@ def examples(count: int) -> int:
     return count if FULL else (count + 1) // 2
 
 
+def pass_over(number: int, frame: FrameType | None) -> None:
+    """Do nothing. Programs that are started do not inherit a handler, as they would inherit SIG_IGN."""
+
+
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """End the run once; the signals that follow change nothing, so that fixtures may end."""
     del frame
     for following in SIGNALS:
-        signal.signal(following, lambda *_: None)
+        signal.signal(following, pass_over)
     raise KeyboardInterrupt(signal.Signals(number).name)

@@ -4,16 +4,12 @@ Generated inputs have no deadline, because a loaded machine is not a failure. A 
 hypothesis' own 100 inputs, unless it asks for a number or `make test-full` runs.
 
 In continuous integration the inputs are the same in every run; elsewhere they are new each time and find more.
-
-Signals have their default meaning: a shell that starts us in the background, or `nohup`, has some of them ignored; that
-every process that a test starts would inherit and honour.
 """
 
 import contextlib
 import importlib.util
 import os
 import pathlib
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,10 +24,6 @@ EXAMPLES = 100 if os.environ.get("MEGATRONAPP_FULL") else 40
 settings.register_profile("shared", deadline=None, max_examples=EXAMPLES)
 settings.register_profile("ci", deadline=None, max_examples=EXAMPLES, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "shared")
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-for number in (signal.SIGHUP, signal.SIGQUIT):
-    signal.signal(number, signal.SIG_DFL)
 
 _FORK_SERVER = pathlib.Path(__file__).parent / "support" / "training" / "torch_forkserver.py"
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_workers
 
 ROOT = pathlib.Path(__file__).parents[2]
-PYTEST = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "pytest_workers", "-n", "1"]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "pytest_workers"]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT / "scripts"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "MEGATRONAPP_FULL": ""}
 LONG = """
 import pathlib, signal, time, pytest
@@ -29,13 +29,20 @@ def test_that_goes_on(job):
 """
 
 
-def begin(folder: pathlib.Path, content: str, **environment: str) -> subprocess.Popen[str]:
+def begin(
+    folder: pathlib.Path,
+    content: str,
+    environment: dict[str, str] | None = None,
+    *,
+    command: tuple[str, ...] = (),
+    workers: int = 1,
+) -> subprocess.Popen[str]:
     (folder / "test_file.py").write_text(content, encoding="utf-8")
     (folder / "pytest.ini").touch()
     return subprocess.Popen(
-        PYTEST,
+        [*command, *PYTEST, "-n", str(workers)],
         cwd=folder,
-        env=os.environ | ENVIRONMENT | environment,
+        env=os.environ | ENVIRONMENT | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -44,7 +51,7 @@ def begin(folder: pathlib.Path, content: str, **environment: str) -> subprocess.
 
 
 def run(folder: pathlib.Path, content: str, **environment: str) -> tuple[int, str]:
-    with begin(folder, content, **environment) as process:
+    with begin(folder, content, environment) as process:
         output = process.communicate()[0]
         return process.returncode, output
 
@@ -80,6 +87,40 @@ def test_fixtures_end_after_the_controller_is_killed(tmp_path: pathlib.Path) -> 
         assert (tmp_path / "begun").read_text(encoding="utf-8") == "begun"
         process.kill()
         assert (tmp_path / "cleaned").read_text(encoding="utf-8") == "cleaned"
+
+
+IGNORING = ("bash", "-c", 'trap "" INT HUP QUIT; exec "$@"', "bash")
+MEANINGS = """
+import pathlib, subprocess, sys
+
+HERE = pathlib.Path(__file__).parent
+PROGRAM = "import signal as s; print(s.SIG_IGN in map(s.getsignal, (s.SIGINT, s.SIGHUP, s.SIGQUIT)))"
+
+def test_meanings():
+    (HERE / "begun").write_text("begun")
+    with (HERE / "signal").open() as sent:
+        assert sent.readline().strip() == "sent"
+    child = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, check=True)
+    assert child.stdout.strip() == "False"
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_that_is_ignored_does_not_end_a_run_and_has_its_meaning_in_what_tests_start(
+    tmp_path: pathlib.Path, workers: int
+) -> None:
+    for name in ("begun", "signal"):
+        os.mkfifo(tmp_path / name)
+    with (
+        open(os.open(tmp_path / "signal", os.O_RDWR), "wb", buffering=0) as sent,  # opens without a reader
+        begin(tmp_path, MEANINGS, command=IGNORING, workers=workers) as process,
+    ):
+        assert (tmp_path / "begun").read_text(encoding="utf-8") == "begun"
+        for number in (signal.SIGHUP, signal.SIGINT):
+            process.send_signal(number)
+        sent.write(b"sent\n")
+        output = process.communicate()[0]
+    assert process.returncode == pytest.ExitCode.OK, output
 
 
 def test_names_of_failed_tests_are_printed_last(tmp_path: pathlib.Path) -> None:
