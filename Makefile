@@ -48,7 +48,14 @@ test-py: setup
 	scripts/system_packages.sh test native
 	scripts/kube_tools.sh api
 	scripts/kube_tools.sh helm
+	$(MAKE) --keep-going -j1 test-files test-e2e
+
+# For test-py, whose second make goes on after failed tests, but not after a signal: it sends that to the one command of a recipe.
+.PHONY: test-files test-e2e
+test-files:
 	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/e2e --ignore tests/gpu $(PYTEST_FLAGS)
+
+test-e2e:
 	$(BIN)/python -m pytest tests/e2e --timeout 600
 
 durations: ## Run the tests of Python and write tests/durations.json, by which they are ordered

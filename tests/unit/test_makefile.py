@@ -1,0 +1,64 @@
+"""`make test-py` runs all tests also after failures, and none after an interruption."""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+MAKEFILE = pathlib.Path(__file__).parents[2] / "Makefile"
+PYTHON = """#!/usr/bin/env bash
+echo "$*" >> ran
+case "$*" in
+  *" -n "*) [ -z "$WAITS" ] || { echo begun > begun; exec sleep 300; }; exit "$CODE" ;;
+  *) exit "$CODE_E2E" ;;
+esac
+"""
+
+
+def begin(folder: pathlib.Path, **environment: str) -> subprocess.Popen[str]:
+    """Run `make test-py` in a folder with a fake Python, which notes its arguments in `ran`, and fake tools."""
+    shutil.copy(MAKEFILE, folder)
+    python = folder / ".venv" / "bin" / "python"
+    for path, content in (
+        (python, PYTHON),
+        (folder / "scripts" / "system_packages.sh", "#!/bin/sh\n"),
+        (folder / "scripts" / "kube_tools.sh", "#!/bin/sh\n"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+        path.chmod(0o755)
+    of_make = {name: "" for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return subprocess.Popen(
+        ["make", "--old-file=setup", "test-py"],
+        cwd=folder,
+        env=os.environ | of_make | {"WAITS": "", "CODE": "0", "CODE_E2E": "0"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(("code", "code_e2e"), [("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")])
+def test_the_demonstrations_run_also_after_a_failure(tmp_path: pathlib.Path, code: str, code_e2e: str) -> None:
+    with begin(tmp_path, CODE=code, CODE_E2E=code_e2e) as process:
+        output = process.communicate()[0]
+    ran = (tmp_path / "ran").read_text(encoding="utf-8").splitlines()
+    assert [line.split()[2] for line in ran] == ["-n", "tests/e2e"]
+    assert (process.returncode == 0) == (code == code_e2e == "0"), output
+
+
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "TERM"])
+def test_an_interruption_ends_the_tests_and_begins_no_others(
+    tmp_path: pathlib.Path, number: signal.Signals, to_all: bool
+) -> None:
+    os.mkfifo(tmp_path / "begun")
+    with begin(tmp_path, WAITS="1") as process:
+        (tmp_path / "begun").read_text(encoding="utf-8")
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        output = process.communicate()[0]  # ends with the last process that has the pipe
+    assert process.returncode != 0, output
+    assert len((tmp_path / "ran").read_text(encoding="utf-8").splitlines()) == 1
