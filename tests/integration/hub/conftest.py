@@ -18,6 +18,7 @@ import scope_rank_zero
 import uvicorn
 import websockets.asyncio.client
 from numpy.typing import NDArray
+from prompt_server import PromptServer
 from scope_pages import recording
 
 from megatronapp_analyzer.hub.http.app import create_app
@@ -292,13 +293,13 @@ def serve_hub(
         config = uvicorn.Config(
             app, ws="websockets-sansio", log_config=None, access_log=False, timeout_graceful_shutdown=1
         )
-        server = uvicorn.Server(config)
+        server = PromptServer(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         try:
             yield RunningHub(hub, app.state.live, port, secret, state_dir, script)
         finally:
-            server.should_exit = True
+            server.end()
             thread.join(DEADLINE_S)
             assert not thread.is_alive()
 

@@ -13,6 +13,7 @@ import numpy as np
 import scope_session
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from prompt_server import PromptServer
 from starlette.responses import JSONResponse, PlainTextResponse
 
 from megatronapp_common import frames
@@ -151,11 +152,11 @@ def serve(rank: RankZero) -> Iterator[RankZero]:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         rank.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(rank.app(), log_config=None, access_log=False, lifespan="off"))
+        server = PromptServer(uvicorn.Config(rank.app(), log_config=None, access_log=False, lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         try:
             yield rank
         finally:
-            server.should_exit = True
+            server.end()
             thread.join(20)
