@@ -251,6 +251,7 @@ def test_a_full_disk_at_a_checkpoint(megatronapp: Runner) -> None:
     assert megatronapp.status()["failures"][0]["exitCode"] == 67
 
 
+@pytest.mark.full("a job of real ranks with little shared memory takes ten seconds; a full disk stays")
 def test_full_shared_memory_disables_tracing_only(megatronapp: Runner) -> None:
     shm = megatronapp.folder / "shm"
     shm.mkdir()

@@ -46,7 +46,7 @@ def as_tuples(groups: list[list[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in groups)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 @given(tensor=sizes, context=sizes, data=sizes, pipeline=sizes)
 def test_dense_groups(parallel_state: Any, tensor: int, context: int, data: int, pipeline: int) -> None:
     generator = parallel_state.RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order=ORDER)

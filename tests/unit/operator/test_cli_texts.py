@@ -13,7 +13,7 @@ from megatronapp_common import cli
 from megatronapp_common.text.terminal import replace_control_characters, to_single_line
 from megatronapp_operator.cli import describe, get
 from megatronapp_operator.cli.cluster.connection import ClusterJob
-from megatronapp_operator.cli.text.tables import format_table
+from megatronapp_operator.cli.text.tables import format_table, slow_subjects
 from megatronapp_operator.errors import OperatorError
 
 EVIL = "a\x1b]0;owned\x07b\x9b2Jc\rd\x08e\u202ef\ud800"
@@ -23,7 +23,13 @@ TIME = "2026-01-01T00:00:00Z"
 
 def hostile_job() -> ClusterJob:
     """Every text that a hub, a launcher or a pod has a say in."""
-    verdict = {"state": "confirmed", "cause": EVIL, "sentence": EVIL, "subject": {"type": EVIL, "ranks": [1]}}
+    verdict = {
+        "id": EVIL,
+        "state": "confirmed",
+        "cause": EVIL,
+        "sentence": EVIL,
+        "subject": {"type": EVIL, "ranks": [1]},
+    }
     status: dict[str, Any] = {
         "phase": EVIL,
         "hubUrl": EVIL,
@@ -51,6 +57,12 @@ def test_describe_writes_no_escape_sequence() -> None:
     lines = list(describe.lines(hostile_job(), [event], place=[("Namespace", EVIL)]))
     assert not [line for line in lines if MOVES.search(line) or "\n" in line]
     assert sum("owned" in line for line in lines) > 8
+
+
+@pytest.mark.parametrize("damaged", [{}, {"state": 3}, {"state": "confirmed", "subject": "rank 1"}, "rank 1", None])
+def test_a_damaged_verdict_of_a_job_does_not_hide_all_jobs(damaged: Any) -> None:
+    verdict = {"id": "v", "state": "confirmed", "cause": "compute", "subject": {"type": "rank", "ranks": [1]}}
+    assert slow_subjects({"slowRanks": [damaged, verdict]}) == ["rank-1"]
 
 
 @pytest.mark.parametrize("output", [None, "wide", "name", "json", "yaml"])

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatronapp_common.job import read_status
 from megatronapp_common.text.terminal import to_single_line
 from megatronapp_common.text.times import seconds_of
 from megatronapp_operator.cli.jobs import JobHandle
@@ -72,10 +73,11 @@ def job_row(job: JobHandle, *, wide: bool) -> list[str]:
 
 def slow_subjects(status: Mapping[str, Any]) -> list[str]:
     """Return labels of slow subjects, such as rank-1 or link-0-2, without suspects and hung ranks."""
+    verdicts = read_status({"slowRanks": status.get("slowRanks")}).slow_ranks
     return [
-        "-".join((verdict["subject"]["type"], *map(str, verdict["subject"]["ranks"])))
-        for verdict in status.get("slowRanks", ())
-        if verdict["state"] in NAMED_STATES and verdict["cause"] != HANG
+        "-".join((verdict.subject, *map(str, verdict.ranks)))
+        for verdict in verdicts
+        if verdict.state in NAMED_STATES and verdict.cause != HANG
     ]
 
 
