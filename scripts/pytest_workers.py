@@ -213,7 +213,11 @@ class Controller:
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
         if self.config.getoption("record_durations") and exitstatus != pytest.ExitCode.INTERRUPTED:
             seconds = read_durations() | self.wall  # a run of a part changes that part only
-            listed = {path: round(wall) for path, wall in sorted(seconds.items()) if wall >= LISTED_S}
+            listed = {
+                path: round(wall)
+                for path, wall in sorted(seconds.items())
+                if wall >= LISTED_S and (ROOT / path).exists()
+            }
             DURATIONS.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from worker_groups import worker_groups
@@ -62,6 +62,14 @@ SUMMARIES = st.fixed_dictionaries(
     }
 )
 
+NAMELESS = {
+    "id": "",
+    "subject": {"type": "rank", "ranks": [1]},
+    "cause": "compute",
+    "state": "confirmed",
+    "sentence": "",
+}
+
 
 def numbers(document: Any) -> Iterator[int]:
     if isinstance(document, dict | list):
@@ -97,6 +105,7 @@ def check(document: dict[str, Any]) -> None:
 
 
 @settings(deadline=None)
+@example({"attempt": 0, "progress": None, "slowRanks": [NAMELESS], "hungRanks": []})
 @given(SUMMARIES)
 def test_every_answer_of_a_hub_becomes_a_status_that_can_be_written(summary: Any) -> None:
     check(written(read_summary(summary)))

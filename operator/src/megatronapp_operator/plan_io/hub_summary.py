@@ -173,8 +173,10 @@ def _in_bounds(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
 
 def _verdict(entry: Mapping[str, Any]) -> SlowRank:
     subject, effect, since = entry["subject"], entry.get("effect") or {}, entry.get("since") or {}
+    if not (name := _text(entry["id"])):
+        raise ValueError("a verdict has an empty id")  # a status could not be read back
     return SlowRank(
-        id=_text(entry["id"]),
+        id=name,
         subject=_text(subject["type"]),
         ranks=tuple(_whole(rank) for rank in subject["ranks"][:MAX_HUNG]),
         cause=_text(entry["cause"]),
