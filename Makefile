@@ -50,7 +50,7 @@ test-py: setup
 	scripts/kube_tools.sh helm
 	$(MAKE) --keep-going -j1 test-files test-e2e
 
-# For test-py, whose second make goes on after failed tests, but not after a signal: it sends that to the one command of a recipe.
+# Separate targets of a second make, so that test-e2e also runs after failed tests, but not after an interruption.
 .PHONY: test-files test-e2e
 test-files:
 	$(BIN)/python -m pytest -n $(WORKERS) --ignore tests/e2e --ignore tests/gpu $(PYTEST_FLAGS)

@@ -251,7 +251,7 @@ def test_a_full_disk_at_a_checkpoint(megatronapp: Runner) -> None:
     assert megatronapp.status()["failures"][0]["exitCode"] == 67
 
 
-@pytest.mark.full("a job of real ranks with little shared memory takes ten seconds; a full disk stays")
+@pytest.mark.full("real ranks take ten seconds; test_scan_training trains without space for its ring")
 def test_full_shared_memory_disables_tracing_only(megatronapp: Runner) -> None:
     shm = megatronapp.folder / "shm"
     shm.mkdir()

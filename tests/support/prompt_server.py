@@ -1,4 +1,4 @@
-"""A server of uvicorn that ends at once: uvicorn's own polls and waits, a fifth of a second for each of hundreds."""
+"""A server of uvicorn that ends at once. uvicorn's own polls, and needs a fifth of a second; tests start hundreds."""
 
 import asyncio
 import socket

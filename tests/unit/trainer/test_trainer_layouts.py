@@ -67,7 +67,7 @@ def alone(run_ranks: RunRanks) -> Callable[[str], tuple[list[float], list[float]
     return losses
 
 
-@pytest.mark.full("a sweep of layouts", but=("VPP",))
+@pytest.mark.full("a sweep of layouts", but=("PP2", "VPP"))
 @pytest.mark.parametrize(
     ("world", "layout"),
     [

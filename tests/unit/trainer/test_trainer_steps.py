@@ -386,11 +386,21 @@ def test_the_configuration_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("code", "seen"), [(70, 70), (0, -signal.SIGABRT)])
-def test_an_exit_code_of_an_error_outlives_threads_that_abort_at_the_end(code: int, seen: int) -> None:
+def test_megatron_core_is_imported_after_the_device_is_chosen() -> None:
+    """On a CPU the import of its fused functions would compile them."""
+    code = (
+        "import sys, megatronapp_trainer.training.build, megatronapp_trainer.training.loop; "
+        "sys.exit('megatron.core' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("main", "seen"), [("lambda: 70", 70), ("lambda: 0", -signal.SIGABRT), ("lambda: 1 / 0", 1)])
+def test_an_exit_code_of_an_error_outlives_threads_that_abort_at_the_end(main: str, seen: int) -> None:
     program = (
-        "import atexit, os; from megatronapp_trainer.utils.process_exit import exit_process; "
-        f"atexit.register(os.abort); print('last words', end=''); exit_process({code})"
+        "import atexit, os; from megatronapp_trainer.utils.process_exit import exit_with; "
+        f"atexit.register(os.abort); print('last words', end=''); exit_with({main})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (seen, "last words"), done.stderr

@@ -14,7 +14,7 @@ from megatronapp_common.names import ExitCode
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
 from megatronapp_trainer.config.batch_size import with_steps
 from megatronapp_trainer.errors import CheckpointError, PeerLostError, RendezvousError, TrainerError
-from megatronapp_trainer.utils.process_exit import exit_process
+from megatronapp_trainer.utils.process_exit import exit_with
 
 if TYPE_CHECKING:
     from megatronapp_trainer.device import Device
@@ -141,4 +141,4 @@ def named_errors() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    exit_process(main())
+    exit_with(main)

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, FailureAction, Phase, Status
+from megatronapp_common.job.api.status_fields import MAX_COUNT
 
 Path = tuple[int | str, ...]
 _STATUS = TypeAdapter(Status)
@@ -53,7 +54,8 @@ def read_status(document: Any) -> Status:  # noqa: ANN401 - a document of any sh
 def _newest_attempt(status: Status) -> int:
     """Return the attempt that follows from the rest of a status."""
     pinned = 0 if status.pinned is None else status.pinned.attempt
-    return max(pinned, *(failure.attempt + (failure.action not in _SAME_ATTEMPT) for failure in status.failures), 0)
+    failed = (failure.attempt + (failure.action not in _SAME_ATTEMPT) for failure in status.failures)
+    return min(max(pinned, *failed, 0), MAX_COUNT)
 
 
 def _read(document: Any) -> tuple[Status, Mapping[str, Any]]:  # noqa: ANN401

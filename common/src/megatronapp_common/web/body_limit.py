@@ -26,7 +26,8 @@ class BodyLimit:
     connection is closed after the answer if a body is announced.
 
     What follows of a refused body is read and dropped for at most `BoundedHttpProtocol.head_s`: a connection that is
-    closed at once is reset while the client still sends, and a client that looks for the answer only then misses it.
+    closed at once is reset while the client still sends, and a client that reads the answer only after
+    sending loses it.
     """
 
     def __init__(

@@ -46,10 +46,8 @@ _CUDA_CALLS = (
 def install() -> None:
     """Make megatron-core run on this CPU. Call it again after importing more of megatron-core; that costs little.
 
-    Raises RuntimeError if megatron-core was imported before the first call: its functions are compiled then.
+    What was imported of megatron-core before the first call is compiled, which costs seconds.
     """
-    if "megatron.core" in sys.modules and not _installed():
-        raise RuntimeError("megatron-core was imported before prepare_device(); import it later")
     with silence_megatron_imports(), _without_compile():
         for root in _ROOTS:
             importlib.import_module(root)

@@ -26,6 +26,8 @@ from megatronapp_operator.cli.cluster.daemon_thread import start_in_daemon_threa
 from megatronapp_operator.errors import OperatorError
 
 USER_AGENT = "megatronapp"
+THREAD_END_S = 5.0
+"""How much longer than a request its thread may wait for a server that sends nothing."""
 DEFAULT_KUBECONFIG = "~/.kube/config"
 HOW_TO_NAME_ONE = "name one by --kubeconfig FILE and --context NAME"
 NOT_INSTALLED = (
@@ -103,11 +105,13 @@ class OfficialClient:
         headers = self._headers() | {"Content-Type": content}
 
         def send() -> bytes:
-            answer = self._send(method, path, headers=headers, query=query, body=body, timeout_s=limit_s)
+            # The package limits only the time without any byte; its limit ends the thread after the one below.
+            idle_s = limit_s + THREAD_END_S
+            answer = self._send(method, path, headers=headers, query=query, body=body, timeout_s=idle_s)
             with unavailable(f"{method} {path}"):
                 return answer.data
 
-        try:  # the package limits only the time without any byte
+        try:
             return start_in_daemon_thread(send).result(limit_s)
         except TimeoutError as error:
             raise UnavailableError(f"{method} {path}: no complete answer in {limit_s:g} s") from error
