@@ -42,6 +42,7 @@ ARGUMENTS = [
     "--no-first-run",
 ]
 DEADLINE_S = 90.0
+PATIENCE_MS = 30_000
 WINDOW: pw.ViewportSize = {"width": 1440, "height": 900}
 FIELDS = ("step", "ordinal", "aux", "comm", "microbatch", "kind", "chunk", "layer", "flags")
 JOB = """\
@@ -51,6 +52,8 @@ metadata: {name: tiny-gpt, uid: 7d1c}
 spec: {nodes: 2, procPerNode: 2, trace: {enabled: true}}
 """
 
+
+pw.expect.set_options(timeout=PATIENCE_MS)
 
 T = TypeVar("T")
 
@@ -324,22 +327,45 @@ def healthy_stack(tmp_path: pathlib.Path) -> Iterator[Stack]:
         yield stack
 
 
-@pytest.fixture(scope="module")
-def context(chromium: pw.Browser) -> Iterator[pw.BrowserContext]:
-    """Settings of the module's pages: dark, 1440 pixels wide."""
-    with chromium.new_context(viewport=WINDOW, color_scheme="dark", reduced_motion="reduce") as shared:
-        yield shared
+@dataclasses.dataclass
+class SharedPage:
+    """A page for the tests of a module: a new renderer costs three times the processor time of a test's page."""
+
+    browser: pw.Browser
+    page: pw.Page | None = None
+
+    def get(self) -> pw.Page:
+        """Return the page, or a new one if its context was closed."""
+        if self.page is None or self.page.is_closed():
+            context = self.browser.new_context(viewport=WINDOW, color_scheme="dark", reduced_motion="reduce")
+            self.page = context.new_page()
+        return self.page
 
 
 @pytest.fixture(scope="module")
-def module_page(context: pw.BrowserContext) -> pw.Page:
-    """Keep a renderer with the compiled page: a new one costs three times the processor time of a test's page."""
-    return context.new_page()
+def shared_page(chromium: pw.Browser) -> SharedPage:
+    """Keep a page with its context; both close with the browser."""
+    return SharedPage(chromium)
+
+
+def reset(page: pw.Page) -> None:
+    """Undo what a test changed, but routes of sockets and listeners, which stay until a page is closed."""
+    page.unroute_all()
+    page.keyboard.up("Control")
+    page.mouse.move(0, 0)
+    page.set_default_timeout(PATIENCE_MS)
+    page.set_viewport_size(WINDOW)
+    page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+    page.context.clear_cookies()
+    page.context.set_extra_http_headers({})
+    session = page.context.new_cdp_session(page)
+    session.send("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "local_storage"})  # of tabs, too
+    session.detach()
 
 
 @contextlib.contextmanager
 def checked(page: pw.Page) -> Iterator[pw.Page]:
-    """Fail for errors that the page reports. What the block changed is as before afterwards, but routes of sockets."""
+    """Fail for errors that the page reports. Reset it afterwards; close its context if that fails."""
     problems: list[str] = []
 
     def keep(error: pw.Error) -> None:
@@ -349,28 +375,24 @@ def checked(page: pw.Page) -> Iterator[pw.Page]:
     try:
         yield page
     finally:
-        page.remove_listener("pageerror", keep)
-        page.unroute_all()
-        if page.url.startswith("http"):
-            page.evaluate("localStorage.clear(), sessionStorage.clear()")
-        page.goto("about:blank")
-        page.context.clear_cookies()
-        page.context.set_extra_http_headers({})
-        page.emulate_media(color_scheme="dark", reduced_motion="reduce")
-        page.set_viewport_size(WINDOW)
-        page.mouse.move(0, 0)
+        try:
+            page.goto("about:blank")  # receives the errors since the last call
+            page.remove_listener("pageerror", keep)
+            reset(page)
+        except pw.Error:
+            page.context.close()
     assert problems == []
 
 
 @pytest.fixture
-def page(module_page: pw.Page) -> Iterator[pw.Page]:
+def page(shared_page: SharedPage) -> Iterator[pw.Page]:
     """Show an empty page."""
-    with checked(module_page) as shown:
+    with checked(shared_page.get()) as shown:
         yield shown
 
 
 @pytest.fixture
-def own_page(context: pw.BrowserContext) -> Iterator[pw.Page]:
-    """A page for tests that act as the other end of its sockets, which cannot be undone."""
-    with context.new_page() as own, checked(own) as shown:
+def own_page(shared_page: SharedPage) -> Iterator[pw.Page]:
+    """A page for tests that add listeners or act as the other end of its sockets, which stays until it is closed."""
+    with shared_page.get().context.new_page() as own, checked(own) as shown:
         yield shown

@@ -91,27 +91,27 @@ def saved(page: pw.Page, card: str, name: str) -> bytes:
 
 
 def test_a_viewer_sees_attention_and_probabilities_and_takes_the_numbers_home(
-    page: pw.Page, cluster: ScopeCluster
+    own_page: pw.Page, cluster: ScopeCluster
 ) -> None:
     answers: list[pw.Response] = []
-    page.on("response", keep(answers))
+    own_page.on("response", keep(answers))
     recording = cluster.recording
-    page.goto(cluster.entry(cluster.viewer, cluster.recorded, view="attention", layer=LAYER, head=HEAD))
-    pw.expect(page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens")
-    pw.expect(page.get_by_test_id("attention-map")).to_be_visible()
-    assert "code=" not in page.url
+    own_page.goto(cluster.entry(cluster.viewer, cluster.recorded, view="attention", layer=LAYER, head=HEAD))
+    pw.expect(own_page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens")
+    pw.expect(own_page.get_by_test_id("attention-map")).to_be_visible()
+    assert "code=" not in own_page.url
     exact = recording.sites[0]["attention"][LAYER, HEAD]
-    npy = np.load(io.BytesIO(saved(page, f"Layer {LAYER}, head {HEAD}", "NPY")))
+    npy = np.load(io.BytesIO(saved(own_page, f"Layer {LAYER}, head {HEAD}", "NPY")))
     np.testing.assert_array_equal(npy[: len(exact), : exact.shape[1]], exact)
-    lines = saved(page, f"Layer {LAYER}, head {HEAD}", "CSV").decode().splitlines()
+    lines = saved(own_page, f"Layer {LAYER}, head {HEAD}", "CSV").decode().splitlines()
     assert len(lines) > len(exact)
     (answer, *_) = (answer for answer in answers if "/attention/" in answer.url)
     (tile,) = unpack(frames.decode(answer.body()))
     assert (answer.status, tile.name, tile.data.shape) == (200, "0,0", (len(exact), len(exact)))
     (table, *_) = (answer for answer in answers if "format=csv" in answer.url)
     assert table.headers["content-disposition"].startswith("attachment;")
-    page.keyboard.press("3")
-    pw.expect(page.get_by_test_id("candidates")).to_be_visible()
+    own_page.keyboard.press("3")
+    pw.expect(own_page.get_by_test_id("candidates")).to_be_visible()
     assert {answer.url.split("/api/")[0] for answer in answers if "/api/" in answer.url} == {cluster.entrance.url}
 
 

@@ -64,38 +64,38 @@ def heap(page: pw.Page) -> float:
 
 
 @pytest.fixture
-def opened(page: pw.Page, tmp_path: Any) -> Any:
+def opened(own_page: pw.Page, tmp_path: Any) -> Any:
     """The page over a replay's address, with a socket that the test writes to itself."""
     sockets: list[pw.WebSocketRoute] = []
-    page.route("**/api/v1/scope", lambda route: route.fulfill(json=HELLO))
-    page.route("**/attention/**", lambda route: route.fulfill(status=404, json={"message": "none", "hint": ""}))
+    own_page.route("**/api/v1/scope", lambda route: route.fulfill(json=HELLO))
+    own_page.route("**/attention/**", lambda route: route.fulfill(status=404, json={"message": "none", "hint": ""}))
 
     def serve(socket: pw.WebSocketRoute) -> None:
         sockets.append(socket)
         socket.send(encode(build_frame(FrameType.SCOPE_HELLO, HELLO)))
         socket.send(encode(build_frame(FrameType.SCOPE_RUN, RUN_HEADER)))
 
-    page.route_web_socket("**/api/v1/scope", serve)
+    own_page.route_web_socket("**/api/v1/scope", serve)
     return sockets
 
 
 @pytest.mark.full("half a minute of a page that is sent thousands of tokens")
-def test_thousands_of_tokens_leave_nodes_and_memory_small(page: pw.Page, opened: Any, healthy_stack: Any) -> None:
-    page.goto(healthy_stack.entry)
-    pw.expect(page.get_by_role("button", name="Open MegaScope")).to_be_visible()
-    page.get_by_role("button", name="Open MegaScope").click()
-    pw.expect(page.get_by_test_id("tokens")).to_be_visible()
-    page.keyboard.press("2")
-    place = page.get_by_test_id("token-place")
+def test_thousands_of_tokens_leave_nodes_and_memory_small(own_page: pw.Page, opened: Any, healthy_stack: Any) -> None:
+    own_page.goto(healthy_stack.entry)
+    pw.expect(own_page.get_by_role("button", name="Open MegaScope")).to_be_visible()
+    own_page.get_by_role("button", name="Open MegaScope").click()
+    pw.expect(own_page.get_by_test_id("tokens")).to_be_visible()
+    own_page.keyboard.press("2")
+    place = own_page.get_by_test_id("token-place")
     carried = tensors(np.random.default_rng(5))
     before = None
     for first in range(0, TOKENS, BATCH):
         for number in range(first, first + BATCH):
             opened[-1].send(step(number, carried))
         pw.expect(place).to_have_text(f"{first + BATCH} of {first + BATCH}")
-        before = heap(page) if before is None else before
+        before = heap(own_page) if before is None else before
     assert before is not None
-    assert heap(page) - before <= MAX_GROWTH
-    assert page.evaluate("document.querySelectorAll('*').length") <= 3000
-    pw.expect(page.get_by_test_id("head-atlas")).to_be_visible()
-    pw.expect(page.get_by_test_id("why-not")).to_contain_text("controller role")
+    assert heap(own_page) - before <= MAX_GROWTH
+    assert own_page.evaluate("document.querySelectorAll('*').length") <= 3000
+    pw.expect(own_page.get_by_test_id("head-atlas")).to_be_visible()
+    pw.expect(own_page.get_by_test_id("why-not")).to_contain_text("controller role")

@@ -1,4 +1,4 @@
-"""One job's page against a real hub: it names the slow rank, leads to the evidence, and is open to all."""
+"""One job's page against a real hub: it names the slow rank, leads to the evidence, and is accessible."""
 
 import re
 import urllib.parse
@@ -35,6 +35,7 @@ def choose_evidence(page: pw.Page, verdict: pw.Locator) -> int:
     """Click the first evidence step; returns it."""
     chip = verdict.get_by_role("button", name=re.compile(r"^step \d+$")).first
     chip.click()
+    pw.expect(page).to_have_url(re.compile(r"[?&]step=\d+"))
     return int(query(page)["step"])
 
 
@@ -149,8 +150,8 @@ def test_heat_map_by_keyboard(page: pw.Page, verdict: pw.Locator) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
-    assert query(page) == {"step": "1", "rank": "2"}
     pw.expect(page.get_by_text(re.compile("^step 1, rank 2: Slowdown against peers"))).to_be_attached()
+    assert query(page) == {"step": "1", "rank": "2"}
 
 
 def test_metric_switch_and_table_show_the_same_numbers_as_the_hub(page: pw.Page, verdict: pw.Locator) -> None:
