@@ -1,4 +1,4 @@
-/** Cell cursor and pointer of a picture of cells: arrow keys move the cursor, and a screen reader hears the cell. */
+/** Cell cursor and pointer of a picture of cells: arrow keys move the cursor, and screen readers announce the cell. */
 import { computed, ref, useTemplateRef } from "vue";
 
 export interface Cell {

@@ -39,7 +39,7 @@ export interface ValuePlace {
   readonly rotary?: "before" | "after" | undefined;
 }
 
-/** Shortest wait between retries while numbers are computed, whatever the hub says, and the number of retries. */
+/** Shortest wait between retries while numbers are computed, also if the hub asks for a shorter one, and the number of retries. */
 const SHORTEST_WAIT_MS = 50;
 const MOST_TRIES = 120;
 /** Tiles that one answer may have. */

@@ -5,7 +5,7 @@ import LineChart from "./LineChart.vue";
 
 const calls: string[] = [];
 
-/** Stands in for uPlot, which needs a canvas: notes what it is asked for. */
+/** Fake uPlot, which needs a canvas; records calls. */
 vi.mock("uplot", () => ({
   default: class {
     batch(change: () => void): void {
