@@ -68,9 +68,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_collection() -> Generator[None]:
     """Keep what is imported and collected out of garbage collection: it lives until the end."""
     gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,9 +30,9 @@ def begin(folder: pathlib.Path, **environment: str) -> subprocess.Popen[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
         path.chmod(0o755)
-    of_make = {name: "" for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    of_make = {name: "" for name in ("GNUMAKEFLAGS", "MAKEFILES", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     return subprocess.Popen(
-        ["make", "--old-file=setup", "test-py"],
+        ["make", "--old-file=setup", "VENV=.venv", "WORKERS=2", "PYTEST_FLAGS=", "test-py"],
         cwd=folder,
         env=os.environ | of_make | {"WAITS": "", "CODE": "0", "CODE_E2E": "0"} | environment,
         stdout=subprocess.PIPE,

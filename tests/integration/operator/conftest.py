@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -289,6 +290,14 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def end_detached(pid: int, folder: pathlib.Path) -> None:
+    """Kill a backend that runs in this folder or was started with its driver, and wait until it has ended."""
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError), os.fdopen(os.pidfd_open(pid), "rb") as process:
+        if pathlib.Path(f"/proc/{pid}/cwd").readlink() == folder or str(folder) in command_line(pid):
+            signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
+            assert select.select([process], [], [], DEADLINE_S)[0], f"the backend {pid} goes on after SIGKILL"
+
+
 @pytest.fixture(scope="package")
 def scripts() -> Iterator[ScriptServer]:
     with tempfile.TemporaryDirectory() as folder:  # the name of a Unix socket has at most 107 bytes
@@ -319,7 +328,6 @@ def process_backend(tmp_path: pathlib.Path, scripts: ScriptServer) -> Iterator[P
         backend.wait(DEADLINE_S)
     for left in made.folder.glob("state/megatronapp/jobs/*/backend.json"):
         backend_record = json.loads(left.read_text())
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if pathlib.Path(f"/proc/{backend_record['pid']}/cwd").readlink() == made.folder:
-                os.kill(backend_record["pid"], signal.SIGKILL)
-        job_processes.sweep(job_processes.ProcessSelector(uid=backend_record["uid"]))
+        end_detached(backend_record["pid"], made.folder)
+        assert job_processes.sweep(job_processes.ProcessSelector(uid=backend_record["uid"]))
+        made.until_nothing_of(backend_record["uid"])

@@ -172,8 +172,9 @@ def test_a_detached_job_keeps_no_descriptor_of_its_caller(process_backend: Any) 
 
 def test_a_detached_job_starts_without_standard_streams(process_backend: Any) -> None:
     command = process_backend.command("run", process_backend.manifest(), "--detach")
+    environment, folder = process_backend.environment, process_backend.folder
     closed = subprocess.run(
-        ["sh", "-c", f"{shlex.join(command)} <&- >&- 2>&-"], env=process_backend.environment, check=False
+        ["sh", "-c", f"{shlex.join(command)} <&- >&- 2>&-"], env=environment, cwd=folder, check=False
     )
     assert closed.returncode == 0
     process_backend.until_phase("Running")
