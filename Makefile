@@ -42,7 +42,7 @@ frontend/dist/index.html: frontend/node_modules/.ready $(FRONTEND_SOURCES)
 demo: setup ## Train a small GPT on this machine, make a rank slow, and see it named
 	$(BIN)/python scripts/demo.py
 
-test: test-py test-cpp test-ui ## What must hold for each commit: Python, C++, page (about 19 minutes on two cores)
+test: test-py test-cpp test-ui ## What must hold for each commit: Python, C++, page (about 12 minutes on two cores)
 
 test-py: setup
 	scripts/system_packages.sh test native
