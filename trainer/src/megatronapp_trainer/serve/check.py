@@ -5,29 +5,21 @@ checked, without torch and before anything is started.
 """
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 
-from megatronapp_common.names import ExitCode
 from megatronapp_trainer.data.vocabulary import load_vocabulary
 from megatronapp_trainer.errors import TrainerError, UsageError
 from megatronapp_trainer.serve.settings import configure, read_command
-from megatronapp_trainer.training.check import ArgumentProblem, problem_of
+from megatronapp_trainer.training.check import ArgumentProblem, print_problems, problem_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, print, and return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    split = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(
         prog="python -m megatronapp_trainer.serve.check", description="Check arguments and checkpoint."
     )
-    parser.add_argument("--world-size", type=int, required=True, help="ranks that will serve")
-    found = find_problems(given[split + 1 :], parser.parse_args(given[:split]).world_size)
-    print(json.dumps({"problems": [dataclasses.asdict(problem) for problem in found]}))
-    return found[0].code if found else ExitCode.OK
+    return print_problems(find_problems, parser, arguments)
 
 
 def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentProblem]:

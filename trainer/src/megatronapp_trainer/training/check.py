@@ -13,7 +13,7 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.checkpoint import foreign
@@ -42,13 +42,22 @@ class ArgumentProblem:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, print, and return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    split = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(
         prog="python -m megatronapp_trainer.training.check", description="Check arguments and data."
     )
+    return print_problems(find_problems, parser, arguments)
+
+
+def print_problems(
+    find: Callable[[Sequence[str], int], list[ArgumentProblem]],
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+) -> int:
+    """Print what `find` returns for the arguments after ``--`` and the number of ranks; return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    split = given.index("--") if "--" in given else len(given)
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the whole run")
-    found = find_problems(given[split + 1 :], parser.parse_args(given[:split]).world_size)
+    found = find(given[split + 1 :], parser.parse_args(given[:split]).world_size)
     print(json.dumps({"problems": [dataclasses.asdict(problem) for problem in found]}))
     return found[0].code if found else ExitCode.OK
 
