@@ -19,7 +19,7 @@ def count_error(connection: HTTPConnection, error: HttpError) -> None:
 def of_api(error: ApiError) -> HttpError:
     """The cluster does not answer the gateway, or does not let it do its work; never the caller's fault."""
     if isinstance(error, ForbiddenError):
-        hint = "Whoever installed the chart must give the gateway this right, or start it with --no-reviews."
+        hint = "Grant the gateway this right, as the chart does, or start it with --no-reviews."
         return HttpError(503, "gateway-without-right", f"the gateway may not ask the cluster: {error}", hint)
     return HttpError(503, "cluster-not-there", f"the cluster's API does not answer: {error}", "Try again in a moment.")
 
