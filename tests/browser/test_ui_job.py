@@ -10,9 +10,10 @@ from axe import violations
 
 pytestmark = pytest.mark.browser
 VERDICT_MS = 60_000
-PIXEL = """(canvas, [x, y]) => {
+LINE_OF_PIXELS = """(canvas, [left, right, y]) => {
   const ratio = window.devicePixelRatio;
-  return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data].slice(0, 3);
+  const { data } = canvas.getContext("2d").getImageData(left * ratio, y * ratio, (right - left) * ratio, 1);
+  return Array.from({ length: data.length / 4 }, (_, at) => [...data.subarray(4 * at, 4 * at + 3)]);
 }"""
 READ = "path => fetch(path).then(answer => answer.json())"
 PICTURE = "canvas => canvas.toDataURL()"
@@ -52,11 +53,14 @@ def test_heat_map_paints_the_slow_rank_as_slow_and_its_peers_not(page: pw.Page, 
     heat = page.get_by_test_id("heatmap")
     box = heat.bounding_box()
     assert box is not None
-    right = box["width"] - 30
-    rows = [heat.evaluate(PIXEL, [right, 28 * rank + 8]) for rank in range(4)]
-    assert rows[2][0] > rows[2][2] + 80, "orange: slower than its peers"
-    for rank in (0, 1, 3):
-        assert rows[rank][0] <= rows[rank][2], f"rank {rank} must not be orange: {rows}"
+    recent = [box["width"] - 230, box["width"] - 30]
+    orange = []
+    for rank in range(4):
+        pixels = heat.evaluate(LINE_OF_PIXELS, [*recent, 28 * rank + 8])
+        orange.append(sum(red > blue + 80 for red, _, blue in pixels) / len(pixels))
+    # A busy machine delays a peer at single steps, which the map shows too: most steps decide.
+    assert orange[2] > 0.5, f"shares of orange per rank: {orange}"
+    assert max(orange[0], orange[1], orange[3]) < 0.5, f"shares of orange per rank: {orange}"
 
 
 def test_evidence_leads_all_panels_to_its_step(page: pw.Page, verdict: pw.Locator) -> None:
