@@ -1,0 +1,141 @@
+"""Policies: which task a rank runs next.
+
+A policy of one rank and one step sees only the rank's own progress. It never deadlocks: see `PlanGuided` and `Greedy`.
+"""
+
+from typing import Protocol
+
+from megatronapp_trainer.pipeline.planning.orders import Order, peak_in_flight
+from megatronapp_trainer.pipeline.planning.progress import RankProgress
+from megatronapp_trainer.pipeline.planning.tasks import Task, TaskKind
+
+
+class Policy(Protocol):
+    """Chooses the tasks of one rank in one step."""
+
+    def choose(self, progress: RankProgress) -> Task | None:
+        """Return the task to run now, or None to wait for an input."""
+
+
+class Static:
+    """Runs an order as it is, and waits for the input of each task."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._place = 0
+
+    def choose(self, progress: RankProgress) -> Task | None:
+        """Return the next task of the order once its input is there."""
+        task = self._order[self._place]
+        if task not in progress.ready and task not in progress.pending_weights:
+            return None
+        self._place += 1
+        return task
+
+
+class PlanGuided:
+    """Follows an order, and fills the wait for an input with other tasks, earliest in the order first.
+
+    While the planned task has no input, the rank runs a ready backward task, a ready forward task, or a weight task.
+    A forward task may run early only if the rest of the plan still fits under the cap, so that the cap holds always:
+    a forward task for which there is no room waits for weight tasks alone. The planned task is never refused
+    otherwise, so that a set of plans without deadlock stays without: of all tasks that have not run, one that is
+    first in the plan of its rank has its input.
+    """
+
+    def __init__(self, order: Order, *, cap: int, weights: tuple[int, ...] | None = None) -> None:
+        """Take the order of a rank.
+
+        Args:
+            order: forward and backward tasks; weight tasks where they are to run at a planned place.
+            cap: activations that the rank may hold, in the unit of `weights`.
+            weights: what the activations of each chunk hold; without them 1 for each chunk.
+
+        Raises:
+            ValueError: the order itself needs more than the cap.
+        """
+        self._weights = weights or (1,) * (1 + max(task.chunk for task in order))
+        needed = peak_in_flight(order, self._weights)
+        if needed > cap:
+            raise ValueError(f"the plan holds {needed} at its peak, more than the cap of {cap}")
+        self._order = order
+        self._position = {task: place for place, task in enumerate(order)}
+        self._cap = cap
+        self._place = 0
+        self.deviations = 0
+        """Forward and backward tasks that ran before their turn."""
+
+    def choose(self, progress: RankProgress) -> Task | None:
+        """Return the planned task if its input is there, another one meanwhile, or None."""
+        planned = self._planned(progress)
+        if planned is None or planned in progress.pending_weights:
+            return planned
+        if planned in progress.ready:
+            return planned if self._fits(planned, progress) else progress.pending_weights[0]
+        fitting = [task for task in progress.ready if self._may_run_early(task, progress)]
+        if fitting:
+            task = min(fitting, key=self._position.__getitem__)
+            if not self._fits(task, progress):
+                return progress.pending_weights[0]
+            self.deviations += 1
+            return task
+        return progress.pending_weights[0] if progress.pending_weights else None
+
+    def _planned(self, progress: RankProgress) -> Task | None:
+        """Return the first task of the plan that has not run; after the plan, a pending weight task."""
+        while self._place < len(self._order) and self._order[self._place] in progress.done:
+            self._place += 1
+        if self._place < len(self._order):
+            return self._order[self._place]
+        return progress.pending_weights[0] if progress.pending_weights else None
+
+    def _fits(self, task: Task, progress: RankProgress) -> bool:
+        if task.kind is not TaskKind.FORWARD or not progress.pending_weights:
+            return True
+        return progress.activations + self._weights[task.chunk] <= self._cap
+
+    def _may_run_early(self, task: Task, progress: RankProgress) -> bool:
+        """Return whether the plan fits under the cap up to the place of `task` if `task` runs now."""
+        if task.kind is not TaskKind.FORWARD:
+            return True
+        used = progress.in_flight + self._weights[task.chunk]
+        if used > self._cap:
+            return False
+        for planned in self._order[self._place : self._position[task]]:
+            if planned in progress.done:
+                continue
+            if planned.kind is TaskKind.FORWARD:
+                used += self._weights[planned.chunk]
+                if used > self._cap:
+                    return False
+            elif planned.kind is TaskKind.BACKWARD:
+                used -= self._weights[planned.chunk]
+        return True
+
+
+class Greedy:
+    """Runs any ready task: backward first, then forward passes of the deepest or of the shallowest chunk.
+
+    Depth first and breadth first, as MegatronApp's dynamic schedule has them. A rank admits microbatches in order, at
+    most `admitted` at a time; an admitted one may run all its tasks. So the oldest unfinished microbatch is admitted
+    on every rank, and can always continue.
+    """
+
+    def __init__(self, *, depth_first: bool, admitted: int) -> None:
+        """Take the direction and the number of microbatches that may be in the rank at a time, at least one."""
+        if admitted < 1:
+            raise ValueError(f"a rank must admit at least one microbatch, not {admitted}")
+        self._sign = -1 if depth_first else 1
+        self._admitted = admitted
+
+    def choose(self, progress: RankProgress) -> Task | None:
+        """Return a ready backward task, or without one an admitted forward task, a weight task, or None."""
+        beyond = progress.oldest + self._admitted
+        ready = [task for task in progress.ready if task.kind is TaskKind.BACKWARD or task.microbatch < beyond]
+        if ready:
+            return min(ready, key=self._urgency)
+        return progress.pending_weights[0] if progress.pending_weights else None
+
+    def _urgency(self, task: Task) -> tuple[bool, int, int]:
+        backward = task.kind is TaskKind.BACKWARD
+        return not backward, -task.chunk if backward else self._sign * task.chunk, task.microbatch
