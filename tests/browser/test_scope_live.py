@@ -10,6 +10,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import megatronapp_forking
 import numpy as np
 import playwright.sync_api as pw
 import pytest
@@ -39,7 +40,9 @@ CODE_STEP = 1 / 255
 
 
 @pytest.fixture(scope="module")
-def job(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def job(
+    run_ranks: Callable[..., list[Any]], forkserver: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """A pipeline of two ranks with the sites of the example: tensor shards would have half of each."""
     model = make_model(run_ranks, tmp_path_factory.mktemp("model"))
     (variable,) = MANIFEST["spec"]["env"]
@@ -51,7 +54,8 @@ def job(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFa
     ):
         environment.setenv(variable["name"], str(ROOT / variable["value"]))
         flags = ["--pipeline-model-parallel-size", "2", *arguments[at : at + 2]]
-        with served(pathlib.Path(state), model, "live", *flags) as started:
+        command = megatronapp_forking.command(forkserver.python())
+        with served(pathlib.Path(state), model, "live", *flags, megatronapp=command) as started:
             started.until_phase("Running", 0)
             yield started
 

@@ -4,14 +4,14 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
+from typing import Any
 
+import megatronapp_forking
 import playwright.sync_api as pw
 import pytest
 
 pytestmark = [pytest.mark.browser, pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(400)]
-COMMAND = [sys.executable, "-m", "megatronapp_common.cli"]
 ITERATIONS = 12
 START_MS = 240_000
 """Importing torch and megatron-core takes long on a busy machine."""
@@ -33,15 +33,16 @@ spec:
 
 
 @pytest.fixture
-def address(tmp_path: pathlib.Path) -> Iterator[str]:
+def address(forkserver: Any, tmp_path: pathlib.Path) -> Iterator[str]:
     """Serve the pages of the running job and return their address."""
     manifest = tmp_path / "job.yaml"
     manifest.write_text(MANIFEST)
+    command = megatronapp_forking.command(forkserver.python())
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
 
     def call(*arguments: str) -> str:
         done = subprocess.run(
-            [*COMMAND, *arguments], check=False, env=environment, capture_output=True, text=True, timeout=120
+            [*command, *arguments], check=False, env=environment, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -50,10 +51,10 @@ def address(tmp_path: pathlib.Path) -> Iterator[str]:
     try:
         yield call("ui", "page-test", "--print")
     finally:
-        call("delete", "page-test", "--ignore-not-found")
+        call("delete", "page-test", "--ignore-not-found", "--force")
 
 
-def test_shows_a_real_training_to_its_end(page: pw.Page, address: str) -> None:
+def test_shows_a_real_training_to_its_end(address: str, page: pw.Page) -> None:
     page.goto(address)
     pw.expect(page.get_by_role("heading", name="page-test")).to_be_visible()
     state = page.get_by_role("region", name="State of the job")

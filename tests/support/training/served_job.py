@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ import served_model
 from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 
 DEADLINE_S = 120.0
+MEGATRONAPP = (sys.executable, "-m", "megatronapp_common.cli")
 
 
 def make_model(run_ranks: Callable[..., list[Any]], folder: pathlib.Path) -> pathlib.Path:
@@ -25,15 +26,16 @@ def make_model(run_ranks: Callable[..., list[Any]], folder: pathlib.Path) -> pat
 
 
 class Served:
-    """A job of `megatronapp serve`."""
+    """A job of `megatronapp serve`. `megatronapp`: that command, or `megatronapp_forking`'s."""
 
-    def __init__(self, state: pathlib.Path, name: str) -> None:
+    def __init__(self, state: pathlib.Path, name: str, megatronapp: Sequence[str] = MEGATRONAPP) -> None:
         self.name = name
+        self.megatronapp = megatronapp
         self.environment = os.environ | {"XDG_STATE_HOME": str(state)}
         self.folder = state / "megatronapp" / "jobs" / name
 
     def cli(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "megatronapp_common.cli", *arguments]
+        command = [*self.megatronapp, *arguments]
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
         )
@@ -88,9 +90,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(state: pathlib.Path, model: pathlib.Path, name: str, *arguments: str) -> Iterator[Served]:
+def served(
+    state: pathlib.Path, model: pathlib.Path, name: str, *arguments: str, megatronapp: Sequence[str] = MEGATRONAPP
+) -> Iterator[Served]:
     """Serve in the background."""
-    job = Served(state, name)
+    job = Served(state, name, megatronapp)
     job.cli(*command(model, name), "--detach", *arguments)
     try:
         yield job

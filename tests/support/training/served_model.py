@@ -1,4 +1,7 @@
-"""A tiny model with its tokenizer in a folder, and a server in front of it, as processes of their own."""
+"""A tiny model with its tokenizer in a folder, and a server in front of it, as processes of their own.
+
+`python` is the command of an interpreter: `forkserver.python()` starts a program without seconds of imports.
+"""
 
 import contextlib
 import os
@@ -6,7 +9,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 
@@ -39,7 +42,7 @@ def write_model(folder: str) -> None:
 class ModelServer:
     """Process of `megatronapp_trainer.serve`: one rank with its secret."""
 
-    def __init__(self, folder: pathlib.Path, model: pathlib.Path, *arguments: str) -> None:
+    def __init__(self, folder: pathlib.Path, model: pathlib.Path, *arguments: str, python: Sequence[str]) -> None:
         folder.mkdir(exist_ok=True)
         self.secret = new_secret()
         (folder / "secret").write_text(self.secret)
@@ -51,7 +54,7 @@ class ModelServer:
             "MEGATRONAPP_RUN_DIR": str(folder),
             "MEGATRONAPP_JOB": "tiny",
         }
-        command = [sys.executable, "-m", "megatronapp_trainer.serve", "--load", str(model / "saved"), "--port", "0"]
+        command = [*python, "-m", "megatronapp_trainer.serve", "--load", str(model / "saved"), "--port", "0"]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [*command, *arguments], env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
@@ -82,9 +85,11 @@ class ModelServer:
 
 
 @contextlib.contextmanager
-def started(folder: pathlib.Path, model: pathlib.Path, *arguments: str) -> Iterator[ModelServer]:
+def started(
+    folder: pathlib.Path, model: pathlib.Path, *arguments: str, python: Sequence[str] = (sys.executable,)
+) -> Iterator[ModelServer]:
     """Start a server, wait until it is ready, and stop it at the end."""
-    server = ModelServer(folder, model, *arguments)
+    server = ModelServer(folder, model, *arguments, python=python)
     try:
         server.until_ready()
         yield server

@@ -6,6 +6,8 @@ computes, opens a process group or asks CUDA, because children forked after an O
     pytest --(Unix socket: Request)--> server --fork--> handler --fork--> rank 0 .. world-1
            <-------------------------- pickled results of the ranks ----
 
+A second socket is for programs that are forked from the server (`forked_python`).
+
 Every process dies with its parent, and a handler kills ranks that outlive their deadline.
 """
 
@@ -19,6 +21,7 @@ import inspect
 import os
 import pathlib
 import pickle
+import runpy
 import selectors
 import signal
 import socket
@@ -40,9 +43,12 @@ _IMPORTED_LATE = (
     "megatronapp_trainer.checkpoint.manager",
     "megatronapp_trainer.data.iterators",
     "megatronapp_trainer.data.mock_data",
+    "megatronapp_trainer.inference.build",
     "megatronapp_trainer.launch.config.address",
     "megatronapp_trainer.models.gpt",
     "megatronapp_trainer.pipeline.megatron_schedules",
+    "megatronapp_trainer.serve.app",
+    "megatronapp_trainer.serve.rank_main",
     "megatronapp_trainer.training.loop",
     "megatronapp_trainer.training.build",
     "pytest",
@@ -91,6 +97,7 @@ class ForkServer:
 
     def __init__(self, directory: pathlib.Path, *, devices: bool = False) -> None:
         self._path = directory / "torch.sock"
+        self._programs = directory / "programs.sock"
         self._devices = devices
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -128,6 +135,12 @@ class ForkServer:
             raise RanksFailedError("\n".join(failed))
         return [outcome.value for outcome in outcomes]
 
+    def python(self) -> list[str]:
+        """Return the command to put before `-m MODULE ARGUMENT...` in place of the interpreter (`forked_python`)."""
+        self._ensure_started()
+        program = pathlib.Path(__file__).parents[1] / "forked_python.py"
+        return [sys.executable, "-I", "-S", str(program), str(self._programs)]
+
     def stop(self) -> None:
         """End the server and all it started."""
         if self._process is not None:
@@ -146,7 +159,7 @@ class ForkServer:
         }
         environment |= _DEVICES if self._devices else {"CUDA_VISIBLE_DEVICES": ""}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._path), "devices" if self._devices else "processor"],
+            [sys.executable, __file__, str(self._path), str(self._programs), *(["devices"] if self._devices else [])],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -185,8 +198,9 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def serve(path: str, *, devices: bool) -> None:
-    """Import, then fork a handler for each request, without end."""
+def serve(paths: tuple[str, str], *, devices: bool) -> str:
+    """Import, then fork a handler for each request; return the module to run in the process of a program alone."""
+    from forked_python import fork_program
 
     from megatronapp_trainer.device import cpu
     from megatronapp_trainer.utils.silence_megatron import silence_megatron_imports
@@ -201,20 +215,33 @@ def serve(path: str, *, devices: bool) -> None:
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
+    with socket.socket(socket.AF_UNIX) as ranks, socket.socket(socket.AF_UNIX) as programs:
+        for listener, path in zip((ranks, programs), paths, strict=True):
+            listener.bind(path)
+            listener.listen()
         print("ready", flush=True)
+        connection, listener = _accept_in_child(ranks, programs)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if listener is programs:
+        return fork_program(connection)
+    _handle(connection)
+    os._exit(0)
+
+
+def _accept_in_child(*listeners: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Return each connection with its listener, in a forked process; never in this one."""
+    with selectors.DefaultSelector() as selector:
+        for listener in listeners:
+            selector.register(listener, selectors.EVENT_READ)
         while True:
-            connection, _ = listener.accept()
-            parent = os.getpid()
-            if os.fork() == 0:
-                listener.close()
-                _die_with_parent(parent)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _handle(connection)
-                os._exit(0)
-            connection.close()
+            for key, _ in selector.select():
+                listener = next(listener for listener in listeners if listener is key.fileobj)
+                connection, _ = listener.accept()
+                parent = os.getpid()
+                if os.fork() == 0:
+                    _die_with_parent(parent)
+                    return connection, listener
+                connection.close()
 
 
 def _handle(connection: socket.socket) -> None:
@@ -321,4 +348,6 @@ def _outcome(answer: bytes | None, status: int, output: str) -> Outcome:
 
 if __name__ == "__main__":
     _die_with_parent(os.getppid())
-    serve(sys.argv[1], devices=sys.argv[2] == "devices")
+    runpy.run_module(
+        serve((sys.argv[1], sys.argv[2]), devices="devices" in sys.argv), run_name="__main__", alter_sys=True
+    )

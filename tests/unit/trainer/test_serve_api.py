@@ -27,9 +27,10 @@ def make(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+def server(forkserver: Any, model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     arguments = f"--max-batch-size {BATCH} --queue-length {QUEUE} --max-tokens {MOST} --tokenizer-file"
-    with started(tmp_path_factory.mktemp("server"), model, *arguments.split(), str(model / "tokenizer.json")) as server:
+    folder, python = tmp_path_factory.mktemp("server"), forkserver.python()
+    with started(folder, model, *arguments.split(), str(model / "tokenizer.json"), python=python) as server:
         yield server
 
 

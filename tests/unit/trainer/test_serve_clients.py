@@ -17,11 +17,14 @@ MOST = 40
 
 
 @pytest.fixture(scope="module")
-def server(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+def server(
+    run_ranks: Callable[..., list[Any]], forkserver: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ModelServer]:
     model = tmp_path_factory.mktemp("model")
     run_ranks(1, make, str(model))
     arguments = f"--max-batch-size 2 --max-tokens {MOST} --tokenizer-file {model / 'tokenizer.json'}"
-    with started(tmp_path_factory.mktemp("server"), pathlib.Path(model), *arguments.split()) as server:
+    folder, python = tmp_path_factory.mktemp("server"), forkserver.python()
+    with started(folder, pathlib.Path(model), *arguments.split(), python=python) as server:
         yield server
 
 

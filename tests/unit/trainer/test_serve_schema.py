@@ -46,12 +46,15 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def server(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+def server(
+    run_ranks: Callable[..., list[Any]], forkserver: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ModelServer]:
     """Answers are short, so that what counts is the number of requests."""
     model = pathlib.Path(tmp_path_factory.mktemp("model"))
     run_ranks(1, make, str(model))
     arguments = f"--max-batch-size 2 --queue-length 4 --max-tokens 16 --tokenizer-file {model / 'tokenizer.json'}"
-    with started(tmp_path_factory.mktemp("server"), model, *arguments.split()) as server:
+    folder, python = tmp_path_factory.mktemp("server"), forkserver.python()
+    with started(folder, model, *arguments.split(), python=python) as server:
         yield server
 
 
