@@ -20,6 +20,7 @@ import websockets.asyncio.client
 from numpy.typing import NDArray
 from prompt_server import PromptServer
 from scope_pages import recording
+from shared_tls import SHARED_TLS
 
 from megatronapp_analyzer.hub.http.app import create_app
 from megatronapp_analyzer.hub.http.broadcast import LiveFeed
@@ -244,7 +245,9 @@ class RunningHub:
         return {"Authorization": f"Bearer {derive_token(self.secret, TokenRole.VIEWER)}"}
 
     def client(self, **settings: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, headers=self.bearer, timeout=DEADLINE_S, **settings)
+        return httpx.AsyncClient(
+            base_url=self.url, headers=self.bearer, timeout=DEADLINE_S, verify=SHARED_TLS, **settings
+        )
 
     async def get(self, path: str) -> Any:
         async with self.client() as client:
@@ -307,6 +310,12 @@ def serve_hub(
 @pytest.fixture
 def secret() -> str:
     return new_secret()
+
+
+@pytest.fixture(scope="session")
+def serve_as() -> Callable[..., contextlib.AbstractContextManager[RunningHub]]:
+    """Start a hub with a secret of one's own: `with serve_as(state_dir, secret) as hub`."""
+    return serve_hub
 
 
 @pytest.fixture

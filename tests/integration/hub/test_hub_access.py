@@ -13,6 +13,7 @@ import pytest
 import websockets.asyncio.client
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_tls import SHARED_TLS
 from websockets.exceptions import InvalidStatus
 
 from megatronapp_analyzer.hub.http.login import cookie_name
@@ -37,7 +38,7 @@ PROTECTED = [
 
 
 def plain(hub: Any, **settings: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=hub.url, **settings)
+    return httpx.AsyncClient(base_url=hub.url, verify=SHARED_TLS, **settings)
 
 
 @pytest.mark.parametrize("path", PROTECTED)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from ports import reserved_ports
+from shared_tls import SHARED_TLS
 
 from megatronapp_common.names import Env
 from megatronapp_common.web.tokens import TokenRole, derive_token
@@ -56,15 +57,18 @@ class HubProcess:
             await process.wait()
 
     async def wait_until_ready(self) -> None:
-        async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(base_url=self.url) as client:
+        async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(base_url=self.url, verify=SHARED_TLS) as client:
             while True:
                 with contextlib.suppress(httpx.TransportError):
                     if (await client.get("/readyz")).status_code == 200:
                         return
                 await asyncio.sleep(0.05)
 
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, headers=self.headers, verify=SHARED_TLS)
+
     async def get(self, path: str) -> Any:
-        async with httpx.AsyncClient(base_url=self.url, headers=self.headers) as client:
+        async with self.client() as client:
             answer = await client.get(path)
             assert answer.status_code == 200, answer.text
             return answer.json()
@@ -98,7 +102,7 @@ async def test_killed_hub_loses_nothing(hub: HubProcess, worker: Any, fake_job: 
         write(range(20))
         async with hub.running() as process:
             await has(20)
-            async with httpx.AsyncClient(base_url=hub.url, headers=hub.headers) as client:
+            async with hub.client() as client:
                 fault = {"rank": 1, "kind": "host", "factor": 2, "fromStep": 1000, "steps": 1}
                 assert (await client.post("/api/v1/faults", json=fault)).status_code == 201
             write(range(20, 60))
@@ -123,7 +127,7 @@ async def test_the_pages_of_a_job_that_has_ended_open_again(
     hub: HubProcess, worker: Any, fake_job: Any, until: Any
 ) -> None:
     """Check curves, step map, timeline and verdicts of its end, and that nothing on disk is changed."""
-    folder, job = hub.folder, fake_job(data=2)
+    folder, job = hub.folder, fake_job(data=1)
     workers = [worker(hub.url, index=index, job=job) for index in range(job.workers)]
     async with contextlib.AsyncExitStack() as agents:
         for mine in workers:
@@ -175,7 +179,7 @@ async def test_the_pages_of_a_job_that_has_ended_open_again(
         assert (own["name"], own["phase"], own["here"]) == ("demo", "Succeeded", True)
         shown = [other[key] for key in ("name", "phase", "here", "iteration", "restarts")]
         assert shown == ["other", "Failed", False, 7, 2], "no backend holds its lock, as `megatronapp get` says"
-        async with httpx.AsyncClient(base_url=hub.url, headers=hub.headers) as client:
+        async with hub.client() as client:
             fault = {"rank": 1, "kind": "host", "factor": 2, "fromStep": 1000, "steps": 1}
             assert (await client.post("/api/v1/faults", json=fault)).status_code == 409
     assert contents(folder / "hub") == stored

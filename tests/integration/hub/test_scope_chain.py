@@ -22,6 +22,7 @@ import scope_session
 import websockets.asyncio.client
 from numpy.typing import NDArray
 from scope_model import TinyGptShape
+from shared_tls import SHARED_TLS
 from websockets.typing import Subprotocol
 
 from megatronapp_analyzer.scope.probes.rank0_client import Rank0Client
@@ -110,7 +111,7 @@ async def opened(hub: Any) -> AsyncIterator[Page]:
     bearer = {"Authorization": f"Bearer {derive_token(hub.secret, TokenRole.CONTROLLER)}"}
     url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
     async with (
-        httpx.AsyncClient(base_url=hub.url, headers=bearer, timeout=DEADLINE_S) as client,
+        httpx.AsyncClient(base_url=hub.url, headers=bearer, timeout=DEADLINE_S, verify=SHARED_TLS) as client,
         websockets.asyncio.client.connect(
             url, additional_headers=bearer, proxy=None, subprotocols=[Subprotocol(SUBPROTOCOL)], compression=None
         ) as connection,

@@ -18,6 +18,7 @@ import httpx
 import kube
 import yaml
 from ports import reserved_ports
+from shared_tls import SHARED_TLS
 
 import megatronapp_native
 from megatronapp_common.names import Env
@@ -136,7 +137,8 @@ class Gateway:
     def client(self, token: str | None = None, **how: Any) -> httpx.Client:
         """Return a client with a token, or with none."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False, **how)
+        how = {"timeout": DEADLINE_S, "trust_env": False, "verify": SHARED_TLS, **how}
+        return httpx.Client(base_url=self.url, headers=headers, **how)
 
     def job_token(self, uid: str, role: TokenRole = TokenRole.VIEWER) -> str:
         """A token of a job."""
