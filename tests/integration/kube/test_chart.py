@@ -154,24 +154,23 @@ def test_monitors_are_rendered_with_the_api_or_on_request(chart: Chart) -> None:
     assert "kind: ServiceMonitor" in forced.stdout
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("opertor.replicaCount=2", "additional properties 'opertor' not allowed"),
-        ("operator.replicaCount=two", "/operator/replicaCount"),
-        ("images.pullPolicy=Sometimes", "/images/pullPolicy"),
-        ("watchNamespaces[0]=Team_A", "/watchNamespaces/0"),
-        ("serviceMonitor.enabled=maybe", "/serviceMonitor/enabled"),
-        ("images.operator.digest=abc", "/images/operator/digest"),
-        ("gateway.users[0].name=jane", "/gateway/users/0"),
-        ("gateway.maxSockets=0", "/gateway/maxSockets"),
-        ("gateway.controls=often", "/gateway/controls"),
-    ],
-)
-def test_a_wrong_value_is_named(chart: Chart, wrong: str, message: str) -> None:
-    done = chart.template(None, "--set", wrong)
+def test_wrong_values_are_named(chart: Chart) -> None:
+    """All at once, as a user may give them."""
+    wrong = {
+        "opertor.replicaCount=2": "additional properties 'opertor' not allowed",
+        "operator.replicaCount=two": "/operator/replicaCount",
+        "images.pullPolicy=Sometimes": "/images/pullPolicy",
+        "watchNamespaces[0]=Team_A": "/watchNamespaces/0",
+        "serviceMonitor.enabled=maybe": "/serviceMonitor/enabled",
+        "images.operator.digest=abc": "/images/operator/digest",
+        "gateway.users[0].name=jane": "/gateway/users/0",
+        "gateway.maxSockets=0": "/gateway/maxSockets",
+        "gateway.controls=often": "/gateway/controls",
+    }
+    done = chart.template(None, *(flag for value in wrong for flag in ("--set", value)))
     assert done.returncode != 0
-    assert message in done.stderr
+    for value, message in wrong.items():
+        assert message in done.stderr, value
 
 
 @pytest.mark.parametrize(
@@ -196,50 +195,45 @@ def test_a_wrong_value_that_no_schema_sees_is_explained(chart: Chart) -> None:
     assert "name the account in operator.serviceAccount.name" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
+def test_what_the_values_of_an_older_release_lack_is_as_by_default(chart: Chart) -> None:
+    """`helm upgrade --reuse-values` takes the values of the old chart in place of ours."""
+    own = ("--set", "key.existingSecret=own")  # else a new one each time
+    older = (
         "gateway.maxSockets",
         "gateway.controls",
         "gateway.users",
         "gateway.viewerAccount",
         "admissionPolicy.authors",
         "serviceMonitor.hubSampleLimit",
-    ],
-)
-def test_what_the_values_of_an_older_release_lack_is_as_by_default(chart: Chart, missing: str) -> None:
-    """`helm upgrade --reuse-values` takes the values of the old chart in place of ours."""
-    own = ("--set", "key.existingSecret=own")  # else a new one each time
-    assert chart.render(None, *own, "--set", f"{missing}=null") == chart.render(None, *own)
+    )
+    missing = ",".join(f"{name}=null" for name in older)
+    assert chart.render(None, *own, "--set", missing) == chart.render(None, *own)
 
 
 @pytest.mark.parametrize(
     "missing",
     [
-        *(
-            "gateway",
-            "gateway.service",
-            "gateway.service.port",
-            "gateway.pdb",
-            "images.trainer",
-            "images.operator.repository",
-        ),
-        *("crds", "operator.serviceAccount", "key", "rbac", "prometheus", "prometheusRule.runbookUrl", "clusterDomain"),
+        ("gateway",),
+        ("gateway.service", "gateway.pdb", "images.trainer", "crds", "operator.serviceAccount", "key", "rbac"),
+        ("gateway.service.port", "images.operator.repository", "prometheus", "prometheusRule.runbookUrl"),
+        ("clusterDomain",),
     ],
+    ids=lambda missing: missing[0],
 )
-def test_required_values_are_requested_by_name(chart: Chart, missing: str) -> None:
-    done = chart.template(None, "--set", f"{missing}=null")
+def test_required_values_are_requested_by_name(chart: Chart, missing: tuple[str, ...]) -> None:
+    done = chart.template(None, "--set", ",".join(f"{name}=null" for name in missing))
     assert done.returncode == 1
-    *above, name = missing.split(".")
-    place = "".join(f"/{part}" for part in above)
-    assert f"- at '{place}': missing property '{name}'" in done.stderr
+    for whole in missing:
+        *above, name = whole.split(".")
+        place = "".join(f"/{part}" for part in above)
+        found = re.search(rf"- at '{place}': missing propert(?:y|ies) (.*)", done.stderr)
+        assert found is not None and f"'{name}'" in found[1], whole
 
 
-@pytest.mark.parametrize(
-    "empty", ["grafanaDashboards.labels", "prometheus.labels", "gateway.resources", "securityContext"]
-)
-def test_a_map_of_the_users_own_may_be_empty(chart: Chart, empty: str) -> None:
-    assert chart.render(None, "--set", "key.existingSecret=own", "--set", f"{empty}=null")
+def test_maps_of_the_users_own_may_be_empty(chart: Chart) -> None:
+    maps = ("grafanaDashboards.labels", "prometheus.labels", "gateway.resources", "securityContext")
+    empty = ",".join(f"{name}=null" for name in maps)
+    assert chart.render(None, "--set", "key.existingSecret=own", "--set", empty)
 
 
 def test_what_is_switched_off_stays_off(chart: Chart) -> None:

@@ -2,6 +2,7 @@
 refused."""
 
 import contextlib
+import functools
 import pathlib
 import re
 import subprocess
@@ -61,11 +62,16 @@ EVERYBODY: Rights = {
 }
 
 
+@pytest.fixture(scope="module")
+def namespaces(plane: kube.ControlPlane) -> None:
+    with plane.client() as client:
+        for name in (HOME, TEAM, OTHER):
+            client.post("/api/v1/namespaces", json={"metadata": {"name": name}}).raise_for_status()
+
+
 @pytest.fixture(scope="module", params=MODES)
-def mode(request: pytest.FixtureRequest, plane: kube.ControlPlane) -> Iterator[str]:
+def mode(request: pytest.FixtureRequest, plane: kube.ControlPlane, namespaces: None) -> Iterator[str]:
     """The rights of a mode are given while its tests run."""
-    for namespace in (HOME, TEAM, OTHER):
-        plane.kubectl("create", "namespace", namespace)
     rights = {"apiVersion": "v1", "kind": "List", "items": rendered_rights(*settings_of(request.param))}
     done = plane.kubectl("apply", "-f", "-", stdin=rights)
     assert done.returncode == 0, done.stderr
@@ -77,6 +83,7 @@ def settings_of(mode: str) -> list[str]:
     return [flag for setting in MODES[mode] for flag in ("--set", setting)]
 
 
+@functools.cache
 def rendered(*settings: str) -> list[Object]:
     helm = kube.programs("helm") / "helm"
     place = ("megatronapp", str(CHART), "-n", HOME, "--kube-version", "1.35.4", "--set", "crds.enabled=false")
@@ -84,7 +91,7 @@ def rendered(*settings: str) -> list[Object]:
         [helm, "template", *place, *settings], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    return [document for document in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if document]
 
 
 def rendered_rights(*settings: str) -> list[Object]:
@@ -229,20 +236,25 @@ def test_aggregated_roles_grant_the_documented_verbs() -> None:
     assert names["admin"] == names["edit"] | {"deletecollection"}
 
 
-def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlane) -> None:
+def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlane, namespaces: None) -> None:
     """Check that they have no further rights: neither other Services, nor logs, nor commands in its pods."""
-    for namespace in (HOME, OTHER):
-        plane.kubectl("create", "namespace", namespace)
     settings = ("--set", "gateway.users[0].kind=Group", "--set", "gateway.users[0].name=researchers")
     found = [right for right in rendered_rights(*settings) if right["metadata"]["name"].endswith("-gateway-users")]
     rights = {"apiVersion": "v1", "kind": "List", "items": found}
     assert plane.kubectl("apply", "-f", "-", stdin=rights).returncode == 0
 
+    client = plane.client()
+
     def may(verb: str, what: str, namespace: str = HOME) -> bool:
-        who = ("--as=jane", "--as-group=researchers", "--as-group=system:authenticated")
-        resource, _, part = what.partition(":")
-        arguments = (verb, resource, *([f"--subresource={part}"] if part else []))
-        return plane.kubectl("auth", "can-i", *arguments, "-n", namespace, *who).stdout.strip() == "yes"
+        place, _, subresource = what.partition(":")
+        kind, _, name = place.partition("/")
+        resource, _, group = kind.partition(".")
+        attributes = {"verb": verb, "group": group, "resource": resource, "subresource": subresource, "name": name}
+        who = {"user": "jane", "groups": ["researchers", "system:authenticated"]}
+        spec = {**who, "resourceAttributes": attributes | {"namespace": namespace}}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
+        answer = client.post("/apis/authorization.k8s.io/v1/subjectaccessreviews", json=review).raise_for_status()
+        return answer.json()["status"]["allowed"] is True
 
     try:
         definition = "customresourcedefinitions.apiextensions.k8s.io/megatronjobs.megatronapp.io"
@@ -268,6 +280,7 @@ def test_users_of_the_gateway_find_it_and_forward_a_port(plane: kube.ControlPlan
         assert not may("create", "pods:portforward", OTHER)
         assert not may("get", "pods:portforward", OTHER)
     finally:
+        client.close()
         assert plane.kubectl("delete", "-f", "-", stdin=rights).returncode == 0
 
 
@@ -309,10 +322,10 @@ def kubeconfig_of(plane: kube.ControlPlane, account: str, folder: pathlib.Path) 
     return path
 
 
-def names(plane: kube.ControlPlane, kinds: str) -> set[str]:
-    done = plane.kubectl("get", kinds, "-n", TEAM, "-l", "megatronapp.io/job-name=gpt", "-o", "name")
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+def names(client: httpx.Client, kind: str, api: str = "api/v1") -> set[str]:
+    path = f"/{api}/namespaces/{TEAM}/{kind}"
+    answer = client.get(path, params={"labelSelector": "megatronapp.io/job-name=gpt"}).raise_for_status()
+    return {item["metadata"]["name"] for item in answer.json()["items"]}
 
 
 @pytest.mark.full("cases that differ in the values", but=("cluster",))
@@ -329,6 +342,7 @@ def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
     flags = [*deployment["spec"]["template"]["spec"]["containers"][0]["args"], f"--key-file={key}", "--port=0"]
     command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "megatronapp_operator.controller", *flags]
     config = kubeconfig_of(plane, "megatronapp-operator", tmp_path)
+    client = plane.client()
     with log.open("wb") as out:
         process = subprocess.Popen([*command, f"--kubeconfig={config}"], stdout=out, stderr=out)
 
@@ -341,13 +355,13 @@ def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
     try:
         made = plane.kubectl("create", "-f", "-", stdin=job_with_hub())
         assert made.returncode == 0, made.stderr
-        wait(lambda: {"pod/gpt-worker-0", "pod/gpt-worker-1", "pod/gpt-hub"} <= names(plane, "pods"))
-        assert {"service/gpt-hub", "configmap/gpt-job"} <= names(plane, "svc,configmaps")
-        assert any(name.startswith("secret/gpt-tokens-") for name in names(plane, "secrets"))
-        assert names(plane, "networkpolicies")
+        wait(lambda: {"gpt-worker-0", "gpt-worker-1", "gpt-hub"} <= names(client, "pods"))
+        assert "gpt-hub" in names(client, "services") and "gpt-job" in names(client, "configmaps")
+        assert any(name.startswith("gpt-tokens-") for name in names(client, "secrets"))
+        assert names(client, "networkpolicies", "apis/networking.k8s.io/v1")
         patch = ("patch", "mgj", "gpt", "-n", TEAM, "--type=merge", "-p", '{"spec":{"suspend":true}}')
         assert plane.kubectl(*patch).returncode == 0
-        wait(lambda: not {name for name in names(plane, "pods") if "worker" in name})
+        wait(lambda: not {name for name in names(client, "pods") if "worker" in name})
         found = re.search(r"probes at port (\d+)", log.read_text(encoding="utf-8"))
         assert found is not None
         page = httpx.get(f"http://127.0.0.1:{found[1]}/metrics", trust_env=False).raise_for_status().text
@@ -360,6 +374,7 @@ def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
             process.wait(20)
         process.kill()
         process.wait()
+        client.close()
         plane.kubectl("delete", "mgj,pods,svc,secrets,configmaps,networkpolicies", "--all", "-n", TEAM, "--force")
 
 

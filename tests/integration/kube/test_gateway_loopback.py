@@ -22,7 +22,12 @@ LIVE = """(path) => new Promise((done) => {
   socket.onopen = () => done("open"); socket.onerror = () => done("refused");
 })"""
 
-pytestmark = pytest.mark.browser
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.full(
+        "starts a gateway and a browser; test_ui_states has a named port in Chromium, test_gateway cookies"
+    ),
+]
 
 
 @pytest.fixture
