@@ -42,6 +42,8 @@ ARGUMENTS = [
     "--no-first-run",
 ]
 DEADLINE_S = 90.0
+REST_S = 0.5
+"""Pause of a feed after each step: hub and page take processor time for each, and hardly a test needs many."""
 PATIENCE_MS = 30_000
 WINDOW: pw.ViewportSize = {"width": 1440, "height": 900}
 FIELDS = ("step", "ordinal", "aux", "comm", "microbatch", "kind", "chunk", "layer", "flags")
@@ -88,6 +90,7 @@ class Feed:
     faults: tuple[dict[str, Any], ...] = ()
     total: int = 4000
     step: int = 0
+    rest_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._simulator = load_simulator()
@@ -145,7 +148,7 @@ class Feed:
             view = self._run.step(self.step)
             duration_s = (view.end_ns - view.start_ns) / 1e9
             shift = megatronapp_native.monotonic_ns() - view.start_ns
-            self._stop.wait(duration_s)
+            self._stop.wait(duration_s + self.rest_s)
             for row in view.records:
                 self._record(row, shift)
             self._sample(self.step, duration_s)
@@ -316,14 +319,14 @@ def slow_rank_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A healthy job for tests that leave its processes alone; no step has ended until one calls feed.start()."""
     folder = tmp_path_factory.mktemp("shared")
-    with running_stack(folder, Feed(shm=folder)) as stack:
+    with running_stack(folder, Feed(shm=folder, rest_s=REST_S)) as stack:
         yield stack
 
 
 @pytest.fixture
 def healthy_stack(tmp_path: pathlib.Path) -> Iterator[Stack]:
     """Start a healthy job; its ranks are up and no step has ended until feed.start()."""
-    with running_stack(tmp_path, Feed(shm=tmp_path)) as stack:
+    with running_stack(tmp_path, Feed(shm=tmp_path, rest_s=REST_S)) as stack:
         yield stack
 
 

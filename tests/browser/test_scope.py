@@ -17,7 +17,7 @@ import pytest
 import scope_replay
 import scope_script
 import scope_session
-from axe import CONTRAST, violations
+from axe import CONTRAST, RULES, violations
 
 from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_common.frames import FrameType, encode
@@ -202,6 +202,7 @@ def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: ReplayedHub)
     pw.expect(scope.get_by_test_id("attention-map").or_(scope.get_by_test_id("head-atlas"))).to_have_count(2)
 
 
+@pytest.mark.full("a detail of the keyboard")
 def test_shortcuts_work_after_the_help_is_shown(scope: pw.Page, replay: ReplayedHub) -> None:
     replay.open(scope, "layers")
     for key in ("?", "Escape", "2"):
@@ -224,6 +225,7 @@ def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: Repla
     pw.expect(rows.first).to_have_class("selected")
 
 
+@pytest.mark.full("sizes of a panel")
 def test_heads_are_as_high_as_the_map_next_to_them_or_fill_the_window(scope: pw.Page, replay: ReplayedHub) -> None:
     replay.open(scope, "attention", layer=PINNED[0], head=PINNED[1])
     heads, shown = (scope.get_by_test_id(name).bounding_box() for name in ("head-atlas", "attention-map"))
@@ -235,6 +237,7 @@ def test_heads_are_as_high_as_the_map_next_to_them_or_fill_the_window(scope: pw.
     assert heads is not None and 0.75 * 900 < heads["height"] < 900
 
 
+@pytest.mark.full("a switch of a panel")
 def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: ReplayedHub) -> None:
     replay.open(scope, "pca", layer=2)
     canvas = scope.get_by_test_id("pca")
@@ -295,18 +298,17 @@ def check_picture(panel: pw.Locator, picture: bytes) -> None:
 VIEWS = {"1": "layers-matrix", "2": "attention-map", "3": "candidates", "4": "pca"}
 
 
-def test_axe_finds_nothing_in_any_view(scope: pw.Page, replay: ReplayedHub) -> None:
+@pytest.mark.full("pictures are of the same colours in light; the job page is checked in both", but=("dark",))
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_axe_finds_nothing_in_any_view(scope: pw.Page, replay: ReplayedHub, scheme: Any) -> None:
+    scope.emulate_media(color_scheme=scheme)
     replay.open(scope, "layers", layer=PINNED[0], head=PINNED[1])
     found = []
     for key, shown in VIEWS.items():
         scope.keyboard.press(key)
         pw.expect(scope.get_by_test_id(shown)).to_be_visible()
-        found += [f"{shown}: {violation}" for violation in violations(scope)]
-    scope.emulate_media(color_scheme="light")
-    for key, shown in VIEWS.items():
-        scope.keyboard.press(key)
-        pw.expect(scope.get_by_test_id(shown)).to_be_visible()
-        found += [f"{shown} in light: {violation}" for violation in violations(scope, CONTRAST)]
+        rules = RULES if scheme == "dark" else CONTRAST
+        found += [f"{shown}: {violation}" for violation in violations(scope, rules)]
     assert found == []
 
 
@@ -425,6 +427,7 @@ def test_a_restarted_hub_sends_what_was_missed(own_page: pw.Page, scripted: Scri
     pw.expect(own_page.get_by_role("region", name="States of the token")).to_contain_text("“e” at 4")
 
 
+@pytest.mark.full("a variant of the restarted hub")
 def test_a_run_forgotten_by_the_hub_stays_and_is_marked(own_page: pw.Page, scripted: Scripted) -> None:
     def serve(socket: pw.WebSocketRoute, number: int) -> None:
         if number == 0:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from launchers import Gang, wait_until
+from pytest_workers import FULL
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.shared_documents import DocumentReader
@@ -14,8 +15,11 @@ pytestmark = [pytest.mark.torch, pytest.mark.process, pytest.mark.timeout(1800)]
 LIMIT_S = 600
 """torch takes its time to start where others are at work, too."""
 
+RANKS = [1, 2] if FULL else [1, 1]
+"""Ranks of each worker; each is a process of torch, and test_launch_pod numbers those of uneven workers."""
 FLAGS = (
-    "--pipeline-model-parallel-size 3 --num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    f"--pipeline-model-parallel-size {sum(RANKS)} --num-layers {sum(RANKS)} --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 3 --lr 2e-3 --mock-data --vocab-size 100 --log-interval 1 --eval-iters 0"
 )
 RACKS = [{"TOPOLOGY": "rack-b"}, {"TOPOLOGY": "rack-a"}]
@@ -23,7 +27,7 @@ RACKS = [{"TOPOLOGY": "rack-b"}, {"TOPOLOGY": "rack-a"}]
 
 @pytest.fixture
 def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
-    gang = Gang(tmp_path, "1,2", program="-m megatronapp_trainer.pretrain")
+    gang = Gang(tmp_path, ",".join(map(str, RANKS)), program="-m megatronapp_trainer.pretrain")
     yield gang
     gang.close()
 
@@ -52,7 +56,10 @@ def stop_single(gang: Gang) -> int:
     saved = [path.name for path in (gang.tmp / "checkpoints").glob("iter_*")]
     assert saved == [f"iter_{last['iteration']:07d}"]
     table = json.loads((gang.workers[1].run_dir / "rank-table.json").read_text())
-    assert [(worker["index"], worker["ranks"]) for worker in table["workers"]] == [(1, [0, 1]), (0, [2])]
+    assert [(worker["index"], worker["ranks"]) for worker in table["workers"]] == [
+        (1, list(range(RANKS[1]))),
+        (0, [RANKS[1]]),
+    ]
     step: int = last["iteration"]
     return step
 

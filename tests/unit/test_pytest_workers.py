@@ -60,7 +60,7 @@ def run(folder: pathlib.Path, content: str, **environment: str) -> tuple[int, st
     ("number", "to_all", "cleaning_s"),
     [
         pytest.param(signal.SIGINT, True, 0, id="Ctrl-C"),
-        pytest.param(signal.SIGTERM, False, 0, id="TERM"),
+        pytest.param(signal.SIGTERM, False, 0, id="TERM", marks=pytest.mark.full("has the same handler")),
         pytest.param(signal.SIGTERM, False, 20, id="slow", marks=pytest.mark.full("longer than execnet waits: 20 s")),
     ],
 )
@@ -105,6 +105,7 @@ def test_meanings():
 """
 
 
+@pytest.mark.full("with and without processes of pytest-xdist", but=("1",))
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_signal_that_is_ignored_does_not_end_a_run_and_has_its_meaning_in_what_tests_start(
     tmp_path: pathlib.Path, workers: int
@@ -160,7 +161,11 @@ def test_one_case(name):
 """
 
 
-@pytest.mark.parametrize(("environment", "outcome"), [({}, "2 passed"), ({"MEGATRONAPP_FULL": "1"}, "7 passed")])
+@pytest.mark.full("`make test-full` itself runs what is marked", but=("short",))
+@pytest.mark.parametrize(
+    ("environment", "outcome"),
+    [pytest.param({}, "2 passed", id="short"), pytest.param({"MEGATRONAPP_FULL": "1"}, "7 passed", id="full")],
+)
 def test_tests_marked_full_run_only_where_the_variable_is_set(
     tmp_path: pathlib.Path, environment: dict[str, str], outcome: str
 ) -> None:

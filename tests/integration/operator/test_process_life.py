@@ -117,6 +117,7 @@ def test_a_worker_that_does_not_stop_is_killed_after_its_grace(process_backend: 
     process_backend.until_nothing_is_left(uid)
 
 
+@pytest.mark.full("a third signal with the same handler")
 def test_the_job_ends_with_its_terminal(process_backend: Any) -> None:
     backend = process_backend.run(process_backend.manifest())
     process_backend.until_phase("Running")
@@ -170,6 +171,7 @@ def test_a_detached_job_keeps_no_descriptor_of_its_caller(process_backend: Any) 
     assert str(lock) not in descriptors
 
 
+@pytest.mark.full("a variant of the detached job")
 def test_a_detached_job_starts_without_standard_streams(process_backend: Any) -> None:
     command = process_backend.command("run", process_backend.manifest(), "--detach")
     environment, folder = process_backend.environment, process_backend.folder
@@ -237,6 +239,7 @@ def test_a_usage_error_fails_the_job_at_once(process_backend: Any) -> None:
     assert (process_backend.status()["phase"], process_backend.status()["restarts"]) == ("Failed", 0)
 
 
+@pytest.mark.full("the plan counts restarts; one is shown above")
 def test_the_budget_of_restarts_ends(process_backend: Any) -> None:
     process_backend.end(67, "-1")
     backend = process_backend.run(process_backend.manifest())
@@ -295,6 +298,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again_as_any_that_failed(proce
     process_backend.until_nothing_is_left(uid)
 
 
+@pytest.mark.full("a status delayed by a full disk is written in the same way")
 def test_events_delayed_by_a_full_disk_are_written_once_it_has_space(process_backend: Any) -> None:
     backend = process_backend.run(process_backend.manifest())
     process_backend.until_phase("Running")

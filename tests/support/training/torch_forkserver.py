@@ -210,6 +210,7 @@ def serve(paths: tuple[str, str], *, devices: bool) -> str:
     with silence_megatron_imports():
         for name in _IMPORTED_LATE:
             importlib.import_module(name)
+    os.fsync = lambda fd: None  # no test cuts the power, and a disk takes ten milliseconds for each file
     if importlib.import_module("torch").cuda.is_initialized():
         raise RuntimeError("an import has started CUDA; ranks that are forked now could not use it")
     gc.collect()

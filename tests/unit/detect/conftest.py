@@ -62,7 +62,7 @@ def judge() -> Callable[[JobLayout, Iterable[StepRecords]], DetectorRun]:
 def watch(sim: ModuleType, judge: Callable[..., DetectorRun]) -> Callable[..., DetectorRun]:
     """Simulate a job and judge it: watch(layout, seed, steps, **fields of Job)."""
 
-    def run(layout: JobLayout, *, seed: int = 1, steps: int = 60, **job: Any) -> DetectorRun:
+    def run(layout: JobLayout, *, seed: int = 1, steps: int = 50, **job: Any) -> DetectorRun:
         simulator = sim.Simulator(sim.Job(layout=layout, **{"noise": sim.SHARED_CPU, **job}), seed)
         return judge(layout, simulator.steps(0, steps))
 

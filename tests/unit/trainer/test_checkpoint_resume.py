@@ -55,7 +55,7 @@ def stop_and_resume(
     return whole[STOP:], losses_of(run_ranks, second[0], f"{second[1]} --save {save}")
 
 
-@pytest.mark.full("a sweep of layouts", but=("bf16-distributed", "VPP", "TP2xPP2"))
+@pytest.mark.full("a sweep of layouts", but=("bf16-distributed", "VPP", "TP2-distributed"))
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
@@ -75,7 +75,7 @@ def test_resume_is_bit_equal(run_ranks: RunRanks, tmp_path: pathlib.Path, world:
     assert resumed == whole
 
 
-@pytest.mark.full("a sweep of layouts", but=("distributed-TP2xPP2-to-one", "plain-VPP-to-DP2"))
+@pytest.mark.full("a sweep of layouts", but=("distributed-TP2xPP2-to-one",))
 @pytest.mark.parametrize(
     ("first", "second"),
     [

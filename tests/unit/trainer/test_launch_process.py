@@ -57,6 +57,7 @@ def test_a_gang_runs_to_its_end(gang: Gang) -> None:
     assert_nothing_left(gang, pids)
 
 
+@pytest.mark.full("codes are mapped by a pure function", but=("exit7", "kill"))
 @pytest.mark.parametrize(
     ("action", "code", "number", "message"),
     [
@@ -64,6 +65,7 @@ def test_a_gang_runs_to_its_end(gang: Gang) -> None:
         ("exit7", ExitCode.OWN_FAILURE, None, "rank 3 on worker 1 ended with exit code 1: error: this is why"),
         ("kill", ExitCode.OWN_FAILURE, 9, "rank 3 on worker 1 ended with signal 9"),
     ],
+    ids=["exit65", "exit7", "kill"],
 )
 def test_the_first_failing_rank_is_the_evidence(
     gang: Gang, action: str, code: ExitCode, number: int | None, message: str
@@ -134,7 +136,8 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_others_stop(gang: Gang)
     wait_until(lambda: not any(map(alive, pids)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.full("both have one handler", but=("TERM",))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
 def test_a_stop_is_passed_on_and_answered_by_a_checkpoint(gang: Gang, number: signal.Signals) -> None:
     gang.start(dict.fromkeys(range(4), "polite"))
     pids = gang.running(BOTH)
@@ -147,6 +150,7 @@ def test_a_stop_is_passed_on_and_answered_by_a_checkpoint(gang: Gang, number: si
     assert_nothing_left(gang, pids)
 
 
+@pytest.mark.full("test_launch_pod stops ranks before they can answer, too")
 def test_ranks_without_a_handler_yet_are_stopped_too(gang: Gang) -> None:
     gang.start({0: "wait", 1: "polite", 2: "wait", 3: "wait"})
     pids = gang.running(BOTH)

@@ -145,10 +145,33 @@ def test_ranks_of_a_superseded_attempt_write_nothing_and_report_it(
     assert not list((tmp_path / "checkpoints").glob("iter_*"))
 
 
-def test_a_rank_that_loses_its_peer_reports_it(start: Start) -> None:
-    ranks = start(FLAGS)
-    wait_for_steps(ranks[1], 2)
-    ranks[0].kill()
-    _, errors = ranks[1].communicate(timeout=LIMIT_S)
-    assert ranks[1].returncode == ExitCode.PEER_LOST
+def killed_while_training() -> tuple[int, str]:
+    """Return the exit code and the message of a rank 1 whose peer is killed in its second step, and of a waiting
+    parent in place of the peer."""
+    import io
+    import warnings
+
+    from megatronapp_trainer.pipeline.megatron_schedules import StaticSchedule
+    from megatronapp_trainer.pretrain import main
+
+    warnings.simplefilter("ignore")
+    train, steps = StaticSchedule.train, itertools.count(1)
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        if next(steps) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train(*arguments, **options)
+
+    if os.environ["RANK"] == "0":
+        if peer := os.fork():
+            return os.waitpid(peer, 0)[1], ""
+        StaticSchedule.train = dying  # type: ignore[method-assign]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        return main(FLAGS.split()), errors.getvalue()
+
+
+def test_a_rank_that_loses_its_peer_reports_it(run_ranks: Callable[..., list[tuple[int, str]]]) -> None:
+    (status, _), (code, errors) = run_ranks(2, killed_while_training)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert code == ExitCode.PEER_LOST
     assert "error (rank 1): a peer was lost" in errors

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from pytest_workers import FULL
 
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.shared_documents import DocumentReader
@@ -40,6 +41,9 @@ PHASES = {
     "end": ("parallel.groups:destroy_groups", 1, (DONE, [2, 4])),
 }
 """Places of the signal: which call of which function; then the exit code, and the checkpoints that there are."""
+if not FULL:  # before the first step and after the last one little differs
+    for name in ("groups", "load", "data", "files of a save", "last save", "last step"):
+        del PHASES[name]
 
 
 @contextlib.contextmanager

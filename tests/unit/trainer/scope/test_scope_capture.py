@@ -35,9 +35,8 @@ BY_LAYOUT: dict[str, tuple[str, ...]] = (
     if FULL
     else {
         "alone": ("rotary-tied-window",),
-        "TP2": ("rotary-one-key-head",),
         "PP2-uneven": ("learned-tied",),
-        "TP2xPP2": ("rotary-grouped",),
+        "TP2xPP2": ("rotary-one-key-head",),  # a head of two ranks; test_scope_chain has one of each rank
     }
 )
 
