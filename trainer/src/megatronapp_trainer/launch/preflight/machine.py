@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import psutil
 
 from megatronapp_trainer.launch.config.requirements import PreflightRequirements
-from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader
 from megatronapp_trainer.launch.preflight.infiniband import verbs_faults
 
 INFINIBAND = pathlib.Path("/sys/class/infiniband")
@@ -21,6 +20,8 @@ MIB = 1 << 20
 def find_faults(requirements: PreflightRequirements, *, shm: pathlib.Path, interface: str | None) -> Iterator[str]:
     """Yield what this node lacks, one sentence for each fault."""
     if requirements.gpus is not None:
+        from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader  # with it NumPy is loaded
+
         yield from gpu_faults(requirements.gpus, DeviceReader().count)
     if requirements.shm_bytes is not None:
         yield from shm_faults(requirements.shm_bytes, shm)
