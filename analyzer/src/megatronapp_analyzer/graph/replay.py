@@ -23,10 +23,19 @@ def replay(graph: StepGraph, weights: Seconds) -> Seconds:
     lanes = weights.shape[1:]
     times = np.empty((graph.events, *lanes))
     times[:] = graph.initial_s.reshape(-1, *([1] * len(lanes)))
-    begin = graph.level_begin
-    for first, last in itertools.pairwise(begin):
+    target = graph.edges.target
+    begin = np.flatnonzero(np.diff(target, prepend=-1))  # of the edges of each target, which are in one level
+    reached_events = target[begin]
+    parts = zip(
+        itertools.pairwise(graph.level_begin),
+        itertools.pairwise(np.searchsorted(begin, graph.level_begin)),
+        strict=True,
+    )
+    for (first, last), (first_event, last_event) in parts:
         if last > first:
-            _advance(times, graph, weights, slice(first, last))
+            part, events = slice(first, last), slice(first_event, last_event)
+            reached = times[graph.edges.source[part]] + weights[part]
+            times[reached_events[events]] = np.maximum.reduceat(reached, begin[events] - first, axis=0)
     return times
 
 
@@ -36,10 +45,3 @@ def makespan_s(graph: StepGraph, times: Seconds) -> Seconds:
         return np.zeros(times.shape[1:])
     span: Seconds = times.max(axis=0) - float(graph.start_s.min())
     return span
-
-
-def _advance(times: Seconds, graph: StepGraph, weights: Seconds, part: slice) -> None:
-    target = graph.edges.target[part]
-    reached = times[graph.edges.source[part]] + weights[part]
-    begin = np.flatnonzero(np.diff(target, prepend=-1))
-    times[target[begin]] = np.maximum.reduceat(reached, begin, axis=0)
