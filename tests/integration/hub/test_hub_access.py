@@ -13,6 +13,7 @@ import pytest
 import websockets.asyncio.client
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest_workers import examples
 from shared_tls import SHARED_TLS
 from websockets.exceptions import InvalidStatus
 
@@ -283,9 +284,9 @@ async def test_no_path_is_too_odd(paged: Any, target: str) -> None:
 
 async def test_no_bytes_of_a_path_are_too_odd(paged: Any) -> None:
     def request_all() -> None:
-        with httpx.Client(base_url=paged.url) as client:
+        with httpx.Client(base_url=paged.url, verify=SHARED_TLS) as client:
 
-            @settings(max_examples=60, deadline=None, database=None)
+            @settings(max_examples=examples(60), deadline=None, database=None)
             @given(st.binary(max_size=60))
             def request_with_host(name: bytes) -> None:
                 answer = client.get("/" + urllib.parse.quote_from_bytes(name, safe="/.%"))

@@ -125,6 +125,7 @@ async def test_each_line_of_input_advances_a_single_step(tmp_path: pathlib.Path)
             assert frame.header["step"] == step
 
 
+@pytest.mark.full("test_scope_fuzz reads the intact beginnings of files")
 async def test_the_intact_beginning_of_a_broken_file_is_shown(tmp_path: pathlib.Path) -> None:
     whole = session_file.parse(recorded())
     bare = [frame for frame in whole.frames if frame.type != FrameType.SCOPE_VALUES]

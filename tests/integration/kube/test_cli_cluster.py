@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import pathlib
 import signal
@@ -19,6 +20,7 @@ import kube
 import pytest
 import yaml
 
+from megatronapp_common import cli
 from megatronapp_common.names import LABEL_ATTEMPT
 from megatronapp_operator.cli.cluster import meant
 from megatronapp_operator.cli.cluster.logs import select
@@ -78,19 +80,25 @@ def test_all_namespaces_are_a_column_more(plane: kube.ControlPlane, namespace: s
 
 
 def test_following_tells_what_happens_and_ends_with_the_job(
-    plane: kube.ControlPlane, namespace: str, run: Run, manifest: pathlib.Path
+    plane: kube.ControlPlane, namespace: str, run: Run, config: pathlib.Path, manifest: pathlib.Path
 ) -> None:
     assert run("run", "--detach", str(manifest))[0] == 0
     job = found(plane, namespace)
     verdict = {"id": "v", "state": "confirmed", "sentence": "Rank 1 is slow."}
     gateway.set_status(plane, job, phase="Running", progress={"iteration": 5, "attempt": 0}, slowRanks=[verdict])
     event(plane, job, "Rank 1 is slow,\x1b]0;owned\x07 they say.", kind="Warning")
-    end = threading.Timer(3, lambda: gateway.set_status(plane, job, phase="Failed"))
-    end.start()
-    code, text, _ = run("run", "--follow", str(manifest))
-    end.join()
-    assert code == 1
-    assert text.splitlines() == [
+
+    class Output(io.StringIO):
+        """Output after which the job fails, once it has been shown as running."""
+
+        def write(self, text: str) -> int:
+            if "demo: Running" in text:
+                gateway.set_status(plane, job, phase="Failed")
+            return super().write(text)
+
+    with contextlib.redirect_stdout(Output()) as output:
+        assert cli.main(["run", "--follow", str(manifest), "--kubeconfig", str(config)]) == 1
+    assert output.getvalue().splitlines() == [
         "megatronjob.megatronapp.io/demo unchanged",
         "warning: Rank 1 is slow,\ufffd]0;owned\ufffd they say.",
         "step 5  loss <none>",

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import kube
 import pytest
@@ -13,7 +13,7 @@ from severable_proxy import SeverableProxy, proxy_to
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi, connect
 from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
 from megatronapp_operator.backends.kubernetes.client.resources import LEASES
-from megatronapp_operator.backends.kubernetes.lease import LeaseHolder, LeaseSettings
+from megatronapp_operator.backends.kubernetes.lease import LeaseHolder, LeaseSettings, boot_s
 
 pytestmark = pytest.mark.asyncio
 BRISK = LeaseSettings(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.1)
@@ -36,8 +36,8 @@ async def opened_over_a_wire(plane: kube.ControlPlane) -> AsyncIterator[tuple[Ku
             yield KubernetesApi(client), wire
 
 
-def candidate(api: KubernetesApi, namespace: str, identity: str) -> LeaseHolder:
-    return LeaseHolder(api, namespace=namespace, name="operator", identity=identity, settings=BRISK)
+def candidate(api: KubernetesApi, namespace: str, identity: str, clock: Callable[[], float] = boot_s) -> LeaseHolder:
+    return LeaseHolder(api, namespace=namespace, name="operator", identity=identity, settings=BRISK, clock=clock)
 
 
 async def holder_of(api: KubernetesApi, namespace: str) -> tuple[str, int]:
@@ -122,16 +122,13 @@ async def test_who_slept_through_its_lease_knows_it_before_it_acts(plane: kube.C
     """A process that was stopped, or a machine that slept: the clock went on."""
     asleep_s = 0.0
     async with opened(plane) as api, asyncio.timeout(PATIENCE_S):
-        sleeper = LeaseHolder(
-            api, namespace=namespace, name="operator", identity="sleeper", settings=BRISK,
-            clock=lambda: time.monotonic() + asleep_s,
-        )  # fmt: skip
+        sleeper = candidate(api, namespace, "sleeper", lambda: time.monotonic() + asleep_s)
         await sleeper.acquire()
         asleep_s = BRISK.renew_deadline_s
         assert not sleeper.is_leader
         with pytest.raises(LeaseLostError):  # although no other holder has taken it yet
             await sleeper.hold()
-        await candidate(api, namespace, "other").acquire()
+        await candidate(api, namespace, "other", lambda: 10 * time.monotonic()).acquire()
         assert await holder_of(api, namespace) == ("other", 2)
 
 

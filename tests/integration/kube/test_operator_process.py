@@ -21,6 +21,7 @@ def apply(plane: kube.ControlPlane, namespace: str, name: str = "job") -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full("starts a third operator; the handover below has all but the probes, which test_operator_health has")
 def test_a_job_that_is_created_while_the_operator_runs_and_before_gets_its_pods(
     plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
 ) -> None:
@@ -49,11 +50,13 @@ def test_the_second_operator_leads_when_the_first_ends_in_order(
             apply(plane, namespace)
             first.wait(lambda: len(pods(plane, namespace)) == 2)
             assert not second.leads()
+            assert "megatron_operator_is_leader 1.0" in first.metrics()
             first.process.send_signal(signal.SIGTERM)
-            assert first.process.wait(DEADLINE_S) == 0
+            assert first.process.wait(DEADLINE_S) == 0, first.text()
             second.wait(second.leads)
             apply(plane, namespace, "next")
             second.wait(lambda: len(pods(plane, namespace)) == 4)
+    assert "Traceback" not in first.text() + second.text()
 
 
 @pytest.mark.full("cases that differ in the file", but=("key-zz-not 64 hex digits",))

@@ -104,7 +104,7 @@ async def test_a_group_that_is_left_by_an_operator_that_ends_is_removed_by_the_n
         stage.api.kill_at = lambda _number: "before"
         await set_suspend(stage, suspend=True)
         with pytest.raises(AssertionError, match="does not come to rest"):
-            await stage.rest()
+            await stage.rest(rounds=3)
         for pod in pods.values():
             await stage.nodes.api.delete(PODS, pod, grace_s=0)
         stage.api.kill_at = KillableApi.kill_at

@@ -157,9 +157,9 @@ class OperatorSimulation:
                 return True
         return again
 
-    async def rest(self, *, with_nodes: bool = True) -> None:
+    async def rest(self, *, with_nodes: bool = True, rounds: int = MAX_ROUNDS) -> None:
         """Continue until nothing more happens by itself."""
-        for _ in range(MAX_ROUNDS):
+        for _ in range(rounds):
             before = self.api.count
             await self.refresh()
             again = await self.reconcile()
