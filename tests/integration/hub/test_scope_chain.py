@@ -47,14 +47,22 @@ CASES = [(layout, variant) for layout in scope_chain.LAYOUTS for variant in scop
 
 
 @functools.cache
-def models(run_ranks: RunRanks, folder: str) -> str:
-    run_ranks(1, scope_chain.write_models, folder)
-    return folder
+def models(run_ranks: RunRanks, root: pathlib.Path, variant: str) -> str:
+    """A folder with the model of one variant, shared by all layouts."""
+    folder = root / variant
+    folder.mkdir()
+    run_ranks(1, scope_chain.write_model, str(folder), variant)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
-def folder(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return models(run_ranks, str(tmp_path_factory.mktemp("models")))
+def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def folder(run_ranks: RunRanks, root: pathlib.Path, case: tuple[str, str]) -> str:
+    return models(run_ranks, root, case[1])
 
 
 @functools.cache
