@@ -35,6 +35,7 @@ def completed(folder: pathlib.Path, *arguments: str, state: str = "state") -> li
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.full("commands with a name of a job share the words", but=("logs", "delete"))
 @pytest.mark.parametrize("command", ["get", "describe", "logs", "wait", "delete", "inject", "ui"])
 def test_names_of_jobs_are_completed(folder: pathlib.Path, command: str) -> None:
     assert completed(folder, command, "de") == ["demo", "demo-2"]

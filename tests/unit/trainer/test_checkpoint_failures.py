@@ -166,6 +166,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_out(save: pathlib
     assert second[2] == []
 
 
+@pytest.mark.full("a variant of damaged checkpoints")
 def test_a_damaged_common_part_of_the_first_release_is_left_out(save: pathlib.Path, call: RunRanks) -> None:
     """Check a manifest that has no checksums, and does not say whether --decoupled-lr was given."""
     newest = save / "iter_0000006"
@@ -189,6 +190,7 @@ def test_nothing_whole_is_not_a_fresh_start(save: pathlib.Path, call: RunRanks) 
     assert "remove" not in text
 
 
+@pytest.mark.full("both flags have one search", but=("--save",))
 @pytest.mark.parametrize("flag", ["--load", "--save"])
 def test_a_checkpoint_of_megatron_is_no_fresh_start(call: RunRanks, tmp_path: pathlib.Path, flag: str) -> None:
     folder = tmp_path / "there" / "iter_0000020" / "mp_rank_00"
@@ -200,6 +202,7 @@ def test_a_checkpoint_of_megatron_is_no_fresh_start(call: RunRanks, tmp_path: pa
         assert "megatronapp checkpoint convert --load-dir" in text
 
 
+@pytest.mark.full("flags are compared alike", but=("optimizer",))
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -207,6 +210,7 @@ def test_a_checkpoint_of_megatron_is_no_fresh_start(call: RunRanks, tmp_path: pa
         ("--use-distributed-optimizer", "--use-distributed-optimizer (off there, on here)"),
         ("--vocab-size 300", "--vocab-size (60 there, 300 here)"),
     ],
+    ids=["heads", "optimizer", "vocabulary"],
 )
 def test_another_model_is_refused(save: pathlib.Path, call: RunRanks, flags: str, message: str) -> None:
     for kind, text in call(2, failing, "load", f"--save {save} {flags}"):

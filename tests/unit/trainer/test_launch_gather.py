@@ -137,13 +137,14 @@ async def test_the_wrong_worker_is_refused_at_once_with_the_reason(
         assert not task.done()
 
 
+@pytest.mark.full("each waits until the deadline", but=("attempt",))
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("own", "token", "message"),
     [
-        (join(1), "cd" * 32, "wrong secret"),
-        (join(1, uid="another"), TOKEN, "this is job u, not another"),
-        (join(1, attempt=3), TOKEN, "early: this gang is about to end"),
+        pytest.param(join(1), "cd" * 32, "wrong secret", id="secret"),
+        pytest.param(join(1, uid="another"), TOKEN, "this is job u, not another", id="job"),
+        pytest.param(join(1, attempt=3), TOKEN, "early: this gang is about to end", id="attempt"),
     ],
 )
 async def test_who_may_meet_a_stale_coordinator_tries_until_the_deadline(

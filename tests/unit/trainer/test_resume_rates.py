@@ -175,9 +175,7 @@ def test_embeddings_keep_a_rate_of_their_own(
     assert rates[0] == [pytest.approx(cosine(3, *pair)) for pair in ends]
 
 
-@pytest.mark.full(
-    "kinds of optimizers", but=("same-distributed", "same-bf16", "checkpoint-distributed", "none-distributed")
-)
+@pytest.mark.full("kinds of optimizers", but=("same-distributed", "checkpoint-distributed", "none-distributed"))
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, pytest.param("--bf16", id="bf16")])
 @pytest.mark.parametrize(
     ("second", "decoupled"),

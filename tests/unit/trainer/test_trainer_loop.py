@@ -361,7 +361,7 @@ def test_evaluation_and_last_checkpoint_are_announced(run_ranks: RunRanks) -> No
     assert states == ["training", "saving", "training", "evaluating", "training", "evaluating", "training", "done"]
 
 
-@pytest.mark.full("without overlap and chunks there is less to disturb", but=("overlap", "VPP"))
+@pytest.mark.full("without overlap and chunks there is less to disturb", but=("VPP",))
 @pytest.mark.parametrize(
     ("world", "flags"),
     [

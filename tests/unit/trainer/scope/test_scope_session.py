@@ -110,6 +110,7 @@ def seen_and_unseen(variant: str) -> tuple[bool, list[int]]:
         return same and len(logits[0]) > 0, hooks
 
 
+@pytest.mark.full("kinds of models", but=("rotary-tied-window",))
 @pytest.mark.parametrize("variant", ["learned-tied", "rotary-tied-window"])
 def test_outputs_are_the_same_bits(run_ranks: RunRanks, variant: str) -> None:
     ((same, hooks),) = run_ranks(1, seen_and_unseen, VARIANTS[variant])
