@@ -4,6 +4,7 @@ TrainerError               1  any error of the trainer
 ├── UsageError            64  flags or configuration that cannot work
 ├── DataError             65  training data that is corrupt, empty, missing or does not fit the model
 ├── UnsavedStopError       1  asked to stop without --save: a restart begins from the start
+├── TaskOrderError         1  tasks of a step in an order that would change its sums, or one that never ran
 ├── NotFiniteError        66  a loss became NaN or Inf
 ├── StorageError          67  a checkpoint, prepared corpus or log could not be written
 ├── CheckpointError       65  a checkpoint that cannot be read back into this run
@@ -49,6 +50,10 @@ class DataError(TrainerError):
 
 class UnsavedStopError(TrainerError):
     """Asked to stop without `--save`. A failure, so that restarts from the start are counted against the budget."""
+
+
+class TaskOrderError(TrainerError):
+    """Tasks of a training step ran in an order that would change its sums of gradients, or one never ran."""
 
 
 class NotFiniteError(TrainerError):

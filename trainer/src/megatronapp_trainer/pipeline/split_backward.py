@@ -1,0 +1,231 @@
+"""Linear layers whose backward pass may compute the gradient of the input alone and leave that of the weights.
+
+After arXiv 2401.10241 (zero bubble pipeline parallelism): backward splits into B, the gradient of a chunk's input, for
+which the stage before waits, and W, the gradients of its weights, for which nothing waits until the step's end.
+docs/megadpp.md says what is split, and what that costs.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.pipeline.weight_gradients import WeightGradientStore, start_gather, weight_product
+
+_EMBEDDINGS = (VocabParallelEmbedding, torch.nn.Embedding)
+"""Modules whose weight gradient is no matrix product: it stays in B, and there is nothing to gain."""
+
+
+def install_split_backward(
+    chunks: list[Any], *, output_layer: bool = True, fused: bool = False
+) -> list[WeightGradientStore]:
+    """Let the linear layers of model chunks leave their weight gradients to a store; returns one for each chunk.
+
+    Outside of `WeightGradientStore.backward(split=True)` they compute what megatron-core's layers do, to the last bit.
+    Parameters, state dicts and forward passes are the same. Call it once, on chunks in megatron-core's
+    DistributedDataParallel.
+
+    Args:
+        chunks: of this rank, in order.
+        output_layer: split the output layer, too. Its pending W holds the gradient of all logits of a microbatch.
+        fused: add each product to `main_grad` within the matrix product. Faster, and not bit-equal to megatron-core's
+            layers: the product is not rounded to the precision of the weights before it is added. Split and whole
+            passes both do it, so results do not depend on which of them run.
+
+    Raises:
+        UsageError: the device has no fused product for the model's precision.
+    """
+    stores = []
+    for index, chunk in enumerate(chunks):
+        store = WeightGradientStore(chunk, index=index, fused=fused)
+        for module in _split_layers(chunk, output_layer=output_layer)[0].values():
+            if fused:
+                _require_fused_product(module.weight)
+            module._forward_impl = _SplitLayer(module.weight, store, module._forward_impl)
+        stores.append(store)
+    return stores
+
+
+def unsplit_layers(chunk: Any, *, output_layer: bool = True) -> dict[str, str]:  # noqa: ANN401 - DDP
+    """Return the layers with a weight gradient that B of this chunk computes in any case: why, by name.
+
+    Embeddings are not named. A chunk of which no layer can be split has nothing to leave for W.
+    """
+    return _split_layers(chunk, output_layer=output_layer)[1]
+
+
+def has_fused_product(device: torch.device, operands: torch.dtype, total: torch.dtype) -> bool:
+    """Return whether this device adds a product of these operands to a sum of another precision within the product."""
+    if operands == total:
+        return True
+    return device.type == "cuda" and operands in {torch.bfloat16, torch.float16} and total == torch.float32
+
+
+def _require_fused_product(weight: torch.nn.Parameter) -> None:
+    total = weight.main_grad.dtype  # type: ignore[attr-defined] # set by megatron-core
+    if not has_fused_product(weight.device, weight.dtype, total):
+        raise UsageError(
+            f"{weight.device.type} has no product of {weight.dtype} that adds to {total}: split the backward pass with "
+            "fused=False"
+        )
+
+
+def _split_layers(chunk: Any, *, output_layer: bool) -> tuple[dict[str, Any], dict[str, str]]:  # noqa: ANN401 - DDP
+    """Return the layers of a chunk that can be split, and why the others cannot, both by name."""
+    uses = collections.Counter(
+        id(parameter) for module in chunk.modules() for parameter in module.parameters(recurse=False)
+    )
+    layers, reasons = {}, {}
+    for path, module in chunk.named_modules():
+        matrices = [part for part in module.parameters(recurse=False) if part.requires_grad and part.dim() > 1]
+        without_own = isinstance(module, ColumnParallelLinear) and module.weight is None
+        if isinstance(module, _EMBEDDINGS) or not (matrices or without_own):
+            continue
+        name = path.removeprefix("module.").removeprefix("module.")  # those of DDP and of bf16
+        reason = _reason_against(module, shared=without_own or any(uses[id(part)] > 1 for part in matrices))
+        if reason is None and name == "output_layer" and not output_layer:
+            reason = "left whole, as asked"
+        if reason is None:
+            layers[name] = module
+        else:
+            reasons[name] = reason
+    return layers, reasons
+
+
+def _reason_against(module: Any, *, shared: bool) -> str | None:  # noqa: ANN401 - any module with weights
+    if type(module) not in (ColumnParallelLinear, RowParallelLinear):
+        return f"{type(module).__name__} has a backward pass of its own"
+    if shared:
+        return "shares its weight within the chunk: autograd adds both gradients up first"
+    if module.is_expert:
+        return "is the layer of an expert"
+    if module.gradient_accumulation_fusion:
+        return "adds its gradient in Apex' kernel (gradient_accumulation_fusion)"
+    if module.config.defer_embedding_wgrad_compute and getattr(module, "grad_output_buffer", None) is not None:
+        return "defers its weight gradient itself (defer_embedding_wgrad_compute)"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SplitLayer:
+    """Takes the place of `_forward_impl` of megatron-core's column- and row-parallel linear layers."""
+
+    weight: torch.nn.Parameter
+    store: WeightGradientStore
+    whole: Callable[..., torch.Tensor]
+    """The module's own, for any weight but its parameter, and for a frozen one."""
+
+    def __call__(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+        **options: Any,  # noqa: ANN401 - of fusion and deferral, which are off
+    ) -> torch.Tensor:
+        """Compute input [S, B, I] times weight [O, I] transposed, plus bias [O] -> [S, B, O]."""
+        if weight is not self.weight or not weight.requires_grad:
+            return self.whole(
+                input=input,
+                weight=weight,
+                bias=bias,
+                allreduce_dgrad=allreduce_dgrad,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                **options,
+            )
+        call = _LayerCall(
+            weight=self.weight,
+            store=self.store,
+            reduce_group=tp_group if allreduce_dgrad else None,
+            gather_group=tp_group if sequence_parallel else None,
+        )
+        # Autograd gets a leaf of its own with the weight's memory: it then never visits the parameter, whose hook would
+        # count the gradient of the last microbatch as complete, and which has no gradient in a split pass.
+        leaf = weight.detach().requires_grad_()
+        output: torch.Tensor = _LinearFunction.apply(input, leaf, bias, call)  # type: ignore[no-untyped-call]
+        return output
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _LayerCall:
+    """Arguments of a linear layer that autograd does not follow."""
+
+    weight: torch.nn.Parameter
+    store: WeightGradientStore
+    reduce_group: dist.ProcessGroup | None
+    """Ranks over which the input's gradient is summed."""
+    gather_group: dist.ProcessGroup | None
+    """Ranks that hold the parts of the input's sequence, and get those of its gradient."""
+
+
+class _LinearFunction(torch.autograd.Function):
+    """A linear layer on one rank of a tensor group, with megatron-core's communication.
+
+    Its arithmetic, and the order of its collectives, are those of megatron-core 0.16's
+    LinearWithGradAccumulationAndAsyncCommunication.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: _LayerCall,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.call, ctx.has_bias = call, bias is not None
+        whole, gather = _gather_shared(input, call.gather_group)
+        if gather is not None:
+            gather.wait()
+        output = torch.matmul(whole, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        input, weight = ctx.saved_tensors
+        call: _LayerCall = ctx.call
+        splits = call.store.is_collecting
+        whole, gather = (input, None) if splits else _gather_shared(input, call.gather_group)
+        input_gradient = output_gradient.matmul(weight)
+        if gather is not None:
+            gather.wait()
+        product = weight_product(call.weight, input, output_gradient, call.gather_group)
+        # The reduction overlaps the weight gradient if that is computed here, and otherwise the bias gradient alone.
+        input_gradient, reduction = _start_reduction(input_gradient, call)
+        if splits:
+            call.store.collect(product)
+        else:
+            call.store.add_now(product, whole)
+        bias_gradient = product.output_gradient.sum(dim=0) if ctx.has_bias else None
+        if reduction is not None:
+            reduction.wait()
+        return input_gradient, None, bias_gradient, None
+
+
+def _gather_shared(part: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, dist.Work | None]:
+    """Begin to gather a sequence into megatron-core's buffer, whose content lasts until the next gather."""
+    if group is None:
+        return part, None
+    shape = [part.size(0) * group.size(), *part.shape[1:]]
+    return start_gather(part, group, get_global_memory_buffer().get_tensor(shape, part.dtype, "mpu"))
+
+
+def _start_reduction(gradient: torch.Tensor, call: _LayerCall) -> tuple[torch.Tensor, dist.Work | None]:
+    """Begin to sum the input's gradient over the tensor group; under sequence parallelism each rank gets its part."""
+    if call.reduce_group is not None:
+        return gradient, dist.all_reduce(gradient, group=call.reduce_group, async_op=True)
+    if call.gather_group is None:
+        return gradient, None
+    part = gradient.new_empty((gradient.size(0) // call.gather_group.size(), *gradient.shape[1:]))
+    return part, dist.reduce_scatter_tensor(part, gradient, group=call.gather_group, async_op=True)
