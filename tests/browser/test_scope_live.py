@@ -57,6 +57,7 @@ def job(
         command = megatronapp_forking.command(forkserver.python())
         with served(pathlib.Path(state), model, "live", *flags, megatronapp=command) as started:
             started.until_phase("Running", 0)
+            started.until_ready()
             yield started
 
 

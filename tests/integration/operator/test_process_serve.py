@@ -16,6 +16,8 @@ import httpx
 import pytest
 from served_job import DEADLINE_S, Served, command, make_model, served
 
+from megatronapp_common import cli
+
 COMPLETION_REQUEST: dict[str, Any] = {"prompt": ["hello world", "whales"], "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 TWO = ("--pipeline-model-parallel-size", "2")
@@ -67,6 +69,19 @@ def state() -> Iterator[pathlib.Path]:
         yield pathlib.Path(folder)
 
 
+@pytest.fixture
+def run(state: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run `megatronapp` within this process, and return its output."""
+
+    def call(*arguments: str) -> str:
+        with monkeypatch.context() as environment:
+            environment.setenv("XDG_STATE_HOME", str(state))
+            assert cli.main(arguments) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
 @pytest.mark.full("nine processes of torch; two serve below, and test_process_kills restarts gangs")
 def test_a_gang_restarts_after_a_kill_and_answers_as_a_single_rank(state: pathlib.Path, model: pathlib.Path) -> None:
     with (
@@ -89,10 +104,13 @@ def test_a_gang_restarts_after_a_kill_and_answers_as_a_single_rank(state: pathli
         assert two.status()["failures"][0]["rank"] == 3
 
 
-def test_a_gang_serves_clients_and_pages_until_it_is_stopped(state: pathlib.Path, model: pathlib.Path) -> None:
+def test_a_gang_serves_clients_and_pages_until_it_is_stopped(
+    state: pathlib.Path, model: pathlib.Path, run: Callable[..., str]
+) -> None:
     with in_front(state, model, "two", *TWO) as (two, process):
         two.until_phase("Running", 0)
-        check_commands(two)
+        two.until_ready()
+        check_commands(two, run)
         with two.client() as client:
             check_scope(two)
             assert [len(tokens) for tokens in token_ids(client, model="two")] == [8, 8]
@@ -126,9 +144,8 @@ def is_taken(metrics: str) -> bool:
 
 def check_scope(two: Served) -> None:
     """Request a run as a page does: the ranks receive it, and what they capture reaches the hub."""
+    two.until_ready()
     with two.hub() as hub:
-        while hub.get("scope").json()["state"] != "ready":
-            time.sleep(0.05)
         run_request = {"prompts": ["hello world", "whales"], "tokens": 4, "sampling": {"temperature": 0}}
         taken = hub.post("scope/runs", json=run_request)
         assert taken.status_code == 201, taken.text
@@ -143,8 +160,8 @@ def check_scope(two: Served) -> None:
         assert len(values.json()["values"][0]) == 32
 
 
-def check_commands(two: Served) -> None:
-    assert two.cli("get", "two").splitlines()[1].split()[:2] == ["two", "Running"]
-    assert two.status()["serveUrl"] in two.cli("describe", "two")
-    assert "serving two at " in two.cli("logs", "two")
-    assert "/?page=scope#code=" in two.cli("ui", "two", "--print")
+def check_commands(two: Served, run: Callable[..., str]) -> None:
+    assert run("get", "two").splitlines()[1].split()[:2] == ["two", "Running"]
+    assert two.status()["serveUrl"] in run("describe", "two")
+    assert "serving two at " in run("logs", "two")
+    assert "/?page=scope#code=" in run("ui", "two", "--print")

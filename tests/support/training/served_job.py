@@ -52,6 +52,16 @@ class Served:
     def until_phase(self, phase: str, attempt: int) -> None:
         self._until(lambda: (self.status().get("phase"), self.status().get("attempt")) == (phase, attempt))
 
+    def until_ready(self) -> None:
+        """Wait until the hub takes runs of pages; in phase Running it may not listen yet."""
+
+        def ready() -> bool:
+            with contextlib.suppress(FileNotFoundError, httpx.TransportError), self.hub() as hub:
+                return bool(hub.get("scope").raise_for_status().json()["state"] == "ready")
+            return False
+
+        self._until(ready)
+
     def _until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
