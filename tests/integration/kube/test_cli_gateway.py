@@ -34,19 +34,33 @@ Run = Callable[..., tuple[int, str, str]]
 Capture = pytest.CaptureFixture[str]
 
 
-def test_a_fault_goes_through_the_gateway_with_the_callers_own_token(
+def test_faults_and_traces_go_through_the_gateway_with_the_callers_own_token(
     plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway, run: Run, tmp_path: pathlib.Path
 ) -> None:
     job = gateway.make_job(plane, namespace, "demo")
-    words = ["demo", "--rank", "1", "--kind", "compute", "--factor", "2", "--from-step", "90", "--steps", "3"]
+    out = tmp_path / "trace.json"
+    fault = ["demo", "--rank", "1", "--kind", "compute", "--factor", "2", "--from-step", "90", "--steps", "3"]
+    export = ("trace", "export", "demo", "-o", str(out), "--gateway", reviewing.url)
     with gateway.hub(job, tmp_path / "hub", port=reviewing.hub_port, key=reviewing.key):
-        code, text, problem = run("inject", "--gateway", reviewing.url, *words)
+        code, text, problem = run("inject", "--gateway", reviewing.url, *fault)
         assert (code, problem) == (0, "")
         assert text.endswith("rank 1, compute x 2, steps 90 to 92\n")
         with reviewing.client(reviewing.job_token(job.uid)) as client:
             gateway.wait_for(lambda: client.get(f"{job.path}/faults").is_success)
             assert [fault["rank"] for fault in client.get(f"{job.path}/faults").json()][-1] == 1
-    assert "outside of this world" in run("inject", "--gateway", reviewing.url, *words[:2], "99", *words[3:])[2]
+        code, text, _ = run(*export, "--from", "2", "--to", "4")
+        assert (code, text) == (
+            0,
+            f"{out}: 18 spans, 0 arrows, from the running hub; open it at https://ui.perfetto.dev\n",
+        )
+        document = json.loads(out.read_text(encoding="utf-8"))
+        assert {event["args"]["step"] for event in document["traceEvents"] if event["ph"] == "X"} == {2, 3, 4}
+        code, _, problem = run(*export, "--from", "900")
+        assert (code, problem) == (1, "error: no step of that range is held in full; leave out from and to.\n")
+        assert "cannot write the trace" in run(*export[:4], str(tmp_path / "none" / "t"), *export[5:])[2]
+    assert "outside of this world" in run("inject", "--gateway", reviewing.url, *fault[:2], "99", *fault[3:])[2]
+    assert "--to is before --from" in run(*export, "--from", "4", "--to", "2")[2]
+    assert 'megatronjobs.megatronapp.io "none" not found' in run("trace", "export", "none", *export[3:])[2]
 
 
 def test_the_pages_open_by_an_address_that_holds_no_token(
@@ -236,27 +250,6 @@ def test_a_plugin_of_the_kubeconfig_gives_the_token(
     job = gateway.make_job(plane, namespace, "demo", hub=False)
     with opened(asked(config)) as cluster:
         assert tokens.token_for(cluster, GatewayEndpoint(reviewing.url), ClusterJob(job.document)) == token
-
-
-def test_a_trace_comes_through_the_gateway(
-    plane: kube.ControlPlane, namespace: str, reviewing: gateway.Gateway, run: Run, tmp_path: pathlib.Path
-) -> None:
-    job = gateway.make_job(plane, namespace, "demo")
-    out = tmp_path / "trace.json"
-    words = ("trace", "export", "demo", "-o", str(out), "--gateway", reviewing.url)
-    with gateway.hub(job, tmp_path / "hub", port=reviewing.hub_port, key=reviewing.key):
-        code, text, _ = run(*words, "--from", "2", "--to", "4")
-        assert (code, text) == (
-            0,
-            f"{out}: 18 spans, 0 arrows, from the running hub; open it at https://ui.perfetto.dev\n",
-        )
-        document = json.loads(out.read_text(encoding="utf-8"))
-        assert {event["args"]["step"] for event in document["traceEvents"] if event["ph"] == "X"} == {2, 3, 4}
-        code, _, problem = run(*words, "--from", "900")
-        assert (code, problem) == (1, "error: no step of that range is held in full; leave out from and to.\n")
-        assert "cannot write the trace" in run(*words[:4], str(tmp_path / "none" / "t"), *words[5:])[2]
-    assert "--to is before --from" in run(*words, "--from", "4", "--to", "2")[2]
-    assert 'megatronjobs.megatronapp.io "none" not found' in run("trace", "export", "none", *words[3:])[2]
 
 
 def test_a_trace_of_a_job_without_a_hub_is_explained(

@@ -309,7 +309,8 @@ def hub(job: GatewayJob, folder: pathlib.Path, *, port: int, key: str) -> Iterat
         rings(folder),
         process([*command, "megatronapp_analyzer.agent"], log, **named),
     ):
-        with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {viewer(key, job)}"}) as client:
+        headers = {"Authorization": f"Bearer {viewer(key, job)}"}
+        with httpx.Client(trust_env=False, headers=headers, verify=SHARED_TLS) as client:
             wait_for(lambda: _has_steps(client, url), log)
         yield
 
