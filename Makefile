@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 NPM_CI := npm ci --no-audit --no-fund --prefer-offline
 MEMBERS := common operator trainer analyzer
 SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
+RANK_PACKAGES = $(addprefix $(VENV)/lib/python*/site-packages/,megatron sympy torch)
 PY_DIRS := $(SOURCES) tests bench scripts
 JOBS ?= 2
 WORKERS ?= 2
@@ -26,8 +27,8 @@ $(BIN)/.ready: constraints.txt pyproject.toml $(wildcard */pyproject.toml) csrc/
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --build-constraints constraints.txt --group dev -e csrc $(addprefix -e ,$(MEMBERS))
-# Many processes start in demos and tests; where Python may not write bytecode, each would compile megatron-core anew.
-	$(BIN)/python -m compileall -q -j $(JOBS) $(VENV)/lib $(SOURCES) >/dev/null 2>&1 || true  # templates are no code
+# What each rank imports: many start at once in demos and tests, and where Python may not write bytecode, each would compile it anew.
+	$(BIN)/python -m compileall -q -j $(JOBS) -x '/(tests?|testing)/' $(RANK_PACKAGES) $(SOURCES) >/dev/null 2>&1 || true  # templates are no code
 	touch $@
 
 frontend/node_modules/.ready: frontend/package-lock.json
@@ -44,11 +45,16 @@ demo: setup ## Train a small GPT on this machine, make a rank slow, and see it n
 
 test: test-py test-cpp test-ui ## What must hold for each commit: Python, C++, page (about 12 minutes on two cores)
 
-test-py: setup
-	scripts/system_packages.sh test native
+# One is downloaded while the other is compiled; apt-get first, as only one may run.
+test-py:
+	scripts/system_packages.sh build test native
+	$(MAKE) -j2 test-tools setup
+	$(MAKE) --keep-going -j1 test-files test-e2e
+
+.PHONY: test-tools
+test-tools:
 	scripts/kube_tools.sh api
 	scripts/kube_tools.sh helm
-	$(MAKE) --keep-going -j1 test-files test-e2e
 
 # Separate targets of a second make, so that test-e2e also runs after failed tests, but not after an interruption.
 .PHONY: test-files test-e2e

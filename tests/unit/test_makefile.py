@@ -16,25 +16,38 @@ case "$*" in
   *) exit "$CODE_E2E" ;;
 esac
 """
+SETUP = (
+    "constraints.txt",
+    "pyproject.toml",
+    "csrc/CMakeLists.txt",
+    ".venv/bin/.ready",
+    "frontend/package-lock.json",
+    "frontend/node_modules/.ready",
+    "frontend/dist/index.html",
+)
+"""Files that `make setup` reads and writes, oldest first; with them nothing is left to do."""
 
 
 def begin(folder: pathlib.Path, **environment: str) -> subprocess.Popen[str]:
     """Run `make test-py` in a folder with a fake Python, which notes its arguments in `ran`, and fake tools."""
     shutil.copy(MAKEFILE, folder)
+    for name in SETUP:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
     python = folder / ".venv" / "bin" / "python"
     for path, content in (
         (python, PYTHON),
         (folder / "scripts" / "system_packages.sh", "#!/bin/sh\n"),
-        (folder / "scripts" / "kube_tools.sh", "#!/bin/sh\n"),
+        (folder / "scripts" / "kube_tools.sh", "#!/bin/sh\nexit $CODE_TOOLS\n"),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
         path.chmod(0o755)
     of_make = {name: "" for name in ("GNUMAKEFLAGS", "MAKEFILES", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     return subprocess.Popen(
-        ["make", "--old-file=setup", "VENV=.venv", "WORKERS=2", "PYTEST_FLAGS=", "test-py"],
+        ["make", "VENV=.venv", "WORKERS=2", "PYTEST_FLAGS=", "test-py"],
         cwd=folder,
-        env=os.environ | of_make | {"WAITS": "", "CODE": "0", "CODE_E2E": "0"} | environment,
+        env=os.environ | of_make | {"WAITS": "", "CODE": "0", "CODE_E2E": "0", "CODE_TOOLS": "0"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -49,6 +62,14 @@ def test_the_demonstrations_run_also_after_a_failure(tmp_path: pathlib.Path, cod
     ran = (tmp_path / "ran").read_text(encoding="utf-8").splitlines()
     assert [line.split()[2] for line in ran] == ["-n", "tests/e2e"]
     assert (process.returncode == 0) == (code == code_e2e == "0"), output
+
+
+def test_a_tool_that_cannot_be_built_ends_all_before_the_tests(tmp_path: pathlib.Path) -> None:
+    with begin(tmp_path, CODE_TOOLS="1") as process:
+        output = process.communicate()[0]
+    assert process.returncode != 0
+    assert "test-tools] Error 1" in output
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(("number", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "TERM"])
