@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 version="${1:-3.12}"
 names=(
   annotated-doc annotated-types anyio cachetools cel-expr-python certifi click einops fastapi h11 httpcore httpx hypothesis idna
-  iniconfig jinja2 markupsafe megatron-core msgpack nvidia-ml-py packaging pathspec pluggy prometheus-client psutil pybind11 pydantic
+  iniconfig jinja2 markupsafe megatron-core msgpack nvidia-ml-py opentelemetry-api packaging pathspec pluggy prometheus-client psutil pybind11 pydantic
   pydantic-core pygments pytest pytest-asyncio pytest-timeout pyyaml safetensors scikit-build-core setuptools shtab
   sniffio sortedcontainers starlette tokenizers tqdm typing-extensions typing-inspection uvicorn websockets
 )
