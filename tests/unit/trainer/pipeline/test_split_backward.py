@@ -118,6 +118,28 @@ def test_the_delay_of_weight_gradients_changes_no_bit(run_ranks: RunRanks) -> No
     run_ranks(1, try_orders, GROUPED, 100 if FULL else 10)
 
 
+def compare_replicas(flags: str, orders: list[list[Task]]) -> bool:
+    """Return whether replicas that run tasks in different orders have the trace of whole passes."""
+    rank = int(os.environ["RANK"])
+    expected = trace(flags, WHOLE, split=False)
+    return trace(flags, orders[rank % len(orders)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "orders"),
+    [
+        pytest.param(2, "--use-distributed-optimizer", [LATE, WHOLE], id="sharded"),
+        pytest.param(2, GROUPED, [MIXED, LATE], id="whole"),
+        pytest.param(4, f"{SEQUENCE} --use-distributed-optimizer", [LATE, LATE, WHOLE, WHOLE], id="TP2"),
+    ],
+)
+@pytest.mark.full("another layout", but=("sharded",))
+def test_replicas_may_run_tasks_in_different_orders(
+    run_ranks: RunRanks, world: int, flags: str, orders: list[list[Task]]
+) -> None:
+    assert run_ranks(world, compare_replicas, f"{flags} {OVERLAP}", orders) == [True] * world
+
+
 PARAMETERS = 2 * 12 + 4
 """Parameters of the model without flags: 12 of each layer, two of the final norm, two embeddings."""
 

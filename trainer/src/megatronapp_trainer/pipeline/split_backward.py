@@ -16,7 +16,13 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.pipeline.weight_gradients import WeightGradientStore, start_gather, weight_product
+from megatronapp_trainer.pipeline.reduction_order import order_reductions
+from megatronapp_trainer.pipeline.weight_gradients import (
+    WeightGradientStore,
+    add_fused_product,
+    start_gather,
+    weight_product,
+)
 
 _EMBEDDINGS = (VocabParallelEmbedding, torch.nn.Embedding)
 """Modules whose weight gradient is no matrix product: it stays in B, and there is nothing to gain."""
@@ -28,11 +34,11 @@ def install_split_backward(
     """Let the linear layers of model chunks leave their weight gradients to a store; returns one for each chunk.
 
     Outside of `WeightGradientStore.backward(split=True)` they compute what megatron-core's layers do, to the last bit.
-    Parameters, state dicts and forward passes are the same. Call it once, on chunks in megatron-core's
-    DistributedDataParallel.
+    Parameters, state dicts and forward passes are the same. Called again, it replaces the stores. Gradient reductions
+    begin in one order from then on (`order_reductions`), whichever passes split on which replica.
 
     Args:
-        chunks: of this rank, in order.
+        chunks: of this rank, in order, each in megatron-core's DistributedDataParallel.
         output_layer: split the output layer, too. Its pending W holds the gradient of all logits of a microbatch.
         fused: add each product to `main_grad` within the matrix product. Faster, and not bit-equal to megatron-core's
             layers: the product is not rounded to the precision of the weights before it is added. Split and whole
@@ -47,8 +53,12 @@ def install_split_backward(
         for module in _split_layers(chunk, output_layer=output_layer)[0].values():
             if fused:
                 _require_fused_product(module.weight)
-            module._forward_impl = _SplitLayer(module.weight, store, module._forward_impl)
+            whole = module._forward_impl
+            if isinstance(whole, _SplitLayer):
+                whole = whole.whole
+            module._forward_impl = _SplitLayer(module.weight, store, whole)
         stores.append(store)
+    order_reductions(chunks)
     return stores
 
 
@@ -61,10 +71,13 @@ def unsplit_layers(chunk: Any, *, output_layer: bool = True) -> dict[str, str]: 
 
 
 def has_fused_product(device: torch.device, operands: torch.dtype, total: torch.dtype) -> bool:
-    """Return whether this device adds a product of these operands to a sum of another precision within the product."""
-    if operands == total:
-        return True
-    return device.type == "cuda" and operands in {torch.bfloat16, torch.float16} and total == torch.float32
+    """Try whether this device adds a product of such operands to a sum of another precision within the product."""
+    ones, result = torch.ones(16, 16, device=device, dtype=operands), torch.ones(16, 16, device=device, dtype=total)
+    try:
+        add_fused_product(result, ones, ones)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return bool((result == 17).all())
 
 
 def _require_fused_product(weight: torch.nn.Parameter) -> None:

@@ -62,6 +62,14 @@ def start_gather(
     return whole, dist.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=True)
 
 
+def add_fused_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left times right to `total` within the product. Raises torch's errors where the device cannot do it."""
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
 class WeightGradientStore:
     """Weight gradients of one model chunk that backward passes have left for later.
 
@@ -89,6 +97,8 @@ class WeightGradientStore:
         self._microbatches = 0
         self._next_backward = 0
         self._collected: dict[int, list[WeightProduct]] = {}
+        self._bytes: dict[int, int] = {}
+        """For each pending microbatch of which the bytes have been counted."""
         self._collecting: list[WeightProduct] | None = None
 
     @property
@@ -103,11 +113,12 @@ class WeightGradientStore:
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes of memory that pending weight gradients keep alive on this rank."""
-        storages = [
-            storage for products in self._collected.values() for product in products for storage in product.storages
-        ]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        """Bytes of memory on this rank that weight gradients of finished backward passes keep alive until W."""
+        for microbatch, products in self._collected.items():
+            if microbatch not in self._bytes and products is not self._collecting:
+                storages = (storage for product in products for storage in product.storages)
+                self._bytes[microbatch] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return sum(self._bytes.values())
 
     def begin_step(self, num_microbatches: int) -> None:
         """Begin a step of `num_microbatches`. Raises TaskOrderError if a W of the step before has not run."""
@@ -152,6 +163,7 @@ class WeightGradientStore:
                 f"the weight gradients (W) of microbatch {microbatch} of chunk {self._index} are not the next ones; "
                 f"pending, in this order: {_listed(self.pending)}"
             )
+        self._bytes.pop(microbatch, None)
         is_last = microbatch == self._microbatches - 1
         for product, layer_input in _gathered(collections.deque(self._collected.pop(microbatch))):
             self._refuse_overwritten(product, microbatch)
@@ -188,12 +200,10 @@ class WeightGradientStore:
         """
         total: torch.Tensor = product.weight.main_grad  # type: ignore[attr-defined] # set by megatron-core
         left, right = product.output_gradient.t(), layer_input.contiguous().flatten(0, -2)
-        if not self._fused:
-            total.add_(left.matmul(right))
-        elif total.dtype == right.dtype:
-            total.addmm_(left, right)
+        if self._fused:
+            add_fused_product(total, left, right)
         else:
-            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+            total.add_(left.matmul(right))
 
     def _announce(self, weight: torch.nn.Parameter) -> None:
         """Register the gradient of a weight at megatron-core's DistributedDataParallel, as its own hook does.
