@@ -101,15 +101,16 @@ class Executor:
 
         layout = self.run.layout
         generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + layout.data_rank)
-        text = torch.randint(120, (2, 17), generator=generator)
+        device = self.run.device.torch_device
+        text = torch.randint(120, (2, 17), generator=generator).to(device)
         received = None
         if not layout.is_first_stage:
             core = self.run.core_config
             length = 16 // layout.tensor_size if core.sequence_parallel else 16
-            received = torch.empty(length, 2, 32, dtype=core.pipeline_dtype, requires_grad=True)
+            received = torch.empty(length, 2, 32, dtype=core.pipeline_dtype, device=device, requires_grad=True)
             dist.recv(received.detach(), layout.rank - layout.tensor_size)
             get_attr_wrapped_model(self.chunk, "set_input_tensor")(received)
-        output = self.chunk(text[:, :-1], torch.arange(16).expand(2, 16), None, labels=text[:, 1:])
+        output = self.chunk(text[:, :-1], torch.arange(16, device=device).expand(2, 16), None, labels=text[:, 1:])
         if layout.is_last_stage:
             output = output.mean() / MICROBATCHES
             self.losses.append(output.item())
@@ -146,7 +147,7 @@ class Executor:
 def _digest(tensor: Any) -> str:
     import torch
 
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def trace(flags: str, tasks: Sequence[Task], *, split: bool = True, steps: int = 3, **options: Any) -> list[Any]:
