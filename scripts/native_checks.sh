@@ -15,15 +15,17 @@ tests() { # tests NAME CMAKE_ARGUMENTS...
     build "$1" -DMEGATRONAPP_TESTS=ON "${@:2}"
     # Rings live in memory; on a busy disk the thousands of small files of these tests take half a minute.
     TMPDIR=${TMPDIR:-/dev/shm} "build/$1/ring_tests" --gtest_brief=1
+    TMPDIR=${TMPDIR:-/dev/shm} "build/$1/transport_tests" --gtest_brief=1
 }
 
 lint() {
-    clang-format --dry-run --Werror include/megatronapp/*.hpp src/*.cpp bindings/*.cpp bindings/*.hpp tests/*.hpp tests/*.cpp benchmarks/*.cpp
+    local sources=(src/*.cpp src/*/*.cpp bindings/*.cpp tests/*.cpp tests/*/*.cpp benchmarks/*.cpp)
+    clang-format --dry-run --Werror include/megatronapp/*.hpp include/megatronapp/*/*.hpp bindings/*.hpp tests/*.hpp tests/*/*.hpp "${sources[@]}"
     local pybind11
     pybind11=$("$python" -m pybind11 --cmakedir)
     build lint -DMEGATRONAPP_TESTS=ON -DMEGATRONAPP_BENCHMARKS=ON -DMEGATRONAPP_BINDINGS=ON -DCMAKE_BUILD_TYPE=Debug \
         -Dpybind11_DIR="$pybind11" -DPYTHON_EXECUTABLE="$python"
-    printf '%s\n' src/*.cpp bindings/*.cpp tests/*.cpp benchmarks/*.cpp | xargs -n 1 -P "${JOBS:-2}" clang-tidy --quiet -p build/lint
+    printf '%s\n' "${sources[@]}" | xargs -n 1 -P "${JOBS:-2}" clang-tidy --quiet -p build/lint
 }
 
 mkdir -p build

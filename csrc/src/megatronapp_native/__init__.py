@@ -1,15 +1,46 @@
-"""Trace ring in shared memory: one producer that never blocks, many readers that never see a torn record."""
+"""Trace ring in shared memory, and the transport between ranks of one node.
 
-from megatronapp_native._native import OpenSpan, RingInfo, RingReader, RingWriter, monotonic_ns, run_queue_ns
-from megatronapp_native.errors import NativeError, RingError
+Ring: one producer that never blocks, many readers that never see a torn record. Transport: messages by key.
+"""
+
+from megatronapp_native._native import (
+    PROGRESS_WORDS,
+    OpenSpan,
+    RingInfo,
+    RingReader,
+    RingWriter,
+    TransportEndpoint,
+    TransportMessage,
+    monotonic_ns,
+    run_queue_ns,
+)
+from megatronapp_native.errors import (
+    DuplicateKeyError,
+    NativeError,
+    PeerLostError,
+    RingError,
+    TransferTimeoutError,
+    TransportCorruptError,
+    TransportError,
+    TransportMismatchError,
+)
 
 __all__ = [
+    "PROGRESS_WORDS",
+    "DuplicateKeyError",
     "NativeError",
     "OpenSpan",
+    "PeerLostError",
     "RingError",
     "RingInfo",
     "RingReader",
     "RingWriter",
+    "TransferTimeoutError",
+    "TransportCorruptError",
+    "TransportEndpoint",
+    "TransportError",
+    "TransportMessage",
+    "TransportMismatchError",
     "monotonic_ns",
     "run_queue_ns",
 ]

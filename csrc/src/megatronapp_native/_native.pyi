@@ -1,3 +1,98 @@
+from collections.abc import Sequence
+from typing import TypedDict
+
+from typing_extensions import Buffer
+
+PROGRESS_WORDS: int
+"""Number of progress words of a rank."""
+
+class Traffic(TypedDict):
+    """Transfers in one direction since ranks connected."""
+
+    transfers: int
+    bytes: int
+    copy_ns: int
+
+class PeerStatistics(TypedDict):
+    """Transfers between this rank and one peer."""
+
+    path: str
+    sent: Traffic
+    received: Traffic
+    last: list[tuple[int, int, int, int, bool]]
+    """At most 256, oldest first: key, bytes, start and end of the copy (monotonic, ns), whether sent by this rank."""
+
+class TransportMessage(Buffer):
+    """A received message: a view of its slot, writable, valid until it is released or no longer referenced."""
+
+    def release(self) -> None:
+        """Give the slot back to the sender, who then overwrites it. A second call does nothing."""
+    @property
+    def released(self) -> bool: ...
+    @property
+    def key(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def start_ns(self) -> int:
+        """When the sender began to copy, on the monotonic clock."""
+    @property
+    def end_ns(self) -> int: ...
+
+class TransportEndpoint:
+    """The transport of one rank. Add all peers, connect all ranks, then use it from any thread.
+
+    Raises the errors of `megatronapp_native.errors`; in a forked child, TransportError. Keys are 64 bits and belong to
+    one directed pair of ranks from `send` until the message is released.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str,
+        job: str,
+        attempt: int,
+        rank: int,
+        slot_bytes: int,
+        slots: int,
+        deadline_s: float,
+        threads: int,
+    ) -> None:
+        """Make this rank's board and remove the files of older attempts of the job.
+
+        slot_bytes: the largest message. slots: unreleased messages of a directed pair of ranks. deadline_s: for peers
+        to connect, and for a send to get a slot. threads: that copy.
+        """
+    def add_peer(self, peer: int, messages: bool) -> None:
+        """Make the inbox for a peer's messages; without messages only progress words and logs are shared."""
+    def connect(self) -> None:
+        """Wait until all peers have added and opened each other."""
+    def send(self, peer: int, key: int, address: int, bytes: int, owner: object) -> None:
+        """Queue the memory at `address`; `owner` is kept alive until it is copied. Does not wait."""
+    def poll(self, peer: int, key: int) -> TransportMessage | None:
+        """Return the message if it has arrived."""
+    def receive(self, peer: int, key: int, deadline_s: float) -> TransportMessage: ...
+    def activity(self) -> int:
+        """Return a number that changes with each message, log entry and failure."""
+    def wait_activity(self, seen: int, deadline_s: float) -> bool:
+        """Wait until `activity()` is not `seen`; return False at the deadline."""
+    def sending(self) -> int:
+        """Return how many sends are not copied yet."""
+    def statistics(self, peer: int) -> PeerStatistics: ...
+    def publish(self, index: int, value: int) -> None:
+        """Store one of this rank's 64-bit progress words; the last value wins."""
+    def read(self, peer: int, index: int) -> int:
+        """Return a progress word of a peer; 0 before the first one."""
+    def lead(self, followers: Sequence[int]) -> None:
+        """Begin a log that these peers read."""
+    def append(self, value: int, deadline_s: float) -> None:
+        """Append 64 bits to the log; wait while a follower has not read the oldest of 1,024 entries."""
+    def poll_entry(self, leader: int) -> int | None:
+        """Return the next entry of a leader's log, if there is one; each once and in order."""
+    def next_entry(self, leader: int, deadline_s: float) -> int: ...
+    def close(self, drain: bool) -> None:
+        """End all threads; with `drain`, wait first (within the deadline) until all queued messages have slots."""
+
 class OpenSpan:
     """What a producer is inside of. `kind` is a Kind, `start_ns` is on the monotonic clock."""
 

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "megatronapp/transport/board.hpp"
+#include "megatronapp/transport/directory.hpp"
+#include "megatronapp/transport/host_path.hpp"
+#include "megatronapp/transport/peer.hpp"
+
+namespace megatronapp::transport {
+
+/// Makes the files of one rank, opens those of its peers, and removes the names once all sides have opened them.
+class Connector {
+  public:
+    Connector(const Directory& directory, std::uint32_t rank, std::uint64_t slots, std::uint64_t slot_bytes,
+              double deadline_s)
+        : directory_(&directory), rank_(rank), slots_(slots), slot_bytes_(slot_bytes), deadline_s_(deadline_s) {}
+
+    /// Raises TransportError if another living process is this rank.
+    [[nodiscard]] OwnBoard make_board() const;
+
+    void add_peer(std::uint32_t peer, bool messages);
+
+    /// Raises TransferTimeoutError, PeerLostError, TransportMismatchError or TransportCorruptError.
+    [[nodiscard]] std::vector<std::shared_ptr<Peer>> connect(OwnBoard& board, Completions& completions);
+
+    /// Lets the peers know that this rank does not connect.
+    void give_up() noexcept;
+
+    /// Removes the names of this rank's inboxes, and all names of added peers that are dead.
+    void remove_names() noexcept;
+
+  private:
+    struct Pending {
+        std::uint32_t peer;
+        Identity identity;  ///< of the inbox from the peer
+        InboxFile from_peer;
+        std::optional<InboxFile> to_peer;
+        std::optional<PeerBoard> board;
+    };
+
+    [[nodiscard]] Identity identity(std::uint64_t magic, std::uint32_t owner, std::uint32_t sender) const;
+    [[nodiscard]] Identity inbox_identity(std::uint32_t receiver, std::uint32_t sender, bool messages) const;
+    [[nodiscard]] bool open_files(Pending& pending) const;
+    [[nodiscard]] std::optional<PeerBoard> open_board(std::uint32_t peer) const;
+    void open_all(const OwnBoard& board, std::uint64_t deadline_ns);
+    void await_attached(const OwnBoard& board, std::uint64_t deadline_ns);
+    void require_alive(const OwnBoard& board) const;
+    [[noreturn]] void raise_timeout(std::uint32_t peer, const std::string& what) const;
+
+    const Directory* directory_;
+    std::uint32_t rank_;
+    std::uint64_t slots_;
+    std::uint64_t slot_bytes_;
+    double deadline_s_;
+    std::vector<Pending> pending_;
+};
+
+}  // namespace megatronapp::transport

@@ -1,0 +1,135 @@
+/// Values that describe messages on their way, and small containers of them.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace megatronapp::transport {
+
+/// A message that waits for a slot of its receiver.
+struct SendRequest {
+    std::uint64_t ticket;
+    std::uint64_t key;
+    const std::byte* data;
+    std::uint64_t bytes;
+    std::uint64_t queued_ns;
+};
+
+/// A message that has a slot and is being copied into it.
+struct StartedSend {
+    SendRequest request;
+    std::uint32_t slot;
+};
+
+/// One ended transfer; times of the monotonic clock, those of the copy at the sender.
+struct Transfer {
+    std::uint64_t key;
+    std::uint64_t bytes;
+    std::uint64_t start_ns;
+    std::uint64_t end_ns;
+    bool sent;  ///< by this rank; otherwise received
+};
+
+struct Traffic {
+    std::uint64_t transfers = 0;
+    std::uint64_t bytes = 0;
+    std::uint64_t copy_ns = 0;
+};
+
+inline constexpr std::size_t kLastTransfers = 256;
+
+struct PeerStatistics {
+    const char* path;
+    Traffic sent;
+    Traffic received;
+    std::vector<Transfer> last;  ///< at most kLastTransfers, oldest first
+};
+
+/// Counts transfers and remembers the last ones.
+class TransferLog {
+  public:
+    void add(const Transfer& transfer) noexcept {
+        Traffic& traffic = transfer.sent ? sent_ : received_;
+        ++traffic.transfers;
+        traffic.bytes += transfer.bytes;
+        traffic.copy_ns += transfer.end_ns - transfer.start_ns;
+        last_[(sent_.transfers + received_.transfers - 1) % kLastTransfers] = transfer;
+    }
+
+    [[nodiscard]] PeerStatistics statistics(const char* path) const {
+        PeerStatistics result{path, sent_, received_, {}};
+        const std::uint64_t all = sent_.transfers + received_.transfers;
+        for (std::uint64_t i = all > kLastTransfers ? all - kLastTransfers : 0; i < all; ++i) {
+            result.last.push_back(last_[i % kLastTransfers]);
+        }
+        return result;
+    }
+
+  private:
+    Traffic sent_;
+    Traffic received_;
+    std::array<Transfer, kLastTransfers> last_{};
+};
+
+/// First in, first out; allocates only when more requests wait than ever before.
+class RequestQueue {
+  public:
+    [[nodiscard]] bool empty() const noexcept { return size_ == 0; }
+    [[nodiscard]] const SendRequest& front() const noexcept { return places_[first_]; }
+
+    void push(const SendRequest& request) {
+        if (size_ == places_.size()) {
+            grow();
+        }
+        places_[(first_ + size_) % places_.size()] = request;
+        ++size_;
+    }
+
+    SendRequest pop() noexcept {
+        const SendRequest request = places_[first_];
+        first_ = (first_ + 1) % places_.size();
+        --size_;
+        return request;
+    }
+
+  private:
+    void grow() {
+        std::vector<SendRequest> larger(2 * places_.size());
+        for (std::size_t i = 0; i < size_; ++i) {
+            larger[i] = places_[(first_ + i) % places_.size()];
+        }
+        places_ = std::move(larger);
+        first_ = 0;
+    }
+
+    std::vector<SendRequest> places_ = std::vector<SendRequest>(64);
+    std::size_t first_ = 0;
+    std::size_t size_ = 0;
+};
+
+/// Tickets of sends whose memory the caller may use again.
+class Completions {
+  public:
+    void add(std::uint64_t ticket) {
+        const std::lock_guard lock(mutex_);
+        tickets_.push_back(ticket);
+    }
+
+    /// Replaces the contents of `out`, whose memory is used for later tickets.
+    void take(std::vector<std::uint64_t>& out) {
+        out.clear();
+        const std::lock_guard lock(mutex_);
+        out.swap(tickets_);
+    }
+
+  private:
+    std::mutex mutex_;
+    std::vector<std::uint64_t> tickets_;
+};
+
+}  // namespace megatronapp::transport

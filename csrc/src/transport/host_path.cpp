@@ -1,0 +1,125 @@
+#include "megatronapp/transport/host_path.hpp"
+
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "megatronapp/transport/errors.hpp"
+
+namespace megatronapp::transport {
+namespace {
+
+void require_equal(const std::string& path, const char* what, std::uint64_t found, std::uint64_t expected) {
+    if (found != expected) {
+        throw TransportMismatchError(path + ": the peer has " + what + " " + std::to_string(found) + ", this rank " +
+                                     std::to_string(expected) + "; start both with the same settings");
+    }
+}
+
+}  // namespace
+
+void require_identity(const std::string& path, const Identity& found, const Identity& expected) {
+    if (found.magic != expected.magic) {
+        throw TransportMismatchError(path + ": not a file of this transport; remove it");
+    }
+    if (found.version != expected.version) {
+        throw TransportMismatchError(path + ": version " + std::to_string(found.version) + ", this rank has " +
+                                     std::to_string(expected.version) +
+                                     "; install the same megatronapp-native on all ranks");
+    }
+    if (found.check != found.computed_check()) {
+        throw TransportCorruptError(path + ": its header is damaged; restart the job");
+    }
+    if (found.job != expected.job || found.attempt != expected.attempt || found.owner != expected.owner ||
+        found.sender != expected.sender) {
+        throw TransportMismatchError(path + ": the header is that of another job, attempt or rank than the name; " +
+                                     "remove the file");
+    }
+    require_equal(path, "a slot size of", found.slot_bytes, expected.slot_bytes);
+    require_equal(path, "a number of slots of", found.slots, expected.slots);
+    require_equal(path, "a file size of", found.file_bytes, expected.file_bytes);
+}
+
+InboxFile InboxFile::create(const std::string& path, const Identity& identity) {
+    SharedFile file = SharedFile::create(path, identity.file_bytes);
+    auto* header = new (file.data()) InboxHeader{};
+    header->identity = identity;
+    return {std::move(file), InboxLayout::of(identity.slots, identity.slot_bytes)};
+}
+
+std::optional<InboxFile> InboxFile::open(const std::string& path, const Identity& expected) {
+    std::optional<SharedFile> file = SharedFile::open(path, sizeof(InboxHeader));
+    if (!file) {
+        return std::nullopt;
+    }
+    Identity found{};
+    std::memcpy(&found, file->data(), sizeof(found));  // once: what is checked is what is used
+    require_identity(path, found, expected);
+    require_equal(path, "a length of", file->bytes(), expected.file_bytes);
+    return InboxFile(std::move(*file), InboxLayout::of(expected.slots, expected.slot_bytes));
+}
+
+Announcement* InboxFile::announcements() const noexcept {
+    return reinterpret_cast<Announcement*>(file_.data() + layout_.announcements);
+}
+
+ReturnedSlot* InboxFile::returned_slots() const noexcept {
+    return reinterpret_cast<ReturnedSlot*>(file_.data() + layout_.returned_slots);
+}
+
+std::byte* InboxFile::slot_data(std::uint32_t slot) const noexcept {
+    return file_.data() + layout_.data + slot * layout_.slot_stride;
+}
+
+HostPath::HostPath(InboxFile to_peer, InboxFile from_peer, const Identity& identity, std::uint32_t peer)
+    : slots_(identity.slots),
+      slot_bytes_(identity.slot_bytes),
+      peer_("rank " + std::to_string(peer)),
+      to_peer_(std::move(to_peer)),
+      from_peer_(std::move(from_peer)),
+      announcements_(&to_peer_.header().announced, to_peer_.announcements(), slots_),
+      returned_(&to_peer_.header().returned, to_peer_.returned_slots(), slots_),
+      arrivals_(&from_peer_.header().announced, from_peer_.announcements(), slots_),
+      returns_(&from_peer_.header().returned, from_peer_.returned_slots(), slots_) {}
+
+void HostPath::copy(std::uint32_t slot, const std::byte* data, std::uint64_t bytes) noexcept {
+    if (bytes != 0) {
+        std::memcpy(to_peer_.slot_data(slot), data, bytes);
+    }
+}
+
+void HostPath::announce(const Arrival& arrival) noexcept {
+    announcements_.push({arrival.key, arrival.bytes, arrival.slot, arrival.start_ns, arrival.end_ns});
+}
+
+std::optional<std::uint32_t> HostPath::next_returned() {
+    const std::optional<RingEntry<1>> entry = returned_.next("the slots returned by " + peer_);
+    if (!entry) {
+        return std::nullopt;
+    }
+    if (entry->front() >= slots_) {
+        throw TransportCorruptError("the slots returned by " + peer_ + ": slot " + std::to_string(entry->front()) +
+                                    " of " + std::to_string(slots_));
+    }
+    return static_cast<std::uint32_t>(entry->front());
+}
+
+std::optional<Arrival> HostPath::next_arrival() {
+    const std::optional<RingEntry<kAnnouncementWords>> entry = arrivals_.next("the messages of " + peer_);
+    if (!entry) {
+        return std::nullopt;
+    }
+    const auto [key, bytes, slot, start_ns, end_ns] = *entry;
+    if (slot >= slots_ || bytes > slot_bytes_) {
+        throw TransportCorruptError("the messages of " + peer_ + ": " + std::to_string(bytes) + " bytes in slot " +
+                                    std::to_string(slot) + ", of " + std::to_string(slots_) + " slots of " +
+                                    std::to_string(slot_bytes_) + " bytes");
+    }
+    return Arrival{key, bytes, static_cast<std::uint32_t>(slot), start_ns, end_ns};
+}
+
+std::byte* HostPath::slot_data(std::uint32_t slot) const noexcept { return from_peer_.slot_data(slot); }
+
+void HostPath::give_back(std::uint32_t slot) noexcept { returns_.push({slot}); }
+
+}  // namespace megatronapp::transport

@@ -1,0 +1,180 @@
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <random>
+
+#include "megatronapp/mapped_file.hpp"
+#include "megatronapp/transport/layout.hpp"
+#include "ranks.hpp"
+
+namespace megatronapp::transport::testing {
+namespace {
+
+constexpr std::uint64_t kSlots = 4;
+constexpr std::uint64_t kSlotBytes = 512;
+
+/// The words of a file that are not message data, as a third process could write them.
+class ControlArea {
+  public:
+    ControlArea(const std::string& path, std::uint64_t bytes) : bytes_(bytes) {
+        const FileDescriptor fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+        void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+        words_ = data == MAP_FAILED ? nullptr : static_cast<Word*>(data);
+    }
+    ControlArea(ControlArea&& other) noexcept : words_(std::exchange(other.words_, nullptr)), bytes_(other.bytes_) {}
+    ControlArea& operator=(ControlArea&&) = delete;
+    ControlArea(const ControlArea&) = delete;
+    ControlArea& operator=(const ControlArea&) = delete;
+    ~ControlArea() {
+        if (words_ != nullptr) {
+            ::munmap(words_, bytes_);
+        }
+    }
+
+    [[nodiscard]] Word& word(std::uint64_t index) const { return words_[index]; }
+    [[nodiscard]] std::uint64_t count() const { return bytes_ / sizeof(Word); }
+    [[nodiscard]] bool valid() const { return words_ != nullptr; }
+
+  private:
+    Word* words_;
+    std::uint64_t bytes_;
+};
+
+class Corruption : public TransportTest, public ::testing::WithParamInterface<unsigned> {
+  protected:
+    /// Two connected ranks, rank 0 the leader of a log; the areas are those of both boards and inboxes.
+    void begin() {
+        Settings common = settings(0);
+        common.slots = kSlots;
+        common.slot_bytes = kSlotBytes;
+        for (std::uint32_t rank = 0; rank < 2; ++rank) {
+            common.rank = rank;
+            ranks_.push_back(prepared(common, 2));
+        }
+        for (const std::string& name : names()) {
+            const bool board = name.ends_with("board");
+            areas_.emplace_back(directory_ + "/" + name,
+                                board ? sizeof(BoardLayout) : InboxLayout::of(kSlots, kSlotBytes).data);
+            ASSERT_TRUE(areas_.back().valid());
+        }
+        ASSERT_EQ(areas_.size(), 4U);
+        connect(ranks_);
+        ranks_[0]->lead({1});
+    }
+
+    /// One message each way, one entry of the log and one progress word.
+    void exchange(std::uint64_t key) {
+        const Bytes bytes = bytes_of(key, kSlotBytes);
+        for (std::uint32_t rank = 0; rank < 2; ++rank) {
+            send(*ranks_[rank], 1 - rank, key, bytes);
+        }
+        for (std::uint32_t rank = 0; rank < 2; ++rank) {
+            const Message message = ranks_[rank]->receive(1 - rank, key, 0.2);
+            EXPECT_TRUE(holds(message, bytes));
+        }
+        ranks_[0]->append(key, 0.2);
+        EXPECT_EQ(ranks_[1]->next_entry(0, 0.2), key);
+        ranks_[0]->publish(1, key);
+        static_cast<void>(ranks_[1]->read(0, 1));
+    }
+
+    /// Whether the ranks went on; nothing but a typed error ends them.
+    bool survives(std::uint64_t first, std::uint64_t exchanges) {
+        try {
+            for (std::uint64_t key = first; key < first + exchanges; ++key) {
+                exchange(key);
+            }
+        } catch (const TransportCorruptError&) {
+            return false;
+        } catch (const TransferTimeoutError&) {  // a count that was written back hides a message
+            return false;
+        } catch (const DuplicateKeyError&) {  // the return of an earlier slot was hidden
+            return false;
+        }
+        return true;
+    }
+
+    void damage(std::mt19937_64& random) {
+        const ControlArea& area = areas_[random() % areas_.size()];
+        // Half of the damage goes to the counts and states, which are few.
+        Word& word = area.word(random() % (random() % 2 == 0 ? 64 : area.count()));
+        word.store(random() % 2 == 0 ? random() : random() % 8, std::memory_order_relaxed);
+    }
+
+    Endpoints ranks_;
+    std::vector<ControlArea> areas_;
+};
+
+TEST_P(Corruption, RandomWordsEndInTypedErrors) {
+    begin();
+    std::mt19937_64 random(GetParam());
+    std::atomic<bool> stop = false;
+    std::thread damaging([&] {
+        while (!stop.load()) {
+            damage(random);
+            std::this_thread::yield();
+        }
+    });
+    static_cast<void>(survives(0, 300));
+    stop.store(true);
+    damaging.join();
+    for (const std::unique_ptr<Endpoint>& rank : ranks_) {
+        rank->close(false);
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, Corruption, ::testing::Range(0U, full_tests() ? 200U : 15U));
+
+class Damage : public Corruption {};
+
+TEST_F(Damage, OfAnAnnouncementIsRefused) {
+    begin();
+    ASSERT_TRUE(survives(0, 3));
+    const Bytes bytes = bytes_of(9, 100);
+    send(*ranks_[0], 1, 9, bytes);
+    for (const ControlArea& area : areas_) {
+        if (area.count() * sizeof(Word) == InboxLayout::of(kSlots, kSlotBytes).data) {
+            // Entry 3 of each inbox; the one that nobody has written yet stays as it is.
+            Word& word = area.word((sizeof(InboxHeader) + 3 * sizeof(Announcement)) / sizeof(Word) + 1);
+            word.store(word.load() + 1);
+        }
+    }
+    EXPECT_THROW(static_cast<void>(ranks_[1]->receive(0, 9, kLongS)), TransportCorruptError);
+    EXPECT_THROW(static_cast<void>(ranks_[1]->poll(0, 9)), TransportCorruptError);
+    EXPECT_THROW(send(*ranks_[1], 0, 10, bytes), TransportCorruptError);
+}
+
+TEST_F(Damage, OfACountIsRefused) {
+    begin();
+    for (const ControlArea& area : areas_) {
+        if (area.count() * sizeof(Word) == InboxLayout::of(kSlots, kSlotBytes).data) {
+            area.word(offsetof(InboxHeader, announced) / sizeof(Word)).store(1000);
+        }
+    }
+    EXPECT_THROW(static_cast<void>(ranks_[1]->poll(0, 9)), TransportCorruptError);
+}
+
+TEST_F(Damage, OfABoardIsRefused) {
+    begin();
+    for (const ControlArea& area : areas_) {
+        area.word(offsetof(BoardLayout, state) / sizeof(Word)).store(77);
+    }
+    // The state of a board is examined by each rank's own thread.
+    EXPECT_THROW(static_cast<void>(ranks_[1]->receive(0, 9, kLongS)), TransportCorruptError);
+}
+
+TEST_F(Damage, OfACursorIsRefused) {
+    begin();
+    ASSERT_TRUE(survives(0, 3));
+    for (const ControlArea& area : areas_) {
+        if (area.count() * sizeof(Word) == sizeof(BoardLayout) / sizeof(Word) * sizeof(Word)) {
+            area.word((offsetof(BoardLayout, followers) + offsetof(Follower, cursor)) / sizeof(Word)).store(1000);
+        }
+    }
+    EXPECT_THROW(ranks_[0]->append(1, kLongS), TransportCorruptError);
+}
+
+}  // namespace
+}  // namespace megatronapp::transport::testing
