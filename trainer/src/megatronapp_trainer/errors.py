@@ -109,3 +109,11 @@ class PeerLostError(TrainerError):
     """This process stopped because a peer was lost; the evidence is with that peer."""
 
     exit_code = ExitCode.PEER_LOST
+
+
+class TransferTimeoutError(PeerLostError):
+    """A peer that lives sent or took nothing within the deadline."""
+
+
+class TransferError(TrainerError):
+    """Transfers between ranks that were used wrongly, do not agree or found damaged memory."""

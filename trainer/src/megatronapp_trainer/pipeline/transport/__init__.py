@@ -1,0 +1,1 @@
+"""Transfers of tensors between ranks by key, over the native transport."""

@@ -1,0 +1,226 @@
+"""Tensors over the native transport: sent from where they are, received as views of shared memory.
+
+A key has 64 bits (the trainer packs kind, microbatch, chunk and step into it) and identifies a message alone: receivers
+may take messages in any order. docs/adr/0021-transport-in-shared-memory.md describes the native transport.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+
+import megatronapp_native as native
+from megatronapp_common.names import DEFAULT_SHM_DIR, Env
+from megatronapp_trainer.errors import PeerLostError, TransferError, TransferTimeoutError
+
+if TYPE_CHECKING:
+    from megatronapp_native._native import PeerStatistics
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def shared_memory_directory() -> str:
+    """Return the directory that MEGATRONAPP_SHM_DIR names, or /dev/shm."""
+    return os.environ.get(Env.SHM_DIR) or DEFAULT_SHM_DIR
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransportOptions:
+    """How a rank takes part. All ranks of an attempt have the same job, attempt, slots and directory."""
+
+    job: str
+    """Uid of the job; names files in shared memory."""
+    attempt: int
+    rank: int
+    slot_bytes: int
+    """Bytes of the largest message."""
+    slots: int = 8
+    """Messages from one rank to another that are not released yet; more wait in the sender's queue."""
+    deadline_s: float = 600.0
+    """For peers to connect, for a send to get a slot, and for a receive without another one."""
+    threads: int = 1
+    """Threads that copy messages of this rank."""
+    directory: str = dataclasses.field(default_factory=shared_memory_directory)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype that a receiver expects."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+class ReceivedTensor:
+    """A tensor in the memory of its message.
+
+    `release` gives the memory back to the sender, who overwrites it; the tensor must not be used from then on. Without
+    `release` that happens when neither this object nor any tensor on the memory is referenced.
+    """
+
+    __slots__ = ("_message", "tensor")
+
+    def __init__(self, message: native.TransportMessage, spec: TensorSpec) -> None:
+        self._message = message
+        if spec.bytes:
+            self.tensor = torch.frombuffer(message, dtype=spec.dtype).view(spec.shape)
+        else:
+            self.tensor = torch.empty(spec.shape, dtype=spec.dtype)
+
+    @property
+    def copied_ns(self) -> tuple[int, int]:
+        """Start and end of the sender's copy on the monotonic clock."""
+        return self._message.start_ns, self._message.end_ns
+
+    def release(self) -> None:
+        self._message.release()
+
+
+def translated(error: native.TransportError) -> PeerLostError | TransferError:
+    """Return the error of this package, whose exit code says whether the evidence is with another rank."""
+    if isinstance(error, native.TransferTimeoutError):
+        return TransferTimeoutError(str(error))
+    if isinstance(error, native.PeerLostError):
+        return PeerLostError(str(error))
+    return TransferError(str(error))
+
+
+def raises_trainer_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Raise native errors of `function` as those of this package."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except native.TransportError as error:
+            raise translated(error) from error
+
+    return call
+
+
+class TensorTransport:
+    """The transport of one rank. Ranks construct it with their peers, connect, and then use it from any thread.
+
+    Errors: PeerLostError for a peer that died or closed, TransferTimeoutError (also a PeerLostError) for one that
+    hangs, TransferError for wrong use, ranks that do not agree, and damaged memory. The native error is their cause.
+    """
+
+    @raises_trainer_errors
+    def __init__(self, options: TransportOptions, *, peers: Sequence[int], boards: Sequence[int] = ()) -> None:
+        """Make the shared memory of this rank.
+
+        peers: ranks that exchange messages with this one. boards: ranks with which only progress and logs are shared.
+        """
+        self.options = options
+        self._endpoint = native.TransportEndpoint(
+            directory=options.directory,
+            job=options.job,
+            attempt=options.attempt,
+            rank=options.rank,
+            slot_bytes=options.slot_bytes,
+            slots=options.slots,
+            deadline_s=options.deadline_s,
+            threads=options.threads,
+        )
+        for peer in peers:
+            self._endpoint.add_peer(peer, True)
+        for peer in boards:
+            self._endpoint.add_peer(peer, False)
+
+    @raises_trainer_errors
+    def connect(self) -> None:
+        """Wait until all peers have connected, too."""
+        self._endpoint.connect()
+
+    @raises_trainer_errors
+    def send(self, peer: int, key: int, tensor: torch.Tensor) -> None:
+        """Queue a tensor of host memory and return. Its contents must not change while `sending` counts it."""
+        if tensor.device.type != "cpu":
+            raise TransferError(f"a tensor on {tensor.device} cannot be sent through host memory; send tensor.cpu()")
+        source = tensor.detach().contiguous()
+        self._endpoint.send(peer, key, source.data_ptr(), source.numel() * source.element_size(), source)
+
+    @raises_trainer_errors
+    def poll(self, peer: int, key: int, spec: TensorSpec) -> ReceivedTensor | None:
+        """Return the tensor if it has arrived."""
+        message = self._endpoint.poll(peer, key)
+        return None if message is None else self._received(peer, message, spec)
+
+    @raises_trainer_errors
+    def receive(self, peer: int, key: int, spec: TensorSpec, deadline_s: float | None = None) -> ReceivedTensor:
+        """Wait for the tensor, at most `deadline_s` seconds or the deadline of the options."""
+        message = self._endpoint.receive(peer, key, self._deadline(deadline_s))
+        return self._received(peer, message, spec)
+
+    def sending(self) -> int:
+        """Return how many sent tensors are not copied yet."""
+        return self._endpoint.sending()
+
+    @raises_trainer_errors
+    def activity(self) -> int:
+        """Return a number that changes with each message, log entry and failure. Read it before polling."""
+        return self._endpoint.activity()
+
+    @raises_trainer_errors
+    def wait_activity(self, seen: int, deadline_s: float | None = None) -> bool:
+        """Wait until `activity` is not `seen`; return False at the deadline."""
+        return self._endpoint.wait_activity(seen, self._deadline(deadline_s))
+
+    @raises_trainer_errors
+    def publish(self, index: int, value: int) -> None:
+        """Store a 64-bit number of this rank at `index`; the last value wins and wakes no peer."""
+        self._endpoint.publish(index, value)
+
+    @raises_trainer_errors
+    def progress(self, peer: int, index: int) -> int:
+        """Return the number that a peer published at `index`; 0 before the first one."""
+        return self._endpoint.read(peer, index)
+
+    @raises_trainer_errors
+    def lead(self, followers: Sequence[int]) -> None:
+        """Begin a log of decisions that these ranks follow."""
+        self._endpoint.lead(followers)
+
+    @raises_trainer_errors
+    def append(self, decision: int, deadline_s: float | None = None) -> None:
+        """Append 64 bits to the log of this rank; wait while it is full."""
+        self._endpoint.append(decision, self._deadline(deadline_s))
+
+    @raises_trainer_errors
+    def poll_decision(self, leader: int) -> int | None:
+        """Return the next entry of a leader's log if there is one: each once and in order."""
+        return self._endpoint.poll_entry(leader)
+
+    @raises_trainer_errors
+    def next_decision(self, leader: int, deadline_s: float | None = None) -> int:
+        """Wait for the next entry of a leader's log."""
+        return self._endpoint.next_entry(leader, self._deadline(deadline_s))
+
+    @raises_trainer_errors
+    def statistics(self, peer: int) -> "PeerStatistics":
+        """Return counts and the last 256 transfers with their true times."""
+        return self._endpoint.statistics(peer)
+
+    @raises_trainer_errors
+    def close(self, *, drain: bool = True) -> None:
+        """End the threads; with `drain`, deliver first what was sent (within the deadline). May be called again."""
+        self._endpoint.close(drain)
+
+    def _deadline(self, deadline_s: float | None) -> float:
+        return self.options.deadline_s if deadline_s is None else deadline_s
+
+    def _received(self, peer: int, message: native.TransportMessage, spec: TensorSpec) -> ReceivedTensor:
+        if message.bytes != spec.bytes:
+            raise TransferError(
+                f"key {message.key:#x} from rank {peer} has {message.bytes} bytes, and {tuple(spec.shape)} of"
+                f" {spec.dtype} are {spec.bytes}; let sender and receiver agree on shape and dtype"
+            )
+        return ReceivedTensor(message, spec)
