@@ -112,6 +112,7 @@ TOGETHER = {
     "--merge-file": "--data-path corpus --vocab-file v --merge-file m",
     "--split": "--data-path corpus --split 98,2,0",
     "--data-path": "--data-path corpus",
+    "--use-dpp": "--use-dpp --pipeline-model-parallel-size 2 --num-layers 2",
     "--save": "--save there",
     "--load": "--load there",
 }
@@ -185,7 +186,14 @@ def test_an_old_subcommand_is_answered_with_its_options(
 
 @pytest.mark.parametrize(
     "refused",
-    ["--use-dpp", "--num-experts 4", "--num-experts=4", "--fp16", "--context-parallel-size 2", "--moe-router-topk 2"],
+    [
+        "--node-ips 10.0.0.1",
+        "--num-experts 4",
+        "--num-experts=4",
+        "--fp16",
+        "--context-parallel-size 2",
+        "--moe-router-topk 2",
+    ],
 )
 def test_a_flag_that_the_trainer_refuses_is_named_and_not_in_the_command(
     refused: str, parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]

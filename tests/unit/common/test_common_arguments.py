@@ -156,7 +156,6 @@ def test_values_arrive_in_the_trainer(build: Any) -> None:
 
 
 OF_LATER_RUNTIMES = {
-    "--use-dpp",
     "--workload",
     "--forward-backward-disaggregating",
     "--ignore-forward-tensor-parallel",
@@ -167,8 +166,6 @@ OF_LATER_RUNTIMES = {
 @pytest.mark.parametrize(
     ("block", "flags"),
     [
-        ({"dpp": {"enabled": True}}, ["--use-dpp"]),
-        ({"dpp": {"enabled": True, "workload": "times.json"}}, ["--use-dpp", "--workload", "times.json"]),
         ({"fbd": {"enabled": True}}, ["--forward-backward-disaggregating"]),
         (
             {"fbd": {"enabled": True, "ignoreForwardTensorParallel": True}},
@@ -182,14 +179,14 @@ def test_runtimes_of_later_releases_are_rendered_and_refused_by_the_trainer(
     sizes = {"spec.nodes": 1, "spec.procPerNode": 24, "spec.parallelism": {"tensor": 2, "pipeline": 2}}
     changes = {f"spec.{name}": value for name, value in block.items()}
     arguments = megatron_arguments(load_job(build(sizes | changes | {"spec.training.globalBatchSize": 12})))
-    assert [argument for argument in arguments if argument in {*OF_LATER_RUNTIMES, "times.json"}] == flags
+    assert [argument for argument in arguments if argument in OF_LATER_RUNTIMES] == flags
     with pytest.raises(UsageError, match=f"{flags[0]} comes with a later release: this trainer has no Mega.* yet"):
         parse(arguments)
 
 
 def test_everything_gives_every_flag_of_the_table(build: Any) -> None:
     arguments = set(megatron_arguments(load_job(build(EVERYTHING))))
-    without = {"--mock-data", "--vocab-file", "--merge-file", "--lr-warmup-iters", "--reset-position-ids"}
+    without = {"--mock-data", "--vocab-file", "--merge-file", "--lr-warmup-iters", "--reset-position-ids", "--use-dpp"}
     missing = {entry.flag for entry in FLAGS} - arguments
     assert missing == without | OF_LATER_RUNTIMES
 

@@ -126,7 +126,6 @@ def test_megatrons_other_flags_are_refused_by_name(flag: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "runtime"),
     [
-        ("--use-dpp", "MegaDPP"),
         ("--node-ips=10.0.0.1", "MegaDPP"),
         ("--forward-backward-disaggregating", "MegaFBD"),
         ("--ignore-forward-tensor-parallel", "MegaFBD"),
@@ -355,7 +354,8 @@ MISTAKES = {
     "--fp16": "--fp16: write --bf16",
     "--async-save": "--async-save is a flag of Megatron-LM that this trainer does not support yet",
     "--loss-scale-window=7": "--loss-scale-window: belongs to fp16",
-    "--use-dpp": "--use-dpp comes with a later release",
+    "--node-ips 10.0.0.1": "--node-ips comes with a later release",
+    "--use-dpp": "--use-dpp needs --pipeline-model-parallel-size above 1",
     # out of bounds
     "--seed -1": "--seed -1 must be 0 or more and 4294967295 or less",
     "--adam-beta2 1": "--adam-beta2 1.0 must be 0 or more and below 1",

@@ -29,8 +29,8 @@ def test_an_unknown_schedule_is_refused() -> None:
     from megatronapp_trainer.pipeline.registry import create_schedule
 
     context: Any = None
-    with pytest.raises(UsageError, match=r"no pipeline schedule 'dynamic'; take one of: static"):
-        create_schedule("dynamic", context)
+    with pytest.raises(UsageError, match=r"no pipeline schedule 'random'; take one of: static, dynamic"):
+        create_schedule("random", context)
 
 
 def test_an_unknown_model_type_is_refused() -> None:
@@ -202,6 +202,9 @@ class SequentialSchedule:
 
     def evaluate(self, feed: Any, num_microbatches: int) -> list[Any]:
         raise AssertionError("no evaluation is due")
+
+    def close(self) -> None:
+        """End nothing: this schedule shares nothing."""
 
 
 class DictionaryFamily:

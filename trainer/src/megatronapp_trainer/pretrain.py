@@ -94,6 +94,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:
             code = trainer.test()
+        schedule.close()
     return code
 
 

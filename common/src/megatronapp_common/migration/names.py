@@ -17,7 +17,7 @@ FLAGS: Final[dict[str, str]] = {
     "--trace-granularity": f"{_SPANS} in phases, transfers and waits: leave it out; spans of layers are {_NOT_YET}",
     "--transformer-impl": f"{SAME}: torch (ours), local or transformer_engine",
     "--tranformer-impl": "a misprint of --transformer-impl",
-    "--use-dpp": _DPP,
+    "--use-dpp": f"{SAME}, for CPU ranks of one node so far; in a manifest spec.dpp.enabled",
     "--workload": _DPP,
     "--node-ips": f"{_DPP}; addresses are found by the launcher",
     "--num-gpus": "GPUs of a node are spec.gpusPerNode, ranks spec.procPerNode; leave it out of the flags",

@@ -353,6 +353,27 @@ def _pipeline_split_hint(config: TrainerConfig, given: list[str]) -> str:
     )
 
 
+def _dpp(config: TrainerConfig) -> Iterator[str]:
+    dpp = config.dpp
+    yield from require(
+        not dpp.use_dpp or config.parallel.pipeline_model_parallel_size > 1,
+        "--use-dpp needs --pipeline-model-parallel-size above 1: one stage has nothing to schedule",
+    )
+    yield from require(
+        dpp.use_dpp or (dpp.dpp_schedule == "auto" and dpp.dpp_memory_cap is None),
+        "--dpp-schedule and --dpp-memory-cap need --use-dpp",
+    )
+    yield from require(
+        dpp.dpp_schedule not in {"static", "zero-bubble"} or dpp.dpp_memory_cap is None,
+        f"--dpp-memory-cap means nothing with --dpp-schedule {dpp.dpp_schedule}, whose order is fixed; leave it out",
+    )
+    yield from require(
+        dpp.dpp_schedule != "zero-bubble" or config.virtual_size == 1,
+        "--dpp-schedule zero-bubble has one chunk on each rank; leave out --num-layers-per-virtual-pipeline-stage and "
+        "--num-virtual-stages-per-pipeline-rank, or take --dpp-schedule auto",
+    )
+
+
 def _overlap(config: TrainerConfig) -> Iterator[str]:
     parallel = config.parallel
     yield from require(
@@ -463,6 +484,7 @@ _RULES: tuple[Rule, ...] = (
     _tensor_parallel,
     _pipeline,
     _stages,
+    _dpp,
     _overlap,
     _recompute,
     _batches,

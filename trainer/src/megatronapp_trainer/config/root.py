@@ -4,6 +4,7 @@ import dataclasses
 
 from megatronapp_trainer.config.checkpoint import CheckpointConfig
 from megatronapp_trainer.config.data import DataConfig
+from megatronapp_trainer.config.dpp import DppConfig
 from megatronapp_trainer.config.fixed import FixedConfig
 from megatronapp_trainer.config.logging import LoggingConfig
 from megatronapp_trainer.config.model import ModelConfig
@@ -19,6 +20,7 @@ class TrainerConfig:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    dpp: DppConfig = dataclasses.field(default_factory=DppConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -34,8 +36,8 @@ class TrainerConfig:
 
     @property
     def schedule(self) -> str:
-        """Name of the pipeline schedule in `pipeline.registry`; no flag chooses another one yet."""
-        return "static"
+        """Return the name of the pipeline schedule in `pipeline.registry`."""
+        return "dynamic" if self.dpp.use_dpp else "static"
 
     def global_batch_size(self, data_size: int) -> int:
         """Return the samples of one step after a ramp-up."""

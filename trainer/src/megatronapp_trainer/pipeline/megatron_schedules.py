@@ -62,7 +62,7 @@ class StaticSchedule:
         self._chunks = context.chunks
         self._forward_backward = get_forward_backward_func()
         if context.optimizer is not None:
-            _connect_gradients(context)
+            connect_gradients(context)
         self._timers: PassTimers | None = None
         if context.observer is not None:
             self._timers = PassTimers(context.observer, context.core_config.timers)
@@ -84,6 +84,9 @@ class StaticSchedule:
         return self._run(
             feed, num_microbatches, self._plain_forward_step, forward_only=True, **self._evaluation_transport
         )
+
+    def close(self) -> None:
+        """Do nothing: the process groups are not the schedule's."""
 
     def _run(self, feed: StepFeed, num_microbatches: int, step: ForwardStep, **options: Any) -> list[torch.Tensor]:  # noqa: ANN401
         feeds = [ChunkFeed(feed, chunk) for chunk in range(len(self._chunks))]
@@ -110,7 +113,7 @@ def backward_order(layout: Layout, num_microbatches: int) -> tuple[tuple[int, in
     return tuple((layout.virtual_size - 1 - chunk, microbatch) for microbatch, chunk in table)
 
 
-def _connect_gradients(context: ScheduleContext) -> None:
+def connect_gradients(context: ScheduleContext) -> None:
     """Set how megatron-core's configuration scales losses and reduces gradients, as its schedules expect."""
     from megatron.core.distributed import finalize_model_grads
 

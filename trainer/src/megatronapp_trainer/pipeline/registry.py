@@ -4,7 +4,15 @@ from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.pipeline.megatron_schedules import StaticSchedule
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule, ScheduleBuilder, ScheduleContext
 
-SCHEDULES: dict[str, ScheduleBuilder] = {"static": StaticSchedule}
+
+def _dynamic(context: ScheduleContext) -> PipelineSchedule:
+    # Imported late: megatron-core must not be imported before `prepare_device` has chosen how.
+    from megatronapp_trainer.pipeline.dynamic import DynamicSchedule
+
+    return DynamicSchedule(context)
+
+
+SCHEDULES: dict[str, ScheduleBuilder] = {"static": StaticSchedule, "dynamic": _dynamic}
 
 
 def create_schedule(name: str, context: ScheduleContext) -> PipelineSchedule:

@@ -30,6 +30,9 @@ class PipelineSchedule(Protocol):
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run the forward passes alone, with no gradients and no spans."""
 
+    def close(self) -> None:
+        """Free what the schedule shares with other ranks; training has ended, or failed."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleContext:

@@ -37,6 +37,17 @@ class Task(NamedTuple):
         """Return a task of weight gradients."""
         return cls(TaskKind.WEIGHT, microbatch, chunk)
 
+    def pack(self, step: int = 0) -> int:
+        """Return the task as a number of 64 bits that `unpack` reads; `step` only distinguishes equal tasks."""
+        kind = tuple(TaskKind).index(self.kind)
+        return (step % (1 << 24)) << 40 | kind << 38 | self.chunk << 30 | self.microbatch
+
+    @classmethod
+    def unpack(cls, number: int) -> Self:
+        """Return the task that `pack` made a number of."""
+        kind = tuple(TaskKind)[number >> 38 & 3]
+        return cls(kind, number & (1 << 30) - 1, number >> 30 & 0xFF)
+
     def __str__(self) -> str:
         return f"{self.kind.value}{self.microbatch}.{self.chunk}"
 

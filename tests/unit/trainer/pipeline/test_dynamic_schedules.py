@@ -1,0 +1,111 @@
+"""Each schedule of MegaDPP trains as megatron-core's does, to the last bit, also where inputs are late."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import small_training
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+Record = tuple[list[float], list[float]]
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 16 --train-iters 4 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
+    "--vocab-size 120 --attention-dropout 0 --hidden-dropout 0 --eval-iters 2 --eval-interval 2"
+)
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+LAYOUTS = {
+    "PP2": (2, PP2),
+    "PP2-tied-clipped-recomputed": (2, f"{PP2} --clip-grad 0.5 --recompute-activations"),
+    "VPP2": (2, f"{VPP2} --untie-embeddings-and-output-weights"),
+    "VPP3": (2, f"{PP2} --num-layers 6 --num-virtual-stages-per-pipeline-rank 3"),
+    "PP4": (4, "--pipeline-model-parallel-size 4 --calculate-per-token-loss"),
+    "DP2xVPP2": (4, f"{VPP2} {SHARDED}"),
+    "TP2xPP2+SP": (4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "TP2xVPP2": (4, f"{VPP2} --tensor-model-parallel-size 2"),
+    "bf16": (2, f"{VPP2} --bf16"),
+}
+SCHEDULES = ("auto", "dfc", "bfc", "static", "zero-bubble")
+CASES = [
+    (layout, schedule)
+    for layout, (_, flags) in LAYOUTS.items()
+    for schedule in SCHEDULES
+    if schedule != "zero-bubble" or "virtual" not in flags
+]
+CORNERS = (
+    "auto-PP2-tied-clipped-recomputed",
+    "auto-DP2xVPP2",
+    "auto-TP2xPP2+SP",
+    "dfc-VPP2",
+    "bfc-PP4",
+    "zero-bubble-PP2",
+)
+
+
+class LateInputs:
+    """A transport whose inputs arrive in another order and later than they did, by a seeded choice."""
+
+    def __init__(self, transport: Any, seed: int) -> None:
+        self._transport = transport
+        self._choice = random.Random(seed)
+        self._withheld: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def poll(self) -> dict[Any, Any]:
+        self._withheld |= self._transport.poll()
+        on_time = [task for task in self._withheld if self._choice.random() < 0.3]
+        return {task: self._withheld.pop(task) for task in on_time}
+
+    def wait(self) -> None:
+        if not self._withheld:
+            self._transport.wait()
+
+
+def train(flags: str, seed: int | None = None) -> Record | None:
+    """Losses and gradient norms of a run on the reporting rank; with a seed, inputs are late."""
+    run = small_training.prepare(f"{MODEL} {flags}")
+    if seed is not None:
+        from megatronapp_trainer.pipeline import dynamic
+
+        connect: Any = dynamic._connect
+        dynamic._connect = lambda *parts: LateInputs(connect(*parts), seed + run.layout.rank)  # type: ignore[assignment]
+    recorder = small_training.train(run)
+    return None if recorder is None else (recorder.losses, recorder.grad_norms)
+
+
+def record_of(run_ranks: RunRanks, world: int, *arguments: Any) -> Record:
+    (record,) = [record for record in run_ranks(world, train, *arguments) if record is not None]
+    return tuple(record)
+
+
+@pytest.fixture(scope="module")
+def megatron(run_ranks: RunRanks) -> Callable[[str], Record]:
+    """Record of megatron-core's schedule, once for each layout."""
+    known: dict[str, Record] = {}
+
+    def record(layout: str) -> Record:
+        if layout not in known:
+            known[layout] = record_of(run_ranks, *LAYOUTS[layout])
+        return known[layout]
+
+    return record
+
+
+@pytest.mark.full("a sweep of layouts and schedules", but=CORNERS)
+@pytest.mark.parametrize(("layout", "schedule"), CASES, ids=[f"{schedule}-{layout}" for layout, schedule in CASES])
+def test_schedules_are_bit_equal_to_that_of_megatron_core(
+    run_ranks: RunRanks, megatron: Any, layout: str, schedule: str
+) -> None:
+    world, flags = LAYOUTS[layout]
+    seed = None if schedule in {"static", "zero-bubble"} else 7
+    record = record_of(run_ranks, world, f"{flags} --use-dpp --dpp-schedule {schedule}", seed)
+    assert len(record[0]) == 4
+    assert record == megatron(layout)

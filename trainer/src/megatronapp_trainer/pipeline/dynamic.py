@@ -1,0 +1,86 @@
+"""The schedule that runs the tasks of a step by a policy, over a transport for any order of transfers."""
+
+import torch
+import torch.distributed as dist
+
+from megatronapp_trainer.data.microbatches import StepFeed
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.pipeline.dpp import DppPlan
+from megatronapp_trainer.pipeline.executor import run_tasks
+from megatronapp_trainer.pipeline.leader import Following, Leading
+from megatronapp_trainer.pipeline.megatron_schedules import StaticSchedule
+from megatronapp_trainer.pipeline.planning.policies import Policy
+from megatronapp_trainer.pipeline.planning.tasks import Placement
+from megatronapp_trainer.pipeline.schedule import ScheduleContext
+from megatronapp_trainer.pipeline.shared_memory_transport import SharedMemoryTransport, TaskAddresses
+from megatronapp_trainer.pipeline.task_passes import TaskPasses
+from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+
+
+class DynamicSchedule:
+    """Runs training steps as tasks; evaluations run their forward passes by megatron-core's schedule."""
+
+    def __init__(self, context: ScheduleContext) -> None:
+        """Connect the ranks of the pipeline; collective. Raises UsageError for what MegaDPP does not run yet."""
+        layout = context.layout
+        if next(context.chunks[0].parameters()).is_cuda:
+            raise UsageError("--use-dpp trains on the CPU only so far; leave it out on GPUs")
+        self._evaluation = StaticSchedule(context)
+        self._layout = layout
+        self._plan = DppPlan(context.config.dpp, Placement(layout.pipeline_size, layout.virtual_size))
+        self._passes = TaskPasses(context, self._plan.placement, split=self._plan.split)
+        self._transport = _connect(context, self._plan)
+
+    def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
+        """Run forward and backward of all microbatches and reduce the gradients."""
+        self._passes.begin_step(feed, num_microbatches)
+        run_tasks(
+            self._plan.placement,
+            self._layout.pipeline_rank,
+            num_microbatches,
+            split=self._plan.split,
+            policy=self._policy(num_microbatches),
+            passes=self._passes,
+            transport=self._transport,
+        )
+        return self._passes.end_step()
+
+    def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
+        """Run the forward passes alone, with no gradients and no spans."""
+        return self._evaluation.evaluate(feed, num_microbatches)
+
+    def close(self) -> None:
+        """End the transport; what was sent is delivered first."""
+        self._transport.close()
+
+    def _policy(self, num_microbatches: int) -> Policy:
+        if self._layout.tensor_rank > 0:
+            return Following(self._transport)
+        policy = self._plan.policy(self._layout.pipeline_rank, num_microbatches)
+        return Leading(policy, self._transport) if self._layout.tensor_size > 1 else policy
+
+
+def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
+    """Connect the ranks of this rank's pipeline and tensor group."""
+    from megatron.core import parallel_state
+
+    config, layout = context.config, context.layout
+    addresses = TaskAddresses(
+        pipeline=dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+        tensor=dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
+    )
+    length = config.model.seq_length
+    if config.parallel.sequence_parallel:
+        length //= layout.tensor_size
+    shape = (length, config.training.micro_batch_size, config.model.hidden_size)
+    most_microbatches = (
+        config.global_batch_size(layout.data_size) // config.training.micro_batch_size // layout.data_size
+    )
+    return SharedMemoryTransport(
+        plan.placement,
+        addresses,
+        TensorSpec(shape, context.core_config.pipeline_dtype),
+        # A forward input is kept from the sender's task to the receiver's last one, a gradient until the receiver's.
+        slots=3 * plan.peak_chunks(most_microbatches),
+        deadline_s=60 * config.parallel.distributed_timeout_minutes,
+    )

@@ -1,0 +1,83 @@
+"""The executor of a step: runs on one rank the tasks that its policy names, as their inputs arrive."""
+
+from typing import Protocol
+
+import torch
+
+from megatronapp_trainer.pipeline.planning.policies import Policy
+from megatronapp_trainer.pipeline.planning.progress import RankProgress
+from megatronapp_trainer.pipeline.planning.tasks import Placement, Task, TaskKind
+from megatronapp_trainer.pipeline.task_transport import TaskTransport
+
+
+class Passes(Protocol):
+    """Runs single tasks; see `TaskPasses`."""
+
+    def forward(self, task: Task, received: torch.Tensor | None) -> torch.Tensor:
+        """Return the output of the chunk."""
+
+    def backward(self, task: Task, received: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the gradient of the chunk's input; None on the first stage."""
+
+    def weight(self, task: Task) -> None:
+        """Compute the gradients of the chunk's weights."""
+
+
+def run_tasks(
+    placement: Placement,
+    rank: int,
+    num_microbatches: int,
+    *,
+    split: bool,
+    policy: Policy,
+    passes: Passes,
+    transport: TaskTransport,
+) -> None:
+    """Run all tasks of a step on this pipeline rank.
+
+    Waits only where the policy allows no task that has its input. `split`: weight gradients are tasks of their own.
+
+    Raises:
+        PeerLostError: another rank is lost or takes too long.
+    """
+    progress = RankProgress(placement, rank, num_microbatches, split=split)
+    inputs: dict[Task, torch.Tensor] = {}
+    transport.begin_step(_received_tasks(placement, rank, num_microbatches))
+    while progress.remaining:
+        for arrived, tensor in transport.poll().items():
+            inputs[arrived] = tensor
+            progress.receive(arrived)
+        task = policy.choose(progress)
+        if task is None:
+            transport.wait()
+            continue
+        progress.run(task)
+        if task.kind is TaskKind.WEIGHT:
+            passes.weight(task)
+            continue
+        run = passes.forward if task.kind is TaskKind.FORWARD else passes.backward
+        output = run(task, inputs.pop(task, None))
+        target = placement.next_task(rank, task)
+        if target is None:
+            continue
+        if target.rank != rank:
+            assert output is not None
+            transport.send(target, output)
+            continue
+        if target.task.kind is task.kind:  # the last stage's backward pass begins from its own loss
+            assert output is not None
+            inputs[target.task] = output
+        progress.receive(target.task)
+
+
+def _received_tasks(placement: Placement, rank: int, num_microbatches: int) -> list[Task]:
+    """Return the tasks of a rank whose inputs other ranks send."""
+    kinds = (TaskKind.FORWARD, TaskKind.BACKWARD)
+    tasks = (
+        Task(kind, microbatch, chunk)
+        for kind in kinds
+        for chunk in range(placement.chunks)
+        for microbatch in range(num_microbatches)
+    )
+    sources = ((task, placement.previous_task(rank, task)) for task in tasks)
+    return [task for task, source in sources if source is not None and source.rank != rank]

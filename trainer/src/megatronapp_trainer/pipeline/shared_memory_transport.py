@@ -1,0 +1,140 @@
+"""The tasks' transfers between ranks that share memory, and the leader's log of a tensor group."""
+
+import os
+import pathlib
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatronapp_common.names import Env
+from megatronapp_trainer.errors import TransferTimeoutError, UsageError
+from megatronapp_trainer.pipeline.planning.tasks import Placement, RankTask, Task
+from megatronapp_trainer.pipeline.transport.tensor_transport import (
+    TensorSpec,
+    TensorTransport,
+    TransportOptions,
+    shared_memory_directory,
+)
+
+
+class TaskAddresses(NamedTuple):
+    """Ranks of the world that this rank's tasks deal with."""
+
+    pipeline: Sequence[int]
+    """By pipeline rank."""
+    tensor: Sequence[int]
+    """By tensor rank; the first one leads."""
+
+
+class SharedMemoryTransport:
+    """A `TaskTransport` over shared memory; a received tensor is a view of it until no task needs it any more."""
+
+    def __init__(
+        self, placement: Placement, addresses: TaskAddresses, spec: TensorSpec, *, slots: int, deadline_s: float
+    ) -> None:
+        """Connect to the other ranks of the pipeline and of the tensor group; collective over the world.
+
+        Args:
+            placement: stages of the model.
+            addresses: ranks of this rank's groups.
+            spec: shape and type of all tensors.
+            slots: messages from one rank to another that tasks may keep at a time.
+            deadline_s: seconds after which a rank that sends nothing is an error.
+
+        Raises:
+            UsageError: ranks of a pipeline or of a tensor group do not share memory.
+            PeerLostError: a rank did not connect.
+        """
+        self._placement = placement
+        self._spec = spec
+        own = dist.get_rank()
+        self._rank = addresses.pipeline.index(own)
+        self._pipeline = addresses.pipeline
+        self._leader = addresses.tensor[0]
+        peers = [rank for rank in addresses.pipeline if rank != own]
+        boards = [rank for rank in addresses.tensor if rank != own]
+        options = TransportOptions(
+            job=_agreed_job(own, [*peers, *boards]),
+            attempt=int(os.environ.get(Env.ATTEMPT, "0")),
+            rank=own,
+            slot_bytes=max(spec.bytes, 1),
+            slots=slots,
+            deadline_s=deadline_s,
+        )
+        self._transport = TensorTransport(options, peers=peers, boards=boards)
+        self._transport.connect()
+        if own == self._leader and boards:
+            self._transport.lead(boards)
+        self._step = -1
+        self._expected: dict[Task, int] = {}
+        self._seen: int | None = None
+
+    def begin_step(self, expected: Iterable[Task]) -> None:
+        """Begin a step. `expected`: the tasks of this rank whose inputs other ranks send."""
+        self._step += 1
+        self._seen = None
+        self._expected = {}
+        for task in expected:
+            source = self._placement.previous_task(self._rank, task)
+            assert source is not None
+            self._expected[task] = self._pipeline[source.rank]
+
+    def send(self, target: RankTask, tensor: torch.Tensor) -> None:
+        """Start to send a tensor to the pipeline rank of its task."""
+        self._transport.send(self._pipeline[target.rank], target.task.pack(self._step), tensor)
+
+    def poll(self) -> dict[Task, torch.Tensor]:
+        """Return the inputs that have arrived since the last call."""
+        activity = self._transport.activity()
+        if activity == self._seen:
+            return {}
+        self._seen = activity
+        arrived = {}
+        for task, sender in self._expected.items():
+            message = self._transport.poll(sender, task.pack(self._step), self._spec)
+            if message is not None:
+                arrived[task] = message.tensor
+        for task in arrived:
+            del self._expected[task]
+        return arrived
+
+    def wait(self) -> None:
+        """Wait until an input or a decision arrives. Raises PeerLostError for a rank that is lost or takes too long."""
+        assert self._seen is not None
+        if not self._transport.wait_activity(self._seen):
+            missing = ", ".join(f"{task} from rank {sender}" for task, sender in list(self._expected.items())[:4])
+            raise TransferTimeoutError(
+                f"no input arrived for {self._transport.options.deadline_s:g} s; expected next: {missing or 'nothing'}"
+            )
+
+    def append(self, entry: int) -> None:
+        """Publish an entry to the followers of this rank."""
+        self._transport.append(entry)
+
+    def poll_entry(self) -> int | None:
+        """Return the next entry of this rank's leader, if it is there."""
+        return self._transport.poll_decision(self._leader)
+
+    def close(self) -> None:
+        """End the transport; what was sent is delivered first."""
+        self._transport.close()
+
+
+def _agreed_job(own: int, others: Sequence[int]) -> str:
+    """Return the name of this job's memory, the same on all ranks. Raises UsageError if ranks share none."""
+    directory = shared_memory_directory()
+    status = pathlib.Path(directory).stat()
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    proposed = os.environ.get(Env.JOB_UID) or secrets.token_hex(16)
+    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(found, (proposed, f"{boot} {status.st_dev} {status.st_ino}"))
+    apart = [rank for rank in others if found[rank][1] != found[own][1]]
+    if apart:
+        raise UsageError(
+            f"--use-dpp: rank {own} shares no memory ({directory}) with rank {apart[0]} of its pipeline or tensor "
+            "group; put the ranks of a pipeline on one node, or leave --use-dpp out"
+        )
+    return found[0][0]

@@ -1,0 +1,118 @@
+"""Forward and backward passes of single tasks, through megatron-core's functions."""
+
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.data.microbatches import StepFeed
+from megatronapp_trainer.parallel.groups import schedule_groups
+from megatronapp_trainer.pipeline.megatron_schedules import ForwardStep, connect_gradients
+from megatronapp_trainer.pipeline.pass_timers import PassTimers
+from megatronapp_trainer.pipeline.planning.tasks import Placement, Task
+from megatronapp_trainer.pipeline.schedule import ScheduleContext
+from megatronapp_trainer.pipeline.split_backward import install_split_backward
+
+
+class TaskFeed:
+    """Data of one chunk and one microbatch, in the place of a `ChunkFeed`."""
+
+    def __init__(self, feed: StepFeed, task: Task) -> None:
+        self.chunk = task.chunk
+        self.microbatch = task.microbatch
+        self._feed = feed
+
+    def next(self) -> Any | None:  # noqa: ANN401 - the family's microbatch
+        """Return the microbatch of the task."""
+        return self._feed.take(self.chunk, self.microbatch)
+
+
+class TaskPasses:
+    """Runs the tasks of a step on this rank's chunks, in any order that their inputs allow.
+
+    Gradients are reduced as they become complete, in the last backward and weight tasks of each chunk.
+    """
+
+    def __init__(self, context: ScheduleContext, placement: Placement, *, split: bool) -> None:
+        """Take the chunks of a run; `split`: backward tasks leave the weight gradients to weight tasks."""
+        self._chunks = context.chunks
+        self._core_config = context.core_config
+        self._placement = placement
+        self._rank = context.layout.pipeline_rank
+        self._groups = schedule_groups()
+        connect_gradients(context)
+        self._timers: PassTimers | None = None
+        if context.observer is not None:
+            self._timers = PassTimers(context.observer, context.core_config.timers)
+            context.core_config.timers = self._timers
+        self._forward_step = ForwardStep(context.family, self._timers)
+        self._split = split
+        self._stores = install_split_backward(context.chunks)
+        self._device = next(context.chunks[0].parameters()).device
+
+    def begin_step(self, feed: StepFeed, num_microbatches: int) -> None:
+        """Begin a step; `feed` has its microbatches."""
+        self._feed = feed
+        self._num_microbatches = num_microbatches
+        self._reports: dict[int, list[torch.Tensor]] = {}
+        self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        self._saved: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        for store in self._stores:
+            store.begin_step(num_microbatches)
+
+    def forward(self, task: Task, received: torch.Tensor | None) -> torch.Tensor:
+        """Run a forward pass. Returns the chunk's output, without its graph; of the last stage the loss."""
+        from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step
+
+        if received is not None:
+            received.requires_grad_()
+        reports = self._reports.setdefault(task.microbatch, [])
+        is_last_stage = self._placement.stage(self._rank, task.chunk) == self._placement.stages - 1
+        output, tokens = forward_step(
+            self._forward_step,
+            TaskFeed(self._feed, task),
+            self._chunks[task.chunk],
+            self._num_microbatches,
+            received,
+            reports,
+            self._core_config,
+            cp_group_size=self._groups.cp.size(),
+            is_first_microbatch=task.microbatch == 0,
+            current_microbatch=task.microbatch,
+            vp_stage=task.chunk if len(self._chunks) > 1 else None,
+            is_last_stage=is_last_stage,
+        )
+        self._tokens += tokens
+        self._saved[task.microbatch, task.chunk] = (received, output)
+        passed_on: torch.Tensor = output.detach()
+        if not is_last_stage:
+            deallocate_output_tensor(output, self._core_config.deallocate_pipeline_outputs)
+        return passed_on
+
+    def backward(self, task: Task, received: torch.Tensor | None) -> torch.Tensor | None:
+        """Run a backward pass. Returns the gradient of the chunk's input; None on the first stage."""
+        from megatron.core.enums import ModelType
+        from megatron.core.pipeline_parallel.schedules import backward_step
+
+        if self._timers is not None:
+            self._timers.begin_step([(task.chunk, task.microbatch)])
+        taken, output = self._saved.pop((task.microbatch, task.chunk))
+        with self._stores[task.chunk].backward(task.microbatch, split=self._split):
+            gradient: torch.Tensor | None = backward_step(
+                taken, output, received, ModelType.encoder_or_decoder, self._core_config
+            )
+        return gradient
+
+    def weight(self, task: Task) -> None:
+        """Compute the weight gradients that the backward pass of the microbatch has left."""
+        self._stores[task.chunk].run(task.microbatch)
+
+    def end_step(self) -> list[torch.Tensor]:
+        """Reduce the gradients. Returns the reports of the loss by microbatch, on the last stage."""
+        for store in self._stores:
+            store.finish_step()
+        self._core_config.finalize_model_grads_func(
+            self._chunks,
+            self._tokens if self._core_config.calculate_per_token_loss else None,
+            pg_collection=self._groups,
+        )
+        return [report for microbatch in sorted(self._reports) for report in self._reports[microbatch]]
