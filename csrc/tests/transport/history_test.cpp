@@ -121,13 +121,12 @@ class History : public TransportTest, public ::testing::WithParamInterface<unsig
         }
     }
 
-    std::mt19937_64 random_;
+    std::mt19937_64 random_{GetParam()};
     Endpoints ranks_;
     std::map<std::pair<std::uint32_t, std::uint32_t>, PairModel> pairs_;
 };
 
 TEST_P(History, AgreesWithTheModel) {
-    random_.seed(GetParam());
     const auto count = static_cast<std::uint32_t>(2 + GetParam() % 2);
     begin(count, 1 + GetParam() % 3);
     for (int step = 0; step < 400; ++step) {
@@ -150,7 +149,7 @@ TEST_P(History, AgreesWithTheModel) {
             GTEST_FAIL() << "in step " << step;
         }
     }
-    // The last rank sends nothing on: what others have queued for the first ones is dropped when those close.
+    // Ranks close in turn, from the first: what is for a closed one has to be received before.
     for (std::uint32_t sender = 1; sender < count; ++sender) {
         for (std::uint32_t receiver = 0; receiver < sender; ++receiver) {
             take_all(sender, receiver);

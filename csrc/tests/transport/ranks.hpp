@@ -24,7 +24,9 @@ inline constexpr double kShortS = 0.25;  // for what must not
 using Endpoints = std::vector<std::unique_ptr<Endpoint>>;
 using Bytes = std::vector<std::byte>;
 
-[[nodiscard]] inline bool full_tests() { return std::getenv("MEGATRONAPP_FULL") != nullptr; }
+[[nodiscard]] inline bool full_tests() {
+    return std::getenv("MEGATRONAPP_FULL") != nullptr;  // NOLINT(concurrency-mt-unsafe): before any thread
+}
 
 /// A directory of its own for each test, which must be empty at its end.
 class TransportTest : public ::testing::Test {
@@ -98,7 +100,7 @@ class TransportTest : public ::testing::Test {
         }
     }
 
-    [[nodiscard]] Endpoints connected(std::uint32_t ranks, Settings common) const {
+    [[nodiscard]] static Endpoints connected(std::uint32_t ranks, Settings common) {
         Endpoints endpoints;
         for (std::uint32_t rank = 0; rank < ranks; ++rank) {
             common.rank = rank;
