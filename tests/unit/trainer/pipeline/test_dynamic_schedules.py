@@ -109,3 +109,10 @@ def test_schedules_are_bit_equal_to_that_of_megatron_core(
     record = record_of(run_ranks, world, f"{flags} --use-dpp --dpp-schedule {schedule}", seed)
     assert len(record[0]) == 4
     assert record == megatron(layout)
+
+
+def test_dropout_does_not_depend_on_what_is_late(run_ranks: RunRanks) -> None:
+    flags = f"{VPP2} --use-dpp --hidden-dropout 0.1 --attention-dropout 0.1 --recompute-activations"
+    planned = record_of(run_ranks, 2, f"{flags} --dpp-schedule static")
+    assert record_of(run_ranks, 2, flags, 3) == record_of(run_ranks, 2, f"{flags} --dpp-schedule dfc", 4) == planned
+    assert planned != record_of(run_ranks, 2, f"{flags} --dpp-schedule static --seed 5")

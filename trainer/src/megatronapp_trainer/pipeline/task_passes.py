@@ -11,6 +11,7 @@ from megatronapp_trainer.pipeline.pass_timers import PassTimers
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Task
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.split_backward import install_split_backward
+from megatronapp_trainer.pipeline.task_random import TaskRandom
 
 
 class TaskFeed:
@@ -47,6 +48,8 @@ class TaskPasses:
         self._forward_step = ForwardStep(context.family, self._timers)
         self._split = split
         self._stores = install_split_backward(context.chunks)
+        model = context.config.model
+        self._random = TaskRandom() if model.hidden_dropout or model.attention_dropout else None
         self._device = next(context.chunks[0].parameters()).device
 
     def begin_step(self, feed: StepFeed, num_microbatches: int) -> None:
@@ -58,6 +61,8 @@ class TaskPasses:
         self._saved: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         for store in self._stores:
             store.begin_step(num_microbatches)
+        if self._random is not None:
+            self._random.begin_step()
 
     def forward(self, task: Task, received: torch.Tensor | None) -> torch.Tensor:
         """Run a forward pass. Returns the chunk's output, without its graph; of the last stage the loss."""
@@ -65,6 +70,8 @@ class TaskPasses:
 
         if received is not None:
             received.requires_grad_()
+        if self._random is not None:
+            self._random.seed(task)
         reports = self._reports.setdefault(task.microbatch, [])
         is_last_stage = self._placement.stage(self._rank, task.chunk) == self._placement.stages - 1
         output, tokens = forward_step(
@@ -110,6 +117,8 @@ class TaskPasses:
         """Reduce the gradients. Returns the reports of the loss by microbatch, on the last stage."""
         for store in self._stores:
             store.finish_step()
+        if self._random is not None:
+            self._random.end_step()
         self._core_config.finalize_model_grads_func(
             self._chunks,
             self._tokens if self._core_config.calculate_per_token_loss else None,
