@@ -112,6 +112,9 @@ TOGETHER = {
     "--merge-file": "--data-path corpus --vocab-file v --merge-file m",
     "--split": "--data-path corpus --split 98,2,0",
     "--data-path": "--data-path corpus",
+    "--node-ips": "--node-ips 10.0.0.1,10.0.0.1",
+    "--num-gpus": "--num-gpus 4",
+    "--multi-node": "--multi-node --use-dpp --pipeline-model-parallel-size 2 --num-layers 2",
     "--use-dpp": "--use-dpp --pipeline-model-parallel-size 2 --num-layers 2",
     "--save": "--save there",
     "--load": "--load there",
@@ -187,7 +190,7 @@ def test_an_old_subcommand_is_answered_with_its_options(
 @pytest.mark.parametrize(
     "refused",
     [
-        "--node-ips 10.0.0.1",
+        "--workload 1048576",
         "--num-experts 4",
         "--num-experts=4",
         "--fp16",

@@ -14,6 +14,11 @@ def forward(**fields: Any) -> Changes:
     return {"spec.fbd": {"enabled": True, "forward": fields}}
 
 
+def dpp(**fields: Any) -> Changes:
+    return {"spec.dpp": {"enabled": True, **fields}}
+
+
+_OF_DPP = {"schedule": "dfc", "memoryCap": 4, "chunks": 2, "transport": "native", "workload": 2}
 _RUNTIMES = [
     *good("dpp-needs-pipeline", {"spec.dpp.enabled": True}),
     *bad(
@@ -27,8 +32,53 @@ _RUNTIMES = [
         "spec.fbd.enabled",
         ({"spec.dpp.enabled": True, "spec.fbd.enabled": True}, "dpp is enabled too, and each of them runs"),
     ),
-    *good("workload-needs-dpp", {"spec.dpp": {"enabled": True, "workload": "times.json"}}),
-    *bad("workload-needs-dpp", "spec.dpp.workload", ({"spec.dpp.workload": "t"}, "needs dpp.enabled: true")),
+    *(
+        example
+        for name, value in _OF_DPP.items()
+        for example in (
+            *good(f"{name}-needs-dpp", dpp(**{name: value})),
+            *bad(f"{name}-needs-dpp", f"spec.dpp.{name}", ({f"spec.dpp.{name}": value}, "needs dpp.enabled: true")),
+        )
+    ),
+    *good(
+        "chunks-given-once",
+        dpp(chunks=2),
+        dpp(chunks=2) | {"spec.parallelism.virtualPipeline": 2},
+        dpp() | {"spec.parallelism.virtualPipeline": 2},
+    ),
+    *bad(
+        "chunks-given-once",
+        "spec.dpp.chunks",
+        (
+            dpp(chunks=1) | {"spec.parallelism.virtualPipeline": 2},
+            "1 differs from parallelism.virtualPipeline 2, and both are the model chunks of each rank; write one",
+        ),
+    ),
+    *good("cap-of-free-order", dpp(memoryCap=3), dpp(memoryCap=3, schedule="bfc"), dpp(schedule="static")),
+    *bad(
+        "cap-of-free-order",
+        "spec.dpp.memoryCap",
+        (dpp(memoryCap=3, schedule="static"), "means nothing with schedule static or zero-bubble"),
+        (dpp(memoryCap=3, schedule="zero-bubble"), "leave it out"),
+    ),
+    *good("zero-bubble-of-one-chunk", dpp(schedule="zero-bubble", chunks=1), dpp(schedule="dfc", chunks=2)),
+    *bad(
+        "zero-bubble-of-one-chunk",
+        "spec.dpp.schedule",
+        (dpp(schedule="zero-bubble", chunks=2), "zero-bubble has one chunk on each rank"),
+        (dpp(schedule="zero-bubble") | {"spec.parallelism.virtualPipeline": 2}, "write schedule: auto"),
+    ),
+    *good("layers-of-stages", dpp(chunks=4) | {"spec.model.numLayers": 8}),
+    *bad(
+        "layers-of-stages",
+        "spec.model.numLayers",
+        (dpp(chunks=2) | {"spec.model.numLayers": 6}, "6 cannot be divided into 2 stages of 2 chunks; write 8"),
+    ),
+    *bad(
+        "batch-of-interleaved-stages",
+        _BATCH,
+        (dpp(chunks=2) | {_BATCH: 6}, "6 gives 3 microbatches, and the interleaved schedule needs"),
+    ),
     *good(
         "merging-needs-fbd",
         {"spec.fbd": {"enabled": True, "ignoreForwardTensorParallel": True}, "spec.procPerNode": 3},

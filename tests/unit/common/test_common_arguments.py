@@ -104,6 +104,14 @@ EVERYTHING: dict[str, Any] = {
         "finetune": True,
         "exitOnMissing": True,
     },
+    "spec.dpp": {
+        "enabled": True,
+        "schedule": "auto",
+        "memoryCap": 5,
+        "chunks": 2,
+        "transport": "native",
+        "workload": 3,
+    },
     "spec.trace": {"enabled": True, "capacity": 4096},
     "spec.faults": [{"rank": 1, "kind": "link", "factor": 2.0, "fromStep": 10, "steps": 5, "peer": 0}],
     "spec.args": ["--seed", "9"],
@@ -152,15 +160,30 @@ def test_values_arrive_in_the_trainer(build: Any) -> None:
     assert config.optimizer.adam_eps == 1e-6
     assert config.data.data_path == ("0.3", "a", "0.7", "b")
     assert config.checkpoint.keep_last == 3
+    assert (config.dpp.use_dpp, config.dpp.dpp_schedule, config.dpp.dpp_memory_cap) == (True, "auto", 5)
+    assert (config.dpp.transport, config.dpp.threads) == ("native", 3)
     assert config.logging.faults == '[{"rank":1,"kind":"link","factor":2.0,"fromStep":10,"steps":5,"peer":0}]'
 
 
-OF_LATER_RUNTIMES = {
-    "--workload",
-    "--forward-backward-disaggregating",
-    "--ignore-forward-tensor-parallel",
-}
-"""Flags of MegaDPP and MegaFBD, which the trainer does not have yet."""
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"spec.dpp": {"enabled": True, "chunks": 2}}, "spec.dpp.chunks"),
+        ({"spec.parallelism": {"pipeline": 2, "virtualPipeline": 2}}, "spec.parallelism.virtualPipeline"),
+        ({}, "spec.parallelism.virtualPipeline"),
+    ],
+)
+def test_chunks_have_a_single_flag_whose_place_is_the_field_that_was_written(
+    build: Any, changes: dict[str, Any], place: str
+) -> None:
+    job = load_job(build({"spec.parallelism": {"pipeline": 2}, **changes}))
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    assert megatron_arguments(job).count(flag) == bool(changes)
+    assert place_of(job, flag) == place
+
+
+OF_LATER_RUNTIMES = {"--forward-backward-disaggregating", "--ignore-forward-tensor-parallel"}
+"""Flags of MegaFBD, which the trainer does not have yet."""
 
 
 @pytest.mark.parametrize(
@@ -186,7 +209,7 @@ def test_runtimes_of_later_releases_are_rendered_and_refused_by_the_trainer(
 
 def test_everything_gives_every_flag_of_the_table(build: Any) -> None:
     arguments = set(megatron_arguments(load_job(build(EVERYTHING))))
-    without = {"--mock-data", "--vocab-file", "--merge-file", "--lr-warmup-iters", "--reset-position-ids", "--use-dpp"}
+    without = {"--mock-data", "--vocab-file", "--merge-file", "--lr-warmup-iters", "--reset-position-ids"}
     missing = {entry.flag for entry in FLAGS} - arguments
     assert missing == without | OF_LATER_RUNTIMES
 

@@ -104,6 +104,10 @@ SIZES: dict[str, Any] = {
             "sequenceParallel": st.booleans(),
         },
     ),
+    "dpp": st.fixed_dictionaries(
+        {"enabled": st.booleans()},
+        optional={"chunks": sizes, "schedule": st.sampled_from(["auto", "static", "zero-bubble"]), "memoryCap": sizes},
+    ),
     "fbd": st.fixed_dictionaries(
         {"enabled": st.booleans()},
         optional={

@@ -43,8 +43,9 @@ def test_every_name_is_a_field() -> None:
     ("spec", "line"),
     [
         (
-            {"dpp": {"enabled": True}},
-            "error: spec.dpp.enabled: comes with a later release: this trainer has no MegaDPP yet; leave it out",
+            {"dpp": {"enabled": True}, "args": ["--workload", "1048576"]},
+            "error: spec.args[0]: --workload 1048576: give the number of threads that copy messages of a rank, 1 to "
+            "64, or leave it out for 1; in MegatronApp it was the number of elements for each thread",
         ),
         (
             {"fbd": {"enabled": True}, "procPerNode": 4},

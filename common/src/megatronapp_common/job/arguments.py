@@ -109,12 +109,17 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("checkpoint.finetune", "--finetune"),
     FlagMapping("checkpoint.exit_on_missing", "--exit-on-missing-checkpoint"),
     FlagMapping("dpp.enabled", "--use-dpp"),
+    FlagMapping("dpp.schedule", "--dpp-schedule"),
+    FlagMapping("dpp.memory_cap", "--dpp-memory-cap"),
+    FlagMapping("dpp.chunks", "--num-virtual-stages-per-pipeline-rank"),
+    FlagMapping("dpp.transport", "--transport"),
     FlagMapping("dpp.workload", "--workload"),
     FlagMapping("fbd.enabled", "--forward-backward-disaggregating"),
     FlagMapping("fbd.ignore_forward_tensor_parallel", "--ignore-forward-tensor-parallel"),
     FlagMapping("trace.enabled", "--trace"),
     FlagMapping("trace.capacity", "--trace-capacity"),
 )
+"""Two fields with the same flag have the same value where both are given (a rule refuses others)."""
 
 SERVE_FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("serve.host", "--host"),
@@ -155,7 +160,9 @@ def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | Non
     if given:
         return f"spec.args[{given[-1]}]"
     table = FLAGS if job.spec.mode == "train" else (*FLAGS, *SERVE_FLAGS)
-    field = {entry.flag: entry.field for entry in table}.get(flag) or OTHER_FLAGS.get(flag)
+    fields = [entry.field for entry in table if entry.flag == flag]
+    written = [field for field in fields if _value(job.spec, field) is not None]
+    field = next(iter([*written, *fields]), OTHER_FLAGS.get(flag))
     if field is None:
         return None
     place, items = ".".join(["spec", *map(to_camel, field.split("."))]), _value(job.spec, field)
@@ -167,7 +174,11 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
     table = FLAGS if job.spec.mode == "train" else (*FLAGS, *SERVE_FLAGS)
     replaced = {field for field, flag in REPLACED.items() if gives(job, flag)}
     table = tuple(entry for entry in table if entry.field not in replaced)
-    flags = [argument for entry in table for argument in _flag_values(entry.flag, _value(job.spec, entry.field))]
+    values: dict[str, Value] = {}
+    for entry in table:
+        if values.get(entry.flag) is None:
+            values[entry.flag] = _value(job.spec, entry.field)
+    flags = [argument for flag, value in values.items() for argument in _flag_values(flag, value)]
     if _value(job.spec, "model.num_query_groups") is not None:
         flags.append("--group-query-attention")
     if _value(job.spec, "training.precision") == "bf16":

@@ -33,8 +33,13 @@ _ALL_NODES = (
     "one manifest starts every node; addresses, ranks and their order are found, nothing is edited with sed; "
     "examples/train-cluster.yaml asks for GPUs, shared memory and RDMA"
 )
-_DPP, _FBD, _BERT = "MegaDPP (--use-dpp)", "MegaFBD", "BERT and T5"
-_NO_BUILD = "nothing is built for it: the transfer libraries of MegaDPP are not there yet"
+_FBD, _BERT = "MegaFBD", "BERT and T5"
+_DPP = (
+    f"{_ONE_JOB}; --use-dpp is spec.dpp.enabled, --workload spec.dpp.workload, the number of chunks spec.dpp.chunks; "
+    "docs/megadpp.md has the schedules"
+)
+_DPP_LATER = "MegaDPP on GPUs and between nodes, where a run with dpp ends with an error: leave dpp out there"
+_NO_BUILD = "the transport of MegaDPP is part of the native extension, and built with it; no library of RDMA is linked"
 _IMAGES = "images of trainer, analyzer and operator, with all that they need; no shell and no SSH in a pod"
 _INSPECT = "the page of a job is served while it runs, and opens with an address that is valid once"
 
@@ -53,11 +58,13 @@ COMMANDS: Final = (
         "exact versions with their hashes are in the repository; the images hold the same",
     ),
     LegacyCommand(
-        "pip install -e .\npython setup.py install",
+        "pip install -e .\npython setup.py install\ncd megatron/shm_tensor_new_rdma && pip install -e .\n"
+        "cd megatron/shm_tensor_new_rdma_pre_alloc && pip install -e .\n"
+        "cd megatron/shm_tensor_new_rdma_multithread && pip install -e .",
         r"pip3? install -e|setup\.py",
         ("make setup",),
         _NO_BUILD,
-        _DPP,
+        "transfers over RDMA",
     ),
     LegacyCommand(
         "python ../tools/preprocess_data.py --input dataset.json --output-prefix bert --vocab-file vocab.txt "
@@ -103,11 +110,11 @@ COMMANDS: Final = (
     ),
     LegacyCommand(
         "bash run_single.sh\nbash run_single_gpt.sh\nbash scripts/run_single_gpt.sh\n"
-        "bash test_scripts/test_train_gpt_single_dpp.sh",
+        "bash test_scripts/test_train_gpt_single_dpp.sh\nbash run_single_with_profiling.sh",
         r"run_single(_gpt)?\.sh|test_train_gpt_single_dpp\.sh|run_single_with_profiling\.sh",
-        _RUN,
-        _ONE_JOB,
+        ("megatronapp run examples/dpp.yaml --follow",),
         _DPP,
+        "MegaDPP on GPUs, where a run with dpp ends with an error: leave dpp out there",
     ),
     LegacyCommand(
         "bash run_master.sh\nbash run_worker.sh\nbash run_master_gpt.sh\nbash run_worker_gpt.sh\n"
@@ -115,7 +122,7 @@ COMMANDS: Final = (
         r"run_(master|worker)(_gpt)?\.sh|train_gpt3_175b_distributed_(master|worker)\.sh",
         _APPLY,
         _ALL_NODES,
-        _DPP,
+        _DPP_LATER,
     ),
     LegacyCommand(
         "bash pretrain_gpt_distributed.sh\nbash pretrain_gpt_distributed_with_mp.sh\n"
@@ -237,6 +244,25 @@ COMMANDS: Final = (
         "a job's hub collects and aligns the spans of all ranks; the first command writes them, the "
         "second names slow ranks, "
         "which are detected while the job runs",
+    ),
+    LegacyCommand(
+        "bash profiling/profile_all.sh\npython profiling/process_peak_memory.py\npython profiling/process_send.py\n"
+        "python profiling/process_trace.py\npython profiling/process_computing_window.py\n"
+        "python profiling/process_computing_ratio.py\npython profiling/process_sending_window.py "
+        "--benchmark_dir benchmark/data-1-pipeline-4-tensor-1-dpp",
+        r"profile_all\.sh|process_(peak_memory|send|trace|(comput|send)ing_(window|ratio)\w*)\.py",
+        ("megatronapp trace export JOB -o {--output=benchmark.json}", "megatronapp ui JOB"),
+        "passes, transfers and waits of each step are recorded while a job runs; its page has their timeline and the "
+        "time of each step",
+        "plots of sending windows and of peak memory",
+    ),
+    LegacyCommand(
+        "python profiling/shm_benchmark_1.py\npython profiling/shm_benchmark_5.py\n"
+        "python profiling/baseline_benchmark.py",
+        r"shm_benchmark_\d\.py|baseline_benchmark\.py",
+        (),
+        "docs/benchmarks.md has what was measured, each with its command",
+        "a command that measures the transport",
     ),
     LegacyCommand(
         "open chrome://tracing\nopen https://ui.perfetto.dev",

@@ -3,7 +3,6 @@
 from typing import Final
 
 _NOT_YET = "not yet"
-_DPP = f"{_NOT_YET}: planned with MegaDPP"
 _FBD = f"{_NOT_YET}: planned with MegaFBD"
 _SPANS = "every step of a traced job is recorded and kept by its hub"
 _LAUNCHER = "the launcher sets it; leave it out"
@@ -18,10 +17,11 @@ FLAGS: Final[dict[str, str]] = {
     "--transformer-impl": f"{SAME}: torch (ours), local or transformer_engine",
     "--tranformer-impl": "a misprint of --transformer-impl",
     "--use-dpp": f"{SAME}, for CPU ranks of one node so far; in a manifest spec.dpp.enabled",
-    "--workload": _DPP,
-    "--node-ips": f"{_DPP}; addresses are found by the launcher",
-    "--num-gpus": "GPUs of a node are spec.gpusPerNode, ranks spec.procPerNode; leave it out of the flags",
-    "--multi-node": "several nodes are spec.nodes; leave it out of the flags",
+    "--workload": "here the threads of a rank that copy its messages (1 to 64, in a manifest spec.dpp.workload), there "
+    "the number of elements for each thread; leave it out",
+    "--node-ips": f"{SAME}, checked against the rank table; leave it out: the launcher finds the addresses",
+    "--num-gpus": f"{SAME}, checked: ranks of a node; in a manifest spec.procPerNode and spec.gpusPerNode",
+    "--multi-node": f"{SAME}, checked, with --use-dpp; in a manifest spec.nodes",
     "--forward-backward-disaggregating": _FBD,
     "--ignore-forward-tensor-parallel": _FBD,
     "--training-ws-port": f"{_NOT_YET}: MegaScope while a model trains; the page of a job: megatronapp ui JOB",

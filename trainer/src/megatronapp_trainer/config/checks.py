@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+from megatronapp_trainer.config.dpp import dpp_problems, world_problems
 from megatronapp_trainer.config.fields import out_of_bounds, require
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.root import TrainerConfig
@@ -67,7 +68,7 @@ def _bounds(config: TrainerConfig) -> Iterator[str]:
 
 
 def check_world(config: TrainerConfig, data_size: int) -> None:
-    """Raise UsageErrors if the global batch does not fit this number of replicas."""
+    """Raise UsageErrors if the global batch does not fit this number of replicas, or flags about nodes its ranks."""
     if problems := list(_world(config, data_size)):
         raise UsageErrors(problems)
 
@@ -86,7 +87,8 @@ def _world(config: TrainerConfig, data_size: int) -> Iterator[str]:
             f"--rampup-batch-size: start {start} and increment {increment} must be multiples of {stride} "
             f"(--micro-batch-size x replicas)",
         )
-    pipeline = config.parallel.pipeline_model_parallel_size
+    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    yield from world_problems(config.dpp, tensor * pipeline * data_size)
     sizes = (batch, *(config.training.rampup_batch_size or ())[:2])
     if config.virtual_size > 1:
         yield from require(
@@ -354,24 +356,7 @@ def _pipeline_split_hint(config: TrainerConfig, given: list[str]) -> str:
 
 
 def _dpp(config: TrainerConfig) -> Iterator[str]:
-    dpp = config.dpp
-    yield from require(
-        not dpp.use_dpp or config.parallel.pipeline_model_parallel_size > 1,
-        "--use-dpp needs --pipeline-model-parallel-size above 1: one stage has nothing to schedule",
-    )
-    yield from require(
-        dpp.use_dpp or (dpp.dpp_schedule == "auto" and dpp.dpp_memory_cap is None),
-        "--dpp-schedule and --dpp-memory-cap need --use-dpp",
-    )
-    yield from require(
-        dpp.dpp_schedule not in {"static", "zero-bubble"} or dpp.dpp_memory_cap is None,
-        f"--dpp-memory-cap means nothing with --dpp-schedule {dpp.dpp_schedule}, whose order is fixed; leave it out",
-    )
-    yield from require(
-        dpp.dpp_schedule != "zero-bubble" or config.virtual_size == 1,
-        "--dpp-schedule zero-bubble has one chunk on each rank; leave out --num-layers-per-virtual-pipeline-stage and "
-        "--num-virtual-stages-per-pipeline-rank, or take --dpp-schedule auto",
-    )
+    yield from dpp_problems(config.dpp, config.parallel, config.virtual_size)
 
 
 def _overlap(config: TrainerConfig) -> Iterator[str]:

@@ -1,10 +1,16 @@
-"""Flags of MegaDPP, the pipeline schedule that decides during the step."""
+"""Flags of MegaDPP, the pipeline schedule that decides during the step, and their rules."""
 
 import dataclasses
+import ipaddress
+from collections.abc import Iterator
 
-from megatronapp_trainer.config.fields import option
+from megatronapp_trainer.config.fields import option, require
+from megatronapp_trainer.config.parallel import ParallelConfig
 
 DPP_SCHEDULES = ("auto", "dfc", "bfc", "static", "zero-bubble")
+TRANSPORTS = ("auto", "native", "nccl")
+MAX_THREADS = 64
+"""Limit of the native transport (`csrc/src/transport/endpoint.cpp`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,3 +29,101 @@ class DppConfig:
         "microbatches whose activations a rank may keep; default: two chunks more than the static order",
         bounds="[1, inf)",
     )
+    transport: str = option(
+        "auto",
+        "how stages exchange tensors; native: our transport, with --use-dpp; nccl: megatron-core's transfers on GPUs, "
+        "without; auto: native with --use-dpp, otherwise megatron-core's",
+        choices=TRANSPORTS,
+    )
+    workload: int | None = option(None, f"threads of a rank that copy its messages, 1 to {MAX_THREADS}; default: 1")
+    num_gpus: int | None = option(None, "ranks of a node, checked; the launcher has the number", bounds="[1, inf)")
+    multi_node: bool = option(False, "the ranks are on several nodes, checked; the launcher has their number")
+    node_ips: str | None = option(
+        None, "address of each rank in rank order, separated by commas, checked; the launcher has the addresses"
+    )
+
+    @property
+    def threads(self) -> int:
+        """Return the number of threads that copy messages of a rank."""
+        return 1 if self.workload is None else self.workload
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Return the entries of ``--node-ips``."""
+        return () if self.node_ips is None else tuple(part.strip() for part in self.node_ips.split(","))
+
+
+def dpp_problems(dpp: DppConfig, parallel: ParallelConfig, chunks: int) -> Iterator[str]:
+    """Yield a sentence for each rule that the flags break; `chunks`: model chunks of each rank."""
+    yield from require(
+        not dpp.use_dpp or parallel.pipeline_model_parallel_size > 1,
+        "--use-dpp needs --pipeline-model-parallel-size above 1: one stage has nothing to schedule",
+    )
+    given = {
+        "--dpp-schedule": dpp.dpp_schedule != "auto",
+        "--dpp-memory-cap": dpp.dpp_memory_cap is not None,
+        "--workload": dpp.workload is not None,
+        "--multi-node": dpp.multi_node,
+    }
+    for flag, on in given.items():
+        yield from require(dpp.use_dpp or not on, f"{flag} needs --use-dpp")
+    yield from require(
+        dpp.dpp_schedule not in {"static", "zero-bubble"} or dpp.dpp_memory_cap is None,
+        f"--dpp-memory-cap means nothing with --dpp-schedule {dpp.dpp_schedule}, whose order is fixed; leave it out",
+    )
+    yield from require(
+        dpp.dpp_schedule != "zero-bubble" or chunks == 1,
+        "--dpp-schedule zero-bubble has one chunk on each rank; leave out --num-layers-per-virtual-pipeline-stage and "
+        "--num-virtual-stages-per-pipeline-rank, or take --dpp-schedule auto",
+    )
+    yield from require(
+        1 <= dpp.threads <= MAX_THREADS,
+        f"--workload {dpp.workload}: give the number of threads that copy messages of a rank, 1 to {MAX_THREADS}, or "
+        "leave it out for 1; in MegatronApp it was the number of elements for each thread",
+    )
+    yield from _transport_problems(dpp, parallel)
+    for address in dpp.addresses:
+        yield from require(
+            _is_address(address),
+            f"--node-ips: {address!r} is not an IP address; give one for each rank, in rank order and separated by "
+            "commas, or leave it out",
+        )
+
+
+def _transport_problems(dpp: DppConfig, parallel: ParallelConfig) -> Iterator[str]:
+    yield from require(
+        dpp.transport != "nccl" or not dpp.use_dpp,
+        "--transport nccl cannot carry --use-dpp: the order of its transfers is decided during the step, and NCCL "
+        "matches those of two ranks by the order in which each of them starts its own; leave --transport out",
+    )
+    yield from require(
+        dpp.transport != "native" or dpp.use_dpp,
+        "--transport native needs --use-dpp: without it megatron-core sends tensors over the process group; leave it "
+        "out",
+    )
+    yield from require(
+        dpp.transport != "nccl" or parallel.distributed_backend != "gloo",
+        "--transport nccl and --distributed-backend gloo exclude each other; leave one of them out",
+    )
+
+
+def world_problems(dpp: DppConfig, world_size: int) -> Iterator[str]:
+    """Yield a sentence for each flag about nodes that no placement of `world_size` ranks fits."""
+    count = len(dpp.addresses)
+    yield from require(
+        count in {0, world_size},
+        f"--node-ips has {count} addresses, and there are {world_size} ranks; give one for each rank, also where ranks "
+        "share a node, or leave it out",
+    )
+    yield from require(
+        dpp.num_gpus is None or dpp.num_gpus <= world_size,
+        f"--num-gpus {dpp.num_gpus}: there are {world_size} ranks in all; give the ranks of a node, or leave it out",
+    )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

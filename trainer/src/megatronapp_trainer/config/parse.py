@@ -46,7 +46,6 @@ OTHER_SPELLINGS = {
 }
 """Names of our flags in other trainers: too far from ours to be found as the nearest spelling."""
 LATER_FLAGS = {
-    "--node-ips": "MegaDPP",
     "--forward-backward-disaggregating": "MegaFBD",
     "--ignore-forward-tensor-parallel": "MegaFBD",
 }

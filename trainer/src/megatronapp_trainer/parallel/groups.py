@@ -21,6 +21,8 @@ def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> 
     backend = config.parallel.distributed_backend or ("nccl" if device.is_cuda else "gloo")
     if backend == "nccl" and not device.is_cuda:
         raise UsageError("--distributed-backend nccl needs GPUs, and this rank has none; leave it out or take gloo")
+    if config.dpp.transport == "nccl" and backend != "nccl":
+        raise UsageError("--transport nccl: this rank has no GPU, and its transfers go through gloo; leave it out")
     store = HashStore() if layout.world_size == 1 and "MASTER_ADDR" not in os.environ else None
     dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
     initialize_model_groups(config, layout)

@@ -82,5 +82,6 @@ def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
         TensorSpec(shape, context.core_config.pipeline_dtype),
         # A forward input is kept from the sender's task to the receiver's last one, a gradient until the receiver's.
         slots=3 * plan.peak_chunks(most_microbatches),
+        threads=config.dpp.threads,
         deadline_s=60 * config.parallel.distributed_timeout_minutes,
     )

@@ -33,7 +33,14 @@ class SharedMemoryTransport:
     """A `TaskTransport` over shared memory; a received tensor is a view of it until no task needs it any more."""
 
     def __init__(
-        self, placement: Placement, addresses: TaskAddresses, spec: TensorSpec, *, slots: int, deadline_s: float
+        self,
+        placement: Placement,
+        addresses: TaskAddresses,
+        spec: TensorSpec,
+        *,
+        slots: int,
+        threads: int,
+        deadline_s: float,
     ) -> None:
         """Connect to the other ranks of the pipeline and of the tensor group; collective over the world.
 
@@ -42,6 +49,7 @@ class SharedMemoryTransport:
             addresses: ranks of this rank's groups.
             spec: shape and type of all tensors.
             slots: messages from one rank to another that tasks may keep at a time.
+            threads: threads that copy messages of this rank.
             deadline_s: seconds after which a rank that sends nothing is an error.
 
         Raises:
@@ -62,6 +70,7 @@ class SharedMemoryTransport:
             rank=own,
             slot_bytes=max(spec.bytes, 1),
             slots=slots,
+            threads=threads,
             deadline_s=deadline_s,
         )
         self._transport = TensorTransport(options, peers=peers, boards=boards)

@@ -1,6 +1,7 @@
 """Construction of a training run: device, groups, model, optimizer, schedules, data."""
 
 import dataclasses
+import os
 from typing import Any
 
 from megatronapp_common.trace import RecordKind
@@ -13,6 +14,7 @@ from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepObserver
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.parallel.node_flags import check_node_flags
 from megatronapp_trainer.parallel.seeds import seed_everything
 from megatronapp_trainer.parallel.transport import Transport
 from megatronapp_trainer.pipeline.registry import create_schedule
@@ -36,7 +38,7 @@ class TrainingRun:
 
 
 def layout_of(config: TrainerConfig) -> Layout:
-    """Return this process's layout. Raises UsageError if ranks or batch do not fit it."""
+    """Return this process's layout. Raises UsageError if ranks, batch, or flags about nodes do not fit it."""
     layout = layout_from_environment(
         tensor_size=config.parallel.tensor_model_parallel_size,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
@@ -45,6 +47,7 @@ def layout_of(config: TrainerConfig) -> Layout:
         expert_size=config.parallel.expert_model_parallel_size,
     )
     check_world(config, layout.data_size)
+    check_node_flags(config.dpp, layout, os.environ)
     return layout
 
 

@@ -1,21 +1,34 @@
 """Types of the other pipeline runtimes: MegaDPP and MegaFBD."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatronapp_common.job.api.base import ManifestModel
 from megatronapp_common.job.api.cluster import Labels, Resources
-from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
+from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE, Count
+
+MAX_COPY_THREADS = 64
+"""Limit of the native transport."""
 
 
 class Dpp(ManifestModel):
-    """MegaDPP: a dynamic pipeline schedule with a separate transport."""
+    """MegaDPP: a pipeline schedule that decides during the step, over the native transport (docs/megadpp.md)."""
 
     enabled: bool = False
     """Schedule dynamically; needs pipeline above 1."""
-    workload: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """File with measured times of this model, from which the plan is made; measured in the first steps by default."""
+    schedule: Literal["auto", "dfc", "bfc", "static", "zero-bubble"] | None = None
+    """Order of the passes of a rank. auto (the default): the static order, left while an input is late; dfc, bfc: any
+    ready pass, depth or breadth first; static: megatron-core's; zero-bubble: ZB-H1, with weight gradients apart."""
+    memory_cap: Count | None = None
+    """Microbatches whose activations a rank may keep; defaults to two chunks more than the static order keeps."""
+    chunks: Count | None = None
+    """Model chunks of each rank: another name of parallelism.virtualPipeline, which is 1 without either."""
+    transport: Literal["auto", "native"] | None = None
+    """How stages exchange tensors: both values are the native transport. NCCL matches transfers by their order, which
+    is not known before the step."""
+    workload: Annotated[int, Field(ge=1, le=MAX_COPY_THREADS)] | None = None
+    """Threads of a rank that copy its messages; defaults to 1."""
 
 
 class ForwardWorkers(ManifestModel):

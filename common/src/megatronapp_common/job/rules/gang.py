@@ -1,5 +1,6 @@
 """Rules that need the number of ranks or replicas. They pass while the world is inconsistent (`world`)."""
 
+from megatronapp_common.job.rules.model import GIVEN_CHUNKS
 from megatronapp_common.job.rules.rule import (
     Rule,
     cel_message,
@@ -13,7 +14,7 @@ from megatronapp_common.job.rules.world import RANKS, REPLICAS, cel_message_with
 
 _BATCH = "self.training.globalBatchSize"
 _RAMP = "self.training.rampupBatchSize"
-_STAGES, _CHUNKS = "self.parallelism.pipeline", "self.parallelism.virtualPipeline"
+_STAGES = "self.parallelism.pipeline"
 _STRIDE = f"self.training.microBatchSize * {REPLICAS}"  # samples of one microbatch of every replica
 _GIVEN_OR_ONE = f"(has({_BATCH}) ? {_BATCH} : stride)"
 _HERE = "nodes * per_node"  # without forward workers
@@ -58,7 +59,7 @@ _BATCHES = (
     Rule(
         id="batch-of-interleaved-stages",
         field=".training.globalBatchSize",
-        rule=f"!has({_CHUNKS}) || {_CHUNKS} == 1 || "
+        rule=f"{GIVEN_CHUNKS} == 1 || "
         + _with_stride(f"{_GIVEN_OR_ONE} % stride != 0 || {_GIVEN_OR_ONE} / stride % {_STAGES} == 0"),
         message="must give a multiple of parallelism.pipeline microbatches, which the interleaved schedule needs",
         message_expression=_message_with_stride(

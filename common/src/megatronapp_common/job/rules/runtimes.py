@@ -6,12 +6,14 @@ and `forward_per_node` (written or derived).
 
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
 from megatronapp_common.job.rules.cluster import named_once
+from megatronapp_common.job.rules.model import CHUNKS, GIVEN_CHUNKS, OWN_CHUNKS
 from megatronapp_common.job.rules.rule import Rule, cel_message
 from megatronapp_common.job.rules.world import APART, cel_message_with_sizes, with_gang
 
 _FORWARD = "self.fbd.forward"
 _GPUS = f"{_FORWARD}.gpusPerNode"
 _RANKS = "forward_nodes * forward_per_node"
+_FIXED_ORDER = "(has(self.dpp.schedule) && self.dpp.schedule in ['static', 'zero-bubble'])"
 
 _SWITCHES = (
     Rule(
@@ -26,11 +28,37 @@ _SWITCHES = (
         rule="!self.dpp.enabled || !self.fbd.enabled",
         message="dpp is enabled too, and each of them runs the pipeline its own way; choose one",
     ),
+    *(
+        Rule(
+            id=f"{name}-needs-dpp",
+            field=f".dpp.{name}",
+            rule=f"!has(self.dpp.{name}) || self.dpp.enabled",
+            message="needs dpp.enabled: true",
+        )
+        for name in ("schedule", "memoryCap", "chunks", "transport", "workload")
+    ),
     Rule(
-        id="workload-needs-dpp",
-        field=".dpp.workload",
-        rule="!has(self.dpp.workload) || self.dpp.enabled",
-        message="needs dpp.enabled: true",
+        id="chunks-given-once",
+        field=".dpp.chunks",
+        rule=f"!has({OWN_CHUNKS}) || !has({CHUNKS}) || {OWN_CHUNKS} == {CHUNKS}",
+        message="differs from parallelism.virtualPipeline, and both are the model chunks of each rank; write one",
+        message_expression=cel_message(
+            f"{{{OWN_CHUNKS}}} differs from parallelism.virtualPipeline {{{CHUNKS}}}, and both are the model chunks of "
+            "each rank; write one"
+        ),
+    ),
+    Rule(
+        id="cap-of-free-order",
+        field=".dpp.memoryCap",
+        rule=f"!has(self.dpp.memoryCap) || !{_FIXED_ORDER}",
+        message="means nothing with schedule static or zero-bubble, whose order is fixed; leave it out",
+    ),
+    Rule(
+        id="zero-bubble-of-one-chunk",
+        field=".dpp.schedule",
+        rule=f"!has(self.dpp.schedule) || self.dpp.schedule != 'zero-bubble' || {GIVEN_CHUNKS} == 1",
+        message="zero-bubble has one chunk on each rank; leave out parallelism.virtualPipeline and dpp.chunks, or "
+        "write schedule: auto",
     ),
     Rule(
         id="merging-needs-fbd",

@@ -1,0 +1,146 @@
+"""Flags of MegaDPP: which are taken and refused, and MegatronApp's flags about nodes against the rank table."""
+
+import re
+import shlex
+
+import pytest
+
+from megatronapp_trainer.config import TrainerConfig, parse
+from megatronapp_trainer.config.checks import check_world
+from megatronapp_trainer.config.dpp import DppConfig
+from megatronapp_trainer.errors import UsageError, UsageErrors
+from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.parallel.node_flags import check_node_flags, is_own_address
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
+    "--lr 1e-3 --mock-data --vocab-size 128"
+)
+PIPED = "--pipeline-model-parallel-size 2"
+
+
+def parsed(flags: str) -> TrainerConfig:
+    return parse(shlex.split(f"{SMALL} {flags}"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--use-dpp", "--use-dpp needs --pipeline-model-parallel-size above 1"),
+        (f"{PIPED} --dpp-schedule dfc", "--dpp-schedule needs --use-dpp"),
+        (f"{PIPED} --dpp-memory-cap 2", "--dpp-memory-cap needs --use-dpp"),
+        (f"{PIPED} --workload 2", "--workload needs --use-dpp"),
+        (f"{PIPED} --multi-node", "--multi-node needs --use-dpp"),
+        (f"{PIPED} --use-dpp --workload 0", "--workload 0: give the number of threads"),
+        (f"{PIPED} --use-dpp --workload 1048576", "in MegatronApp it was the number of elements for each thread"),
+        (f"{PIPED} --use-dpp --dpp-memory-cap 0", "--dpp-memory-cap 0 must be 1 or more"),
+        (f"{PIPED} --use-dpp --dpp-schedule static --dpp-memory-cap 2", "whose order is fixed; leave it out"),
+        (
+            f"{PIPED} --use-dpp --dpp-schedule zero-bubble --num-virtual-stages-per-pipeline-rank 2",
+            "zero-bubble has one chunk on each rank",
+        ),
+        (f"{PIPED} --use-dpp --transport nccl", "--transport nccl cannot carry --use-dpp"),
+        (f"{PIPED} --transport native", "--transport native needs --use-dpp"),
+        (f"{PIPED} --transport nccl --distributed-backend gloo", "exclude each other"),
+        ("--transport ucx", "invalid choice: 'ucx'"),
+        ("--num-gpus 0", "--num-gpus 0 must be 1 or more"),
+        ("--node-ips node-0,node-1", "'node-0' is not an IP address"),
+        ("--node-ips 10.0.0.1,", "'' is not an IP address"),
+    ],
+)
+def test_flags_of_megadpp_without_meaning_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parsed(flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{PIPED} --use-dpp --transport auto --workload 64 --multi-node --num-gpus 4 --node-ips 10.0.0.1,fd00::1",
+        f"{PIPED} --use-dpp --transport native --dpp-schedule bfc --dpp-memory-cap 3",
+        f"{PIPED} --transport nccl",
+        "--num-gpus 4 --node-ips 127.0.0.1",
+    ],
+)
+def test_flags_of_megadpp_are_taken(flags: str) -> None:
+    parsed(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--node-ips 10.0.0.1,10.0.0.2", "--node-ips has 2 addresses, and there are 4 ranks; give one for each rank"),
+        ("--num-gpus 8", "--num-gpus 8: there are 4 ranks in all"),
+    ],
+)
+def test_flags_about_nodes_must_fit_the_world(flags: str, problem: str) -> None:
+    config = parsed(f"--pipeline-model-parallel-size 2 {flags}")
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        check_world(config, 2)
+
+
+LAYOUT = Layout(rank=2, world_size=4, local_rank=0, tensor_size=1, pipeline_size=2, virtual_size=1)
+TWO_NODES = {"LOCAL_WORLD_SIZE": "2", "MEGATRON_NODE_IPS": "10.0.0.2,10.0.0.2,10.0.0.1,10.0.0.1"}
+SAME_NODE = {"LOCAL_WORLD_SIZE": "4", "MEGATRON_NODE_IPS": "10.0.0.2,10.0.0.2,10.0.0.2,10.0.0.2"}
+TORCHRUN = {"LOCAL_WORLD_SIZE": "2"}
+IPS = TWO_NODES["MEGATRON_NODE_IPS"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        (DppConfig(), {}),
+        (DppConfig(num_gpus=2, multi_node=True, node_ips=IPS), TWO_NODES),
+        (DppConfig(node_ips=IPS.replace(",", ", ")), TWO_NODES),
+        (DppConfig(num_gpus=4, node_ips=SAME_NODE["MEGATRON_NODE_IPS"]), SAME_NODE),
+        (DppConfig(num_gpus=2, multi_node=True, node_ips="10.0.0.9,10.0.0.9,10.0.0.1,10.0.0.1"), TORCHRUN),
+    ],
+)
+def test_flags_that_are_right_are_accepted(flags: DppConfig, environment: dict[str, str]) -> None:
+    check_node_flags(flags, LAYOUT, environment, is_own=lambda address: address == "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "problems"),
+    [
+        (
+            DppConfig(num_gpus=4, multi_node=True),
+            TWO_NODES,
+            ["--num-gpus 4: the node of rank 2 has 2 ranks; give 2, or leave it out"],
+        ),
+        (
+            DppConfig(num_gpus=2, multi_node=True),
+            SAME_NODE,
+            [
+                "--num-gpus 2: the node of rank 2 has 4 ranks; give 4, or leave it out",
+                "--multi-node: all 4 ranks are on one node; leave it out",
+            ],
+        ),
+        (
+            DppConfig(num_gpus=2),
+            {},
+            ["--num-gpus and --multi-node cannot be checked: LOCAL_WORLD_SIZE is not set; leave them out"],
+        ),
+        (
+            DppConfig(node_ips="10.0.0.2,10.0.0.1,10.0.0.2,10.0.0.1"),
+            TWO_NODES,
+            [f"--node-ips: rank 1 is at 10.0.0.2, not at 10.0.0.1; leave it out, or give {IPS}"],
+        ),
+        (
+            DppConfig(node_ips=IPS),
+            TORCHRUN,
+            ["--node-ips: rank 2 is not at 10.0.0.1, which no interface of its machine has; leave it out"],
+        ),
+    ],
+)
+def test_flags_that_are_wrong_are_refused_with_what_is_right(
+    flags: DppConfig, environment: dict[str, str], problems: list[str]
+) -> None:
+    with pytest.raises(UsageErrors) as caught:
+        check_node_flags(flags, LAYOUT, environment, is_own=lambda _address: False)
+    assert list(caught.value.problems) == problems
+
+
+def test_own_addresses_are_recognised() -> None:
+    assert is_own_address("127.0.0.1")
+    assert not is_own_address("192.0.2.1")  # TEST-NET-1 of RFC 5737: no machine has it
