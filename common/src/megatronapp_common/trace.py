@@ -72,6 +72,8 @@ class RecordKind(enum.IntEnum):
     FAULT = 21
     """Injected fault; covers the time it added, so that a demonstration can be checked against the truth."""
     GC = 22
+    WEIGHT = 23
+    """Weight gradients of one microbatch and chunk, where they are computed apart from the rest of BACKWARD."""
     METRIC = 32
     """Sample of a metric: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is its time."""
     COUNTER = 33
@@ -92,12 +94,19 @@ class Flag(enum.IntFlag):
     DEVICE_CLOCK = 16
     """Times of device events, mapped to the host clock."""
     SKIPPED_UPDATE = 32
-    """The optimizer refused this step (found Inf in the gradients)."""
+    """The optimizer refused this step (found Inf in the gradients); only STEP records carry it."""
     INJECTED = 64
     """A fault was injected into this span."""
     AUX_LEAD = 128
     """aux is the lead of the host when the device ended the span, in 8 ns; near 0, the device waited for the host to
     launch its kernels."""
+
+
+class PassFlag(enum.IntFlag):
+    """Bits of `flags` that have a meaning of their own in records of PASS_KINDS."""
+
+    EARLY = 32
+    """The pass ran before its turn in the plan of its rank, while the planned one waited for its input."""
 
 
 class Metric(enum.IntEnum):
@@ -127,7 +136,8 @@ class Counter(enum.IntEnum):
     GPU_MEMORY_USED_MIB = 21
 
 
-COMPUTE_KINDS = frozenset({RecordKind.FORWARD, RecordKind.BACKWARD, RecordKind.OPTIMIZER})
+PASS_KINDS = frozenset({RecordKind.FORWARD, RecordKind.BACKWARD, RecordKind.WEIGHT})
+COMPUTE_KINDS = PASS_KINDS | {RecordKind.OPTIMIZER}
 P2P_KINDS = frozenset({RecordKind.SEND_POST, RecordKind.SEND_WAIT, RecordKind.RECV_POST, RecordKind.RECV_WAIT})
 COLLECTIVE_KINDS = frozenset(
     {

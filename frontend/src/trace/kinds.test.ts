@@ -1,7 +1,7 @@
 import { readFileSync } from "node:fs";
 import { resolve } from "node:path";
 import { describe, expect, it } from "vitest";
-import { Flag, GROUPS, Kind, kindStyle } from "./kinds";
+import { Flag, GROUPS, Kind, kindStyle, PassFlag } from "./kinds";
 
 describe("kinds", () => {
   it("are numbered as in Python", () => {
@@ -17,6 +17,7 @@ describe("kinds", () => {
     };
     expect(enumOf("RecordKind")).toEqual(Kind);
     expect(enumOf("Flag")).toEqual(Flag);
+    expect(enumOf("PassFlag")).toEqual(PassFlag);
   });
 
   it("all have a name and a colour, known or not", () => {

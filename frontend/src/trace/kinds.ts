@@ -24,6 +24,7 @@ export const Kind = {
   LAYER_BACKWARD: 20,
   FAULT: 21,
   GC: 22,
+  WEIGHT: 23,
   METRIC: 32,
   COUNTER: 33,
 } as const;
@@ -39,8 +40,13 @@ export const Flag = {
   AUX_LEAD: 128,
 } as const;
 
+/** Bits of the flags of passes alone. */
+export const PassFlag = {
+  EARLY: 32,
+} as const;
+
 export type Group =
-  "forward" | "backward" | "optimizer" | "wait" | "transfer" | "collective" | "other" | "fault";
+  "forward" | "backward" | "weight" | "optimizer" | "wait" | "transfer" | "collective" | "other" | "fault";
 
 export interface GroupStyle {
   readonly label: string;
@@ -62,6 +68,7 @@ const style = (label: string, onDark: string, onLight: string, hatched = false, 
 export const GROUPS: Readonly<Record<Group, GroupStyle>> = {
   forward: style("Forward", "#6cb8f0", "#1f78c1"),
   backward: style("Backward", "#8f8be8", "#5a4fcf"),
+  weight: style("Weight gradients", "#b48ce0", "#8a3fc0"),
   optimizer: style("Optimizer", "#e59ac4", "#b0467f"),
   collective: style("Collective", "#b5a15a", "#8d7a3c"),
   transfer: style("Transfer", "#4fc4a1", "#0c7d5e"),
@@ -98,6 +105,7 @@ const KINDS: Readonly<Record<number, KindStyle>> = {
   [Kind.LAYER_FORWARD]: { label: "Layer forward", short: "L", group: "forward" },
   [Kind.LAYER_BACKWARD]: { label: "Layer backward", short: "L", group: "backward" },
   [Kind.FAULT]: { label: "Injected fault", short: "Fault", group: "fault" },
+  [Kind.WEIGHT]: { label: "Weight gradients", short: "W", group: "weight" },
   [Kind.GC]: { label: "Garbage collection", short: "GC", group: "other" },
 };
 

@@ -9,10 +9,12 @@ from megatronapp_common.trace import (
     COLLECTIVE_KINDS,
     COMPUTE_KINDS,
     P2P_KINDS,
+    PASS_KINDS,
     RECORD,
     Counter,
     Flag,
     Metric,
+    PassFlag,
     RecordKind,
 )
 
@@ -76,6 +78,7 @@ KINDS = {
     "LAYER_BACKWARD": 20,
     "FAULT": 21,
     "GC": 22,
+    "WEIGHT": 23,
     "METRIC": 32,
     "COUNTER": 33,
 }
@@ -91,17 +94,25 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize(("kinds", "numbers"), [(RecordKind, KINDS), (Flag, FLAGS)])
+PASS_FLAGS = {"EARLY": 32}
+
+
+@pytest.mark.parametrize(("kinds", "numbers"), [(RecordKind, KINDS), (Flag, FLAGS), (PassFlag, PASS_FLAGS)])
 def test_numbers_are_never_used_again(kinds: type[enum.IntEnum], numbers: dict[str, int]) -> None:
     now = {member.name: int(member) for member in kinds}
     assert {name: now[name] for name in numbers} == numbers
     assert len(set(now.values())) == len(now)
 
 
-@pytest.mark.parametrize("kinds", [RecordKind, Flag, Metric, Counter])
+@pytest.mark.parametrize("kinds", [RecordKind, Flag, PassFlag, Metric, Counter])
 def test_no_name_is_an_alias_and_kinds_fit_into_their_field(kinds: type[enum.IntEnum]) -> None:
     assert len(kinds.__members__) == len(list(kinds))
     assert all(0 < int(member) < 256 for member in kinds)
+
+
+def test_flags_of_passes_take_no_bit_that_a_pass_may_have_otherwise() -> None:
+    assert PASS_KINDS < COMPUTE_KINDS
+    assert not sum(PassFlag) & ~Flag.SKIPPED_UPDATE
 
 
 def test_the_sets_of_kinds_do_not_overlap() -> None:

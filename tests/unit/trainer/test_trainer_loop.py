@@ -67,7 +67,7 @@ class Observer:
         self.losses.append(metrics.loss)
         self.events.append(("step_end", "STEP", -1, -1))
 
-    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
         self.events.append(("begin", kind.name, chunk, microbatch))
 
     def end(self, kind: RecordKind) -> None:

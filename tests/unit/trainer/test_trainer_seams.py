@@ -275,7 +275,7 @@ class PassObserver:
     def __init__(self) -> None:
         self.passes: list[tuple[str, str, int]] = []
 
-    def begin(self, kind: RecordKind, _chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, _chunk: int, microbatch: int, *, early: bool = False) -> None:
         if kind in {RecordKind.FORWARD, RecordKind.BACKWARD}:
             self.passes.append(("begin", kind.name, microbatch))
 

@@ -346,7 +346,7 @@ class Spans:
     def __init__(self) -> None:
         self.events: list[tuple[str, RecordKind, int, int]] = []
 
-    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
         self.events.append(("begin", kind, chunk, microbatch))
 
     def end(self, kind: RecordKind) -> None:

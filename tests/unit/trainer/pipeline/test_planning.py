@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest_workers import FULL, examples
 
+from megatronapp_trainer.pipeline.leader import Following, Leading
 from megatronapp_trainer.pipeline.planning.orders import (
     Order,
     interleaved,
@@ -21,6 +22,7 @@ from megatronapp_trainer.pipeline.planning.orders import (
     zero_bubble_v,
 )
 from megatronapp_trainer.pipeline.planning.policies import Greedy, PlanGuided, Policy, Static
+from megatronapp_trainer.pipeline.planning.progress import RankProgress
 from megatronapp_trainer.pipeline.planning.simulator import DeadlockError, Simulation, simulate
 from megatronapp_trainer.pipeline.planning.tasks import Placement, RankTask, Shape, Task, TaskKind
 
@@ -274,6 +276,54 @@ def test_a_rank_leaves_the_plan_only_while_its_input_is_late() -> None:
     )
     assert simulation.orders[0][:4] == tuple(Task.forward(microbatch, 0) for microbatch in range(4))
     assert late[0].deviations == 2
+
+
+class ListLog:
+    """Log of a leader whose follower is in the same process."""
+
+    def __init__(self) -> None:
+        self._entries: collections.deque[int] = collections.deque()
+
+    def append(self, entry: int) -> None:
+        assert 0 <= entry < 1 << 64
+        self._entries.append(entry)
+
+    def poll_entry(self) -> int | None:
+        return self._entries.popleft() if self._entries else None
+
+
+def test_leader_and_follower_know_which_tasks_run_early() -> None:
+    placement, log = Placement(2), ListLog()
+    leader, follower = Leading(PlanGuided(interleaved(placement, 6, 0), cap=4), log), Following(log)
+    leading, following = (RankProgress(placement, 0, 6, split=True) for _ in range(2))
+
+    def next_task() -> tuple[str, bool]:
+        task = leader.choose(leading)
+        assert follower.choose(following) == task
+        assert follower.early == leader.early or task is None
+        for progress in (leading, following):
+            if task is not None:
+                progress.run(task)
+        return str(task), leader.early
+
+    early = [next_task() for _ in range(5)]
+    assert early == [("F0.0", False), ("F1.0", False), ("F2.0", True), ("F3.0", True), ("None", False)]
+    for progress in (leading, following):
+        progress.receive(Task.backward(0, 0))
+    assert [next_task() for _ in range(3)] == [("B0.0", False), ("W0.0", False), ("F4.0", True)]
+
+
+def test_a_weight_task_of_a_plan_may_run_early() -> None:
+    placement = Placement(2)
+    order = zero_bubble_h1(placement, 4, 1)
+    assert [str(task) for task in order[:5]] == ["F0.0", "B0.0", "F1.0", "B1.0", "W0.0"]
+    guide, progress = PlanGuided(order, cap=2), RankProgress(placement, 1, 4, split=True)
+    for task in order[:2]:
+        progress.receive(task)
+        assert guide.choose(progress) == task
+        progress.run(task)
+    assert guide.choose(progress) == Task.weight(0, 0)
+    assert guide.early
 
 
 def test_a_plan_above_its_cap_is_refused() -> None:

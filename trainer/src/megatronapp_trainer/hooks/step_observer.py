@@ -43,7 +43,7 @@ class StepObserver(StepBoundary[int, StepMetrics], Protocol):
     step, the optimizer's update included, on every rank.
 
     Made by ``scan.start(RunContext)``, collectively, once groups, model and optimizer exist. ``begin`` and ``end``
-    delimit DATA, FORWARD, BACKWARD, GRAD_REDUCE, PARAM_GATHER, EMBED_REDUCE, GRAD_NORM, OPTIMIZER, LOSS_REDUCE,
+    delimit DATA, FORWARD, BACKWARD, WEIGHT, GRAD_REDUCE, PARAM_GATHER, EMBED_REDUCE, GRAD_NORM, OPTIMIZER, LOSS_REDUCE,
     EVALUATE, CHECKPOINT and GC; STEP is the observer's own, from ``step_begin`` to ``step_end``. DATA lies before
     FORWARD, never inside. Transfers are recorded by the transport that ``wrap_transport`` returns.
     """
@@ -51,8 +51,11 @@ class StepObserver(StepBoundary[int, StepMetrics], Protocol):
     def wrap_transport(self, transport: Transport) -> Transport:
         """Return the transport of training steps, which delegates to this one; called once where there are stages."""
 
-    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
-        """A span begins; microbatch is NO_MICROBATCH where the span belongs to none."""
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
+        """A span begins; microbatch is NO_MICROBATCH where the span belongs to none.
+
+        `early`: a pass that runs before its turn in the plan.
+        """
 
     def end(self, kind: RecordKind) -> None:
         """The span of this kind has ended."""

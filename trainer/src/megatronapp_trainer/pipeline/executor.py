@@ -13,6 +13,9 @@ from megatronapp_trainer.pipeline.task_transport import TaskTransport
 class Passes(Protocol):
     """Runs single tasks; see `TaskPasses`."""
 
+    def announce(self, task: Task, *, early: bool) -> None:
+        """Take the task that runs next; `early`: before its turn in the plan."""
+
     def forward(self, task: Task, received: torch.Tensor | None) -> torch.Tensor:
         """Return the output of the chunk."""
 
@@ -52,6 +55,7 @@ def run_tasks(
             transport.wait()
             continue
         progress.run(task)
+        passes.announce(task, early=policy.early)
         if task.kind is TaskKind.WEIGHT:
             passes.weight(task)
             continue

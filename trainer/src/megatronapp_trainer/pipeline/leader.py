@@ -10,6 +10,9 @@ from megatronapp_trainer.pipeline.planning.policies import Policy
 from megatronapp_trainer.pipeline.planning.progress import RankProgress
 from megatronapp_trainer.pipeline.planning.tasks import Task
 
+EARLY = 1 << 40
+"""Bit of an entry above those of the task, which runs before its turn in the leader's plan."""
+
 
 class DecisionLog(Protocol):
     """A log from the leader of a tensor group to its followers; no entry is lost, and none overtakes another."""
@@ -28,11 +31,16 @@ class Leading:
         self._policy = policy
         self._log = log
 
+    @property
+    def early(self) -> bool:
+        """Return whether the task that was chosen last runs before its turn in a plan."""
+        return self._policy.early
+
     def choose(self, progress: RankProgress) -> Task | None:
         """Return the task that the policy chooses; the followers run it too."""
         task = self._policy.choose(progress)
         if task is not None:
-            self._log.append(task.pack())
+            self._log.append(task.pack() | EARLY * self._policy.early)
         return task
 
 
@@ -42,6 +50,7 @@ class Following:
     def __init__(self, log: DecisionLog) -> None:
         self._log = log
         self._next: Task | None = None
+        self.early = False
 
     def choose(self, progress: RankProgress) -> Task | None:
         """Return the leader's next task, or None while the task or its input has not arrived."""
@@ -49,7 +58,7 @@ class Following:
             entry = self._log.poll_entry()
             if entry is None:
                 return None
-            self._next = Task.unpack(entry)
+            self._next, self.early = Task.unpack(entry), bool(entry & EARLY)
         if self._next not in progress.ready and self._next not in progress.pending_weights:
             return None
         task, self._next = self._next, None

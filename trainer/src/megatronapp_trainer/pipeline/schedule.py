@@ -17,8 +17,8 @@ from megatronapp_trainer.parallel.transport import Transport
 class PipelineSchedule(Protocol):
     """Runs the forward and backward passes of a step on this rank, in the order that it chooses.
 
-    It announces each pass of a training step to the observer as the pass begins and ends: FORWARD and BACKWARD with
-    their chunk and microbatch. No order is known to the observer before the step.
+    It announces each pass of a training step to the observer as the pass begins and ends: FORWARD, BACKWARD and
+    WEIGHT with their chunk and microbatch. No order is known to the observer before the step.
     """
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:

@@ -64,6 +64,11 @@ class TaskPasses:
         if self._random is not None:
             self._random.begin_step()
 
+    def announce(self, task: Task, *, early: bool) -> None:
+        """Take the task that runs next, for the observer; `early`: before its turn in the plan."""
+        if self._timers is not None:
+            self._timers.begin_task(task.chunk, task.microbatch, early=early)
+
     def forward(self, task: Task, received: torch.Tensor | None) -> torch.Tensor:
         """Run a forward pass. Returns the chunk's output, without its graph; of the last stage the loss."""
         from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step
@@ -100,8 +105,6 @@ class TaskPasses:
         from megatron.core.enums import ModelType
         from megatron.core.pipeline_parallel.schedules import backward_step
 
-        if self._timers is not None:
-            self._timers.begin_step([(task.chunk, task.microbatch)])
         taken, output = self._saved.pop((task.microbatch, task.chunk))
         with self._stores[task.chunk].backward(task.microbatch, split=self._split):
             gradient: torch.Tensor | None = backward_step(
@@ -111,7 +114,11 @@ class TaskPasses:
 
     def weight(self, task: Task) -> None:
         """Compute the weight gradients that the backward pass of the microbatch has left."""
-        self._stores[task.chunk].run(task.microbatch)
+        compute = self._stores[task.chunk].run
+        if self._timers is None:
+            compute(task.microbatch)
+        else:
+            self._timers.weight(task.chunk, task.microbatch, compute)
 
     def end_step(self) -> list[torch.Tensor]:
         """Reduce the gradients. Returns the reports of the loss by microbatch, on the last stage."""

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import PASS_KINDS, RecordKind
 from megatronapp_trainer.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class FaultPlan:
         self._page_error = ""
         """Reason why the document was last ignored; one that stays unreadable is reported once."""
         self._usual: dict[RecordKind, collections.deque[int]] = {
-            kind: collections.deque(maxlen=HISTORY) for kind in (RecordKind.FORWARD, RecordKind.BACKWARD)
+            kind: collections.deque(maxlen=HISTORY) for kind in PASS_KINDS
         }
 
     def command(self, faults: Iterable[InjectedFault]) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from megatronapp_common.shared_documents import DocumentReader
-from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Metric, RecordKind
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, PASS_KINDS, Flag, Metric, PassFlag, RecordKind
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.parallel.transport import Transport
 from megatronapp_trainer.scan.faults import FaultPlan
@@ -15,7 +15,6 @@ from megatronapp_trainer.scan.traced_transport import TracedTransport
 
 HOST_KINDS = frozenset({RecordKind.DATA, RecordKind.EVALUATE, RecordKind.CHECKPOINT, RecordKind.GC})
 """Kinds of work that run on the host also where there is a device."""
-STRETCHED_KINDS = frozenset({RecordKind.FORWARD, RecordKind.BACKWARD})
 
 
 class SpanWriter:
@@ -33,11 +32,11 @@ class SpanWriter:
         self.recorder.begin_step(step)
         self._ordinals.clear()
 
-    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int, flags: int = 0) -> None:
         """Begin a span of this kind."""
         ordinal = self._ordinals[kind]
         self._ordinals[kind] = ordinal + 1
-        fields = RecordKey(kind, microbatch, chunk, self._slots.get(kind, NO_COMM), ordinal)
+        fields = RecordKey(kind, microbatch, chunk, self._slots.get(kind, NO_COMM), ordinal, flags)
         enter = self.recorder.host_enter if kind in HOST_KINDS else self.recorder.enter
         self._open[kind] = fields, enter(fields)
 
@@ -49,7 +48,7 @@ class SpanWriter:
         """End the span of this kind."""
         fields, mark = self._open.pop(kind)
         if flags:
-            fields = fields._replace(flags=flags)
+            fields = fields._replace(flags=fields.flags | flags)
         if kind in HOST_KINDS:
             self.recorder.host_leave(fields, mark)
         else:
@@ -100,15 +99,15 @@ class ScanObserver:
         self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if metrics.skipped else 0)
         self._recorder.ring.clock_pair()
 
-    def begin(self, kind: RecordKind, chunk: int, microbatch: int) -> None:
+    def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
         """Begin a span; a host fault stalls before a forward pass."""
         if kind is RecordKind.FORWARD and (stall_ns := self._plan.host_stall_ns()):
             self._inject(self._host_stall, stall_ns)
-        self._spans.begin(kind, chunk, microbatch)
+        self._spans.begin(kind, chunk, microbatch, PassFlag.EARLY if early else 0)
 
     def end(self, kind: RecordKind) -> None:
         """End a span; a compute fault stretches it first."""
-        flags = self._stretch(kind) if kind in STRETCHED_KINDS else 0
+        flags = self._stretch(kind) if kind in PASS_KINDS else 0
         self._spans.end(kind, flags)
 
     def validation(self, loss: float) -> None:

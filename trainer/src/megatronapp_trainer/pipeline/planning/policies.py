@@ -13,12 +13,18 @@ from megatronapp_trainer.pipeline.planning.tasks import Task, TaskKind
 class Policy(Protocol):
     """Chooses the tasks of one rank in one step."""
 
+    @property
+    def early(self) -> bool:
+        """Return whether the task that was chosen last runs before its turn in a plan."""
+
     def choose(self, progress: RankProgress) -> Task | None:
         """Return the task to run now, or None to wait for an input."""
 
 
 class Static:
     """Runs an order as it is, and waits for the input of each task."""
+
+    early = False
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -64,10 +70,16 @@ class PlanGuided:
         self._place = 0
         self.deviations = 0
         """Forward and backward tasks that ran before their turn."""
+        self.early = False
 
     def choose(self, progress: RankProgress) -> Task | None:
         """Return the planned task if its input is there, another one meanwhile, or None."""
         planned = self._planned(progress)
+        task = self._choice(planned, progress)
+        self.early = task != planned and task in self._position
+        return task
+
+    def _choice(self, planned: Task | None, progress: RankProgress) -> Task | None:
         if planned is None or planned in progress.pending_weights:
             return planned
         if planned in progress.ready:
@@ -120,6 +132,9 @@ class Greedy:
     most `admitted` at a time; an admitted one may run all its tasks. So the oldest unfinished microbatch is admitted
     on every rank, and can always continue.
     """
+
+    early = False
+    """There is no plan."""
 
     def __init__(self, *, depth_first: bool, admitted: int) -> None:
         """Take the direction and the number of microbatches that may be in the rank at a time, at least one."""
