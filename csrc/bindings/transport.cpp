@@ -163,6 +163,14 @@ void bind_message(py::module_& module) {
         .def_property_readonly("end_ns", &Message::end_ns);
 }
 
+/// Runs Python's handlers of signals that came in while a thread waits without the GIL; raises what they raise.
+void raise_of_signals() {
+    const py::gil_scoped_acquire locked;
+    if (PyErr_CheckSignals() != 0) {
+        throw py::error_already_set();
+    }
+}
+
 std::unique_ptr<OwningEndpoint> make_endpoint(const std::string& directory, const std::string& job,
                                               std::uint64_t attempt, std::uint32_t rank, std::uint64_t slot_bytes,
                                               std::uint64_t slots, double deadline_s, std::uint32_t threads) {
@@ -173,7 +181,8 @@ std::unique_ptr<OwningEndpoint> make_endpoint(const std::string& directory, cons
                                                                 .slot_bytes = slot_bytes,
                                                                 .slots = slots,
                                                                 .deadline_s = deadline_s,
-                                                                .threads = threads});
+                                                                .threads = threads,
+                                                                .while_waiting = raise_of_signals});
 }
 
 using EndpointClass = py::class_<OwningEndpoint>;

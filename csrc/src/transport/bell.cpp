@@ -58,6 +58,13 @@ std::uint64_t end_of_slice(std::uint64_t deadline_ns) noexcept {
     return std::min(deadline_ns, monotonic_ns() + kSliceNs);
 }
 
+void SliceHook::call_if_due() {
+    if (hook_ != nullptr && monotonic_ns() >= next_ns_) {
+        (*hook_)();
+        next_ns_ = monotonic_ns() + kSliceNs;
+    }
+}
+
 std::uint64_t deadline_after(double seconds) noexcept {
     constexpr double kLongest = 1e9;  // thirty years
     if (!(seconds < kLongest)) {

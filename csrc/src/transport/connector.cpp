@@ -67,10 +67,11 @@ void Connector::add_peer(std::uint32_t peer, bool messages) {
     pending_.push_back({peer, inbox, std::move(file), std::nullopt, std::nullopt});
 }
 
-std::vector<std::shared_ptr<Peer>> Connector::connect(OwnBoard& board, Completions& completions) {
+std::vector<std::shared_ptr<Peer>> Connector::connect(OwnBoard& board, Completions& completions,
+                                                      const std::function<void()>& while_waiting) {
     const std::uint64_t deadline_ns = deadline_after(deadline_s_);
-    open_all(board, deadline_ns);
-    await_attached(board, deadline_ns);
+    open_all(board, deadline_ns, SliceHook(while_waiting));
+    await_attached(board, deadline_ns, SliceHook(while_waiting));
     remove_names();
     board.file().remove_name();
     std::vector<std::shared_ptr<Peer>> peers;
@@ -114,7 +115,7 @@ bool Connector::open_files(Pending& pending) const {
     return true;
 }
 
-void Connector::open_all(const OwnBoard& board, std::uint64_t deadline_ns) {
+void Connector::open_all(const OwnBoard& board, std::uint64_t deadline_ns, SliceHook hook) {
     std::vector<Pending*> missing;
     for (Pending& pending : pending_) {
         missing.push_back(&pending);
@@ -132,10 +133,11 @@ void Connector::open_all(const OwnBoard& board, std::uint64_t deadline_ns) {
                                                      "and that it added this rank");
         }
         sleep_between_looks();
+        hook.call_if_due();
     }
 }
 
-void Connector::await_attached(const OwnBoard& board, std::uint64_t deadline_ns) {
+void Connector::await_attached(const OwnBoard& board, std::uint64_t deadline_ns, SliceHook hook) {
     for (Pending& pending : pending_) {
         while (true) {
             const std::uint32_t seen = board.layout().activity.count.load(std::memory_order_acquire);
@@ -152,6 +154,7 @@ void Connector::await_attached(const OwnBoard& board, std::uint64_t deadline_ns)
                 raise_timeout(pending.peer, "did not open the files of this rank; it hangs or waits for another one");
             }
             wait(board.layout().activity, seen, end_of_slice(deadline_ns));
+            hook.call_if_due();
         }
     }
 }

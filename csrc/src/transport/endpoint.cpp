@@ -76,7 +76,7 @@ class Endpoint::Implementation {
           board(connector.make_board()) {}
 
     void connect() {
-        peers = connector.connect(board, completions);
+        peers = connector.connect(board, completions, settings.while_waiting);
         for (std::uint32_t i = 0; i < settings.threads; ++i) {
             threads.push_back(quiet_thread([this, i] { copy_messages(i); }));
         }
@@ -101,6 +101,7 @@ class Endpoint::Implementation {
     auto await(std::uint32_t rank, std::optional<std::uint64_t> key, const char* direction, double deadline_s,
                Attempt attempt) {
         const std::uint64_t deadline_ns = deadline_after(deadline_s);
+        SliceHook hook(settings.while_waiting);
         while (true) {
             const std::uint32_t seen = activity().count.load(std::memory_order_seq_cst);
             require_open();
@@ -111,12 +112,14 @@ class Endpoint::Implementation {
                 raise_timeout(rank, key, direction, deadline_s);
             }
             wait(activity(), seen, end_of_slice(deadline_ns));
+            hook.call_if_due();
         }
     }
 
     /// Waits until all followers of the log have read enough for one more entry.
     void await_room(double deadline_s) {
         const std::uint64_t deadline_ns = deadline_after(deadline_s);
+        SliceHook hook(settings.while_waiting);
         while (true) {
             const std::uint32_t seen = activity().count.load(std::memory_order_seq_cst);
             require_open();
@@ -129,6 +132,7 @@ class Endpoint::Implementation {
                 raise_timeout(*slowest, std::nullopt, "send", deadline_s);
             }
             wait(activity(), seen, end_of_slice(deadline_ns));
+            hook.call_if_due();
         }
     }
 
@@ -341,11 +345,13 @@ std::uint32_t Endpoint::activity() const { return open().activity().count.load(s
 bool Endpoint::wait_activity(std::uint32_t seen, double deadline_s) {
     const Implementation& self = open();
     const std::uint64_t deadline_ns = deadline_after(deadline_s);
+    SliceHook hook(self.settings.while_waiting);
     while (activity() == seen) {
         if (monotonic_ns() >= deadline_ns) {
             return false;
         }
         wait(self.activity(), seen, end_of_slice(deadline_ns));
+        hook.call_if_due();
     }
     return true;
 }

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <set>
+#include <stdexcept>
 
 #include "megatronapp/clock.hpp"
 #include "ranks.hpp"
@@ -201,6 +203,31 @@ TEST_F(EndpointTest, ActivityChangesWithAMessage) {
     send(*ranks[0], 1, 5, bytes);
     EXPECT_TRUE(ranks[1]->wait_activity(seen, kLongS));
     EXPECT_TRUE(ranks[1]->poll(0, 5));
+}
+
+TEST_F(EndpointTest, ApplicationCanEndItsWaits) {
+    Settings common = settings(0);
+    std::atomic<bool> signalled = false;
+    common.while_waiting = [&] {
+        if (signalled) {
+            throw std::domain_error("a signal");
+        }
+    };
+    const Endpoints ranks = connected(2, common);
+    signalled = true;
+    ranks[0]->lead({1});
+    EXPECT_THROW(static_cast<void>(ranks[0]->receive(1, 1, kLongS)), std::domain_error);
+    EXPECT_THROW(static_cast<void>(ranks[1]->next_entry(0, kLongS)), std::domain_error);
+    EXPECT_THROW(ranks[0]->wait_activity(ranks[0]->activity(), kLongS), std::domain_error);
+    for (std::uint64_t i = 0; i < kLogEntries; ++i) {
+        ranks[0]->append(i, kLongS);  // does not wait
+    }
+    EXPECT_THROW(ranks[0]->append(0, kLongS), std::domain_error);
+    const std::unique_ptr<Endpoint> alone = [&] {
+        common.rank = 5;
+        return prepared(common, 2);
+    }();
+    EXPECT_THROW(alone->connect(), std::domain_error);
 }
 
 TEST_F(EndpointTest, ProgressWordsHoldTheLastValue) {

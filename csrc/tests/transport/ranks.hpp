@@ -63,7 +63,8 @@ class TransportTest : public ::testing::Test {
                 .slot_bytes = 65536,
                 .slots = 4,
                 .deadline_s = kLongS,
-                .threads = 1};
+                .threads = 1,
+                .while_waiting = {}};
     }
 
     /// An endpoint that has added all other ranks below `ranks`.

@@ -130,6 +130,28 @@ def test_a_peer_that_sends_nothing_is_a_timeout(tmp_path: pathlib.Path) -> None:
             transport.next_decision(1, 0.01)
 
 
+def test_a_signal_interrupts_a_wait(tmp_path: pathlib.Path) -> None:
+    class SignalledError(Exception):
+        pass
+
+    def on_alarm(_number: int, _frame: object) -> None:
+        raise SignalledError
+
+    import torch
+
+    from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        with native_peer(tmp_path) as (transport, _):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(SignalledError):
+                transport.receive(1, 5, TensorSpec((2,), torch.float32), 60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture
 def transports(tmp_path: pathlib.Path) -> Iterator[list[Any]]:
     """Two connected ranks in this process."""

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 namespace megatronapp::transport {
 
@@ -22,6 +23,19 @@ void wait(Bell& bell, std::uint32_t seen, std::uint64_t until_ns) noexcept;
 
 /// The earlier of a deadline and the end of a slice that begins now.
 [[nodiscard]] std::uint64_t end_of_slice(std::uint64_t deadline_ns) noexcept;
+
+/// Calls a function once in each slice of a wait. It may throw, which ends the wait.
+class SliceHook {
+  public:
+    explicit SliceHook(const std::function<void()>& hook)
+        : hook_(hook ? &hook : nullptr), next_ns_(end_of_slice(~0ULL)) {}
+
+    void call_if_due();
+
+  private:
+    const std::function<void()>* hook_;
+    std::uint64_t next_ns_;
+};
 
 /// The monotonic time `seconds` from now; the end of time for huge numbers, now for negative ones.
 [[nodiscard]] std::uint64_t deadline_after(double seconds) noexcept;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -25,7 +26,8 @@ class Connector {
     void add_peer(std::uint32_t peer, bool messages);
 
     /// Raises TransferTimeoutError, PeerLostError, TransportMismatchError or TransportCorruptError.
-    [[nodiscard]] std::vector<std::shared_ptr<Peer>> connect(OwnBoard& board, Completions& completions);
+    [[nodiscard]] std::vector<std::shared_ptr<Peer>> connect(OwnBoard& board, Completions& completions,
+                                                             const std::function<void()>& while_waiting);
 
     /// Lets the peers know that this rank does not connect.
     void give_up() noexcept;
@@ -46,8 +48,8 @@ class Connector {
     [[nodiscard]] Identity inbox_identity(std::uint32_t receiver, std::uint32_t sender, bool messages) const;
     [[nodiscard]] bool open_files(Pending& pending) const;
     [[nodiscard]] std::optional<PeerBoard> open_board(std::uint32_t peer) const;
-    void open_all(const OwnBoard& board, std::uint64_t deadline_ns);
-    void await_attached(const OwnBoard& board, std::uint64_t deadline_ns);
+    void open_all(const OwnBoard& board, std::uint64_t deadline_ns, SliceHook hook);
+    void await_attached(const OwnBoard& board, std::uint64_t deadline_ns, SliceHook hook);
     void require_alive(const OwnBoard& board) const;
     [[noreturn]] void raise_timeout(std::uint32_t peer, const std::string& what) const;
 

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +22,8 @@ struct Settings {
     std::uint64_t slots;       ///< messages between two ranks in one direction that are not released yet
     double deadline_s;         ///< for a peer to register, and for a send to get a slot
     std::uint32_t threads;     ///< that copy
+    /// Called by waiting threads of the application every 100 ms, so that it can react to signals; may throw.
+    std::function<void()> while_waiting = {};
 };
 
 /// The transport of one rank. First the peers are added, then all ranks connect; after that any thread may call
