@@ -81,7 +81,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
         if observer is not None:
             stack.callback(observer.close)
         saves_to = checkpoints if config.checkpoint.save is not None else None
-        schedule = build_schedule(run, observer)
+        schedule = build_schedule(run, observer, report=None if reporter is None else reporter.line)
         trainer = Trainer(
             run,
             iterators,

@@ -1,6 +1,7 @@
 """Each schedule of MegaDPP trains as megatron-core's does, to the last bit, also where inputs are late."""
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,35 @@ def test_dropout_does_not_depend_on_what_is_late(run_ranks: RunRanks) -> None:
     planned = record_of(run_ranks, 2, f"{flags} --dpp-schedule static")
     assert record_of(run_ranks, 2, flags, 3) == record_of(run_ranks, 2, f"{flags} --dpp-schedule dfc", 4) == planned
     assert planned != record_of(run_ranks, 2, f"{flags} --dpp-schedule static --seed 5")
+
+
+def reported(flags: str) -> list[str]:
+    """Lines that the schedule of a run reports on this rank."""
+    from megatronapp_trainer.training.build import build_iterators, build_schedule
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopRequest
+
+    run = small_training.prepare(f"{MODEL} {flags}")
+    lines: list[str] = []
+    schedule = build_schedule(run, report=lines.append)
+    Trainer(run, build_iterators(run.config, run.layout, 0), schedule, stop_request=StopRequest()).train()
+    schedule.close()
+    return lines
+
+
+def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(run_ranks: RunRanks) -> None:
+    flags = f"{VPP2} --use-dpp --train-iters 10 --lr-decay-iters 10"
+    first, last = run_ranks(2, reported, f"{flags} --dpp-memory-cap 4")
+    assert len(first) == len(last) == 2
+    assert first[0] == last[0], "the ranks of a pipeline choose alike"
+    assert re.fullmatch(
+        r" dpp: order of megatron-core, weight gradients fill waits, [0-3] chunks of memory to spare; expects "
+        r"[\d.]+ ms of passes in a step and \d+% bubble, where the static order takes [\d.]+ ms",
+        first[0],
+    )
+    assert re.fullmatch(r" dpp: [\d.]+ ms of passes in a step, [\d.]+ times what was expected", last[1])
+
+
+def test_a_cap_below_the_static_order_is_refused(run_ranks: RunRanks) -> None:
+    with pytest.raises(Exception, match="--dpp-memory-cap 2: the first stage keeps the activations of 3 microbatches"):
+        run_ranks(2, reported, f"{VPP2} --use-dpp --dpp-memory-cap 2")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pytest_workers import FULL, examples
 
 from megatronapp_trainer.pipeline.leader import Following, Leading
+from megatronapp_trainer.pipeline.planning.choice import Candidate, MeasuredTimes, choose_candidate
 from megatronapp_trainer.pipeline.planning.orders import (
     Order,
     interleaved,
@@ -341,3 +342,37 @@ def test_orders_that_wait_for_each_other_are_found() -> None:
     backwards_first = (Task.backward(0, 0), Task.forward(0, 0))
     with pytest.raises(DeadlockError, match=r"by rank: \{0: 2, 1: 2\}"):
         run(placement, 1, lambda rank: Static(backwards_first))
+
+
+def measured(placement: Placement, transfers: list[float]) -> MeasuredTimes:
+    seconds = {TaskKind.FORWARD: 1.0, TaskKind.BACKWARD: 1.1, TaskKind.WEIGHT: 0.9}
+    ranks, chunks = range(placement.ranks), range(placement.chunks)
+    return MeasuredTimes(
+        task_seconds={(rank, kind, chunk): seconds[kind] for rank in ranks for kind in TaskKind for chunk in chunks},
+        transfer_seconds=transfers,
+    )
+
+
+@settings(max_examples=examples(20))
+@given(STEPS, st.lists(st.floats(0, 5), min_size=1, max_size=5), st.integers(0, 3))
+def test_the_chosen_plan_is_expected_to_take_between_its_work_and_the_static_order(
+    step: tuple[Placement, int], transfers: list[float], most_spare: int
+) -> None:
+    placement, num_microbatches = step
+    choice = choose_candidate(placement, num_microbatches, measured(placement, transfers), most_spare=most_spare)
+    work = 3.0 * num_microbatches * placement.chunks
+    assert work * (1 - 1e-9) <= choice.seconds
+    assert choice.candidate.spare_chunks <= most_spare
+    assert 0 <= choice.bubble < 1
+    assert choice == choose_candidate(
+        placement, num_microbatches, measured(placement, transfers), most_spare=most_spare
+    )
+
+
+def test_a_choice_spends_memory_only_where_that_saves_time() -> None:
+    alone = choose_candidate(Placement(1), 8, measured(Placement(1), [0.0]), most_spare=4)
+    assert alone.candidate == Candidate(weight_delay=None, spare_chunks=0)
+    placement = Placement(4, 2)
+    late = choose_candidate(placement, 16, measured(placement, [0.05] * 19 + [3.0]), most_spare=4)
+    assert late.candidate.spare_chunks > 0
+    assert late.seconds < 0.95 * late.static_seconds

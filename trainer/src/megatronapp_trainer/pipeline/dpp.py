@@ -1,9 +1,12 @@
 """Policies of MegaDPP's schedules."""
 
+import dataclasses
+
 from megatronapp_trainer.config.dpp import DppConfig
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.pipeline.planning.choice import Candidate
 from megatronapp_trainer.pipeline.planning.orders import interleaved, peak_in_flight, zero_bubble_h1
-from megatronapp_trainer.pipeline.planning.policies import Greedy, PlanGuided, Policy, Static
+from megatronapp_trainer.pipeline.planning.policies import Greedy, Policy, Static
 from megatronapp_trainer.pipeline.planning.tasks import Placement
 
 SPARE_CHUNKS = 2
@@ -19,45 +22,55 @@ class DppPlan:
         self.placement = placement
         self.split = config.dpp_schedule in {"auto", "zero-bubble"}
         """True if weight gradients are tasks of their own."""
+        self.is_tuned = config.dpp_schedule == "auto"
+        """True if the first steps decide on the plan."""
+        self.candidate = Candidate(weight_delay=None, spare_chunks=SPARE_CHUNKS)
+        """Plan of `auto`; the tuner replaces it between steps."""
         self._schedule = config.dpp_schedule
         self._cap = config.dpp_memory_cap
 
     def policy(self, rank: int, num_microbatches: int) -> Policy:
         """Return the policy of a pipeline rank for one step. Raises UsageError if its order needs more than the cap."""
         if self._schedule in {"dfc", "bfc"}:
-            return Greedy(depth_first=self._schedule == "dfc", admitted=self._cap or self.placement.ranks)
+            return Greedy(depth_first=self._schedule == "dfc", admitted=self._admitted)
         if self._schedule == "zero-bubble":
             return Static(zero_bubble_h1(self.placement, num_microbatches, rank))
-        order = interleaved(self.placement, num_microbatches, rank)
         if self._schedule == "static":
-            return Static(order)
-        return PlanGuided(order, cap=self._chunks_cap(rank, num_microbatches))
+            return Static(interleaved(self.placement, num_microbatches, rank))
+        spare = min(self.candidate.spare_chunks, self.most_spare(num_microbatches))
+        candidate = dataclasses.replace(self.candidate, spare_chunks=spare)
+        return candidate.policy(self.placement, num_microbatches, rank)
 
     def peak_chunks(self, num_microbatches: int) -> int:
         """Return the most chunks whose activations a rank keeps at a time in a step."""
-        ranks = range(self.placement.ranks)
         if self._schedule in {"dfc", "bfc"}:
-            return (self._cap or self.placement.ranks) * self.placement.chunks
+            return self._admitted * self.placement.chunks
         if self._schedule == "zero-bubble":
             return self.placement.ranks
-        if self._schedule == "static":
-            return max(self._planned(rank, num_microbatches) for rank in ranks)
-        return max(self._chunks_cap(rank, num_microbatches) for rank in ranks)
+        planned = self._planned(num_microbatches)
+        return planned if self._schedule == "static" else planned + self.most_spare(num_microbatches)
 
-    def _planned(self, rank: int, num_microbatches: int) -> int:
-        order = interleaved(self.placement, num_microbatches, rank)
-        return peak_in_flight(order, (1,) * self.placement.chunks)
+    def most_spare(self, num_microbatches: int) -> int:
+        """Return the chunks of memory that `auto` may use beyond the static order's on every rank.
 
-    def _chunks_cap(self, rank: int, num_microbatches: int) -> int:
-        """Return the cap of `auto` in chunks."""
-        planned = self._planned(rank, num_microbatches)
+        Raises:
+            UsageError: the static order alone needs more than the cap.
+        """
         if self._cap is None:
-            return planned + SPARE_CHUNKS
-        cap = self._cap * self.placement.chunks
-        if cap < planned:
-            least = -(-planned // self.placement.chunks)
+            return SPARE_CHUNKS
+        planned, chunks = self._planned(num_microbatches), self.placement.chunks
+        if self._cap * chunks < planned:
+            least = -(-planned // chunks)
             raise UsageError(
-                f"--dpp-memory-cap {self._cap}: stage {rank} keeps the activations of {least} microbatches at a time "
-                f"even in the static order; give {least} or more"
+                f"--dpp-memory-cap {self._cap}: the first stage keeps the activations of {least} microbatches at a "
+                f"time even in the static order; give {least} or more"
             )
-        return cap
+        return self._cap * chunks - planned
+
+    @property
+    def _admitted(self) -> int:
+        return self._cap or self.placement.ranks
+
+    def _planned(self, num_microbatches: int) -> int:
+        """Return the chunks that the first rank, which keeps the most, needs in the static order."""
+        return peak_in_flight(interleaved(self.placement, num_microbatches, 0), (1,) * self.placement.chunks)

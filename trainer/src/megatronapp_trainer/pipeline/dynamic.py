@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.errors import UsageError
@@ -9,11 +10,12 @@ from megatronapp_trainer.pipeline.dpp import DppPlan
 from megatronapp_trainer.pipeline.executor import run_tasks
 from megatronapp_trainer.pipeline.leader import Following, Leading
 from megatronapp_trainer.pipeline.megatron_schedules import StaticSchedule
+from megatronapp_trainer.pipeline.plan_tuner import PlanTuner
 from megatronapp_trainer.pipeline.planning.policies import Policy
 from megatronapp_trainer.pipeline.planning.tasks import Placement
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
-from megatronapp_trainer.pipeline.shared_memory_transport import SharedMemoryTransport, TaskAddresses
 from megatronapp_trainer.pipeline.task_passes import TaskPasses
+from megatronapp_trainer.pipeline.transport.shared_memory_transport import SharedMemoryTransport, TaskAddresses
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 
 
@@ -30,11 +32,13 @@ class DynamicSchedule:
         self._plan = DppPlan(context.config.dpp, Placement(layout.pipeline_size, layout.virtual_size))
         self._passes = TaskPasses(context, self._plan.placement, split=self._plan.split)
         self._transport = _connect(context, self._plan)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self._tuner = PlanTuner(self._plan, group, context.report) if self._plan.is_tuned else None
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches and reduce the gradients."""
         self._passes.begin_step(feed, num_microbatches)
-        run_tasks(
+        times = run_tasks(
             self._plan.placement,
             self._layout.pipeline_rank,
             num_microbatches,
@@ -43,6 +47,8 @@ class DynamicSchedule:
             passes=self._passes,
             transport=self._transport,
         )
+        if self._tuner is not None:
+            self._tuner.end_step(times, num_microbatches)
         return self._passes.end_step()
 
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
@@ -62,8 +68,6 @@ class DynamicSchedule:
 
 def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
     """Connect the ranks of this rank's pipeline and tensor group."""
-    from megatron.core import parallel_state
-
     config, layout = context.config, context.layout
     addresses = TaskAddresses(
         pipeline=dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),

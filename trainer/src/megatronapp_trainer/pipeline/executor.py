@@ -1,5 +1,6 @@
 """The executor of a step: runs on one rank the tasks that its policy names, as their inputs arrive."""
 
+import time
 from typing import Protocol
 
 import torch
@@ -7,7 +8,8 @@ import torch
 from megatronapp_trainer.pipeline.planning.policies import Policy
 from megatronapp_trainer.pipeline.planning.progress import RankProgress
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Task, TaskKind
-from megatronapp_trainer.pipeline.task_transport import TaskTransport
+from megatronapp_trainer.pipeline.step_times import StepTimes
+from megatronapp_trainer.pipeline.transport.task_transport import TaskTransport
 
 
 class Passes(Protocol):
@@ -35,8 +37,8 @@ def run_tasks(
     policy: Policy,
     passes: Passes,
     transport: TaskTransport,
-) -> None:
-    """Run all tasks of a step on this pipeline rank.
+) -> StepTimes:
+    """Run all tasks of a step on this pipeline rank. Returns how long each took on the host.
 
     Waits only where the policy allows no task that has its input. `split`: weight gradients are tasks of their own.
 
@@ -45,6 +47,8 @@ def run_tasks(
     """
     progress = RankProgress(placement, rank, num_microbatches, split=split)
     inputs: dict[Task, torch.Tensor] = {}
+    times = StepTimes()
+    begun = ended = time.perf_counter()
     transport.begin_step(_received_tasks(placement, rank, num_microbatches))
     while progress.remaining:
         for arrived, tensor in transport.poll().items():
@@ -56,11 +60,10 @@ def run_tasks(
             continue
         progress.run(task)
         passes.announce(task, early=policy.early)
-        if task.kind is TaskKind.WEIGHT:
-            passes.weight(task)
-            continue
-        run = passes.forward if task.kind is TaskKind.FORWARD else passes.backward
-        output = run(task, inputs.pop(task, None))
+        started = time.perf_counter()
+        output = _run_task(task, inputs.pop(task, None), passes)
+        ended = time.perf_counter()
+        times.tasks.append((task, ended - started))
         target = placement.next_task(rank, task)
         if target is None:
             continue
@@ -72,6 +75,18 @@ def run_tasks(
             assert output is not None
             inputs[target.task] = output
         progress.receive(target.task)
+    times.seconds = ended - begun
+    times.transfers = transport.received_seconds()
+    return times
+
+
+def _run_task(task: Task, received: torch.Tensor | None, passes: Passes) -> torch.Tensor | None:
+    if task.kind is TaskKind.FORWARD:
+        return passes.forward(task, received)
+    if task.kind is TaskKind.BACKWARD:
+        return passes.backward(task, received)
+    passes.weight(task)
+    return None
 
 
 def _received_tasks(placement: Placement, rank: int, num_microbatches: int) -> list[Task]:

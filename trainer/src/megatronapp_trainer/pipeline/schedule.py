@@ -52,6 +52,8 @@ class ScheduleContext:
     evaluation_transport: Transport | None
     """Transport of evaluations, without spans; None: there is one stage."""
     observer: StepObserver | None
+    report: Callable[[str], None] | None = None
+    """Takes a line of text for the log; None on ranks that do not report."""
 
 
 ScheduleBuilder = Callable[[ScheduleContext], PipelineSchedule]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 from megatronapp_common.trace import RecordKind
@@ -78,8 +79,13 @@ def build_run(
     )
 
 
-def build_schedule(run: TrainingRun, observer: StepObserver | None = None) -> PipelineSchedule:
-    """Create the pipeline schedule of a run; the only place that connects an observer's timers and transport."""
+def build_schedule(
+    run: TrainingRun, observer: StepObserver | None = None, *, report: Callable[[str], None] | None = None
+) -> PipelineSchedule:
+    """Create the pipeline schedule of a run; the only place that connects an observer's timers and transport.
+
+    `report` takes a line of text for the log; None on ranks that do not report.
+    """
     from megatron.core import parallel_state
 
     transport: Transport | None = None
@@ -107,6 +113,7 @@ def build_schedule(run: TrainingRun, observer: StepObserver | None = None) -> Pi
         evaluation_transport=transport,
         family=model_family(run.config),
         observer=observer,
+        report=report,
     )
     return create_schedule(run.config.schedule, context)
 

@@ -26,5 +26,8 @@ class TaskTransport(Protocol):
     def wait(self) -> None:
         """Wait until an input or a decision arrives. Raises PeerLostError for a rank that is lost or takes too long."""
 
+    def received_seconds(self) -> list[float]:
+        """Return the duration of each transfer that this rank has received in this step."""
+
     def close(self) -> None:
         """End the transport; what was sent is delivered first."""

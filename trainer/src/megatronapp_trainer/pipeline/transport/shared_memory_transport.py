@@ -80,12 +80,14 @@ class SharedMemoryTransport:
         self._step = -1
         self._expected: dict[Task, int] = {}
         self._seen: int | None = None
+        self._received_seconds: list[float] = []
 
     def begin_step(self, expected: Iterable[Task]) -> None:
         """Begin a step. `expected`: the tasks of this rank whose inputs other ranks send."""
         self._step += 1
         self._seen = None
         self._expected = {}
+        self._received_seconds = []
         for task in expected:
             source = self._placement.previous_task(self._rank, task)
             assert source is not None
@@ -106,6 +108,8 @@ class SharedMemoryTransport:
             message = self._transport.poll(sender, task.pack(self._step), self._spec)
             if message is not None:
                 arrived[task] = message.tensor
+                start_ns, end_ns = message.copied_ns
+                self._received_seconds.append(1e-9 * (end_ns - start_ns))
         for task in arrived:
             del self._expected[task]
         return arrived
@@ -118,6 +122,10 @@ class SharedMemoryTransport:
             raise TransferTimeoutError(
                 f"no input arrived for {self._transport.options.deadline_s:g} s; expected next: {missing or 'nothing'}"
             )
+
+    def received_seconds(self) -> list[float]:
+        """Return the duration of each copy that this rank has received in this step."""
+        return self._received_seconds
 
     def append(self, entry: int) -> None:
         """Publish an entry to the followers of this rank."""
