@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rule_example import Changes, bad, good
+from rule_example import Changes, bad, good, stays
 
 _FBD = {"enabled": True}
 _WHOLE: Changes = {"spec.nodes": 1, "spec.procPerNode": 8}
@@ -183,4 +183,13 @@ _WORLDS = [
         ),
     ),
 ]
-RUNTIME_EXAMPLES = (*_RUNTIMES, *_WORLDS)
+_CHANGES = stays(
+    "chunks-stay",
+    "spec.dpp.chunks",
+    good=[
+        (dpp() | {"spec.suspend": True}, dpp(chunks=2)),
+        (dpp(chunks=2), dpp(chunks=2, schedule="dfc", memoryCap=4)),
+    ],
+    bad=[(dpp(chunks=2), dpp(), "was 2 and is now omitted; it may change only while the job is suspended")],
+)
+RUNTIME_EXAMPLES = (*_RUNTIMES, *_WORLDS, *_CHANGES)

@@ -69,7 +69,7 @@ def test_flags_of_megadpp_are_taken(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--node-ips 10.0.0.1,10.0.0.2", "--node-ips has 2 addresses, and there are 4 ranks; give one for each rank"),
+        ("--node-ips 10.0.0.1,10.0.0.2", "--node-ips: 2 addresses for 4 ranks; give one for each rank"),
         ("--num-gpus 8", "--num-gpus 8: there are 4 ranks in all"),
     ],
 )

@@ -112,8 +112,8 @@ def world_problems(dpp: DppConfig, world_size: int) -> Iterator[str]:
     count = len(dpp.addresses)
     yield from require(
         count in {0, world_size},
-        f"--node-ips has {count} addresses, and there are {world_size} ranks; give one for each rank, also where ranks "
-        "share a node, or leave it out",
+        f"--node-ips: {count} addresses for {world_size} ranks; give one for each rank, also where ranks share a node, "
+        "or leave it out",
     )
     yield from require(
         dpp.num_gpus is None or dpp.num_gpus <= world_size,

@@ -68,6 +68,7 @@ CHANGE_RULES = (
         rule="oldSelf.suspend || self.parallelism == oldSelf.parallelism",
         message="may change only while the job is suspended; set suspend: true first",
     ),
+    _while_suspended("chunks-stay", ".dpp.chunks"),
     Rule(
         id="fbd-stays",
         field=".fbd",
