@@ -142,3 +142,17 @@ def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(run_ranks: RunRan
 def test_a_cap_below_the_static_order_is_refused(run_ranks: RunRanks) -> None:
     with pytest.raises(Exception, match="--dpp-memory-cap 2: the first stage keeps the activations of 3 microbatches"):
         run_ranks(2, reported, f"{VPP2} --use-dpp --dpp-memory-cap 2")
+
+
+def copy_threads(flags: str) -> int:
+    """Threads that copy messages of this rank."""
+    from megatronapp_trainer.training.build import build_schedule
+
+    schedule: Any = build_schedule(small_training.prepare(f"{MODEL} {flags}"))
+    threads: int = schedule._transport._transport.options.threads
+    schedule.close()
+    return threads
+
+
+def test_workload_is_the_number_of_threads_of_the_transport(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, copy_threads, f"{PP2} --use-dpp --workload 3") == [3, 3]
