@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Callable
 
 import pytest
 
@@ -144,3 +145,19 @@ def test_flags_that_are_wrong_are_refused_with_what_is_right(
 def test_own_addresses_are_recognised() -> None:
     assert is_own_address("127.0.0.1")
     assert not is_own_address("192.0.2.1")  # TEST-NET-1 of RFC 5737: no machine has it
+
+
+def refusal_of_groups(flags: str) -> str:
+    """Error of a rank without a device as it starts its process groups."""
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.parallel.groups import initialize_groups
+
+    with pytest.raises(UsageError) as caught:
+        initialize_groups(parsed(flags), LAYOUT, prepare_device(0))
+    return str(caught.value)
+
+
+@pytest.mark.torch
+def test_nccl_is_refused_where_transfers_go_through_gloo(run_ranks: Callable[..., list[str]]) -> None:
+    (error,) = run_ranks(1, refusal_of_groups, f"{PIPED} --transport nccl")
+    assert error == "--transport nccl: this rank has no GPU, and its transfers go through gloo; leave it out"
