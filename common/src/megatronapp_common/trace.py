@@ -74,6 +74,11 @@ class RecordKind(enum.IntEnum):
     GC = 22
     WEIGHT = 23
     """Weight gradients of one microbatch and chunk, where they are computed apart from the rest of BACKWARD."""
+    COPY = 24
+    """A message on its way, copied by threads of the transport while its ranks run passes; aux is its size.
+
+    Written by the receiver; the key is that of the message.
+    """
     METRIC = 32
     """Sample of a metric: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is its time."""
     COUNTER = 33

@@ -25,6 +25,7 @@ export const Kind = {
   FAULT: 21,
   GC: 22,
   WEIGHT: 23,
+  COPY: 24,
   METRIC: 32,
   COUNTER: 33,
 } as const;
@@ -106,6 +107,7 @@ const KINDS: Readonly<Record<number, KindStyle>> = {
   [Kind.LAYER_BACKWARD]: { label: "Layer backward", short: "L", group: "backward" },
   [Kind.FAULT]: { label: "Injected fault", short: "Fault", group: "fault" },
   [Kind.WEIGHT]: { label: "Weight gradients", short: "W", group: "weight" },
+  [Kind.COPY]: { label: "Copy of a message", short: "Copy", group: "transfer" },
   [Kind.GC]: { label: "Garbage collection", short: "GC", group: "other" },
 };
 

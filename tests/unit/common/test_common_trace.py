@@ -79,6 +79,7 @@ KINDS = {
     "FAULT": 21,
     "GC": 22,
     "WEIGHT": 23,
+    "COPY": 24,
     "METRIC": 32,
     "COUNTER": 33,
 }

@@ -12,8 +12,10 @@ NESTED_KINDS = frozenset(
     {RecordKind.TP_REDUCE, RecordKind.TP_GATHER, RecordKind.LAYER_FORWARD, RecordKind.LAYER_BACKWARD, RecordKind.GC}
 )
 """Spans that lie inside a compute span."""
-NOT_WORK_KINDS = frozenset({RecordKind.STEP, RecordKind.FAULT, RecordKind.METRIC, RecordKind.COUNTER})
-"""Frames around work, notes for users, samples. FAULT is ground truth for demonstrations: analysis must never use it.
+NOT_WORK_KINDS = frozenset({RecordKind.STEP, RecordKind.COPY, RecordKind.FAULT, RecordKind.METRIC, RecordKind.COUNTER})
+"""Frames around work, what other threads do, notes for users, samples.
+
+FAULT is ground truth for demonstrations: analysis must never use it.
 """
 GROUP_KINDS = COLLECTIVE_KINDS - NESTED_KINDS
 """Collectives that are entries of a rank's stream, outside any compute span."""

@@ -1,10 +1,10 @@
 """Each schedule of MegaDPP trains as megatron-core's does, to the last bit, also where inputs are late."""
 
-import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import late_inputs
 import pytest
 import small_training
 
@@ -42,35 +42,11 @@ CASES = [
 CORNERS = ("auto-DP2xVPP2", "auto-TP2xPP2+SP", "dfc-VPP2", "zero-bubble-PP2")
 
 
-class LateInputs:
-    """A transport whose inputs arrive in another order and later than they did, by a seeded choice."""
-
-    def __init__(self, transport: Any, seed: int) -> None:
-        self._transport = transport
-        self._choice = random.Random(seed)
-        self._withheld: dict[Any, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def poll(self) -> dict[Any, Any]:
-        self._withheld |= self._transport.poll()
-        on_time = [task for task in self._withheld if self._choice.random() < 0.3]
-        return {task: self._withheld.pop(task) for task in on_time}
-
-    def wait(self) -> None:
-        if not self._withheld:
-            self._transport.wait()
-
-
 def train(flags: str, seed: int | None = None) -> Record | None:
     """Losses and gradient norms of a run on the reporting rank; with a seed, inputs are late."""
     run = small_training.prepare(f"{MODEL} {flags}")
     if seed is not None:
-        from megatronapp_trainer.pipeline import dynamic
-
-        connect: Any = dynamic._connect
-        dynamic._connect = lambda *parts: LateInputs(connect(*parts), seed + run.layout.rank)  # type: ignore[assignment]
+        late_inputs.install(seed + run.layout.rank)
     recorder = small_training.train(run)
     return None if recorder is None else (recorder.losses, recorder.grad_norms)
 

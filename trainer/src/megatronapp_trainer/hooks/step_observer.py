@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.hooks.step_boundary import StepBoundary
+from megatronapp_trainer.hooks.transfer_observer import TransferObserver
 from megatronapp_trainer.parallel.transport import Transport
 
 
@@ -45,8 +46,13 @@ class StepObserver(StepBoundary[int, StepMetrics], Protocol):
     Made by ``scan.start(RunContext)``, collectively, once groups, model and optimizer exist. ``begin`` and ``end``
     delimit DATA, FORWARD, BACKWARD, WEIGHT, GRAD_REDUCE, PARAM_GATHER, EMBED_REDUCE, GRAD_NORM, OPTIMIZER, LOSS_REDUCE,
     EVALUATE, CHECKPOINT and GC; STEP is the observer's own, from ``step_begin`` to ``step_end``. DATA lies before
-    FORWARD, never inside. Transfers are recorded by the transport that ``wrap_transport`` returns.
+    FORWARD, never inside. Transfers are recorded by the transport that ``wrap_transport`` returns, and those of tasks
+    by ``transfers``.
     """
+
+    @property
+    def transfers(self) -> TransferObserver:
+        """Return the observer of transfers in any order."""
 
     def wrap_transport(self, transport: Transport) -> Transport:
         """Return the transport of training steps, which delegates to this one; called once where there are stages."""

@@ -16,6 +16,7 @@ from megatronapp_trainer.pipeline.planning.tasks import Placement
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.task_passes import TaskPasses
 from megatronapp_trainer.pipeline.transport.shared_memory_transport import SharedMemoryTransport, TaskAddresses
+from megatronapp_trainer.pipeline.transport.task_transport import ObservedTaskTransport, TaskTransport
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 
 
@@ -34,6 +35,15 @@ class DynamicSchedule:
         self._transport = _connect(context, self._plan)
         group = parallel_state.get_pipeline_model_parallel_group()
         self._tuner = PlanTuner(self._plan, group, context.report) if self._plan.is_tuned else None
+        self._task_transport: TaskTransport = self._transport
+        if context.observer is not None:
+            self._task_transport = ObservedTaskTransport(
+                self._transport,
+                context.observer.transfers,
+                placement=self._plan.placement,
+                rank=layout.pipeline_rank,
+                pipeline=_pipeline_ranks(),
+            )
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches and reduce the gradients."""
@@ -45,7 +55,7 @@ class DynamicSchedule:
             split=self._plan.split,
             policy=self._policy(num_microbatches),
             passes=self._passes,
-            transport=self._transport,
+            transport=self._task_transport,
         )
         if self._tuner is not None:
             self._tuner.end_step(times, num_microbatches)
@@ -70,7 +80,7 @@ def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
     """Connect the ranks of this rank's pipeline and tensor group."""
     config, layout = context.config, context.layout
     addresses = TaskAddresses(
-        pipeline=dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+        pipeline=_pipeline_ranks(),
         tensor=dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
     )
     length = config.model.seq_length
@@ -89,3 +99,9 @@ def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
         threads=config.dpp.threads,
         deadline_s=60 * config.parallel.distributed_timeout_minutes,
     )
+
+
+def _pipeline_ranks() -> list[int]:
+    """Return the ranks of the world that hold this rank's pipeline, by pipeline rank."""
+    ranks: list[int] = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    return ranks

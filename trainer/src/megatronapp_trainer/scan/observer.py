@@ -6,11 +6,13 @@ from collections.abc import Callable
 from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, PASS_KINDS, Flag, Metric, PassFlag, RecordKind
 from megatronapp_trainer.hooks.step_observer import StepMetrics
+from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.parallel.transport import Transport
 from megatronapp_trainer.scan.faults import FaultPlan
 from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
 from megatronapp_trainer.scan.peers import PeerCounters
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
+from megatronapp_trainer.scan.task_transfers import TaskTransfers
 from megatronapp_trainer.scan.traced_transport import TracedTransport
 
 HOST_KINDS = frozenset({RecordKind.DATA, RecordKind.EVALUATE, RecordKind.CHECKPOINT, RecordKind.GC})
@@ -72,7 +74,9 @@ class ScanObserver:
     ) -> None:
         self._recorder = recorder
         self._spans = SpanWriter(recorder, table)
-        self._peers = PeerCounters(rank, {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"})
+        pairs = {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"}
+        self._peers = PeerCounters(rank, pairs)
+        self.transfers = TaskTransfers(rank, pairs, recorder=recorder, withhold=self._withhold)
         self._plan = plan
         self._control = control
         self._stall = stall
@@ -88,6 +92,7 @@ class ScanObserver:
         self._plan.read_commands(self._control)
         self._plan.begin_step(step)
         self._peers.begin_step()
+        self.transfers.begin_step()
         self._spans.begin_step(step)
         self._spans.begin(RecordKind.STEP, 0, NO_MICROBATCH)
 
@@ -103,6 +108,8 @@ class ScanObserver:
         """Begin a span; a host fault stalls before a forward pass."""
         if kind is RecordKind.FORWARD and (stall_ns := self._plan.host_stall_ns()):
             self._inject(self._host_stall, stall_ns)
+        if kind in PASS_KINDS:
+            self.transfers.take(PassKey(kind, chunk, microbatch))
         self._spans.begin(kind, chunk, microbatch, PassFlag.EARLY if early else 0)
 
     def end(self, kind: RecordKind) -> None:
@@ -129,9 +136,11 @@ class ScanObserver:
         self._inject(self._stall, stall_ns)
         return Flag.INJECTED
 
-    def _withhold(self, source: int) -> None:
-        if stall_ns := self._plan.withhold_ns(source):
+    def _withhold(self, source: int) -> bool:
+        stall_ns = self._plan.withhold_ns(source)
+        if stall_ns:
             self._inject(self._stall, stall_ns)
+        return bool(stall_ns)
 
     def _inject(self, stall: Callable[[int], None], stall_ns: int) -> None:
         start_ns = self._recorder.host_mark().time_ns

@@ -156,6 +156,15 @@ class Recorder:
         length_ns = self._now_ns() - mark.time_ns
         self._write(self.step, fields, mark.time_ns, length_ns, size_bytes // BYTES_UNIT, Flag.AUX_BYTES)
 
+    def copy(self, fields: RecordKey, start_ns: int, end_ns: int, size_bytes: int) -> None:
+        """Record the copy of a message of `size_bytes`, whose times are known already."""
+        self._write(self.step, fields, start_ns, end_ns - start_ns, size_bytes // BYTES_UNIT, Flag.AUX_BYTES)
+
+    def host_interval(self, fields: RecordKey, begin: TimeMark, end: TimeMark) -> None:
+        """Record a span of the host between two marks."""
+        waited = duration_units(end.run_queue_ns - begin.run_queue_ns)
+        self._write(self.step, fields, begin.time_ns, end.time_ns - begin.time_ns, waited, Flag.AUX_RUN_QUEUE)
+
     def interval(self, fields: RecordKey, start_ns: int, length_ns: int) -> None:
         """Record a span whose times are known already."""
         self._write(self.step, fields, start_ns, length_ns, 0, 0)

@@ -35,7 +35,7 @@ class TracedTransport:
         *,
         recorder: Recorder,
         peers: PeerCounters,
-        withhold: Callable[[int], None],
+        withhold: Callable[[int], object],
     ) -> None:
         self._transport = transport
         self._recorder = recorder

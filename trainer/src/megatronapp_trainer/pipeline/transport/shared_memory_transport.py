@@ -79,6 +79,7 @@ class SharedMemoryTransport:
             self._transport.lead(boards)
         self._step = -1
         self._expected: dict[Task, int] = {}
+        self._copied_ns: dict[Task, tuple[int, int]] = {}
         self._seen: int | None = None
         self._received_seconds: list[float] = []
 
@@ -88,6 +89,7 @@ class SharedMemoryTransport:
         self._seen = None
         self._expected = {}
         self._received_seconds = []
+        self._copied_ns = {}
         for task in expected:
             source = self._placement.previous_task(self._rank, task)
             assert source is not None
@@ -109,10 +111,15 @@ class SharedMemoryTransport:
             if message is not None:
                 arrived[task] = message.tensor
                 start_ns, end_ns = message.copied_ns
+                self._copied_ns[task] = start_ns, end_ns
                 self._received_seconds.append(1e-9 * (end_ns - start_ns))
         for task in arrived:
             del self._expected[task]
         return arrived
+
+    def copied_ns(self, task: Task) -> tuple[int, int]:
+        """Return start and end of the sender's copy of an input that has arrived in this step."""
+        return self._copied_ns[task]
 
     def wait(self) -> None:
         """Wait until an input or a decision arrives. Raises PeerLostError for a rank that is lost or takes too long."""

@@ -1,11 +1,13 @@
 """The interface over which the tasks of pipeline ranks pass on their tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
-from megatronapp_trainer.pipeline.planning.tasks import RankTask, Task
+from megatronapp_common.trace import RecordKind
+from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey, TransferObserver
+from megatronapp_trainer.pipeline.planning.tasks import Placement, RankTask, Task, TaskKind
 
 
 class TaskTransport(Protocol):
@@ -23,6 +25,9 @@ class TaskTransport(Protocol):
     def poll(self) -> dict[Task, torch.Tensor]:
         """Return the inputs that have arrived since the last call."""
 
+    def copied_ns(self, task: Task) -> tuple[int, int]:
+        """Return start and end of the copy of an input that has arrived in this step, on the node's monotonic clock."""
+
     def wait(self) -> None:
         """Wait until an input or a decision arrives. Raises PeerLostError for a rank that is lost or takes too long."""
 
@@ -31,3 +36,75 @@ class TaskTransport(Protocol):
 
     def close(self) -> None:
         """End the transport; what was sent is delivered first."""
+
+
+class ObservedTaskTransport:
+    """Announces the transfers of a rank's tasks to an observer; order and tensors are those of the transport."""
+
+    def __init__(
+        self,
+        transport: TaskTransport,
+        observer: TransferObserver,
+        *,
+        placement: Placement,
+        rank: int,
+        pipeline: Sequence[int],
+    ) -> None:
+        """Take a transport of pipeline rank `rank`. `pipeline`: ranks of the world by pipeline rank."""
+        self._transport = transport
+        self._observer = observer
+        self._placement = placement
+        self._rank = rank
+        self._pipeline = pipeline
+
+    def begin_step(self, expected: Iterable[Task]) -> None:
+        """Begin a step of the transport."""
+        self._transport.begin_step(expected)
+
+    def send(self, target: RankTask, tensor: torch.Tensor) -> None:
+        """Start to send, and announce it."""
+        with self._observer.sending(self._pipeline[target.rank], pass_of(target.task), _size_bytes(tensor)):
+            self._transport.send(target, tensor)
+
+    def poll(self) -> dict[Task, torch.Tensor]:
+        """Return the inputs that have arrived, and announce them."""
+        inputs = self._transport.poll()
+        for task, tensor in inputs.items():
+            source = self._placement.previous_task(self._rank, task)
+            assert source is not None
+            copy = ObservedCopy(self._pipeline[source.rank], _size_bytes(tensor), *self._transport.copied_ns(task))
+            self._observer.arrived(pass_of(task), copy)
+        return inputs
+
+    def copied_ns(self, task: Task) -> tuple[int, int]:
+        """Return the times of the transport."""
+        return self._transport.copied_ns(task)
+
+    def wait(self) -> None:
+        """Wait, within what the observer opens for it."""
+        with self._observer.waiting():
+            self._transport.wait()
+
+    def received_seconds(self) -> list[float]:
+        """Return the durations of the transport."""
+        return self._transport.received_seconds()
+
+    def close(self) -> None:
+        """End the transport; what was sent is delivered first."""
+        self._transport.close()
+
+
+def pass_of(task: Task) -> PassKey:
+    """Return the pass that a task is."""
+    return PassKey(_KINDS[task.kind], task.chunk, task.microbatch)
+
+
+_KINDS = {
+    TaskKind.FORWARD: RecordKind.FORWARD,
+    TaskKind.BACKWARD: RecordKind.BACKWARD,
+    TaskKind.WEIGHT: RecordKind.WEIGHT,
+}
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
