@@ -26,7 +26,8 @@ class DppConfig:
     )
     dpp_memory_cap: int | None = option(
         None,
-        "microbatches whose activations a rank may keep; default: two chunks more than the static order",
+        "microbatches whose activations a rank may keep; default: up to two chunks more than the static order, with "
+        "dfc and bfc one for each stage",
         bounds="[1, inf)",
     )
     transport: str = option(

@@ -21,7 +21,8 @@ class Dpp(ManifestModel):
     """Order of the passes of a rank. auto (the default): the static order, left while an input is late; dfc, bfc: any
     ready pass, depth or breadth first; static: megatron-core's; zero-bubble: ZB-H1, with weight gradients apart."""
     memory_cap: Count | None = None
-    """Microbatches whose activations a rank may keep; defaults to two chunks more than the static order keeps."""
+    """Microbatches whose activations a rank may keep. By default: with auto up to two chunks more than the static order
+    keeps, with dfc and bfc as many microbatches as there are stages."""
     chunks: Count | None = None
     """Model chunks of each rank: another name of parallelism.virtualPipeline, which is 1 without either."""
     transport: Literal["auto", "native"] | None = None
