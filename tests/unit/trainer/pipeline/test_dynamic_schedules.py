@@ -1,12 +1,18 @@
 """Each schedule of MegaDPP trains as megatron-core's does, to the last bit, also where inputs are late."""
 
+import contextlib
+import os
+import pathlib
 import re
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import late_inputs
 import pytest
 import small_training
+
+from megatronapp_common.names import Env, ExitCode
 
 pytestmark = pytest.mark.torch
 
@@ -132,3 +138,57 @@ def copy_threads(flags: str) -> int:
 
 def test_workload_is_the_number_of_threads_of_the_transport(run_ranks: RunRanks) -> None:
     assert run_ranks(2, copy_threads, f"{PP2} --use-dpp --workload 3") == [3, 3]
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+FAILURES = {"killed": be_killed, "failed": fail}
+
+
+def lose_a_rank(failure: str, flags: str) -> tuple[int, str]:
+    """Return the exit code and the message of a rank whose peer, a child of rank 0, ends in the middle of a step."""
+    import io
+    import itertools
+    import warnings
+
+    from megatronapp_trainer.pipeline.transport.shared_memory_transport import SharedMemoryTransport
+    from megatronapp_trainer.pretrain import main
+
+    warnings.simplefilter("ignore")
+    send, sends = SharedMemoryTransport.send, itertools.count(1)
+
+    def failing(*arguments: Any) -> None:
+        if next(sends) == 12:
+            FAILURES[failure]()
+        send(*arguments)
+
+    if os.environ["RANK"] == "0":
+        if peer := os.fork():
+            return os.waitpid(peer, 0)[1], ""
+        SharedMemoryTransport.send = failing  # type: ignore[assignment, method-assign]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            code = main(flags.split())
+        except ZeroDivisionError:
+            os._exit(ExitCode.OWN_FAILURE)
+    return code, errors.getvalue()
+
+
+@pytest.mark.full("one failure shows the way", but=("killed",))
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_rank_that_ends_within_a_step_is_reported_and_leaves_no_memory(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, failure: str
+) -> None:
+    flags = f"{MODEL} {VPP2} --use-dpp"
+    (status, _), (code, errors) = run_ranks(2, lose_a_rank, failure, flags, environment={Env.SHM_DIR: str(tmp_path)})
+    expected = signal.SIGKILL if failure == "killed" else ExitCode.OWN_FAILURE
+    assert (os.WTERMSIG(status) or os.waitstatus_to_exitcode(status)) == expected
+    assert code == ExitCode.PEER_LOST, errors
+    assert "error (rank 1): rank 0" in errors
+    assert not list(tmp_path.iterdir())

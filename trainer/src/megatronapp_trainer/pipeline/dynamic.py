@@ -46,17 +46,25 @@ class DynamicSchedule:
             )
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
-        """Run forward and backward of all microbatches and reduce the gradients."""
+        """Run forward and backward of all microbatches and reduce the gradients.
+
+        Raises:
+            PeerLostError: another rank is lost or takes too long.
+        """
         self._passes.begin_step(feed, num_microbatches)
-        times = run_tasks(
-            self._plan.placement,
-            self._layout.pipeline_rank,
-            num_microbatches,
-            split=self._plan.split,
-            policy=self._policy(num_microbatches),
-            passes=self._passes,
-            transport=self._task_transport,
-        )
+        try:
+            times = run_tasks(
+                self._plan.placement,
+                self._layout.pipeline_rank,
+                num_microbatches,
+                split=self._plan.split,
+                policy=self._policy(num_microbatches),
+                passes=self._passes,
+                transport=self._task_transport,
+            )
+        except BaseException:
+            self._transport.abort()  # so that ranks that wait for this one learn of the failure at once
+            raise
         if self._tuner is not None:
             self._tuner.end_step(times, num_microbatches)
         return self._passes.end_step()

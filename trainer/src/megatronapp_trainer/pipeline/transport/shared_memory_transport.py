@@ -146,6 +146,10 @@ class SharedMemoryTransport:
         """End the transport; what was sent is delivered first."""
         self._transport.close()
 
+    def abort(self) -> None:
+        """End the transport after a failure; ranks that wait for this one get PeerLostError."""
+        self._transport.close(drain=False)
+
 
 def _agreed_job(own: int, others: Sequence[int]) -> str:
     """Return the name of this job's memory, the same on all ranks. Raises UsageError if ranks share none."""
