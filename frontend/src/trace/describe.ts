@@ -11,6 +11,11 @@ export function spanTitle(span: SpanView): string {
   return parts.join(", ");
 }
 
+/** Why a pass is where it is, if its plan has it elsewhere. */
+export function orderNote(span: SpanView): string {
+  return span.early ? "before its turn: the planned pass had no input yet" : "";
+}
+
 export interface PeerSpan {
   readonly rank: number;
   readonly index: number;

@@ -46,6 +46,12 @@ export const PassFlag = {
   EARLY: 32,
 } as const;
 
+const PASSES: ReadonlySet<number | undefined> = new Set([Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT]);
+
+/** Whether a record is of a pass that ran before its turn in the plan; other kinds use the bit for something else. */
+export const isEarly = (kind: number | undefined, flags: number): boolean =>
+  PASSES.has(kind) && (flags & PassFlag.EARLY) !== 0;
+
 export type Group =
   "forward" | "backward" | "weight" | "optimizer" | "wait" | "transfer" | "collective" | "other" | "fault";
 

@@ -1,6 +1,7 @@
 import { describe, expect, it } from "vitest";
-import { Kind } from "./kinds";
-import { buildTimeline, neighbour, otherEnd, pick, trackOf } from "./timeline";
+import { Kind, PassFlag } from "./kinds";
+import { orderNote } from "./describe";
+import { buildTimeline, neighbour, otherEnd, pick, spanAt, trackOf } from "./timeline";
 import { rows, timelineOf } from "./testTimeline";
 
 const model = buildTimeline(timelineOf(rows, [[2, 5]]));
@@ -12,6 +13,23 @@ describe("timeline", () => {
     expect(model.lanes[0]?.main).toEqual([1, 2, 3]);
     expect(model.lanes[0]?.all[0]).toBe(0);
     expect(trackOf(Kind.FAULT)).toBe("fault");
+  });
+
+  it("keeps copies out of the passes that they run beside", () => {
+    const copied = buildTimeline(
+      timelineOf([...rows, [1, Kind.COPY, 0, 36, 20], [1, Kind.WEIGHT, 0, 96, 4]]),
+    );
+    expect(trackOf(Kind.COPY)).toBe("copy");
+    expect(copied.lanes[1]?.main).toEqual([5, 6, 9]);
+    expect(copied.lanes[1]?.all).toContain(8);
+  });
+
+  it("knows the passes that ran before their turn, and no step that has the same bit", () => {
+    const kinds = [Kind.STEP, Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT];
+    const source = timelineOf(kinds.map((kind) => [0, kind, 0, 0, 1]));
+    const early = { ...source, flags: [PassFlag.EARLY, PassFlag.EARLY, 0, PassFlag.EARLY] };
+    const spans = kinds.flatMap((_, index) => spanAt(early, index) ?? []);
+    expect(spans.map((span) => orderNote(span) !== "")).toEqual([false, true, false, true]);
   });
 
   it("survives a step without spans", () => {

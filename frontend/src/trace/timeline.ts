@@ -1,9 +1,9 @@
 /** One step of all ranks, laid out as lanes: what to draw where, which span is under the pointer, which follows. Pure. */
 import type { Timeline } from "../api/types";
-import { Flag, Kind } from "./kinds";
+import { Flag, isEarly, Kind } from "./kinds";
 
 /** Where in a lane a span is drawn. */
-export type Track = "frame" | "main" | "layer" | "fault";
+export type Track = "frame" | "main" | "layer" | "copy" | "fault";
 
 /** One span of a timeline, read from its columns. */
 export interface SpanView {
@@ -19,6 +19,8 @@ export interface SpanView {
   readonly bytes: number | null;
   readonly peer: number | null;
   readonly injected: boolean;
+  /** A pass that ran before its turn in the plan. */
+  readonly early: boolean;
   readonly saturated: boolean;
   readonly deviceClock: boolean;
 }
@@ -56,6 +58,7 @@ export function spanAt(source: Timeline, index: number): SpanView | undefined {
     runQueueNs: source.runQueueNs[index] ?? null,
     bytes: source.bytes[index] ?? null,
     peer: source.peer[index] ?? null,
+    early: isEarly(source.kind[index], flags),
     injected: (flags & Flag.INJECTED) !== 0,
     saturated: (flags & Flag.SATURATED) !== 0,
     deviceClock: (flags & Flag.DEVICE_CLOCK) !== 0,
@@ -65,6 +68,7 @@ export function spanAt(source: Timeline, index: number): SpanView | undefined {
 export function trackOf(kind: number): Track {
   if (kind === Kind.STEP) return "frame";
   if (kind === Kind.LAYER_FORWARD || kind === Kind.LAYER_BACKWARD) return "layer";
+  if (kind === Kind.COPY) return "copy";
   return kind === Kind.FAULT ? "fault" : "main";
 }
 

@@ -13,21 +13,28 @@ from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolWriter
 from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.trace import Counter, Flag, RecordKind
+from megatronapp_common.trace import Counter, Flag, PassFlag, RecordKind
 from megatronapp_common.web.tokens import new_secret
 
 
 @pytest.fixture
 def ingest(step_rows: Any, ring_header: Any, rows: Any) -> TraceIngest:
-    """Steps 0 to 2; a fault in step 1 of rank 1; a counter of worker 0."""
+    """Steps 0 to 2; in step 1 of rank 1 a fault, a copy and an early weight pass; a counter of worker 0."""
     filled = TraceIngest(StoreLimits())
     for rank in (0, 1):
         filled.add_ring(0, ring_header(rank))
     fault = {"kind": RecordKind.FAULT, "step": 1, "start_ns": 1_011_000_000, "duration": 1000, "flags": Flag.INJECTED}
+    tasks = [
+        {"kind": RecordKind.COPY, "comm": 0, "start_ns": 1_010_500_000, "duration": 1000, "aux": 8, "microbatch": 0},
+        {"kind": RecordKind.WEIGHT, "start_ns": 1_019_100_000, "duration": 1000, "microbatch": 0},
+    ]
+    tasks = [
+        task | {"step": 1, "flags": flags} for task, flags in zip(tasks, (Flag.AUX_BYTES, PassFlag.EARLY), strict=True)
+    ]
     first = [0, 0]
     for step in range(3):
         for rank in (0, 1):
-            parts = [rows([fault])] if (rank, step) == (1, 1) else []
+            parts = [rows([fault, *tasks])] if (rank, step) == (1, 1) else []
             for part in [*parts, step_rows(rank, step)]:
                 header = {"rank": rank, "worker": rank, "first": first[rank], "lost": 0}
                 filled.add_records(0, header, part.tobytes())
@@ -67,6 +74,15 @@ def test_spans_carry_times_and_what_they_mean(ingest: TraceIngest) -> None:
     assert (send["args"]["bytes"], send["args"]["peer"], send["args"]["step"]) == (1024, 1, 1)
     fault = next(event for event in spans if event["cat"] == "fault")
     assert (fault["name"], fault["tid"], fault["args"]["injected"]) == ("fault", 1, True)
+
+
+def test_copies_overlap_other_spans_and_early_passes_are_marked(ingest: TraceIngest) -> None:
+    document = export_all(ingest, 1, 1)
+    (begin,), (end,) = events(document, "b"), events(document, "e")
+    assert (begin["name"], begin["cat"], begin["args"]["bytes"], begin["args"]["peer"]) == ("copy 0", "copy", 128, 0)
+    assert (begin["id"], begin["cat"], begin["ts"] + 8.0) == (end["id"], end["cat"], end["ts"])
+    early = [event["name"] for event in events(document, "X") if event["args"].get("early")]
+    assert early == ["weight 0"]
 
 
 def test_arrows_join_matched_ends(ingest: TraceIngest) -> None:

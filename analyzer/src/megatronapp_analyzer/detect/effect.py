@@ -7,9 +7,10 @@ import numpy as np
 
 from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.graph.build import EdgeKind, StepGraph
+from megatronapp_analyzer.graph.records import is_kind
 from megatronapp_analyzer.graph.replay import Replayer, makespan_s, replay
 from megatronapp_analyzer.model import Cause, SubjectType, VerdictSubject
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import PASS_KINDS, RecordKind
 
 HIDDEN_SHARE = 0.05
 """A gap longer than this part of the step is taken for an unrecorded wait, unless gaps are what is judged."""
@@ -80,7 +81,7 @@ def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
     kind, rank = spans["kind"][edges.span], spans["rank"][edges.span]
     weight = recorded.copy()
     own = (edges.kind == EdgeKind.SPAN) | (edges.kind == EdgeKind.TRANSFER)
-    passes = own & ((kind == RecordKind.FORWARD) | (kind == RecordKind.BACKWARD))
+    passes = own & is_kind(kind, PASS_KINDS)
     if remedy.cause is Cause.LINK:
         chosen = (kind == RecordKind.RECV_WAIT) & _received_by(graph, subject)[edges.span]
         weight[chosen] = np.maximum(weight[chosen] - remedy.excess_s, 0.0)

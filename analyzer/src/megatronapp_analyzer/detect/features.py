@@ -1,8 +1,8 @@
 """Features of each rank and each directed pair in one step. Pure NumPy; waits are never part of a rank's own time.
 
-passes    seconds per microbatch in FORWARD and BACKWARD, without run-queue delay and without the wait for members of
-          the same unit that enter later: the sum over (kind, chunk) of the median over microbatches, so that a few
-          disturbed spans do not matter
+passes    seconds per microbatch in FORWARD, BACKWARD and WEIGHT, without run-queue delay and without the wait for
+          members of the same unit that enter later: the sum over (kind, chunk) of the median over microbatches, so
+          that a few disturbed spans do not matter
 compute   the same of those spans whose length the device decides, not the host that launches their kernels
 bound     whether the host decides the length of most of these spans, or enough of them to make compute unknown
 stall     seconds before each FORWARD in which the rank was in no span (median over microbatches)
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Messages, meetings_of, messages_of
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords
-from megatronapp_common.trace import DURATION_UNIT_NS, Flag, RecordKind
+from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -164,8 +164,7 @@ def _may_have_waited(late: Mask, spans: RankRecords) -> Mask:
 
 
 def _is_pass(spans: RankRecords) -> Mask:
-    mask: Mask = (spans["kind"] == RecordKind.FORWARD) | (spans["kind"] == RecordKind.BACKWARD)
-    return mask
+    return rec.is_kind(spans["kind"], PASS_KINDS)
 
 
 def _mostly(late: Mask, spans: RankRecords, world: int) -> Mask:
@@ -180,7 +179,7 @@ def _count(numbers: NDArray[np.integer], size: int) -> Ints:
 
 
 def _per_microbatch(spans: RankRecords, values_s: Floats, world: int, *, counted: Mask | None = None) -> Floats:
-    """Return seconds of FORWARD and BACKWARD, of the `counted` spans only.
+    """Return seconds of FORWARD, BACKWARD and WEIGHT, of the `counted` spans only.
 
     NaN for ranks that lack one of the (kind, chunk) groups that others have, or of which too few are counted.
     """
@@ -188,9 +187,11 @@ def _per_microbatch(spans: RankRecords, values_s: Floats, world: int, *, counted
     if not passes.any():
         return np.full(world, np.nan)
     chunks = int(spans["chunk"][passes].max()) + 1
-    group = (spans["rank"].astype(np.int64) * 2 + (spans["kind"] == RecordKind.BACKWARD)) * chunks + spans["chunk"]
+    place = np.zeros(256, np.int64)
+    place[sorted(PASS_KINDS)] = np.arange(len(PASS_KINDS))
+    group = (spans["rank"].astype(np.int64) * len(PASS_KINDS) + place[spans["kind"]]) * chunks + spans["chunk"]
     chosen = passes & np.isfinite(values_s) & (True if counted is None else counted)
-    groups = world * 2 * chunks
+    groups = world * len(PASS_KINDS) * chunks
     medians = segment_medians(group[chosen], values_s[chosen], groups)
     there = _count(group[passes], groups)
     medians[_count(group[chosen], groups) < FREE_SHARE * there] = np.nan

@@ -10,7 +10,7 @@ import numpy as np
 from megatronapp_analyzer.detect.features import Floats, Ints, Mask
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.model import JobLayout, StepRecords
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import PASS_KINDS
 
 CLEARLY_LATER = 2.0
 """How many times later than the second the last member must be to be clearly the last."""
@@ -68,7 +68,7 @@ def lateness_s(view: StepRecords, ranks: tuple[int, ...]) -> Floats:
     Members of a unit wait for each other inside a span, so its length is the same for all; the slow one leaves last.
     """
     spans = view.records[np.isin(view.records["rank"], ranks)]
-    spans = spans[(spans["kind"] == RecordKind.FORWARD) | (spans["kind"] == RecordKind.BACKWARD)]
+    spans = spans[rec.is_kind(spans["kind"], PASS_KINDS)]
     end = rec.starts_s(spans, view.start_ns) + rec.durations_s(spans)
     work = (spans["kind"].astype(np.int64) << 32) | (spans["chunk"].astype(np.int64) << 16) | spans["microbatch"]
     names, row = np.unique(work, return_inverse=True)

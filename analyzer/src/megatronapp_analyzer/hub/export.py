@@ -20,14 +20,23 @@ from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.model import RankRecords
-from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, NO_MICROBATCH, Counter, Flag, RecordKind
+from megatronapp_common.trace import (
+    BYTES_UNIT,
+    DURATION_UNIT_NS,
+    NO_MICROBATCH,
+    PASS_KINDS,
+    Counter,
+    Flag,
+    PassFlag,
+    RecordKind,
+)
 
 Event = dict[str, Any]
 Microseconds = np.ndarray[Any, np.dtype[np.float64]]
 COUNTERS = frozenset(int(counter) for counter in Counter)
 JOB_PID = 1_000_000
 """Process id of the curves, above any worker's index."""
-CATEGORIES: dict[int, str] = {RecordKind.FAULT: "fault", RecordKind.STEP: "step"}
+CATEGORIES: dict[int, str] = {RecordKind.FAULT: "fault", RecordKind.STEP: "step", RecordKind.COPY: "copy"}
 COLOURS: dict[int, str] = {RecordKind.FAULT: "terrible", RecordKind.RECV_WAIT: "grey", RecordKind.SEND_WAIT: "grey"}
 
 
@@ -110,16 +119,21 @@ def _step_events(step: StoredStep, rings: Sequence[RankRing], origin: int) -> It
     others = peers(step.view)
     for index, row in enumerate(records):
         rank, kind = int(row["rank"]), int(row["kind"])
-        yield {
-            "ph": "X",
+        begin_us, length_us = float(starts_us[index]), float(lengths_us[index])
+        event: Event = {
             "name": _span_name(row),
             "cat": CATEGORIES.get(kind, "span"),
             "pid": pids.get(rank, 0),
             "tid": rank,
-            "ts": float(starts_us[index]),
-            "dur": float(lengths_us[index]),
+            "ts": begin_us,
             "args": _arguments(step, row, int(others[index])),
-        } | _colour(kind)
+        }
+        if kind == RecordKind.COPY:  # overlaps the rank's spans and other copies: an asynchronous event
+            event["id"] = f"{step.view.attempt}.{step.view.step}.copy.{index}"
+            yield event | {"ph": "b"}
+            yield event | {"ph": "e", "ts": begin_us + length_us}
+        else:
+            yield event | {"ph": "X", "dur": length_us} | _colour(kind)
     yield from _flow_events(step, pids, starts_us, lengths_us)
 
 
@@ -142,6 +156,8 @@ def _arguments(step: StoredStep, row: np.void, peer: int) -> Event:
         arguments["runQueueUs"] = aux * DURATION_UNIT_NS / 1000
     if flags & Flag.AUX_LEAD:
         arguments["launchLeadUs"] = aux * DURATION_UNIT_NS / 1000
+    if flags & PassFlag.EARLY and int(row["kind"]) in PASS_KINDS:
+        arguments["early"] = True
     if flags & Flag.INJECTED:
         arguments["injected"] = True
     if peer >= 0:

@@ -1,10 +1,10 @@
 """One step boiled down to four numbers per rank, for the heat map, the live page and Prometheus. Pure NumPy.
 
-compute   seconds in FORWARD, BACKWARD and OPTIMIZER spans, less the wait for a processor
+compute   seconds in FORWARD, BACKWARD, WEIGHT and OPTIMIZER spans, less the wait for a processor
 wait      seconds in waits for peers: SEND_WAIT, RECV_WAIT and collectives
 step      seconds of the STEP span
-slowdown  forward and backward against the median of the other ranks of the same stage; where there are none, and for
-          the faster one of two, against the median of the rank's own last HISTORY_STEPS steps
+slowdown  passes (forward, backward, weight gradients) against the median of the other ranks of the same stage; where
+          there are none, and for the faster one of two, against the median of the rank's own last HISTORY_STEPS steps
 """
 
 import dataclasses
@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.model import JobLayout, RankRecords
-from megatronapp_common.trace import COLLECTIVE_KINDS, COMPUTE_KINDS, DURATION_UNIT_NS, Flag, RecordKind
+from megatronapp_common.trace import COLLECTIVE_KINDS, COMPUTE_KINDS, DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
 
 METRICS = ("compute", "wait", "step", "slowdown")
 HISTORY_STEPS = 64
 MIN_HISTORY = 4
 WAIT_KINDS = frozenset({RecordKind.SEND_WAIT, RecordKind.RECV_WAIT}) | COLLECTIVE_KINDS
 PAIR = 2
-PASS_KINDS = (RecordKind.FORWARD, RecordKind.BACKWARD)
 Floats = NDArray[np.float64]
 
 

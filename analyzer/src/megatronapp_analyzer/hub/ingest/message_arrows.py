@@ -7,7 +7,7 @@ from megatronapp_analyzer.graph.matching import match_messages
 from megatronapp_analyzer.hub.ingest.digest import is_kind
 from megatronapp_analyzer.hub.ingest.ring_metadata import p2p_peer
 from megatronapp_analyzer.model import StepRecords
-from megatronapp_common.trace import P2P_KINDS
+from megatronapp_common.trace import P2P_KINDS, RecordKind
 
 
 def match_transfers(view: StepRecords) -> NDArray[np.int64]:
@@ -26,7 +26,7 @@ def peers(view: StepRecords) -> NDArray[np.int64]:
     """Return the rank at the other end of every transfer; -1 for spans that are none."""
     records = view.records
     out = np.full(len(records), -1, np.int64)
-    transfers = np.flatnonzero(is_kind(records, P2P_KINDS))
+    transfers = np.flatnonzero(is_kind(records, P2P_KINDS | {RecordKind.COPY}))
     known: dict[tuple[int, int], int] = {}
     for index in transfers:
         rank, slot = int(records["rank"][index]), int(records["comm"][index])

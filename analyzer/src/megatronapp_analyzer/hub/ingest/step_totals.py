@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.graph import waits
-from megatronapp_analyzer.hub.ingest.digest import PASS_KINDS, durations_ns, is_kind, run_queue_ns
+from megatronapp_analyzer.hub.ingest.digest import durations_ns, is_kind, run_queue_ns
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.model import RankRecords
 from megatronapp_common.trace import RecordKind
@@ -49,7 +49,8 @@ def skew_correlation(steps: Iterable[StoredStep], left_out: Collection[int]) -> 
 
 def _deviations(records: RankRecords, left_out: Collection[int]) -> NDArray[np.float64]:
     """Return [n, 2] forward and backward seconds of a step less their rank's mean, without ranks that lack a pass."""
-    spans = records[is_kind(records, PASS_KINDS) & ~np.isin(records["rank"], list(left_out))]
+    compared = is_kind(records, (RecordKind.FORWARD, RecordKind.BACKWARD))
+    spans = records[compared & ~np.isin(records["rank"], list(left_out))]
     seconds = np.maximum(durations_ns(spans) - run_queue_ns(spans), 0) * 1e-9
     key = (spans["rank"].astype(np.int64) << 32) | (spans["chunk"].astype(np.int64) << 16) | spans["microbatch"]
     names, row = np.unique(key, return_inverse=True)

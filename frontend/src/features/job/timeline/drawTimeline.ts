@@ -12,6 +12,8 @@ import { frameOf, labelStride } from "../trackLayout";
 export const AXIS_TOP = 24;
 const LANES_HEIGHT = 560;
 const ARROW_LIMIT = 200;
+/** Of the bar before a pass that ran before its turn. */
+const EARLY_WIDTH = 3;
 
 export interface TimelinePicture {
   readonly model: TimelineModel;
@@ -45,6 +47,8 @@ export function spanBox(span: SpanView, lane: number, lanes: number, scale: Scal
       return { x, y: top + 1, width, height: Math.min(2, inset) };
     case "fault":
       return { x, y: top + size - inset - 1, width, height: inset };
+    case "copy":
+      return { x, y: top + size - Math.max(inset / 2, 1), width, height: Math.max(inset / 2, 1) };
     case "layer":
       return { x, y: top + size - inset - size * 0.25, width, height: size * 0.2 };
     default:
@@ -138,8 +142,14 @@ function drawSpan(surface: Surface, { theme, palette }: TimelinePicture, span: S
   surface.rect(body, style.colour[theme]);
   if (style.hatched && box.width > 4) surface.hatch(body, group === "fault" ? palette.panel : palette.border);
   if (span.runQueueNs && box.width > 8) drawRunQueue(surface, span, body, style.ink[theme]);
-  if (span.injected) surface.rect({ ...body, height: 3 }, palette.alarm);
+  drawMarks(surface, span, body, palette);
   if (box.width >= 22 && box.height >= 13) drawLabel(surface, span, box, short, style.ink[theme]);
+}
+
+/** A bar before a pass that ran before its turn, and a line along a span with an injected fault. */
+function drawMarks(surface: Surface, span: SpanView, body: Box, palette: Palette): void {
+  if (span.early && body.width >= EARLY_WIDTH) surface.rect({ ...body, width: EARLY_WIDTH }, palette.text);
+  if (span.injected) surface.rect({ ...body, height: 3 }, palette.alarm);
 }
 
 function drawLabel(surface: Surface, span: SpanView, box: Box, short: string, ink: string): void {
