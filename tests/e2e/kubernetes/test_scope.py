@@ -78,7 +78,7 @@ def test_a_viewer_reads_and_cannot_generate(
     with gateways.forwarded(cluster) as address:
         log_in(page, address, token, served)
         complaints.clear()
-        pw.expect(page.get_by_test_id("why-not")).to_contain_text("look", timeout=PAGE_MS)
+        pw.expect(page.get_by_test_id("why-not")).to_contain_text("You may view", timeout=PAGE_MS)
         pw.expect(page.get_by_role("button", name="Generate")).to_be_disabled()
         path = f"/api/v1/jobs/{served.namespace}/{served.name}/scope/runs"
         assert page.evaluate(POST, [path, {"prompts": [PROMPT], "tokens": TOKENS}]) == 403

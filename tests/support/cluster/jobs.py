@@ -13,7 +13,7 @@ from cluster.images import name as name_of_image
 from cluster.layout import ROOT
 from cluster.runtime import Cluster
 
-QUERY_HUB = pathlib.Path(__file__).with_name("ask.py")
+QUERY_HUB = pathlib.Path(__file__).with_name("query_hub.py")
 LONG_S = 600
 """Patience with a machine that others use, too."""
 SHARED = "/shared"

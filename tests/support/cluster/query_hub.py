@@ -1,4 +1,4 @@
-"""Program for a hub's pod: `ask.py PATH` prints what the hub answers to a client with the job's secret."""
+"""Program for a hub's pod: `query_hub.py PATH` prints what the hub answers to a client with the job's secret."""
 
 import pathlib
 import sys
