@@ -114,11 +114,20 @@ def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(run_ranks: RunRan
     assert len(first) == len(last) == 2
     assert first[0] == last[0], "the ranks of a pipeline choose alike"
     assert re.fullmatch(
-        r" dpp: order of megatron-core, weight gradients fill waits, [0-3] chunks of memory to spare; expects "
-        r"[\d.]+ ms of passes in a step and \d+% bubble, where the static order takes [\d.]+ ms",
+        r" dpp: 8 microbatches: order of megatron-core, weight gradients fill waits, [0-3] chunks of memory to spare; "
+        r"the passes of a step take [\d.]+ ms in simulation, \d+% of them waiting, and [\d.]+ ms in the static order",
         first[0],
     )
-    assert re.fullmatch(r" dpp: [\d.]+ ms of passes in a step, [\d.]+ times what was expected", last[1])
+    assert first[1] == last[1]
+    assert re.fullmatch(r" dpp: the passes of a step take [\d.]+ ms, [\d.]+ times the simulated time", last[1])
+
+
+def test_each_size_of_a_ramp_up_has_a_plan_of_its_own(run_ranks: RunRanks) -> None:
+    ramp = "--rampup-batch-size 4 4 40 --train-iters 16 --lr-decay-iters 16"
+    lines, _ = run_ranks(2, reported, f"{VPP2} --use-dpp {ramp}")
+    chosen = [line.split()[1] for line in lines if "microbatches:" in line]
+    assert chosen == ["4", "8"]
+    assert sum("times the simulated time" in line for line in lines) >= 1
 
 
 def test_a_cap_below_the_static_order_is_refused(run_ranks: RunRanks) -> None:

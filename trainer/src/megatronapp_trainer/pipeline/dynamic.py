@@ -51,6 +51,8 @@ class DynamicSchedule:
         Raises:
             PeerLostError: another rank is lost or takes too long.
         """
+        if self._tuner is not None:
+            self._tuner.begin_step(num_microbatches)
         self._passes.begin_step(feed, num_microbatches)
         try:
             times = run_tasks(
@@ -66,7 +68,7 @@ class DynamicSchedule:
             self._transport.abort()  # so that ranks that wait for this one learn of the failure at once
             raise
         if self._tuner is not None:
-            self._tuner.end_step(times, num_microbatches)
+            self._tuner.end_step(times)
         return self._passes.end_step()
 
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:

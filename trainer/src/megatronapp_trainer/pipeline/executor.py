@@ -47,35 +47,34 @@ def run_tasks(
     """
     progress = RankProgress(placement, rank, num_microbatches, split=split)
     inputs: dict[Task, torch.Tensor] = {}
-    times = StepTimes()
-    begun = ended = time.perf_counter()
+    times = StepTimes(begun=time.perf_counter())
     transport.begin_step(_received_tasks(placement, rank, num_microbatches))
     while progress.remaining:
-        for arrived, tensor in transport.poll().items():
-            inputs[arrived] = tensor
-            progress.receive(arrived)
-        task = policy.choose(progress)
-        if task is None:
+        arrived = transport.poll()
+        inputs.update(arrived)
+        for task in arrived:
+            progress.receive(task)
+        del arrived  # a tensor's memory is the sender's again once nothing refers to it
+        chosen = policy.choose(progress)
+        if chosen is None:
             transport.wait()
             continue
-        progress.run(task)
-        passes.announce(task, early=policy.early)
+        progress.run(chosen)
+        passes.announce(chosen, early=policy.early)
         started = time.perf_counter()
-        output = _run_task(task, inputs.pop(task, None), passes)
-        ended = time.perf_counter()
-        times.tasks.append((task, ended - started))
-        target = placement.next_task(rank, task)
-        if target is None:
-            continue
-        if target.rank != rank:
+        output = _run_task(chosen, inputs.pop(chosen, None), passes)
+        times.ended = time.perf_counter()
+        times.tasks.append((chosen, times.ended - started))
+        target = placement.next_task(rank, chosen)
+        if target is not None and target.rank != rank:
             assert output is not None
             transport.send(target, output)
-            continue
-        if target.task.kind is task.kind:  # the last stage's backward pass begins from its own loss
-            assert output is not None
-            inputs[target.task] = output
-        progress.receive(target.task)
-    times.seconds = ended - begun
+        elif target is not None:
+            if target.task.kind is chosen.kind:  # the last stage's backward pass begins from its own loss
+                assert output is not None
+                inputs[target.task] = output
+            progress.receive(target.task)
+        del output
     times.transfers = transport.received_seconds()
     return times
 

@@ -12,8 +12,10 @@ class StepTimes:
 
     tasks: list[tuple[Task, float]] = dataclasses.field(default_factory=list)
     transfers: list[float] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-    """From the beginning of the step to the end of its last task."""
+    begun: float = 0.0
+    """Beginning of the step on the host's monotonic clock."""
+    ended: float = 0.0
+    """End of the last task on that clock."""
 
 
 def median_seconds(steps: list[StepTimes]) -> dict[tuple[TaskKind, int], float]:

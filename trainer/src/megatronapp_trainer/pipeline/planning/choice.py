@@ -11,7 +11,9 @@ from megatronapp_trainer.pipeline.planning.simulator import simulate
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Task, TaskKind
 
 HISTORIES = 4
-"""Simulated steps of each candidate: transfers are drawn from the measured ones, so that late ones are among them."""
+"""Simulated steps of each candidate, with transfers drawn from the measured ones."""
+SPARES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Chunks of memory beyond the plan's own need that are tried; more than some per rank fill no further waits."""
 GOOD_ENOUGH = 1.005
 """Factor of the shortest step below which the candidate with the least memory is taken."""
 
@@ -23,7 +25,7 @@ class MeasuredTimes:
     task_seconds: Mapping[tuple[int, TaskKind, int], float]
     """Median by (rank, kind, chunk); B and W apart if backward passes are split."""
     transfer_seconds: Sequence[float]
-    """Each transfer from the end of the task until its output is there, late ones included; at least one."""
+    """Copy of each output to the rank that takes it; at least one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +82,10 @@ def choose_candidate(
         most_spare: chunks beyond the plan's need that the memory allows on every rank.
         seed: of the draws from the measured transfers; equal on all ranks that must choose alike.
     """
+    spares = sorted({0, most_spare, *(spare for spare in SPARES if spare < most_spare)})
     candidates = [
         Candidate(weight_delay=delay, spare_chunks=spare)
-        for spare in range(most_spare + 1)
+        for spare in spares
         for delay in (None, *((1,) if placement.chunks == 1 else ()))
     ]
     expected = []

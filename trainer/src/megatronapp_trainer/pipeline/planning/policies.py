@@ -84,14 +84,25 @@ class PlanGuided:
             return planned
         if planned in progress.ready:
             return planned if self._fits(planned, progress) else progress.pending_weights[0]
-        fitting = [task for task in progress.ready if self._may_run_early(task, progress)]
-        if fitting:
-            task = min(fitting, key=self._position.__getitem__)
-            if not self._fits(task, progress):
-                return progress.pending_weights[0]
-            self.deviations += 1
-            return task
+        for task in self._earliest(progress):
+            if self._may_run_early(task, progress):
+                if not self._fits(task, progress):
+                    return progress.pending_weights[0]
+                self.deviations += 1
+                return task
         return progress.pending_weights[0] if progress.pending_weights else None
+
+    def _earliest(self, progress: RankProgress) -> list[Task]:
+        """Return the ready tasks that are earliest in the plan, one of each kind and chunk, the earliest first.
+
+        Where the first forward task of a chunk does not fit under the cap, no later one of that chunk does.
+        """
+        earliest: dict[tuple[TaskKind, int], Task] = {}
+        for task in progress.ready:
+            key = (task.kind, task.chunk)
+            if key not in earliest or self._position[task] < self._position[earliest[key]]:
+                earliest[key] = task
+        return sorted(earliest.values(), key=self._position.__getitem__)
 
     def _planned(self, progress: RankProgress) -> Task | None:
         """Return the first task of the plan that has not run; after the plan, a pending weight task."""
