@@ -105,6 +105,10 @@ def test_the_tokenizer_of_the_checkpoint_is_used_unless_another_is_named(tmp_pat
         (("--load", "x", "--max-batch-size", "0"), "--max-batch-size 0 is too small; write 1 or more"),
         (("--load", "x", "--queue-length", "-1"), "--queue-length -1 is too small; write 0 or more"),
         (("--load", "x", "--precision", "fp16"), "invalid choice: 'fp16'"),
+        (("--load", "x", "--use-dpp"), "--use-dpp is for training, and a server would ignore it; leave it out"),
+        (("--load", "x", "--num-gpus", "2"), "--num-gpus is for training"),
+        (("--load", "x", "--multi-node"), "--multi-node is for training"),
+        (("--load", "x", "--node-ips", "10.0.0.1"), "--node-ips is for training"),
     ],
 )
 def test_a_wrong_command_line_is_refused(
@@ -125,6 +129,7 @@ def test_a_wrong_command_line_is_refused(
         (("--tensor-model-parallel-size", "3"), 3, ExitCode.USAGE, "--tensor-model-parallel-size", "3"),
         (("--max-length", "129"), 1, ExitCode.USAGE, "--max-length", "over the model's 128 learned positions"),
         (("--tokenizer-file", "none.json"), 1, ExitCode.DATA, None, "none.json does not exist"),
+        (("--use-dpp",), 1, ExitCode.USAGE, "--use-dpp", "is for training"),
         (("--lerning-rate", "1"), 1, ExitCode.USAGE, "--lerning-rate", "unknown flag"),
     ],
 )
