@@ -1,7 +1,10 @@
 """Inputs of tasks that arrive late, and in another order than they did."""
 
 import random
+from collections.abc import Callable
 from typing import Any
+
+from megatronapp_trainer.pipeline.planning.tasks import Task
 
 
 class LateInputs:
@@ -25,9 +28,39 @@ class LateInputs:
             self._transport.wait()
 
 
+class SecondFirst:
+    """A transport that gives the first chunk its second microbatch before its first one, where others send them."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._withheld: dict[Any, Any] = {}
+        self._second_arrived = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def poll(self) -> dict[Any, Any]:
+        first, second = Task.forward(0, 0), Task.forward(1, 0)
+        inputs: dict[Any, Any] = self._withheld | self._transport.poll()
+        self._withheld = {}
+        if first in inputs and not self._second_arrived:
+            self._withheld[first] = inputs.pop(first)
+        self._second_arrived = second in inputs or (self._second_arrived and first not in inputs)
+        return inputs
+
+    def wait(self) -> None:
+        if not (self._withheld and self._second_arrived):
+            self._transport.wait()
+
+
 def install(seed: int) -> None:
     """Make the inputs of this process's ranks late from the next schedule on."""
+    wrap_transport(lambda transport: LateInputs(transport, seed))
+
+
+def wrap_transport(wrapper: Callable[[Any], Any]) -> None:
+    """Put the transport of each schedule of this process into a wrapper."""
     from megatronapp_trainer.pipeline import dynamic
 
     connect: Any = dynamic._connect
-    dynamic._connect = lambda *parts: LateInputs(connect(*parts), seed)  # type: ignore[assignment]
+    dynamic._connect = lambda *parts: wrapper(connect(*parts))

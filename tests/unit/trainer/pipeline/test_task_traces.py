@@ -36,9 +36,15 @@ KINDS = {
 }
 
 
-def train(seed: int) -> tuple[dict[str, Any], bytes]:
-    """Train on this rank, whose inputs are late. Returns metadata and records of its ring."""
-    run = small_training.prepare(MODEL)
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+def train(flags: str, seed: int | None = None) -> tuple[dict[str, Any], bytes]:
+    """Train on this rank. Returns metadata and records of its ring.
+
+    With a seed, inputs are late; without, the second microbatch reaches the first chunk before the first one.
+    """
+    run = small_training.prepare(f"{MODEL} {flags}")
     import megatronapp_native as native
     from megatronapp_trainer import scan
     from megatronapp_trainer.parallel.groups import destroy_groups
@@ -47,7 +53,10 @@ def train(seed: int) -> tuple[dict[str, Any], bytes]:
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
-    late_inputs.install(seed + run.layout.rank)
+    if seed is None:
+        late_inputs.wrap_transport(late_inputs.SecondFirst)
+    else:
+        late_inputs.install(seed + run.layout.rank)
     context = RunContext(
         config=run.config, layout=run.layout, device_name=run.device.name, num_microbatches=MICROBATCHES
     )
@@ -68,12 +77,15 @@ def train(seed: int) -> tuple[dict[str, Any], bytes]:
 
 @pytest.fixture(scope="module")
 def ranks(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
-    """Metadata and records by rank."""
-    directory = tmp_path_factory.mktemp("rings")
+    """Metadata and records by rank, where inputs are late."""
+    return traced(run_ranks, tmp_path_factory.mktemp("rings"), "", 7)
+
+
+def traced(run_ranks: RunRanks, directory: pathlib.Path, *arguments: Any) -> list[Rank]:
+    """Metadata and records by rank of `train`."""
     environment = {"MEGATRONAPP_SHM_DIR": str(directory), "MEGATRONAPP_SHM_PREFIX": "test"}
-    return [
-        (metadata, np.frombuffer(data, RECORD)) for metadata, data in run_ranks(2, train, 7, environment=environment)
-    ]
+    results = run_ranks(2, train, *arguments, environment=environment)
+    return [(metadata, np.frombuffer(data, RECORD)) for metadata, data in results]
 
 
 def passes_of(records: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -165,3 +177,23 @@ def test_the_input_of_a_pass_is_taken_right_before_it(ranks: list[Rank]) -> None
                     assert before_ns <= taken.pop((step, ordinal)) <= int(record["start_ns"])
                 before_ns = end_ns(record)
         assert not taken
+
+
+def test_parameters_are_gathered_before_the_first_forward_pass_of_a_chunk(
+    run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    firsts = set()
+    for rank, (_, records) in enumerate(traced(run_ranks, tmp_path, SHARDED)):
+        gathers = np.sort(records[records["kind"] == RecordKind.PARAM_GATHER], order="start_ns")
+        for step, passes in passes_of(records):
+            forwards = [record for record in passes if record["kind"] == RecordKind.FORWARD]
+            begun = [next(record for record in forwards if record["chunk"] == chunk) for chunk in (0, 1)]
+            for first in begun:
+                before_ns = max(
+                    (end_ns(record) for record in passes if record["start_ns"] < first["start_ns"]), default=0
+                )
+                gather = gathers[(gathers["step"] == step) & (gathers["start_ns"] < first["start_ns"])][-1]
+                assert before_ns <= int(gather["start_ns"])
+                assert end_ns(gather) <= int(first["start_ns"])
+            firsts.add((rank, int(begun[0]["microbatch"])))
+    assert firsts == {(0, 0), (1, 1)}, "the second microbatch of rank 1 runs first"

@@ -196,6 +196,11 @@ class ChunkFeed:
         self.microbatch = -1
         self._feed = feed
 
+    @property
+    def is_first(self) -> bool:
+        """Return True for the first microbatch of the chunk in this step."""
+        return self.microbatch == 0
+
     def next(self) -> Any | None:  # noqa: ANN401 - the family's microbatch
         """Return the chunk's next microbatch."""
         self.microbatch += 1

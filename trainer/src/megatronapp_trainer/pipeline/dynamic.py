@@ -1,5 +1,7 @@
 """The schedule that runs the tasks of a step by a policy, over a transport for any order of transfers."""
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -28,7 +30,8 @@ class DynamicSchedule:
         layout = context.layout
         if next(context.chunks[0].parameters()).is_cuda:
             raise UsageError("--use-dpp trains on the CPU only so far; leave it out on GPUs")
-        self._evaluation = StaticSchedule(context)
+        # Without the observer: it announces nothing, and the passes of tasks need the timers as they are.
+        self._evaluation = StaticSchedule(dataclasses.replace(context, observer=None))
         self._layout = layout
         self._plan = DppPlan(context.config.dpp, Placement(layout.pipeline_size, layout.virtual_size))
         self._passes = TaskPasses(context, self._plan.placement, split=self._plan.split)

@@ -27,7 +27,7 @@ class ForwardStep:
         """Run one microbatch through one chunk."""
         batch = feed.next()
         if self._timers is not None:
-            if feed.microbatch == 0 and model.use_forward_hook:
+            if feed.is_first and model.use_forward_hook:
                 self._timers.gather(lambda: _await_first_parameters(model))
             self._timers.begin_forward(feed.chunk, feed.microbatch)
         output = self._family.forward(model, batch)

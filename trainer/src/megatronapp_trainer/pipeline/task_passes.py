@@ -17,7 +17,9 @@ from megatronapp_trainer.pipeline.task_random import TaskRandom
 class TaskFeed:
     """Data of one chunk and one microbatch, in the place of a `ChunkFeed`."""
 
-    def __init__(self, feed: StepFeed, task: Task) -> None:
+    def __init__(self, feed: StepFeed, task: Task, *, is_first: bool) -> None:
+        """Take a step's data; `is_first`: no other forward task of the chunk has run in this step."""
+        self.is_first = is_first
         self.chunk = task.chunk
         self.microbatch = task.microbatch
         self._feed = feed
@@ -56,6 +58,7 @@ class TaskPasses:
         """Begin a step; `feed` has its microbatches."""
         self._feed = feed
         self._num_microbatches = num_microbatches
+        self._begun: set[int] = set()
         self._reports: dict[int, list[torch.Tensor]] = {}
         self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
         self._saved: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
@@ -77,18 +80,20 @@ class TaskPasses:
             received.requires_grad_()
         if self._random is not None:
             self._random.seed(task)
+        is_first = task.chunk not in self._begun  # of the chunk in this step, whichever microbatch came first
+        self._begun.add(task.chunk)
         reports = self._reports.setdefault(task.microbatch, [])
         is_last_stage = self._placement.stage(self._rank, task.chunk) == self._placement.stages - 1
         output, tokens = forward_step(
             self._forward_step,
-            TaskFeed(self._feed, task),
+            TaskFeed(self._feed, task, is_first=is_first),
             self._chunks[task.chunk],
             self._num_microbatches,
             received,
             reports,
             self._core_config,
             cp_group_size=self._groups.cp.size(),
-            is_first_microbatch=task.microbatch == 0,
+            is_first_microbatch=is_first,
             current_microbatch=task.microbatch,
             vp_stage=task.chunk if len(self._chunks) > 1 else None,
             is_last_stage=is_last_stage,
