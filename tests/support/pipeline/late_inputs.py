@@ -23,9 +23,9 @@ class LateInputs:
         on_time = [task for task in self._withheld if self._choice.random() < 0.3]
         return {task: self._withheld.pop(task) for task in on_time}
 
-    def wait(self) -> None:
+    def wait(self, limit_s: float | None = None) -> None:
         if not self._withheld:
-            self._transport.wait()
+            self._transport.wait(limit_s)
 
 
 class SecondFirst:
@@ -48,9 +48,9 @@ class SecondFirst:
         self._second_arrived = second in inputs or (self._second_arrived and first not in inputs)
         return inputs
 
-    def wait(self) -> None:
+    def wait(self, limit_s: float | None = None) -> None:
         if not (self._withheld and self._second_arrived):
-            self._transport.wait()
+            self._transport.wait(limit_s)
 
 
 def install(seed: int) -> None:

@@ -2,13 +2,17 @@
 
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import megatronapp_native as native
 from megatronapp_common.trace import DURATION_UNIT_NS, NO_MICROBATCH, RECORD, Flag, RecordKind
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey
+from megatronapp_trainer.pipeline.planning.tasks import Placement, Task
+from megatronapp_trainer.pipeline.transport.task_transport import ObservedTaskTransport
 from megatronapp_trainer.scan.recorder import Recorder
 from megatronapp_trainer.scan.task_transfers import TaskTransfers, message_number
 
@@ -20,7 +24,7 @@ UNIT = DURATION_UNIT_NS
 class TracedRank:
     """Rank 3 between ranks 2 and 4, on a clock that the test sets."""
 
-    def __init__(self, path: pathlib.Path, withheld: Callable[[int], bool]) -> None:
+    def __init__(self, path: pathlib.Path, withheld_ns: Callable[[int], int]) -> None:
         self.now_ns = 1_000_000_000
         self.waited_ns = 0
         self._path = path
@@ -30,26 +34,30 @@ class TracedRank:
             run_queue_ns=lambda: self.waited_ns,
             on_length=lambda fields, own_ns: None,
         )
-        self.transfers = TaskTransfers(3, {(2, 3): 0, (4, 3): 1, (3, 4): 2}, recorder=recorder, withhold=withheld)
+        self.transfers = TaskTransfers(3, {(2, 3): 0, (4, 3): 1, (3, 4): 2}, recorder=recorder, withheld_ns=withheld_ns)
 
     def arrive(self, target: PassKey, source: int) -> None:
         self.transfers.arrived(target, ObservedCopy(source, 4096, self.now_ns - 10 * UNIT, self.now_ns - 2 * UNIT))
 
     def waits(self) -> list[tuple[int, int, int, int]]:
         """Slot, ordinal, start and length of the waits."""
+        return [
+            (int(r["comm"]), int(r["ordinal"]), int(r["start_ns"]), int(r["duration"]) * UNIT)
+            for r in self.records(RecordKind.RECV_WAIT)
+        ]
+
+    def records(self, kind: RecordKind) -> np.ndarray:
+        """Records of a kind."""
         data, lost = native.RingReader(str(self._path)).read(100)
         assert lost == 0
         records = np.frombuffer(data, RECORD)
-        return [
-            (int(r["comm"]), int(r["ordinal"]), int(r["start_ns"]), int(r["duration"]) * UNIT)
-            for r in records
-            if r["kind"] == RecordKind.RECV_WAIT
-        ]
+        found: np.ndarray = records[records["kind"] == kind]
+        return found
 
 
 @pytest.fixture
 def rank(tmp_path: pathlib.Path) -> TracedRank:
-    return TracedRank(tmp_path / "rank3.ring", lambda source: False)
+    return TracedRank(tmp_path / "rank3.ring", lambda source: 0)
 
 
 def test_a_wait_ends_as_the_message_of_the_next_pass_arrives(rank: TracedRank) -> None:
@@ -85,19 +93,55 @@ def test_a_pass_without_a_message_ends_the_wait_without_a_record(rank: TracedRan
     assert [length for *_, length in rank.waits()] == [0]
 
 
-def test_a_withheld_message_is_waited_for(tmp_path: pathlib.Path) -> None:
-    def withhold(source: int) -> bool:
-        receiver.now_ns += 70 * UNIT
-        return source == 2
+class TwoMessages:
+    """A `TaskTransport` of two inputs that arrive at once, on the clock of a rank."""
 
-    receiver = TracedRank(tmp_path / "rank3.ring", withhold)
-    receiver.arrive(FORWARD, 2)
-    receiver.transfers.take(FORWARD)
-    assert [length for *_, length in receiver.waits()] == [70 * UNIT]
+    def __init__(self, rank: TracedRank, tasks: dict[Task, torch.Tensor]) -> None:
+        self.limits_s: list[float | None] = []
+        self._rank = rank
+        self._tasks = tasks
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def poll(self) -> dict[Task, torch.Tensor]:
+        arrived, self._tasks = self._tasks, {}
+        return arrived
+
+    def copied_ns(self, task: Task) -> tuple[int, int]:
+        return self._rank.now_ns - 10 * UNIT, self._rank.now_ns
+
+    def wait(self, limit_s: float | None = None) -> None:
+        self.limits_s.append(limit_s)
+        self._rank.now_ns += 0 if limit_s is None else round(1e9 * limit_s)
+
+
+def test_a_withheld_message_is_handed_out_at_its_time_and_other_tasks_run_until_then(tmp_path: pathlib.Path) -> None:
+    rank = TracedRank(tmp_path / "rank3.ring", lambda source: 70 * UNIT if source == 2 else 0)
+    late, in_time = Task.forward(5, 1), Task.backward(2, 0)
+    inner = TwoMessages(rank, {late: torch.zeros(4), in_time: torch.ones(4)})
+    transport = ObservedTaskTransport(
+        inner, rank.transfers, placement=Placement(3, 2), rank=1, pipeline=[2, 3, 4], now_ns=lambda: rank.now_ns
+    )
+    assert list(transport.poll()) == [in_time]
+    rank.transfers.take(BACKWARD)
+    rank.now_ns += 50 * UNIT  # its pass
+    assert not transport.poll()
+    begin_ns = rank.now_ns
+    transport.wait()
+    assert inner.limits_s == [pytest.approx(20e-9 * UNIT)]
+    assert list(transport.poll()) == [late]
+    rank.transfers.take(FORWARD)
+    transport.wait()
+    assert inner.limits_s[1:] == [None]
+    assert rank.waits()[-1] == (0, message_number(FORWARD), begin_ns, 20 * UNIT)
+    assert [length for *_, length in rank.waits()] == [0, 20 * UNIT]
+    (fault,) = rank.records(RecordKind.FAULT)
+    assert (int(fault["start_ns"]), int(fault["duration"])) == (begin_ns - 50 * UNIT, 70)
 
 
 def test_sends_and_copies_carry_the_number_of_the_pass_that_takes_them(tmp_path: pathlib.Path) -> None:
-    rank = TracedRank(tmp_path / "rank3.ring", lambda source: False)
+    rank = TracedRank(tmp_path / "rank3.ring", lambda source: 0)
     with rank.transfers.sending(4, FORWARD, 4096):
         rank.now_ns += UNIT
     rank.arrive(BACKWARD, 4)

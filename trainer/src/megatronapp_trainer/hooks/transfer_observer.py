@@ -37,5 +37,8 @@ class TransferObserver(Protocol):
     def waiting(self) -> AbstractContextManager[None]:
         """Return what encloses a wait: the rank may run nothing until a message arrives."""
 
+    def release_ns(self, copy: ObservedCopy) -> int:
+        """Return when a message may be handed out: as its copy ends, or later where a fault withholds it."""
+
     def arrived(self, target: PassKey, copy: ObservedCopy) -> None:
-        """Note that a message is found to have arrived."""
+        """Note that a message is handed out."""

@@ -76,7 +76,7 @@ class ScanObserver:
         self._spans = SpanWriter(recorder, table)
         pairs = {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"}
         self._peers = PeerCounters(rank, pairs)
-        self.transfers = TaskTransfers(rank, pairs, recorder=recorder, withhold=self._withhold)
+        self.transfers = TaskTransfers(rank, pairs, recorder=recorder, withheld_ns=plan.withhold_ns)
         self._plan = plan
         self._control = control
         self._stall = stall

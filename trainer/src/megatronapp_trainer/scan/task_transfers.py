@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import Flag, RecordKind
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey
 from megatronapp_trainer.scan.recorder import Recorder, RecordKey, TimeMark
 
@@ -24,18 +24,18 @@ class _ReceivedMessage(NamedTuple):
 class TaskTransfers:
     """The `TransferObserver` of the tracer.
 
-    A RECV_WAIT ends when its pass takes the message: it is the time in which the rank could run nothing before that
+    A RECV_WAIT ends when the message is handed out: it is the time in which the rank could run nothing before that
     message arrived, and empty where the message was there in time. So the passes that fill a wait are not part of it.
     """
 
     def __init__(
-        self, rank: int, slots: dict[tuple[int, int], int], *, recorder: Recorder, withhold: Callable[[int], bool]
+        self, rank: int, slots: dict[tuple[int, int], int], *, recorder: Recorder, withheld_ns: Callable[[int], int]
     ) -> None:
-        """Take the slots of directed pairs; `withhold(source)` stalls for a link fault, and returns whether it did."""
+        """Take the slots of directed pairs; `withheld_ns(source)`: how long a link fault withholds a message."""
         self._rank = rank
         self._slots = slots
         self._recorder = recorder
-        self._withhold = withhold
+        self._withheld_ns = withheld_ns
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -60,6 +60,13 @@ class TaskTransfers:
         yield
         self._recorder.ring.close_span()
 
+    def release_ns(self, copy: ObservedCopy) -> int:
+        """Return when a message may be handed out; record the FAULT that withholds it until then."""
+        withheld_ns = self._withheld_ns(copy.source)
+        if withheld_ns:
+            self._recorder.interval(RecordKey(RecordKind.FAULT, flags=Flag.INJECTED), copy.end_ns, withheld_ns)
+        return copy.end_ns + withheld_ns
+
     def arrived(self, target: PassKey, copy: ObservedCopy) -> None:
         """Record the COPY of a message."""
         self._received[target] = _ReceivedMessage(self._recorder.host_mark(), copy.source)
@@ -75,8 +82,6 @@ class TaskTransfers:
         begin = end = self._recorder.host_mark()
         if idle_since is not None and idle_since.time_ns < message.mark.time_ns:
             begin, end = idle_since, message.mark
-        if self._withhold(message.source):
-            end = self._recorder.host_mark()
         self._recorder.host_interval(self._key(RecordKind.RECV_WAIT, (message.source, self._rank), target), begin, end)
 
     def _key(self, kind: RecordKind, pair: tuple[int, int], target: PassKey) -> RecordKey:

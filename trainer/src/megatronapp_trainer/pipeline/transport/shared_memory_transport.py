@@ -121,10 +121,13 @@ class SharedMemoryTransport:
         """Return start and end of the sender's copy of an input that has arrived in this step."""
         return self._copied_ns[task]
 
-    def wait(self) -> None:
-        """Wait until an input or a decision arrives. Raises PeerLostError for a rank that is lost or takes too long."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait until an input or a decision arrives, at most `limit_s` seconds if given.
+
+        Raises PeerLostError for a rank that is lost or takes too long.
+        """
         assert self._seen is not None
-        if not self._transport.wait_activity(self._seen):
+        if not self._transport.wait_activity(self._seen, limit_s) and limit_s is None:
             missing = ", ".join(f"{task} from rank {sender}" for task, sender in list(self._expected.items())[:4])
             raise TransferTimeoutError(
                 f"no input arrived for {self._transport.options.deadline_s:g} s; expected next: {missing or 'nothing'}"

@@ -1,7 +1,8 @@
 """The interface over which the tasks of pipeline ranks pass on their tensors."""
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,8 +29,11 @@ class TaskTransport(Protocol):
     def copied_ns(self, task: Task) -> tuple[int, int]:
         """Return start and end of the copy of an input that has arrived in this step, on the node's monotonic clock."""
 
-    def wait(self) -> None:
-        """Wait until an input or a decision arrives. Raises PeerLostError for a rank that is lost or takes too long."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait until an input or a decision arrives, at most `limit_s` seconds if given.
+
+        Raises PeerLostError for a rank that is lost or takes too long.
+        """
 
     def received_seconds(self) -> list[float]:
         """Return the duration of each transfer that this rank has received in this step."""
@@ -38,8 +42,14 @@ class TaskTransport(Protocol):
         """End the transport; what was sent is delivered first."""
 
 
+class _Withheld(NamedTuple):
+    tensor: torch.Tensor
+    copy: ObservedCopy
+    release_ns: int
+
+
 class ObservedTaskTransport:
-    """Announces the transfers of a rank's tasks to an observer; order and tensors are those of the transport."""
+    """Announces the transfers of a rank's tasks to an observer, and withholds messages for a fault."""
 
     def __init__(
         self,
@@ -49,13 +59,19 @@ class ObservedTaskTransport:
         placement: Placement,
         rank: int,
         pipeline: Sequence[int],
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Take a transport of pipeline rank `rank`. `pipeline`: ranks of the world by pipeline rank."""
+        """Take a transport of pipeline rank `rank`.
+
+        `pipeline`: ranks of the world by pipeline rank; `now_ns`: the node's monotonic clock.
+        """
         self._transport = transport
         self._observer = observer
         self._placement = placement
         self._rank = rank
         self._pipeline = pipeline
+        self._now_ns = now_ns
+        self._withheld: dict[Task, _Withheld] = {}
 
     def begin_step(self, expected: Iterable[Task]) -> None:
         """Begin a step of the transport."""
@@ -67,23 +83,35 @@ class ObservedTaskTransport:
             self._transport.send(target, tensor)
 
     def poll(self) -> dict[Task, torch.Tensor]:
-        """Return the inputs that have arrived, and announce them."""
-        inputs = self._transport.poll()
-        for task, tensor in inputs.items():
+        """Return the inputs that have arrived and are not withheld any more, and announce them."""
+        for task, tensor in self._transport.poll().items():
             source = self._placement.previous_task(self._rank, task)
             assert source is not None
             copy = ObservedCopy(self._pipeline[source.rank], _size_bytes(tensor), *self._transport.copied_ns(task))
-            self._observer.arrived(pass_of(task), copy)
+            self._withheld[task] = _Withheld(tensor, copy, self._observer.release_ns(copy))
+        if not self._withheld:
+            return {}
+        now_ns = self._now_ns()
+        released = [task for task, message in self._withheld.items() if message.release_ns <= now_ns]
+        inputs = {}
+        for task in released:
+            message = self._withheld.pop(task)
+            inputs[task] = message.tensor
+            self._observer.arrived(pass_of(task), message.copy)
         return inputs
 
     def copied_ns(self, task: Task) -> tuple[int, int]:
         """Return the times of the transport."""
         return self._transport.copied_ns(task)
 
-    def wait(self) -> None:
-        """Wait, within what the observer opens for it."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait within what the observer opens for it, at most until a message is to be handed out."""
+        if self._withheld:
+            release_ns = min(message.release_ns for message in self._withheld.values())
+            until_s = max(0.0, 1e-9 * (release_ns - self._now_ns()))
+            limit_s = until_s if limit_s is None else min(limit_s, until_s)
         with self._observer.waiting():
-            self._transport.wait()
+            self._transport.wait(limit_s)
 
     def received_seconds(self) -> list[float]:
         """Return the durations of the transport."""
