@@ -114,7 +114,6 @@ TOGETHER = {
     "--data-path": "--data-path corpus",
     "--node-ips": "--node-ips 10.0.0.1,10.0.0.1",
     "--num-gpus": "--num-gpus 4",
-    "--multi-node": "--multi-node --use-dpp --pipeline-model-parallel-size 2 --num-layers 2",
     "--use-dpp": "--use-dpp --pipeline-model-parallel-size 2 --num-layers 2",
     "--save": "--save there",
     "--load": "--load there",

@@ -31,7 +31,6 @@ def parsed(flags: str) -> TrainerConfig:
         (f"{PIPED} --dpp-schedule dfc", "--dpp-schedule needs --use-dpp"),
         (f"{PIPED} --dpp-memory-cap 2", "--dpp-memory-cap needs --use-dpp"),
         (f"{PIPED} --workload 2", "--workload needs --use-dpp"),
-        (f"{PIPED} --multi-node", "--multi-node needs --use-dpp"),
         (f"{PIPED} --use-dpp --workload 0", "--workload 0: give the number of threads"),
         (f"{PIPED} --use-dpp --workload 1048576", "in MegatronApp it was the number of elements for each thread"),
         (f"{PIPED} --use-dpp --dpp-memory-cap 0", "--dpp-memory-cap 0 must be 1 or more"),
@@ -60,7 +59,7 @@ def test_flags_of_megadpp_without_meaning_are_refused(flags: str, message: str) 
         f"{PIPED} --use-dpp --transport auto --workload 64 --multi-node --num-gpus 4 --node-ips 10.0.0.1,fd00::1",
         f"{PIPED} --use-dpp --transport native --dpp-schedule bfc --dpp-memory-cap 3",
         f"{PIPED} --transport nccl",
-        "--num-gpus 4 --node-ips 127.0.0.1",
+        "--multi-node --num-gpus 4 --node-ips 127.0.0.1",
     ],
 )
 def test_flags_of_megadpp_are_taken(flags: str) -> None:
@@ -161,3 +160,15 @@ def refusal_of_groups(flags: str) -> str:
 def test_nccl_is_refused_where_transfers_go_through_gloo(run_ranks: Callable[..., list[str]]) -> None:
     (error,) = run_ranks(1, refusal_of_groups, f"{PIPED} --transport nccl")
     assert error == "--transport nccl: this rank has no GPU, and its transfers go through gloo; leave it out"
+
+
+@pytest.mark.torch
+def test_gpus_are_refused_before_groups_are_built() -> None:
+    import torch
+
+    from megatronapp_trainer.device import Device
+    from megatronapp_trainer.parallel.groups import initialize_groups
+
+    gpu = Device(torch_device=torch.device("cuda", 0), name="a GPU")
+    with pytest.raises(UsageError, match="--use-dpp trains on the CPU only so far; leave it out on GPUs"):
+        initialize_groups(parsed(f"{PIPED} --use-dpp"), LAYOUT, gpu)

@@ -50,6 +50,10 @@ def pretrain(config: TrainerConfig) -> ExitCode:
         apply_deterministic_mode(config)
         device = prepare_device(layout.local_rank)
         initialize_groups(config, layout, device)
+        if config.dpp.use_dpp:
+            from megatronapp_trainer.pipeline.dynamic import check_memory
+
+            check_memory(config, layout)
         code = _train(config, layout, device, stop_request)
         destroy_groups()
     return code

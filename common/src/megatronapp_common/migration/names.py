@@ -21,7 +21,7 @@ FLAGS: Final[dict[str, str]] = {
     "the number of elements for each thread; leave it out",
     "--node-ips": f"{SAME}, checked against the rank table; leave it out: the launcher finds the addresses",
     "--num-gpus": f"{SAME}, checked: ranks of a node; in a manifest spec.procPerNode and spec.gpusPerNode",
-    "--multi-node": f"{SAME}, checked, with --use-dpp; in a manifest spec.nodes",
+    "--multi-node": f"{SAME}, checked: the ranks are on several nodes; in a manifest spec.nodes",
     "--forward-backward-disaggregating": _FBD,
     "--ignore-forward-tensor-parallel": _FBD,
     "--training-ws-port": f"{_NOT_YET}: MegaScope while a model trains; the page of a job: megatronapp ui JOB",

@@ -64,7 +64,6 @@ def dpp_problems(dpp: DppConfig, parallel: ParallelConfig, chunks: int) -> Itera
         "--dpp-schedule": dpp.dpp_schedule != "auto",
         "--dpp-memory-cap": dpp.dpp_memory_cap is not None,
         "--workload": dpp.workload is not None,
-        "--multi-node": dpp.multi_node,
     }
     for flag, on in given.items():
         yield from require(dpp.use_dpp or not on, f"{flag} needs --use-dpp")

@@ -17,6 +17,8 @@ from megatronapp_trainer.parallel.layout import Layout
 
 def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> None:
     """Start torch.distributed and megatron-core's groups. A lone process needs no address and no port."""
+    if config.dpp.use_dpp and device.is_cuda:
+        raise UsageError("--use-dpp trains on the CPU only so far; leave it out on GPUs")
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     backend = config.parallel.distributed_backend or ("nccl" if device.is_cuda else "gloo")
     if backend == "nccl" and not device.is_cuda:

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import StepFeed
-from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.pipeline.dpp import DppPlan
 from megatronapp_trainer.pipeline.executor import run_tasks
 from megatronapp_trainer.pipeline.leader import Following, Leading
@@ -17,7 +18,8 @@ from megatronapp_trainer.pipeline.planning.policies import Policy
 from megatronapp_trainer.pipeline.planning.tasks import Placement
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.task_passes import TaskPasses
-from megatronapp_trainer.pipeline.transport.shared_memory_transport import SharedMemoryTransport, TaskAddresses
+from megatronapp_trainer.pipeline.transport.inboxes import Inboxes, TaskAddresses
+from megatronapp_trainer.pipeline.transport.shared_memory_transport import SharedMemoryTransport
 from megatronapp_trainer.pipeline.transport.task_transport import ObservedTaskTransport, TaskTransport
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 
@@ -28,12 +30,10 @@ class DynamicSchedule:
     def __init__(self, context: ScheduleContext) -> None:
         """Connect the ranks of the pipeline; collective. Raises UsageError for what MegaDPP does not run yet."""
         layout = context.layout
-        if next(context.chunks[0].parameters()).is_cuda:
-            raise UsageError("--use-dpp trains on the CPU only so far; leave it out on GPUs")
         # Without the observer: it announces nothing, and the passes of tasks need the timers as they are.
         self._evaluation = StaticSchedule(dataclasses.replace(context, observer=None))
         self._layout = layout
-        self._plan = DppPlan(context.config.dpp, Placement(layout.pipeline_size, layout.virtual_size))
+        self._plan = _plan(context.config, layout)
         self._passes = TaskPasses(context, self._plan.placement, split=self._plan.split)
         self._transport = _connect(context, self._plan)
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -89,9 +89,30 @@ class DynamicSchedule:
         return Leading(policy, self._transport) if self._layout.tensor_size > 1 else policy
 
 
+def check_memory(config: TrainerConfig, layout: Layout) -> None:
+    """Compare the shared memory of all ranks with what they need, before a model is built; collective over the world.
+
+    Raises:
+        UsageError: ranks of a pipeline or of a tensor group share no memory, or too little.
+    """
+    _inboxes(config, layout, _plan(config, layout)).agree()
+
+
 def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
     """Connect the ranks of this rank's pipeline and tensor group."""
-    config, layout = context.config, context.layout
+    config = context.config
+    return SharedMemoryTransport(
+        _inboxes(config, context.layout, plan),
+        threads=config.dpp.threads,
+        deadline_s=60 * config.parallel.distributed_timeout_minutes,
+    )
+
+
+def _plan(config: TrainerConfig, layout: Layout) -> DppPlan:
+    return DppPlan(config.dpp, Placement(layout.pipeline_size, layout.virtual_size))
+
+
+def _inboxes(config: TrainerConfig, layout: Layout, plan: DppPlan) -> Inboxes:
     addresses = TaskAddresses(
         pipeline=_pipeline_ranks(),
         tensor=dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
@@ -103,15 +124,8 @@ def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
     most_microbatches = (
         config.global_batch_size(layout.data_size) // config.training.micro_batch_size // layout.data_size
     )
-    return SharedMemoryTransport(
-        plan.placement,
-        addresses,
-        TensorSpec(shape, context.core_config.pipeline_dtype),
-        # A forward input is kept from the sender's task to the receiver's last one, a gradient until the receiver's.
-        slots=3 * plan.peak_chunks(most_microbatches),
-        threads=config.dpp.threads,
-        deadline_s=60 * config.parallel.distributed_timeout_minutes,
-    )
+    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    return Inboxes(plan.placement, addresses, TensorSpec(shape, dtype), plan.peak_chunks(most_microbatches))
 
 
 def _pipeline_ranks() -> list[int]:

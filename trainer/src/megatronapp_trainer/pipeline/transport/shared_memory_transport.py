@@ -1,75 +1,48 @@
 """The tasks' transfers between ranks that share memory, and the leader's log of a tensor group."""
 
 import os
-import pathlib
-import secrets
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from megatronapp_common.names import Env
-from megatronapp_trainer.errors import TransferTimeoutError, UsageError
-from megatronapp_trainer.pipeline.planning.tasks import Placement, RankTask, Task
-from megatronapp_trainer.pipeline.transport.tensor_transport import (
-    TensorSpec,
-    TensorTransport,
-    TransportOptions,
-    shared_memory_directory,
-)
-
-
-class TaskAddresses(NamedTuple):
-    """Ranks of the world that this rank's tasks deal with."""
-
-    pipeline: Sequence[int]
-    """By pipeline rank."""
-    tensor: Sequence[int]
-    """By tensor rank; the first one leads."""
+from megatronapp_trainer.errors import TransferTimeoutError
+from megatronapp_trainer.pipeline.planning.tasks import RankTask, Task
+from megatronapp_trainer.pipeline.transport.inboxes import Inboxes
+from megatronapp_trainer.pipeline.transport.tensor_transport import TensorTransport, TransportOptions
 
 
 class SharedMemoryTransport:
     """A `TaskTransport` over shared memory; a received tensor is a view of it until no task needs it any more."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        addresses: TaskAddresses,
-        spec: TensorSpec,
-        *,
-        slots: int,
-        threads: int,
-        deadline_s: float,
-    ) -> None:
-        """Connect to the other ranks of the pipeline and of the tensor group; collective over the world.
+    def __init__(self, inboxes: Inboxes, *, threads: int, deadline_s: float) -> None:
+        """Connect to the neighbours in the pipeline and to the tensor group; collective over the world.
 
         Args:
-            placement: stages of the model.
-            addresses: ranks of this rank's groups.
-            spec: shape and type of all tensors.
-            slots: messages from one rank to another that tasks may keep at a time.
+            inboxes: of this rank.
             threads: threads that copy messages of this rank.
             deadline_s: seconds after which a rank that sends nothing is an error.
 
         Raises:
-            UsageError: ranks of a pipeline or of a tensor group do not share memory.
+            UsageError: ranks of a pipeline or of a tensor group share no memory, or too little.
             PeerLostError: a rank did not connect.
         """
-        self._placement = placement
-        self._spec = spec
-        own = dist.get_rank()
-        self._rank = addresses.pipeline.index(own)
-        self._pipeline = addresses.pipeline
-        self._leader = addresses.tensor[0]
-        peers = [rank for rank in addresses.pipeline if rank != own]
-        boards = [rank for rank in addresses.tensor if rank != own]
+        self._placement = inboxes.placement
+        self._spec = inboxes.spec
+        own, tensor = dist.get_rank(), inboxes.addresses.tensor
+        self._pipeline = inboxes.addresses.pipeline
+        self._rank = self._pipeline.index(own)
+        self._leader = tensor[0]
+        self._follows = own != self._leader
+        peers = inboxes.neighbours
+        boards = [rank for rank in tensor if rank != own]
         options = TransportOptions(
-            job=_agreed_job(own, [*peers, *boards]),
+            job=inboxes.agree(),
             attempt=int(os.environ.get(Env.ATTEMPT, "0")),
             rank=own,
-            slot_bytes=max(spec.bytes, 1),
-            slots=slots,
+            slot_bytes=inboxes.slot_bytes,
+            slots=inboxes.slots,
             threads=threads,
             deadline_s=deadline_s,
         )
@@ -129,8 +102,10 @@ class SharedMemoryTransport:
         assert self._seen is not None
         if not self._transport.wait_activity(self._seen, limit_s) and limit_s is None:
             missing = ", ".join(f"{task} from rank {sender}" for task, sender in list(self._expected.items())[:4])
+            if self._follows:
+                missing = f"a decision of rank {self._leader}" + (f", or {missing}" if missing else "")
             raise TransferTimeoutError(
-                f"no input arrived for {self._transport.options.deadline_s:g} s; expected next: {missing or 'nothing'}"
+                f"nothing arrived for {self._transport.options.deadline_s:g} s; expected next: {missing or 'nothing'}"
             )
 
     def received_seconds(self) -> list[float]:
@@ -152,20 +127,3 @@ class SharedMemoryTransport:
     def abort(self) -> None:
         """End the transport after a failure; ranks that wait for this one get PeerLostError."""
         self._transport.close(drain=False)
-
-
-def _agreed_job(own: int, others: Sequence[int]) -> str:
-    """Return the name of this job's memory, the same on all ranks. Raises UsageError if ranks share none."""
-    directory = shared_memory_directory()
-    status = pathlib.Path(directory).stat()
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    proposed = os.environ.get(Env.JOB_UID) or secrets.token_hex(16)
-    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(found, (proposed, f"{boot} {status.st_dev} {status.st_ino}"))
-    apart = [rank for rank in others if found[rank][1] != found[own][1]]
-    if apart:
-        raise UsageError(
-            f"--use-dpp: rank {own} shares no memory ({directory}) with rank {apart[0]} of its pipeline or tensor "
-            "group; put the ranks of a pipeline on one node, or leave --use-dpp out"
-        )
-    return found[0][0]
