@@ -122,6 +122,7 @@ def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(run_ranks: RunRan
     assert re.fullmatch(r" dpp: the passes of a step take [\d.]+ ms, [\d.]+ times the simulated time", last[1])
 
 
+@pytest.mark.full("a second choice of the plan")
 def test_each_size_of_a_ramp_up_has_a_plan_of_its_own(run_ranks: RunRanks) -> None:
     ramp = "--rampup-batch-size 4 4 40 --train-iters 16 --lr-decay-iters 16"
     lines, _ = run_ranks(2, reported, f"{VPP2} --use-dpp {ramp}")
