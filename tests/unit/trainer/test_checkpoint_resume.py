@@ -27,6 +27,7 @@ STEADY = "--attention-dropout 0 --hidden-dropout 0"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+DPP = f"{VPP} --use-dpp --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DISTRIBUTED = "--use-distributed-optimizer"
 TOLERANCE = 1e-5
 
@@ -64,6 +65,7 @@ def stop_and_resume(
         pytest.param(1, f"--bf16 {DISTRIBUTED}", id="bf16-distributed"),
         pytest.param(2, f"{TP2} {DISTRIBUTED}", id="TP2-distributed"),
         pytest.param(2, VPP, id="VPP"),
+        pytest.param(2, DPP, id="dpp-recomputed"),
         pytest.param(2, DISTRIBUTED, id="DP2-distributed"),
         pytest.param(4, f"{TP2} {PP2}", id="TP2xPP2"),
     ],

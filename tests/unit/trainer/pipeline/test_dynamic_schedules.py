@@ -57,6 +57,22 @@ def train(flags: str, seed: int | None = None) -> Record | None:
     return None if recorder is None else (recorder.losses, recorder.grad_norms)
 
 
+def train_counting(flags: str, seed: int | None) -> tuple[Record | None, int]:
+    """`train`, and the number of tasks that this rank has run before their turn in the plan."""
+    from megatronapp_trainer.pipeline.task_passes import TaskPasses
+
+    early_tasks: list[object] = []
+    announce = TaskPasses.announce
+
+    def counting(passes: TaskPasses, task: Any, *, early: bool) -> None:
+        if early:
+            early_tasks.append(task)
+        announce(passes, task, early=early)
+
+    TaskPasses.announce = counting  # type: ignore[assignment, method-assign]
+    return train(flags, seed), len(early_tasks)
+
+
 def record_of(run_ranks: RunRanks, world: int, *arguments: Any) -> Record:
     (record,) = [record for record in run_ranks(world, train, *arguments) if record is not None]
     return tuple(record)
@@ -82,11 +98,14 @@ def test_schedules_are_bit_equal_to_that_of_megatron_core(
 ) -> None:
     world, flags = LAYOUTS[layout]
     seed = None if schedule in {"static", "zero-bubble"} else 7
-    record = record_of(run_ranks, world, f"{flags} --use-dpp --dpp-schedule {schedule}", seed)
+    results = run_ranks(world, train_counting, f"{flags} --use-dpp --dpp-schedule {schedule}", seed)
+    (record,) = [tuple(record) for record, _ in results if record is not None]
     assert len(record[0]) == 3
     assert record == megatron(layout)
+    assert (sum(early for _, early in results) > 0) == (schedule == "auto"), "tasks run before their turn in the plan"
 
 
+@pytest.mark.full("three runs with dropout")
 def test_dropout_does_not_depend_on_what_is_late(run_ranks: RunRanks) -> None:
     flags = f"{VPP2} --use-dpp --hidden-dropout 0.1 --attention-dropout 0.1 --recompute-activations"
     planned = record_of(run_ranks, 2, f"{flags} --dpp-schedule static")
