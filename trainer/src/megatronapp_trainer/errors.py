@@ -116,4 +116,4 @@ class TransferTimeoutError(PeerLostError):
 
 
 class TransferError(TrainerError):
-    """Transfers between ranks that were used wrongly, do not agree or found damaged memory."""
+    """Ranks that use transfers wrongly or do not agree about them, or damaged shared memory."""

@@ -27,7 +27,7 @@ class DppConfig:
     dpp_memory_cap: int | None = option(
         None,
         "microbatches whose activations a rank may keep; default: up to two chunks more than the static order, with "
-        "dfc and bfc one for each stage",
+        "dfc and bfc as many as pipeline ranks",
         bounds="[1, inf)",
     )
     transport: str = option(
