@@ -4,7 +4,8 @@
 
 Two processes, fp32 tensors, one thread each for torch. Everything is from one run: in each round, each size takes turns
 through memcpy, the transport and gloo. "one way" is rank 0 to rank 1, "both" is both at once, with the bytes of both
-counted; memcpy copies between two tensors of a process, for "both" in both processes at once. Bandwidths are medians
+counted; memcpy copies between two tensors of a process, for "both" in both processes at once. A receiver of the
+transport releases the message where it lies, unread; gloo copies it into a tensor. Bandwidths are medians
 over rounds; ratios are medians of each round's ratio. Latency is half of a round trip.
 """
 
@@ -44,7 +45,7 @@ Stream = Callable[[int, int, bool, bool], None]
 
 
 class Buffers:
-    """Tensors of one size that streams use in turn, so that no copy finds its data in a cache by being repeated."""
+    """Tensors of one size that streams use in turn; together, those of up to 1 MiB fit in the caches of most CPUs."""
 
     def __init__(self, size: int) -> None:
         self.sources = [torch.full((size // 4,), float(i)) for i in range(WINDOW)]
@@ -203,7 +204,8 @@ def main() -> None:
         command += ["--directory", directory]
         second = subprocess.Popen([*command, "--rank", "1"])
         first = subprocess.run([*command, "--rank", "0"], stdout=subprocess.PIPE, text=True, check=True)
-        second.wait()
+        if second.wait() != 0:
+            raise SystemExit(f"rank 1 ended with exit code {second.returncode}")
     result = json.loads(first.stdout.splitlines()[-1])
     if options.json:
         options.json.write_text(json.dumps(result), encoding="utf-8")

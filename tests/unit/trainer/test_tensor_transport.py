@@ -143,10 +143,9 @@ def test_a_signal_interrupts_a_wait(tmp_path: pathlib.Path) -> None:
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     try:
-        with native_peer(tmp_path) as (transport, _):
+        with native_peer(tmp_path) as (transport, _), pytest.raises(SignalledError):
             signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(SignalledError):
-                transport.receive(1, 5, TensorSpec((2,), torch.float32), 60.0)
+            transport.receive(1, 5, TensorSpec((2,), torch.float32), 60.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
