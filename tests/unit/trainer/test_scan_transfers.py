@@ -10,6 +10,7 @@ import torch
 
 import megatronapp_native as native
 from megatronapp_common.trace import DURATION_UNIT_NS, NO_MICROBATCH, RECORD, Flag, RecordKind
+from megatronapp_trainer.errors import PeerLostError
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Task
 from megatronapp_trainer.pipeline.transport.task_transport import ObservedTaskTransport
@@ -45,6 +46,11 @@ class TracedRank:
             (int(r["comm"]), int(r["ordinal"]), int(r["start_ns"]), int(r["duration"]) * UNIT)
             for r in self.records(RecordKind.RECV_WAIT)
         ]
+
+    def open_kind(self) -> int | None:
+        """Kind of the span that the ring says is open."""
+        span = native.RingReader(str(self._path)).info().open_span
+        return None if span is None else int(span.kind)
 
     def records(self, kind: RecordKind) -> np.ndarray:
         """Records of a kind."""
@@ -91,6 +97,15 @@ def test_a_pass_without_a_message_ends_the_wait_without_a_record(rank: TracedRan
     rank.arrive(FORWARD, 2)
     rank.transfers.take(FORWARD)
     assert [length for *_, length in rank.waits()] == [0]
+
+
+def test_a_wait_that_fails_stays_open_for_readers_of_the_ring(rank: TracedRank) -> None:
+    with rank.transfers.waiting():
+        pass
+    assert rank.open_kind() is None
+    with pytest.raises(PeerLostError), rank.transfers.waiting():
+        raise PeerLostError("rank 2 is lost")
+    assert rank.open_kind() == RecordKind.RECV_WAIT
 
 
 class TwoMessages:

@@ -53,7 +53,10 @@ class TaskTransfers:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Publish that this rank waits; recorded is a wait once a pass has ended it."""
+        """Publish that this rank waits; recorded is a wait once a pass has ended it.
+
+        An error leaves the span open: the ring then says what the rank failed in.
+        """
         mark = self._recorder.host_enter(RecordKey(RecordKind.RECV_WAIT))
         if self._idle_since is None:
             self._idle_since = mark

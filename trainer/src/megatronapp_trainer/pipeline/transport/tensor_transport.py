@@ -41,7 +41,7 @@ class TransportOptions:
     slots: int = 8
     """Messages from one rank to another that are not released yet; more wait in the sender's queue."""
     deadline_s: float = 600.0
-    """For peers to connect, for a send to get a slot, and for a receive without another one."""
+    """For peers to connect, for a send to get a slot, and for a receive that names none."""
     threads: int = 1
     """Threads that copy messages of this rank."""
     directory: str = dataclasses.field(default_factory=shared_memory_directory)
