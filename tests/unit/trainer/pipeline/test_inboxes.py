@@ -82,7 +82,7 @@ class SilentTransport:
 
     options = types.SimpleNamespace(deadline_s=5.0)
 
-    def wait_activity(self, _seen: int) -> bool:
+    def wait_activity(self, _seen: int, _deadline_s: float | None = None) -> bool:
         return False
 
 
