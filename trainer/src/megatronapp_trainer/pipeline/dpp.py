@@ -9,7 +9,7 @@ from megatronapp_trainer.pipeline.planning.tasks import Placement
 
 SPARE_CHUNKS = 2
 """Activations of chunks that `auto` may keep beyond the static order's, by default. In simulations of 4 stages with 3
-chunks two more fill nearly as many waits as six, where one transfer in twenty is late.
+chunks, two more make a step of 8 or 16 microbatches 3 to 6 % shorter.
 """
 
 

@@ -63,10 +63,7 @@ class StaticSchedule:
         self._forward_backward = get_forward_backward_func()
         if context.optimizer is not None:
             connect_gradients(context)
-        self._timers: PassTimers | None = None
-        if context.observer is not None:
-            self._timers = PassTimers(context.observer, context.core_config.timers)
-            context.core_config.timers = self._timers
+        self._timers = install_pass_timers(context)
         self._forward_step = ForwardStep(context.family, self._timers)
         self._plain_forward_step = ForwardStep(context.family, None)
         self._transport = _transport_options(context.transport, context.core_config)
@@ -111,6 +108,15 @@ def backward_order(layout: Layout, num_microbatches: int) -> tuple[tuple[int, in
 
     table = get_schedule_table(num_microbatches, layout.virtual_size, layout.pipeline_size)
     return tuple((layout.virtual_size - 1 - chunk, microbatch) for microbatch, chunk in table)
+
+
+def install_pass_timers(context: ScheduleContext) -> PassTimers | None:
+    """Let megatron-core announce its passes to the observer; returns None without an observer."""
+    if context.observer is None:
+        return None
+    timers = PassTimers(context.observer, context.core_config.timers)
+    context.core_config.timers = timers
+    return timers
 
 
 def connect_gradients(context: ScheduleContext) -> None:

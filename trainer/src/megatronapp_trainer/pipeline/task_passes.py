@@ -6,8 +6,7 @@ import torch
 
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.parallel.groups import schedule_groups
-from megatronapp_trainer.pipeline.megatron_schedules import ForwardStep, connect_gradients
-from megatronapp_trainer.pipeline.pass_timers import PassTimers
+from megatronapp_trainer.pipeline.megatron_schedules import ForwardStep, connect_gradients, install_pass_timers
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Task
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.split_backward import install_split_backward
@@ -43,10 +42,7 @@ class TaskPasses:
         self._rank = context.layout.pipeline_rank
         self._groups = schedule_groups()
         connect_gradients(context)
-        self._timers: PassTimers | None = None
-        if context.observer is not None:
-            self._timers = PassTimers(context.observer, context.core_config.timers)
-            context.core_config.timers = self._timers
+        self._timers = install_pass_timers(context)
         self._forward_step = ForwardStep(context.family, self._timers)
         self._split = split
         self._stores = install_split_backward(context.chunks)
