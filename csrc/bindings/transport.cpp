@@ -12,9 +12,11 @@
 #include <utility>
 #include <vector>
 
+#include "megatronapp/transport/cuda_driver.hpp"
 #include "megatronapp/transport/endpoint.hpp"
 #include "megatronapp/transport/errors.hpp"
 #include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/ucx/device.hpp"
 
 namespace py = pybind11;
 
@@ -50,9 +52,21 @@ void translate_transport_error(
         set_error("TransportMismatchError", error.what());
     } catch (const transport::DuplicateKeyError& error) {
         set_error("DuplicateKeyError", error.what());
+    } catch (const transport::cuda::CudaError& error) {
+        set_error("DeviceError", error.what(), error.function, error.code);
     } catch (const transport::TransportError& error) {
         set_error("TransportError", error.what());
     }
+}
+
+using StreamAddress = std::optional<std::uintptr_t>;
+
+std::optional<transport::DeviceStream> stream_of(StreamAddress stream) {
+    if (!stream) {
+        return std::nullopt;
+    }
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): a number is how torch names a stream
+    return transport::DeviceStream{reinterpret_cast<void*>(*stream)};
 }
 
 /// An endpoint that keeps the owner of each sent memory alive until its copy is complete. Every call that Python makes
@@ -61,10 +75,12 @@ class OwningEndpoint {
   public:
     explicit OwningEndpoint(transport::Settings settings) : endpoint_(std::move(settings)) {}
 
-    void send(std::uint32_t peer, std::uint64_t key, std::uintptr_t address, std::uint64_t bytes, py::object owner) {
+    void send(std::uint32_t peer, std::uint64_t key, std::uintptr_t address, std::uint64_t bytes, py::object owner,
+              StreamAddress stream) {
         release_owners();
         // NOLINTNEXTLINE(performance-no-int-to-ptr): an address is how torch names memory
-        const std::uint64_t ticket = endpoint_.send(peer, key, reinterpret_cast<const std::byte*>(address), bytes);
+        const auto* data = reinterpret_cast<const std::byte*>(address);
+        const std::uint64_t ticket = endpoint_.send(peer, key, data, bytes, stream_of(stream));
         owners_.emplace(ticket, std::move(owner));
         release_owners();
     }
@@ -72,6 +88,27 @@ class OwningEndpoint {
     std::optional<Message> poll(std::uint32_t peer, std::uint64_t key) {
         release_owners();
         return endpoint_.poll(peer, key);
+    }
+
+    std::vector<Message> take_arrived(const std::vector<std::uint32_t>& peers) {
+        release_owners();
+        return endpoint_.take_arrived(peers);
+    }
+
+    /// Senders and keys of the messages that are announced and not whole.
+    std::vector<std::pair<std::uint32_t, std::uint64_t>> posted(const std::vector<std::uint32_t>& peers) {
+        std::vector<std::pair<std::uint32_t, std::uint64_t>> result;
+        for (const std::uint32_t peer : peers) {
+            for (const std::uint64_t key : endpoint_.posted(peer)) {
+                result.emplace_back(peer, key);
+            }
+        }
+        return result;
+    }
+
+    std::optional<Message> poll_posted(std::uint32_t peer, std::uint64_t key) {
+        release_owners();
+        return endpoint_.poll_posted(peer, key);
     }
 
     Message receive(std::uint32_t peer, std::uint64_t key, double deadline_s) {
@@ -152,13 +189,39 @@ void bind_message(py::module_& module) {
             if (message.released()) {
                 throw py::buffer_error("this message is released; its memory is that of another one");
             }
+            if (message.on_device()) {
+                throw py::buffer_error("this message is in memory of a device; use its address");
+            }
             return py::buffer_info(reinterpret_cast<std::uint8_t*>(message.data()),
                                    static_cast<py::ssize_t>(message.bytes()));
         })
-        .def("release", &Message::release)
+        .def(
+            "release",
+            [](Message& self, StreamAddress stream) {
+                if (stream) {
+                    self.release_after(*stream_of(stream));
+                } else {
+                    self.release();
+                }
+            },
+            py::arg("stream") = py::none())
+        .def(
+            "wait", [](const Message& self, std::uintptr_t stream) { self.wait(*stream_of(stream)); },
+            py::arg("stream"))
+        .def_property_readonly("complete", &Message::complete)
+        .def_property_readonly("copied_ns",
+                               [](const Message& self) -> std::optional<std::pair<std::uint64_t, std::uint64_t>> {
+                                   const std::optional<transport::CopyTimes> times = self.times();
+                                   return times ? std::optional(std::pair(times->start_ns, times->end_ns))
+                                                : std::nullopt;
+                               })
+        .def_property_readonly("address",
+                               [](const Message& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
         .def_property_readonly("released", &Message::released)
+        .def_property_readonly("peer", &Message::peer)
         .def_property_readonly("key", &Message::key)
         .def_property_readonly("bytes", &Message::bytes)
+        .def_property_readonly("queued_ns", &Message::queued_ns)
         .def_property_readonly("start_ns", &Message::start_ns)
         .def_property_readonly("end_ns", &Message::end_ns);
 }
@@ -173,7 +236,8 @@ void raise_of_signals() {
 
 std::unique_ptr<OwningEndpoint> make_endpoint(const std::string& directory, const std::string& job,
                                               std::uint64_t attempt, std::uint32_t rank, std::uint64_t slot_bytes,
-                                              std::uint64_t slots, double deadline_s, std::uint32_t threads) {
+                                              std::uint64_t slots, double deadline_s, std::uint32_t threads,
+                                              std::optional<int> device, bool pinned) {
     return std::make_unique<OwningEndpoint>(transport::Settings{.directory = directory,
                                                                 .job = job,
                                                                 .attempt = attempt,
@@ -182,23 +246,46 @@ std::unique_ptr<OwningEndpoint> make_endpoint(const std::string& directory, cons
                                                                 .slots = slots,
                                                                 .deadline_s = deadline_s,
                                                                 .threads = threads,
-                                                                .while_waiting = raise_of_signals});
+                                                                .while_waiting = raise_of_signals,
+                                                                .device = device,
+                                                                .pinned = pinned});
 }
 
 using EndpointClass = py::class_<OwningEndpoint>;
 
 void bind_transfers(EndpointClass& endpoint) {
     endpoint.def(py::init(&make_endpoint), py::kw_only(), py::arg("directory"), py::arg("job"), py::arg("attempt"),
-                 py::arg("rank"), py::arg("slot_bytes"), py::arg("slots"), py::arg("deadline_s"), py::arg("threads"));
+                 py::arg("rank"), py::arg("slot_bytes"), py::arg("slots"), py::arg("deadline_s"), py::arg("threads"),
+                 py::arg("device") = py::none(), py::arg("pinned") = false);
     endpoint.def(
         "add_peer",
         [](OwningEndpoint& self, std::uint32_t peer, bool messages) { self.endpoint().add_peer(peer, messages); },
         py::arg("peer"), py::arg("messages"), py::call_guard<py::gil_scoped_release>());
     endpoint.def(
+        "open_network",
+        [](OwningEndpoint& self, const std::string& library, const std::string& devices) {
+            const std::vector<std::byte> address = self.endpoint().open_network(library, devices);
+            return py::bytes(reinterpret_cast<const char*>(address.data()), address.size());
+        },
+        py::kw_only(), py::arg("library"), py::arg("devices"));
+    endpoint.def(
+        "add_remote_peer",
+        [](OwningEndpoint& self, std::uint32_t peer, bool messages, const std::string& address) {
+            const auto* first = reinterpret_cast<const std::byte*>(address.data());
+            self.endpoint().add_remote_peer(peer, messages, {first, first + address.size()});
+        },
+        py::arg("peer"), py::arg("messages"), py::arg("address"));
+    endpoint.def(
+        "round_trip_ns", [](OwningEndpoint& self, std::uint32_t peer) { return self.endpoint().round_trip_ns(peer); },
+        py::arg("peer"));
+    endpoint.def(
         "connect", [](OwningEndpoint& self) { self.endpoint().connect(); }, py::call_guard<py::gil_scoped_release>());
     endpoint.def("send", &OwningEndpoint::send, py::arg("peer"), py::arg("key"), py::arg("address"), py::arg("bytes"),
-                 py::arg("owner"));
+                 py::arg("owner"), py::arg("stream") = py::none());
     endpoint.def("poll", &OwningEndpoint::poll, py::arg("peer"), py::arg("key"));
+    endpoint.def("take_arrived", &OwningEndpoint::take_arrived, py::arg("peers"));
+    endpoint.def("posted", &OwningEndpoint::posted, py::arg("peers"));
+    endpoint.def("poll_posted", &OwningEndpoint::poll_posted, py::arg("peer"), py::arg("key"));
     endpoint.def("receive", &OwningEndpoint::receive, py::arg("peer"), py::arg("key"), py::arg("deadline_s"));
     endpoint.def("activity", [](OwningEndpoint& self) { return self.endpoint().activity(); });
     endpoint.def("wait_activity", &OwningEndpoint::wait_activity, py::arg("seen"), py::arg("deadline_s"));
@@ -213,8 +300,14 @@ void bind_transfers(EndpointClass& endpoint) {
 void bind_small_messages(EndpointClass& endpoint) {
     endpoint.def(
         "publish",
-        [](OwningEndpoint& self, std::uint32_t index, std::uint64_t value) { self.endpoint().publish(index, value); },
-        py::arg("index"), py::arg("value"));
+        [](OwningEndpoint& self, std::uint32_t index, std::uint64_t value, StreamAddress stream) {
+            if (stream) {
+                self.endpoint().publish_after(*stream_of(stream), index, value);
+            } else {
+                self.endpoint().publish(index, value);
+            }
+        },
+        py::arg("index"), py::arg("value"), py::arg("stream") = py::none());
     endpoint.def(
         "read",
         [](OwningEndpoint& self, std::uint32_t peer, std::uint32_t index) { return self.endpoint().read(peer, index); },
@@ -246,6 +339,8 @@ void bind_transport(py::module_& module) {
     EndpointClass endpoint(module, "TransportEndpoint", "The transport of one rank.");
     bind_transfers(endpoint);
     bind_small_messages(endpoint);
+    module.def("interface_of", &transport::ucx::interface_of, py::arg("address"),
+               "Return the network interface of this machine that has an address.");
     module.attr("PROGRESS_WORDS") = transport::kProgressWords;
 }
 

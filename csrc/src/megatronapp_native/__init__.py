@@ -1,4 +1,4 @@
-"""Trace ring in shared memory, and the transport between ranks of one node.
+"""Trace ring in shared memory, and the transport between ranks.
 
 Ring: one producer that never blocks, many readers that never see a torn record. Transport: messages by key.
 """
@@ -11,10 +11,12 @@ from megatronapp_native._native import (
     RingWriter,
     TransportEndpoint,
     TransportMessage,
+    interface_of,
     monotonic_ns,
     run_queue_ns,
 )
 from megatronapp_native.errors import (
+    DeviceError,
     DuplicateKeyError,
     NativeError,
     PeerLostError,
@@ -27,6 +29,7 @@ from megatronapp_native.errors import (
 
 __all__ = [
     "PROGRESS_WORDS",
+    "DeviceError",
     "DuplicateKeyError",
     "NativeError",
     "OpenSpan",
@@ -41,6 +44,7 @@ __all__ = [
     "TransportError",
     "TransportMessage",
     "TransportMismatchError",
+    "interface_of",
     "monotonic_ns",
     "run_queue_ns",
 ]

@@ -23,21 +23,47 @@ class PeerStatistics(TypedDict):
     """At most 256, oldest first: key, bytes, start and end of the copy (monotonic, ns), whether sent by this rank."""
 
 class TransportMessage(Buffer):
-    """A received message: a view of its slot, writable, valid until it is released or no longer referenced."""
+    """A received message: a view of its slot, writable, valid until it is released or no longer referenced.
 
-    def release(self) -> None:
-        """Give the slot back to the sender, who then overwrites it. A second call does nothing."""
+    One in memory of a device has no buffer, but an address. A stream is the number by which torch names it
+    (`torch.cuda.Stream.cuda_stream`).
+    """
+
+    def release(self, stream: int | None = None) -> None:
+        """Give the slot back to the sender, who then overwrites it. A second call does nothing.
+
+        With a stream: once all has ended that is enqueued there.
+        """
+    def wait(self, stream: int) -> None:
+        """Let a stream of the device wait until the message is whole."""
+    @property
+    def complete(self) -> bool:
+        """Whether the message is whole; raises the failure of a peer because of which it will never be."""
+    @property
+    def copied_ns(self) -> tuple[int, int] | None:
+        """Start and end of the copy on the monotonic clock; None while they are not known."""
+    @property
+    def address(self) -> int: ...
     @property
     def released(self) -> bool: ...
+    @property
+    def peer(self) -> int:
+        """The sender's rank."""
     @property
     def key(self) -> int: ...
     @property
     def bytes(self) -> int: ...
     @property
+    def queued_ns(self) -> int:
+        """When the sender was asked to send it, on the monotonic clock."""
+    @property
     def start_ns(self) -> int:
         """When the sender began to copy, on the monotonic clock."""
     @property
     def end_ns(self) -> int: ...
+
+def interface_of(address: str) -> str:
+    """Return the network interface of this machine that has an address. Raises TransportError."""
 
 class TransportEndpoint:
     """The transport of one rank. Add all peers, connect all ranks, then use it from any thread.
@@ -57,20 +83,42 @@ class TransportEndpoint:
         slots: int,
         deadline_s: float,
         threads: int,
+        device: int | None = None,
+        pinned: bool = False,
     ) -> None:
         """Make this rank's board and remove the files of older attempts of the job.
 
         slot_bytes: the largest message. slots: unreleased messages of a directed pair of ranks. deadline_s: for peers
-        to connect, and for a send to get a slot. threads: that copy.
+        to connect, and for a send to get a slot. threads: that copy. device: ordinal of the CUDA device from whose
+        memory messages are sent and in whose memory they are received; without one that is host memory. pinned: with a
+        device, let messages pass through host memory, for devices that do not reach each other. Raises DeviceError.
         """
     def add_peer(self, peer: int, messages: bool) -> None:
         """Make the inbox for a peer's messages; without messages only progress words and logs are shared."""
+    def open_network(self, *, library: str, devices: str) -> bytes:
+        """Prepare for peers on other nodes; return the address with which they add this rank.
+
+        library: path or name of UCX's libucp.so.0. devices: of the network, as UCX names them; empty: UCX chooses.
+        """
+    def add_remote_peer(self, peer: int, messages: bool, address: bytes) -> None:
+        """Add a peer on another node, with memory for its messages."""
+    def round_trip_ns(self, peer: int) -> int | None:
+        """Return the shortest round trip to a peer on another node when ranks connected; None on this node."""
     def connect(self) -> None:
         """Wait until all peers have added and opened each other."""
-    def send(self, peer: int, key: int, address: int, bytes: int, owner: object) -> None:
-        """Queue the memory at `address`; `owner` is kept alive until it is copied. Does not wait."""
+    def send(self, peer: int, key: int, address: int, bytes: int, owner: object, stream: int | None = None) -> None:
+        """Queue the memory at `address`; `owner` is kept alive until it is copied. Does not wait.
+
+        With a stream of the device: copy it once all has ended that is enqueued there.
+        """
     def poll(self, peer: int, key: int) -> TransportMessage | None:
         """Return the message if it has arrived."""
+    def take_arrived(self, peers: Sequence[int]) -> list[TransportMessage]:
+        """Return all messages of these peers that have arrived, in no order; raise a failure only if there are none."""
+    def posted(self, peers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return sender and key of each message whose copy is enqueued on the sender's device and has not ended."""
+    def poll_posted(self, peer: int, key: int) -> TransportMessage | None:
+        """Return the message if it has arrived, or if its copy is enqueued on the sender's device."""
     def receive(self, peer: int, key: int, deadline_s: float) -> TransportMessage: ...
     def activity(self) -> int:
         """Return a number that changes with each message, log entry and failure."""
@@ -79,8 +127,11 @@ class TransportEndpoint:
     def sending(self) -> int:
         """Return how many sends are not copied yet."""
     def statistics(self, peer: int) -> PeerStatistics: ...
-    def publish(self, index: int, value: int) -> None:
-        """Store one of this rank's 64-bit progress words; the last value wins."""
+    def publish(self, index: int, value: int, stream: int | None = None) -> None:
+        """Store one of this rank's 64-bit progress words; the last value wins.
+
+        With a stream of the device: once all has ended that is enqueued there.
+        """
     def read(self, peer: int, index: int) -> int:
         """Return a progress word of a peer; 0 before the first one."""
     def lead(self, followers: Sequence[int]) -> None:

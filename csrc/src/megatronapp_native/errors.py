@@ -6,6 +6,7 @@ NativeError
     ├── TransportMismatchError     two ranks do not agree on version, slots, job or attempt
     ├── TransportCorruptError      shared memory holds what no rank writes
     ├── DuplicateKeyError          a key was sent again before its message was released
+    ├── DeviceError                a function of the CUDA driver failed
     ├── PeerLostError              a peer died, or closed while it was needed
     └── TransferTimeoutError       a peer that lives did nothing within the deadline
 """
@@ -33,6 +34,15 @@ class TransportCorruptError(TransportError):
 
 class DuplicateKeyError(TransportError):
     """A key that was sent again before the message with it was released."""
+
+
+class DeviceError(TransportError):
+    """A function of the CUDA driver that failed, with the driver's code."""
+
+    def __init__(self, text: str, function: str, code: int) -> None:
+        super().__init__(text)
+        self.function = function
+        self.code = code
 
 
 class PeerLostError(TransportError):

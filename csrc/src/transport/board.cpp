@@ -36,6 +36,11 @@ OwnBoard::OwnBoard(SharedFile file, const Identity& identity)
     }
 }
 
+const Word& OwnBoard::word(std::uint32_t index) const {
+    require_word(index);
+    return layout().words[index];
+}
+
 void OwnBoard::publish_word(std::uint32_t index, std::uint64_t value) const {
     require_word(index);
     layout().words[index].store(value, std::memory_order_release);
@@ -110,6 +115,9 @@ std::optional<std::uint64_t> PeerBoard::next_entry() {
         return std::nullopt;
     }
     place_->cursor.store(log_.count(), std::memory_order_release);
+    if (layout().log_count.load(std::memory_order_acquire) - log_.count() >= kLogEntries / 2) {
+        ring_activity();
+    }
     return entry->front();
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "megatronapp/clock.hpp"
+#include "megatronapp/transport/cuda_path.hpp"
 #include "megatronapp/transport/errors.hpp"
 
 namespace megatronapp::transport {
@@ -37,6 +38,7 @@ Identity Connector::identity(std::uint64_t magic, std::uint32_t owner, std::uint
             .sender = sender,
             .slot_bytes = 0,
             .slots = 0,
+            .memory = 0,
             .check = 0};
 }
 
@@ -44,7 +46,9 @@ Identity Connector::inbox_identity(std::uint32_t receiver, std::uint32_t sender,
     Identity inbox = identity(kInboxMagic, receiver, sender);
     inbox.slot_bytes = messages ? slot_bytes_ : 0;
     inbox.slots = messages ? slots_ : 0;
-    inbox.file_bytes = InboxLayout::of(inbox.slots, inbox.slot_bytes).file_bytes;
+    const SlotMemory memory = messages ? memory_ : SlotMemory::kHost;
+    inbox.memory = static_cast<std::uint64_t>(memory);
+    inbox.file_bytes = InboxLayout::of(inbox.slots, inbox.slot_bytes, memory).file_bytes;
     return checked(inbox);
 }
 
@@ -61,10 +65,14 @@ void Connector::add_peer(std::uint32_t peer, bool messages) {
     }
     const Identity inbox = inbox_identity(rank_, peer, messages);
     InboxFile file = InboxFile::create(directory_->inbox(rank_, peer), inbox);
+    std::unique_ptr<cuda::DeviceMemory> slots;
+    if (SlotMemory{inbox.memory} != SlotMemory::kHost) {
+        slots = make_slots(device_, file, inbox);
+    }
     if (!file.file().publish()) {
         throw TransportError(file.file().path() + ": exists; give each attempt of the job a new number");
     }
-    pending_.push_back({peer, inbox, std::move(file), std::nullopt, std::nullopt});
+    pending_.push_back({peer, inbox, std::move(file), std::move(slots), std::nullopt, std::nullopt});
 }
 
 std::vector<std::shared_ptr<Peer>> Connector::connect(OwnBoard& board, Completions& completions,
@@ -76,13 +84,22 @@ std::vector<std::shared_ptr<Peer>> Connector::connect(OwnBoard& board, Completio
     board.file().remove_name();
     std::vector<std::shared_ptr<Peer>> peers;
     for (Pending& pending : pending_) {
-        auto path = std::make_unique<HostPath>(std::move(*pending.to_peer), std::move(pending.from_peer),
-                                               pending.identity, pending.peer);
+        std::unique_ptr<Path> path = make_path(board, pending);
         peers.push_back(std::make_shared<Peer>(rank_, pending.peer, deadline_s_, std::move(path),
-                                               std::move(*pending.board), completions));
+                                               std::make_unique<PeerBoard>(std::move(*pending.board)), completions));
     }
     pending_.clear();
     return peers;
+}
+
+std::unique_ptr<Path> Connector::make_path(OwnBoard& board, Pending& pending) const {
+    if (pending.slots == nullptr) {
+        return std::make_unique<HostPath>(std::move(*pending.to_peer), std::move(pending.from_peer), pending.identity,
+                                          pending.peer);
+    }
+    const CudaPath::Bells bells{.credits = &board.layout().credits, .activity = &pending.board->layout().activity};
+    return std::make_unique<CudaPath>(device_, std::move(pending.slots), std::move(*pending.to_peer),
+                                      std::move(pending.from_peer), pending.identity, pending.peer, bells);
 }
 
 std::optional<PeerBoard> Connector::open_board(std::uint32_t peer) const {

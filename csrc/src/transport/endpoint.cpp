@@ -15,30 +15,16 @@
 #include "megatronapp/clock.hpp"
 #include "megatronapp/fork_count.hpp"
 #include "megatronapp/transport/connector.hpp"
+#include "megatronapp/transport/cuda_board.hpp"
 #include "megatronapp/transport/errors.hpp"
+#include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/ucx/network_path.hpp"
+#include "megatronapp/transport/ucx/worker.hpp"
 
 namespace megatronapp::transport {
 namespace {
 
 constexpr std::uint64_t kInlineBytes = 8192;  // copied sooner than another thread is woken
-constexpr std::uint32_t kMaxThreads = 64;
-
-Settings checked(Settings settings) {
-    if (settings.slots == 0 || settings.slots > kMaxSlots) {
-        throw TransportError(std::to_string(settings.slots) + " slots: give 1 to " + std::to_string(kMaxSlots));
-    }
-    if (settings.slot_bytes == 0 || settings.slot_bytes > kMaxSlotBytes) {
-        throw TransportError("slots of " + std::to_string(settings.slot_bytes) + " bytes: give 1 to " +
-                             std::to_string(kMaxSlotBytes));
-    }
-    if (settings.threads == 0 || settings.threads > kMaxThreads) {
-        throw TransportError(std::to_string(settings.threads) + " threads: give 1 to " + std::to_string(kMaxThreads));
-    }
-    if (!(settings.deadline_s > 0)) {
-        throw TransportError("a deadline of " + std::to_string(settings.deadline_s) + " s: give more than 0");
-    }
-    return settings;
-}
 
 /// Starts a thread that takes no signals: those are for the threads of the application.
 template <typename Function>
@@ -71,12 +57,51 @@ class Endpoint::Implementation {
   public:
     explicit Implementation(Settings given)
         : settings(checked(std::move(given))),
+          device(device_of(settings)),
           directory(settings.directory, settings.job, settings.attempt),
-          connector(directory, settings.rank, settings.slots, settings.slot_bytes, settings.deadline_s),
-          board(connector.make_board()) {}
+          connector(directory, settings, device),
+          board(connector.make_board()) {
+        if (device != nullptr) {
+            board_on_device.emplace(device, board);
+        }
+    }
+
+    std::vector<std::byte> open_network(const std::string& library, const std::string& devices) {
+        if (network) {
+            throw TransportError("the network of this endpoint is open already");
+        }
+        network = std::make_shared<ucx::Worker>(ucx::WorkerSettings{
+            .library = library,
+            .devices = devices,
+            .self = {.rank = settings.rank, .job = hash_of(settings.job), .attempt = settings.attempt},
+            .deadline_s = settings.deadline_s,
+            .board = &board.layout()});
+        return network->address();
+    }
+
+    void add_remote_peer(std::uint32_t peer, bool messages, std::vector<std::byte> address) {
+        const auto is_peer = [peer](const auto& link) { return link->peer() == peer; };
+        if (!network || peer == settings.rank || std::any_of(links.begin(), links.end(), is_peer)) {
+            throw TransportError("rank " + std::to_string(peer) +
+                                 " is this rank, was added before, or the network is not open");
+        }
+        const ucx::Hello own = messages ? ucx::Hello{settings.slots, settings.slot_bytes} : ucx::Hello{};
+        links.push_back(network->add(peer, std::move(address), own));
+    }
 
     void connect() {
+        if (network) {
+            network->start();  // so that peers on other nodes hear if this rank gives up
+        }
         peers = connector.connect(board, completions, settings.while_waiting);
+        if (network) {
+            network->await_connected(settings.while_waiting);
+        }
+        for (const std::shared_ptr<ucx::Link>& link : links) {
+            peers.push_back(std::make_shared<Peer>(settings.rank, link->peer(), settings.deadline_s,
+                                                   std::make_unique<ucx::NetworkPath>(network, link),
+                                                   std::make_unique<ucx::NetworkBoard>(network, link), completions));
+        }
         for (std::uint32_t i = 0; i < settings.threads; ++i) {
             threads.push_back(quiet_thread([this, i] { copy_messages(i); }));
         }
@@ -149,17 +174,23 @@ class Endpoint::Implementation {
         }
         const std::uint64_t deadline_ns = deadline_after(settings.deadline_s);
         while (drain && monotonic_ns() < deadline_ns && sending()) {
-            const std::uint32_t seen = drained_.count.load(std::memory_order_seq_cst);
+            const std::uint32_t seen = completions.added().count.load(std::memory_order_seq_cst);
             if (sending()) {
-                wait(drained_, seen, end_of_slice(deadline_ns));
+                wait(completions.added(), seen, end_of_slice(deadline_ns));
             }
         }
         const bool left = drain && sending();
         stop_threads();
         for (const std::shared_ptr<Peer>& entry : peers) {
+            entry->abandon();
+        }
+        board.close();  // before the waits below: peers need not wait for what does not come
+        for (const std::shared_ptr<Peer>& entry : peers) {
             entry->close();
         }
-        board.close();
+        if (network) {
+            network->stop();
+        }
         for (const std::shared_ptr<Peer>& entry : peers) {
             entry->ring_activity();
             directory.remove_names_if_dead(entry->rank());
@@ -170,10 +201,14 @@ class Endpoint::Implementation {
     }
 
     const Settings settings;
+    const cuda::SharedDevice device;
     const Directory directory;
     Connector connector;
     OwnBoard board;
+    std::optional<BoardOnDevice> board_on_device;
     Completions completions;
+    std::shared_ptr<ucx::Worker> network;  // none without peers on other nodes
+    std::vector<std::shared_ptr<ucx::Link>> links;
     std::vector<std::shared_ptr<Peer>> peers;  // in the order they were added; unchanged once connected
     std::vector<std::thread> threads;
     std::atomic<bool> connected = false;
@@ -198,7 +233,6 @@ class Endpoint::Implementation {
             Peer& entry = *peers[next++ % peers.size()];
             if (const std::optional<StartedSend> started = entry.start_next(kMaxSlotBytes)) {
                 entry.copy(*started);
-                ring(drained_);
                 return true;
             }
         }
@@ -211,7 +245,7 @@ class Endpoint::Implementation {
                 if (entry->examine(monotonic_ns())) {
                     directory.remove_names_if_dead(entry->rank());  // it may have died before all had connected
                     ring(activity());
-                    ring(drained_);
+                    ring(completions.added());
                 }
             }
             wait(stop_, 0, end_of_slice(std::numeric_limits<std::int64_t>::max()));
@@ -248,7 +282,6 @@ class Endpoint::Implementation {
     }
 
     std::mutex close_mutex_;
-    Bell drained_{};
     Bell stop_{};
 };
 
@@ -288,6 +321,27 @@ void Endpoint::add_peer(std::uint32_t peer, bool messages) {
     self.connector.add_peer(peer, messages);
 }
 
+std::vector<std::byte> Endpoint::open_network(const std::string& library, const std::string& devices) {
+    return open().open_network(library, devices);
+}
+
+void Endpoint::add_remote_peer(std::uint32_t peer, bool messages, std::vector<std::byte> address) {
+    Implementation& self = open();
+    if (self.connected.load()) {
+        throw TransportError("this endpoint is connected; add all peers before");
+    }
+    self.add_remote_peer(peer, messages, std::move(address));
+}
+
+std::optional<std::uint64_t> Endpoint::round_trip_ns(std::uint32_t peer) const {
+    for (const std::shared_ptr<ucx::Link>& link : open().links) {
+        if (link->peer() == peer) {
+            return link->round_trip_ns();
+        }
+    }
+    return std::nullopt;
+}
+
 void Endpoint::connect() {
     Implementation& self = open();
     if (self.connected.load()) {
@@ -302,13 +356,15 @@ void Endpoint::connect() {
     }
 }
 
-std::uint64_t Endpoint::send(std::uint32_t peer, std::uint64_t key, const std::byte* data, std::uint64_t bytes) {
+std::uint64_t Endpoint::send(std::uint32_t peer, std::uint64_t key, const std::byte* data, std::uint64_t bytes,
+                             std::optional<DeviceStream> stream) {
     Implementation& self = open();
     Peer& receiver = *self.peer(peer);
     const std::uint64_t ticket = self.last_ticket.fetch_add(1, std::memory_order_relaxed) + 1;
-    receiver.post({ticket, key, data, bytes, monotonic_ns()});
-    if (bytes <= kInlineBytes) {
-        if (const std::optional<StartedSend> started = receiver.start_next(kInlineBytes)) {
+    receiver.post({ticket, key, data, bytes, monotonic_ns()}, stream);
+    const std::uint64_t inline_bytes = receiver.starts_at_once() ? kMaxSlotBytes : kInlineBytes;
+    if (bytes <= inline_bytes) {
+        if (const std::optional<StartedSend> started = receiver.start_next(inline_bytes)) {
             receiver.copy(*started);
             if (started->request.ticket == ticket) {
                 return ticket;
@@ -327,13 +383,35 @@ void Endpoint::take_completed(std::vector<std::uint64_t>& tickets) {
     implementation_->completions.take(tickets);
 }
 
-std::optional<Message> Endpoint::poll(std::uint32_t peer, std::uint64_t key) {
+std::vector<std::uint64_t> Endpoint::posted(std::uint32_t peer) { return open().peer(peer)->posted(); }
+
+std::optional<Message> Endpoint::take(std::uint32_t peer, std::uint64_t key, bool posted) {
     const std::shared_ptr<Peer>& sender = open().peer(peer);
-    const std::optional<Arrival> arrival = sender->take(key);
+    const std::optional<Arrival> arrival = sender->take(key, posted);
     if (!arrival) {
         return std::nullopt;
     }
     return Message(sender, *arrival, made_at_fork_);
+}
+
+std::vector<Message> Endpoint::take_arrived(const std::vector<std::uint32_t>& peers) {
+    const Implementation& self = open();
+    std::vector<Message> messages;
+    std::vector<Arrival> arrivals;
+    for (const std::uint32_t rank : peers) {
+        const std::shared_ptr<Peer>& sender = self.peer(rank);
+        arrivals.clear();
+        sender->take_all(arrivals);
+        for (const Arrival& arrival : arrivals) {
+            messages.emplace_back(sender, arrival, made_at_fork_);
+        }
+    }
+    if (messages.empty()) {
+        for (const std::uint32_t rank : peers) {
+            self.peer(rank)->require_well();
+        }
+    }
+    return messages;
 }
 
 Message Endpoint::receive(std::uint32_t peer, std::uint64_t key, double deadline_s) {
@@ -356,7 +434,21 @@ bool Endpoint::wait_activity(std::uint32_t seen, double deadline_s) {
     return true;
 }
 
-void Endpoint::publish(std::uint32_t index, std::uint64_t value) { open().board.publish_word(index, value); }
+void Endpoint::publish(std::uint32_t index, std::uint64_t value) {
+    Implementation& self = open();
+    self.board.publish_word(index, value);
+    for (const std::shared_ptr<Peer>& entry : self.peers) {
+        entry->word_published(index, value);
+    }
+}
+
+void Endpoint::publish_after(DeviceStream stream, std::uint32_t index, std::uint64_t value) {
+    Implementation& self = open();
+    if (!self.board_on_device || self.network) {
+        throw TransportError("progress in the order of a stream needs a device, and all peers on its node");
+    }
+    self.board_on_device->publish_after(stream, self.board.word(index), value);
+}
 
 std::uint64_t Endpoint::read(std::uint32_t peer, std::uint32_t index) { return open().peer(peer)->word(index); }
 
@@ -384,18 +476,12 @@ void Endpoint::append(std::uint64_t value, double deadline_s) {
     self.await_room(deadline_s);
     self.board.append(value);
     for (const FollowerState& follower : self.board.followers()) {
+        self.peer(follower.rank)->entry_appended(value);
         self.peer(follower.rank)->ring_activity();
     }
 }
 
-std::optional<std::uint64_t> Endpoint::poll_entry(std::uint32_t leader) {
-    Peer& peer = *open().peer(leader);
-    const std::optional<std::uint64_t> entry = peer.next_entry();
-    if (entry) {
-        peer.ring_activity();
-    }
-    return entry;
-}
+std::optional<std::uint64_t> Endpoint::poll_entry(std::uint32_t leader) { return open().peer(leader)->next_entry(); }
 
 std::uint64_t Endpoint::next_entry(std::uint32_t leader, double deadline_s) {
     return open().await(leader, std::nullopt, "receive", deadline_s, [&] { return poll_entry(leader); });

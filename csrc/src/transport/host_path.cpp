@@ -4,7 +4,9 @@
 #include <new>
 #include <utility>
 
+#include "megatronapp/clock.hpp"
 #include "megatronapp/transport/errors.hpp"
+#include "megatronapp/transport/streamed_copy.hpp"
 
 namespace megatronapp::transport {
 namespace {
@@ -37,6 +39,8 @@ void require_identity(const std::string& path, const Identity& found, const Iden
     }
     require_equal(path, "a slot size of", found.slot_bytes, expected.slot_bytes);
     require_equal(path, "a number of slots of", found.slots, expected.slots);
+    require_equal(path, "a kind of slots (0 host memory, 1 device memory, 2 pinned host memory) of", found.memory,
+                  expected.memory);
     require_equal(path, "a file size of", found.file_bytes, expected.file_bytes);
 }
 
@@ -44,7 +48,7 @@ InboxFile InboxFile::create(const std::string& path, const Identity& identity) {
     SharedFile file = SharedFile::create(path, identity.file_bytes);
     auto* header = new (file.data()) InboxHeader{};
     header->identity = identity;
-    return {std::move(file), InboxLayout::of(identity.slots, identity.slot_bytes)};
+    return {std::move(file), InboxLayout::of(identity.slots, identity.slot_bytes, SlotMemory{identity.memory})};
 }
 
 std::optional<InboxFile> InboxFile::open(const std::string& path, const Identity& expected) {
@@ -56,7 +60,8 @@ std::optional<InboxFile> InboxFile::open(const std::string& path, const Identity
     std::memcpy(&found, file->data(), sizeof(found));  // once: what is checked is what is used
     require_identity(path, found, expected);
     require_equal(path, "a length of", file->bytes(), expected.file_bytes);
-    return InboxFile(std::move(*file), InboxLayout::of(expected.slots, expected.slot_bytes));
+    return InboxFile(std::move(*file),
+                     InboxLayout::of(expected.slots, expected.slot_bytes, SlotMemory{expected.memory}));
 }
 
 Announcement* InboxFile::announcements() const noexcept {
@@ -65,6 +70,10 @@ Announcement* InboxFile::announcements() const noexcept {
 
 ReturnedSlot* InboxFile::returned_slots() const noexcept {
     return reinterpret_cast<ReturnedSlot*>(file_.data() + layout_.returned_slots);
+}
+
+SlotFlags& InboxFile::flags(std::uint32_t slot) const noexcept {
+    return reinterpret_cast<SlotFlags*>(file_.data() + layout_.flags)[slot];
 }
 
 std::byte* InboxFile::slot_data(std::uint32_t slot) const noexcept {
@@ -82,14 +91,16 @@ HostPath::HostPath(InboxFile to_peer, InboxFile from_peer, const Identity& ident
       arrivals_(&from_peer_.header().announced, from_peer_.announcements(), slots_),
       returns_(&from_peer_.header().returned, from_peer_.returned_slots(), slots_) {}
 
-void HostPath::copy(std::uint32_t slot, const std::byte* data, std::uint64_t bytes) noexcept {
-    if (bytes != 0) {
-        std::memcpy(to_peer_.slot_data(slot), data, bytes);
+void HostPath::start(const StartedSend& started, CopySink& sink) noexcept {
+    const auto& [request, slot] = started;
+    const std::uint64_t start_ns = monotonic_ns();
+    streamed_copy(to_peer_.slot_data(slot), request.data, request.bytes);
+    const std::uint64_t end_ns = monotonic_ns();
+    {
+        const std::lock_guard lock(announce_mutex_);
+        announcements_.push({request.key, request.bytes, slot, start_ns, end_ns, request.queued_ns});
     }
-}
-
-void HostPath::announce(const Arrival& arrival) noexcept {
-    announcements_.push({arrival.key, arrival.bytes, arrival.slot, arrival.start_ns, arrival.end_ns});
+    sink.completed(started, start_ns, end_ns);
 }
 
 std::optional<std::uint32_t> HostPath::next_returned() {
@@ -109,13 +120,20 @@ std::optional<Arrival> HostPath::next_arrival() {
     if (!entry) {
         return std::nullopt;
     }
-    const auto [key, bytes, slot, start_ns, end_ns] = *entry;
+    const auto [key, bytes, slot, start_ns, end_ns, queued_ns] = *entry;
     if (slot >= slots_ || bytes > slot_bytes_) {
         throw TransportCorruptError("the messages of " + peer_ + ": " + std::to_string(bytes) + " bytes in slot " +
                                     std::to_string(slot) + ", of " + std::to_string(slots_) + " slots of " +
                                     std::to_string(slot_bytes_) + " bytes");
     }
-    return Arrival{key, bytes, static_cast<std::uint32_t>(slot), start_ns, end_ns};
+    const std::uint64_t now_ns = monotonic_ns();
+    if (queued_ns > start_ns || start_ns > end_ns || end_ns > now_ns) {  // one clock for all processes of a node
+        throw TransportCorruptError("the messages of " + peer_ + ": queued at " + std::to_string(queued_ns) +
+                                    " ns, copied from " + std::to_string(start_ns) + " to " + std::to_string(end_ns) +
+                                    " ns, and it is " + std::to_string(now_ns) +
+                                    " ns now; something else writes to this memory: restart the job");
+    }
+    return Arrival{key, bytes, static_cast<std::uint32_t>(slot), start_ns, end_ns, queued_ns};
 }
 
 std::byte* HostPath::slot_data(std::uint32_t slot) const noexcept { return from_peer_.slot_data(slot); }

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <future>
 
+#include "megatronapp/transport/layout.hpp"
 #include "ranks.hpp"
 
 namespace megatronapp::transport::testing {
@@ -79,13 +80,15 @@ TEST_F(ConnectTest, RefusesFilesOfAnotherVersion) {
     for (const std::string& name : names()) {
         std::fstream file(directory_ + "/" + name, std::ios::binary | std::ios::in | std::ios::out);
         file.seekp(offsetof(Identity, version));
-        file.put(2);
+        file.put(static_cast<char>(kVersion + 1));
     }
     try {
         ranks[0]->connect();
         FAIL() << "connected";
     } catch (const TransportMismatchError& error) {
-        EXPECT_NE(std::string(error.what()).find("version 2, this rank has 1"), std::string::npos) << error.what();
+        const std::string expected =
+            "version " + std::to_string(kVersion + 1) + ", this rank has " + std::to_string(kVersion);
+        EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
     }
 }
 

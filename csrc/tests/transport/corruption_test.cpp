@@ -1,46 +1,18 @@
-#include <fcntl.h>
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <atomic>
 #include <random>
 
-#include "megatronapp/mapped_file.hpp"
+#include "megatronapp/clock.hpp"
 #include "megatronapp/transport/layout.hpp"
 #include "ranks.hpp"
+#include "shared_words.hpp"
 
 namespace megatronapp::transport::testing {
 namespace {
 
 constexpr std::uint64_t kSlots = 4;
 constexpr std::uint64_t kSlotBytes = 512;
-
-/// The words of a file that are not message data, as a third process could write them.
-class ControlArea {
-  public:
-    ControlArea(const std::string& path, std::uint64_t bytes) : bytes_(bytes) {
-        const FileDescriptor fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-        void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-        words_ = data == MAP_FAILED ? nullptr : static_cast<Word*>(data);
-    }
-    ControlArea(ControlArea&& other) noexcept : words_(std::exchange(other.words_, nullptr)), bytes_(other.bytes_) {}
-    ControlArea& operator=(ControlArea&&) = delete;
-    ControlArea(const ControlArea&) = delete;
-    ControlArea& operator=(const ControlArea&) = delete;
-    ~ControlArea() {
-        if (words_ != nullptr) {
-            ::munmap(words_, bytes_);
-        }
-    }
-
-    [[nodiscard]] Word& word(std::uint64_t index) const { return words_[index]; }
-    [[nodiscard]] std::uint64_t count() const { return bytes_ / sizeof(Word); }
-    [[nodiscard]] bool valid() const { return words_ != nullptr; }
-
-  private:
-    Word* words_;
-    std::uint64_t bytes_;
-};
 
 class Corruption : public TransportTest, public ::testing::WithParamInterface<unsigned> {
   protected:
@@ -97,14 +69,14 @@ class Corruption : public TransportTest, public ::testing::WithParamInterface<un
     }
 
     void damage(std::mt19937_64& random) {
-        const ControlArea& area = areas_[random() % areas_.size()];
+        const SharedWords& area = areas_[random() % areas_.size()];
         // Half of the damage goes to the counts and states, which are few.
         Word& word = area.word(random() % (random() % 2 == 0 ? 64 : area.count()));
         word.store(random() % 2 == 0 ? random() : random() % 8, std::memory_order_relaxed);
     }
 
     Endpoints ranks_;
-    std::vector<ControlArea> areas_;
+    std::vector<SharedWords> areas_;
 };
 
 TEST_P(Corruption, RandomWordsEndInTypedErrors) {
@@ -134,7 +106,7 @@ TEST_F(Damage, OfAnAnnouncementIsRefused) {
     ASSERT_TRUE(survives(0, 3));
     const Bytes bytes = bytes_of(9, 100);
     send(*ranks_[0], 1, 9, bytes);
-    for (const ControlArea& area : areas_) {
+    for (const SharedWords& area : areas_) {
         if (area.count() * sizeof(Word) == InboxLayout::of(kSlots, kSlotBytes).data) {
             // Entry 3 of each inbox; the one that nobody has written yet stays as it is.
             Word& word = area.word((sizeof(InboxHeader) + 3 * sizeof(Announcement)) / sizeof(Word) + 1);
@@ -148,7 +120,7 @@ TEST_F(Damage, OfAnAnnouncementIsRefused) {
 
 TEST_F(Damage, OfACountIsRefused) {
     begin();
-    for (const ControlArea& area : areas_) {
+    for (const SharedWords& area : areas_) {
         if (area.count() * sizeof(Word) == InboxLayout::of(kSlots, kSlotBytes).data) {
             area.word(offsetof(InboxHeader, announced) / sizeof(Word)).store(1000);
         }
@@ -162,9 +134,30 @@ TEST_F(Damage, OfACountIsRefused) {
     }
 }
 
+TEST_F(Damage, OfTheTimesOfACopyIsRefused) {
+    begin();
+    // Entries with a right check: what a peer with a defect, or another program, writes.
+    const std::uint64_t now_ns = monotonic_ns();
+    std::vector<RingEntry<kAnnouncementWords>> refused{{9, 100, 0, now_ns, now_ns - 1, now_ns},
+                                                       {9, 100, 0, now_ns, now_ns + 3'600'000'000'000, now_ns}};
+    for (const SharedWords& area : areas_) {
+        if (area.count() * sizeof(Word) != InboxLayout::of(kSlots, kSlotBytes).data) {
+            continue;
+        }
+        auto& header = *reinterpret_cast<InboxHeader*>(area.data());
+        auto* entries =
+            reinterpret_cast<Announcement*>(area.data() + InboxLayout::of(kSlots, kSlotBytes).announcements);
+        CheckedWriter<kAnnouncementWords>(&header.announced, entries, kSlots).push(refused.back());
+        refused.pop_back();
+    }
+    for (std::uint32_t rank = 0; rank < 2; ++rank) {
+        EXPECT_THROW(static_cast<void>(ranks_[rank]->poll(1 - rank, 9)), TransportCorruptError);
+    }
+}
+
 TEST_F(Damage, OfABoardIsRefused) {
     begin();
-    for (const ControlArea& area : areas_) {
+    for (const SharedWords& area : areas_) {
         area.word(offsetof(BoardLayout, state) / sizeof(Word)).store(77);
     }
     // The state of a board is examined by each rank's own thread.
@@ -174,7 +167,7 @@ TEST_F(Damage, OfABoardIsRefused) {
 TEST_F(Damage, OfACursorIsRefused) {
     begin();
     ASSERT_TRUE(survives(0, 3));
-    for (const ControlArea& area : areas_) {
+    for (const SharedWords& area : areas_) {
         if (area.count() * sizeof(Word) == sizeof(BoardLayout) / sizeof(Word) * sizeof(Word)) {
             area.word((offsetof(BoardLayout, followers) + offsetof(Follower, cursor)) / sizeof(Word)).store(1000);
         }

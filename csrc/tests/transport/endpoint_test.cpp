@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <map>
 #include <set>
 #include <stdexcept>
 
 #include "megatronapp/clock.hpp"
+#include "megatronapp/transport/layout.hpp"
 #include "ranks.hpp"
 
 namespace megatronapp::transport::testing {
@@ -29,6 +31,46 @@ TEST_F(EndpointTest, MessagesAreReceivedInAnyOrderOfKeys) {
         EXPECT_TRUE(holds(ranks[0]->receive(1, key, kLongS), contents[3 - key]));
     }
     EXPECT_FALSE(ranks[1]->poll(0, 0));
+}
+
+TEST_F(EndpointTest, TakesAllThatHasArrivedOfTheNamedPeers) {
+    const Endpoints ranks = connected(3);
+    std::map<std::pair<std::uint32_t, std::uint64_t>, Bytes> expected;
+    for (std::uint32_t sender = 1; sender < 3; ++sender) {
+        for (std::uint64_t key = 0; key < 4; ++key) {
+            const Bytes bytes = bytes_of(std::uint64_t{10} * sender + key, 100 * key);
+            send(*ranks[sender], 0, key, bytes);
+            expected[{sender, key}] = bytes;
+        }
+    }
+    EXPECT_EQ(ranks[0]->receive(2, 3, kLongS).peer(), 2U);
+    expected.erase({2, 3});
+    EXPECT_EQ(ranks[0]->take_arrived({}).size(), 0U);
+    const std::vector<Message> first = ranks[0]->take_arrived({1});
+    EXPECT_EQ(first.size(), 4U);
+    const std::vector<Message> others = ranks[0]->take_arrived({1, 2});
+    EXPECT_EQ(others.size(), 3U);
+    EXPECT_EQ(ranks[0]->take_arrived({1, 2}).size(), 0U);
+    for (const std::vector<Message>* messages : {&first, &others}) {
+        for (const Message& message : *messages) {
+            EXPECT_TRUE(holds(message, expected.at({message.peer(), message.key()})));
+            expected.erase({message.peer(), message.key()});
+        }
+    }
+    EXPECT_TRUE(expected.empty());
+    EXPECT_EQ(ranks[0]->statistics(1).received.transfers, 4U);
+    EXPECT_FALSE(ranks[0]->poll(1, 0));
+}
+
+TEST_F(EndpointTest, TakesWhatAFailedPeerSentBeforeItsFailureIsRaised) {
+    const Endpoints ranks = connected(3);
+    send(*ranks[1], 0, 7, bytes_of(1, 100));
+    ranks[1]->close(true);
+    EXPECT_THROW(static_cast<void>(ranks[0]->receive(1, 8, kLongS)), PeerLostError);
+    send(*ranks[2], 0, 9, bytes_of(2, 100));
+    EXPECT_EQ(ranks[0]->take_arrived({1, 2}).size(), 2U);
+    EXPECT_THROW(static_cast<void>(ranks[0]->take_arrived({1, 2})), PeerLostError);
+    EXPECT_EQ(ranks[0]->take_arrived({2}).size(), 0U);
 }
 
 TEST_F(EndpointTest, NoFileHasANameOnceRanksAreConnected) {
@@ -175,6 +217,8 @@ TEST_F(EndpointTest, StatisticsHaveTheTrueTimesOfTransfers) {
     for (std::uint64_t key = 0; key < kCount; ++key) {
         send(*ranks[0], 1, key, bytes);
         const Message message = ranks[1]->receive(0, key, kLongS);
+        EXPECT_GE(message.queued_ns(), before);
+        EXPECT_LE(message.queued_ns(), message.start_ns());
         EXPECT_LE(message.start_ns(), message.end_ns());
     }
     ranks[0]->close(true);
@@ -296,6 +340,24 @@ TEST_F(LogTest, LeaderWaitsForTheSlowestFollower) {
     EXPECT_EQ(ranks[2]->next_entry(0, kLongS), 0U);
     ranks[0]->append(kLogEntries, kLongS);
     EXPECT_THROW(static_cast<void>(ranks[2]->next_entry(1, 0.01)), TransferTimeoutError);  // rank 1 leads nothing
+}
+
+TEST_F(LogTest, LeaderIsWokenOnlyWhileItsLogIsNearlyFull) {
+    const Endpoints ranks = connected(2);
+    ranks[0]->lead({1});
+    for (std::uint64_t i = 0; i < kLogEntries; ++i) {
+        ranks[0]->append(i, kLongS);
+    }
+    const std::uint32_t full = ranks[0]->activity();
+    for (std::uint64_t i = 0; i < kLogEntries / 2; ++i) {
+        EXPECT_EQ(ranks[1]->next_entry(0, kLongS), i);
+    }
+    const std::uint32_t half = ranks[0]->activity();
+    EXPECT_EQ(half - full, kLogEntries / 2);
+    for (std::uint64_t i = kLogEntries / 2; i < kLogEntries; ++i) {
+        EXPECT_EQ(ranks[1]->next_entry(0, kLongS), i);
+    }
+    EXPECT_EQ(ranks[0]->activity(), half);
 }
 
 TEST_F(LogTest, FollowerReadsWhatALeaderLeftAndThenItsEnd) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/remote_board.hpp"
 #include "megatronapp/transport/shared_file.hpp"
 
 namespace megatronapp::transport {
@@ -22,6 +23,8 @@ class OwnBoard {
     /// Gives the rank's lock to this process and the file its name. Raises TransportError.
     OwnBoard(SharedFile file, const Identity& identity);
 
+    /// Raises TransportError for an index that does not exist.
+    [[nodiscard]] const Word& word(std::uint32_t index) const;
     void publish_word(std::uint32_t index, std::uint64_t value) const;
 
     /// Enters the followers, once. Raises TransportError if there are none, too many, or some already.
@@ -48,23 +51,18 @@ class OwnBoard {
     std::vector<FollowerState> followers_;
 };
 
-enum class Life : std::uint8_t { kAlive, kClosed, kLost };
-
-/// The board of a peer, with the follower's side of its log.
-class PeerBoard {
+/// The board of a peer on this node, with the follower's side of its log.
+class PeerBoard final : public RemoteBoard {
   public:
     PeerBoard(SharedFile file, std::uint32_t rank);
 
-    /// Raises TransportCorruptError if the board is in no state that there is.
-    [[nodiscard]] Life life() const;
-
-    [[nodiscard]] std::uint64_t word(std::uint32_t index) const;
-
-    /// Finds this rank among the leader's followers; false while the leader has not entered it.
-    [[nodiscard]] bool follow(std::uint32_t own_rank) noexcept;
-
-    /// The next entry of the log, in order, if there is one. Raises TransportCorruptError.
-    [[nodiscard]] std::optional<std::uint64_t> next_entry();
+    [[nodiscard]] Life life() const override;
+    [[nodiscard]] std::uint64_t word(std::uint32_t index) const override;
+    [[nodiscard]] bool follow(std::uint32_t own_rank) noexcept override;
+    /// Wakes the leader only if its log is at least half full: it waits for nothing but room.
+    [[nodiscard]] std::optional<std::uint64_t> next_entry() override;
+    void ring_activity() noexcept override { ring(layout().activity); }
+    void ring_credits() noexcept override { ring(layout().credits); }
 
     [[nodiscard]] BoardLayout& layout() const noexcept { return *reinterpret_cast<BoardLayout*>(file_.data()); }
 

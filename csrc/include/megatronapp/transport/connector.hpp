@@ -4,21 +4,32 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "megatronapp/transport/board.hpp"
+#include "megatronapp/transport/cuda_device.hpp"
 #include "megatronapp/transport/directory.hpp"
 #include "megatronapp/transport/host_path.hpp"
 #include "megatronapp/transport/peer.hpp"
+#include "megatronapp/transport/settings.hpp"
 
 namespace megatronapp::transport {
 
 /// Makes the files of one rank, opens those of its peers, and removes the names once all sides have opened them.
 class Connector {
   public:
-    Connector(const Directory& directory, std::uint32_t rank, std::uint64_t slots, std::uint64_t slot_bytes,
-              double deadline_s)
-        : directory_(&directory), rank_(rank), slots_(slots), slot_bytes_(slot_bytes), deadline_s_(deadline_s) {}
+    /// `device`: whose memory messages come from and go to; null for host memory.
+    Connector(const Directory& directory, const Settings& settings, cuda::SharedDevice device)
+        : directory_(&directory),
+          device_(std::move(device)),
+          memory_(device_ == nullptr ? SlotMemory::kHost
+                  : settings.pinned  ? SlotMemory::kPinned
+                                     : SlotMemory::kDevice),
+          rank_(settings.rank),
+          slots_(settings.slots),
+          slot_bytes_(settings.slot_bytes),
+          deadline_s_(settings.deadline_s) {}
 
     /// Raises TransportError if another living process is this rank.
     [[nodiscard]] OwnBoard make_board() const;
@@ -40,6 +51,7 @@ class Connector {
         std::uint32_t peer;
         Identity identity;  ///< of the inbox from the peer
         InboxFile from_peer;
+        std::unique_ptr<cuda::DeviceMemory> slots;  ///< of `from_peer`, if they are in memory of the device
         std::optional<InboxFile> to_peer;
         std::optional<PeerBoard> board;
     };
@@ -48,12 +60,15 @@ class Connector {
     [[nodiscard]] Identity inbox_identity(std::uint32_t receiver, std::uint32_t sender, bool messages) const;
     [[nodiscard]] bool open_files(Pending& pending) const;
     [[nodiscard]] std::optional<PeerBoard> open_board(std::uint32_t peer) const;
+    [[nodiscard]] std::unique_ptr<Path> make_path(OwnBoard& board, Pending& pending) const;
     void open_all(const OwnBoard& board, std::uint64_t deadline_ns, SliceHook hook);
     void await_attached(const OwnBoard& board, std::uint64_t deadline_ns, SliceHook hook);
     void require_alive(const OwnBoard& board) const;
     [[noreturn]] void raise_timeout(std::uint32_t peer, const std::string& what) const;
 
     const Directory* directory_;
+    cuda::SharedDevice device_;
+    SlotMemory memory_;
     std::uint32_t rank_;
     std::uint64_t slots_;
     std::uint64_t slot_bytes_;

@@ -2,29 +2,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "megatronapp/transport/message.hpp"
+#include "megatronapp/transport/settings.hpp"
 #include "megatronapp/transport/transfers.hpp"
 
 namespace megatronapp::transport {
-
-struct Settings {
-    std::string directory;  ///< of shared memory, the same for all ranks of a node
-    std::string job;        ///< uid; letters, digits, '-' and '_'
-    std::uint64_t attempt;
-    std::uint32_t rank;
-    std::uint64_t slot_bytes;  ///< the largest message
-    std::uint64_t slots;       ///< messages between two ranks in one direction that are not released yet
-    double deadline_s;         ///< for a peer to register, and for a send to get a slot
-    std::uint32_t threads;     ///< that copy
-    /// Called by waiting threads of the application every 100 ms, so that it can react to signals; may throw.
-    std::function<void()> while_waiting = {};
-};
 
 /// The transport of one rank. First the peers are added, then all ranks connect; after that any thread may call
 /// anything. In a forked child no call does anything but raise TransportError.
@@ -45,19 +32,41 @@ class Endpoint {
     /// adds this rank in the same way.
     void add_peer(std::uint32_t peer, bool messages);
 
+    /// Prepares for peers on other nodes; the address of this rank, which they add. `library`: path or name of UCX's
+    /// libucp.so.0; `devices`: of the network, as UCX names them, or empty. Raises TransportError.
+    std::vector<std::byte> open_network(const std::string& library, const std::string& devices);
+
+    /// Adds a peer on another node, with memory for its messages. The peer adds this rank in the same way.
+    void add_remote_peer(std::uint32_t peer, bool messages, std::vector<std::byte> address);
+
+    /// Shortest round trip to a peer on another node when ranks connected; none for one on this node.
+    [[nodiscard]] std::optional<std::uint64_t> round_trip_ns(std::uint32_t peer) const;
+
     /// Opens what the peers have made, waits until they have opened everything, and starts the threads. Raises
     /// TransferTimeoutError, PeerLostError or TransportMismatchError; the endpoint is closed then.
     void connect();
 
     /// Queues a message and returns its ticket. The memory must stay as it is until the ticket is completed; a small
     /// message is copied before this returns if a slot is free.
-    std::uint64_t send(std::uint32_t peer, std::uint64_t key, const std::byte* data, std::uint64_t bytes);
+    /// With a stream it is sent once all has ended that is enqueued there.
+    std::uint64_t send(std::uint32_t peer, std::uint64_t key, const std::byte* data, std::uint64_t bytes,
+                       std::optional<DeviceStream> stream = {});
 
     /// Replaces `tickets` by those of the sends whose memory is free again since the last call: copied, or given up
     /// because the peer failed or the endpoint was closed.
     void take_completed(std::vector<std::uint64_t>& tickets);
 
-    [[nodiscard]] std::optional<Message> poll(std::uint32_t peer, std::uint64_t key);
+    [[nodiscard]] std::optional<Message> poll(std::uint32_t peer, std::uint64_t key) { return take(peer, key, false); }
+    /// Keys of messages whose copies are enqueued on their sender's device and have not ended.
+    [[nodiscard]] std::vector<std::uint64_t> posted(std::uint32_t peer);
+    /// Also a message whose copy is enqueued on its sender's device and has not ended.
+    [[nodiscard]] std::optional<Message> poll_posted(std::uint32_t peer, std::uint64_t key) {
+        return take(peer, key, true);
+    }
+
+    /// All messages of these peers that have arrived, in no order. Raises the failure of the first of them that failed
+    /// if there are none: what a peer sent before it failed comes first.
+    [[nodiscard]] std::vector<Message> take_arrived(const std::vector<std::uint32_t>& peers);
 
     /// Raises TransferTimeoutError after `deadline_s` seconds.
     [[nodiscard]] Message receive(std::uint32_t peer, std::uint64_t key, double deadline_s);
@@ -69,6 +78,8 @@ class Endpoint {
 
     /// Stores one of this rank's progress words; the last value wins. Wakes nobody.
     void publish(std::uint32_t index, std::uint64_t value);
+    /// Stores it once all has ended that is enqueued on a stream of the device.
+    void publish_after(DeviceStream stream, std::uint32_t index, std::uint64_t value);
     [[nodiscard]] std::uint64_t read(std::uint32_t peer, std::uint32_t index);
 
     /// Makes this rank the leader of a log with these followers, all of them peers.
@@ -91,6 +102,7 @@ class Endpoint {
     class Implementation;
 
     [[nodiscard]] Implementation& open() const;
+    [[nodiscard]] std::optional<Message> take(std::uint32_t peer, std::uint64_t key, bool posted);
     [[nodiscard]] bool in_forked_child() const noexcept;
 
     std::uint64_t made_at_fork_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -22,7 +23,9 @@ class InboxFile {
     [[nodiscard]] Announcement* announcements() const noexcept;
     [[nodiscard]] ReturnedSlot* returned_slots() const noexcept;
     [[nodiscard]] std::byte* slot_data(std::uint32_t slot) const noexcept;
+    [[nodiscard]] SlotFlags& flags(std::uint32_t slot) const noexcept;
     [[nodiscard]] SharedFile& file() noexcept { return file_; }
+    [[nodiscard]] const InboxLayout& layout() const noexcept { return layout_; }
 
   private:
     InboxFile(SharedFile file, const InboxLayout& layout) : file_(std::move(file)), layout_(layout) {}
@@ -43,8 +46,7 @@ class HostPath : public Path {
     [[nodiscard]] std::uint64_t slots() const noexcept override { return slots_; }
     [[nodiscard]] std::uint64_t slot_bytes() const noexcept override { return slot_bytes_; }
 
-    void copy(std::uint32_t slot, const std::byte* data, std::uint64_t bytes) noexcept override;
-    void announce(const Arrival& arrival) noexcept override;
+    void start(const StartedSend& started, CopySink& sink) noexcept override;
     [[nodiscard]] std::optional<std::uint32_t> next_returned() override;
 
     [[nodiscard]] std::optional<Arrival> next_arrival() override;
@@ -57,6 +59,7 @@ class HostPath : public Path {
     std::string peer_;
     InboxFile to_peer_;
     InboxFile from_peer_;
+    std::mutex announce_mutex_;
     CheckedWriter<kAnnouncementWords> announcements_;
     CheckedReader<1> returned_;
     CheckedReader<kAnnouncementWords> arrivals_;

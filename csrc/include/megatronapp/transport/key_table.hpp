@@ -36,6 +36,11 @@ class KeyTable {
 
     [[nodiscard]] bool contains(std::uint64_t key) const noexcept { return places_[find(key)].used; }
 
+    [[nodiscard]] std::optional<std::uint32_t> find_value(std::uint64_t key) const noexcept {
+        const Place& place = places_[find(key)];
+        return place.used ? std::optional(place.value) : std::nullopt;
+    }
+
     /// Removes the key; its value, if it was there.
     std::optional<std::uint32_t> take(std::uint64_t key) noexcept {
         const std::uint64_t at = find(key);

@@ -9,7 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "megatronapp/transport/bell.hpp"
+
 namespace megatronapp::transport {
+
+/// A stream of a device (CUstream); that of the default stream is null.
+struct DeviceStream {
+    void* handle;
+};
 
 /// A message that waits for a slot of its receiver.
 struct SendRequest {
@@ -18,12 +25,19 @@ struct SendRequest {
     const std::byte* data;
     std::uint64_t bytes;
     std::uint64_t queued_ns;
+    void* after = nullptr;  ///< what `Path::mark` returned: the copy begins after it; null: at once
 };
 
 /// A message that has a slot and is being copied into it.
 struct StartedSend {
     SendRequest request;
     std::uint32_t slot;
+};
+
+/// True times of a copy on the monotonic clock.
+struct CopyTimes {
+    std::uint64_t start_ns;
+    std::uint64_t end_ns;
 };
 
 /// One ended transfer; times of the monotonic clock, those of the copy at the sender.
@@ -116,8 +130,11 @@ class RequestQueue {
 class Completions {
   public:
     void add(std::uint64_t ticket) {
-        const std::lock_guard lock(mutex_);
-        tickets_.push_back(ticket);
+        {
+            const std::lock_guard lock(mutex_);
+            tickets_.push_back(ticket);
+        }
+        ring(added_);
     }
 
     /// Replaces the contents of `out`, whose memory is used for later tickets.
@@ -127,9 +144,13 @@ class Completions {
         out.swap(tickets_);
     }
 
+    /// Rung with every ticket.
+    [[nodiscard]] Bell& added() noexcept { return added_; }
+
   private:
     std::mutex mutex_;
     std::vector<std::uint64_t> tickets_;
+    Bell added_{};
 };
 
 }  // namespace megatronapp::transport
