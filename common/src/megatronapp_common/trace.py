@@ -32,7 +32,7 @@ RECORD = np.dtype(
         ("microbatch", "<u2"),  # index within the step and rank, or NO_MICROBATCH
         ("kind", "u1"),
         ("chunk", "u1"),  # virtual pipeline stage on this rank
-        ("layer", "u1"),  # layer within the chunk, for layer spans
+        ("layer", "u1"),  # layer within the chunk, for layer spans; of COPY its TransferPath
         ("flags", "u1"),
     ]
 )
@@ -77,7 +77,7 @@ class RecordKind(enum.IntEnum):
     COPY = 24
     """A message on its way, copied by threads of the transport while its ranks run passes; aux is its size.
 
-    Written by the receiver; the key is that of the message.
+    Written by the receiver; the key is that of the message, and `layer` is its TransferPath.
     """
     METRIC = 32
     """Sample of a metric: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is its time."""
@@ -112,6 +112,17 @@ class PassFlag(enum.IntFlag):
 
     EARLY = 32
     """The pass ran before its turn in the plan of its rank, while the planned one waited for its input."""
+
+
+class TransferPath(enum.IntEnum):
+    """Path of a message that threads of the transport copy. Numbers are part of the wire format."""
+
+    SHARED_MEMORY = 0
+    """Memory of the host that both ranks map."""
+    CUDA_IPC = 1
+    """Memory of one device, written by the copy engine of another one of the node."""
+    UCX = 2
+    """Network, by UCX."""
 
 
 class Metric(enum.IntEnum):

@@ -7,6 +7,7 @@ import type {
   JobEntry,
   JobView,
   Metric,
+  PipelineView,
   Problem,
   Series,
   StepView,
@@ -109,6 +110,8 @@ export class ApiClient {
 
   timeline = (step: number, signal?: AbortSignal): Promise<Timeline> =>
     this.get("timeline", { step }, signal);
+
+  pipeline = (signal?: AbortSignal): Promise<PipelineView> => this.get("pipeline", {}, signal);
 
   addFault = (fault: FaultRequest): Promise<Fault> =>
     this.request("faults", {

@@ -148,6 +148,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/pipeline": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Pipeline
+         * @description Plans of MegaDPP, and length, idle share, early passes and transfers of the newest whole steps.
+         */
+        get: operations["getPipeline"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/scope": {
         parameters: {
             query?: never;
@@ -1041,6 +1061,134 @@ export interface components {
             refit: true;
         };
         /**
+         * PipelinePlan
+         * @description Plan of MegaDPP for the steps of one batch size, of the pipeline of the reporting rank.
+         */
+        PipelinePlan: {
+            /**
+             * Capchunks
+             * @description Most chunks whose activations a rank keeps at a time.
+             * @default 0
+             */
+            capChunks: number;
+            /**
+             * Chosen
+             * @description Whether it was chosen by simulation with measured times.
+             * @default false
+             */
+            chosen: boolean;
+            /**
+             * Chunks
+             * @description Model chunks of each rank.
+             * @default 1
+             */
+            chunks: number;
+            /**
+             * Fromstep
+             * @description First step under it, counted from 0.
+             */
+            fromStep: number;
+            /**
+             * Measuredseconds
+             * @description Median length in the first steps under it.
+             */
+            measuredSeconds?: number | null;
+            /**
+             * Microbatches
+             * @default 0
+             */
+            microbatches: number;
+            /**
+             * Plan
+             * @description Order of the passes in words.
+             */
+            plan: string;
+            /**
+             * Schedule
+             * @description Value of dpp.schedule.
+             */
+            schedule: string;
+            /**
+             * Simulatedbubble
+             * @description Share of that in which a rank waits, mean over the ranks.
+             */
+            simulatedBubble?: number | null;
+            /**
+             * Simulatedseconds
+             * @description Simulated length of the passes of a step.
+             */
+            simulatedSeconds?: number | null;
+            /**
+             * Sparechunks
+             * @description Chunks of these beyond what the order alone needs.
+             * @default 0
+             */
+            spareChunks: number;
+            /**
+             * Staticbubble
+             * @description Share of that in which a rank waits.
+             */
+            staticBubble?: number | null;
+            /**
+             * Staticseconds
+             * @description Simulated length under the static order of megatron-core.
+             */
+            staticSeconds?: number | null;
+        };
+        /**
+         * PipelineView
+         * @description Plans and steps of a job's pipeline in its newest attempt. Columns of equal length, oldest step first.
+         */
+        PipelineView: {
+            /** Attempt */
+            attempt: number;
+            /**
+             * Bubble
+             * @description Share of that in which a rank ran no pass, mean over the ranks.
+             */
+            bubble: (number | null)[];
+            /**
+             * Early
+             * @description Passes that ran before their turn in the plan, of all ranks.
+             */
+            early: number[];
+            /**
+             * Passes
+             * @description Passes of all ranks.
+             */
+            passes: number[];
+            /**
+             * Plans
+             * @description Oldest first; none without MegaDPP. The last is in force.
+             */
+            plans: components["schemas"]["PlanPeriod"][];
+            /**
+             * Seconds
+             * @description From the first pass to the end of the last one.
+             */
+            seconds: number[];
+            /**
+             * Stages
+             * @description Ranks of a pipeline.
+             */
+            stages: number;
+            /**
+             * Steps
+             * @description Whole steps, the newest 500 of the range.
+             */
+            steps: number[];
+            /**
+             * Transfersteps
+             * @description Steps that transfers are summed over.
+             */
+            transferSteps: number;
+            /**
+             * Transfers
+             * @description Sums over the newest steps; none without MegaDPP.
+             */
+            transfers: components["schemas"]["TransferView"][];
+        };
+        /**
          * PixelCounts
          * @description Pixels that represent the vectors of one row and layer.
          */
@@ -1071,6 +1219,38 @@ export interface components {
              * @default data.mean(dim=-1)
              */
             qkv: string;
+        };
+        /**
+         * PlanPeriod
+         * @description A plan of MegaDPP and what its whole steps measured: those in the answer; without a range also the first 50.
+         */
+        PlanPeriod: {
+            /**
+             * Bubble
+             * @description Share of that in which a rank ran no pass, mean over the ranks.
+             */
+            bubble: number | null;
+            /**
+             * Earlyperstep
+             * @description Passes before their turn, mean of the steps.
+             */
+            earlyPerStep: number | null;
+            plan: components["schemas"]["PipelinePlan"];
+            /**
+             * Rankbubbles
+             * @description The same of each rank, medians of its steps.
+             */
+            rankBubbles: (number | null)[];
+            /**
+             * Seconds
+             * @description Median length of the passes of a step.
+             */
+            seconds: number | null;
+            /**
+             * Steps
+             * @description Measured steps.
+             */
+            steps: number;
         };
         /**
          * Problem
@@ -1106,6 +1286,11 @@ export interface components {
              * @description tflopsPerGpu as a share of the device's peak, where it is known.
              */
             mfu?: number | null;
+            /**
+             * Plans
+             * @description Plans of MegaDPP, the newest 8, oldest first; the last is in force.
+             */
+            plans?: components["schemas"]["PipelinePlan"][];
             /** Secondsleft */
             secondsLeft?: number | null;
             /** State */
@@ -1691,6 +1876,35 @@ export interface components {
             state: "ok" | "lossy" | "off";
         };
         /**
+         * TransferView
+         * @description Messages from one rank to another by one path, in the newest steps.
+         */
+        TransferView: {
+            /** Bytes */
+            bytes: number;
+            /**
+             * Bytespersecond
+             * @description Bytes over the time of copies.
+             */
+            bytesPerSecond: number | null;
+            /**
+             * Copyseconds
+             * @description Sum of the times of their copies, which may overlap.
+             */
+            copySeconds: number;
+            /** Destination */
+            destination: number;
+            /**
+             * Path
+             * @description shared-memory, cuda-ipc, ucx, or path-N of a newer release.
+             */
+            path: string;
+            /** Source */
+            source: number;
+            /** Transfers */
+            transfers: number;
+        };
+        /**
          * Values
          * @description Exact numbers as JSON.
          */
@@ -2108,6 +2322,49 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Series"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getPipeline: {
+        parameters: {
+            query?: {
+                /** @description First step; all if absent. */
+                from?: number | null;
+                /** @description Last step, included; the newest if absent. */
+                to?: number | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PipelineView"];
                 };
             };
             /** @description Unauthorized */

@@ -11,11 +11,11 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from megatronapp_common.job.api.progress import Progress
 from megatronapp_common.job.api.status import (
     TERMINAL_PHASES,
     ConditionType,
     Phase,
-    Progress,
     Replicas,
     SlowRank,
     Status,

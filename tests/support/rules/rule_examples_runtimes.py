@@ -18,6 +18,7 @@ def dpp(**fields: Any) -> Changes:
     return {"spec.dpp": {"enabled": True, **fields}}
 
 
+_THREE: Changes = {"spec.model.numLayers": 6}
 _OF_DPP = {"schedule": "dfc", "memoryCap": 4, "chunks": 2, "transport": "native", "workload": 2}
 _RUNTIMES = [
     *good("dpp-needs-pipeline", {"spec.dpp.enabled": True}),
@@ -36,7 +37,7 @@ _RUNTIMES = [
         example
         for name, value in _OF_DPP.items()
         for example in (
-            *good(f"{name}-needs-dpp", dpp(**{name: value})),
+            *good(f"{name}-needs-dpp", dpp(**{name: value}), dpp(memoryCap="8Gi")),
             *bad(f"{name}-needs-dpp", f"spec.dpp.{name}", ({f"spec.dpp.{name}": value}, "needs dpp.enabled: true")),
         )
     ),
@@ -61,12 +62,29 @@ _RUNTIMES = [
         (dpp(memoryCap=3, schedule="static"), "means nothing with schedule static or zero-bubble"),
         (dpp(memoryCap=3, schedule="zero-bubble"), "leave it out"),
     ),
-    *good("zero-bubble-of-one-chunk", dpp(schedule="zero-bubble", chunks=1), dpp(schedule="dfc", chunks=2)),
+    *good(
+        "zero-bubble-of-two-chunks",
+        dpp(schedule="zero-bubble", chunks=1),
+        dpp(schedule="zero-bubble", chunks=2),
+        dpp(schedule="dfc", chunks=4) | {"spec.model.numLayers": 8},
+    ),
     *bad(
-        "zero-bubble-of-one-chunk",
+        "zero-bubble-of-two-chunks",
         "spec.dpp.schedule",
-        (dpp(schedule="zero-bubble", chunks=2), "zero-bubble has one chunk on each rank"),
-        (dpp(schedule="zero-bubble") | {"spec.parallelism.virtualPipeline": 2}, "write schedule: auto"),
+        (_THREE | dpp(schedule="zero-bubble", chunks=3), "zero-bubble has one chunk on each rank (ZB-H1) or two"),
+        (_THREE | dpp(schedule="zero-bubble") | {"spec.parallelism.virtualPipeline": 3}, "or schedule: auto"),
+    ),
+    *(
+        example
+        for name in ("firstStageLayers", "lastStageLayers")
+        for example in (
+            *good(f"{name}-of-one-end", dpp(schedule="zero-bubble") | {f"spec.parallelism.{name}": 2}),
+            *bad(
+                f"{name}-of-one-end",
+                f"spec.parallelism.{name}",
+                (dpp(schedule="zero-bubble", chunks=2) | {f"spec.parallelism.{name}": 2}, "both ends of the model"),
+            ),
+        )
     ),
     *good("layers-of-stages", dpp(chunks=4) | {"spec.model.numLayers": 8}),
     *bad(

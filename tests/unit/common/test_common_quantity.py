@@ -71,3 +71,14 @@ def test_a_wrong_quantity_is_named_with_its_place(build: object, value: object, 
 def test_a_whole_number_is_taken_as_its_text(build: object) -> None:
     assert callable(build)
     assert load_job(build({"spec.resources.limits": {"cpu": 8}})).spec.resources.limits == {"cpu": "8"}
+
+
+@pytest.mark.parametrize("value", [0, -1, "0", "8GiB", "1.5Gi", "500m", "8G"])
+def test_a_memory_cap_is_a_number_of_microbatches_or_of_bytes(build: object, value: object) -> None:
+    assert callable(build)
+    parallel = {"spec.parallelism.pipeline": 2, "spec.procPerNode": 2}
+    for right in (8, "8", "8Gi"):
+        job = load_job(build({**parallel, "spec.dpp": {"enabled": True, "memoryCap": right}}))
+        assert job.spec.dpp.memory_cap == str(right)
+    with pytest.raises(JobError, match="write a number of microbatches such as 8, or bytes such as 8Gi"):
+        load_job(build({**parallel, "spec.dpp": {"enabled": True, "memoryCap": value}}))

@@ -7,13 +7,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from megatronapp_common.job import Status, read_status, status_document
+from megatronapp_common.job.api.progress import Progress
 from megatronapp_common.job.api.status import (
     Condition,
     ConditionType,
     Failure,
     FailureAction,
     Phase,
-    Progress,
     Replicas,
     SlowRank,
 )

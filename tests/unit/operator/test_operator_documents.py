@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from megatronapp_common.job import status_document
+from megatronapp_common.job.api.progress import PipelinePlan
 from megatronapp_common.job.api.status import SlowRank
 from megatronapp_common.text.times import rfc3339, seconds_of
 from megatronapp_operator.backends.process.state.registry import JobView, lost_status
@@ -54,7 +55,14 @@ FULL = Status(
     attempt_time=1_700_000_001.0,
     running_time=1_700_000_002.0,
     last_restart_time=1_700_000_000.0,
-    progress=Progress(attempt=2, iteration=5, total_iterations=10, loss=1.25, tokens_per_second=1234.5),
+    progress=Progress(
+        attempt=2,
+        iteration=5,
+        total_iterations=10,
+        loss=1.25,
+        tokens_per_second=1234.5,
+        plans=(PipelinePlan(from_step=0, schedule="auto", plan="order of megatron-core", simulated_seconds=0.5),),
+    ),
     slow_ranks=(SLOW,),
     hung_ranks=(3,),
     last_control=1_763_000_000_000,
@@ -103,7 +111,21 @@ def test_every_field_of_the_full_status_is_shown() -> None:
         "loss": 1.25,
         "tokensPerSecond": 1234.5,
         "state": "training",
+        "plans": [
+            {
+                "fromStep": 0,
+                "schedule": "auto",
+                "plan": "order of megatron-core",
+                "microbatches": 0,
+                "chunks": 1,
+                "capChunks": 0,
+                "spareChunks": 0,
+                "chosen": False,
+                "simulatedSeconds": 0.5,
+            }
+        ],
     }
+    assert "plans" not in status_document(Status(progress=Progress(iteration=1)))["progress"]
     assert document["replicaStatuses"] == {
         "desired": 2,
         "pending": 0,
@@ -217,6 +239,7 @@ def test_describe_shows_state_failures_and_verdicts(tmp_path: Any) -> None:
         "RestartJob",
         "rank 3 on worker 1",
         "link 0,2",
+        "auto: order of megatron-core",
         "Slow.",
     ):
         assert text_part in text

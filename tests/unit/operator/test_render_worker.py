@@ -152,6 +152,38 @@ def test_shared_memory_fits_the_memory_limit(shm: str | None, memory: str | None
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
 
 
+def dpp_of(seq_length: int, **more: Any) -> rendered.Object:
+    """Patch for a pipeline of four ranks on one node whose messages have 4 KiB for each token."""
+    model = {"type": "gpt", "numLayers": 4, "hiddenSize": 1024, "numAttentionHeads": 8, "vocabSize": 64}
+    return {
+        "nodes": 1,
+        "procPerNode": 4,
+        "parallelism": {"pipeline": 4, "tensor": 1},
+        "dpp": {"enabled": True, "schedule": "static"},
+        "model": {**model, "seqLength": seq_length},
+        "training": {"microBatchSize": 1, "globalBatchSize": 8, "trainIters": 1, "lr": 1e-3},
+        **more,
+    }
+
+
+def test_shared_memory_has_space_for_the_messages_of_megadpp() -> None:
+    """Six inboxes of six slots each, and 1Gi for rings and data."""
+
+    def size_of(patch: rendered.Object) -> str:
+        volumes = {volume["name"]: volume for volume in spec_of(patch)["volumes"]}
+        size: str = volumes["shm"]["emptyDir"]["sizeLimit"]
+        return size
+
+    memory = {"resources": {"limits": {"memory": "12Gi"}}}
+    messages = 36 * ((262144 << 12) + 640) + 10 * 65536
+    assert size_of(dpp_of(262144)) == str(messages + (1 << 30))
+    assert size_of(dpp_of(2048)) == "16Gi"
+    assert size_of(dpp_of(2048, **memory)) == str(6 << 30)
+    assert size_of(dpp_of(65536, **memory)) == str(9 * (1 << 30) + 36 * 640 + 10 * 65536 + (1 << 30))
+    assert size_of(dpp_of(262144, **memory)) == str(12 << 30), "the ranks name what is missing"
+    assert size_of(dpp_of(262144, shm={"sizeLimit": "2Gi"})) == "2Gi"
+
+
 @pytest.mark.parametrize(
     ("template", "size"),
     [

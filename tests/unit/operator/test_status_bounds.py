@@ -29,6 +29,14 @@ TIMES = st.sampled_from(
     ["2026-01-01T00:00:00Z", "0001-01-01T00:00:00+23:00", "9999-12-31T23:59:59-23:00", "now", 7, None]
 )
 TEXTS = st.one_of(st.text(max_size=40), st.sampled_from(["x" * 5000, "\U0001f9ea" * 5000]), st.integers())
+PLANS = st.fixed_dictionaries(
+    {
+        **dict.fromkeys(["fromStep", "microbatches", "chunks", "capChunks", "spareChunks"], NUMBERS),
+        **dict.fromkeys(["schedule", "plan"], TEXTS),
+        "chosen": st.booleans(),
+    },
+    optional=dict.fromkeys(["simulatedSeconds", "simulatedBubble", "staticBubble", "measuredSeconds"], NUMBERS),
+)
 PAGES = st.fixed_dictionaries(
     {"iteration": NUMBERS},
     optional={
@@ -36,6 +44,7 @@ PAGES = st.fixed_dictionaries(
         "consumedSamples": NUMBERS,
         "updatedAt": TIMES,
         "state": TEXTS,
+        "plans": st.one_of(st.none(), NUMBERS, st.lists(PLANS, max_size=10)),
     },
 )
 VERDICTS = st.fixed_dictionaries(

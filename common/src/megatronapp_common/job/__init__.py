@@ -24,6 +24,7 @@ from megatronapp_common.job.api.policy import (
     Scheduling,
     TopologyRequest,
 )
+from megatronapp_common.job.api.progress import Progress
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_common.job.api.runtimes import Dpp, Fbd, ForwardWorkers
 from megatronapp_common.job.api.serve import Serve
@@ -38,7 +39,6 @@ from megatronapp_common.job.api.status import (
     FailureAction,
     Phase,
     PinnedSettings,
-    Progress,
     RankTable,
     RankTableEntry,
     Replicas,

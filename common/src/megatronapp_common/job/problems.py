@@ -17,7 +17,7 @@ from megatronapp_common.job.api.cluster import (
 )
 from megatronapp_common.job.api.metadata import JOB_NAME_PATTERN, NAME_PATTERN
 from megatronapp_common.job.api.network import ATTACHMENT_PATTERN, INTERFACE_PATTERN
-from megatronapp_common.job.api.quantity import QUANTITY_PATTERN
+from megatronapp_common.job.api.quantity import MEMORY_CAP_PATTERN, QUANTITY_PATTERN
 from megatronapp_common.job.api.scope import MODULE_PATTERN
 from megatronapp_common.job.api.spec import VARIABLE_PATTERN
 from megatronapp_common.job.api.training import SPLIT_PATTERN
@@ -132,6 +132,7 @@ PATTERNS = {
     URI_PATTERN: "an address without user and password, such as s3://bucket/path",
     ATTACHMENT_PATTERN: "NAME or NAMESPACE/NAME of a network",
     INTERFACE_PATTERN: "the name of an interface, or a regular expression without spaces for it",
+    MEMORY_CAP_PATTERN: "a number of microbatches such as 8, or bytes such as 8Gi",
     QUANTITY_PATTERN: "a quantity such as 4, 500m or 16Gi",
     VARIABLE_PATTERN: "letters, digits and '_', no digit first",
     MODULE_PATTERN: "the dotted name of a Python module, such as team.places",

@@ -38,7 +38,7 @@ _DPP = (
     f"{_ONE_JOB}; --use-dpp is spec.dpp.enabled, --workload spec.dpp.workload, the number of chunks spec.dpp.chunks; "
     "docs/megadpp.md has the schedules"
 )
-_DPP_LATER = "MegaDPP on GPUs and between nodes, where a run with dpp ends with an error: leave dpp out there"
+_DPP_LATER = "MegaDPP between nodes with GPUs, where a run with dpp ends with an error: leave dpp out there"
 _NO_BUILD = "the transport of MegaDPP is part of the native extension, and built with it; no library of RDMA is linked"
 _IMAGES = "images of trainer, analyzer and operator, with all that they need; no shell and no SSH in a pod"
 _INSPECT = "the page of a job is served while it runs, and opens with an address that is valid once"
@@ -114,7 +114,6 @@ COMMANDS: Final = (
         r"run_single(_gpt)?\.sh|test_train_gpt_single_dpp\.sh|run_single_with_profiling\.sh",
         ("megatronapp run examples/dpp.yaml --follow",),
         _DPP,
-        "MegaDPP on GPUs, where a run with dpp ends with an error: leave dpp out there",
     ),
     LegacyCommand(
         "bash run_master.sh\nbash run_worker.sh\nbash run_master_gpt.sh\nbash run_worker_gpt.sh\n"
@@ -260,9 +259,8 @@ COMMANDS: Final = (
         "python profiling/shm_benchmark_1.py\npython profiling/shm_benchmark_5.py\n"
         "python profiling/baseline_benchmark.py",
         r"shm_benchmark_\d\.py|baseline_benchmark\.py",
-        (),
-        "docs/benchmarks.md has what was measured, each with its command",
-        "a command that measures the transport",
+        ("megatronapp transport bench --gloo",),
+        "each pair of ranks of this machine, next to memcpy and gloo",
     ),
     LegacyCommand(
         "open chrome://tracing\nopen https://ui.perfetto.dev",

@@ -59,6 +59,7 @@ def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
         ("Restarts", f"{status.get('restarts', 0)} ({status.get('restartsTowardsMax', 0)} towards the maximum)"),
         ("Iteration", iteration(progress)),
         ("Loss", number(progress.get("loss"), ".4f")),
+        *[("Pipeline plan", f"{plan['schedule']}: {plan['plan']}") for plan in progress.get("plans", [])[-1:]],
         ("Hub", status.get("hubUrl", NONE)),
         *api,
     ]

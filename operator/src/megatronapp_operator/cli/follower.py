@@ -4,7 +4,7 @@ import contextlib
 import pathlib
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.job.api.status import Progress
+from megatronapp_common.job.api.progress import Progress
 from megatronapp_common.names import UNSAVED_STOP
 from megatronapp_common.topology import Topology
 from megatronapp_operator.backends.process.state.paths import JobPaths

@@ -1,5 +1,6 @@
 """Decide what to do about a job from what is observed of it, without side effects."""
 
+from megatronapp_common.job.api.progress import Progress
 from megatronapp_common.job.api.status import (
     TERMINAL_PHASES,
     Condition,
@@ -8,7 +9,6 @@ from megatronapp_common.job.api.status import (
     Failure,
     FailureAction,
     Phase,
-    Progress,
     Replicas,
     SlowRank,
     Status,

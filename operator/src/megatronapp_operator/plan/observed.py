@@ -4,7 +4,8 @@ import dataclasses
 import enum
 from collections.abc import Set as AbstractSet
 
-from megatronapp_common.job.api.status import Progress, SlowRank
+from megatronapp_common.job.api.progress import Progress
+from megatronapp_common.job.api.status import SlowRank
 
 
 class WorkerPhase(enum.StrEnum):

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatronapp_common.errors import DocumentError
-from megatronapp_common.job.api.status import Progress, ProgressState, SlowRank
+from megatronapp_common.job.api.progress import PipelinePlan, Progress, ProgressState
+from megatronapp_common.job.api.status import SlowRank
 from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.shared_memory_space import SharedMemorySpace
 from megatronapp_common.text.terminal import to_single_line
@@ -37,6 +38,8 @@ MAX_ROOMS = 16
 """Most workers with full shared memory that are read."""
 MAX_CONTROLS, MAX_WHO, MAX_WHAT = HUB_MAX_CONTROLS, 256, 512
 """Most control actions that are read, and most characters of their user and their change."""
+MAX_PLANS = 8
+"""Most plans of MegaDPP that are read."""
 MAX_CONTROL_ID = (1 << 53) - 1
 """Hubs number by milliseconds since 1970; JSON readers differ about larger integers."""
 STATES = frozenset(typing.get_args(ProgressState))
@@ -115,7 +118,33 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
         consumed_samples=_count(page.get("consumedSamples")),
         validation_loss=_finite(page.get("validationLoss")),
         updated_at=None if page.get("updatedAt") is None else _moment(seconds_of(page["updatedAt"])),
+        plans=read_plans(page.get("plans", ())),
     )
+
+
+def read_plans(entries: Any) -> tuple[PipelinePlan, ...]:  # noqa: ANN401 - JSON of another process
+    """Return the newest plans of MegaDPP, oldest first; none if they cannot be parsed."""
+    try:
+        return tuple(
+            PipelinePlan(
+                from_step=_whole(entry["fromStep"]),
+                schedule=_text(to_single_line(str(entry["schedule"]))),
+                plan=_text(to_single_line(str(entry["plan"]))),
+                microbatches=_whole(entry["microbatches"]),
+                chunks=_whole(entry["chunks"]),
+                cap_chunks=_whole(entry["capChunks"]),
+                spare_chunks=_whole(entry["spareChunks"]),
+                chosen=bool(entry["chosen"]),
+                simulated_seconds=_finite(entry.get("simulatedSeconds")),
+                simulated_bubble=_finite(entry.get("simulatedBubble")),
+                static_seconds=_finite(entry.get("staticSeconds")),
+                static_bubble=_finite(entry.get("staticBubble")),
+                measured_seconds=_finite(entry.get("measuredSeconds")),
+            )
+            for entry in entries[-MAX_PLANS:]
+        )
+    except UNREADABLE:
+        return ()
 
 
 def read_controls(entries: Any) -> tuple[ControlAction, ...]:  # noqa: ANN401 - JSON of another process

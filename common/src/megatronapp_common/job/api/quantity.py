@@ -34,6 +34,24 @@ Quantity = Annotated[
 """Text of a quantity, never negative; a whole number becomes text."""
 
 
+MEMORY_CAP_PATTERN = r"^[1-9][0-9]{0,9}([KMGT]i)?$"
+_MAX_MEMORY_CAP_LENGTH = 12
+MemoryCap = Annotated[
+    str,
+    Field(min_length=1, max_length=_MAX_MEMORY_CAP_LENGTH, pattern=MEMORY_CAP_PATTERN),
+    BeforeValidator(_as_text),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "minimum": 1,
+            "maxLength": _MAX_MEMORY_CAP_LENGTH,
+            "pattern": MEMORY_CAP_PATTERN,
+        }
+    ),
+]
+"""Text of a number of microbatches, or of bytes with a suffix; a whole number becomes text."""
+
+
 def quantity_value(text: str) -> fractions.Fraction:
     """Return the value of a quantity in its base unit (bytes, cores). Raises ValueError for any other text."""
     if not re.match(QUANTITY_PATTERN, text):

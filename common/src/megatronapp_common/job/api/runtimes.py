@@ -7,6 +7,7 @@ from pydantic import Field
 from megatronapp_common.job.api.base import ManifestModel
 from megatronapp_common.job.api.cluster import Labels, Resources
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE, Count
+from megatronapp_common.job.api.quantity import MemoryCap
 
 MAX_COPY_THREADS = 64
 """Limit of the native transport."""
@@ -19,10 +20,11 @@ class Dpp(ManifestModel):
     """Schedule dynamically; needs pipeline above 1."""
     schedule: Literal["auto", "dfc", "bfc", "static", "zero-bubble"] | None = None
     """Order of the passes of a rank. auto (the default): the static order, left while an input is late; dfc, bfc: any
-    ready pass, depth or breadth first; static: megatron-core's; zero-bubble: ZB-H1, with weight gradients apart."""
-    memory_cap: Count | None = None
-    """Microbatches whose activations a rank may keep. By default: with auto up to two chunks more than the static order
-    keeps, with dfc and bfc as many microbatches as there are stages."""
+    ready pass, depth or breadth first; static: megatron-core's; zero-bubble: weight gradients apart, in the order ZB-H1
+    with one chunk on each rank and ZB-V with two."""
+    memory_cap: MemoryCap | None = None
+    """Activations that a rank may keep: a number of microbatches, or bytes such as 8Gi. By default: with auto up to a
+    quarter more than the static order keeps, with dfc and bfc as many microbatches as there are stages."""
     chunks: Count | None = None
     """Model chunks of each rank: another name of parallelism.virtualPipeline, which is 1 without either."""
     transport: Literal["auto", "native"] | None = None

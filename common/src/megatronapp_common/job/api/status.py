@@ -6,7 +6,7 @@ by their annotations, and the schema of the CRD and the reference are made from 
 
 import dataclasses
 import enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 
 from megatronapp_common.job.api.base import StatusModel
+from megatronapp_common.job.api.progress import STARTING, Progress
 from megatronapp_common.job.api.status_fields import (
     CONFIG,
     EMPTY_IS_ABSENT,
@@ -30,6 +31,7 @@ from megatronapp_common.job.api.status_fields import (
     Name,
     OptionalText,
     SchemaOf,
+    StatusType,
     Time,
     WholeTime,
     is_falsy,
@@ -39,16 +41,6 @@ from megatronapp_common.text.ranges import format_ranges, parse_ranges
 
 MAX_FAILURES = 10
 """Newest failures that a status keeps."""
-STARTING = "starting"
-"""State of a progress document while the ranks have not begun to train."""
-ProgressState = Literal["starting", "training", "evaluating", "saving", "done", "serving"]
-
-
-class StatusType:
-    """Base of the types that the plan builds. A field that a newer release wrote is ignored."""
-
-    __slots__ = ()
-    __pydantic_config__ = CONFIG
 
 
 class Phase(enum.StrEnum):
@@ -137,40 +129,6 @@ class Replicas(StatusType):
     """Workers that ended with code 0."""
     failed: Count = 0
     """Workers that ended otherwise."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Progress(StatusType):
-    """Progress of the training, from its progress document. Absent values are null."""
-
-    __pydantic_config__ = CONFIG | requires()
-
-    attempt: int = 0
-    """Attempt that reported."""
-    iteration: int
-    """Number of finished steps; for a served model, of answered prompts."""
-    total_iterations: int | None = None
-    """Steps of the whole training."""
-    loss: float | None = None
-    """Loss of the newest step."""
-    learning_rate: float | None = None
-    """Learning rate of the newest step."""
-    grad_norm: float | None = None
-    """Norm of all gradients of the newest step."""
-    tokens_per_second: float | None = None
-    """Throughput over all ranks."""
-    tflops_per_gpu: float | None = None
-    """Model TFLOP/s of each rank as Megatron-LM counts them: half of the attention, no recomputation."""
-    seconds_left: float | None = None
-    """Estimated time to the end."""
-    consumed_samples: int | None = None
-    """Number of samples consumed."""
-    validation_loss: float | None = None
-    """Loss of the newest evaluation."""
-    state: ProgressState = "training"
-    """Activity of the ranks."""
-    updated_at: WholeTime | None = None
-    """Real time of the report, RFC 3339."""
 
 
 def _verdict_document(verdict: "SlowRank") -> dict[str, Any]:

@@ -87,3 +87,10 @@ def requires(*names: str) -> ConfigDict:
         schema.update({"required": list(names)} if names else {})
 
     return ConfigDict(json_schema_extra=set_required)
+
+
+class StatusType:
+    """Base of the types that the plan builds. A field that a newer release wrote is ignored."""
+
+    __slots__ = ()
+    __pydantic_config__ = CONFIG

@@ -1,6 +1,6 @@
 """Rules that need the number of ranks or replicas. They pass while the world is inconsistent (`world`)."""
 
-from megatronapp_common.job.rules.model import GIVEN_CHUNKS
+from megatronapp_common.job.rules.model import GIVEN_CHUNKS, VEE
 from megatronapp_common.job.rules.rule import (
     Rule,
     cel_message,
@@ -59,7 +59,7 @@ _BATCHES = (
     Rule(
         id="batch-of-interleaved-stages",
         field=".training.globalBatchSize",
-        rule=f"{GIVEN_CHUNKS} == 1 || "
+        rule=f"{GIVEN_CHUNKS} == 1 || {VEE} || "
         + _with_stride(f"{_GIVEN_OR_ONE} % stride != 0 || {_GIVEN_OR_ONE} / stride % {_STAGES} == 0"),
         message="must give a multiple of parallelism.pipeline microbatches, which the interleaved schedule needs",
         message_expression=_message_with_stride(

@@ -6,7 +6,7 @@ and `forward_per_node` (written or derived).
 
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
 from megatronapp_common.job.rules.cluster import named_once
-from megatronapp_common.job.rules.model import CHUNKS, GIVEN_CHUNKS, OWN_CHUNKS
+from megatronapp_common.job.rules.model import CHUNKS, GIVEN_CHUNKS, OWN_CHUNKS, VEE
 from megatronapp_common.job.rules.rule import Rule, cel_message
 from megatronapp_common.job.rules.world import APART, cel_message_with_sizes, with_gang
 
@@ -54,11 +54,20 @@ _SWITCHES = (
         message="means nothing with schedule static or zero-bubble, whose order is fixed; leave it out",
     ),
     Rule(
-        id="zero-bubble-of-one-chunk",
+        id="zero-bubble-of-two-chunks",
         field=".dpp.schedule",
-        rule=f"!has(self.dpp.schedule) || self.dpp.schedule != 'zero-bubble' || {GIVEN_CHUNKS} == 1",
-        message="zero-bubble has one chunk on each rank; leave out parallelism.virtualPipeline and dpp.chunks, or "
-        "write schedule: auto",
+        rule=f"!has(self.dpp.schedule) || self.dpp.schedule != 'zero-bubble' || {GIVEN_CHUNKS} <= 2",
+        message="zero-bubble has one chunk on each rank (ZB-H1) or two (ZB-V); write chunks: 2, or schedule: auto",
+    ),
+    *(
+        Rule(
+            id=f"{name}-of-one-end",
+            field=f".parallelism.{name}",
+            rule=f"!has(self.parallelism.{name}) || !{VEE}",
+            message="means nothing with dpp.schedule zero-bubble and two chunks, where the first rank has both ends of "
+            "the model; leave it out",
+        )
+        for name in ("firstStageLayers", "lastStageLayers")
     ),
     Rule(
         id="merging-needs-fbd",

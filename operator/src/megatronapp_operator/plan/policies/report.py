@@ -3,7 +3,8 @@
 import dataclasses
 from collections import Counter
 
-from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, Phase, Progress, Replicas, SlowRank
+from megatronapp_common.job.api.progress import Progress
+from megatronapp_common.job.api.status import TERMINAL_PHASES, ConditionType, Phase, Replicas, SlowRank
 from megatronapp_operator.plan import failure_rules, outcome, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.observed import HubPhase, Observed, WorkerPhase

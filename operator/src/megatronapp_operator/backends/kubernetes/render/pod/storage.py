@@ -7,6 +7,7 @@ from typing import Any
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.cluster import Initializer, Volume
 from megatronapp_common.job.api.quantity import quantity_value
+from megatronapp_common.job.inbox_memory import inbox_bytes
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.pod.quantities import text_of
 from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, WorkerDraft
@@ -19,20 +20,27 @@ SECRET_KEY = "secret"
 JOB = "/run/megatronapp/job"
 JOB_KEY = "job.yaml"
 DEFAULT_SHM = "16Gi"
+BESIDES_MESSAGES = "1Gi"
+"""Space for trace rings, documents and data loaders, which the messages of MegaDPP leave free."""
 
 
 def shm_size(draft: WorkerDraft) -> str:
     """Return the size of the memory volume.
 
-    It counts against the trainer's memory limit, so the default is at most half.
+    It counts against the trainer's memory limit, so the default is at most half, or what the messages of MegaDPP need.
     """
     given = draft.spec.shm.size_limit
     if given is not None:
         return given
     limit = min(map(quantity_value, _memory_limits(draft)), default=None)
-    if limit is None or limit / 2 >= quantity_value(DEFAULT_SHM):
-        return DEFAULT_SHM
-    return text_of(fractions.Fraction(int(limit / 2)))
+    usual = quantity_value(DEFAULT_SHM)
+    if limit is not None:
+        usual = min(usual, fractions.Fraction(int(limit / 2)))
+    messages = inbox_bytes(draft.job)
+    needed = messages + quantity_value(BESIDES_MESSAGES) if messages else 0
+    if needed > usual:
+        return text_of(fractions.Fraction(int(needed if limit is None else min(needed, limit))))
+    return DEFAULT_SHM if usual == quantity_value(DEFAULT_SHM) else text_of(usual)
 
 
 def _memory_limits(draft: WorkerDraft) -> list[Any]:

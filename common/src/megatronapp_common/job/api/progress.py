@@ -1,0 +1,82 @@
+"""Types of the progress that the status holds, as the reporting rank publishes it in its progress document."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatronapp_common.job.api.status_fields import CONFIG, Count, Flag, StatusType, WholeTime, is_falsy, requires
+
+STARTING = "starting"
+"""State of a progress document while the ranks have not begun to train."""
+ProgressState = Literal["starting", "training", "evaluating", "saving", "done", "serving"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan(StatusType):
+    """Plan of MegaDPP for the steps of one batch size; times are those of the pipeline of the reporting rank."""
+
+    __pydantic_config__ = CONFIG | requires("fromStep", "schedule", "plan")
+
+    from_step: Count
+    """First step under it, counted from 0."""
+    schedule: str
+    """Value of dpp.schedule."""
+    plan: str
+    """Order of the passes in words."""
+    microbatches: Count = 0
+    """Microbatches of a step."""
+    chunks: Count = 1
+    """Model chunks of each rank."""
+    cap_chunks: Count = 0
+    """Most chunks whose activations a rank keeps at a time."""
+    spare_chunks: Count = 0
+    """Chunks of these beyond what the order alone needs."""
+    chosen: Flag = False
+    """True if it was chosen by simulation with measured times."""
+    simulated_seconds: float | None = None
+    """Simulated length of the passes of a step."""
+    simulated_bubble: float | None = None
+    """Share of that in which a rank waits, mean over the ranks, 0 to 1."""
+    static_seconds: float | None = None
+    """Simulated length under the static order of megatron-core."""
+    static_bubble: float | None = None
+    """Share of that in which a rank waits, 0 to 1."""
+    measured_seconds: float | None = None
+    """Median length in the first steps under it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(StatusType):
+    """Progress of the training, from its progress document. Absent values are null."""
+
+    __pydantic_config__ = CONFIG | requires()
+
+    attempt: int = 0
+    """Attempt that reported."""
+    iteration: int
+    """Number of finished steps; for a served model, of answered prompts."""
+    total_iterations: int | None = None
+    """Steps of the whole training."""
+    loss: float | None = None
+    """Loss of the newest step."""
+    learning_rate: float | None = None
+    """Learning rate of the newest step."""
+    grad_norm: float | None = None
+    """Norm of all gradients of the newest step."""
+    tokens_per_second: float | None = None
+    """Throughput over all ranks."""
+    tflops_per_gpu: float | None = None
+    """Model TFLOP/s of each rank as Megatron-LM counts them: half of the attention, no recomputation."""
+    seconds_left: float | None = None
+    """Estimated time to the end."""
+    consumed_samples: int | None = None
+    """Number of samples consumed."""
+    validation_loss: float | None = None
+    """Loss of the newest evaluation."""
+    state: ProgressState = "training"
+    """Activity of the ranks."""
+    updated_at: WholeTime | None = None
+    """Real time of the report, RFC 3339."""
+    plans: Annotated[tuple[PipelinePlan, ...], Field(exclude_if=is_falsy)] = ()
+    """Plans of MegaDPP, the newest 8, oldest first; the last one is in force."""

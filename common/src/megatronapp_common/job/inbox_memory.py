@@ -1,0 +1,73 @@
+"""Shared memory that the messages of MegaDPP need, from a manifest: the arithmetic of the trainer's inboxes.
+
+`tests/unit/trainer/pipeline/test_inbox_memory.py` compares it with the trainer's own, which decides at the start.
+"""
+
+from megatronapp_common.job.api.runtimes import Dpp
+from megatronapp_common.job.megatron_job import MegatronJob
+
+FILE_BYTES = 64 << 10
+"""Upper bound of what a file takes beyond its slots."""
+SLOT_BYTES = 640
+"""Upper bound of what a slot takes beyond its message."""
+SPARE_DIVISOR = 4
+"""By default the schedule auto may keep activations of a quarter more chunks than the static order, at least of one."""
+SPARE_CHUNKS_OF_BYTES = 8
+"""The chunks more where the memory cap is in bytes, of which the manifest does not say how many chunks they are."""
+
+
+def inbox_bytes(job: MegatronJob) -> int:
+    """Return an upper bound of the shared memory for messages on a worker; 0 without MegaDPP.
+
+    Of a job of a single worker on the CPU it is the trainer's own number; ranks with GPUs need as much only where their
+    devices do not reach each other. Flags in spec.args are not read.
+    """
+    dpp, layout, world = job.spec.dpp, job.spec.parallelism, job.world
+    model, training = job.spec.model, job.spec.training
+    if not dpp.enabled or layout.pipeline < 2 or model is None or training is None:
+        return 0
+    stages, chunks = layout.pipeline, _chunks(job)
+    is_ring = chunks > 1 and not _is_vee(dpp, chunks)
+    ranks = max(world.proc_per_node)
+    if world.nodes > 1:
+        neighbours = ranks * (1 if stages == 2 else 2)
+    elif is_ring and stages > 2:
+        neighbours = 2 * ranks
+    else:
+        neighbours = 2 * (stages - 1) * ranks // stages
+    samples = training.global_batch_size or training.micro_batch_size * world.data_parallel_size
+    microbatches = samples // training.micro_batch_size // world.data_parallel_size
+    slots = _peak_chunks(job, microbatches) * (1 if chunks == 1 else 2) + 2
+    files = ranks * layout.tensor + neighbours
+    length = model.seq_length // (layout.tensor if layout.sequence_parallel else 1)
+    number_bytes = 2 if training.precision == "bf16" else 4
+    message_bytes = length * training.micro_batch_size * model.hidden_size * number_bytes
+    return neighbours * slots * (message_bytes + SLOT_BYTES) + files * FILE_BYTES
+
+
+def _chunks(job: MegatronJob) -> int:
+    return job.spec.parallelism.virtual_pipeline or job.spec.dpp.chunks or 1
+
+
+def _is_vee(dpp: Dpp, chunks: int) -> bool:
+    return dpp.schedule == "zero-bubble" and chunks == 2
+
+
+def _peak_chunks(job: MegatronJob, microbatches: int) -> int:
+    """Return the most chunks whose activations a rank keeps at a time."""
+    dpp, stages, chunks = job.spec.dpp, job.spec.parallelism.pipeline, _chunks(job)
+    schedule = dpp.schedule or "auto"
+    cap = None if dpp.memory_cap is None else str(dpp.memory_cap)
+    capped = int(cap) if cap is not None and cap.isdecimal() else None
+    if schedule in {"dfc", "bfc"}:
+        return min(capped or stages, microbatches) * chunks
+    if _is_vee(dpp, chunks):
+        return min(2 * stages, 2 * microbatches)
+    warm_up = stages - 1 if chunks == 1 else 2 * (stages - 1) + (chunks - 1) * stages
+    planned = min(warm_up + 1, microbatches * chunks)
+    if schedule != "auto":
+        return planned
+    most = planned + (max(1, planned // SPARE_DIVISOR) if cap is None else SPARE_CHUNKS_OF_BYTES)
+    if capped is not None:
+        most = capped * chunks
+    return max(planned, min(most, microbatches * chunks))
