@@ -65,6 +65,7 @@ def manifest() -> Object:
             "model": model,
             "training": training,
             "data": {"mock": True},
+            "dpp": {"enabled": True},
             "trace": {"enabled": True},
             "analyzer": {"enabled": True, "retainSeconds": 0},
             "runPolicy": {"terminationGracePeriodSeconds": 1},

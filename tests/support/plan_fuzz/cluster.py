@@ -3,7 +3,7 @@
 import dataclasses
 import random
 
-from megatronapp_common.job.api.status import ProgressState
+from megatronapp_common.job.api.progress import ProgressState
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import Deletion, HubPhase, Progress, WorkerPhase
 from plan_fuzz.pods import Node, Pod, whole

@@ -31,7 +31,7 @@ def train(flags: str) -> dict[str, Any]:
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)
-    device = prepare_device(layout.local_rank)
+    device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
     initialize_groups(config, layout, device)
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     manager = CheckpointManager(config, layout) if config.checkpoint.save or config.checkpoint.load else None

@@ -18,7 +18,7 @@ def prepare(flags: str) -> Any:
 
     config = parse(flags.split())
     layout = layout_of(config)
-    device = prepare_device(layout.local_rank)
+    device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
     if not dist.is_initialized():
         initialize_groups(config, layout, device)
     return build_run(config, layout, device, vocab_size=vocab_size_of(config))

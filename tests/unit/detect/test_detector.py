@@ -122,15 +122,6 @@ def test_without_peers_and_history_it_is_left_open(watch: Watch, sim: ModuleType
     assert run.last.confidence <= 0.6
 
 
-def test_a_heavy_last_stage_with_peers_is_no_finding(watch: Watch) -> None:
-    assert watch(LAYOUTS["dp2-pp2"], stage_weight=(1.0, 2.5)).verdicts == []
-
-
-@pytest.mark.full("a variant of a simulated job")
-def test_a_last_stage_with_a_large_vocabulary_is_no_finding(watch: Watch) -> None:
-    assert watch(LAYOUTS["dp1-pp4"], stage_weight=(1.0, 1.0, 1.0, 2.2)).verdicts == []
-
-
 def test_slow_ranks_of_a_single_node_are_named_as_the_node(watch: Watch, sim: ModuleType) -> None:
     faults = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=25) for rank in (2, 3))
     run = watch(LAYOUTS["dp2-pp2"], faults=faults)

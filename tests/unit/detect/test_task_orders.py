@@ -14,7 +14,7 @@ from megatronapp_analyzer.graph.waits import attribute
 from megatronapp_analyzer.model import RANK_RECORD, Communicator, JobLayout, StepRecords
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RecordKind
 from megatronapp_trainer.pipeline.planning.orders import interleaved
-from megatronapp_trainer.pipeline.planning.policies import PlanGuided
+from megatronapp_trainer.pipeline.planning.policies import PlanGuided, Static
 from megatronapp_trainer.pipeline.planning.simulator import Simulation, simulate
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Task, TaskKind
 
@@ -22,6 +22,7 @@ LAYOUT = JobLayout.grid(dp=2, pp=2)
 PLACEMENT = Placement(2)
 MICROBATCHES = 8
 TASK_S = 20e-3
+LATE_S = 7 * TASK_S
 FIRST_SLOW_STEP = 15
 KINDS = {
     TaskKind.FORWARD: RecordKind.FORWARD,
@@ -32,12 +33,24 @@ Row = tuple[int, ...]
 
 
 class TaskJob:
-    """Steps of two replicas of a pipeline, run by the trainer's own policies; `factor`: slowness of `slow`."""
+    """Steps of two replicas of a pipeline, run by the trainer's own policies.
 
-    def __init__(self, sim: ModuleType, slow: int, factor: float) -> None:
+    `factor`: slowness of rank `slow`; `late`: source and destination of which every fourth message takes LATE_S;
+    `static`: without passes before their turn.
+    """
+
+    def __init__(
+        self,
+        sim: ModuleType,
+        slow: int | None = None,
+        factor: float = 1.0,
+        *,
+        late: tuple[int, int] | None = None,
+        static: bool = False,
+    ) -> None:
         self._tables = sim.Simulator(sim.Job(layout=LAYOUT), 1)
-        self._slow, self._factor = slow, factor
-        self._rng = np.random.default_rng(slow)
+        self._slow, self._factor, self._late, self._static = slow, factor, late, static
+        self._rng = np.random.default_rng(slow or 0)
         self._now = 1000.0
 
     def steps(self, count: int) -> Iterator[StepRecords]:
@@ -71,14 +84,22 @@ class TaskJob:
             slow = step >= FIRST_SLOW_STEP and self._world_rank(replica, stage) == self._slow
             return TASK_S * (self._factor if slow else 1.0) * float(self._rng.uniform(0.95, 1.05))
 
-        policies = [PlanGuided(interleaved(PLACEMENT, MICROBATCHES, stage), cap=4) for stage in range(2)]
+        def transfer_seconds(stage: int, task: Task) -> float:
+            target = PLACEMENT.next_task(stage, task)
+            assert target is not None
+            pair = self._world_rank(replica, stage), self._world_rank(replica, target.rank)
+            late = step >= FIRST_SLOW_STEP and pair == self._late and task.microbatch % 4 == 0
+            return LATE_S if late else 1e-4
+
+        orders = [interleaved(PLACEMENT, MICROBATCHES, stage) for stage in range(2)]
+        policies = [Static(order) if self._static else PlanGuided(order, cap=4) for order in orders]
         return simulate(
             PLACEMENT,
             MICROBATCHES,
             policies,
-            split=True,
+            split=not self._static,
             task_seconds=task_seconds,
-            transfer_seconds=lambda stage, task: 1e-4,
+            transfer_seconds=transfer_seconds,
         )
 
     def _rows(self, run: Simulation, rank: int, step: int) -> Iterator[Row]:
@@ -126,6 +147,20 @@ def test_a_slow_rank_is_named_whose_peers_fill_their_waits(
     run = judge(LAYOUT, TaskJob(sim, slow, 2.0).steps(30))
     assert run.subjects == {("rank", (slow,), "compute")}
     assert run.first_step() > FIRST_SLOW_STEP
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("pair", [(0, 2), (2, 0)])
+def test_a_late_link_is_named_although_few_passes_wait_for_it(
+    sim: ModuleType, judge: Callable[..., Any], pair: tuple[int, int], static: bool
+) -> None:
+    run = judge(LAYOUT, TaskJob(sim, late=pair, static=static).steps(30))
+    assert run.subjects == {("link", pair, "link")}
+    assert run.first_step() > FIRST_SLOW_STEP
+
+
+def test_nothing_is_named_where_nothing_is_late(sim: ModuleType, judge: Callable[..., Any]) -> None:
+    assert judge(LAYOUT, TaskJob(sim).steps(30)).verdicts == []
 
 
 def test_silence_where_no_rank_is_slow(sim: ModuleType, judge: Callable[..., Any]) -> None:

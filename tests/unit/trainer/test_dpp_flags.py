@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.config.checks import check_world
@@ -12,12 +14,14 @@ from megatronapp_trainer.config.dpp import DppConfig
 from megatronapp_trainer.errors import UsageError, UsageErrors
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.node_flags import check_node_flags, is_own_address
+from megatronapp_trainer.utils.byte_sizes import bytes_of, bytes_text
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
     "--lr 1e-3 --mock-data --vocab-size 128"
 )
 PIPED = "--pipeline-model-parallel-size 2"
+VEE = "--use-dpp --dpp-schedule zero-bubble --num-virtual-stages-per-pipeline-rank 2"
 
 
 def parsed(flags: str) -> TrainerConfig:
@@ -30,17 +34,19 @@ def parsed(flags: str) -> TrainerConfig:
         ("--use-dpp", "--use-dpp needs --pipeline-model-parallel-size above 1"),
         (f"{PIPED} --dpp-schedule dfc", "--dpp-schedule needs --use-dpp"),
         (f"{PIPED} --dpp-memory-cap 2", "--dpp-memory-cap needs --use-dpp"),
-        (f"{PIPED} --workload 2", "--workload needs --use-dpp"),
+        (f"{PIPED} --workload 2", "--workload needs --use-dpp or --transport native"),
         (f"{PIPED} --use-dpp --workload 0", "--workload 0: give the number of threads"),
         (f"{PIPED} --use-dpp --workload 1048576", "in MegatronApp it was the number of elements for each thread"),
-        (f"{PIPED} --use-dpp --dpp-memory-cap 0", "--dpp-memory-cap 0 must be 1 or more"),
+        (f"{PIPED} --use-dpp --dpp-memory-cap 0", "--dpp-memory-cap 0: give a number of microbatches, 1 or more"),
+        (f"{PIPED} --use-dpp --dpp-memory-cap 8GB", "--dpp-memory-cap 8GB: give a number of microbatches"),
         (f"{PIPED} --use-dpp --dpp-schedule static --dpp-memory-cap 2", "whose order is fixed; leave it out"),
         (
-            f"{PIPED} --use-dpp --dpp-schedule zero-bubble --num-virtual-stages-per-pipeline-rank 2",
-            "zero-bubble has one chunk on each rank",
+            f"{PIPED} --use-dpp --dpp-schedule zero-bubble --num-layers 6 --num-virtual-stages-per-pipeline-rank 3",
+            "zero-bubble has one chunk on each rank (ZB-H1) or two (ZB-V), not 3",
         ),
+        (f"{PIPED} {VEE} --decoder-last-pipeline-num-layers 2", "has both ends of the model on the first rank"),
         (f"{PIPED} --use-dpp --transport nccl", "--transport nccl cannot carry --use-dpp"),
-        (f"{PIPED} --transport native", "--transport native needs --use-dpp"),
+        ("--transport native", "--transport native needs --pipeline-model-parallel-size above 1"),
         (f"{PIPED} --transport nccl --distributed-backend gloo", "exclude each other"),
         ("--transport ucx", "invalid choice: 'ucx'"),
         ("--num-gpus 0", "--num-gpus 0 must be 1 or more"),
@@ -58,12 +64,34 @@ def test_flags_of_megadpp_without_meaning_are_refused(flags: str, message: str) 
     [
         f"{PIPED} --use-dpp --transport auto --workload 64 --multi-node --num-gpus 4 --node-ips 10.0.0.1,fd00::1",
         f"{PIPED} --use-dpp --transport native --dpp-schedule bfc --dpp-memory-cap 3",
+        f"{PIPED} {VEE}",
         f"{PIPED} --transport nccl",
+        f"{PIPED} --transport native --workload 2",
         "--multi-node --num-gpus 4 --node-ips 127.0.0.1",
     ],
 )
 def test_flags_of_megadpp_are_taken(flags: str) -> None:
     parsed(flags)
+
+
+def test_a_memory_cap_is_a_number_of_microbatches_or_a_size() -> None:
+    caps = {text: parsed(f"{PIPED} --use-dpp --dpp-memory-cap {text}").dpp for text in ("12", "8Gi", "300KiB")}
+    assert [cap.memory_cap_microbatches for cap in caps.values()] == [12, None, None]
+    assert [cap.memory_cap_bytes for cap in caps.values()] == [None, 8 << 30, 300 << 10]
+
+
+@given(st.integers(1, 1 << 50))
+def test_the_text_of_a_size_is_never_too_small(size: int) -> None:
+    read = bytes_of(bytes_text(size))
+    assert read is not None
+    assert size <= read < max(size * 1.01, size + 1024)
+
+
+def test_two_chunks_in_a_vee_take_any_number_of_microbatches() -> None:
+    odd = f"{PIPED} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6"
+    check_world(parsed(f"{odd} --use-dpp --dpp-schedule zero-bubble"), 1)
+    with pytest.raises(UsageError, match="the interleaved schedule needs a multiple"):
+        check_world(parsed(odd), 1)
 
 
 @pytest.mark.parametrize(
@@ -170,5 +198,5 @@ def test_gpus_are_refused_before_groups_are_built() -> None:
     from megatronapp_trainer.parallel.groups import initialize_groups
 
     gpu = Device(torch_device=torch.device("cuda", 0), name="a GPU")
-    with pytest.raises(UsageError, match="--use-dpp trains on the CPU only so far; leave it out on GPUs"):
-        initialize_groups(parsed(f"{PIPED} --use-dpp"), LAYOUT, gpu)
+    with pytest.raises(UsageError, match="--transport native carries tensors of the CPU only so far"):
+        initialize_groups(parsed(f"{PIPED} --transport native"), LAYOUT, gpu)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import megatronapp_native as native
-from megatronapp_common.trace import DURATION_UNIT_NS, NO_MICROBATCH, RECORD, Flag, RecordKind
+from megatronapp_common.trace import DURATION_UNIT_NS, NO_MICROBATCH, RECORD, Flag, RecordKind, TransferPath
 from megatronapp_trainer.errors import PeerLostError
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Task
-from megatronapp_trainer.pipeline.transport.task_transport import ObservedTaskTransport
+from megatronapp_trainer.pipeline.transport.task_transport import ObservedTaskTransport, Posted
 from megatronapp_trainer.scan.recorder import Recorder
 from megatronapp_trainer.scan.task_transfers import TaskTransfers, message_number
 
@@ -37,8 +37,9 @@ class TracedRank:
         )
         self.transfers = TaskTransfers(3, {(2, 3): 0, (4, 3): 1, (3, 4): 2}, recorder=recorder, withheld_ns=withheld_ns)
 
-    def arrive(self, target: PassKey, source: int) -> None:
-        self.transfers.arrived(target, ObservedCopy(source, 4096, self.now_ns - 10 * UNIT, self.now_ns - 2 * UNIT))
+    def arrive(self, target: PassKey, source: int, path: TransferPath = TransferPath.SHARED_MEMORY) -> None:
+        copy = ObservedCopy(source, 4096, self.now_ns - 10 * UNIT, self.now_ns - 2 * UNIT, path)
+        self.transfers.arrived(target, copy)
 
     def waits(self) -> list[tuple[int, int, int, int]]:
         """Slot, ordinal, start and length of the waits."""
@@ -99,6 +100,12 @@ def test_a_pass_without_a_message_ends_the_wait_without_a_record(rank: TracedRan
     assert [length for *_, length in rank.waits()] == [0]
 
 
+def test_a_copy_carries_its_path_and_size(rank: TracedRank) -> None:
+    rank.arrive(FORWARD, 2)
+    rank.arrive(BACKWARD, 4, TransferPath.UCX)
+    assert [(r["layer"], r["aux"], r["duration"]) for r in rank.records(RecordKind.COPY)] == [(0, 256, 8), (2, 256, 8)]
+
+
 def test_a_wait_that_fails_stays_open_for_readers_of_the_ring(rank: TracedRank) -> None:
     with rank.transfers.waiting():
         pass
@@ -113,18 +120,28 @@ class TwoMessages:
 
     def __init__(self, rank: TracedRank, tasks: dict[Task, torch.Tensor]) -> None:
         self.limits_s: list[float | None] = []
+        self.copying: set[Task] = set()
         self._rank = rank
         self._tasks = tasks
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(name)
 
+    def path_from(self, rank: int) -> TransferPath:
+        return TransferPath.SHARED_MEMORY
+
     def poll(self) -> dict[Task, torch.Tensor]:
         arrived, self._tasks = self._tasks, {}
         return arrived
 
-    def copied_ns(self, task: Task) -> tuple[int, int]:
-        return self._rank.now_ns - 10 * UNIT, self._rank.now_ns
+    def posted(self) -> dict[Task, Posted]:
+        return {task: Posted(sender=0, number=1) for task in self._tasks}
+
+    def take_posted(self, task: Task) -> torch.Tensor:
+        return self._tasks.pop(task)
+
+    def copied_ns(self, task: Task) -> tuple[int, int] | None:
+        return None if task in self.copying else (self._rank.now_ns - 10 * UNIT, self._rank.now_ns)
 
     def wait(self, limit_s: float | None = None) -> None:
         self.limits_s.append(limit_s)
@@ -153,6 +170,28 @@ def test_a_withheld_message_is_handed_out_at_its_time_and_other_tasks_run_until_
     assert [length for *_, length in rank.waits()] == [0, 20 * UNIT]
     (fault,) = rank.records(RecordKind.FAULT)
     assert (int(fault["start_ns"]), int(fault["duration"])) == (begin_ns - 50 * UNIT, 70)
+
+
+def test_an_input_that_is_taken_on_its_way_is_recorded_once_it_is_copied(tmp_path: pathlib.Path) -> None:
+    rank = TracedRank(tmp_path / "rank3.ring", lambda source: 70 * UNIT if withheld else 0)
+    task, withheld = Task.forward(5, 1), True
+    inner = TwoMessages(rank, {task: torch.zeros(4)})
+    transport = ObservedTaskTransport(
+        inner, rank.transfers, placement=Placement(3, 2), rank=1, pipeline=[2, 3, 4], now_ns=lambda: rank.now_ns
+    )
+    assert not transport.posted()  # a fault withholds messages of its sender
+    withheld = False
+    assert transport.posted() == {task: Posted(sender=0, number=1)}
+    inner.copying.add(task)
+    assert transport.take_posted(task).shape == (4,)
+    assert not transport.poll()
+    assert len(rank.records(RecordKind.COPY)) == 0
+    inner.copying.clear()
+    assert not transport.poll()
+    (copy,) = rank.records(RecordKind.COPY)
+    assert int(copy["duration"]) == 10
+    assert not transport.poll()
+    assert len(rank.records(RecordKind.COPY)) == 1
 
 
 def test_sends_and_copies_carry_the_number_of_the_pass_that_takes_them(tmp_path: pathlib.Path) -> None:

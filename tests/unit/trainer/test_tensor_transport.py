@@ -201,11 +201,39 @@ def test_sent_memory_lives_until_it_is_copied(transports: list[Any]) -> None:
     for key in range(20):  # far more than there are slots
         transports[0].send(1, key, torch.full((1024,), float(key)))
     assert transports[0].sending() >= 18
-    assert [float(transports[1].receive(0, key, spec, 60.0).tensor.sum()) for key in range(20)] == [
-        1024.0 * key for key in range(20)
-    ]
+    all_queued_ns = native.monotonic_ns()
+    starts_ns = []
+    for key in range(20):
+        received = transports[1].receive(0, key, spec, 60.0)
+        assert float(received.tensor.sum()) == 1024.0 * key
+        assert received.queued_ns <= all_queued_ns
+        starts_ns.append(received.copied_ns[0])
+        del received
+    assert max(starts_ns) > all_queued_ns, "the wait for a slot is not part of the copy"
     transports[0].close()
     assert transports[0].sending() == 0
+
+
+def test_all_arrived_tensors_are_taken_together(transports: list[Any]) -> None:
+    import torch
+
+    from megatronapp_trainer.errors import PeerLostError
+    from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+
+    spec = TensorSpec((4,), torch.float32)
+    for key in (3, 9):
+        transports[0].send(1, key, torch.full((4,), float(key)))
+    received = {message.key: message for message in transports[1].take_arrived([0], spec)}
+    assert {key: message.tensor.tolist() for key, message in received.items()} == {3: [3.0] * 4, 9: [9.0] * 4}
+    assert {message.sender for message in received.values()} == {0}
+    assert transports[1].take_arrived([0], spec) == []
+    assert transports[1].poll(0, 3, spec) is None
+    transports[0].close()
+    with pytest.raises(PeerLostError, match="rank 0 closed"):
+        transports[1].receive(0, 1, spec, 60.0)
+    with pytest.raises(PeerLostError, match="rank 0 closed"):
+        transports[1].take_arrived([0], spec)
+    assert transports[1].take_arrived([], spec) == []
 
 
 def test_transfers_have_their_true_times(transports: list[Any]) -> None:

@@ -205,6 +205,8 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
         ("--max-position-embeddings 16", "below --seq-length"),
         ("--vocab-file a", "--merge-file"),
         ("--log-interval 0", "--log-interval must be above 0"),
+        ("--ranks-per-gpu 2", "--ranks-per-gpu 2 needs --distributed-backend gloo"),
+        ("--ranks-per-gpu 2 --overlap-grad-reduce", "excludes --use-distributed-optimizer and --overlap-grad-reduce"),
     ],
 )
 def test_what_cannot_work_is_refused(more: str, message: str) -> None:

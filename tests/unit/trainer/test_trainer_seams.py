@@ -109,6 +109,8 @@ class ReceivingTransport:
         self.posted.append(transfers)
         return PostedTransfers(self.tensor, None, {"recv_prev": self.request})
 
+    def close(self, *, drain: bool = True) -> None: ...
+
 
 class RecordedSpans:
     """A recorder that keeps the kinds of its records."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import pathlib
 import shlex
 import signal
@@ -16,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.names import Env
-from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.trace import NO_MICROBATCH, RecordKind
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.config.batch_size import BatchSchedule
@@ -224,43 +222,6 @@ def test_log_lines_hold_means_over_the_interval() -> None:
     assert "elapsed time per iteration (ms): 200.0 |" in line
     assert "tokens per second: 1500 |" in line
     assert "time left: 0:00:02 |" in line
-
-
-def test_the_progress_document_has_state_and_figures(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(Env.SHM_DIR, str(tmp_path))
-    monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
-    monkeypatch.setenv(Env.ATTEMPT, "3")
-    reporter = Reporter(config_of(), progress=open_progress(10), events=None, print_line=lambda _: None)
-    reader = DocumentReader(tmp_path / "job.0.progress")
-    reporter.state("starting")
-    document = reader.read()
-    assert document is not None
-    assert document["loss"] is None
-    assert (document["attempt"], document["totalIterations"], document["state"]) == (3, 10, "starting")
-    reporter.step(metrics_of(4, 2.5), elapsed_s=0.5, batch_size=16, skipped_steps=0)
-    document = reader.read()
-    assert document is not None
-    assert (document["iteration"], document["loss"], document["state"]) == (4, 2.5, "training")
-    assert document["gradNorm"] is None
-    assert document["secondsLeft"] == 3.0
-    json.dumps(document)
-
-
-@pytest.mark.parametrize(
-    ("iteration", "printed"), [(7, "resumes after step 7 of 10"), (10, "nothing is left to train")]
-)
-def test_a_resume_is_printed_at_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, iteration: int, printed: str
-) -> None:
-    monkeypatch.setenv(Env.SHM_DIR, str(tmp_path))
-    monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
-    lines: list[str] = []
-    reporter = Reporter(config_of(), progress=open_progress(10), events=None, print_line=lines.append)
-    reporter.resumed(iteration, 16 * iteration, total_iterations=10)
-    document = DocumentReader(tmp_path / "job.0.progress").read()
-    assert document is not None
-    assert (document["iteration"], document["state"]) == (iteration, "starting")
-    assert [line.startswith(printed) for line in lines] == [True]
 
 
 class Events:

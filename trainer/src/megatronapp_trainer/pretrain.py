@@ -28,13 +28,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         build_parser().print_help()
         return ExitCode.OK
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     try:
         return pretrain(parse(arguments))
     except TrainerError as error:
         rank = os.environ.get("RANK", "0")
         print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def log_to_stderr() -> None:
+    """Write warnings to stderr, which is in the log of the rank, and of the trainer's own modules notes as well."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("megatronapp_trainer").setLevel(logging.INFO)
 
 
 def pretrain(config: TrainerConfig) -> ExitCode:
@@ -48,12 +54,16 @@ def pretrain(config: TrainerConfig) -> ExitCode:
     layout = layout_of(config)
     with StopRequest() as stop_request, named_errors():
         apply_deterministic_mode(config)
-        device = prepare_device(layout.local_rank)
+        device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
         initialize_groups(config, layout, device)
         if config.dpp.use_dpp:
             from megatronapp_trainer.pipeline.dynamic import check_memory
 
             check_memory(config, layout)
+        if config.dpp.replaces_transfers:
+            from megatronapp_trainer.pipeline.transport.stage_transport import check_stage_memory
+
+            check_stage_memory(config, layout)
         code = _train(config, layout, device, stop_request)
         destroy_groups()
     return code
@@ -85,7 +95,12 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
         if observer is not None:
             stack.callback(observer.close)
         saves_to = checkpoints if config.checkpoint.save is not None else None
-        schedule = build_schedule(run, observer, report=None if reporter is None else reporter.line)
+        schedule = build_schedule(
+            run,
+            observer,
+            report=None if reporter is None else reporter.line,
+            publish_plan=None if reporter is None else reporter.plan,
+        )
         trainer = Trainer(
             run,
             iterators,

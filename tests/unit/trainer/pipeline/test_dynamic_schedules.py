@@ -1,6 +1,7 @@
 """Each schedule of MegaDPP trains as megatron-core's does, to the last bit, also where inputs are late."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ import pytest
 import small_training
 
 from megatronapp_common.names import Env, ExitCode
+from megatronapp_trainer.pipeline.planning.report import PlanReport
 
 pytestmark = pytest.mark.torch
 
@@ -37,6 +39,11 @@ LAYOUTS = {
     "TP2xPP2+SP": (4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel"),
     "TP2xVPP2": (4, f"{VPP2} --tensor-model-parallel-size 2"),
     "bf16": (2, f"{VPP2} --bf16"),
+    "VPP2-ramp-up-recomputed": (
+        2,
+        f"{VPP2} --rampup-batch-size 4 4 8 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
 }
 SCHEDULES = ("auto", "dfc", "bfc", "static", "zero-bubble")
 CASES = [
@@ -113,38 +120,52 @@ def test_dropout_does_not_depend_on_what_is_late(run_ranks: RunRanks) -> None:
     assert planned != record_of(run_ranks, 2, f"{VPP2} --use-dpp --dpp-schedule static")
 
 
-def reported(flags: str) -> list[str]:
-    """Lines that the schedule of a run reports on this rank."""
+def reported(flags: str) -> tuple[list[str], list[PlanReport]]:
+    """Lines and plans that the schedule of a run reports on this rank."""
     from megatronapp_trainer.training.build import build_iterators, build_schedule
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.signals import StopRequest
 
     run = small_training.prepare(f"{MODEL} {flags}")
     lines: list[str] = []
-    schedule = build_schedule(run, report=lines.append)
+    plans: list[PlanReport] = []
+    schedule = build_schedule(run, report=lines.append, publish_plan=plans.append)
     Trainer(run, build_iterators(run.config, run.layout, 0), schedule, stop_request=StopRequest()).train()
     schedule.close()
-    return lines
+    return lines, plans
 
 
 def test_auto_chooses_its_plan_by_the_times_of_the_first_steps(run_ranks: RunRanks) -> None:
     flags = f"{VPP2} --use-dpp --train-iters 10 --lr-decay-iters 10"
-    first, last = run_ranks(2, reported, f"{flags} --dpp-memory-cap 4")
+    (first, _), (last, plans) = run_ranks(2, reported, f"{flags} --dpp-memory-cap 4")
     assert len(first) == len(last) == 2
     assert first[0] == last[0], "the ranks of a pipeline choose alike"
     assert re.fullmatch(
-        r" dpp: 8 microbatches: order of megatron-core, weight gradients fill waits, [0-3] chunks of memory to spare; "
+        r" dpp: 8 microbatches: order of megatron-core, weight gradients "
+        r"(fill waits, [0-3] chunks of memory to spare|at planned places, never left); "
         r"the passes of a step take [\d.]+ ms in simulation, \d+% of them waiting, and [\d.]+ ms in the static order",
         first[0],
     )
     assert first[1] == last[1]
     assert re.fullmatch(r" dpp: the passes of a step take [\d.]+ ms, [\d.]+ times the simulated time", last[1])
+    before, chosen, measured = plans
+    assert (before.schedule, before.microbatches, before.chunks, before.spare_chunks) == ("auto", 8, 2, 3)
+    assert not before.is_chosen
+    assert before.simulated_seconds is None
+    assert chosen.is_chosen
+    assert f"{chosen.microbatches} microbatches: {chosen.plan};" in last[0]
+    assert chosen.cap_chunks == before.cap_chunks - before.spare_chunks + chosen.spare_chunks
+    assert f"take {1e3 * chosen.simulated_seconds:.1f} ms in simulation, {chosen.simulated_bubble:.0%}" in last[0]
+    assert 0 < chosen.static_bubble < 1
+    assert dataclasses.replace(measured, measured_seconds=None) == chosen
+    assert f"take {1e3 * measured.measured_seconds:.1f} ms, " in last[1]
 
 
 @pytest.mark.full("a second choice of the plan")
 def test_each_size_of_a_ramp_up_has_a_plan_of_its_own(run_ranks: RunRanks) -> None:
     ramp = "--rampup-batch-size 4 4 40 --train-iters 16 --lr-decay-iters 16"
-    lines, _ = run_ranks(2, reported, f"{VPP2} --use-dpp {ramp}")
+    (lines, plans), _ = run_ranks(2, reported, f"{VPP2} --use-dpp {ramp}")
+    assert [plan.microbatches for plan in plans if plan.is_chosen and plan.measured_seconds is None] == [4, 8]
     chosen = [line.split()[1] for line in lines if "microbatches:" in line]
     assert chosen == ["4", "8"]
     assert sum("times the simulated time" in line for line in lines) >= 1
@@ -153,6 +174,15 @@ def test_each_size_of_a_ramp_up_has_a_plan_of_its_own(run_ranks: RunRanks) -> No
 def test_a_cap_below_the_static_order_is_refused(run_ranks: RunRanks) -> None:
     with pytest.raises(Exception, match="--dpp-memory-cap 2: the first stage keeps the activations of 3 microbatches"):
         run_ranks(2, reported, f"{VPP2} --use-dpp --dpp-memory-cap 2")
+
+
+@pytest.mark.full("a sweep of layouts", but=("VPP2",))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatron_core_over_the_native_transport_is_bit_equal(run_ranks: RunRanks, megatron: Any, layout: str) -> None:
+    world, flags = LAYOUTS[layout]
+    record = record_of(run_ranks, world, f"{flags} --transport native")
+    assert len(record[0]) == 3
+    assert record == megatron(layout)
 
 
 def copy_threads(flags: str) -> int:
@@ -177,20 +207,25 @@ def fail() -> None:
     raise ZeroDivisionError
 
 
-FAILURES = {"killed": be_killed, "failed": fail}
+def be_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def lose_a_rank(failure: str, flags: str) -> tuple[int, str]:
-    """Return the exit code and the message of a rank whose peer, a child of rank 0, ends in the middle of a step."""
+FAILURES = {"killed": be_killed, "failed": fail, "stopped": be_stopped}
+
+
+def lose_a_rank(failure: str, flags: str, ended: str) -> tuple[int, str]:
+    """Return the exit code and the message of a rank whose peer, a child of rank 0, ends or stops in the middle of a
+    step. `ended`: named pipe that the rank closes at its end, for the parent of a stopped peer."""
     import io
     import itertools
     import warnings
 
-    from megatronapp_trainer.pipeline.transport.shared_memory_transport import SharedMemoryTransport
+    from megatronapp_trainer.pipeline.transport.tensor_transport import TensorTransport
     from megatronapp_trainer.pretrain import main
 
     warnings.simplefilter("ignore")
-    send, sends = SharedMemoryTransport.send, itertools.count(1)
+    send, sends = TensorTransport.send, itertools.count(1)
 
     def failing(*arguments: Any) -> None:
         if next(sends) == 12:
@@ -199,25 +234,46 @@ def lose_a_rank(failure: str, flags: str) -> tuple[int, str]:
 
     if os.environ["RANK"] == "0":
         if peer := os.fork():
-            return os.waitpid(peer, 0)[1], ""
-        SharedMemoryTransport.send = failing  # type: ignore[assignment, method-assign]
+            _, status = os.waitpid(peer, os.WUNTRACED)
+            if os.WIFSTOPPED(status):
+                pathlib.Path(ended).read_bytes()
+                os.kill(peer, signal.SIGKILL)
+                os.waitpid(peer, 0)
+            return status, ""
+        TensorTransport.send = failing  # type: ignore[assignment, method-assign]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             code = main(flags.split())
         except ZeroDivisionError:
             os._exit(ExitCode.OWN_FAILURE)
+    if failure == "stopped":
+        pathlib.Path(ended).write_bytes(b"")
     return code, errors.getvalue()
 
 
-@pytest.mark.full("one failure shows the way", but=("killed",))
-@pytest.mark.parametrize("failure", FAILURES)
+ENDS = {
+    "killed": (os.WTERMSIG, signal.SIGKILL, "^rank 0 died"),
+    "failed": (os.WEXITSTATUS, ExitCode.OWN_FAILURE, "^rank 0 closed its transport"),
+    "stopped": (os.WSTOPSIG, signal.SIGSTOP, "nothing (arrived for|within) 15 s"),
+}
+"""Wait status of the rank, and what the other one reports."""
+
+
+@pytest.mark.full("one failure shows the way; a stop needs a deadline that a busy machine keeps", but=("killed-dpp",))
+@pytest.mark.parametrize("transport", ["--use-dpp", "--transport native"], ids=["dpp", "native"])
+@pytest.mark.parametrize("failure", ENDS)
 def test_a_rank_that_ends_within_a_step_is_reported_and_leaves_no_memory(
-    run_ranks: RunRanks, tmp_path: pathlib.Path, failure: str
+    run_ranks: RunRanks, tmp_path: pathlib.Path, failure: str, transport: str
 ) -> None:
-    flags = f"{MODEL} {VPP2} --use-dpp"
-    (status, _), (code, errors) = run_ranks(2, lose_a_rank, failure, flags, environment={Env.SHM_DIR: str(tmp_path)})
-    expected = signal.SIGKILL if failure == "killed" else ExitCode.OWN_FAILURE
-    assert (os.WTERMSIG(status) or os.waitstatus_to_exitcode(status)) == expected
+    status_of, expected, text = ENDS[failure]
+    flags = f"{MODEL} {VPP2} {transport} --distributed-timeout-minutes {0.25 if failure == 'stopped' else 10}"
+    memory, ended = tmp_path / "shm", tmp_path / "ended"
+    memory.mkdir()
+    os.mkfifo(ended)
+    (status, _), (code, errors) = run_ranks(
+        2, lose_a_rank, failure, flags, str(ended), environment={Env.SHM_DIR: str(memory)}
+    )
+    assert status_of(status) == expected
     assert code == ExitCode.PEER_LOST, errors
-    assert "error (rank 1): rank 0" in errors
-    assert not list(tmp_path.iterdir())
+    assert re.search(text, errors.partition("error (rank 1): ")[2]), errors
+    assert not list(memory.iterdir())

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 8 --train-iters 1 --lr 2e-3 --mock-data --vocab-size 120 --use-dpp "
+    "--global-batch-size 8 --train-iters 1 --lr 2e-3 --mock-data --vocab-size 120 "
     "--pipeline-model-parallel-size 2 --load there"
 )
 
@@ -77,6 +77,34 @@ def test_slots_follow_the_activations_and_stay_under_the_limit() -> None:
         slots(1, 4095)
 
 
+def test_devices_that_do_not_reach_their_neighbours_are_found() -> None:
+    from megatronapp_trainer.pipeline.transport.inboxes import _devices_apart, _Proposal, _Reach
+
+    def proposals(reached: dict[str, str], seen: str) -> list[_Proposal]:
+        """Return those of four ranks in a row, with a device each."""
+        return [
+            _Proposal(
+                job="job",
+                memory="",
+                boards=(),
+                inbox_bytes=0,
+                pinned_bytes=0,
+                free=None,
+                reach=_Reach(name, frozenset(seen), frozenset(reached.get(name, "abcd"))),
+                neighbours=tuple(rank for rank in (index - 1, index + 1) if 0 <= rank < 4),
+            )
+            for index, name in enumerate("abcd")
+        ]
+
+    assert _devices_apart(proposals({}, "abcd")) is None
+    assert _devices_apart(proposals({"c": "bc"}, "abcd")) == (2, 3)
+    assert _devices_apart(proposals({"c": "cd"}, "abcd")) == (2, 1)
+    assert _devices_apart(proposals({"a": "ab"}, "abcd")) is None  # c and d are no neighbours of a
+    assert _devices_apart(proposals({"c": "c"}, "c")) is None  # not seen: the transport tries it
+    hosts = [proposal._replace(reach=None) for proposal in proposals({"c": "c"}, "abcd")]
+    assert _devices_apart(hosts) is None
+
+
 class SilentTransport:
     """A transport on which nothing arrives."""
 
@@ -107,44 +135,31 @@ def test_a_wait_that_ends_with_nothing_names_what_is_missing(follows: bool, expe
         transport.wait()
 
 
-def refusal(full: bool, apart: str) -> tuple[int, str]:
-    """Exit code and message of a rank whose memory is full or, on rank 1, another directory; no model may be built."""
+def refusal(flags: str) -> tuple[int, str]:
+    """Exit code and message of a rank whose shared memory is full; no model may be built."""
     import warnings
 
     from megatronapp_trainer import pretrain
 
     warnings.simplefilter("ignore")
-    if apart and os.environ["RANK"] == "1":
-        os.environ[Env.SHM_DIR] = apart
-    if full:
-        fields = list(os.statvfs("/"))
-        fields[4] = 1  # free blocks
-        os.statvfs = lambda _path: os.statvfs_result(fields)  # type: ignore[assignment]
+    fields = list(os.statvfs("/"))
+    fields[4] = 1  # free blocks
+    os.statvfs = lambda _path: os.statvfs_result(fields)  # type: ignore[assignment]
 
     def train(*_arguments: Any) -> None:
         raise AssertionError("the run goes on")
 
     pretrain._train = train  # type: ignore[assignment]
     with contextlib.redirect_stderr(io.StringIO()) as errors:
-        code = pretrain.main(FLAGS.split())
+        code = pretrain.main(f"{FLAGS} {flags}".split())
     return code, errors.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("full", "message"),
-    [
-        (True, "has 0 MiB free, and messages between its 2 ranks need 1 MiB ("),
-        (False, "shares no memory"),
-    ],
-    ids=["full", "apart"],
-)
+@pytest.mark.parametrize("flag", ["--use-dpp", "--transport native"])
 def test_memory_that_cannot_do_is_refused_before_the_checkpoint_is_loaded(
-    run_ranks: RunRanks, tmp_path: pathlib.Path, full: bool, message: str
+    run_ranks: RunRanks, tmp_path: pathlib.Path, flag: str
 ) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    environment = {Env.SHM_DIR: str(tmp_path)}
-    for code, errors in run_ranks(2, refusal, full, "" if full else str(other), environment=environment):
+    for code, errors in run_ranks(2, refusal, flag, environment={Env.SHM_DIR: str(tmp_path)}):
         assert code == ExitCode.USAGE, errors
-        assert message in errors
-        assert "--dpp-memory-cap" in errors or not full
+        assert f"{flag}: {tmp_path} has 0 MiB free, and messages between its 2 ranks need 1 MiB (" in errors
+        assert "--dpp-memory-cap" in errors

@@ -4,7 +4,7 @@ import collections
 import itertools
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,12 @@ from pytest_workers import FULL, examples
 
 from megatronapp_trainer.pipeline.leader import Following, Leading
 from megatronapp_trainer.pipeline.planning.choice import Candidate, MeasuredTimes, choose_candidate
+from megatronapp_trainer.pipeline.planning.memory import ChunkMemory, MemoryLimit
 from megatronapp_trainer.pipeline.planning.orders import (
     Order,
+    forward_vee,
     interleaved,
+    peak_activations,
     peak_in_flight,
     with_weights,
     zero_bubble_h1,
@@ -162,6 +165,23 @@ def test_zero_bubble_v_ends_whatever_takes_long(
     )
     assert_valid(placement, num_microbatches, simulation, split=True)
     assert max(simulation.peaks) <= 2 * placement.ranks
+    assert simulation.peaks == tuple(map(peak_activations, simulation.orders))
+
+
+@given(VEES, MICROBATCHES)
+def test_an_evaluation_in_a_vee_needs_no_wait(placement: Placement, num_microbatches: int) -> None:
+    orders = [list(forward_vee(placement, num_microbatches, rank)) for rank in range(placement.ranks)]
+    length = 2 * num_microbatches + 2 * placement.ranks - 2
+    ends: dict[tuple[int, int], int] = {}
+    """Time at which a microbatch leaves a stage."""
+    for now in range(length):
+        for rank, order in enumerate(orders):
+            microbatch, stage = (order[0].microbatch, placement.stage(rank, order[0].chunk)) if order else (-1, -1)
+            if order and (stage == 0 or ends.get((microbatch, stage - 1), length) <= now):
+                ends[microbatch, stage] = now + 1
+                order.pop(0)
+    assert not any(orders)
+    assert max(ends.values()) == length
 
 
 @settings(max_examples=3000 if FULL else 60)
@@ -189,6 +209,64 @@ def test_a_guided_rank_never_exceeds_its_cap_and_never_waits_forever(
     )
     assert_valid(placement, num_microbatches, simulation, split=split)
     assert all(peak <= cap for peak, cap in zip(simulation.peaks, caps, strict=True))
+
+
+@settings(max_examples=3000 if FULL else 60)
+@given(
+    step=STEPS,
+    spare=st.tuples(st.integers(0, 6), st.integers(0, 30)),
+    sizes=st.lists(st.builds(ChunkMemory, st.integers(1, 9), st.integers(0, 12)), min_size=4, max_size=4),
+    delay=st.none() | st.integers(0, 2),
+    history=st.randoms(use_true_random=False),
+)
+def test_a_guided_rank_never_exceeds_a_limit_of_what_it_keeps(
+    step: tuple[Placement, int],
+    spare: tuple[int, int],
+    sizes: list[ChunkMemory],
+    delay: int | None,
+    history: random.Random,
+) -> None:
+    """Weight tasks may leave less or more to keep than backward tasks free."""
+    placement, num_microbatches = step
+    chunks = tuple(sizes[: placement.chunks])
+    orders = [interleaved(placement, num_microbatches, rank) for rank in range(placement.ranks)]
+    if delay is not None:
+        orders = [with_weights(order, delay) for order in orders]
+    needs = [MemoryLimit(0, chunks).peak(order) for order in orders]
+    simulation = run(
+        placement,
+        num_microbatches,
+        lambda rank: PlanGuided(
+            orders[rank],
+            cap=peak_in_flight(orders[rank], (1,) * placement.chunks) + spare[0],
+            memory=MemoryLimit(needs[rank] + spare[1], chunks),
+        ),
+        split=True,
+        history=history,
+    )
+    assert_valid(placement, num_microbatches, simulation, split=True)
+    for need, order in zip(needs, simulation.orders, strict=True):
+        assert max(amounts_after(order, chunks)) <= need + spare[1]
+
+
+def amounts_after(order: Order, chunks: Sequence[ChunkMemory]) -> list[int]:
+    """Return the memory that a rank keeps after each task of an order."""
+    kinds = {TaskKind.FORWARD: (1, 0), TaskKind.BACKWARD: (-1, 1), TaskKind.WEIGHT: (0, -1)}
+    changes = []
+    for task in order:
+        chunk, (activations, operands) = chunks[task.chunk], kinds[task.kind]
+        changes.append(activations * chunk.activations + operands * chunk.operands)
+    return list(itertools.accumulate(changes))
+
+
+def test_a_limit_below_the_need_of_a_plan_is_refused() -> None:
+    order = interleaved(Placement(2), 4, 0)
+    limit = MemoryLimit(19, (ChunkMemory(10, 3),))
+    with pytest.raises(ValueError, match="holds 20 at its peak, more than the cap of 19"):
+        PlanGuided(order, cap=8, memory=limit)
+    assert MemoryLimit(0, (ChunkMemory(10, 15),)).peak(order) == 25  # while W of a microbatch is pending
+    delayed = with_weights(order, 1)
+    assert [MemoryLimit(most, (ChunkMemory(10, 3),)).allows_order(delayed) for most in (22, 23)] == [False, True]
 
 
 @settings(max_examples=examples(60))
@@ -348,7 +426,7 @@ def measured(placement: Placement, transfers: list[float]) -> MeasuredTimes:
     seconds = {TaskKind.FORWARD: 1.0, TaskKind.BACKWARD: 1.1, TaskKind.WEIGHT: 0.9}
     ranks, chunks = range(placement.ranks), range(placement.chunks)
     return MeasuredTimes(
-        task_seconds={(rank, kind, chunk): seconds[kind] for rank in ranks for kind in TaskKind for chunk in chunks},
+        task_seconds={(rank, kind, chunk): [seconds[kind]] for rank in ranks for kind in TaskKind for chunk in chunks},
         transfer_seconds=transfers,
     )
 

@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 import small_training
 
-from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, PASS_KINDS, RECORD, PassFlag, RecordKind
-from megatronapp_trainer.pipeline.planning.orders import interleaved
-from megatronapp_trainer.pipeline.planning.tasks import Placement, Task, TaskKind
+from megatronapp_common.trace import (
+    BYTES_UNIT,
+    DURATION_UNIT_NS,
+    PASS_KINDS,
+    RECORD,
+    PassFlag,
+    RecordKind,
+    TransferPath,
+)
+from megatronapp_trainer.pipeline.planning.orders import interleaved, zero_bubble_v
+from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, Task, TaskKind
 
 pytestmark = pytest.mark.torch
 
@@ -158,6 +166,7 @@ def test_transfers_match_between_sender_and_receiver(ranks: list[Rank]) -> None:
         assert int(copy["aux"]) * BYTES_UNIT == int(sent[key]["aux"]) * BYTES_UNIT == MESSAGE_BYTES
         assert int(sent[key]["start_ns"]) <= int(copy["start_ns"])
         assert end_ns(copy) <= end_ns(taken[key]) + DURATION_UNIT_NS
+        assert copy["layer"] == TransferPath.SHARED_MEMORY
 
 
 def test_the_input_of_a_pass_is_taken_right_before_it(ranks: list[Rank]) -> None:
@@ -197,3 +206,18 @@ def test_parameters_are_gathered_before_the_first_forward_pass_of_a_chunk(
                 assert end_ns(gather) <= int(first["start_ns"])
             firsts.add((rank, int(begun[0]["microbatch"])))
     assert firsts == {(0, 0), (1, 1)}, "the second microbatch of rank 1 runs first"
+
+
+@pytest.mark.full("a trace of another placement")
+def test_stages_in_a_vee_are_traced_in_the_order_of_their_plan(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    placement = Placement(2, 2, Shape.VEE)
+    found = traced(run_ranks, tmp_path, "--dpp-schedule zero-bubble", 7)
+    taken = 0
+    for rank, (metadata, records) in enumerate(found):
+        assert metadata["layout"]["vee"] == 1
+        for _, passes in passes_of(records):
+            assert tuple(map(task_of, passes)) == zero_bubble_v(placement, MICROBATCHES, rank)
+            assert not (passes["flags"] & PassFlag.EARLY).any()
+        taken += int((records["kind"] == RecordKind.COPY).sum())
+    handed_over = 2  # the output of the last rank's first chunk, and its gradient, stay on that rank
+    assert taken == STEPS * MICROBATCHES * (2 * (placement.stages - 1) - handed_over)

@@ -90,7 +90,7 @@ def _world(config: TrainerConfig, data_size: int) -> Iterator[str]:
     tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     yield from world_problems(config.dpp, tensor * pipeline * data_size)
     sizes = (batch, *(config.training.rampup_batch_size or ())[:2])
-    if config.virtual_size > 1:
+    if config.virtual_size > 1 and not config.is_vee:
         yield from require(
             all(size // stride % pipeline == 0 for size in sizes),
             f"the interleaved schedule needs a multiple of --pipeline-model-parallel-size {pipeline} microbatches "
@@ -272,6 +272,15 @@ def _tensor_parallel(config: TrainerConfig) -> Iterator[str]:
         ("--expert-model-parallel-size", parallel.expert_model_parallel_size),
     ):
         yield from require(size == 1, f"{flag} {size} is not supported yet; only 1 is")
+    yield from require(
+        parallel.ranks_per_gpu == 1 or parallel.distributed_backend == "gloo",
+        f"--ranks-per-gpu {parallel.ranks_per_gpu} needs --distributed-backend gloo: NCCL has one rank on a GPU",
+    )
+    yield from require(
+        parallel.ranks_per_gpu == 1 or not (parallel.use_distributed_optimizer or parallel.overlap_grad_reduce),
+        f"--ranks-per-gpu {parallel.ranks_per_gpu} excludes --use-distributed-optimizer and --overlap-grad-reduce: "
+        "gloo has no such reductions of CUDA tensors; leave them out",
+    )
 
 
 def _pipeline(config: TrainerConfig) -> Iterator[str]:

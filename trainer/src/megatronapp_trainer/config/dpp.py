@@ -2,13 +2,16 @@
 
 import dataclasses
 import ipaddress
+import re
 from collections.abc import Iterator
 
 from megatronapp_trainer.config.fields import option, require
 from megatronapp_trainer.config.parallel import ParallelConfig
+from megatronapp_trainer.utils.byte_sizes import bytes_of
 
 DPP_SCHEDULES = ("auto", "dfc", "bfc", "static", "zero-bubble")
 TRANSPORTS = ("auto", "native", "nccl")
+_NUMBER = re.compile(r"[1-9][0-9]{0,9}")
 MAX_THREADS = 64
 """Limit of the native transport (`csrc/src/transport/endpoint.cpp`)."""
 
@@ -21,19 +24,18 @@ class DppConfig:
     dpp_schedule: str = option(
         "auto",
         "auto: the static order, left while an input is late; dfc, bfc: any ready pass, depth or breadth first; "
-        "static: the order of megatron-core; zero-bubble: that order with weight gradients apart",
+        "static: the order of megatron-core; zero-bubble: ZB-H1, with two chunks on each rank ZB-V",
         choices=DPP_SCHEDULES,
     )
-    dpp_memory_cap: int | None = option(
+    dpp_memory_cap: str | None = option(
         None,
-        "microbatches whose activations a rank may keep; default: up to two chunks more than the static order, with "
-        "dfc and bfc as many as pipeline ranks",
-        bounds="[1, inf)",
+        "activations that a rank may keep: a number of microbatches, or bytes such as 8GiB; default: up to a quarter "
+        "more than the static order keeps, with dfc and bfc as many microbatches as pipeline ranks",
     )
     transport: str = option(
         "auto",
-        "how stages exchange tensors; native: our transport, with --use-dpp; nccl: megatron-core's transfers on GPUs, "
-        "without; auto: native with --use-dpp, otherwise megatron-core's",
+        "how stages exchange tensors; native: our transport; nccl: megatron-core's transfers on GPUs, without "
+        "--use-dpp; auto: native with --use-dpp, otherwise megatron-core's",
         choices=TRANSPORTS,
     )
     workload: int | None = option(None, f"threads of a rank that copy its messages, 1 to {MAX_THREADS}; default: 1")
@@ -42,6 +44,22 @@ class DppConfig:
     node_ips: str | None = option(
         None, "address of each rank in rank order, separated by commas, checked; the launcher has the addresses"
     )
+
+    @property
+    def replaces_transfers(self) -> bool:
+        """Return whether megatron-core's own schedules send through the native transport."""
+        return self.transport == "native" and not self.use_dpp
+
+    @property
+    def memory_cap_microbatches(self) -> int | None:
+        """Return the microbatches of ``--dpp-memory-cap``; None without it, and if it is a size."""
+        cap = self.dpp_memory_cap
+        return int(cap) if cap is not None and _NUMBER.fullmatch(cap) else None
+
+    @property
+    def memory_cap_bytes(self) -> int | None:
+        """Return the bytes of ``--dpp-memory-cap``; None without it, and if it is a number of microbatches."""
+        return None if self.dpp_memory_cap is None else bytes_of(self.dpp_memory_cap)
 
     @property
     def threads(self) -> int:
@@ -63,18 +81,32 @@ def dpp_problems(dpp: DppConfig, parallel: ParallelConfig, chunks: int) -> Itera
     given = {
         "--dpp-schedule": dpp.dpp_schedule != "auto",
         "--dpp-memory-cap": dpp.dpp_memory_cap is not None,
-        "--workload": dpp.workload is not None,
     }
     for flag, on in given.items():
         yield from require(dpp.use_dpp or not on, f"{flag} needs --use-dpp")
+    yield from require(
+        dpp.use_dpp or dpp.replaces_transfers or dpp.workload is None,
+        "--workload needs --use-dpp or --transport native, which copy with threads of their own; leave it out",
+    )
+    yield from require(
+        dpp.dpp_memory_cap is None or dpp.memory_cap_microbatches is not None or dpp.memory_cap_bytes is not None,
+        f"--dpp-memory-cap {dpp.dpp_memory_cap}: give a number of microbatches, 1 or more, or a size such as 8GiB",
+    )
     yield from require(
         dpp.dpp_schedule not in {"static", "zero-bubble"} or dpp.dpp_memory_cap is None,
         f"--dpp-memory-cap means nothing with --dpp-schedule {dpp.dpp_schedule}, whose order is fixed; leave it out",
     )
     yield from require(
-        dpp.dpp_schedule != "zero-bubble" or chunks == 1,
-        "--dpp-schedule zero-bubble has one chunk on each rank; leave out --num-layers-per-virtual-pipeline-stage and "
-        "--num-virtual-stages-per-pipeline-rank, or take --dpp-schedule auto",
+        dpp.dpp_schedule != "zero-bubble" or chunks <= 2,
+        f"--dpp-schedule zero-bubble has one chunk on each rank (ZB-H1) or two (ZB-V), not {chunks}; give "
+        "--num-virtual-stages-per-pipeline-rank 2, or take --dpp-schedule auto",
+    )
+    uneven = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    yield from require(
+        dpp.dpp_schedule != "zero-bubble" or chunks != 2 or uneven == (None, None),
+        "--dpp-schedule zero-bubble with two chunks has both ends of the model on the first rank, so that "
+        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers name no rank of their own; leave "
+        "them out, or take --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split",
     )
     yield from require(
         1 <= dpp.threads <= MAX_THREADS,
@@ -97,9 +129,8 @@ def _transport_problems(dpp: DppConfig, parallel: ParallelConfig) -> Iterator[st
         "matches those of two ranks by the order in which each of them starts its own; leave --transport out",
     )
     yield from require(
-        dpp.transport != "native" or dpp.use_dpp,
-        "--transport native needs --use-dpp: without it megatron-core sends tensors over the process group; leave it "
-        "out",
+        dpp.transport != "native" or parallel.pipeline_model_parallel_size > 1,
+        "--transport native needs --pipeline-model-parallel-size above 1: one stage sends nothing; leave it out",
     )
     yield from require(
         dpp.transport != "nccl" or parallel.distributed_backend != "gloo",

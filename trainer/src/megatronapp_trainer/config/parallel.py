@@ -35,6 +35,9 @@ class ParallelConfig:
         "--no-overlap-p2p-communication", "transfers of the interleaved schedule do not overlap compute"
     )
     distributed_backend: str = option("", "default: nccl on GPUs, gloo otherwise", choices=("nccl", "gloo"))
+    ranks_per_gpu: int = option(
+        1, "ranks of a node that share each GPU, to try a layout; above 1 only with gloo", bounds="[1, inf)"
+    )
     distributed_timeout_minutes: float = option(
         10.0, "a collective that takes longer ends the process", bounds="(0, inf)"
     )

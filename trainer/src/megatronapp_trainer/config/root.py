@@ -35,6 +35,11 @@ class TrainerConfig:
         return self.parallel.virtual_size(self.model.num_layers)
 
     @property
+    def is_vee(self) -> bool:
+        """Return True if stages are placed in a vee, as ZB-V has them: the first rank holds both ends of the model."""
+        return self.dpp.use_dpp and self.dpp.dpp_schedule == "zero-bubble" and self.virtual_size == 2
+
+    @property
     def schedule(self) -> str:
         """Return the name of the pipeline schedule in `pipeline.registry`."""
         return "dynamic" if self.dpp.use_dpp else "static"
@@ -42,3 +47,7 @@ class TrainerConfig:
     def global_batch_size(self, data_size: int) -> int:
         """Return the samples of one step after a ramp-up."""
         return self.training.global_batch_size or self.training.micro_batch_size * data_size
+
+    def most_microbatches(self, data_size: int) -> int:
+        """Return the microbatches of one step of a replica after a ramp-up."""
+        return self.global_batch_size(data_size) // self.training.micro_batch_size // data_size

@@ -65,25 +65,33 @@ class HostCopy:
         return self._tensor
 
 
-def prepare_device(local_rank: int) -> Device:
+def prepare_device(local_rank: int, ranks_per_gpu: int = 1) -> Device:
     """Choose the device of this process and make megatron-core ready for it.
 
-    Must run before a model is built. Raises UsageError if there are GPUs, but too few of them.
+    Must run before a model is built. Raises UsageError if there are GPUs, but too few of them, or none although
+    ranks are to share them.
     """
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
+        index = local_rank // ranks_per_gpu
+        if index >= torch.cuda.device_count():
             raise UsageError(
                 f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; "
                 "start one rank per GPU, or none of them with CUDA_VISIBLE_DEVICES= set to nothing"
             )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(index)
         with silence_megatron_imports():
             import megatron.core.models.gpt.gpt_layer_specs
             import megatron.core.optimizer  # noqa: F401 - imported here to suppress its warnings
-        device = torch.device("cuda", local_rank)
+        if ranks_per_gpu > 1:
+            from megatronapp_trainer.device import shared_gpu
+
+            shared_gpu.install()
+        device = torch.device("cuda", index)
         return Device(torch_device=device, name=f"{device} {torch.cuda.get_device_name(device)}")
+    if ranks_per_gpu > 1:
+        raise UsageError(f"--ranks-per-gpu {ranks_per_gpu}: this machine shows no GPU; leave it out")
     from megatronapp_trainer.device import cpu
 
     cpu.install()

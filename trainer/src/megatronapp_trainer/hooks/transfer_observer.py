@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import RecordKind, TransferPath
 
 
 class PassKey(NamedTuple):
@@ -23,6 +23,7 @@ class ObservedCopy(NamedTuple):
     start_ns: int
     end_ns: int
     """Times of the copy on the monotonic clock of the node."""
+    path: TransferPath = TransferPath.SHARED_MEMORY
 
 
 class TransferObserver(Protocol):
@@ -36,6 +37,9 @@ class TransferObserver(Protocol):
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return what encloses a wait: the rank may run nothing until a message arrives."""
+
+    def withholds(self, source: int) -> bool:
+        """Return whether a fault withholds the messages of a rank of the world."""
 
     def release_ns(self, copy: ObservedCopy) -> int:
         """Return when a message may be handed out: as its copy ends, or later where a fault withholds it."""

@@ -12,6 +12,7 @@ from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.models.initial import initialize_weights
 from megatronapp_trainer.models.language_model_loss import token_loss
 from megatronapp_trainer.models.layers import block_spec, resolve_implementation
+from megatronapp_trainer.parallel.groups import chunk_groups
 from megatronapp_trainer.parallel.layout import Layout
 
 
@@ -106,19 +107,21 @@ def _build_chunk(
     from megatron.core.models.gpt import GPTModel
 
     model, vp_stage = config.model, chunk if layout.virtual_size > 1 else None
+    place = layout.place_in_loop(chunk)
     gpt = GPTModel(
         core_config,
-        block_spec(resolve_implementation(model), core_config, vp_stage),
+        block_spec(resolve_implementation(model), core_config, vp_stage, place),
         vocab_size,
         model.positions,
-        pre_process=layout.is_first_stage and chunk == 0,
-        post_process=layout.is_last_stage and chunk == layout.virtual_size - 1,
+        pre_process=place == 0 and chunk == 0,
+        post_process=place == layout.pipeline_size - 1 and chunk == layout.virtual_size - 1,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
+        pg_collection=chunk_groups(layout, chunk),
         vp_stage=vp_stage,
     )
     if drawn:

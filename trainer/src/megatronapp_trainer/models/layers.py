@@ -18,16 +18,18 @@ def resolve_implementation(model: ModelConfig) -> str:
     return model.transformer_impl or ("transformer_engine" if has_engine else "torch")
 
 
-def block_spec(implementation: str, transformer_config: Any, vp_stage: int | None) -> Any:  # noqa: ANN401 - untyped library
-    """Return the spec of one model chunk's transformer block."""
+def block_spec(implementation: str, transformer_config: Any, vp_stage: int | None, pp_rank: int) -> Any:  # noqa: ANN401 - untyped library
+    """Return the spec of one model chunk's transformer block, of chunk `vp_stage` on pipeline rank `pp_rank`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     if implementation == "transformer_engine":
-        return get_gpt_decoder_block_spec(transformer_config, use_transformer_engine=True, vp_stage=vp_stage)
-    return _torch_block(implementation, transformer_config, vp_stage)
+        return get_gpt_decoder_block_spec(
+            transformer_config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+    return _torch_block(implementation, transformer_config, vp_stage, pp_rank)
 
 
-def _torch_block(implementation: str, transformer_config: Any, vp_stage: int | None) -> Any:  # noqa: ANN401
+def _torch_block(implementation: str, transformer_config: Any, vp_stage: int | None, pp_rank: int) -> Any:  # noqa: ANN401
     """Return layers of megatron-core's linear modules and torch's norms, with either core attention."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -38,7 +40,7 @@ def _torch_block(implementation: str, transformer_config: Any, vp_stage: int | N
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm
     layer.submodules.self_attention.submodules.core_attention = _core_attention(implementation)
-    layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
+    layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage, pp_rank=pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchNorm)
 
 

@@ -1,5 +1,6 @@
 """Process groups of torch.distributed and megatron-core."""
 
+import dataclasses
 import datetime
 import os
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from megatronapp_trainer.parallel.layout import Layout
 
 def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> None:
     """Start torch.distributed and megatron-core's groups. A lone process needs no address and no port."""
-    if config.dpp.use_dpp and device.is_cuda:
-        raise UsageError("--use-dpp trains on the CPU only so far; leave it out on GPUs")
+    if config.dpp.replaces_transfers and device.is_cuda:
+        raise UsageError("--transport native carries tensors of the CPU only so far; leave it out on GPUs")
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     backend = config.parallel.distributed_backend or ("nccl" if device.is_cuda else "gloo")
     if backend == "nccl" and not device.is_cuda:
@@ -49,6 +50,8 @@ def _build_common_groups(config: TrainerConfig, layout: Layout) -> None:
         context_parallel_size=layout.context_size,
         expert_model_parallel_size=layout.expert_size,
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+        # In a vee the first rank has both copies of tied weights, and no other rank has one.
+        get_embedding_ranks=(lambda stages: stages[:1]) if layout.is_vee else None,
     )
 
 
@@ -67,6 +70,36 @@ def schedule_groups() -> Any:  # noqa: ANN401 - ProcessGroupCollection
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlaceInPipeline:
+    """Takes the place of a pipeline's process group where only a rank and a size are needed."""
+
+    place: int
+    places: int
+
+    def rank(self) -> int:
+        """Return the pipeline rank."""
+        return self.place
+
+    def size(self) -> int:
+        """Return the number of pipeline ranks."""
+        return self.places
+
+
+def chunk_groups(layout: Layout, chunk: int) -> Any:  # noqa: ANN401 - ProcessGroupCollection
+    """Return the groups with which megatron-core builds a model chunk.
+
+    It derives the chunk's layers, and whether it has an end of the model, from the place in the pipeline's group; for a
+    second chunk in a vee that is the place at which the chunk would be in a loop.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if layout.is_vee:
+        groups.pp = PlaceInPipeline(layout.place_in_loop(chunk), layout.pipeline_size)
     return groups
 
 

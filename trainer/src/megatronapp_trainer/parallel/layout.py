@@ -18,6 +18,9 @@ class Layout:
     pipeline_size: int
     virtual_size: int
     """Model chunks of each rank; 1 if the schedule is not interleaved."""
+    is_vee: bool = False
+    """True if each rank's second chunk is placed in reverse order of the ranks: rank r holds the stages r and
+    2P - 1 - r, and the first rank both ends of the model. Otherwise rank r holds the stages r, r + P, r + 2P, ..."""
     context_size: int = 1
     expert_size: int = 1
     role: RankRole = RankRole.ALL
@@ -68,20 +71,30 @@ class Layout:
         """Return the pipeline stage of this rank."""
         return self._place.pp
 
+    def place_in_loop(self, chunk: int) -> int:
+        """Return the pipeline rank that holds this rank's chunk where stages are not in a vee.
+
+        megatron-core derives from it which layers a chunk has.
+        """
+        if self.is_vee and chunk == 1:
+            return self.pipeline_size - 1 - self.pipeline_rank
+        return self.pipeline_rank
+
     @property
     def is_first_stage(self) -> bool:
-        """Return True if this rank has the embedding."""
+        """Return True if this rank has the embedding, in its first chunk."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Return True if this rank computes the loss."""
-        return self.pipeline_rank == self.pipeline_size - 1
+        """Return True if this rank computes the loss, in its last chunk."""
+        return self.place_in_loop(self.virtual_size - 1) == self.pipeline_size - 1
 
     @property
     def is_reporter(self) -> bool:
-        """Return True on the one rank that logs: first of tensor and context group and replica 0, on the last stage."""
-        return self.is_last_stage and self.tensor_rank == self.context_rank == self.data_rank == 0
+        """Return True on the one rank that logs: the last of a pipeline, first of tensor, context and data group."""
+        is_last = self.pipeline_rank == self.pipeline_size - 1
+        return is_last and self.tensor_rank == self.context_rank == self.data_rank == 0
 
 
 def environment_integer(name: str, default: int) -> int:
@@ -105,7 +118,13 @@ def check_divides(world_size: int, *, tensor_size: int, pipeline_size: int) -> N
 
 
 def layout_from_environment(
-    *, tensor_size: int, pipeline_size: int, virtual_size: int, context_size: int = 1, expert_size: int = 1
+    *,
+    tensor_size: int,
+    pipeline_size: int,
+    virtual_size: int,
+    is_vee: bool = False,
+    context_size: int = 1,
+    expert_size: int = 1,
 ) -> Layout:
     """Return the layout of this process from RANK, WORLD_SIZE and LOCAL_RANK; one process where they are absent.
 
@@ -120,6 +139,7 @@ def layout_from_environment(
         tensor_size=tensor_size,
         pipeline_size=pipeline_size,
         virtual_size=virtual_size,
+        is_vee=is_vee,
         context_size=context_size,
         expert_size=expert_size,
     )

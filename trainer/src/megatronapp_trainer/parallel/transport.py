@@ -43,3 +43,6 @@ class Transport(Protocol):
         tensor_shape: Any,  # noqa: ANN401 - list of int or torch.Size
     ) -> PostedTransfers:
         """Start these transfers and return without waiting for them. Received tensors have `tensor_shape`."""
+
+    def close(self, *, drain: bool = True) -> None:
+        """End the transport; with `drain`, what was sent is delivered first. Process groups stay as they are."""

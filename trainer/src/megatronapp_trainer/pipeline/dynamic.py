@@ -1,43 +1,59 @@
 """The schedule that runs the tasks of a step by a policy, over a transport for any order of transfers."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.parallel.layout import Layout
-from megatronapp_trainer.pipeline.dpp import DppPlan
-from megatronapp_trainer.pipeline.executor import run_tasks
+from megatronapp_trainer.pipeline.dpp import REACTION, DppPlan
+from megatronapp_trainer.pipeline.executor import StepTasks, run_tasks
 from megatronapp_trainer.pipeline.leader import Following, Leading
 from megatronapp_trainer.pipeline.megatron_schedules import StaticSchedule
+from megatronapp_trainer.pipeline.memory.measured_passes import MeasuredPasses, gather_measured
 from megatronapp_trainer.pipeline.plan_tuner import PlanTuner
+from megatronapp_trainer.pipeline.planning.lateness import LaunchRule, SenderWatch, UsualTimes
 from megatronapp_trainer.pipeline.planning.policies import Policy
-from megatronapp_trainer.pipeline.planning.tasks import Placement
+from megatronapp_trainer.pipeline.planning.report import PlanReport
+from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, Task
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
+from megatronapp_trainer.pipeline.task_clocks import DeviceTaskClock, HostTaskClock, StepTimes, TaskClock
 from megatronapp_trainer.pipeline.task_passes import TaskPasses
-from megatronapp_trainer.pipeline.transport.inboxes import Inboxes, TaskAddresses
+from megatronapp_trainer.pipeline.transport.inboxes import inboxes_of, pipeline_ranks
 from megatronapp_trainer.pipeline.transport.shared_memory_transport import SharedMemoryTransport
 from megatronapp_trainer.pipeline.transport.task_transport import ObservedTaskTransport, TaskTransport
-from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+from megatronapp_trainer.pipeline.vee.evaluation import TaskEvaluation
 
 
 class DynamicSchedule:
-    """Runs training steps as tasks; evaluations run their forward passes by megatron-core's schedule."""
+    """Runs training steps as tasks, and evaluations by megatron-core's schedule; in a vee they are tasks, too."""
 
     def __init__(self, context: ScheduleContext) -> None:
         """Connect the ranks of the pipeline; collective. Raises UsageError for what MegaDPP does not run yet."""
         layout = context.layout
-        # Without the observer: it announces nothing, and the passes of tasks need the timers as they are.
-        self._evaluation = StaticSchedule(dataclasses.replace(context, observer=None))
         self._layout = layout
+        self._chunks = context.chunks
+        self._report = context.report
+        self._most_microbatches = context.config.most_microbatches(layout.data_size)
         self._plan = _plan(context.config, layout)
         self._passes = TaskPasses(context, self._plan.placement, split=self._plan.split)
         self._transport = _connect(context, self._plan)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        self._tuner = PlanTuner(self._plan, group, context.report) if self._plan.is_tuned else None
+        self._evaluation = self._evaluator(context)
+        self._on_device = next(context.chunks[0].parameters()).is_cuda
+        self._clock: TaskClock = DeviceTaskClock() if self._on_device else HostTaskClock()
+        self._deadline_s = 60 * context.config.parallel.distributed_timeout_minutes
+        self._times: StepTimes | None = None
+        """Times of the step before, until the tuner has them."""
+        self._tasks = 0
+        self._tuner = None
+        if self._plan.is_tuned:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            self._tuner = PlanTuner(self._plan, group, context.report, REACTION if self._on_device else None)
+        self._publish = context.publish_plan
+        self._published: PlanReport | None = None
         self._task_transport: TaskTransport = self._transport
         if context.observer is not None:
             self._task_transport = ObservedTaskTransport(
@@ -45,7 +61,7 @@ class DynamicSchedule:
                 context.observer.transfers,
                 placement=self._plan.placement,
                 rank=layout.pipeline_rank,
-                pipeline=_pipeline_ranks(),
+                pipeline=pipeline_ranks(),
             )
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
@@ -54,33 +70,122 @@ class DynamicSchedule:
         Raises:
             PeerLostError: another rank is lost or takes too long.
         """
-        if self._tuner is not None:
-            self._tuner.begin_step(num_microbatches)
+        usual = self._tune(num_microbatches)
+        self._publish_plan(num_microbatches)
+        rank, placement = self._layout.pipeline_rank, self._plan.placement
         self._passes.begin_step(feed, num_microbatches)
+        self._clock.begin_step({} if usual is None else usual.of_rank(rank))
+        plan = StepTasks(
+            placement=placement,
+            rank=rank,
+            num_microbatches=num_microbatches,
+            split=self._plan.split,
+            policy=self._policy(num_microbatches),
+            first_number=self._tasks + 1,
+            launch_rule=self._launch_rule(num_microbatches),
+            deadline_s=self._deadline_s,
+        )
+        self._tasks += plan.tasks
+        measured = MeasuredPasses(self._passes, self._chunks) if self._plan.measures_memory else None
         try:
-            times = run_tasks(
-                self._plan.placement,
-                self._layout.pipeline_rank,
-                num_microbatches,
-                split=self._plan.split,
-                policy=self._policy(num_microbatches),
-                passes=self._passes,
+            run_tasks(
+                plan,
+                passes=measured or self._passes,
                 transport=self._task_transport,
+                clock=self._clock,
+                watch=SenderWatch(placement, rank, usual),
             )
         except BaseException:
             self._transport.abort()  # so that ranks that wait for this one learn of the failure at once
             raise
-        if self._tuner is not None:
-            self._tuner.end_step(times)
+        if measured is not None:
+            self._limit_memory(measured)
         return self._passes.end_step()
 
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run the forward passes alone, with no gradients and no spans."""
-        return self._evaluation.evaluate(feed, num_microbatches)
+        self._read_times()
+        try:
+            return self._evaluation.evaluate(feed, num_microbatches)
+        except BaseException:
+            self._transport.abort()
+            raise
+
+    def _evaluator(self, context: ScheduleContext) -> StaticSchedule | TaskEvaluation:
+        """Return what runs evaluations: megatron-core's schedule where its order of stages is that of the ranks."""
+        if context.layout.is_vee:
+            return TaskEvaluation(context, self._plan.placement, self._transport)
+        # Without the observer: it announces nothing, and the passes of tasks need the timers as they are.
+        return StaticSchedule(dataclasses.replace(context, observer=None))
+
+    def _limit_memory(self, passes: MeasuredPasses) -> None:
+        """Let the plan hold to its cap in bytes from the next step on; collective over the world."""
+        layout = self._layout
+        measured = gather_measured(passes.measured, layout.pipeline_rank, layout.pipeline_size)
+        line = self._plan.limit_memory(measured, self._most_microbatches)
+        if self._report is not None:
+            self._report(line)
 
     def close(self) -> None:
         """End the transport; what was sent is delivered first."""
         self._transport.close()
+
+    def _publish_plan(self, num_microbatches: int) -> None:
+        """Publish the plan of the step that begins, with what is known of it, where it is another than before."""
+        if self._publish is None:
+            return
+        report = self._plan.report(num_microbatches)
+        choice = None if self._tuner is None else self._tuner.choices.get(num_microbatches)
+        if self._tuner is not None and choice is not None:
+            report = dataclasses.replace(
+                report,
+                is_chosen=True,
+                simulated_seconds=choice.seconds,
+                simulated_bubble=choice.bubble,
+                static_seconds=choice.static_seconds,
+                static_bubble=choice.static_bubble,
+                measured_seconds=self._tuner.measured_seconds.get(num_microbatches),
+            )
+        if report != self._published:
+            self._publish(report)
+            self._published = report
+
+    def _tune(self, num_microbatches: int) -> UsualTimes | None:
+        """Hand the times of the step before to the tuner, and let it choose the plan; return the usual times.
+
+        They are not known before: a device ends its tasks after the host has launched all of a step.
+        """
+        self._read_times()
+        times, self._times = self._times, None
+        if self._tuner is None:
+            return None
+        if times is not None:
+            self._tuner.end_step(times)
+        self._tuner.begin_step(num_microbatches)
+        return self._tuner.usual
+
+    def _read_times(self) -> None:
+        """Read the times of the step before, while the transport has them."""
+        times = self._clock.times()
+        if times is not None:
+            if self._on_device:
+                times.received = self._received(time.task for time in times.tasks)
+            else:
+                times.transfers = self._transport.received_seconds()
+            self._times = times
+
+    def _received(self, tasks: Iterable[Task]) -> dict[Task, float]:
+        """Return when the inputs of the step before were here; without those whose copies have no times yet."""
+        placement, rank = self._plan.placement, self._layout.pipeline_rank
+        sources = ((task, placement.previous_task(rank, task)) for task in tasks)
+        copies = {task: self._transport.copied_ns(task) for task, source in sources if source and source.rank != rank}
+        return {task: 1e-9 * copy[1] for task, copy in copies.items() if copy is not None}
+
+    def _launch_rule(self, num_microbatches: int) -> LaunchRule | None:
+        if not self._on_device:
+            return None
+        tolerance = self._plan.tolerance_seconds(num_microbatches)
+        return LaunchRule(lead_seconds=REACTION.lead_seconds, tolerance_seconds=tolerance)
 
     def _policy(self, num_microbatches: int) -> Policy:
         if self._layout.tensor_rank > 0:
@@ -93,42 +198,21 @@ def check_memory(config: TrainerConfig, layout: Layout) -> None:
     """Compare the shared memory of all ranks with what they need, before a model is built; collective over the world.
 
     Raises:
-        UsageError: ranks of a pipeline or of a tensor group share no memory, or too little.
+        UsageError: too little shared memory.
     """
-    _inboxes(config, layout, _plan(config, layout)).agree()
+    inboxes_of(config, layout, _plan(config, layout)).agree()
 
 
 def _connect(context: ScheduleContext, plan: DppPlan) -> SharedMemoryTransport:
     """Connect the ranks of this rank's pipeline and tensor group."""
     config = context.config
     return SharedMemoryTransport(
-        _inboxes(config, context.layout, plan),
+        inboxes_of(config, context.layout, plan),
         threads=config.dpp.threads,
         deadline_s=60 * config.parallel.distributed_timeout_minutes,
     )
 
 
 def _plan(config: TrainerConfig, layout: Layout) -> DppPlan:
-    return DppPlan(config.dpp, Placement(layout.pipeline_size, layout.virtual_size))
-
-
-def _inboxes(config: TrainerConfig, layout: Layout, plan: DppPlan) -> Inboxes:
-    addresses = TaskAddresses(
-        pipeline=_pipeline_ranks(),
-        tensor=dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
-    )
-    length = config.model.seq_length
-    if config.parallel.sequence_parallel:
-        length //= layout.tensor_size
-    shape = (length, config.training.micro_batch_size, config.model.hidden_size)
-    most_microbatches = (
-        config.global_batch_size(layout.data_size) // config.training.micro_batch_size // layout.data_size
-    )
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    return Inboxes(plan.placement, addresses, TensorSpec(shape, dtype), plan.peak_chunks(most_microbatches))
-
-
-def _pipeline_ranks() -> list[int]:
-    """Return the ranks of the world that hold this rank's pipeline, by pipeline rank."""
-    ranks: list[int] = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    return ranks
+    shape = Shape.VEE if layout.is_vee else Shape.LOOP
+    return DppPlan(config.dpp, Placement(layout.pipeline_size, layout.virtual_size, shape))

@@ -36,6 +36,15 @@ class Leading:
         """Return whether the task that was chosen last runs before its turn in a plan."""
         return self._policy.early
 
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether the policy runs its planned task next, however late that is."""
+        return self._policy.is_fixed
+
+    def planned(self, progress: RankProgress) -> Task | None:
+        """Return the planned task of the policy."""
+        return self._policy.planned(progress)
+
     def choose(self, progress: RankProgress) -> Task | None:
         """Return the task that the policy chooses; the followers run it too."""
         task = self._policy.choose(progress)
@@ -47,18 +56,26 @@ class Leading:
 class Following:
     """Runs the tasks of the leader, each as soon as its input is here."""
 
+    is_fixed = True
+
     def __init__(self, log: DecisionLog) -> None:
         self._log = log
         self._next: Task | None = None
         self.early = False
 
-    def choose(self, progress: RankProgress) -> Task | None:
-        """Return the leader's next task, or None while the task or its input has not arrived."""
+    def planned(self, progress: RankProgress) -> Task | None:
+        """Return the leader's next task, or None while it is not known."""
         if self._next is None:
             entry = self._log.poll_entry()
-            if entry is None:
-                return None
-            self._next, self.early = Task.unpack(entry), bool(entry & EARLY)
+            if entry is not None:
+                self._next, self.early = Task.unpack(entry), bool(entry & EARLY)
+        return self._next
+
+    def choose(self, progress: RankProgress) -> Task | None:
+        """Return the leader's next task, or None while the task or its input has not arrived."""
+        self.planned(progress)
+        if self._next is None:
+            return None
         if self._next not in progress.ready and self._next not in progress.pending_weights:
             return None
         task, self._next = self._next, None

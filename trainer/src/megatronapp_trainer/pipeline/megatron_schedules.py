@@ -67,6 +67,7 @@ class StaticSchedule:
         self._forward_step = ForwardStep(context.family, self._timers)
         self._plain_forward_step = ForwardStep(context.family, None)
         self._transport = _transport_options(context.transport, context.core_config)
+        self._shared_transport = context.evaluation_transport
         self._evaluation_transport = _transport_options(context.evaluation_transport, context.core_config)
 
     def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
@@ -83,20 +84,27 @@ class StaticSchedule:
         )
 
     def close(self) -> None:
-        """Do nothing: the process groups are not the schedule's."""
+        """End the transport; what was sent is delivered first."""
+        if self._shared_transport is not None:
+            self._shared_transport.close()
 
     def _run(self, feed: StepFeed, num_microbatches: int, step: ForwardStep, **options: Any) -> list[torch.Tensor]:  # noqa: ANN401
         feeds = [ChunkFeed(feed, chunk) for chunk in range(len(self._chunks))]
         single = len(self._chunks) == 1
-        reports = self._forward_backward(
-            forward_step_func=step,
-            data_iterator=feeds[0] if single else feeds,
-            model=self._chunks[0] if single else self._chunks,
-            num_microbatches=num_microbatches,
-            seq_length=self._config.model.seq_length,
-            micro_batch_size=self._config.training.micro_batch_size,
-            **options,
-        )
+        try:
+            reports = self._forward_backward(
+                forward_step_func=step,
+                data_iterator=feeds[0] if single else feeds,
+                model=self._chunks[0] if single else self._chunks,
+                num_microbatches=num_microbatches,
+                seq_length=self._config.model.seq_length,
+                micro_batch_size=self._config.training.micro_batch_size,
+                **options,
+            )
+        except BaseException:
+            if self._shared_transport is not None:
+                self._shared_transport.close(drain=False)  # so that ranks that wait for this one learn of it at once
+            raise
         return cast("list[torch.Tensor]", reports)
 
 

@@ -48,6 +48,9 @@ class MegatronTransport:
             )
         )
 
+    def close(self, *, drain: bool = True) -> None:
+        """Do nothing: the process group has other users."""
+
 
 class TransportCommunicator(P2PCommunicator):  # type: ignore[misc] # megatron-core carries no types
     """megatron-core's communicator, all of whose methods end in `_communicate`, with a transport underneath."""

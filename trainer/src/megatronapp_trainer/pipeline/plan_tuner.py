@@ -1,14 +1,17 @@
 """Choice of the plan of `auto` from the times of the first steps, and comparison of its promise with later steps."""
 
+import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatronapp_trainer.pipeline.dpp import DppPlan
-from megatronapp_trainer.pipeline.planning.choice import MeasuredTimes, PlanChoice, choose_candidate
-from megatronapp_trainer.pipeline.step_times import StepTimes, median_seconds
+from megatronapp_trainer.pipeline.planning.choice import HostReaction, MeasuredTimes, PlanChoice, choose_candidate
+from megatronapp_trainer.pipeline.planning.lateness import UsualTimes
+from megatronapp_trainer.pipeline.planning.tasks import Placement, RankTask, TaskKind
+from megatronapp_trainer.pipeline.task_clocks import StepTimes
 
 T = TypeVar("T")
 
@@ -24,32 +27,54 @@ class PlanTuner:
     Steps of another number of microbatches, as in a ramp-up, get a plan of their own by the same times.
     """
 
-    def __init__(self, plan: DppPlan, group: Any, report: Callable[[str], None] | None) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        plan: DppPlan,
+        group: Any,  # noqa: ANN401
+        report: Callable[[str], None] | None,
+        reaction: HostReaction | None = None,
+    ) -> None:
         """Take the plan to tune.
 
         Args:
             plan: of this rank; changed between steps.
             group: process group of the pipeline; its ranks call `begin_step` and `end_step` alike.
             report: takes a line of text; None on ranks that do not report.
+            reaction: of the hosts of devices; None: hosts run the tasks themselves.
         """
         self._plan = plan
         self._group = group
         self._report = report
+        self._reaction = reaction
         self._warm_up = WARM_UP_STEPS
         self._steps: list[StepTimes] = []
         self._times: MeasuredTimes | None = None
+        self.usual: UsualTimes | None = None
+        """Medians of the measured times of all ranks; None until they are measured."""
         self._compared: PlanChoice | None = None
         """Choice with which the next steps are compared."""
+        self._compared_size = 0
+        """Number of microbatches of those steps."""
+        self.choices: dict[int, PlanChoice] = {}
+        """Choices by the number of microbatches."""
+        self.measured_seconds: dict[int, float] = {}
+        """Measured length of the passes of a step under it."""
 
     def begin_step(self, num_microbatches: int) -> None:
         """Choose the plan for steps of this size, once the times are known."""
         if self._times is None or num_microbatches in self._plan.candidates:
             return
         choice = choose_candidate(
-            self._plan.placement, num_microbatches, self._times, most_spare=self._plan.most_spare(num_microbatches)
+            self._plan.placement,
+            num_microbatches,
+            self._times,
+            most_spare=self._plan.most_spare(num_microbatches),
+            reaction=self._reaction,
+            memory=self._plan.memory,
         )
         self._plan.candidates[num_microbatches] = choice.candidate
-        self._compared, self._warm_up, self._steps = choice, 1, []
+        self.choices[num_microbatches] = choice
+        self._compared, self._compared_size, self._warm_up, self._steps = choice, num_microbatches, 1, []
         if self._report is not None:
             self._report(
                 f" dpp: {num_microbatches} microbatches: {choice.candidate}; the passes of a step take "
@@ -69,36 +94,56 @@ class PlanTuner:
             return
         if self._compared is None:
             self._times = self._gathered_times()
+            self.usual = self._times.usual
         else:
             self._compare(self._compared)
             self._compared = None
         self._steps = []
 
     def _gathered_times(self) -> MeasuredTimes:
-        transfers = [seconds for step in self._steps for seconds in step.transfers]
-        measured = self._gather((median_seconds(self._steps), transfers))
-        return MeasuredTimes(
-            task_seconds={
-                (rank, kind, chunk): seconds
-                for rank, (medians, _) in enumerate(measured)
-                for (kind, chunk), seconds in medians.items()
-            },
-            transfer_seconds=[seconds for _, received in measured for seconds in received] or [0.0],
-        )
+        return measured_times(self._plan.placement, self._gather(self._steps))
 
     def _compare(self, choice: PlanChoice) -> None:
-        """Report the time from the first rank's beginning to the last rank's end, as simulations count it."""
-        spans = self._gather([(step.begun, step.ended) for step in self._steps])
+        """Report the time from the first rank's beginning to the last rank's end, as simulations count it.
+
+        Clocks of several machines have nothing in common: there it is the longest time of a rank.
+        """
+        boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+        gathered = self._gather((boot_id, [(step.begun, step.ended) for step in self._steps]))
+        steps = list(zip(*(spans for _, spans in gathered), strict=True))
+        if len({boot_id for boot_id, _ in gathered}) == 1:
+            lengths = [max(ended for _, ended in step) - min(begun for begun, _ in step) for step in steps]
+        else:
+            lengths = [max(ended - begun for begun, ended in step) for step in steps]
+        seconds = statistics.median(lengths)
+        self.measured_seconds[self._compared_size] = seconds
         if self._report is None:
             return
-        seconds = statistics.median(
-            max(ended for _, ended in step) - min(begun for begun, _ in step) for step in zip(*spans, strict=True)
-        )
         ratio = seconds / choice.seconds
         self._report(f" dpp: the passes of a step take {1e3 * seconds:.1f} ms, {ratio:.2f} times the simulated time")
 
     def _gather(self, own: T) -> list[T]:
-        """Return what each rank of the pipeline has; its ranks share a machine, and so its clock."""
+        """Return what each rank of the pipeline has."""
         gathered = [own] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, own, group=self._group)
         return gathered
+
+
+def measured_times(placement: Placement, steps: Sequence[Sequence[StepTimes]]) -> MeasuredTimes:
+    """Return lengths of tasks and transfers from the times of some steps by pipeline rank.
+
+    A transfer lasts from the end of the task that sends until its output is at the rank that takes it.
+    """
+    task_seconds: dict[tuple[int, TaskKind, int], list[float]] = {}
+    transfer_seconds = []
+    for step in zip(*steps, strict=True):
+        ends = {RankTask(rank, time.task): time.ended for rank, times in enumerate(step) for time in times.tasks}
+        for rank, times in enumerate(step):
+            for time in times.tasks:
+                task_seconds.setdefault((rank, time.task.kind, time.task.chunk), []).append(time.seconds)
+            transfer_seconds += times.transfers
+            for task, received in times.received.items():
+                source = placement.previous_task(rank, task)
+                assert source is not None
+                transfer_seconds.append(max(received - ends[source], 0.0))
+    return MeasuredTimes(task_seconds=task_seconds, transfer_seconds=transfer_seconds or [0.0])

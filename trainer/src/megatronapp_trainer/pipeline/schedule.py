@@ -12,6 +12,7 @@ from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.models.registry import ModelFamily
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.transport import Transport
+from megatronapp_trainer.pipeline.planning.report import PlanReport
 
 
 class PipelineSchedule(Protocol):
@@ -54,6 +55,8 @@ class ScheduleContext:
     observer: StepObserver | None
     report: Callable[[str], None] | None = None
     """Takes a line of text for the log; None on ranks that do not report."""
+    publish_plan: Callable[[PlanReport], None] | None = None
+    """Takes the plan of the steps that follow; None on ranks that do not report."""
 
 
 ScheduleBuilder = Callable[[ScheduleContext], PipelineSchedule]

@@ -1,13 +1,15 @@
 """Forward and backward passes of single tasks, through megatron-core's functions."""
 
+import copy
 from typing import Any
 
 import torch
 
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.parallel.groups import schedule_groups
+from megatronapp_trainer.parallel.vee_gradients import finalize_vee
 from megatronapp_trainer.pipeline.megatron_schedules import ForwardStep, connect_gradients, install_pass_timers
-from megatronapp_trainer.pipeline.planning.tasks import Placement, Task
+from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, Task
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.split_backward import install_split_backward
 from megatronapp_trainer.pipeline.task_random import TaskRandom
@@ -37,13 +39,16 @@ class TaskPasses:
     def __init__(self, context: ScheduleContext, placement: Placement, *, split: bool) -> None:
         """Take the chunks of a run; `split`: backward tasks leave the weight gradients to weight tasks."""
         self._chunks = context.chunks
-        self._core_config = context.core_config
         self._placement = placement
         self._rank = context.layout.pipeline_rank
         self._groups = schedule_groups()
         connect_gradients(context)
         self._timers = install_pass_timers(context)
         self._forward_step = ForwardStep(context.family, self._timers)
+        # The transport keeps what it sends, so that outputs can be freed also where megatron-core's own transfers of
+        # several chunks still read them. A copy: evaluations run megatron-core's schedule with the given one.
+        self._core_config = copy.copy(context.core_config)
+        self._core_config.deallocate_pipeline_outputs = True
         self._split = split
         self._stores = install_split_backward(context.chunks)
         model = context.config.model
@@ -121,15 +126,19 @@ class TaskPasses:
         else:
             self._timers.weight(task.chunk, task.microbatch, compute)
 
+    def operand_bytes(self, chunk: int) -> int:
+        """Return the bytes that pending weight tasks of a chunk keep."""
+        return self._stores[chunk].retained_bytes
+
     def end_step(self) -> list[torch.Tensor]:
         """Reduce the gradients. Returns the reports of the loss by microbatch, on the last stage."""
         for store in self._stores:
             store.finish_step()
         if self._random is not None:
             self._random.end_step()
-        self._core_config.finalize_model_grads_func(
-            self._chunks,
-            self._tokens if self._core_config.calculate_per_token_loss else None,
-            pg_collection=self._groups,
-        )
+        per_token = self._tokens if self._core_config.calculate_per_token_loss else None
+        if self._placement.shape is Shape.VEE:
+            finalize_vee(self._core_config, self._chunks, self._groups, per_token)
+        else:
+            self._core_config.finalize_model_grads_func(self._chunks, per_token, pg_collection=self._groups)
         return [report for microbatch in sorted(self._reports) for report in self._reports[microbatch]]

@@ -73,6 +73,7 @@ def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cos
             "data": layout.data_size,
             "context": 1,
             "expert": 1,
+            **({"vee": 1} if layout.is_vee else {}),
         },
         "coordinates": {
             "tp": layout.tensor_rank,

@@ -14,6 +14,7 @@ from megatronapp_common.trace import (
     Metric,
     RecordKind,
 )
+from megatronapp_trainer.hooks.transfer_observer import ObservedCopy
 
 _FLOAT = struct.Struct("<f")
 _UINT32 = struct.Struct("<I")
@@ -156,9 +157,14 @@ class Recorder:
         length_ns = self._now_ns() - mark.time_ns
         self._write(self.step, fields, mark.time_ns, length_ns, size_bytes // BYTES_UNIT, Flag.AUX_BYTES)
 
-    def copy(self, fields: RecordKey, start_ns: int, end_ns: int, size_bytes: int) -> None:
-        """Record the copy of a message of `size_bytes`, whose times are known already."""
-        self._write(self.step, fields, start_ns, end_ns - start_ns, size_bytes // BYTES_UNIT, Flag.AUX_BYTES)
+    def copy(self, fields: RecordKey, copy: ObservedCopy) -> None:
+        """Record the copy of a message, whose times are known already."""
+        kind, microbatch, chunk, comm, ordinal, flags = fields
+        units, length_ns = copy.size_bytes // BYTES_UNIT, copy.end_ns - copy.start_ns
+        flags |= Flag.AUX_BYTES
+        self.ring.record(
+            copy.start_ns, length_ns, self.step, ordinal, units, comm, microbatch, kind, chunk, copy.path, flags
+        )
 
     def host_interval(self, fields: RecordKey, begin: TimeMark, end: TimeMark) -> None:
         """Record a span of the host between two marks."""

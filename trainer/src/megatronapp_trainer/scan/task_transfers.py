@@ -63,6 +63,10 @@ class TaskTransfers:
         yield
         self._recorder.ring.close_span()
 
+    def withholds(self, source: int) -> bool:
+        """Return whether a fault withholds the messages of a rank."""
+        return self._withheld_ns(source) > 0
+
     def release_ns(self, copy: ObservedCopy) -> int:
         """Return when a message may be handed out; record the FAULT that withholds it until then."""
         withheld_ns = self._withheld_ns(copy.source)
@@ -74,7 +78,7 @@ class TaskTransfers:
         """Record the COPY of a message."""
         self._received[target] = _ReceivedMessage(self._recorder.host_mark(), copy.source)
         key = self._key(RecordKind.COPY, (copy.source, self._rank), target)
-        self._recorder.copy(key, copy.start_ns, copy.end_ns, copy.size_bytes)
+        self._recorder.copy(key, copy)
 
     def take(self, target: PassKey) -> None:
         """Record the RECV_WAIT of a pass that begins, if its input is a message."""

@@ -81,6 +81,10 @@ class TracedTransport:
         }
         return posted._replace(requests=traced)
 
+    def close(self, *, drain: bool = True) -> None:
+        """End the transport underneath."""
+        self._transport.close(drain=drain)
+
     def _traced(
         self, name: str, request: TransferRequest, tensor: torch.Tensor | None, mark: TimeMark
     ) -> TracedRequest:

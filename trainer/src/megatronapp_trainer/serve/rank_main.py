@@ -106,7 +106,7 @@ def load(command: ServeCommand, config: TrainerConfig) -> "WorkerGroup":
     from megatronapp_trainer.parallel.groups import initialize_groups
 
     layout = build.generation_layout(config)
-    device = prepare_device(layout.local_rank)
+    device = prepare_device(layout.local_rank, config.parallel.ranks_per_gpu)
     initialize_groups(config, layout, device)
     vocab_size = config.data.vocab_size
     assert vocab_size is not None  # of the checkpoint's arguments

@@ -18,6 +18,7 @@ from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
 from megatronapp_trainer.parallel.node_flags import check_node_flags
 from megatronapp_trainer.parallel.seeds import seed_everything
 from megatronapp_trainer.parallel.transport import Transport
+from megatronapp_trainer.pipeline.planning.report import PlanReport
 from megatronapp_trainer.pipeline.registry import create_schedule
 from megatronapp_trainer.pipeline.schedule import PipelineSchedule, ScheduleContext
 from megatronapp_trainer.training.learning_rate import build_scheduler
@@ -44,6 +45,7 @@ def layout_of(config: TrainerConfig) -> Layout:
         tensor_size=config.parallel.tensor_model_parallel_size,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
         virtual_size=config.virtual_size,
+        is_vee=config.is_vee,
         context_size=config.parallel.context_parallel_size,
         expert_size=config.parallel.expert_model_parallel_size,
     )
@@ -80,17 +82,25 @@ def build_run(
 
 
 def build_schedule(
-    run: TrainingRun, observer: StepObserver | None = None, *, report: Callable[[str], None] | None = None
+    run: TrainingRun,
+    observer: StepObserver | None = None,
+    *,
+    report: Callable[[str], None] | None = None,
+    publish_plan: Callable[[PlanReport], None] | None = None,
 ) -> PipelineSchedule:
     """Create the pipeline schedule of a run; the only place that connects an observer's timers and transport.
 
-    `report` takes a line of text for the log; None on ranks that do not report.
+    `report` takes a line of text for the log, `publish_plan` the plan of later steps; None on ranks that do not report.
     """
     from megatron.core import parallel_state
 
     transport: Transport | None = None
-    if run.layout.pipeline_size > 1:
-        # Imported late: megatron-core must not be imported before `prepare_device` has chosen how.
+    # Imported late: megatron-core must not be imported before `prepare_device` has chosen how.
+    if run.config.dpp.replaces_transfers:
+        from megatronapp_trainer.pipeline.transport.stage_transport import connect_stages
+
+        transport = connect_stages(run.config, run.layout)
+    elif run.layout.pipeline_size > 1:
         from megatronapp_trainer.pipeline.megatron_transport import MegatronTransport
 
         transport = MegatronTransport(parallel_state.get_pipeline_model_parallel_group(), run.core_config)
@@ -114,6 +124,7 @@ def build_schedule(
         family=model_family(run.config),
         observer=observer,
         report=report,
+        publish_plan=publish_plan,
     )
     return create_schedule(run.config.schedule, context)
 

@@ -17,10 +17,13 @@ from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.pipeline.planning.report import PlanReport
 from megatronapp_trainer.training.metrics import log_line, perplexity, validation_line
 
 log = logging.getLogger(__name__)
 Print = Callable[[str], None]
+MAX_PLANS = 8
+"""Plans in the progress document: the newest; the document is small."""
 
 
 class ProgressWriter:
@@ -41,12 +44,32 @@ class ProgressWriter:
             )
         )
         self._document |= {"attempt": attempt, "totalIterations": total_iterations}
-        self._document |= {"iteration": 0, "consumedSamples": 0, "state": "starting"}
+        self._document |= {"iteration": 0, "consumedSamples": 0, "state": "starting", "plans": []}
+
+    @property
+    def iteration(self) -> int:
+        """Return the number of finished steps."""
+        iteration: int = self._document["iteration"]
+        return iteration
+
+    def add_plan(self, plan: PlanReport) -> None:
+        """Write the plan of the steps from here on. It replaces an entry that is the same but for what was measured."""
+        plans: list[dict[str, Any]] = self._document["plans"]
+        entry = plan.to_json(self.iteration)
+        if plans and _unmeasured(plans[-1]) == _unmeasured(entry):
+            entry["fromStep"] = plans[-1]["fromStep"]
+            plans = plans[:-1]
+        self._document["plans"] = [*plans, entry][-MAX_PLANS:]
+        self.update()
 
     def update(self, **values: float | str | None) -> None:
         """Change some values and write the document."""
         self._document |= values | {"updatedAt": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")}
         self._page.write(self._document)
+
+
+def _unmeasured(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name not in {"fromStep", "measuredSeconds"}}
 
 
 def open_progress(total_iterations: int) -> ProgressWriter | None:
@@ -113,6 +136,11 @@ class Reporter:
         """Set the state: starting, training, evaluating, saving or done."""
         if self._progress is not None:
             self._progress.update(state=state)
+
+    def plan(self, plan: PlanReport) -> None:
+        """Publish the plan of the steps that follow."""
+        if self._progress is not None:
+            self._progress.add_plan(plan)
 
     def resumed(self, iteration: int, consumed_samples: int, *, total_iterations: int) -> None:
         """Report that the checkpoint of `iteration` finished steps was loaded."""

@@ -1,17 +1,22 @@
 """Choice of the plan and of the memory beyond it, by simulating a step with measured times."""
 
 import dataclasses
-import random
 import statistics
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 
+from megatronapp_trainer.pipeline.planning.device_simulator import DeviceModel, simulate_devices
+from megatronapp_trainer.pipeline.planning.lateness import LaunchRule, UsualTimes
+from megatronapp_trainer.pipeline.planning.memory import MemoryLimit
 from megatronapp_trainer.pipeline.planning.orders import Order, interleaved, peak_in_flight, with_weights
 from megatronapp_trainer.pipeline.planning.policies import PlanGuided, Policy, Static
-from megatronapp_trainer.pipeline.planning.simulator import simulate
+from megatronapp_trainer.pipeline.planning.simulator import Simulation, simulate
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Task, TaskKind
 
 HISTORIES = 4
-"""Simulated steps of each candidate, with transfers drawn from the measured ones."""
+"""Simulated steps of each candidate, with tasks and transfers drawn from the measured ones."""
+LARGE_STEP = 256
+"""Forward passes of a step, over all stages, above which half of them are simulated."""
 SPARES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Chunks of memory beyond the plan's own need that are tried; more than some per rank fill no further waits."""
 GOOD_ENOUGH = 1.005
@@ -22,10 +27,28 @@ GOOD_ENOUGH = 1.005
 class MeasuredTimes:
     """Times of the tasks and transfers of some steps."""
 
-    task_seconds: Mapping[tuple[int, TaskKind, int], float]
-    """Median by (rank, kind, chunk); B and W apart if backward passes are split."""
+    task_seconds: Mapping[tuple[int, TaskKind, int], Sequence[float]]
+    """All measured ones by (rank, kind, chunk); B and W apart if backward passes are split."""
     transfer_seconds: Sequence[float]
-    """Copy of each output to the rank that takes it; at least one."""
+    """From the end of each task until its output was at the rank that takes it, late ones included; at least one."""
+
+    @property
+    def usual(self) -> UsualTimes:
+        """Return the median of each task and of the transfers."""
+        return UsualTimes(
+            task_seconds={key: statistics.median(seconds) for key, seconds in self.task_seconds.items()},
+            transfer_seconds=statistics.median(self.transfer_seconds),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostReaction:
+    """How fast the hosts of devices are."""
+
+    seconds: float
+    """Time from the end of an input's copy until an idle device begins its task."""
+    lead_seconds: float
+    """Before a device runs dry its host decides on the next task."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +58,19 @@ class Candidate:
     weight_delay: int | None
     """Backward tasks that a planned weight task waits for on rank r, times r; None: weight tasks only fill waits."""
     spare_chunks: int
+    is_left: bool = True
+    """Ranks run other tasks while the planned one waits; False: a static order, the best one where waits are short."""
+    tolerance_seconds: float | None = None
+    """On devices a planned task is launched if its input is at most this late; None: once the input is there."""
 
     def __str__(self) -> str:
         plan = "weight gradients fill waits" if self.weight_delay is None else "weight gradients at planned places"
-        return f"order of megatron-core, {plan}, {self.spare_chunks} chunks of memory to spare"
+        early = ""
+        if self.tolerance_seconds is not None:
+            early = f", launched for inputs up to {1e3 * self.tolerance_seconds:.2f} ms late"
+        if not self.is_left:
+            return f"order of megatron-core, {plan}, never left"
+        return f"order of megatron-core, {plan}, {self.spare_chunks} chunks of memory to spare{early}"
 
     def order(self, placement: Placement, num_microbatches: int, rank: int) -> Order:
         """Return the plan of a rank."""
@@ -50,10 +82,16 @@ class Candidate:
         needed = peak_in_flight(interleaved(placement, num_microbatches, rank), (1,) * placement.chunks)
         return needed + self.spare_chunks
 
-    def policy(self, placement: Placement, num_microbatches: int, rank: int) -> Policy:
-        """Return the policy of a rank for one step."""
+    def policy(
+        self, placement: Placement, num_microbatches: int, rank: int, memory: MemoryLimit | None = None
+    ) -> Policy:
+        """Return the policy of a rank for one step; `memory`: what its tasks may keep besides the number of chunks."""
+        if not self.is_left:
+            return Static(self.order(placement, num_microbatches, rank))
         return PlanGuided(
-            self.order(placement, num_microbatches, rank), cap=self.cap(placement, num_microbatches, rank)
+            self.order(placement, num_microbatches, rank),
+            cap=self.cap(placement, num_microbatches, rank),
+            memory=memory,
         )
 
 
@@ -66,12 +104,21 @@ class PlanChoice:
     """Expected duration of the tasks of a step."""
     static_seconds: float
     """Duration under the static order with whole backward passes."""
+    static_bubble: float
+    """Share of that in which a rank runs no task."""
     bubble: float
     """Expected share of the step in which a rank runs no task; mean over the ranks."""
 
 
 def choose_candidate(
-    placement: Placement, num_microbatches: int, times: MeasuredTimes, *, most_spare: int, seed: int = 0
+    placement: Placement,
+    num_microbatches: int,
+    times: MeasuredTimes,
+    *,
+    most_spare: int,
+    reaction: HostReaction | None = None,
+    memory: Sequence[MemoryLimit] = (),
+    seed: int = 0,
 ) -> PlanChoice:
     """Return the candidate with the shortest simulated step; of nearly equal ones that with the least memory.
 
@@ -80,50 +127,134 @@ def choose_candidate(
         num_microbatches: microbatches of a step.
         times: measured in earlier steps with split backward passes.
         most_spare: chunks beyond the plan's need that the memory allows on every rank.
-        seed: of the draws from the measured transfers; equal on all ranks that must choose alike.
+        memory: limit of each rank in another unit, if any.
+        reaction: of the hosts, where ranks have devices; None: hosts run the tasks themselves.
+        seed: of the draws from the measured times; equal on all ranks that must choose alike.
     """
     spares = sorted({0, most_spare, *(spare for spare in SPARES if spare < most_spare)})
+    tolerances = (None,) if reaction is None else (reaction.lead_seconds, None)
     candidates = [
-        Candidate(weight_delay=delay, spare_chunks=spare)
+        Candidate(weight_delay=delay, spare_chunks=spare, tolerance_seconds=tolerance)
         for spare in spares
         for delay in (None, *((1,) if placement.chunks == 1 else ()))
+        for tolerance in tolerances
     ]
+    followed = Candidate(weight_delay=1, spare_chunks=0, tolerance_seconds=tolerances[0], is_left=False)
+    orders = [followed.order(placement, num_microbatches, rank) for rank in range(placement.ranks)]
+    if not memory or all(map(MemoryLimit.allows_order, memory, orders)):
+        candidates.append(followed)
+    simulated = _Simulated(placement, num_microbatches, times, reaction, memory)
+    histories = [f"{seed} {history}" for history in range(_histories(placement, num_microbatches))]
+    candidate, seconds, bubble = _best(simulated, histories, candidates)
+    if candidate.is_left and candidate.tolerance_seconds is not None:
+        larger = dataclasses.replace(candidate, tolerance_seconds=min(times.usual.task_seconds.values()) / 4)
+        candidate, seconds, bubble = _best(simulated, histories, [candidate, larger])
+    static = [simulated.static(history) for history in histories]
+    return PlanChoice(
+        candidate=candidate,
+        seconds=seconds,
+        static_seconds=statistics.mean(run.seconds for run in static),
+        static_bubble=statistics.mean(run.mean_bubble for run in static),
+        bubble=bubble,
+    )
+
+
+def _histories(placement: Placement, num_microbatches: int) -> int:
+    """Return the number of simulated steps: fewer of large ones, which take long and draw from the times more often."""
+    return HISTORIES if placement.stages * num_microbatches <= LARGE_STEP else HISTORIES // 2
+
+
+def _best(
+    simulated: "_Simulated", histories: Sequence[str], candidates: Sequence[Candidate]
+) -> tuple[Candidate, float, float]:
+    """Return the first candidate that is nearly the shortest, with the means of its seconds and bubbles."""
     expected = []
     for candidate in candidates:
-        runs = [_simulated(placement, num_microbatches, times, candidate, f"{seed} {i}") for i in range(HISTORIES)]
-        expected.append((statistics.mean(run[0] for run in runs), statistics.mean(run[1] for run in runs)))
+        runs = [simulated.guided(candidate, history) for history in histories]
+        expected.append(
+            (statistics.mean(run.seconds for run in runs), statistics.mean(run.mean_bubble for run in runs))
+        )
     shortest = min(seconds for seconds, _ in expected)
-    candidate, (seconds, bubble) = next(
-        pair for pair in zip(candidates, expected, strict=True) if pair[1][0] <= shortest * GOOD_ENOUGH
+    return next(
+        (candidate, seconds, bubble)
+        for candidate, (seconds, bubble) in zip(candidates, expected, strict=True)
+        if seconds <= shortest * GOOD_ENOUGH
     )
-    static = [_simulated(placement, num_microbatches, times, None, f"{seed} {i}")[0] for i in range(HISTORIES)]
-    return PlanChoice(candidate=candidate, seconds=seconds, static_seconds=statistics.mean(static), bubble=bubble)
 
 
-def _simulated(
-    placement: Placement, num_microbatches: int, times: MeasuredTimes, candidate: Candidate | None, history: str
-) -> tuple[float, float]:
-    """Return duration and mean bubble of a simulated step; without a candidate, of the static order without split."""
-    draw = random.Random(history)
+class _Simulated:
+    """Simulated steps; the same history gives all candidates the same tasks and transfers."""
 
-    def task_seconds(rank: int, task: Task) -> float:
-        seconds = times.task_seconds[rank, task.kind, task.chunk]
-        if candidate is None and task.kind is TaskKind.BACKWARD:
-            seconds += times.task_seconds[rank, TaskKind.WEIGHT, task.chunk]
-        return seconds
+    def __init__(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        times: MeasuredTimes,
+        reaction: HostReaction | None,
+        memory: Sequence[MemoryLimit],
+    ) -> None:
+        self._placement = placement
+        self._num_microbatches = num_microbatches
+        self._times = times
+        self._usual = times.usual
+        self._reaction = reaction
+        self._memory = memory
 
-    policies: list[Policy] = [
-        Static(interleaved(placement, num_microbatches, rank))
-        if candidate is None
-        else candidate.policy(placement, num_microbatches, rank)
-        for rank in range(placement.ranks)
-    ]
-    simulation = simulate(
-        placement,
-        num_microbatches,
-        policies,
-        split=candidate is not None,
-        task_seconds=task_seconds,
-        transfer_seconds=lambda _rank, _task: draw.choice(times.transfer_seconds),
-    )
-    return simulation.seconds, statistics.mean(simulation.bubble(rank) for rank in range(placement.ranks))
+    def guided(self, candidate: Candidate, history: str) -> Simulation:
+        """Return a step under a candidate."""
+
+        def policy(rank: int) -> Policy:
+            memory = self._memory[rank] if self._memory else None
+            return candidate.policy(self._placement, self._num_microbatches, rank, memory)
+
+        return self._run(
+            policy,
+            history,
+            split=True,
+            tolerance=candidate.tolerance_seconds,
+        )
+
+    def static(self, history: str) -> Simulation:
+        """Return a step in the static order, with whole backward passes."""
+        return self._run(
+            lambda rank: Static(interleaved(self._placement, self._num_microbatches, rank)), history, split=False
+        )
+
+    def _run(
+        self, policy: Callable[[int], Policy], history: str, *, split: bool, tolerance: float | None = None
+    ) -> Simulation:
+        def task_seconds(rank: int, task: Task) -> float:
+            drawn = _draw(history, rank, task, self._times.task_seconds[rank, task.kind, task.chunk])
+            if not split and task.kind is TaskKind.BACKWARD:
+                weight = Task.weight(task.microbatch, task.chunk)
+                drawn += _draw(history, rank, weight, self._times.task_seconds[rank, weight.kind, weight.chunk])
+            return drawn
+
+        def transfer_seconds(rank: int, task: Task) -> float:
+            return _draw(history + " transfer", rank, task, self._times.transfer_seconds)
+
+        policies = [policy(rank) for rank in range(self._placement.ranks)]
+        if self._reaction is None:
+            return simulate(
+                self._placement,
+                self._num_microbatches,
+                policies,
+                split=split,
+                task_seconds=task_seconds,
+                transfer_seconds=transfer_seconds,
+            )
+        ahead = LaunchRule(lead_seconds=self._reaction.lead_seconds, tolerance_seconds=tolerance)
+        return simulate_devices(
+            self._placement,
+            self._num_microbatches,
+            policies,
+            split=split,
+            model=DeviceModel(launch_rule=ahead, reaction_seconds=self._reaction.seconds, usual=self._usual),
+            task_seconds=task_seconds,
+            transfer_seconds=transfer_seconds,
+        )
+
+
+def _draw(history: str, rank: int, task: Task, measured: Sequence[float]) -> float:
+    """Return one of the measured times, the same for equal arguments in every order of tasks."""
+    return measured[zlib.crc32(f"{history} {rank} {task}".encode()) % len(measured)]

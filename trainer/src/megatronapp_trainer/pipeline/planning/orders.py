@@ -3,6 +3,7 @@
 P pipeline ranks, V chunks of each rank, M microbatches of a step.
 """
 
+import itertools
 from collections import deque
 
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape, Task, TaskKind
@@ -132,6 +133,21 @@ class _VeeTasks:
                 for _ in range(self._limit):
                     task(chunk)
         return tuple(self._tasks)
+
+
+def forward_vee(placement: Placement, num_microbatches: int, rank: int) -> Order:
+    """Return the forward tasks of a rank in a vee in an order in which, with tasks of equal length, no rank waits.
+
+    A microbatch begins every second task; its stages alternate between even and odd places of each rank's order.
+    """
+    tasks = (Task.forward(microbatch, chunk) for microbatch in range(num_microbatches) for chunk in (0, 1))
+    return tuple(sorted(tasks, key=lambda task: 2 * task.microbatch + placement.stage(rank, task.chunk)))
+
+
+def peak_activations(order: Order) -> int:
+    """Return the most chunks of which an order keeps activations: until their weight tasks, pending ones included."""
+    counts = itertools.accumulate((task.kind is TaskKind.FORWARD) - (task.kind is TaskKind.WEIGHT) for task in order)
+    return max(counts)
 
 
 def peak_in_flight(order: Order, weights: tuple[int, ...]) -> int:

@@ -5,7 +5,8 @@ A policy of one rank and one step sees only the rank's own progress. It never de
 
 from typing import Protocol
 
-from megatronapp_trainer.pipeline.planning.orders import Order, peak_in_flight
+from megatronapp_trainer.pipeline.planning.memory import ChunkMemory, MemoryLimit
+from megatronapp_trainer.pipeline.planning.orders import Order
 from megatronapp_trainer.pipeline.planning.progress import RankProgress
 from megatronapp_trainer.pipeline.planning.tasks import Task, TaskKind
 
@@ -17,6 +18,13 @@ class Policy(Protocol):
     def early(self) -> bool:
         """Return whether the task that was chosen last runs before its turn in a plan."""
 
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether the rank runs its planned task next, however late that is."""
+
+    def planned(self, progress: RankProgress) -> Task | None:
+        """Return the task whose turn it is in the plan; None without a plan, or where it is not known yet."""
+
     def choose(self, progress: RankProgress) -> Task | None:
         """Return the task to run now, or None to wait for an input."""
 
@@ -25,10 +33,15 @@ class Static:
     """Runs an order as it is, and waits for the input of each task."""
 
     early = False
+    is_fixed = True
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._place = 0
+
+    def planned(self, progress: RankProgress) -> Task | None:
+        """Return the next task of the order."""
+        return self._order[self._place]
 
     def choose(self, progress: RankProgress) -> Task | None:
         """Return the next task of the order once its input is there."""
@@ -43,38 +56,52 @@ class PlanGuided:
     """Follows an order, and fills the wait for an input with other tasks, earliest in the order first.
 
     While the planned task has no input, the rank runs a ready backward task, a ready forward task, or a weight task.
-    A forward task may run early only if the rest of the plan still fits under the cap, so that the cap holds always:
-    a forward task for which there is no room waits for weight tasks alone. The planned task is never refused
-    otherwise, so that a set of plans without deadlock stays without: of all tasks that have not run, one that is
-    first in the plan of its rank has its input.
+    A task may run early only if the rest of the plan still fits under the cap, so that the cap holds always: a task
+    for which there is no room waits for weight tasks alone. The planned task is never refused otherwise, so that a set
+    of plans without deadlock stays without: of all tasks that have not run, one that is first in the plan of its rank
+    has its input.
     """
 
-    def __init__(self, order: Order, *, cap: int, weights: tuple[int, ...] | None = None) -> None:
+    is_fixed = False
+
+    def __init__(
+        self, order: Order, *, cap: int, weights: tuple[int, ...] | None = None, memory: MemoryLimit | None = None
+    ) -> None:
         """Take the order of a rank.
 
         Args:
             order: forward and backward tasks; weight tasks where they are to run at a planned place.
-            cap: activations that the rank may hold, in the unit of `weights`.
+            cap: activations that the rank may hold, until their weight task, in the unit of `weights`.
             weights: what the activations of each chunk hold; without them 1 for each chunk.
+            memory: limit in another unit that holds as well.
 
         Raises:
-            ValueError: the order itself needs more than the cap.
+            ValueError: the order itself needs more than the cap or the limit.
         """
-        self._weights = weights or (1,) * (1 + max(task.chunk for task in order))
-        needed = peak_in_flight(order, self._weights)
-        if needed > cap:
-            raise ValueError(f"the plan holds {needed} at its peak, more than the cap of {cap}")
+        weights = weights or (1,) * (1 + max(task.chunk for task in order))
+        limit = MemoryLimit(cap, tuple(ChunkMemory(weight, weight) for weight in weights))
+        self._limits = (limit,) if memory is None else (limit, memory)
+        for limit in self._limits:
+            if limit.peak(order) > limit.most:
+                raise ValueError(f"the plan holds {limit.peak(order)} at its peak, more than the cap of {limit.most}")
         self._order = order
         self._position = {task: place for place, task in enumerate(order)}
-        self._cap = cap
         self._place = 0
         self.deviations = 0
         """Forward and backward tasks that ran before their turn."""
         self.early = False
 
+    def planned(self, progress: RankProgress) -> Task | None:
+        """Return the first task of the plan that has not run; after the plan, a pending weight task."""
+        while self._place < len(self._order) and self._order[self._place] in progress.done:
+            self._place += 1
+        if self._place < len(self._order):
+            return self._order[self._place]
+        return progress.pending_weights[0] if progress.pending_weights else None
+
     def choose(self, progress: RankProgress) -> Task | None:
         """Return the planned task if its input is there, another one meanwhile, or None."""
-        planned = self._planned(progress)
+        planned = self.planned(progress)
         task = self._choice(planned, progress)
         self.early = task != planned and task in self._position
         return task
@@ -104,36 +131,24 @@ class PlanGuided:
                 earliest[key] = task
         return sorted(earliest.values(), key=self._position.__getitem__)
 
-    def _planned(self, progress: RankProgress) -> Task | None:
-        """Return the first task of the plan that has not run; after the plan, a pending weight task."""
-        while self._place < len(self._order) and self._order[self._place] in progress.done:
-            self._place += 1
-        if self._place < len(self._order):
-            return self._order[self._place]
-        return progress.pending_weights[0] if progress.pending_weights else None
-
     def _fits(self, task: Task, progress: RankProgress) -> bool:
-        if task.kind is not TaskKind.FORWARD or not progress.pending_weights:
+        """Return whether there is room for what `task` keeps; pending weight tasks can make room."""
+        if task.kind is TaskKind.WEIGHT or not progress.pending_weights:
             return True
-        return progress.activations + self._weights[task.chunk] <= self._cap
+        return all(limit.used(progress) + limit.added(task) <= limit.most for limit in self._limits)
 
     def _may_run_early(self, task: Task, progress: RankProgress) -> bool:
-        """Return whether the plan fits under the cap up to the place of `task` if `task` runs now."""
-        if task.kind is not TaskKind.FORWARD:
+        """Return whether the plan has room up to the place of `task` if `task` runs now, and weight tasks as needed.
+
+        A backward task leaves more room to all tasks after it.
+        """
+        if task.kind is TaskKind.WEIGHT:
             return True
-        used = progress.in_flight + self._weights[task.chunk]
-        if used > self._cap:
-            return False
-        for planned in self._order[self._place : self._position[task]]:
-            if planned in progress.done:
-                continue
-            if planned.kind is TaskKind.FORWARD:
-                used += self._weights[planned.chunk]
-                if used > self._cap:
-                    return False
-            elif planned.kind is TaskKind.BACKWARD:
-                used -= self._weights[planned.chunk]
-        return True
+        tasks = [task]
+        if task.kind is TaskKind.FORWARD:
+            between = self._order[self._place : self._position[task]]
+            tasks += [planned for planned in between if planned not in progress.done]
+        return all(limit.in_flight(progress) + limit.peak(tasks) <= limit.most for limit in self._limits)
 
 
 class Greedy:
@@ -146,6 +161,7 @@ class Greedy:
 
     early = False
     """There is no plan."""
+    is_fixed = False
 
     def __init__(self, *, depth_first: bool, admitted: int) -> None:
         """Take the direction and the number of microbatches that may be in the rank at a time, at least one."""
@@ -153,6 +169,10 @@ class Greedy:
             raise ValueError(f"a rank must admit at least one microbatch, not {admitted}")
         self._sign = -1 if depth_first else 1
         self._admitted = admitted
+
+    def planned(self, progress: RankProgress) -> Task | None:
+        """Return None, as there is no plan."""
+        return None
 
     def choose(self, progress: RankProgress) -> Task | None:
         """Return a ready backward task, or without one an admitted forward task, a weight task, or None."""

@@ -43,6 +43,10 @@ class RankProgress:
         """Activations kept: of forward tasks whose backward task, or weight task if split, has not run."""
         self.in_flight = 0
         """Activations of forward tasks whose backward task has not run."""
+        self.in_flight_by_chunk = [0] * placement.chunks
+        """Microbatches of each chunk whose backward task has not run after their forward task."""
+        self.pending_by_chunk = [0] * placement.chunks
+        """Microbatches of each chunk whose weight task has not run after their backward task."""
         self.remaining = (3 if split else 2) * num_microbatches * placement.chunks
         self.oldest = 0
         """First microbatch with a task that has not run."""
@@ -71,17 +75,21 @@ class RankProgress:
         weight = self.weights[task.chunk]
         if task.kind is TaskKind.WEIGHT:
             self.pending_weights.remove(task)
+            self.pending_by_chunk[task.chunk] -= 1
             self.activations -= weight
             return None
         self.ready.remove(task)
         if task.kind is TaskKind.FORWARD:
             self.activations += weight
             self.in_flight += weight
+            self.in_flight_by_chunk[task.chunk] += 1
         else:
             self._next_backward[task.chunk] += 1
             self._admit_backward(task.chunk)
             self.in_flight -= weight
+            self.in_flight_by_chunk[task.chunk] -= 1
             if self.split:
+                self.pending_by_chunk[task.chunk] += 1
                 self.pending_weights.append(Task.weight(task.microbatch, task.chunk))
             else:
                 self.activations -= weight

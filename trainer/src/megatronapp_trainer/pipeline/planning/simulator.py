@@ -46,6 +46,11 @@ class Simulation:
         """Return the share of the step in which this rank ran no task."""
         return 1 - sum(span.end - span.start for span in self.spans[rank]) / self.seconds
 
+    @property
+    def mean_bubble(self) -> float:
+        """Return the mean of that share over the ranks."""
+        return sum(map(self.bubble, range(len(self.spans)))) / len(self.spans)
+
 
 class DeadlockError(Exception):
     """The policies left tasks that none of them would run."""

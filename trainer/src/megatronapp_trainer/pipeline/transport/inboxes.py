@@ -1,25 +1,32 @@
-"""Shared memory in which a rank receives from its neighbours, and the agreement of all ranks that there is room."""
+"""Memory in which a rank receives from its neighbours, and the agreement of all ranks on where it is shared."""
 
 import dataclasses
+import logging
 import os
 import pathlib
 import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from megatronapp_common.names import Env
+from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.pipeline.dpp import DppPlan
 from megatronapp_trainer.pipeline.planning.tasks import Placement
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec, shared_memory_directory
+
+logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 4096
 """Limit of the native transport (`csrc/include/megatronapp/transport/layout.hpp`)."""
 FILE_BYTES = 64 << 10
 """Upper bound of what a file takes beyond its slots, but for `SLOT_BYTES`."""
-SLOT_BYTES = 192
-"""Upper bound of what a slot takes beyond its message: its announcement, its return, and padding."""
+SLOT_BYTES = 640
+"""Upper bound of what a slot takes beyond its message: its announcement, its return, its flags, and padding."""
 
 
 class TaskAddresses(NamedTuple):
@@ -31,15 +38,44 @@ class TaskAddresses(NamedTuple):
     """By tensor rank; the first one leads."""
 
 
+class TransportAgreement(NamedTuple):
+    """Properties of a job's transport that its ranks agree on before any of them takes memory."""
+
+    job: str
+    """Name of this job's memory, the same on all ranks."""
+    remote: tuple[int, ...]
+    """Peers of this rank with which it shares no memory."""
+    spans_nodes: bool
+    """True if any rank has such peers."""
+    pinned: bool
+    """Slots of messages between devices are in pinned host memory, not in memory of the devices."""
+
+
+class _Reach(NamedTuple):
+    """Devices by their UUID, as one rank sees them."""
+
+    own: str
+    visible: frozenset[str]
+    reached: frozenset[str]
+    """UUIDs of the devices whose memory its own device reads and writes."""
+
+
 class _Proposal(NamedTuple):
     """Job, memory and needs of a rank, exchanged before any rank takes memory."""
 
     job: str
     memory: str
     """Identifies the file system in shared memory."""
-    needed: int
+    neighbours: tuple[int, ...]
+    boards: tuple[int, ...]
+    """Peers with which only progress and decisions are exchanged."""
+    inbox_bytes: int
+    pinned_bytes: int
+    """`inbox_bytes` with slots in pinned host memory."""
     free: int | None
     """None for a file system without a limit."""
+    reach: _Reach | None
+    """None for a rank without a device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +88,12 @@ class Inboxes:
     """Shape and type of all tensors."""
     peak_chunks: int
     """Most chunks whose activations a rank keeps at a time."""
+    flag: str = "--use-dpp"
+    """Flag that needs them, for messages."""
+    device: int | None = None
+    """Ordinal of this rank's CUDA device, which then holds the slots; None for tensors of the host."""
+    address: str = ""
+    """Address of this rank for peers on other nodes; UCX chooses a device if it is empty."""
 
     @property
     def neighbours(self) -> list[int]:
@@ -74,8 +116,8 @@ class Inboxes:
         slots = self.peak_chunks * (1 if self.placement.chunks == 1 else 2) + 2
         if slots > MAX_SLOTS:
             raise UsageError(
-                f"--use-dpp: activations of {self.peak_chunks} chunks at a time need {slots} slots for messages from "
-                f"each neighbour, and there are at most {MAX_SLOTS}; give a smaller --dpp-memory-cap"
+                f"{self.flag}: activations of {self.peak_chunks} chunks at a time need {slots} slots for messages from "
+                f"each neighbour, and there are at most {MAX_SLOTS}; give a smaller --dpp-memory-cap, or fewer stages"
             )
         return slots
 
@@ -85,54 +127,149 @@ class Inboxes:
         return max(self.spec.bytes, 1)
 
     @property
-    def bytes(self) -> int:
-        """Return an upper bound of the shared memory that this rank takes."""
-        files = 1 + len(self.neighbours) + len(self.addresses.tensor) - 1
-        return len(self.neighbours) * self.slots * (self.slot_bytes + SLOT_BYTES) + files * FILE_BYTES
+    def inbox_bytes(self) -> int:
+        """Return an upper bound of the shared memory of one inbox; slots of a device are in its own memory."""
+        return self.pinned_bytes if self.device is None else self.slots * SLOT_BYTES + FILE_BYTES
 
-    def agree(self) -> str:
-        """Return the name of this job's memory, the same on all ranks; collective over the world.
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the same with all slots in it."""
+        return self.slots * (self.slot_bytes + SLOT_BYTES) + FILE_BYTES
+
+    @property
+    def bytes(self) -> int:
+        """Return an upper bound of the shared memory that this rank takes if all its peers share it."""
+        return len(self.neighbours) * self.inbox_bytes + len(self.addresses.tensor) * FILE_BYTES
+
+    @property
+    def boards(self) -> list[int]:
+        """Return the other ranks of the tensor group."""
+        return [rank for rank in self.addresses.tensor if rank != dist.get_rank()]
+
+    def agree(self) -> TransportAgreement:
+        """Agree on the job and on where memory is shared; collective over the world.
+
+        Slots are in memory of the devices, unless a rank's device does not reach the device of a neighbour: then they
+        are in pinned host memory, on all ranks, which is logged.
 
         Raises:
-            UsageError: too many slots, ranks of a pipeline or of a tensor group that share no memory, or too little
-                room for the inboxes of all ranks that share it.
+            UsageError: too many slots, too little room for the inboxes of all ranks that share a memory, or ranks with
+                GPUs that share none.
         """
         directory, own = shared_memory_directory(), dist.get_rank()
         found: list[_Proposal | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _proposal(directory, self.bytes))
+        dist.all_gather_object(found, self._proposal(directory))
         proposals = [proposal for proposal in found if proposal is not None]
+        apart = [_apart(proposal, proposals) for proposal in proposals]
+        for rank, peers in enumerate(apart):
+            if peers and proposals[rank].reach is not None:
+                raise UsageError(
+                    f"{self.flag}: rank {rank} has a GPU and shares no memory with rank {peers[0]} of its pipeline or "
+                    f"tensor group, and messages between GPUs stay on a node; put these ranks on one node, or leave "
+                    f"{self.flag} out"
+                )
         memory, free = proposals[own].memory, proposals[own].free
-        apart = [
-            rank for rank in (*self.addresses.pipeline, *self.addresses.tensor) if proposals[rank].memory != memory
-        ]
-        if apart:
-            raise UsageError(
-                f"--use-dpp: rank {own} shares no memory ({directory}) with rank {apart[0]} of its pipeline or tensor "
-                "group; put the ranks of a pipeline on one node, or leave --use-dpp out"
-            )
-        sharing = [proposal.needed for proposal in proposals if proposal.memory == memory]
+        apart_devices = _devices_apart(proposals)
+        if apart_devices:
+            proposals = [proposal._replace(inbox_bytes=proposal.pinned_bytes) for proposal in proposals]
+        sharing = [_needed(proposal, proposals) for proposal in proposals if proposal.memory == memory]
         if free is not None and sum(sharing) > free:
             raise UsageError(
-                f"--use-dpp: {directory} has {free >> 20} MiB free, and messages between its {len(sharing)} ranks need "
-                f"{_mib(sum(sharing))} MiB ({self.slots} slots of {self.slot_bytes} bytes for each neighbour of a "
+                f"{self.flag}: {directory} has {free >> 20} MiB free, and messages between its {len(sharing)} ranks "
+                f"need {_mib(sum(sharing))} MiB ({self.slots} slots of {self.slot_bytes} bytes for each neighbour of a "
                 f"rank); enlarge it (spec.shm.sizeLimit), name a larger tmpfs with {Env.SHM_DIR}, or give a smaller "
                 "--micro-batch-size or --dpp-memory-cap"
             )
-        return proposals[0].job
+        if apart_devices and own == 0:
+            logger.warning(
+                "devices of ranks %d and %d do not reach each other: messages of %s pass through pinned host memory",
+                *apart_devices,
+                self.flag,
+            )
+        return TransportAgreement(proposals[0].job, apart[own], any(apart), pinned=apart_devices is not None)
+
+    def _proposal(self, directory: str) -> _Proposal:
+        try:
+            status, system = pathlib.Path(directory).stat(), os.statvfs(directory)
+        except OSError as error:
+            raise UsageError(f"--use-dpp: {directory}: {error.strerror}; set {Env.SHM_DIR} to a tmpfs") from error
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return _Proposal(
+            job=os.environ.get(Env.JOB_UID) or secrets.token_hex(16),
+            memory=f"{boot} {status.st_dev} {status.st_ino}",
+            neighbours=tuple(self.neighbours),
+            boards=tuple(self.boards),
+            inbox_bytes=self.inbox_bytes,
+            pinned_bytes=self.pinned_bytes,
+            free=system.f_bavail * system.f_frsize if system.f_blocks else None,
+            reach=None if self.device is None else _reach(self.device),
+        )
 
 
-def _proposal(directory: str, needed: int) -> _Proposal:
-    try:
-        status, system = pathlib.Path(directory).stat(), os.statvfs(directory)
-    except OSError as error:
-        raise UsageError(f"--use-dpp: {directory}: {error.strerror}; set {Env.SHM_DIR} to a tmpfs") from error
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return _Proposal(
-        job=os.environ.get(Env.JOB_UID) or secrets.token_hex(16),
-        memory=f"{boot} {status.st_dev} {status.st_ino}",
-        needed=needed,
-        free=system.f_bavail * system.f_frsize if system.f_blocks else None,
+def inboxes_of(config: TrainerConfig, layout: Layout, plan: DppPlan) -> Inboxes:
+    """Return the inboxes of this rank for a plan."""
+    from megatron.core import parallel_state
+
+    addresses = TaskAddresses(
+        pipeline=pipeline_ranks(),
+        tensor=dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
     )
+    length = config.model.seq_length // layout.context_size
+    if config.parallel.sequence_parallel:
+        length //= layout.tensor_size
+    shape = (length, config.training.micro_batch_size, config.model.hidden_size)
+    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    given = config.dpp.addresses
+    return Inboxes(
+        plan.placement,
+        addresses,
+        TensorSpec(shape, dtype),
+        plan.peak_chunks(config.most_microbatches(layout.data_size)),
+        device=device,
+        address=given[dist.get_rank()] if given else os.environ.get(Env.ADDRESS, ""),
+    )
+
+
+def pipeline_ranks() -> list[int]:
+    """Return the ranks of the world that hold this rank's pipeline, by pipeline rank."""
+    from megatron.core import parallel_state
+
+    ranks: list[int] = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    return ranks
+
+
+def _reach(device: int) -> _Reach:
+    uuids = [str(torch.cuda.get_device_properties(other).uuid) for other in range(torch.cuda.device_count())]
+    reached = [
+        uuid for other, uuid in enumerate(uuids) if other == device or torch.cuda.can_device_access_peer(device, other)
+    ]
+    return _Reach(uuids[device], frozenset(uuids), frozenset(reached))
+
+
+def _devices_apart(proposals: Sequence[_Proposal]) -> tuple[int, int] | None:
+    """Return the first neighbours of which one's device does not reach the other's.
+
+    A device that a rank does not see is taken to be within reach: the transport then tries it, and says so if not.
+    """
+    for rank, proposal in enumerate(proposals):
+        for neighbour in proposal.neighbours:
+            reach, other = proposal.reach, proposals[neighbour].reach
+            if reach and other and other.own in reach.visible - reach.reached:
+                return rank, neighbour
+    return None
+
+
+def _apart(proposal: _Proposal, proposals: Sequence[_Proposal]) -> tuple[int, ...]:
+    """Return the peers of a rank that do not share its memory."""
+    peers = dict.fromkeys((*proposal.neighbours, *proposal.boards))
+    return tuple(peer for peer in peers if proposals[peer].memory != proposal.memory)
+
+
+def _needed(proposal: _Proposal, proposals: Sequence[_Proposal]) -> int:
+    """Return an upper bound of the shared memory that a rank takes; messages of other nodes take none."""
+    near = [peer for peer in proposal.neighbours if proposals[peer].memory == proposal.memory]
+    return len(near) * proposal.inbox_bytes + (1 + len(proposal.boards)) * FILE_BYTES
 
 
 def _mib(size: int) -> int:

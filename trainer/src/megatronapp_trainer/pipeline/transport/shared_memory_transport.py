@@ -1,20 +1,40 @@
-"""The tasks' transfers between ranks that share memory, and the leader's log of a tensor group."""
+"""The tasks' transfers between memories of hosts, and the leader's log of a tensor group."""
 
+import logging
 import os
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
+import megatronapp_native as native
 from megatronapp_common.names import Env
+from megatronapp_common.trace import TransferPath
 from megatronapp_trainer.errors import TransferTimeoutError
-from megatronapp_trainer.pipeline.planning.tasks import RankTask, Task
+from megatronapp_trainer.pipeline.planning.tasks import RankTask, Task, TaskKind
 from megatronapp_trainer.pipeline.transport.inboxes import Inboxes
-from megatronapp_trainer.pipeline.transport.tensor_transport import TensorTransport, TransportOptions
+from megatronapp_trainer.pipeline.transport.network import connected
+from megatronapp_trainer.pipeline.transport.task_transport import Posted
+from megatronapp_trainer.pipeline.transport.tensor_transport import ReceivedTensor, TransportOptions
+
+logger = logging.getLogger(__name__)
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_FEWEST_CONNECTIONS = 8
+"""Hardware queues of a device with which a stream that waits does not hold up another one; also CUDA's default."""
+_PROGRESS_INDEX = 0
+"""Index at which a rank publishes how many tasks it has ended."""
+_SENT_INDEX = 1
+"""First index at which it publishes, for each kind and chunk of the tasks that it sends to, the last one's number."""
+_NUMBER_BITS = 40
 
 
 class SharedMemoryTransport:
-    """A `TaskTransport` over shared memory; a received tensor is a view of it until no task needs it any more."""
+    """A `TaskTransport` within a node and, between memories of hosts, over UCX to ranks of other nodes.
+
+    A received tensor is a view of its message until no task needs it any more. Tensors are in memory of the host, or in
+    memory of each rank's device.
+    """
 
     def __init__(self, inboxes: Inboxes, *, threads: int, deadline_s: float) -> None:
         """Connect to the neighbours in the pipeline and to the tensor group; collective over the world.
@@ -25,7 +45,7 @@ class SharedMemoryTransport:
             deadline_s: seconds after which a rank that sends nothing is an error.
 
         Raises:
-            UsageError: ranks of a pipeline or of a tensor group share no memory, or too little.
+            UsageError: too little shared memory, or no path to a rank on another node.
             PeerLostError: a rank did not connect.
         """
         self._placement = inboxes.placement
@@ -35,24 +55,37 @@ class SharedMemoryTransport:
         self._rank = self._pipeline.index(own)
         self._leader = tensor[0]
         self._follows = own != self._leader
-        peers = inboxes.neighbours
-        boards = [rank for rank in tensor if rank != own]
+        agreement = inboxes.agree()
+        self._device = inboxes.device
+        self._waits_on_device = inboxes.device is not None and _streams_may_wait()
+        on_devices = inboxes.device is not None and not agreement.pinned
+        self._path = TransferPath.CUDA_IPC if on_devices else TransferPath.SHARED_MEMORY
         options = TransportOptions(
-            job=inboxes.agree(),
+            job=agreement.job,
             attempt=int(os.environ.get(Env.ATTEMPT, "0")),
             rank=own,
             slot_bytes=inboxes.slot_bytes,
             slots=inboxes.slots,
             threads=threads,
             deadline_s=deadline_s,
+            device=inboxes.device,
+            pinned=agreement.pinned,
         )
-        self._transport = TensorTransport(options, peers=peers, boards=boards)
-        self._transport.connect()
-        if own == self._leader and boards:
-            self._transport.lead(boards)
+        self._peers = [*inboxes.neighbours, *inboxes.boards]
+        self._remote = frozenset(agreement.remote)
+        self._transport = connected(options, inboxes, agreement)
+        if own == self._leader and inboxes.boards:
+            self._transport.lead(inboxes.boards)
         self._step = -1
+        self._number = 0
+        """Number of the task that has ended last on this rank, over all steps."""
         self._expected: dict[Task, int] = {}
+        self._tasks: dict[int, Task] = {}
+        """Tasks of the step by the key of their input."""
+        self._arrived: dict[int, ReceivedTensor] = {}
+        """Tensors by key that are not handed out: a neighbour may be a step ahead."""
         self._copied_ns: dict[Task, tuple[int, int]] = {}
+        self._taken_posted: dict[Task, native.TransportMessage] = {}
         self._seen: int | None = None
         self._received_seconds: list[float] = []
 
@@ -61,38 +94,98 @@ class SharedMemoryTransport:
         self._step += 1
         self._seen = None
         self._expected = {}
+        self._tasks = {}
         self._received_seconds = []
         self._copied_ns = {}
+        self._taken_posted = {}
         for task in expected:
             source = self._placement.previous_task(self._rank, task)
             assert source is not None
             self._expected[task] = self._pipeline[source.rank]
+            self._tasks[task.pack(self._step)] = task
 
     def send(self, target: RankTask, tensor: torch.Tensor) -> None:
         """Start to send a tensor to the pipeline rank of its task."""
+        self._transport.publish(_sent_index(target.task), target.task.microbatch << _NUMBER_BITS | self._number)
         self._transport.send(self._pipeline[target.rank], target.task.pack(self._step), tensor)
 
     def poll(self) -> dict[Task, torch.Tensor]:
-        """Return the inputs that have arrived since the last call."""
+        """Return the inputs that have arrived since the last call.
+
+        Raises PeerLostError for a rank that is lost, also if it has sent all: no rank closes its transport within a
+        step, so that the step cannot end. A rank that waits for a third one learns of it at once in this way.
+        """
         activity = self._transport.activity()
         if activity == self._seen:
             return {}
         self._seen = activity
-        arrived = {}
-        for task, sender in self._expected.items():
-            message = self._transport.poll(sender, task.pack(self._step), self._spec)
-            if message is not None:
-                arrived[task] = message.tensor
-                start_ns, end_ns = message.copied_ns
-                self._copied_ns[task] = start_ns, end_ns
-                self._received_seconds.append(1e-9 * (end_ns - start_ns))
-        for task in arrived:
-            del self._expected[task]
-        return arrived
+        while messages := self._transport.take_arrived(self._peers, self._spec):
+            self._arrived |= {message.key: message for message in messages}
+        keys = [key for key in self._arrived if key in self._tasks]
+        return {self._tasks[key]: self._take(key) for key in keys}
 
-    def copied_ns(self, task: Task) -> tuple[int, int]:
-        """Return start and end of the sender's copy of an input that has arrived in this step."""
-        return self._copied_ns[task]
+    def _take(self, key: int) -> torch.Tensor:
+        message = self._arrived.pop(key)
+        task = self._tasks[key]
+        start_ns, end_ns = message.copied_ns
+        self._copied_ns[task] = start_ns, end_ns
+        self._received_seconds.append(1e-9 * (end_ns - message.queued_ns))
+        del self._expected[task]
+        return message.tensor
+
+    def posted(self) -> dict[Task, Posted]:
+        """Return the inputs that senders' devices have in their queues; none where tasks cannot wait for them."""
+        if not self._waits_on_device:
+            return {}
+        return {
+            self._tasks[key]: Posted(self._pipeline.index(sender), self.sent_number(self._tasks[key]))
+            for sender, key in self._transport.posted(self._peers)
+            if key in self._tasks
+        }
+
+    def take_posted(self, task: Task) -> torch.Tensor:
+        """Return an input on its way, for which the current stream waits."""
+        key = task.pack(self._step)
+        sender = self._expected[task]
+        message = None if self._device is None else self._transport.poll(sender, key, self._spec, posted=True)
+        if message is None:
+            raise KeyError(task)
+        self._taken_posted[task] = message.message
+        del self._expected[task]
+        return message.tensor
+
+    def mark_progress(self, index: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Publish a number to the other ranks, on a device in the order of a stream, by default the current one."""
+        self._number = index
+        if self._device is not None and stream is None:
+            stream = torch.cuda.current_stream(self._device)
+        self._transport.publish(_PROGRESS_INDEX, index, None if self._device is None else stream)
+
+    def sender_progress(self, task: Task) -> int:
+        """Return the last number that the sender of an input has published."""
+        source = self._placement.previous_task(self._rank, task)
+        assert source is not None
+        return self._transport.progress(self._pipeline[source.rank], _PROGRESS_INDEX)
+
+    def sent_number(self, task: Task) -> int:
+        """Return the number of the task that makes an input on its way, or of a later one of its kind and chunk."""
+        source = self._placement.previous_task(self._rank, task)
+        assert source is not None
+        sent = self._transport.progress(self._pipeline[source.rank], _sent_index(task))
+        return sent & (1 << _NUMBER_BITS) - 1
+
+    def copied_ns(self, task: Task) -> tuple[int, int] | None:
+        """Return start and end of the sender's copy of an input of this step; None while it has not ended."""
+        message = self._taken_posted.get(task)
+        if message is not None and message.copied_ns is not None:
+            self._copied_ns[task] = message.copied_ns
+            self._received_seconds.append(1e-9 * (message.copied_ns[1] - message.queued_ns))
+            del self._taken_posted[task]
+        return None if task in self._taken_posted else self._copied_ns[task]
+
+    def path_from(self, rank: int) -> TransferPath:
+        """Return the path of the messages of a pipeline rank."""
+        return TransferPath.UCX if self._pipeline[rank] in self._remote else self._path
 
     def wait(self, limit_s: float | None = None) -> None:
         """Wait until an input or a decision arrives, at most `limit_s` seconds if given.
@@ -109,7 +202,10 @@ class SharedMemoryTransport:
             )
 
     def received_seconds(self) -> list[float]:
-        """Return the duration of each copy that this rank has received in this step."""
+        """Return how long each input of this step took from the end of its task until it was here.
+
+        Waits for a slot and for a thread of the sender are part of it.
+        """
         return self._received_seconds
 
     def append(self, entry: int) -> None:
@@ -127,3 +223,21 @@ class SharedMemoryTransport:
     def abort(self) -> None:
         """End the transport after a failure; ranks that wait for this one get PeerLostError."""
         self._transport.close(drain=False)
+
+
+def _streams_may_wait() -> bool:
+    """Return whether streams have hardware queues of their own; the log of rank 0 says so if not."""
+    connections = int(os.environ.get(_CONNECTIONS, _FEWEST_CONNECTIONS))
+    if connections < _FEWEST_CONNECTIONS and dist.get_rank() == 0:
+        logger.warning(
+            "%s=%d: a task that waits on its device could hold up what it waits for, so tasks begin once their inputs "
+            "are there; set it to %d or more (in a manifest: spec.env)",
+            _CONNECTIONS,
+            connections,
+            _FEWEST_CONNECTIONS,
+        )
+    return connections >= _FEWEST_CONNECTIONS
+
+
+def _sent_index(task: Task) -> int:
+    return _SENT_INDEX + 2 * task.chunk + (task.kind is TaskKind.BACKWARD)

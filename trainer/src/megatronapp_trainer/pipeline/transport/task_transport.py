@@ -6,15 +6,29 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatronapp_common.trace import RecordKind
+from megatronapp_common.trace import RecordKind, TransferPath
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey, TransferObserver
 from megatronapp_trainer.pipeline.planning.tasks import Placement, RankTask, Task, TaskKind
+
+
+class Posted(NamedTuple):
+    """An input that is on its way: its sender's device has queued the copy, after the task that makes it."""
+
+    sender: int
+    """Pipeline rank."""
+    number: int
+    """Number of the task that makes it, as its sender's `mark_progress` counts them; its sender is that far when the
+    copy begins.
+    """
 
 
 class TaskTransport(Protocol):
     """Transfers between the tasks of a step, any number at a time, in any order.
 
     A tensor is addressed to the task that takes it as its input. All shapes are equal: hidden states of a microbatch.
+
+    On devices a tensor is sent in the order of the current stream, and a received one is for work on the current
+    stream: it returns to its sender once the work is done that was enqueued there before its last reference ended.
     """
 
     def begin_step(self, expected: Iterable[Task]) -> None:
@@ -26,8 +40,35 @@ class TaskTransport(Protocol):
     def poll(self) -> dict[Task, torch.Tensor]:
         """Return the inputs that have arrived since the last call."""
 
-    def copied_ns(self, task: Task) -> tuple[int, int]:
-        """Return start and end of the copy of an input that has arrived in this step, on the node's monotonic clock."""
+    def posted(self) -> dict[Task, Posted]:
+        """Return the inputs that are on their way and that neither `poll` nor `take_posted` has returned.
+
+        Empty where transfers have no queue on a device: an input is then there or not.
+        """
+
+    def take_posted(self, task: Task) -> torch.Tensor:
+        """Return an input on its way, for work on the current stream, which waits on the device for its copy.
+
+        `poll` does not return the input any more. Raises KeyError for a task that `posted` did not have.
+        """
+
+    def mark_progress(self, index: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Publish `index` to the other ranks once the work enqueued on a stream (the current one) so far has ended.
+
+        On the host: at once. Numbers of tasks in the order of this rank, over all steps; 0 before the first one.
+        """
+
+    def sender_progress(self, task: Task) -> int:
+        """Return the last number that the sender of an input has published by `mark_progress`."""
+
+    def copied_ns(self, task: Task) -> tuple[int, int] | None:
+        """Return start and end of the copy of an input of this step, on the node's monotonic clock.
+
+        None while the copy of an input from `take_posted` has not ended.
+        """
+
+    def path_from(self, rank: int) -> TransferPath:
+        """Return the path of the messages of a pipeline rank."""
 
     def wait(self, limit_s: float | None = None) -> None:
         """Wait until an input or a decision arrives, at most `limit_s` seconds if given.
@@ -36,7 +77,7 @@ class TaskTransport(Protocol):
         """
 
     def received_seconds(self) -> list[float]:
-        """Return the duration of each transfer that this rank has received in this step."""
+        """Return how long each input of this step took from the end of the task that made it until it was here."""
 
     def close(self) -> None:
         """End the transport; what was sent is delivered first."""
@@ -72,9 +113,12 @@ class ObservedTaskTransport:
         self._pipeline = pipeline
         self._now_ns = now_ns
         self._withheld: dict[Task, _Withheld] = {}
+        self._taken_early: dict[Task, int] = {}
 
     def begin_step(self, expected: Iterable[Task]) -> None:
         """Begin a step of the transport."""
+        self._announce_taken_early()
+        self._taken_early = {}
         self._transport.begin_step(expected)
 
     def send(self, target: RankTask, tensor: torch.Tensor) -> None:
@@ -84,10 +128,10 @@ class ObservedTaskTransport:
 
     def poll(self) -> dict[Task, torch.Tensor]:
         """Return the inputs that have arrived and are not withheld any more, and announce them."""
+        self._announce_taken_early()
         for task, tensor in self._transport.poll().items():
-            source = self._placement.previous_task(self._rank, task)
-            assert source is not None
-            copy = ObservedCopy(self._pipeline[source.rank], _size_bytes(tensor), *self._transport.copied_ns(task))
+            copy = self._copy(task, _size_bytes(tensor))
+            assert copy is not None
             self._withheld[task] = _Withheld(tensor, copy, self._observer.release_ns(copy))
         if not self._withheld:
             return {}
@@ -100,9 +144,35 @@ class ObservedTaskTransport:
             self._observer.arrived(pass_of(task), message.copy)
         return inputs
 
-    def copied_ns(self, task: Task) -> tuple[int, int]:
+    def posted(self) -> dict[Task, Posted]:
+        """Return the inputs on their way, but for those from ranks whose messages a fault withholds."""
+        return {
+            task: posted
+            for task, posted in self._transport.posted().items()
+            if not self._observer.withholds(self._pipeline[posted.sender])
+        }
+
+    def take_posted(self, task: Task) -> torch.Tensor:
+        """Return an input on its way; its copy is announced once it has ended."""
+        tensor = self._transport.take_posted(task)
+        self._taken_early[task] = _size_bytes(tensor)
+        return tensor
+
+    def mark_progress(self, index: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Publish a number over the transport."""
+        self._transport.mark_progress(index, stream)
+
+    def sender_progress(self, task: Task) -> int:
+        """Return the number of the transport."""
+        return self._transport.sender_progress(task)
+
+    def copied_ns(self, task: Task) -> tuple[int, int] | None:
         """Return the times of the transport."""
         return self._transport.copied_ns(task)
+
+    def path_from(self, rank: int) -> TransferPath:
+        """Return the path of the transport."""
+        return self._transport.path_from(rank)
 
     def wait(self, limit_s: float | None = None) -> None:
         """Wait within what the observer opens for it, at most until a message is to be handed out."""
@@ -120,6 +190,23 @@ class ObservedTaskTransport:
     def close(self) -> None:
         """End the transport; what was sent is delivered first."""
         self._transport.close()
+
+    def _announce_taken_early(self) -> None:
+        for task, size_bytes in list(self._taken_early.items()):
+            copy = self._copy(task, size_bytes)
+            if copy is not None:
+                del self._taken_early[task]
+                self._observer.arrived(pass_of(task), copy)
+
+    def _copy(self, task: Task, size_bytes: int) -> ObservedCopy | None:
+        copied_ns = self._transport.copied_ns(task)
+        source = self._placement.previous_task(self._rank, task)
+        assert source is not None
+        if copied_ns is None:
+            return None
+        return ObservedCopy(
+            self._pipeline[source.rank], size_bytes, *copied_ns, path=self._transport.path_from(source.rank)
+        )
 
 
 def pass_of(task: Task) -> PassKey:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -43,8 +43,12 @@ class TransportOptions:
     deadline_s: float = 600.0
     """For peers to connect, for a send to get a slot, and for a receive that names none."""
     threads: int = 1
-    """Threads that copy messages of this rank."""
+    """Threads that copy messages of this rank in host memory."""
     directory: str = dataclasses.field(default_factory=shared_memory_directory)
+    device: int | None = None
+    """Ordinal of the CUDA device whose tensors are sent and received; None for tensors of the host."""
+    pinned: bool = False
+    """With a device: messages pass through pinned host memory, for devices that do not reach each other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,29 +63,75 @@ class TensorSpec:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
+class _DeviceSlot:
+    """Memory of a message on a device, for `torch.as_tensor`; its end releases the message in the order of a stream."""
+
+    __slots__ = ("__cuda_array_interface__", "_message", "_stream")
+
+    def __init__(self, message: native.TransportMessage, stream: int) -> None:
+        self._message = message
+        self._stream = stream
+        self.__cuda_array_interface__ = {
+            "shape": (message.bytes,),
+            "typestr": "|u1",
+            "data": (message.address, False),
+            "version": 2,
+        }
+
+    def __del__(self) -> None:
+        self._message.release(self._stream)
+
+
 class ReceivedTensor:
     """A tensor in the memory of its message.
 
     `release` gives the memory back to the sender, who overwrites it; the tensor must not be used from then on. Without
     `release` that happens when neither this object nor any tensor on the memory is referenced.
+
+    On a device it is for work on the stream that was current when it was received: that stream waits for the copy, and
+    the memory is given back once all has ended that is enqueued there at the release.
     """
 
-    __slots__ = ("_message", "tensor")
+    __slots__ = ("_message", "_stream", "tensor")
 
-    def __init__(self, message: native.TransportMessage, spec: TensorSpec) -> None:
+    def __init__(self, message: native.TransportMessage, spec: TensorSpec, device: int | None = None) -> None:
         self._message = message
-        if spec.bytes:
+        self._stream: int | None = None
+        if device is not None:
+            self._stream = torch.cuda.current_stream(device).cuda_stream
+            message.wait(self._stream)
+            slot = torch.as_tensor(_DeviceSlot(message, self._stream), device=torch.device("cuda", device))
+            self.tensor = slot.view(spec.dtype).view(spec.shape)
+        elif spec.bytes:
             self.tensor = torch.frombuffer(message, dtype=spec.dtype).view(spec.shape)
         else:
             self.tensor = torch.empty(spec.shape, dtype=spec.dtype)
+
+    @property
+    def sender(self) -> int:
+        """Rank that sent it."""
+        return self._message.peer
+
+    @property
+    def key(self) -> int:
+        return self._message.key
 
     @property
     def copied_ns(self) -> tuple[int, int]:
         """Start and end of the sender's copy on the monotonic clock."""
         return self._message.start_ns, self._message.end_ns
 
+    @property
+    def message(self) -> native.TransportMessage:
+        return self._message
+
+    @property
+    def queued_ns(self) -> int:
+        """When the sender was asked to send it, on the same clock."""
+        return self._message.queued_ns
+
     def release(self) -> None:
-        self._message.release()
+        self._message.release(self._stream)
 
 
 def translated(error: native.TransportError) -> PeerLostError | TransferError:
@@ -104,6 +154,16 @@ def raises_trainer_errors(function: Callable[P, R]) -> Callable[P, R]:
             raise translated(error) from error
 
     return call
+
+
+class RemotePeers(Protocol):
+    """Peers on other nodes."""
+
+    def add_to(self, endpoint: native.TransportEndpoint) -> None:
+        """Add them to the endpoint of this rank."""
+
+    def connected(self, endpoint: native.TransportEndpoint) -> None:
+        """Report the paths to them."""
 
 
 class TensorTransport:
@@ -129,6 +189,8 @@ class TensorTransport:
             slots=options.slots,
             deadline_s=options.deadline_s,
             threads=options.threads,
+            device=options.device,
+            pinned=options.pinned,
         )
         for peer in peers:
             self._endpoint.add_peer(peer, True)
@@ -136,23 +198,51 @@ class TensorTransport:
             self._endpoint.add_peer(peer, False)
 
     @raises_trainer_errors
-    def connect(self) -> None:
-        """Wait until all peers have connected, too."""
+    def connect(self, remote: RemotePeers | None = None) -> None:
+        """Wait until all peers have connected, too. `remote`: peers on other nodes, which are added before."""
+        if remote is not None:
+            remote.add_to(self._endpoint)
         self._endpoint.connect()
+        if remote is not None:
+            remote.connected(self._endpoint)
 
     @raises_trainer_errors
     def send(self, peer: int, key: int, tensor: torch.Tensor) -> None:
-        """Queue a tensor of host memory and return. Its contents must not change while `sending` counts it."""
-        if tensor.device.type != "cpu":
-            raise TransferError(f"a tensor on {tensor.device} cannot be sent through host memory; send tensor.cpu()")
+        """Queue a tensor and return. Its contents must not change while `sending` counts it.
+
+        On a device it is sent as it is when all has ended that is enqueued on the current stream, and kept alive until
+        it is copied.
+        """
+        device = self.options.device
+        own = torch.device("cpu") if device is None else torch.device("cuda", device)
+        if tensor.device != own:
+            remedy = "send tensor.cpu()" if device is None else f"send tensor.to('{own}')"
+            raise TransferError(f"a tensor on {tensor.device} cannot be sent over a transport of {own}; {remedy}")
         source = tensor.detach().contiguous()
-        self._endpoint.send(peer, key, source.data_ptr(), source.numel() * source.element_size(), source)
+        stream = None if device is None else torch.cuda.current_stream(device).cuda_stream
+        self._endpoint.send(peer, key, source.data_ptr(), source.numel() * source.element_size(), source, stream)
 
     @raises_trainer_errors
-    def poll(self, peer: int, key: int, spec: TensorSpec) -> ReceivedTensor | None:
-        """Return the tensor if it has arrived."""
-        message = self._endpoint.poll(peer, key)
+    def poll(self, peer: int, key: int, spec: TensorSpec, *, posted: bool = False) -> ReceivedTensor | None:
+        """Return the tensor if it has arrived, or with `posted` also if it is on its way.
+
+        On a device the current stream waits for it.
+        """
+        message = self._endpoint.poll_posted(peer, key) if posted else self._endpoint.poll(peer, key)
         return None if message is None else self._received(peer, message, spec)
+
+    @raises_trainer_errors
+    def take_arrived(self, peers: Sequence[int], spec: TensorSpec) -> list[ReceivedTensor]:
+        """Return all tensors of these peers that have arrived, in no order.
+
+        The failure of a peer is raised only if there are none.
+        """
+        return [self._received(message.peer, message, spec) for message in self._endpoint.take_arrived(peers)]
+
+    @raises_trainer_errors
+    def posted(self, peers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return sender and key of each message whose copy is enqueued on the sender's device and has not ended."""
+        return self._endpoint.posted(peers)
 
     @raises_trainer_errors
     def receive(self, peer: int, key: int, spec: TensorSpec, deadline_s: float | None = None) -> ReceivedTensor:
@@ -175,9 +265,12 @@ class TensorTransport:
         return self._endpoint.wait_activity(seen, self._deadline(deadline_s))
 
     @raises_trainer_errors
-    def publish(self, index: int, value: int) -> None:
-        """Store a 64-bit number of this rank at `index`; the last value wins and wakes no peer."""
-        self._endpoint.publish(index, value)
+    def publish(self, index: int, value: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Store a 64-bit number of this rank at `index`; the last value wins and wakes no peer.
+
+        With a stream of the device: once all has ended that is enqueued there.
+        """
+        self._endpoint.publish(index, value, None if stream is None else stream.cuda_stream)
 
     @raises_trainer_errors
     def progress(self, peer: int, index: int) -> int:
@@ -223,4 +316,4 @@ class TensorTransport:
                 f"key {message.key:#x} from rank {peer} has {message.bytes} bytes, and {tuple(spec.shape)} of"
                 f" {spec.dtype} are {spec.bytes}; let sender and receiver agree on shape and dtype"
             )
-        return ReceivedTensor(message, spec)
+        return ReceivedTensor(message, spec, self.options.device)

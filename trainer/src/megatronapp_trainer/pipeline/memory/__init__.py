@@ -1,0 +1,1 @@
+"""Measurement of the memory that the tasks of a step keep."""

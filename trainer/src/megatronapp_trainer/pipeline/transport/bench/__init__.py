@@ -1,0 +1,1 @@
+"""`megatronapp transport bench`: bandwidth and latency of the native transport on this machine."""
