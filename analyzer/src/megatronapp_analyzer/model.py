@@ -37,6 +37,8 @@ class JobLayout:
     """Worker index of each rank."""
     nodes: tuple[str, ...]
     """Node name of each rank."""
+    is_vee: bool = False
+    """True if the first rank of a pipeline holds both ends of the model (docs/megadpp.md, ZB-V)."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.coordinates), len(self.workers), len(self.nodes), self.tp * self.cp * self.dp * self.pp}
@@ -51,6 +53,11 @@ class JobLayout:
     def world(self) -> int:
         """Number of ranks in the job."""
         return len(self.coordinates)
+
+    @property
+    def loss_stage(self) -> int:
+        """Place in the pipeline of the ranks with the output layer and the loss."""
+        return 0 if self.is_vee else self.pp - 1
 
     @classmethod
     def grid(

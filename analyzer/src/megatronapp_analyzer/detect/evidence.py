@@ -57,6 +57,7 @@ class ChannelSet:
         stages = self._stage_of
         self._compute = LogChannel(units.stage, settings, cap=SIGMA_CAP if len(units) == layout.world else COUPLED_CAP)
         self._chunks = layout.vpp
+        self._loss_stage = layout.loss_stage
         self._launches = LaunchBaseline(layout, units, settings)
         self._stall = DelayChannel(np.zeros(layout.world, np.int64), settings)
         self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
@@ -145,7 +146,7 @@ class ChannelSet:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = compute / others
         known = np.isfinite(ratio) & ~self._units.has_peers
-        last = self._units.stage == self._units.stage.max()
+        last = self._units.stage == self._loss_stage
         limit = np.where(last, self._settings.last_stage_ratio, self._settings.imbalance_ratio)
         over = known & (ratio > limit)
         self._votes_imbalance.add(over, known)

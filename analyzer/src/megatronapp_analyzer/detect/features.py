@@ -10,7 +10,8 @@ idle      seconds per microbatch of the whole step outside any span, posts inclu
 data      seconds of DATA per microbatch, without run-queue delay
 queue     run-queue delay per microbatch inside the same spans as compute, the same way
 delivery  seconds from "sent, and the receiver was waiting" to the end of the receive, without run-queue delay
-          (median over the messages of a directed pair)
+          (median over the messages of a directed pair; where ranks run other passes meanwhile, the mean: a late link
+          then costs the few waits that no pass could fill, often one in a step)
 """
 
 import dataclasses
@@ -29,6 +30,8 @@ Mask = NDArray[np.bool_]
 POSTS = frozenset({RecordKind.SEND_POST, RecordKind.RECV_POST})
 LEAD_PART = 0.25
 """A device waited for launches if it ends a span less than this part of its length after the host's last launch."""
+FIRST_PASS_ORDINAL = int(RecordKind.FORWARD) << 24
+"""Least ordinal of a transfer in any order, which is that of a pass (docs/contracts.md, section 5)."""
 FREE_SHARE = 0.25
 """Share of the spans of one (kind, chunk) that must not have waited for launches, so that the device's time is known.
 """
@@ -240,15 +243,15 @@ def _step_spans(records: RankRecords, world: int) -> tuple[Floats, Floats]:
 
 
 def _deliveries(laid: _StepSpans, messages: Messages, world: int) -> tuple[Ints, Floats, Ints]:
-    """Return directed pairs, their median delivery, and how many messages they carried."""
+    """Return directed pairs, their usual delivery, and how many messages they carried."""
     matched = messages.matched
     send, recv = messages.send_post[matched], messages.recv_wait[matched]
     pair = messages.source[matched] * world + messages.destination[matched]
     ready = np.maximum(laid.start[recv], laid.end[send])
     late = np.maximum(laid.end[recv] - ready - rec.run_queue_s(laid.spans)[recv], 0.0)
     names, where = np.unique(pair, return_inverse=True)
-    return (
-        np.stack([names // world, names % world], axis=1),
-        segment_medians(where, late, len(names)),
-        np.bincount(where, minlength=len(names)),
-    )
+    count = np.bincount(where, minlength=len(names))
+    in_any_order = np.bincount(where, messages.ordinal[matched] >= FIRST_PASS_ORDINAL, minlength=len(names)) > 0
+    mean = np.bincount(where, late, minlength=len(names)) / count
+    delivery = np.where(in_any_order, mean, segment_medians(where, late, len(names)))
+    return np.stack([names // world, names % world], axis=1), delivery, count

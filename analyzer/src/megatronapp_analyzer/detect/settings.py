@@ -57,7 +57,7 @@ class DetectorSettings:
     imbalance_ratio: float = 1.8
     """How much longer than the median of the other stages a stage must take to be mentioned, without any reference."""
     last_stage_ratio: float = 3.0
-    """The same for the last stage, which carries the vocabulary and the loss by design."""
+    """The same for the stage that carries the vocabulary and the loss by design: the last, in a vee the first."""
     imbalance_steps: int = 12
     group_share: float = 0.6
     """Share of a node's ranks that must be slow together to blame the node."""

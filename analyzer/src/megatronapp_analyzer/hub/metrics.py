@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from megatronapp_analyzer.hub.ingest import step_totals
 from megatronapp_analyzer.hub.ingest.digest import stage_groups
 from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.pipeline_metrics import pipeline_families
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.hub.state.totals import BUCKETS_S, HubTotals
@@ -64,6 +65,7 @@ class HubCollector(Collector):
         yield self._phases()
         yield from self._tracer()
         yield from self._sums()
+        yield from pipeline_families(self._hub, self._newest_whole())
 
     def _gauge(self, name: str, text: str, value: float | None) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["job_id"])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
+from megatronapp_analyzer.hub.ingest.pipeline_passes import PassesCache, PlanSamples
 from megatronapp_analyzer.hub.settings import EndedJob, JobIdentity
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_analyzer.hub.state.detector_task import DetectorTask
@@ -43,6 +44,12 @@ class HubReader(Protocol):
 
     @property
     def totals(self) -> HubTotals: ...
+
+    @property
+    def passes(self) -> PassesCache: ...
+
+    @property
+    def plan_samples(self) -> PlanSamples: ...
 
     @property
     def scope(self) -> ScopeService: ...

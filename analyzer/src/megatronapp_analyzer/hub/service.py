@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
+from megatronapp_analyzer.hub.ingest.pipeline_passes import PassesCache, PlanSamples
 from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.settings import HubSettings
@@ -52,6 +53,8 @@ class Hub:
         )
         self.analysis = DetectorTask(detector, self.verdicts, liveness=self.ranks.liveness)
         self.totals = HubTotals()
+        self.passes = PassesCache()
+        self.plan_samples = PlanSamples()
         self.links: dict[tuple[int, int], AgentLink] = {}
         self.ready = False
         self.failed = False
@@ -67,6 +70,7 @@ class Hub:
     async def running(self, serve_pages: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
         """Restore, then analyse and serve pages until left; the hub fails if either ends before."""
         for step in self._spooled.restore(self.settings.restore_segments):
+            self._sample(step)
             if self.ended is None:
                 self._analyse(step)
         tasks = [asyncio.create_task(serve_pages())]
@@ -182,12 +186,18 @@ class Hub:
             state = self.ingest.attempts[step.view.attempt]
             self.totals.add_step(step, {rank: ring.worker for rank, ring in state.rings.items()})
             self._fresh_steps.append(step)
+            self._sample(step)
             self._analyse(step)
 
     def _analyse(self, step: StoredStep) -> None:
         layout = self.ingest.attempts[step.view.attempt].layout
         if layout is not None:
             self.analysis.add(layout, [step])
+
+    def _sample(self, step: StoredStep) -> None:
+        layout = self.ingest.attempts[step.view.attempt].layout
+        if layout is not None:
+            self.plan_samples.add(step, layout, [plan.from_step for plan in self.ranks.plans()])
 
     def _send_faults(self) -> None:
         for link in self.links.values():

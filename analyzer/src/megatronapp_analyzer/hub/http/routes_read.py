@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Response
 from starlette.responses import JSONResponse
 
 from megatronapp_analyzer.hub import export
-from megatronapp_analyzer.hub.http import schemas, views
+from megatronapp_analyzer.hub.http import pipeline_view, schemas, views
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
@@ -81,6 +81,13 @@ async def timeline(
             "Only the newest steps are; older ones are kept as sums for the heat map.",
         )
     return await asyncio.to_thread(views.timeline, found)
+
+
+@router.get("/pipeline", operation_id="getPipeline")
+async def pipeline(hub: HubOf, first: From = None, to: To = None) -> schemas.PipelineView:
+    """Plans of MegaDPP, and length, idle share, early passes and transfers of the newest whole steps."""
+    chosen = pipeline_view.choose_steps(hub, first, to)
+    return await asyncio.to_thread(pipeline_view.pipeline_view, chosen, hub.passes)
 
 
 @router.get("/verdicts", operation_id="listVerdicts")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatronapp_analyzer.hub.state.faults import Fault
-from megatronapp_analyzer.hub.state.progress import Progress
+from megatronapp_analyzer.hub.state.progress import PipelinePlan, Progress
 from megatronapp_common.web.models import ApiModel
 
 RankStateName = Literal["training", "silent", "hung", "ended"]
@@ -240,6 +240,48 @@ class Timeline(ApiModel):
     flows: Annotated[
         list[tuple[int, int]], Field(description="Pairs [index of the send, index of the matched receive].")
     ]
+
+
+class PlanPeriod(ApiModel):
+    """A plan of MegaDPP and what its whole steps measured: those in the answer; without a range also the first 50."""
+
+    plan: PipelinePlan
+    steps: Annotated[int, Field(description="Measured steps.")]
+    seconds: Annotated[float | None, Field(description="Median length of the passes of a step.")]
+    bubble: Annotated[
+        float | None, Field(description="Share of that in which a rank ran no pass, mean over the ranks.")
+    ]
+    rank_bubbles: Annotated[list[float | None], Field(description="The same of each rank, medians of its steps.")]
+    early_per_step: Annotated[float | None, Field(description="Passes before their turn, mean of the steps.")]
+
+
+class TransferView(ApiModel):
+    """Messages from one rank to another by one path, in the newest steps."""
+
+    source: int
+    destination: int
+    path: Annotated[str, Field(description="shared-memory, cuda-ipc, ucx, or path-N of a newer release.")]
+    transfers: int
+    bytes: int
+    copy_seconds: Annotated[float, Field(description="Sum of the times of their copies, which may overlap.")]
+    bytes_per_second: Annotated[float | None, Field(description="Bytes over the time of copies.")]
+
+
+class PipelineView(ApiModel):
+    """Plans and steps of a job's pipeline in its newest attempt. Columns of equal length, oldest step first."""
+
+    attempt: int
+    stages: Annotated[int, Field(description="Ranks of a pipeline.")]
+    plans: Annotated[list[PlanPeriod], Field(description="Oldest first; none without MegaDPP. The last is in force.")]
+    steps: Annotated[list[int], Field(description="Whole steps, the newest 500 of the range.")]
+    seconds: Annotated[list[float], Field(description="From the first pass to the end of the last one.")]
+    bubble: Annotated[
+        list[float | None], Field(description="Share of that in which a rank ran no pass, mean over the ranks.")
+    ]
+    early: Annotated[list[int], Field(description="Passes that ran before their turn in the plan, of all ranks.")]
+    passes: Annotated[list[int], Field(description="Passes of all ranks.")]
+    transfers: Annotated[list[TransferView], Field(description="Sums over the newest steps; none without MegaDPP.")]
+    transfer_steps: Annotated[int, Field(description="Steps that transfers are summed over.")]
 
 
 class TraceDocument(ApiModel):

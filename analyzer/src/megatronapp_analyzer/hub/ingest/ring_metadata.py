@@ -111,6 +111,7 @@ def build_layout(rings: Mapping[int, RankRing], *, partial: bool = False) -> Job
         coordinates=tuple(places[rank] for rank in ranks),
         workers=tuple(rings[rank].worker if rank in rings else NOWHERE for rank in ranks),
         nodes=tuple(rings[rank].node if rank in rings else "" for rank in ranks),
+        is_vee=sizes.get("vee", 0) == 1,
     )
 
 

@@ -5,7 +5,7 @@ import time
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.state import ranks
 from megatronapp_analyzer.hub.state.detector_task import LivenessReport
-from megatronapp_analyzer.hub.state.progress import Progress
+from megatronapp_analyzer.hub.state.progress import PipelinePlan, Progress
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 
 
@@ -41,6 +41,13 @@ class RankMonitor:
             rank: ranks.rank_state(self.statuses.get(rank), now_ns=now_ns, usual_step_s=usual, hung=hung)
             for rank in sorted(newest.rings if newest else ())
         }
+
+    def plans(self) -> list[PipelinePlan]:
+        """Return the plans of MegaDPP that the newest attempt has published, oldest first."""
+        newest = self._ingest.newest
+        if self.progress is None or newest is None or self.progress.attempt != newest.attempt:
+            return []
+        return sorted(self.progress.plans, key=lambda plan: plan.from_step)
 
     def live(self) -> set[int]:
         """Return the ranks that have not ended."""
