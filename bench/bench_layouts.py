@@ -82,6 +82,7 @@ def train(flags: str) -> list[float]:
 
 def fork_server(directory: pathlib.Path) -> Any:  # noqa: ANN401 - a class of a file outside the packages
     path = pathlib.Path(__file__).parents[1] / "tests" / "support" / "training" / "torch_forkserver.py"
+    sys.path.append(str(path.parents[1]))  # of what the server imports
     spec = importlib.util.spec_from_file_location("torch_forkserver", path)
     assert spec is not None
     assert spec.loader is not None

@@ -6,7 +6,8 @@ Two processes, fp32 tensors, one thread each for torch. Everything is from one r
 through memcpy, the transport and gloo. "one way" is rank 0 to rank 1, "both" is both at once, with the bytes of both
 counted; memcpy copies between two tensors of a process, for "both" in both processes at once. A receiver of the
 transport releases the message where it lies, unread; gloo copies it into a tensor. Bandwidths are medians
-over rounds; ratios are medians of each round's ratio. Latency is half of a round trip.
+over rounds; ratios are medians of each round's ratio. Latency is half of a round trip. "Search for arrivals" is what a
+rank does after each change of its activity while messages are expected and none is there.
 """
 
 import argparse
@@ -38,6 +39,8 @@ LATENCY_SIZES = (8, 4 << 10, 64 << 10, 1 << 20)
 BLOCK_BYTES = 256 << 20
 MOST_MESSAGES = 2000
 PINGS = 300
+EXPECTED = (1, 16, 256)
+SCANS = 200
 WINDOW = 4  # messages in flight, for all three
 
 Stream = Callable[[int, int, bool, bool], None]
@@ -112,10 +115,24 @@ class TransportRank:
             stream(size, 1, self.rank == 1, self.rank == 0)
         return (time.perf_counter() - start) / PINGS / 2
 
+    def scan_seconds(self, expected: int, together: bool) -> float:
+        """Seconds to find that none of `expected` messages is there: key by key, or all together."""
+        spec = TensorSpec((1,), torch.float32)
+        keys = [1 << 40 | number for number in range(expected)]
+        start = time.perf_counter()
+        for _ in range(SCANS):
+            if together:
+                self.transport.take_arrived([self.peer], spec)
+            else:
+                for key in keys:
+                    self.transport.poll(self.peer, key, spec)
+        return (time.perf_counter() - start) / SCANS
+
     def run(self, rounds: int) -> dict[str, Any]:
         streams: dict[str, Stream] = {"memcpy": self.memcpy, "transport": self.native, "gloo": self.gloo}
         bandwidth: dict[str, dict[str, list[float]]] = {}
         latency: dict[str, dict[str, list[float]]] = {}
+        scans: dict[str, dict[str, list[float]]] = {}
         for round_number in range(rounds + 1):  # the first one warms up
             for size in SIZES:
                 count = max(WINDOW, min(MOST_MESSAGES, BLOCK_BYTES // size))
@@ -129,9 +146,14 @@ class TransportRank:
                     latency.setdefault(str(size), {}).setdefault(name, []).append(
                         self.half_round_trip(streams[name], size) * 1e6
                     )
+            for expected in EXPECTED:
+                for name in ("by key", "together"):
+                    scans.setdefault(str(expected), {}).setdefault(name, []).append(
+                        self.scan_seconds(expected, name == "together") * 1e6
+                    )
             if self.rank == 0:
                 print(f"round {round_number} of {rounds}", file=sys.stderr, flush=True)
-        return {"bandwidth_gb_s": trimmed(bandwidth), "latency_us": trimmed(latency)}
+        return {"bandwidth_gb_s": trimmed(bandwidth), "latency_us": trimmed(latency), "scan_us": trimmed(scans)}
 
 
 def trimmed(table: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, list[float]]]:
@@ -148,7 +170,7 @@ def named(size: int) -> str:
 
 
 def summary(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of two tables."""
+    """Lines of three tables."""
     yield "| size, direction | memcpy | transport | gloo | transport / memcpy | transport / gloo |"
     yield "|---|---|---|---|---|---|"
     for key, row in result["bandwidth_gb_s"].items():
@@ -162,6 +184,12 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
     for size, row in result["latency_us"].items():
         values = " | ".join(f"{statistics.median(row[name]):.1f}" for name in ("transport", "gloo"))
         yield f"| {size} | {values} | {ratio(row, 'transport', 'gloo'):.2f} |"
+    yield ""
+    yield "| search for arrivals: expected | key by key, us | together, us | together / key by key |"
+    yield "|---|---|---|---|"
+    for expected, row in result["scan_us"].items():
+        values = " | ".join(f"{statistics.median(row[name]):.1f}" for name in ("by key", "together"))
+        yield f"| {expected} | {values} | {ratio(row, 'together', 'by key'):.3f} |"
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -194,7 +222,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Start both ranks and print two tables."""
+    """Start both ranks and print three tables."""
     options = parse_arguments()
     if options.rank is not None:
         run_rank(options)

@@ -1,4 +1,4 @@
-"""The page of a real small training that the process backend runs: two ranks, a pipeline of two stages."""
+"""The page of a real small training under MegaDPP that the process backend runs: a pipeline of two ranks."""
 
 import os
 import pathlib
@@ -26,6 +26,7 @@ spec:
   model: {{type: gpt, numLayers: 2, hiddenSize: 32, numAttentionHeads: 2, seqLength: 16, vocabSize: 64}}
   training: {{microBatchSize: 1, globalBatchSize: 4, trainIters: {ITERATIONS}, lr: 1.0e-3}}
   data: {{mock: true}}
+  dpp: {{enabled: true}}
   trace: {{enabled: true}}
   analyzer: {{enabled: true, retainSeconds: 300}}
   faults: [{{rank: 1, kind: compute, factor: 3, fromStep: 6, steps: 100}}]
@@ -73,3 +74,10 @@ def test_shows_a_real_training_to_its_end(address: str, page: pw.Page) -> None:
     pw.expect(page.get_by_test_id("span-rank")).to_contain_text("rank 1")
     pw.expect(page.get_by_test_id("span-rank")).to_contain_text("fault injected here")
     pw.expect(page.get_by_test_id("fault")).to_contain_text("compute")
+    panel = page.get_by_role("region", name="MegaDPP")
+    pw.expect(panel.get_by_test_id("plan-facts")).to_contain_text("simulation with the measured times")
+    pw.expect(panel.get_by_test_id("plan-rows")).to_contain_text("Before the choice, measured in 5 steps")
+    pw.expect(
+        panel.get_by_role("img", name=re.compile(r"^Passes that ran before their turn .* of 24$"))
+    ).to_be_visible()
+    pw.expect(panel.get_by_test_id("transfers")).to_contain_text("shared memory")
