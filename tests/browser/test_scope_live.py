@@ -142,7 +142,7 @@ def test_a_run_without_a_seed_is_repeated_by_its_settings_after_a_reload(page: p
     screen.fill("hello world", 12)
     page.get_by_label("Temperature", exact=True).fill("2")
     page.get_by_label("Seed").fill("")
-    first = screen.generate("Done: 12 new tokens")
+    first = screen.generate("Done:")  # of a drawn seed, for which an end of text may come before 12 tokens
     seed = first["sampling"]["seed"]
     assert 0 <= seed < 2**53
     page.reload()
@@ -152,11 +152,11 @@ def test_a_run_without_a_seed_is_repeated_by_its_settings_after_a_reload(page: p
     page.get_by_role("button", name="Use these settings").click()
     pw.expect(page.get_by_label("Prompt 1")).to_have_value("hello world")
     pw.expect(page.get_by_label("Seed")).to_have_value(str(seed))
-    again = screen.generate("Done: 12 new tokens")
+    again = screen.generate("Done:")
     assert again["run"] != first["run"]
     assert [token["id"] for token in again["generated"][0]] == [token["id"] for token in first["generated"][0]]
     page.get_by_label("Seed").fill(str(seed + 1))
-    other = screen.generate("Done: 12 new tokens")
+    other = screen.generate("Done:")
     assert [token["id"] for token in other["generated"][0]] != [token["id"] for token in first["generated"][0]]
 
 
