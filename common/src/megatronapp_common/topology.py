@@ -197,12 +197,49 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FbdWorld:
-    """Sizes of a training whose forward and backward run on separate ranks."""
+    """Ranks of a training whose forward and backward run on separate ranks: their sizes and their numbers.
+
+    A forward rank and the backward ranks that it serves, its partners, are a unit. On shared workers ranks are numbered
+    unit by unit, in the order of the forward ranks: the backward ranks of a unit, then its forward rank, so that
+    partners are neighbours on a node. With ``apart`` all backward ranks are first, then all forward ranks. Within each
+    role the order is Megatron's, of that role's topology.
+
+    Raises TopologyError if ``backward_per_forward`` does not divide the replicas, or is above 1 with ``merged``.
+    """
 
     trained: Topology
-    """Layout of the training: its data size is the number of replicas in the batch."""
+    """Layout of the training, which is that of the backward ranks: its data size is the number of replicas in the
+    batch."""
     merged: bool
     """True if the forward ranks of a tensor group are one (`--ignore-forward-tensor-parallel`)."""
+    backward_per_forward: int = 1
+    """Number of replicas whose backward ranks one forward rank serves in turns; it divides the data size."""
+    apart: bool = False
+    """True if forward ranks run on workers of their own."""
+
+    def __post_init__(self) -> None:
+        served = self.backward_per_forward
+        if served < 1:
+            raise TopologyError(f"backward_per_forward: the size is {served}; write 1 or more")
+        if served > 1 and self.merged:
+            raise TopologyError(
+                f"backward_per_forward: {served} and merged forward ranks exclude each other: a forward rank serves "
+                "the ranks of a tensor group or those of several replicas; leave one of them out"
+            )
+        if self.trained.data % served:
+            raise TopologyError(
+                f"backward_per_forward: {served} does not divide data {self.trained.data}; write a divisor of it"
+            )
+        self.topology_of(RankRole.FORWARD)
+
+    @property
+    def forward(self) -> Topology:
+        """Layout of the forward ranks."""
+        return dataclasses.replace(
+            self.trained,
+            tensor=1 if self.merged else self.trained.tensor,
+            data=self.trained.data // self.backward_per_forward,
+        )
 
     @property
     def backward_ranks(self) -> int:
@@ -212,30 +249,127 @@ class FbdWorld:
     @property
     def forward_ranks(self) -> int:
         """Number of ranks that run forward only."""
-        return self.trained.world_size // (self.trained.tensor if self.merged else 1)
+        return self.trained.world_size // self.served
+
+    @property
+    def served(self) -> int:
+        """Number of backward ranks that a forward rank serves."""
+        return self.trained.tensor if self.merged else self.backward_per_forward
 
     @property
     def world_size(self) -> int:
         return self.forward_ranks + self.backward_ranks
 
+    def topology_of(self, role: RankRole) -> Topology:
+        """Return the layout of the ranks of a role. Raises TopologyError for ALL, which no rank has here."""
+        if role is RankRole.ALL:
+            raise TopologyError("a rank runs forward or backward here, none runs both; take one of these roles")
+        return self.forward if role is RankRole.FORWARD else self.trained
 
-def fbd_world(*, tensor: int, pipeline: int, data: int, merged: bool = False) -> FbdWorld:
-    """Return the world for the manifest's numbers: ``data`` replicas are trained, so ranks double.
+    def role_of(self, rank: int) -> RankRole:
+        """Return the role of a rank. Raises TopologyError outside of the world."""
+        return self._place(rank)[0]
 
-    2 x TP x PP x DP; merged: PP x DP x (TP + 1).
+    def role_rank(self, rank: int) -> int:
+        """Return the index of a rank among those of its role. Raises TopologyError outside of the world."""
+        return self._place(rank)[1]
+
+    def rank_of(self, role: RankRole, role_rank: int) -> int:
+        """Return the rank with this index within its role. Raises TopologyError outside of the role's ranks."""
+        count = self.topology_of(role).world_size
+        if not 0 <= role_rank < count:
+            raise TopologyError(f"{role} rank {role_rank} is outside of {count}; take 0 to {count - 1}")
+        if self.apart:
+            return role_rank + (self.backward_ranks if role is RankRole.FORWARD else 0)
+        if role is RankRole.FORWARD:
+            return role_rank * (self.served + 1) + self.served
+        unit, place = self._place_in_unit(role_rank)
+        return unit * (self.served + 1) + place
+
+    def partners(self, rank: int) -> tuple[int, ...]:
+        """Return the backward ranks that a forward rank serves, in order, or the forward rank of a backward rank."""
+        role, index = self._place(rank)
+        if role is RankRole.BACKWARD:
+            return (self.rank_of(RankRole.FORWARD, self._place_in_unit(index)[0]),)
+        served = (self._backward_in_unit(index, place) for place in range(self.served))
+        return tuple(self.rank_of(RankRole.BACKWARD, backward) for backward in served)
+
+    def _place(self, rank: int) -> tuple[RankRole, int]:
+        """Return the role of a rank and its index within it."""
+        if not 0 <= rank < self.world_size:
+            raise _outside(rank, self.world_size)
+        if self.apart:
+            after = rank - self.backward_ranks
+            return (RankRole.BACKWARD, rank) if after < 0 else (RankRole.FORWARD, after)
+        unit, place = divmod(rank, self.served + 1)
+        if place == self.served:
+            return RankRole.FORWARD, unit
+        return RankRole.BACKWARD, self._backward_in_unit(unit, place)
+
+    def _place_in_unit(self, backward: int) -> tuple[int, int]:
+        """Return the unit of a backward rank, which is the index of its forward rank, and its place in the unit."""
+        at = self.trained.coordinates(backward)
+        if self.merged:
+            return self.forward.rank(cp=at.cp, dp=at.dp, pp=at.pp), at.tp
+        data, place = divmod(at.dp, self.backward_per_forward)
+        return self.forward.rank(tp=at.tp, cp=at.cp, dp=data, pp=at.pp), place
+
+    def _backward_in_unit(self, unit: int, place: int) -> int:
+        """Return the index of a backward rank from its place in a unit."""
+        at = self.forward.coordinates(unit)
+        if self.merged:
+            return self.trained.rank(tp=place, cp=at.cp, dp=at.dp, pp=at.pp)
+        return self.trained.rank(tp=at.tp, cp=at.cp, dp=at.dp * self.backward_per_forward + place, pp=at.pp)
+
+
+def fbd_world(
+    *,
+    tensor: int,
+    pipeline: int,
+    data: int,
+    merged: bool = False,
+    backward_per_forward: int = 1,
+    apart: bool = False,
+) -> FbdWorld:
+    """Return the world for the manifest's numbers: ``data`` replicas are trained, so ranks are added.
+
+    2 x TP x PP x DP; merged: PP x DP x (TP + 1); with k backward ranks for a forward rank: TP x PP x (DP + DP / k).
     """
-    return FbdWorld(trained=Topology(tensor=tensor, pipeline=pipeline, data=data), merged=merged)
+    return FbdWorld(
+        trained=Topology(tensor=tensor, pipeline=pipeline, data=data),
+        merged=merged,
+        backward_per_forward=backward_per_forward,
+        apart=apart,
+    )
 
 
-def fbd_world_of(world_size: int, *, tensor: int, pipeline: int, merged: bool = False) -> FbdWorld:
-    """Return the world for the flags' numbers: ``world_size`` ranks are started, so replicas halve.
+def fbd_world_of(
+    world_size: int,
+    *,
+    tensor: int,
+    pipeline: int,
+    merged: bool = False,
+    backward_per_forward: int = 1,
+    apart: bool = False,
+) -> FbdWorld:
+    """Return the world for the flags' numbers: ``world_size`` ranks are started, so there are fewer replicas.
 
     Raises TopologyError if the ranks cannot be divided into forward and backward ones.
     """
-    replica = fbd_world(tensor=tensor, pipeline=pipeline, data=1, merged=merged).world_size
-    if world_size < 1 or world_size % replica:
+    smallest = fbd_world(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=backward_per_forward,
+        merged=merged,
+        backward_per_forward=backward_per_forward,
+        apart=apart,
+    )
+    if world_size < 1 or world_size % smallest.world_size:
+        replicas = f"{backward_per_forward} replicas" if backward_per_forward > 1 else "replicas"
+        details = f"tensor {tensor} x pipeline {pipeline}{', merged' if merged else ''}"
         raise TopologyError(
-            f"{world_size} ranks cannot be divided into replicas of {replica} forward and backward ranks "
-            f"(tensor {tensor} x pipeline {pipeline}{', merged' if merged else ''}); take a multiple of {replica}"
+            f"{world_size} ranks cannot be divided into {replicas} of {smallest.world_size} forward and backward ranks "
+            f"({details}); take a multiple of {smallest.world_size}"
         )
-    return fbd_world(tensor=tensor, pipeline=pipeline, data=world_size // replica, merged=merged)
+    data = world_size // smallest.world_size * backward_per_forward
+    return dataclasses.replace(smallest, trained=dataclasses.replace(smallest.trained, data=data))

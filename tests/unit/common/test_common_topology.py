@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.errors import TopologyError
-from megatronapp_common.topology import Group, Placement, Topology, fbd_world, fbd_world_of
+from megatronapp_common.topology import FbdWorld, Group, Placement, RankRole, Topology, fbd_world, fbd_world_of
 
 sizes = st.integers(1, 4)
 
@@ -89,6 +89,19 @@ def test_a_middle_stage_is_in_no_embedding_group(topology: Topology) -> None:
         (lambda: Placement((2,)).ranks_of(1), "worker 1 does not exist; there are 1"),
         (lambda: fbd_world_of(6, tensor=2, pipeline=1), "6 ranks cannot be divided into replicas of 4"),
         (lambda: fbd_world_of(4, tensor=2, pipeline=1, merged=True), "replicas of 3 forward and backward"),
+        (lambda: fbd_world_of(4, tensor=1, pipeline=1, backward_per_forward=2), "into 2 replicas of 3 forward and"),
+        (
+            lambda: fbd_world(tensor=1, pipeline=1, data=2, backward_per_forward=0),
+            "backward_per_forward: the size is 0",
+        ),
+        (lambda: fbd_world(tensor=1, pipeline=1, data=3, backward_per_forward=2), "2 does not divide data 3"),
+        (
+            lambda: fbd_world(tensor=2, pipeline=1, data=2, merged=True, backward_per_forward=2),
+            "backward_per_forward: 2 and merged forward ranks exclude each other",
+        ),
+        (lambda: fbd_world(tensor=2, pipeline=1, data=1).role_of(4), "rank 4 is outside of this world of 4"),
+        (lambda: fbd_world(tensor=2, pipeline=1, data=1).rank_of(RankRole.FORWARD, 2), "forward rank 2 is outside"),
+        (lambda: fbd_world(tensor=1, pipeline=1, data=1).rank_of(RankRole.ALL, 0), "none runs both"),
     ],
 )
 def test_layouts_that_do_not_exist_are_refused(make: Any, message: str) -> None:
@@ -133,10 +146,104 @@ def test_merging_needs_the_original_fraction_of_the_ranks(tensor: int, pipeline:
     assert merged * 2 * tensor == doubled * (tensor + 1)
 
 
-@given(sizes, sizes, sizes, st.booleans())
-def test_both_spellings_of_fbd_agree(tensor: int, pipeline: int, data: int, merged: bool) -> None:
-    by_data = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged)
-    assert fbd_world_of(by_data.world_size, tensor=tensor, pipeline=pipeline, merged=merged) == by_data
+@st.composite
+def fbd_worlds(draw: st.DrawFn) -> FbdWorld:
+    merged = draw(st.booleans())
+    served = 1 if merged else draw(st.integers(1, 3))
+    return FbdWorld(
+        trained=Topology(
+            tensor=draw(sizes), context=draw(st.integers(1, 2)), data=served * draw(sizes), pipeline=draw(sizes)
+        ),
+        merged=merged,
+        backward_per_forward=served,
+        apart=draw(st.booleans()),
+    )
+
+
+@given(fbd_worlds())
+def test_both_spellings_of_fbd_agree(world: FbdWorld) -> None:
+    spelling: dict[str, Any] = {
+        "tensor": world.trained.tensor,
+        "pipeline": world.trained.pipeline,
+        "merged": world.merged,
+        "backward_per_forward": world.backward_per_forward,
+        "apart": world.apart,
+    }
+    by_data = fbd_world(data=world.trained.data, **spelling)
+    assert fbd_world_of(by_data.world_size, **spelling) == by_data
+
+
+@given(fbd_worlds())
+def test_ranks_of_both_roles_number_the_world(world: FbdWorld) -> None:
+    assert world.world_size == world.backward_ranks + world.forward_ranks
+    assert world.forward.world_size == world.forward_ranks
+    seen = []
+    for role in (RankRole.BACKWARD, RankRole.FORWARD):
+        for index in range(world.topology_of(role).world_size):
+            rank = world.rank_of(role, index)
+            assert (world.role_of(rank), world.role_rank(rank)) == (role, index)
+            seen.append(rank)
+    assert sorted(seen) == list(range(world.world_size))
+
+
+@given(fbd_worlds())
+def test_partners_are_the_same_from_both_sides(world: FbdWorld) -> None:
+    for rank in range(world.world_size):
+        is_forward = world.role_of(rank) is RankRole.FORWARD
+        assert len(world.partners(rank)) == (world.served if is_forward else 1)
+        for partner in world.partners(rank):
+            assert world.role_of(partner) is not world.role_of(rank)
+            assert rank in world.partners(partner)
+
+
+@given(fbd_worlds())
+def test_partners_hold_the_same_part_of_the_model(world: FbdWorld) -> None:
+    for index in range(world.forward_ranks):
+        rank = world.rank_of(RankRole.FORWARD, index)
+        at = world.forward.coordinates(index)
+        for place, partner in enumerate(world.partners(rank)):
+            other = world.trained.coordinates(world.role_rank(partner))
+            assert (other.pp, other.cp) == (at.pp, at.cp)
+            assert other.tp == (place if world.merged else at.tp)
+            assert other.dp == (at.dp if world.merged else at.dp * world.backward_per_forward + place)
+
+
+@given(fbd_worlds(), st.integers(1, 4))
+def test_partners_run_on_the_same_worker_where_units_fit(world: FbdWorld, units: int) -> None:
+    per_worker = units * (world.served + 1)
+    for rank in range(world.world_size):
+        workers = {partner // per_worker for partner in world.partners(rank)}
+        if not world.apart:
+            assert workers == {rank // per_worker}
+
+
+@given(fbd_worlds())
+def test_ranks_apart_are_numbered_by_role(world: FbdWorld) -> None:
+    roles = [world.role_of(rank) for rank in range(world.world_size)]
+    by_role = [RankRole.BACKWARD] * world.backward_ranks + [RankRole.FORWARD] * world.forward_ranks
+    assert (roles == by_role) or not world.apart
+    assert not world.apart or world.rank_of(RankRole.FORWARD, 0) == world.backward_ranks
+
+
+def test_numbers_of_known_worlds() -> None:
+    forward, backward = RankRole.FORWARD, RankRole.BACKWARD
+    pairs = fbd_world(tensor=2, pipeline=1, data=1)
+    assert [pairs.partners(rank) for rank in range(4)] == [(1,), (0,), (3,), (2,)]
+    merged = fbd_world(tensor=2, pipeline=2, data=1, merged=True)
+    assert [merged.role_of(rank) for rank in range(6)] == [backward, backward, forward] * 2
+    assert merged.partners(5) == (3, 4)
+    by_data = fbd_world(tensor=1, pipeline=2, data=4, backward_per_forward=2)
+    assert [by_data.role_rank(rank) for rank in range(12)] == [0, 1, 0, 2, 3, 1, 4, 5, 2, 6, 7, 3]
+    apart = fbd_world(tensor=2, pipeline=1, data=2, merged=True, apart=True)
+    assert [apart.partners(rank) for rank in range(6)] == [(4,), (4,), (5,), (5,), (0, 1), (2, 3)]
+    with_replicas = fbd_world(tensor=2, pipeline=1, data=2, backward_per_forward=2)
+    assert [with_replicas.role_rank(rank) for rank in range(6)] == [0, 2, 0, 1, 3, 1]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_experts_divide_the_forward_ranks_too(tensor: int) -> None:
+    with pytest.raises(TopologyError, match="expert: 4 does not divide context 1 x data 2"):
+        FbdWorld(trained=Topology(tensor=tensor, data=4, expert=4), merged=False, backward_per_forward=2)
 
 
 def test_a_fixed_world_trains_with_half_the_replicas() -> None:
