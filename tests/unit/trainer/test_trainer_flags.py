@@ -122,17 +122,6 @@ def test_megatrons_other_flags_are_refused_by_name(flag: str) -> None:
     assert "Megatron-LM" in message
 
 
-@pytest.mark.parametrize(
-    ("flag", "runtime"),
-    [
-        ("--forward-backward-disaggregating", "MegaFBD"),
-        ("--ignore-forward-tensor-parallel", "MegaFBD"),
-    ],
-)
-def test_runtimes_of_later_releases_are_refused_as_such(flag: str, runtime: str) -> None:
-    assert f"comes with a later release: this trainer has no {runtime} yet" in refusal(flag)
-
-
 def test_no_flag_is_both_ours_and_refused() -> None:
     ours = {flag for action in build_parser()._actions for flag in action.option_strings}
     assert not ours & megatron_flags()
@@ -146,6 +135,8 @@ def test_a_flag_is_called_unavailable_where_it_is_refused() -> None:
         "--context-parallel-size",
         "--expert-model-parallel-size",
         "--workload",
+        "--forward-backward-disaggregating",
+        "--ignore-forward-tensor-parallel",
     }
     assert "only 1 is" in refusal("--context-parallel-size 2")
     assert "only 1 is" in refusal("--expert-model-parallel-size 2")

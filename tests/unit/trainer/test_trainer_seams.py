@@ -51,15 +51,6 @@ def test_every_flag_describes_a_registered_family_and_schedule() -> None:
     assert config.schedule in SCHEDULES
 
 
-def test_groups_of_a_role_without_a_builder_are_refused() -> None:
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.parallel.groups import initialize_model_groups
-
-    layout = dataclasses.replace(LONE, role=RankRole.FORWARD)
-    with pytest.raises(UsageError, match="groups of forward ranks"):
-        initialize_model_groups(parse(MODEL.split()), layout)
-
-
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
 def test_a_layout_has_the_coordinates_of_its_topology(tensor: int, context: int, data: int, pipeline: int) -> None:
     topology = Topology(tensor=tensor, context=context, expert=context, data=data, pipeline=pipeline)

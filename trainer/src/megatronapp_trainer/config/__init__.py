@@ -2,6 +2,7 @@
 
 from megatronapp_trainer.config.checkpoint import CheckpointConfig
 from megatronapp_trainer.config.data import DataConfig
+from megatronapp_trainer.config.fbd import FbdConfig
 from megatronapp_trainer.config.fixed import FixedConfig
 from megatronapp_trainer.config.logging import LoggingConfig
 from megatronapp_trainer.config.model import ModelConfig
@@ -15,6 +16,7 @@ from megatronapp_trainer.config.training import TrainingConfig
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "FbdConfig",
     "FixedConfig",
     "LoggingConfig",
     "ModelConfig",

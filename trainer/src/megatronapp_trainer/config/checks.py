@@ -8,7 +8,8 @@ from megatronapp_trainer.config.dpp import dpp_problems, world_problems
 from megatronapp_trainer.config.fields import out_of_bounds, require
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.root import TrainerConfig
-from megatronapp_trainer.config.schedule_checks import SCHEDULE_RULES
+from megatronapp_trainer.config.rules.fbd import fbd_problems, not_yet
+from megatronapp_trainer.config.rules.schedules import SCHEDULE_RULES
 from megatronapp_trainer.errors import UsageErrors
 
 
@@ -19,7 +20,7 @@ def find_problems(config: TrainerConfig, refusals: Sequence[str] = ()) -> list[s
     could not be read: it would judge the default of that flag, or repeat the sentence.
     """
     found: list[str] = []
-    for rules in ((_bounds, _required_flags, _group_sizes), _RULES):
+    for rules in ((_bounds, _required_flags, _group_sizes, not_yet), _RULES):
         refused = set(_FLAG.findall(" ".join([*refusals, *found])))
         found += [problem for problem in _broken(rules, config) if not refused & set(_FLAG.findall(problem))]
         config = _divisible(config)
@@ -87,8 +88,8 @@ def _world(config: TrainerConfig, data_size: int) -> Iterator[str]:
             f"--rampup-batch-size: start {start} and increment {increment} must be multiples of {stride} "
             f"(--micro-batch-size x replicas)",
         )
-    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    yield from world_problems(config.dpp, tensor * pipeline * data_size)
+    pipeline = config.parallel.pipeline_model_parallel_size
+    yield from world_problems(config.dpp, config.world_size(data_size))
     sizes = (batch, *(config.training.rampup_batch_size or ())[:2])
     if config.virtual_size > 1 and not config.is_vee:
         yield from require(
@@ -479,6 +480,7 @@ _RULES: tuple[Rule, ...] = (
     _pipeline,
     _stages,
     _dpp,
+    fbd_problems,
     _overlap,
     _recompute,
     _batches,

@@ -45,11 +45,6 @@ OTHER_SPELLINGS = {
     "--output-dir": "--save",
 }
 """Names of our flags in other trainers: too far from ours to be found as the nearest spelling."""
-LATER_FLAGS = {
-    "--forward-backward-disaggregating": "MegaFBD",
-    "--ignore-forward-tensor-parallel": "MegaFBD",
-}
-"""Flags of runtimes that this trainer does not have yet."""
 _NEAR = 0.75
 """Minimum similarity, as a fraction of equal letters, at which a name is taken for a typing error."""
 ALL_FLAGS = "python -m megatronapp_trainer.pretrain --help lists all"
@@ -139,8 +134,6 @@ def _refusal(argument: str, known: list[str]) -> str:
         return f"unexpected argument {argument!r}: every value needs a flag before it"
     if flag in ANSWERS:
         return f"{flag}: {ANSWERS[flag]}"
-    if flag in LATER_FLAGS:
-        return f"{flag} comes with a later release: this trainer has no {LATER_FLAGS[flag]} yet; leave it out"
     if flag in FLAGS and flag not in known:
         return f"{flag}: {FLAGS[flag]}"
     if flag in megatron_flags():

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+from megatronapp_common.topology import FbdWorld, RankRole, Topology
 from megatronapp_trainer.config.checkpoint import CheckpointConfig
 from megatronapp_trainer.config.data import DataConfig
 from megatronapp_trainer.config.dpp import DppConfig
+from megatronapp_trainer.config.fbd import FbdConfig
 from megatronapp_trainer.config.fixed import FixedConfig
 from megatronapp_trainer.config.logging import LoggingConfig
 from megatronapp_trainer.config.model import ModelConfig
@@ -21,6 +23,7 @@ class TrainerConfig:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     dpp: DppConfig = dataclasses.field(default_factory=DppConfig)
+    fbd: FbdConfig = dataclasses.field(default_factory=FbdConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -43,6 +46,29 @@ class TrainerConfig:
     def schedule(self) -> str:
         """Return the name of the pipeline schedule in `pipeline.registry`."""
         return "dynamic" if self.dpp.use_dpp else "static"
+
+    def fbd_world(self, world_size: int) -> FbdWorld | None:
+        """Return the ranks of both roles with MegaFBD, None without. Raises UsageError if they do not fit the world."""
+        return self.fbd.world(world_size, self.parallel) if self.fbd.enabled else None
+
+    def world_size(self, data_size: int) -> int:
+        """Return the number of ranks that train this number of replicas."""
+        trained = Topology(
+            tensor=self.parallel.tensor_model_parallel_size,
+            pipeline=self.parallel.pipeline_model_parallel_size,
+            data=data_size,
+        )
+        if not self.fbd.enabled:
+            return trained.world_size
+        served = self.fbd.fbd_backward_per_forward
+        return FbdWorld(trained=trained, merged=self.fbd.merged, backward_per_forward=served).world_size
+
+    def of_role(self, role: RankRole) -> "TrainerConfig":
+        """Return the configuration with the sizes of a role's layers: merged forward ranks have whole ones."""
+        if role is not RankRole.FORWARD or not self.fbd.merged:
+            return self
+        parallel = dataclasses.replace(self.parallel, tensor_model_parallel_size=1, sequence_parallel=False)
+        return dataclasses.replace(self, parallel=parallel)
 
     def global_batch_size(self, data_size: int) -> int:
         """Return the samples of one step after a ramp-up."""

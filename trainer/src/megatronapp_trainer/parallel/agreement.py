@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatronapp_trainer.errors import TrainerError
+from megatronapp_trainer.parallel.worlds import global_rank_of
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class Agreement:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 kind, text = failure
-                raise kind(f"rank {rank}: {text}")
+                raise kind(f"rank {global_rank_of(rank)}: {text}")
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:

@@ -3,21 +3,23 @@
 import dataclasses
 import datetime
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from megatronapp_common.topology import RankRole
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.parallel.worlds import leave_role_world, start_role_world
 
 
 def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> None:
-    """Start torch.distributed and megatron-core's groups. A lone process needs no address and no port."""
+    """Start torch.distributed and megatron-core's groups. A lone process needs no address and no port.
+
+    With MegaFBD the ranks of each role are a world of their own.
+    """
     if config.dpp.replaces_transfers and device.is_cuda:
         raise UsageError("--transport native carries tensors of the CPU only so far; leave it out on GPUs")
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -26,21 +28,21 @@ def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> 
         raise UsageError("--distributed-backend nccl needs GPUs, and this rank has none; leave it out or take gloo")
     if config.dpp.transport == "nccl" and backend != "nccl":
         raise UsageError("--transport nccl: this rank has no GPU, and its transfers go through gloo; leave it out")
-    store = HashStore() if layout.world_size == 1 and "MASTER_ADDR" not in os.environ else None
-    dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
+    if layout.fbd is not None:
+        start_role_world(layout, backend, timeout)
+    else:
+        _start_world(layout, backend, timeout)
     initialize_model_groups(config, layout)
 
 
+def _start_world(layout: Layout, backend: str, timeout: datetime.timedelta) -> None:
+    """Start torch.distributed among all ranks."""
+    store = HashStore() if layout.world_size == 1 and "MASTER_ADDR" not in os.environ else None
+    dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
+
+
 def initialize_model_groups(config: TrainerConfig, layout: Layout) -> None:
-    """Build megatron-core's groups of the ranks of this rank's role, within a started torch.distributed."""
-    build = _GROUP_BUILDERS.get(layout.role)
-    if build is None:
-        raise UsageError(f"groups of {layout.role} ranks cannot be built yet; only role {RankRole.ALL} has them")
-    build(config, layout)
-
-
-def _build_common_groups(config: TrainerConfig, layout: Layout) -> None:
-    """Build the groups where every rank of the world runs forward and backward passes."""
+    """Build megatron-core's groups within a started torch.distributed, whose ranks all have this rank's role."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -53,9 +55,6 @@ def _build_common_groups(config: TrainerConfig, layout: Layout) -> None:
         # In a vee the first rank has both copies of tied weights, and no other rank has one.
         get_embedding_ranks=(lambda stages: stages[:1]) if layout.is_vee else None,
     )
-
-
-_GROUP_BUILDERS: dict[RankRole, Callable[[TrainerConfig, Layout], None]] = {RankRole.ALL: _build_common_groups}
 
 
 def schedule_groups() -> Any:  # noqa: ANN401 - ProcessGroupCollection
@@ -109,3 +108,4 @@ def destroy_groups() -> None:
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    leave_role_world()

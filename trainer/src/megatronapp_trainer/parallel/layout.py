@@ -3,17 +3,22 @@
 import dataclasses
 import os
 
-from megatronapp_common.topology import Coordinates, RankRole, Topology
+from megatronapp_common.topology import Coordinates, FbdWorld, RankRole, Topology
 from megatronapp_trainer.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Sizes of the groups and the coordinates of this rank in them."""
+    """Sizes of the groups and the coordinates of this rank in them.
+
+    With MegaFBD the ranks of each role are a world of their own, of which `rank`, `world_size` and all coordinates are;
+    `global_rank` and `global_world_size` are those of the launcher, by which files, messages and traces name a rank.
+    """
 
     rank: int
     world_size: int
     local_rank: int
+    """Index among the ranks of the node, of both roles."""
     tensor_size: int
     pipeline_size: int
     virtual_size: int
@@ -25,6 +30,8 @@ class Layout:
     expert_size: int = 1
     role: RankRole = RankRole.ALL
     """Passes that this rank runs; all ranks of a group have the same role."""
+    fbd: FbdWorld | None = None
+    """The ranks of both roles with MegaFBD."""
 
     @property
     def topology(self) -> Topology:
@@ -36,6 +43,25 @@ class Layout:
             expert=self.expert_size,
             pipeline=self.pipeline_size,
         )
+
+    @property
+    def global_rank(self) -> int:
+        """Return the launcher's number of this rank."""
+        return self.global_rank_of(self.rank)
+
+    @property
+    def global_world_size(self) -> int:
+        """Return the number of ranks that the launcher started."""
+        return self.world_size if self.fbd is None else self.fbd.world_size
+
+    def global_rank_of(self, rank: int) -> int:
+        """Return the launcher's number of a rank of this rank's role."""
+        return rank if self.fbd is None else self.fbd.rank_of(self.role, rank)
+
+    @property
+    def trained_data_size(self) -> int:
+        """Return the number of model replicas in the batch; a forward rank of MegaFBD may serve several of them."""
+        return self.data_size if self.fbd is None else self.fbd.trained.data
 
     @property
     def _place(self) -> Coordinates:
@@ -92,8 +118,11 @@ class Layout:
 
     @property
     def is_reporter(self) -> bool:
-        """Return True on the one rank that logs: the last of a pipeline, first of tensor, context and data group."""
-        is_last = self.pipeline_rank == self.pipeline_size - 1
+        """Return True on the one rank that logs: the last of a pipeline, first of tensor, context and data group.
+
+        It is no forward rank: those have neither gradients nor a learning rate.
+        """
+        is_last = self.role.has_optimizer and self.pipeline_rank == self.pipeline_size - 1
         return is_last and self.tensor_rank == self.context_rank == self.data_rank == 0
 
 
@@ -125,12 +154,17 @@ def layout_from_environment(
     is_vee: bool = False,
     context_size: int = 1,
     expert_size: int = 1,
+    fbd: FbdWorld | None = None,
 ) -> Layout:
     """Return the layout of this process from RANK, WORLD_SIZE and LOCAL_RANK; one process where they are absent.
 
-    Raises UsageError if the groups do not divide the world.
+    With `fbd`, the ranks of both roles, it is that of this process's role. Raises UsageError if the groups do not
+    divide the world.
     """
-    rank, world = environment_integer("RANK", 0), environment_integer("WORLD_SIZE", 1)
+    rank, world, role = environment_integer("RANK", 0), environment_integer("WORLD_SIZE", 1), RankRole.ALL
+    if fbd is not None:
+        role, rank = fbd.role_of(rank), fbd.role_rank(rank)
+        tensor_size, world = fbd.topology_of(role).tensor, fbd.topology_of(role).world_size
     check_divides(world, tensor_size=tensor_size, pipeline_size=pipeline_size)
     return Layout(
         rank=rank,
@@ -142,4 +176,6 @@ def layout_from_environment(
         is_vee=is_vee,
         context_size=context_size,
         expert_size=expert_size,
+        role=role,
+        fbd=fbd,
     )

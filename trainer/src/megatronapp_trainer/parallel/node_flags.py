@@ -45,10 +45,10 @@ def _sizes(dpp: DppConfig, layout: Layout, environment: Mapping[str, str]) -> It
     local = int(text)
     if dpp.num_gpus not in {None, local}:
         yield (
-            f"--num-gpus {dpp.num_gpus}: the node of rank {layout.rank} has {local} ranks; give {local}, or leave it "
-            "out"
+            f"--num-gpus {dpp.num_gpus}: the node of rank {layout.global_rank} has {local} ranks; give {local}, or "
+            "leave it out"
         )
-    if dpp.multi_node and local == layout.world_size:
+    if dpp.multi_node and local == layout.global_world_size:
         yield f"--multi-node: all {local} ranks are on one node; leave it out"
 
 
@@ -59,9 +59,10 @@ def _addresses(
     if not given:
         return
     if "MEGATRON_NODE_IPS" not in environment:  # torchrun, or a list that is too long for a variable
-        own = given[layout.rank]
+        rank = layout.global_rank
+        own = given[rank]
         if not is_own(own):
-            yield f"--node-ips: rank {layout.rank} is not at {own}, which no interface of its machine has; leave it out"
+            yield f"--node-ips: rank {rank} is not at {own}, which no interface of its machine has; leave it out"
         return
     table = environment["MEGATRON_NODE_IPS"].split(",")
     for rank, (address, actual) in enumerate(zip(given, table, strict=True)):

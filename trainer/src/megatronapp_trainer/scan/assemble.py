@@ -55,9 +55,9 @@ def assemble(context: RunContext) -> ScanObserver:
 
     Raises UsageError for invalid faults.
     """
-    rank = context.layout.rank
-    table = communicators(context.layout, _groups())
-    plan = FaultPlan(rank, _faults(context.config.logging.faults, context.layout.world_size))
+    layout = context.layout
+    table = communicators(layout, _groups())
+    plan = FaultPlan(layout.global_rank, _faults(context.config.logging.faults, layout.global_world_size))
     recorder = _recorder(_ring(context, table), plan, on_device=torch.cuda.is_available())
     stall = host_stall
     if torch.cuda.is_available():
@@ -70,13 +70,12 @@ def assemble(context: RunContext) -> ScanObserver:
         control=DocumentReader(_shm_path(ShmFile.CONTROL)),
         stall=stall,
         host_stall=host_stall,
-        rank=rank,
-        is_reporter=context.layout.is_reporter,
+        layout=layout,
     )
 
 
 def _groups() -> dict[str, list[int]]:
-    """Return the global ranks of the groups in which this rank runs collectives."""
+    """Return the ranks, within torch.distributed, of the groups in which this rank runs collectives."""
     groups = {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -108,13 +107,13 @@ def _shm_path(suffix: str) -> pathlib.Path:
 
 
 def _ring(context: RunContext, table: list[Communicator]) -> TraceRing:
-    path = _shm_path(ShmFile.RANK_RING.format(rank=context.layout.rank))
+    path = _shm_path(ShmFile.RANK_RING.format(rank=context.layout.global_rank))
     attempt = int(os.environ.get(Env.ATTEMPT, "0"))
     metadata = ring_metadata(context, table, _record_cost_ns(path))
     try:
         ring: TraceRing = native.RingWriter(str(path), context.config.logging.trace_capacity, attempt, metadata)
     except native.RingError as error:
-        log.warning("tracing is off on rank %d: %s", context.layout.rank, error)
+        log.warning("tracing is off on rank %d: %s", context.layout.global_rank, error)
         return NullRing()
     return ring
 

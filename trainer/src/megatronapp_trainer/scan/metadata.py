@@ -31,6 +31,10 @@ class Communicator:
     kind: str
     members: tuple[int, ...]
 
+    def named_by(self, layout: Layout) -> "Communicator":
+        """Return it with the launcher's numbers of its members, which are ranks of this rank's role."""
+        return dataclasses.replace(self, members=tuple(layout.global_rank_of(rank) for rank in self.members))
+
 
 def directed_pairs(layout: Layout) -> list[tuple[int, int]]:
     """Return the pairs (source, destination) between this rank and its neighbours in the pipeline's ring, each once."""
@@ -58,14 +62,14 @@ def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cos
     """
     layout, config = context.layout, context.config
     document: dict[str, Any] = {
-        "rank": layout.rank,
+        "rank": layout.global_rank,
         "localRank": layout.local_rank,
         "worker": int(os.environ.get(Env.WORKER_INDEX, "0")),
         "node": os.environ.get(Env.NODE_NAME) or socket.gethostname(),
         "address": os.environ.get(Env.ADDRESS, ""),
         "pid": os.getpid(),
         "pidNamespace": pid_namespace(),
-        "world": layout.world_size,
+        "world": layout.global_world_size,
         "layout": {
             "tensor": layout.tensor_size,
             "pipeline": layout.pipeline_size,
@@ -82,10 +86,28 @@ def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cos
             "dp": layout.data_rank,
             "pp": layout.pipeline_rank,
         },
-        "comms": [dataclasses.asdict(communicator) for communicator in table],
+        "comms": [dataclasses.asdict(communicator.named_by(layout)) for communicator in table],
         "device": context.device_name,
         "totalIterations": config.training.train_iters,
         "numMicrobatches": context.num_microbatches,
         "recordCostNs": record_cost_ns,
+        **_role(layout),
     }
     return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _role(layout: Layout) -> dict[str, Any]:
+    """Return the role of this rank, and what numbers the ranks of both; empty without roles."""
+    world = layout.fbd
+    if world is None:
+        return {}
+    return {
+        "role": layout.role.value,
+        "fbd": {
+            "tensor": world.trained.tensor,
+            "data": world.trained.data,
+            "merged": world.merged,
+            "backwardPerForward": world.backward_per_forward,
+            "apart": world.apart,
+        },
+    }

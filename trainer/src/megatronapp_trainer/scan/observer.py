@@ -7,6 +7,7 @@ from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, PASS_KINDS, Flag, Metric, PassFlag, RecordKind
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.hooks.transfer_observer import PassKey
+from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.transport import Transport
 from megatronapp_trainer.scan.faults import FaultPlan
 from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
@@ -69,19 +70,18 @@ class ScanObserver:
         control: DocumentReader,
         stall: Callable[[int], None],
         host_stall: Callable[[int], None],
-        rank: int,
-        is_reporter: bool,
+        layout: Layout,
     ) -> None:
         self._recorder = recorder
+        self._layout = layout
         self._spans = SpanWriter(recorder, table)
         pairs = {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"}
-        self._peers = PeerCounters(rank, pairs)
-        self.transfers = TaskTransfers(rank, pairs, recorder=recorder, withheld_ns=plan.withhold_ns)
+        self._peers = PeerCounters(layout.rank, pairs)
+        self.transfers = TaskTransfers(layout.rank, pairs, recorder=recorder, withheld_ns=self._withhold_ns)
         self._plan = plan
         self._control = control
         self._stall = stall
         self._host_stall = host_stall
-        self._is_reporter = is_reporter
 
     def wrap_transport(self, transport: Transport) -> Transport:
         """Wrap the transport in one that records its transfers."""
@@ -98,7 +98,7 @@ class ScanObserver:
 
     def step_end(self, metrics: StepMetrics) -> None:
         """A loop iteration has ended. The reporting rank alone writes its samples."""
-        if self._is_reporter:
+        if self._layout.is_reporter:
             for metric, value in _samples(metrics):
                 self._recorder.metric(metric, value)
         self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if metrics.skipped else 0)
@@ -119,7 +119,7 @@ class ScanObserver:
 
     def validation(self, loss: float) -> None:
         """Write a sample of the validation loss."""
-        if self._is_reporter:
+        if self._layout.is_reporter:
             self._recorder.metric(Metric.VALIDATION_LOSS, loss)
 
     def close(self) -> None:
@@ -136,8 +136,12 @@ class ScanObserver:
         self._inject(self._stall, stall_ns)
         return Flag.INJECTED
 
+    def _withhold_ns(self, source: int) -> int:
+        """Return for how long a fault withholds a message of a rank of this rank's role."""
+        return self._plan.withhold_ns(self._layout.global_rank_of(source))
+
     def _withhold(self, source: int) -> bool:
-        stall_ns = self._plan.withhold_ns(source)
+        stall_ns = self._withhold_ns(source)
         if stall_ns:
             self._inject(self._stall, stall_ns)
         return bool(stall_ns)

@@ -14,7 +14,7 @@ from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepObserver
 from megatronapp_trainer.models.registry import model_family
-from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.parallel.layout import Layout, environment_integer, layout_from_environment
 from megatronapp_trainer.parallel.node_flags import check_node_flags
 from megatronapp_trainer.parallel.seeds import seed_everything
 from megatronapp_trainer.parallel.transport import Transport
@@ -41,6 +41,7 @@ class TrainingRun:
 
 def layout_of(config: TrainerConfig) -> Layout:
     """Return this process's layout. Raises UsageError if ranks, batch, or flags about nodes do not fit it."""
+    fbd = config.fbd_world(environment_integer("WORLD_SIZE", 1))
     layout = layout_from_environment(
         tensor_size=config.parallel.tensor_model_parallel_size,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
@@ -48,8 +49,9 @@ def layout_of(config: TrainerConfig) -> Layout:
         is_vee=config.is_vee,
         context_size=config.parallel.context_parallel_size,
         expert_size=config.parallel.expert_model_parallel_size,
+        fbd=fbd,
     )
-    check_world(config, layout.data_size)
+    check_world(config, layout.trained_data_size)
     check_node_flags(config.dpp, layout, os.environ)
     return layout
 
@@ -65,7 +67,7 @@ def build_run(
     """
     seed_everything(config, layout)
     core_config, chunks = model_family(config).build_chunks(config, layout, device, vocab_size=vocab_size, drawn=drawn)
-    batches = batch_schedule(config, layout.data_size)
+    batches = batch_schedule(config, layout.trained_data_size)
     optimizer = scheduler = None
     if layout.role.has_optimizer:
         optimizer = build_optimizer(config, chunks)

@@ -74,10 +74,7 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentPro
         ]
     try:
         config = parse(arguments)
-        parallel = config.parallel
-        tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        check_divides(world_size, tensor_size=tensor, pipeline_size=pipeline)
-        data_size = world_size // (tensor * pipeline)
+        data_size = _data_size(config, world_size)
         check_world(config, data_size)
         if (problem := _foreign_load(config)) is not None:
             return [problem]
@@ -90,6 +87,16 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[ArgumentPro
     except TrainerError as error:
         return [problem_of(error, flags=("--split",) if isinstance(error, DataError) else ())]
     return list(_data_problems(config, request))
+
+
+def _data_size(config: TrainerConfig, world_size: int) -> int:
+    """Return the replicas that these ranks train. Raises UsageError if the ranks are not whole replicas."""
+    fbd = config.fbd_world(world_size)
+    if fbd is not None:
+        return fbd.trained.data
+    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    check_divides(world_size, tensor_size=tensor, pipeline_size=pipeline)
+    return world_size // (tensor * pipeline)
 
 
 def _foreign_load(config: TrainerConfig) -> ArgumentProblem | None:

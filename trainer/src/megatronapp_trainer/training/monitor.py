@@ -89,7 +89,7 @@ class TrainingMonitor:
 
     def _metrics(self, outcome: StepOutcome) -> StepMetrics:
         tokens_per_second = outcome.batch_size * self._run.config.model.seq_length / outcome.elapsed_s
-        tflops = tokens_per_second * self._flops / self._run.layout.world_size / 1e12
+        tflops = tokens_per_second * self._flops / self._run.layout.global_world_size / 1e12
         return StepMetrics(
             iteration=self._state.iteration,
             loss=outcome.loss.mean,

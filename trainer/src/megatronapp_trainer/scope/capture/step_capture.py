@@ -55,7 +55,7 @@ class StepCapture:
         self._copier = DeviceToHostCopier(self._device)
         self._graphs = GraphCache(enabled=runner.uses_graphs)
         self._deferred = DeferredWork()
-        self._frames = FrameDescriber(layout.rank)
+        self._frames = FrameDescriber(layout.global_rank)
         self._tracker = RequestTracker()
         self.commands = CommandHandler(
             self.shard,

@@ -1,0 +1,185 @@
+"""Flags of MegaFBD and their rules; worlds and layouts of its ranks."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from megatronapp_common.topology import FbdWorld, RankRole, Topology, fbd_world
+from megatronapp_trainer.config import FbdConfig, TrainerConfig, parse
+from megatronapp_trainer.config.checks import check_world
+from megatronapp_trainer.config.rules.fbd import fbd_problems
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.scan.metadata import communicators, ring_metadata
+from megatronapp_trainer.scan.run_context import RunContext
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
+    "--lr 1e-3 --mock-data --vocab-size 128 --attention-dropout 0"
+)
+
+
+def config_of(more: str = "", **fbd: Any) -> TrainerConfig:
+    options = {"forward_backward_disaggregating": True, **fbd}
+    return dataclasses.replace(parse(f"{MODEL} {more}".split()), fbd=FbdConfig(**options))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--forward-backward-disaggregating",
+        "--ignore-forward-tensor-parallel",
+        "--fbd-backward-per-forward 2",
+        "--fbd-ship full",
+        "--fbd-forward-ranks-apart",
+    ],
+)
+def test_each_flag_is_refused_until_a_schedule_runs_it(flags: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"{flags.partition(' ')[0]} comes with a later release: this trainer has no MegaFBD"
+    ):
+        parse(f"{MODEL} {flags}".split())
+
+
+@pytest.mark.parametrize(
+    ("more", "fbd", "problem"),
+    [
+        (
+            "",
+            {"forward_backward_disaggregating": False, "fbd_forward_ranks_apart": True},
+            "--fbd-forward-ranks-apart needs --forward-backward-disaggregating",
+        ),
+        (
+            "",
+            {"forward_backward_disaggregating": False, "ignore_forward_tensor_parallel": True},
+            "--ignore-forward-tensor-parallel needs --forward-backward-disaggregating",
+        ),
+        (
+            "",
+            {"ignore_forward_tensor_parallel": True, "fbd_backward_per_forward": 2},
+            "--fbd-backward-per-forward 2 and --ignore-forward-tensor-parallel exclude each other",
+        ),
+        ("", {"fbd_ship": "full"}, "--fbd-ship full is not built yet; leave it out"),
+        (
+            "--use-dpp --pipeline-model-parallel-size 2",
+            {},
+            "--use-dpp and --forward-backward-disaggregating cannot be combined yet",
+        ),
+        (
+            "--transport native --pipeline-model-parallel-size 2",
+            {},
+            "--transport native and --forward-backward-disaggregating cannot be combined yet",
+        ),
+        (
+            "--attention-dropout 0.1",
+            {"ignore_forward_tensor_parallel": True},
+            "--attention-dropout 0.1 cannot be combined with --ignore-forward-tensor-parallel: torch draws one mask",
+        ),
+    ],
+)
+def test_combinations_that_cannot_run_are_refused_by_name(more: str, fbd: dict[str, Any], problem: str) -> None:
+    (found,) = fbd_problems(config_of(more, **fbd))
+    assert found.startswith(problem)
+
+
+def test_accepted_combinations_have_no_problem() -> None:
+    assert not list(fbd_problems(config_of("--attention-dropout 0.1", fbd_backward_per_forward=2)))
+    assert not list(fbd_problems(config_of(ignore_forward_tensor_parallel=True, fbd_forward_ranks_apart=True)))
+    assert not list(fbd_problems(parse(MODEL.split())))
+
+
+def test_a_world_that_holds_no_whole_replicas_is_refused() -> None:
+    with pytest.raises(UsageError, match="6 ranks cannot be divided into replicas of 4 forward and backward ranks"):
+        config_of("--tensor-model-parallel-size 2").fbd_world(6)
+
+
+@pytest.mark.parametrize("fbd", [{}, {"ignore_forward_tensor_parallel": True}, {"fbd_backward_per_forward": 2}])
+def test_the_batch_is_divided_over_the_trained_replicas(fbd: dict[str, Any]) -> None:
+    config = config_of("--tensor-model-parallel-size 2 --global-batch-size 12", **fbd)
+    ranks = config.world_size(4)
+    world = config.fbd_world(ranks)
+    assert world is not None
+    assert world.trained == Topology(tensor=2, data=4)
+    with pytest.raises(UsageError, match="--global-batch-size 12 is not a multiple of --micro-batch-size 2 x 4"):
+        check_world(config, world.trained.data)
+    check_world(config, 2)
+
+
+def test_addresses_are_counted_over_the_ranks_of_both_roles() -> None:
+    addresses = ",".join(f"10.0.0.{number}" for number in range(4))
+    check_world(config_of(f"--node-ips {addresses}"), 2)
+    with pytest.raises(UsageError, match="--node-ips: 4 addresses for 8 ranks"):
+        check_world(config_of(f"--node-ips {addresses}"), 4)
+
+
+def layouts(world: FbdWorld, monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
+    made = []
+    for rank in range(world.world_size):
+        for name, value in {"RANK": rank, "WORLD_SIZE": world.world_size, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, str(value))
+        made.append(
+            layout_from_environment(
+                tensor_size=world.trained.tensor, pipeline_size=world.trained.pipeline, virtual_size=1, fbd=world
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        fbd_world(tensor=2, pipeline=2, data=2),
+        fbd_world(tensor=2, pipeline=2, data=1, merged=True),
+        fbd_world(tensor=1, pipeline=2, data=4, backward_per_forward=2),
+        fbd_world(tensor=2, pipeline=1, data=2, merged=True, apart=True),
+    ],
+)
+def test_a_layout_is_that_of_the_role_and_knows_the_launchers_rank(
+    world: FbdWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = layouts(world, monkeypatch)
+    assert [layout.global_rank for layout in made] == list(range(world.world_size))
+    assert {layout.global_world_size for layout in made} == {world.world_size}
+    assert {layout.trained_data_size for layout in made} == {world.trained.data}
+    for layout in made:
+        assert layout.topology == world.topology_of(layout.role)
+        assert layout.role is world.role_of(layout.global_rank)
+    for role in (RankRole.FORWARD, RankRole.BACKWARD):
+        ranks = sorted(layout.rank for layout in made if layout.role is role)
+        assert ranks == list(range(world.topology_of(role).world_size))
+    (reporter,) = [layout for layout in made if layout.is_reporter]
+    assert reporter.role is RankRole.BACKWARD
+    assert not reporter.data_rank and reporter.is_last_stage
+
+
+def test_layers_of_merged_forward_ranks_are_whole() -> None:
+    config = config_of("--tensor-model-parallel-size 2 --sequence-parallel", ignore_forward_tensor_parallel=True)
+    forward = config.of_role(RankRole.FORWARD).parallel
+    assert (forward.tensor_model_parallel_size, forward.sequence_parallel) == (1, False)
+    assert config.of_role(RankRole.BACKWARD) is config
+    unmerged = config_of("--tensor-model-parallel-size 2")
+    assert unmerged.of_role(RankRole.FORWARD) is unmerged
+
+
+def test_a_trace_names_ranks_as_the_launcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = fbd_world(tensor=2, pipeline=2, data=1, merged=True)
+    made = layouts(world, monkeypatch)
+    documents = [
+        json.loads(
+            ring_metadata(
+                RunContext(config=config_of(), layout=layout, device_name="cpu", num_microbatches=1),
+                communicators(layout, {"mp": range(layout.world_size)}),
+                None,
+            )
+        )
+        for layout in made
+    ]
+    assert [document["rank"] for document in documents] == list(range(6))
+    assert [document["role"] for document in documents] == ["backward", "backward", "forward"] * 2
+    forward, backward = documents[2], documents[1]
+    assert [comm["members"] for comm in forward["comms"]] == [[5, 2], [2, 5], [2, 5]]
+    assert [comm["members"] for comm in backward["comms"]] == [[4, 1], [1, 4], [0, 1, 3, 4]]
+    numbering = {"tensor": 2, "data": 1, "merged": True, "backwardPerForward": 1, "apart": False}
+    assert all(document["fbd"] == numbering and document["world"] == 6 for document in documents)

@@ -1,0 +1,54 @@
+"""Flags of MegaFBD, which runs forward and backward passes on separate ranks."""
+
+import dataclasses
+
+from megatronapp_common.errors import TopologyError
+from megatronapp_common.topology import FbdWorld, fbd_world_of
+from megatronapp_trainer.config.fields import option
+from megatronapp_trainer.config.parallel import ParallelConfig
+from megatronapp_trainer.errors import UsageError
+
+SHIPMENTS = ("saved", "selective", "full", "auto")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FbdConfig:
+    """Forward and backward on separate ranks (MegaFBD); not available yet."""
+
+    forward_backward_disaggregating: bool = option(
+        False, "each rank is one for forward or one for backward passes; there are half as many replicas"
+    )
+    ignore_forward_tensor_parallel: bool = option(False, "one forward rank for each tensor group")
+    fbd_backward_per_forward: int = option(
+        1, "replicas whose backward ranks one forward rank serves in turns", bounds="[1, inf)"
+    )
+    fbd_ship: str = option(
+        "saved", "what forward ranks send: what autograd saves; the others are not built yet", choices=SHIPMENTS
+    )
+    fbd_forward_ranks_apart: bool = option(
+        False, "forward ranks are numbered after all backward ranks, as on separate workers (spec.fbd.forward)"
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Return whether forward and backward run on separate ranks."""
+        return self.forward_backward_disaggregating
+
+    @property
+    def merged(self) -> bool:
+        """Return whether the forward ranks of a tensor group are one."""
+        return self.ignore_forward_tensor_parallel
+
+    def world(self, world_size: int, parallel: ParallelConfig) -> FbdWorld:
+        """Return the ranks of both roles among those that are started. Raises UsageError if they do not fit."""
+        try:
+            return fbd_world_of(
+                world_size,
+                tensor=parallel.tensor_model_parallel_size,
+                pipeline=parallel.pipeline_model_parallel_size,
+                merged=self.merged,
+                backward_per_forward=self.fbd_backward_per_forward,
+                apart=self.fbd_forward_ranks_apart,
+            )
+        except TopologyError as error:
+            raise UsageError(f"--forward-backward-disaggregating: {error}") from error

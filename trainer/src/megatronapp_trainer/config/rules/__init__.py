@@ -1,0 +1,1 @@
+"""Rules of single subjects, which `config.checks` applies."""
