@@ -27,23 +27,6 @@ def config_of(more: str = "", **fbd: Any) -> TrainerConfig:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--forward-backward-disaggregating",
-        "--ignore-forward-tensor-parallel",
-        "--fbd-backward-per-forward 2",
-        "--fbd-ship full",
-        "--fbd-forward-ranks-apart",
-    ],
-)
-def test_each_flag_is_refused_until_a_schedule_runs_it(flags: str) -> None:
-    with pytest.raises(
-        UsageError, match=f"{flags.partition(' ')[0]} comes with a later release: this trainer has no MegaFBD"
-    ):
-        parse(f"{MODEL} {flags}".split())
-
-
-@pytest.mark.parametrize(
     ("more", "fbd", "problem"),
     [
         (

@@ -20,7 +20,7 @@ MODEL = (
 
 
 def reduce_within_roles(*, merged: bool) -> dict[str, Any]:
-    """Return role, ranks, sums over the role's world and tensor group, and what every rank wrote to the shared store."""
+    """Return role, ranks, sums over the role's world and tensor group, and what each rank wrote to the shared store."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

@@ -11,15 +11,21 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatronapp_common.names import ExitCode
+from megatronapp_common.topology import RankRole
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
 from megatronapp_trainer.config.batch_size import with_steps
 from megatronapp_trainer.errors import CheckpointError, PeerLostError, RendezvousError, TrainerError
 from megatronapp_trainer.utils.process_exit import exit_with
 
 if TYPE_CHECKING:
+    from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.device import Device
+    from megatronapp_trainer.hooks.step_observer import StepObserver
     from megatronapp_trainer.parallel.layout import Layout
+    from megatronapp_trainer.pipeline.schedule import PipelineSchedule
     from megatronapp_trainer.training.build import TrainingRun
+    from megatronapp_trainer.training.progress import Reporter
+    from megatronapp_trainer.training.signals import StopRequest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,13 +70,14 @@ def pretrain(config: TrainerConfig) -> ExitCode:
             from megatronapp_trainer.pipeline.transport.stage_transport import check_stage_memory
 
             check_stage_memory(config, layout)
-        code = _train(config, layout, device, stop_request)
+        run = _run_forward if layout.role is RankRole.FORWARD else _train
+        code = run(config, layout, device, stop_request)
         destroy_groups()
     return code
 
 
-def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_request: Any) -> ExitCode:  # noqa: ANN401
-    from megatronapp_trainer.training.build import build_iterators, build_run, build_schedule, vocab_size_of
+def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_request: "StopRequest") -> ExitCode:
+    from megatronapp_trainer.training.build import build_run, vocab_size_of
     from megatronapp_trainer.training.loop import Trainer
     from megatronapp_trainer.training.progress import make_reporter
 
@@ -87,7 +94,6 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
     run = dataclasses.replace(run, config=config)
     if reporter is not None and done.iteration:
         reporter.resumed(done.iteration, done.consumed_samples, total_iterations=config.training.train_iters)
-    iterators = build_iterators(config, layout, done.consumed_samples, order_samples=done.order_samples)
     with contextlib.ExitStack() as stack:
         if reporter is not None:
             stack.callback(reporter.close)
@@ -95,12 +101,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
         if observer is not None:
             stack.callback(observer.close)
         saves_to = checkpoints if config.checkpoint.save is not None else None
-        schedule = build_schedule(
-            run,
-            observer,
-            report=None if reporter is None else reporter.line,
-            publish_plan=None if reporter is None else reporter.plan,
-        )
+        iterators, schedule = _data_and_schedule(run, observer, reporter, stop_request)
         trainer = Trainer(
             run,
             iterators,
@@ -113,8 +114,44 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_reque
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:
             code = trainer.test()
-        schedule.close()
+        schedule.close(code)
     return code
+
+
+def _data_and_schedule(
+    run: "TrainingRun",
+    observer: "StepObserver | None",
+    reporter: "Reporter | None",
+    stop_request: "StopRequest",
+) -> "tuple[DataIterators, PipelineSchedule]":
+    """Open the data and create the schedule; a backward rank of MegaFBD has its data on forward ranks."""
+    from megatronapp_trainer.training.build import build_iterators, build_schedule
+
+    report = None if reporter is None else reporter.line
+    if run.layout.role is RankRole.BACKWARD:
+        from megatronapp_trainer.fbd.setup import begin_backward, build_backward_schedule
+
+        remote = begin_backward(run)
+        return remote, build_backward_schedule(run, observer, request_stop=stop_request.request)
+    done = run.state
+    iterators = build_iterators(run.config, run.layout, done.consumed_samples, order_samples=done.order_samples)
+    publish_plan = None if reporter is None else reporter.plan
+    return iterators, build_schedule(run, observer, report=report, publish_plan=publish_plan)
+
+
+def _run_forward(config: TrainerConfig, layout: "Layout", device: "Device", stop_request: "StopRequest") -> ExitCode:
+    """Run a forward rank of MegaFBD until its backward ranks end the training."""
+    from megatronapp_trainer.fbd.setup import build_forward_rank
+    from megatronapp_trainer.training.build import vocab_size_of
+
+    forward = build_forward_rank(
+        config.of_role(layout.role),
+        layout,
+        device,
+        vocab_size=vocab_size_of(config),
+        stop_requested=lambda: stop_request.requested,
+    )
+    return forward.serve()
 
 
 def _checkpoint_manager(config: TrainerConfig, layout: "Layout") -> Any | None:  # noqa: ANN401 - not imported in vain

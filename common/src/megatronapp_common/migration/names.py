@@ -3,7 +3,6 @@
 from typing import Final
 
 _NOT_YET = "not yet"
-_FBD = f"{_NOT_YET}: planned with MegaFBD"
 _SPANS = "every step of a traced job is recorded and kept by its hub"
 _LAUNCHER = "the launcher sets it; leave it out"
 SAME = "the same"
@@ -22,8 +21,8 @@ FLAGS: Final[dict[str, str]] = {
     "--node-ips": f"{SAME}, checked against the rank table; leave it out: the launcher finds the addresses",
     "--num-gpus": f"{SAME}, checked: ranks of a node; in a manifest spec.procPerNode and spec.gpusPerNode",
     "--multi-node": f"{SAME}, checked: the ranks are on several nodes; in a manifest spec.nodes",
-    "--forward-backward-disaggregating": _FBD,
-    "--ignore-forward-tensor-parallel": _FBD,
+    "--forward-backward-disaggregating": f"{SAME}: half of the ranks run forward, half as many replicas train",
+    "--ignore-forward-tensor-parallel": f"{_NOT_YET}; leave it out",
     "--training-ws-port": f"{_NOT_YET}: MegaScope while a model trains; the page of a job: megatronapp ui JOB",
     "--enable-ws-server": "megatronapp serve always serves the pages, and accepts the flag",
     "--tensor-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.tensor",

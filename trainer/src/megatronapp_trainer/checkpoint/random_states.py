@@ -29,4 +29,4 @@ def restore(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(dict(states["tracker"]))  # which the tracker then changes

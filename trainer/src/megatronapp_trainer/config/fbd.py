@@ -13,7 +13,7 @@ SHIPMENTS = ("saved", "selective", "full", "auto")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FbdConfig:
-    """Forward and backward on separate ranks (MegaFBD); not available yet."""
+    """Forward and backward on separate ranks (MegaFBD)."""
 
     forward_backward_disaggregating: bool = option(
         False, "each rank is one for forward or one for backward passes; there are half as many replicas"

@@ -153,7 +153,7 @@ class StepFeed:
         observer: StepObserver | None,
     ) -> None:
         self._source = source
-        self._iterator = iterator
+        self.iterator = iterator
         self._num_microbatches = num_microbatches
         self._observer = observer
         self._pending: dict[int, tuple[Any, int]] = {}
@@ -175,7 +175,7 @@ class StepFeed:
             self._observer.begin(RecordKind.DATA, chunk, microbatch)
         while self._read <= microbatch:
             count = min(self._source.together, self._num_microbatches - self._read)
-            for batch in self._source.read(self._iterator, count):
+            for batch in self._source.read(self.iterator, count):
                 self._pending[self._read] = (batch, len(self._source.reading_chunks))
                 self._read += 1
         if self._observer is not None:

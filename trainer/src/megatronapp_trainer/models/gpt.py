@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from megatronapp_common.topology import RankRole
 from megatronapp_trainer.config import ModelConfig, TrainerConfig
-from megatronapp_trainer.data.microbatches import BatchSource, DataIterators, Microbatch
+from megatronapp_trainer.data.microbatches import BatchSource, DataIterators, HostMicrobatch, Microbatch
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.models.initial import initialize_weights
@@ -32,6 +33,8 @@ def build_chunks(
 ) -> tuple[Any, list[Any]]:
     """Return TransformerConfig and the model chunks of this rank, each in megatron-core's DistributedDataParallel.
 
+    On a rank that only runs forward passes they are without it: there are no gradients.
+
     `drawn`: with initial weights; if false, with uninitialised memory, for a checkpoint to fill.
     """
     core_config = transformer_config(config, device)
@@ -40,7 +43,11 @@ def build_chunks(
         _build_chunk(config, core_config, layout, chunk, vocab_size, drawn=drawn).to(device.torch_device)
         for chunk in range(layout.virtual_size)
     ]
-    return core_config, _wrap(config, core_config, chunks)
+    if config.precision.bf16:
+        chunks = [_in_half_precision(core_config, chunk) for chunk in chunks]
+    if layout.role is RankRole.FORWARD:
+        return core_config, chunks
+    return core_config, _distribute(config, core_config, chunks)
 
 
 def build_stage(
@@ -75,6 +82,17 @@ def forward(model: Any, batch: Microbatch | None) -> torch.Tensor:  # noqa: ANN4
 def loss(output: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum the loss of each token, which the last chunk puts out, over the unmasked tokens of a microbatch."""
     return token_loss(output, batch.loss_mask, batch.loss_tokens)
+
+
+def example_batch(config: TrainerConfig, layout: Layout, device: Device) -> Microbatch:
+    """Return a microbatch of the form of all others, whose contents mean nothing; collective over the tensor group."""
+    samples, length = size = config.training.micro_batch_size, config.model.seq_length
+    zeros = torch.zeros(size, dtype=torch.int64)
+    mask = torch.zeros((samples, 1, length, length), dtype=torch.bool) if config.data.reset_attention_mask else None
+    batch = HostMicrobatch(
+        tokens=zeros, labels=zeros, loss_mask=torch.ones(size), position_ids=zeros, attention_mask=mask
+    )
+    return batch_source(config, layout, device).read(iter([batch]), 1)[0]
 
 
 def batch_source(config: TrainerConfig, layout: Layout, device: Device) -> BatchSource:
@@ -134,9 +152,14 @@ def _leave_empty(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _wrap(config: TrainerConfig, core_config: Any, chunks: list[Any]) -> list[Any]:  # noqa: ANN401 - untyped library
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+def _in_half_precision(core_config: Any, chunk: Any) -> Any:  # noqa: ANN401 - untyped library
     from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(core_config, chunk)
+
+
+def _distribute(config: TrainerConfig, core_config: Any, chunks: list[Any]) -> list[Any]:  # noqa: ANN401 - untyped library
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
@@ -147,8 +170,6 @@ def _wrap(config: TrainerConfig, core_config: Any, chunks: list[Any]) -> list[An
         bucket_size=parallel.ddp_bucket_size,
         average_in_collective=parallel.ddp_average_in_collective,
     )
-    if config.precision.bf16:
-        chunks = [Float16Module(core_config, chunk) for chunk in chunks]
     return [
         DistributedDataParallel(core_config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

@@ -39,6 +39,9 @@ class ModelFamily(Protocol):
     ) -> DataIterators:
         """Open the datasets and iterate over microbatches of this rank from the given sample on; collective."""
 
+    def example_batch(self, config: TrainerConfig, layout: Layout, device: Device) -> Any:  # noqa: ANN401 - microbatch of the source
+        """Return a microbatch of the form of all others, with any contents; collective over the tensor group."""
+
     def batch_source(self, config: TrainerConfig, layout: Layout, device: Device) -> MicrobatchSource:
         """Return the source of this family's microbatches on the device."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from megatron.core import parallel_state
 
+from megatronapp_common.names import ExitCode
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.parallel.layout import Layout
@@ -126,7 +127,7 @@ class DynamicSchedule:
         if self._report is not None:
             self._report(line)
 
-    def close(self) -> None:
+    def close(self, code: ExitCode = ExitCode.OK) -> None:
         """End the transport; what was sent is delivered first."""
         self._transport.close()
 

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 
+from megatronapp_common.names import ExitCode
 from megatronapp_trainer.data.microbatches import ChunkFeed, StepFeed
 from megatronapp_trainer.models.registry import ModelFamily
 from megatronapp_trainer.parallel.groups import schedule_groups
@@ -83,7 +84,7 @@ class StaticSchedule:
             feed, num_microbatches, self._plain_forward_step, forward_only=True, **self._evaluation_transport
         )
 
-    def close(self) -> None:
+    def close(self, code: ExitCode = ExitCode.OK) -> None:
         """End the transport; what was sent is delivered first."""
         if self._shared_transport is not None:
             self._shared_transport.close()

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatronapp_common.names import ExitCode
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.hooks.step_observer import StepObserver
@@ -31,8 +32,8 @@ class PipelineSchedule(Protocol):
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Run the forward passes alone, with no gradients and no spans."""
 
-    def close(self) -> None:
-        """Free what the schedule shares with other ranks; training has ended, or failed."""
+    def close(self, code: ExitCode = ExitCode.OK) -> None:
+        """Free what the schedule shares with other ranks; training has ended, with `code` on this rank."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

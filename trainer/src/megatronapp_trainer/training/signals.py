@@ -24,6 +24,10 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def request(self) -> None:
+        """Ask to stop, as a signal does."""
+        self.requested = True
+
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt

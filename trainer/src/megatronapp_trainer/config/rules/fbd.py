@@ -9,16 +9,12 @@ _SWITCH = "--forward-backward-disaggregating"
 
 
 def not_yet(config: TrainerConfig) -> Iterator[str]:
-    """Refuse MegaFBD as long as no schedule runs it."""
-    given = {
-        _SWITCH: config.fbd.enabled,
-        "--ignore-forward-tensor-parallel": config.fbd.merged,
-        "--fbd-backward-per-forward": config.fbd.fbd_backward_per_forward != 1,
-        "--fbd-ship": config.fbd.fbd_ship != "saved",
-        "--fbd-forward-ranks-apart": config.fbd.fbd_forward_ranks_apart,
-    }
-    for flag, on in given.items():
-        yield from require(not on, f"{flag} comes with a later release: this trainer has no MegaFBD yet; leave it out")
+    """Refuse what of MegaFBD no schedule runs."""
+    yield from require(
+        not config.fbd.merged,
+        "--ignore-forward-tensor-parallel is not built yet: a backward rank has a forward rank of its own, or shares "
+        "one with other replicas (--fbd-backward-per-forward); leave it out",
+    )
 
 
 def fbd_problems(config: TrainerConfig) -> Iterator[str]:
@@ -44,7 +40,11 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
         f"--fbd-ship {fbd.fbd_ship} is not built yet; leave it out: what travels is what autograd saves, which "
         "--recompute-granularity selective or full makes less",
     )
-    for flag, on in (("--use-dpp", dpp.use_dpp), ("--transport native", dpp.replaces_transfers)):
+    for flag, on in (
+        ("--use-dpp", dpp.use_dpp),
+        ("--transport native", dpp.replaces_transfers),
+        ("--overlap-param-gather", config.parallel.overlap_param_gather),
+    ):
         yield from require(not on, f"{flag} and {_SWITCH} cannot be combined yet; leave one of them out")
     yield from require(
         not (fbd.merged and config.model.attention_dropout > 0),

@@ -232,8 +232,8 @@ class TensorTransport:
         return None if message is None else self._received(peer, message, spec)
 
     @raises_trainer_errors
-    def take_arrived(self, peers: Sequence[int], spec: TensorSpec) -> list[ReceivedTensor]:
-        """Return all tensors of these peers that have arrived, in no order.
+    def take_arrived(self, peers: Sequence[int], spec: TensorSpec | None) -> list[ReceivedTensor]:
+        """Return all tensors of these peers that have arrived, in no order; without `spec` as bytes.
 
         The failure of a peer is raised only if there are none.
         """
@@ -310,7 +310,8 @@ class TensorTransport:
     def _deadline(self, deadline_s: float | None) -> float:
         return self.options.deadline_s if deadline_s is None else deadline_s
 
-    def _received(self, peer: int, message: native.TransportMessage, spec: TensorSpec) -> ReceivedTensor:
+    def _received(self, peer: int, message: native.TransportMessage, spec: TensorSpec | None) -> ReceivedTensor:
+        spec = spec or TensorSpec((message.bytes,), torch.uint8)
         if message.bytes != spec.bytes:
             raise TransferError(
                 f"key {message.key:#x} from rank {peer} has {message.bytes} bytes, and {tuple(spec.shape)} of"

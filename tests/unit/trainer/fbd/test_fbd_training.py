@@ -1,0 +1,111 @@
+"""Training with forward and backward on separate ranks: bit-equal to plain training."""
+
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from recording_reporter import RecordingReporter
+
+from megatronapp_common.names import ExitCode
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+Record = tuple[list[float], list[float], list[float]]
+
+SWITCH = "--forward-backward-disaggregating"
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 3 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
+    "--vocab-size 120 --eval-iters 1 --eval-interval 2"
+)
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+CASES = {
+    "pair": (1, ""),
+    "pair-recomputed": (1, f"{FULL_RECOMPUTE} --calculate-per-token-loss --clip-grad 0.5"),
+    "PP2": (2, PP2),
+    "VPP2-untied": (2, f"{VPP2} --untie-embeddings-and-output-weights"),
+    "TP2": (2, TP2),
+    "one-forward-for-two": (2, f"{SHARDED} --fbd-backward-per-forward 2"),
+    "DP2-bf16": (2, f"{SHARDED} --bf16"),
+    "PP2-selective": (2, f"{PP2} --recompute-granularity selective --bf16"),
+    "TP2xPP2": (4, f"{TP2} {PP2}"),
+    "one-forward-for-two-PP2": (4, f"{PP2} {SHARDED} --fbd-backward-per-forward 2"),
+    "ramp-up": (1, "--rampup-batch-size 4 4 8"),
+}
+"""Ranks of plain training, and flags; dropout is 0.1."""
+
+
+class EvaluationRecorder(RecordingReporter):
+    """A reporter that also collects the losses of evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations: list[float] = []
+
+    def validation(self, iteration: int, loss: float, split: str) -> None:
+        self.evaluations.append(loss)
+
+    def line(self, text: str) -> None: ...
+
+    def plan(self, report: object) -> None: ...
+
+    def resumed(self, *arguments: object, **options: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def train(flags: str) -> tuple[int, Record | None]:
+    """Exit code of this rank, and what the reporting rank has seen."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from megatronapp_trainer import pretrain
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.training import progress
+
+    recorder = EvaluationRecorder()
+    progress.make_reporter = lambda config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
+    code = pretrain.pretrain(parse(f"{MODEL} {flags}".split()))
+    return code, (recorder.losses, recorder.grad_norms, recorder.evaluations) if recorder.losses else None
+
+
+def record_of(run_ranks: RunRanks, world: int, flags: str) -> Record:
+    results = run_ranks(world, train, flags, environment={"MEGATRONAPP_JOB_UID": f"fbd-{os.getpid()}-{world}"})
+    assert [code for code, _ in results] == [ExitCode.OK] * world
+    (record,) = [record for _, record in results if record is not None]
+    return tuple(record)
+
+
+def ranks_with_roles(world: int, flags: str) -> int:
+    return world + (world // 2 if "per-forward" in flags else world)
+
+
+@pytest.mark.full("a sweep of layouts", but=("pair", "VPP2-untied", "TP2", "one-forward-for-two"))
+@pytest.mark.parametrize(("world", "flags"), CASES.values(), ids=list(CASES))
+def test_training_is_bit_equal_to_plain_training(run_ranks: RunRanks, world: int, flags: str) -> None:
+    plain = record_of(run_ranks, world, flags.replace("--fbd-backward-per-forward 2", ""))
+    assert len(plain[0]) == 3
+    assert len(plain[2]) == 3, "two while training, and one of each split after it"
+    assert record_of(run_ranks, ranks_with_roles(world, flags), f"{flags} {SWITCH}") == plain
+
+
+def test_checkpoints_are_those_of_plain_training_and_resume_both_ways(
+    run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    def saved(folder: str, steps: int) -> str:
+        return f"--save {tmp_path / folder} --load {tmp_path / folder} --save-interval 2 --exit-interval {steps}"
+
+    whole = record_of(run_ranks, 1, "")
+    record_of(run_ranks, 1, saved("plain", 2))
+    record_of(run_ranks, 2, f"{saved('fbd', 2)} {SWITCH}")
+    plain_then_fbd = record_of(run_ranks, 2, f"{saved('plain', 100)} {SWITCH}")
+    fbd_then_plain = record_of(run_ranks, 1, saved("fbd", 100))
+    assert plain_then_fbd[0] == fbd_then_plain[0] == whole[0][2:]
+    assert plain_then_fbd[1] == fbd_then_plain[1] == whole[1][2:]

@@ -1,0 +1,1 @@
+"""MegaFBD: forward and backward passes on separate ranks."""

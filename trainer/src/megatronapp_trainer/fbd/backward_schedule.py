@@ -1,0 +1,195 @@
+"""The schedule of backward ranks: each microbatch's backward pass, from tensors that a forward rank has shipped."""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer.checkpoint import random_states
+from megatronapp_trainer.data.microbatches import StepFeed
+from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.fbd.channels.channel import Channel
+from megatronapp_trainer.fbd.channels.commands import CREDIT, Command, Order
+from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
+from megatronapp_trainer.fbd.channels.summary import receive_summary
+from megatronapp_trainer.fbd.channels.weights import send_weights
+from megatronapp_trainer.fbd.graph.shipments import ShipmentReceiver
+from megatronapp_trainer.fbd.orders import Pass, backward_order
+from megatronapp_trainer.fbd.remote_data import split_of
+from megatronapp_trainer.fbd.stage import Stage
+from megatronapp_trainer.parallel.groups import schedule_groups
+from megatronapp_trainer.pipeline.megatron_schedules import connect_gradients
+from megatronapp_trainer.pipeline.schedule import ScheduleContext
+from megatronapp_trainer.pipeline.split_backward import install_split_backward
+from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+
+_REPORT = TensorSpec((2,), torch.float32)
+
+
+class BackwardSchedule:
+    """Commands the forward rank, and runs backward what it ships; gradients and optimizer are on this side alone."""
+
+    def __init__(
+        self,
+        context: ScheduleContext,
+        stage: Stage,
+        channel: Channel,
+        receivers: list[ShipmentReceiver],
+        *,
+        sends_weights: bool,
+        request_stop: Callable[[], None],
+    ) -> None:
+        """Take a channel that is connected, and a receiver of saved tensors for each chunk.
+
+        `sends_weights`: False if another backward rank of the forward rank has the same ones and sends them;
+        `request_stop`: called after a step in which the forward rank was asked to stop.
+        """
+        self._chunks = context.chunks
+        self._core_config = context.core_config
+        self._optimizer = context.optimizer
+        self._groups = schedule_groups()
+        connect_gradients(context)
+        self._stores = install_split_backward(context.chunks)
+        self._stage = stage
+        self._split = stage.placement.ranks > 1
+        self._channel = channel
+        self._forward_rank = channel.partners[0]
+        self._receivers = receivers
+        self._sends_weights = sends_weights
+        self._request_stop = request_stop
+        self._step = 0
+        self._weights_have_changed = True
+        self._pending_weights: collections.deque[Pass] = collections.deque()
+        self._reports: dict[int, torch.Tensor] = {}
+        self._scale = torch.ones((), device=next(context.chunks[0].parameters()).device)
+
+    def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
+        """Run the backward passes of all microbatches and reduce the gradients.
+
+        Raises:
+            PeerLostError: another rank is lost or takes too long.
+            TransferError: a message is missing, or there is one too many.
+        """
+        with self._failing_at_once():
+            self._command(Order(Command.TRAIN, num_microbatches))
+            self._weights_have_changed = True  # by the optimizer, after this step
+            self._channel.received.clear()
+            for store in self._stores:
+                store.begin_step(num_microbatches)
+            for backward_pass in backward_order(self._stage.placement, num_microbatches, self._stage.rank):
+                self._run(backward_pass, num_microbatches)
+            while self._pending_weights:
+                self._run_weight()
+            self._end_of_forward()
+        return self._finish()
+
+    def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
+        """Let the forward ranks evaluate; returns the reports of the loss by microbatch on the last stage."""
+        with self._failing_at_once():
+            self._command(Order(Command.EVALUATE, num_microbatches, split_of(feed.iterator)))
+            if not self._stage.is_last(len(self._chunks) - 1):
+                return []
+            return [self._report(microbatch).clone() for microbatch in range(num_microbatches)]
+
+    @contextlib.contextmanager
+    def _failing_at_once(self) -> Iterator[None]:
+        """End the connections after a failure, so that ranks that wait for this one learn of it at once."""
+        try:
+            yield
+        except BaseException:
+            self._channel.close(drain=False)
+            raise
+
+    def close(self, code: ExitCode = ExitCode.OK) -> None:
+        """End the forward rank, with the same exit code, and the connections."""
+        self._channel.append(Order(Command.END, code).pack())
+        self._channel.close()
+
+    def _command(self, order: Order) -> None:
+        self._step += 1
+        self._channel.append(order._replace(sends_weights=self._weights_have_changed).pack())
+        if self._weights_have_changed and self._sends_weights:
+            send_weights(self._channel, self._chunks, self._step)
+        self._weights_have_changed = False
+
+    def _run(self, backward_pass: Pass, num_microbatches: int) -> None:
+        """Run the backward pass of a microbatch through a chunk, and pass on the gradient of its input."""
+        microbatch, chunk = backward_pass
+        gradient = self._gradient(backward_pass, num_microbatches)
+        receiver = self._receivers[chunk]
+        for key, spec in receiver.messages(self._step, microbatch):
+            receiver.take(self._await(self._forward_rank, key, spec))
+        with self._stores[chunk].backward(microbatch, split=self._split):
+            input_gradient = receiver.backward(gradient)
+        if self._split:
+            self._pending_weights.append(backward_pass)
+        self._channel.append(CREDIT)
+        if input_gradient is not None:
+            stage = self._stage.placement.stage(self._stage.rank, chunk)
+            key = MessageKey(MessageKind.GRADIENT, self._step, microbatch, stage - 1)
+            self._channel.send(self._stage.previous, key, input_gradient)
+
+    def _gradient(self, backward_pass: Pass, num_microbatches: int) -> torch.Tensor:
+        """Return the gradient of a chunk's output: of the next stage, or of the sum of the losses.
+
+        The latter is computed as autograd does it from megatron-core's loss, in the same order: the sum divided by the
+        tokens, then by the microbatches, then scaled.
+        """
+        microbatch, chunk = backward_pass
+        if not self._stage.is_last(chunk):
+            stage = self._stage.placement.stage(self._stage.rank, chunk)
+            key = MessageKey(MessageKind.GRADIENT, self._step, microbatch, stage)
+            return self._await(self._stage.following, key, self._channel.activation)
+        report = self._reports[microbatch] = self._report(microbatch).clone()
+        gradient: torch.Tensor = self._optimizer.scale_loss(self._scale).reshape(())
+        if self._core_config.calculate_per_token_loss:
+            return gradient
+        return gradient / num_microbatches / torch.clamp(report[1].to(torch.int), min=1)
+
+    def _report(self, microbatch: int) -> torch.Tensor:
+        return self._await(self._forward_rank, MessageKey(MessageKind.REPORT, self._step, microbatch), _REPORT)
+
+    def _await(self, peer: int, key: MessageKey, spec: TensorSpec) -> torch.Tensor:
+        """Wait for a message, and compute weight gradients meanwhile."""
+        while self._pending_weights:
+            found = self._channel.poll(peer, key, spec)
+            if found is not None:
+                return found
+            self._run_weight()
+        return self._channel.receive(peer, key, spec)
+
+    def _run_weight(self) -> None:
+        microbatch, chunk = self._pending_weights.popleft()
+        self._stores[chunk].run(microbatch)
+
+    def _end_of_forward(self) -> None:
+        """Compare what the forward rank has sent with what has arrived, and take over its random states."""
+        summary = receive_summary(self._channel, self._forward_rank, self._step)
+        for kind, messages, size in summary.counts:
+            here = self._channel.received.of(self._forward_rank, kind)
+            if kind is not MessageKind.SUMMARY and here != (messages, size):
+                raise TransferError(
+                    f"step {self._step}: rank {self._forward_rank} has sent {messages} messages of {kind.name.lower()} "
+                    f"with {size} bytes, and {here[0]} with {here[1]} have come"
+                )
+        self._channel.refuse_unread(self._step)
+        random_states.restore(summary.states)
+        if summary.stop_requested:
+            self._request_stop()
+
+    def _finish(self) -> list[torch.Tensor]:
+        """Reduce the gradients. Returns the reports by microbatch, on the last stage."""
+        for store in self._stores:
+            store.finish_step()
+        reports = [self._reports[microbatch] for microbatch in sorted(self._reports)]
+        self._reports.clear()
+        tokens: Any = None
+        if self._core_config.calculate_per_token_loss:
+            tokens = torch.zeros([], dtype=torch.int, device=self._scale.device)
+            for report in reports:
+                tokens += report[1].to(torch.int)
+        self._core_config.finalize_model_grads_func(self._chunks, tokens, pg_collection=self._groups)
+        return reports

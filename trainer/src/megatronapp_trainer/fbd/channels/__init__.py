@@ -1,0 +1,1 @@
+"""Messages between forward and backward ranks."""

@@ -1,0 +1,131 @@
+"""Connections of a rank to its partners of the other role and to its neighbours in the pipeline.
+
+Everything but collectives within a role passes here, over the native transport. All channels are ordered statically:
+each end knows which message is next, and how many of a kind a step has.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import torch
+
+from megatronapp_common.names import Env
+from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.fbd.channels.messages import MessageCounts, MessageKey, MessageKind
+from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec, TensorTransport, TransportOptions
+
+CONTROL_SLOTS = 16
+WEIGHT_PART_BYTES = 4 << 20
+"""Most bytes of parameters in a message: small enough that copying in and out overlap."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ChannelPlan:
+    """Peers of a rank and the sizes of their messages; ranks are those of the launcher."""
+
+    job: str
+    """Name of the job's shared memory, equal on all ranks."""
+    rank: int
+    unit: int
+    """Forward rank of this rank and its partners."""
+    partners: tuple[int, ...]
+    """Backward ranks of a forward rank, or the forward rank of a backward rank."""
+    leads: bool
+    """True on backward ranks, which command their partner and give it credits."""
+    neighbours: tuple[int, ...]
+    """Ranks of the same role that hold the stages before and after."""
+    activation: TensorSpec
+    """Hidden states between two stages."""
+    shipment_bytes: int
+    """Bytes of the largest shipment of saved tensors."""
+    shipments: int
+    """Shipments that a backward rank has room for."""
+    deadline_s: float
+    device: int | None
+    threads: int
+
+
+class Channel:
+    """Messages of one rank. Raises PeerLostError, TransferTimeoutError and TransferError as the transport does."""
+
+    def __init__(self, plan: ChannelPlan) -> None:
+        """Connect to partners and neighbours; each of them does the same."""
+        self._plan = plan
+        self.partners = plan.partners
+        self.activation = plan.activation
+        peers = [*plan.partners, *plan.neighbours]
+        self._control = _transport(
+            plan, "control", peers, max(plan.activation.bytes, WEIGHT_PART_BYTES), slots=CONTROL_SLOTS
+        )
+        self._bulk = _transport(
+            plan, f"saved-{plan.unit}", list(plan.partners), plan.shipment_bytes, slots=plan.shipments
+        )
+        for transport in (self._control, self._bulk):
+            transport.connect()
+        if plan.leads:
+            self._control.lead(plan.partners)
+        self.sent = MessageCounts()
+        self.received = MessageCounts()
+
+    def send(self, peer: int, key: MessageKey, tensor: torch.Tensor) -> None:
+        """Start to send; the tensor is not changed before it has left."""
+        self._of(key.kind).send(peer, key.pack(), tensor)
+        self.sent.add(peer, key.kind, tensor.numel() * tensor.element_size())
+
+    def receive(self, peer: int, key: MessageKey, spec: TensorSpec) -> torch.Tensor:
+        """Wait for a message; it returns to its sender once no tensor on its memory is referenced."""
+        tensor = self._of(key.kind).receive(peer, key.pack(), spec).tensor
+        self.received.add(peer, key.kind, spec.bytes)
+        return tensor
+
+    def poll(self, peer: int, key: MessageKey, spec: TensorSpec) -> torch.Tensor | None:
+        """Return a message if it has arrived."""
+        message = self._of(key.kind).poll(peer, key.pack(), spec)
+        if message is None:
+            return None
+        self.received.add(peer, key.kind, spec.bytes)
+        return message.tensor
+
+    def receive_activation(self, peer: int, key: MessageKey) -> torch.Tensor:
+        """Wait for hidden states of a neighbour."""
+        return self.receive(peer, key, self.activation)
+
+    def append(self, number: int) -> None:
+        """Send a number of 64 bits to the partners; each of them reads all numbers in order."""
+        self._control.append(number)
+
+    def next_number(self, partner: int) -> int:
+        """Wait for the next number of a partner."""
+        return self._control.next_decision(partner)
+
+    def refuse_unread(self, step: int) -> None:
+        """Raise TransferError if a message of a partner has arrived that was not expected in this step."""
+        for transport in (self._control, self._bulk):
+            for message in transport.take_arrived(self.partners, None):
+                raise TransferError(
+                    f"step {step}: {MessageKey.unpack(message.key)} has arrived from rank {message.sender}, and is not "
+                    "expected"
+                )
+
+    def close(self, *, drain: bool = True) -> None:
+        """End the connections; `drain`: deliver first what was sent."""
+        for transport in (self._bulk, self._control):
+            transport.close(drain=drain)
+
+    def _of(self, kind: MessageKind) -> TensorTransport:
+        return self._bulk if kind is MessageKind.SAVED else self._control
+
+
+def _transport(plan: ChannelPlan, name: str, peers: Sequence[int], slot_bytes: int, *, slots: int) -> TensorTransport:
+    options = TransportOptions(
+        job=f"{plan.job}-{name}",
+        attempt=int(os.environ.get(Env.ATTEMPT, "0")),
+        rank=plan.rank,
+        slot_bytes=max(slot_bytes, 1),
+        slots=slots,
+        deadline_s=plan.deadline_s,
+        threads=plan.threads,
+        device=plan.device,
+    )
+    return TensorTransport(options, peers=peers)

@@ -1,0 +1,43 @@
+"""Report of a forward rank to each of its backward ranks after a training step."""
+
+import dataclasses
+import pickle
+
+import torch
+
+from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.fbd.channels.channel import Channel
+from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
+from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+
+_SPEC = TensorSpec((64 << 10,), torch.uint8)
+"""Room for random states of the host and of a device."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepSummary:
+    """State of a forward rank after a step."""
+
+    counts: list[tuple[MessageKind, int, int]]
+    """Kind, messages and bytes that it has sent in the step."""
+    states: dict[str, object]
+    """Its random states, which a checkpoint of this step has."""
+    stop_requested: bool
+
+
+def send_summary(channel: Channel, partner: int, step: int, summary: StepSummary) -> None:
+    """Send a summary to a backward rank."""
+    content = pickle.dumps(summary)
+    if len(content) > _SPEC.bytes:
+        raise TransferError(f"a summary of {len(content)} bytes does not fit a message of {_SPEC.bytes}")
+    tensor = torch.zeros(_SPEC.shape, dtype=_SPEC.dtype)
+    tensor[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    channel.send(partner, MessageKey(MessageKind.SUMMARY, step), tensor)
+
+
+def receive_summary(channel: Channel, partner: int, step: int) -> StepSummary:
+    """Wait for the summary of a forward rank."""
+    content = channel.receive(partner, MessageKey(MessageKind.SUMMARY, step), _SPEC)
+    summary = pickle.loads(content.cpu().numpy().tobytes())
+    assert isinstance(summary, StepSummary)
+    return summary

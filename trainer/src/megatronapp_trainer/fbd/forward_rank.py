@@ -1,0 +1,195 @@
+"""A forward rank: it runs what its backward ranks command, ships what autograd saves, and keeps nothing."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer.checkpoint import random_states
+from megatronapp_trainer.data.microbatches import DataIterators, MicrobatchSource, StepFeed
+from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.fbd.channels.channel import Channel
+from megatronapp_trainer.fbd.channels.commands import Command, Order, Split
+from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
+from megatronapp_trainer.fbd.channels.summary import StepSummary, send_summary
+from megatronapp_trainer.fbd.channels.weights import receive_weights
+from megatronapp_trainer.fbd.forward_passes import ForwardOutput, run_forward
+from megatronapp_trainer.fbd.graph.shipments import ShipmentSender
+from megatronapp_trainer.fbd.orders import Pass, forward_order, places
+from megatronapp_trainer.fbd.stage import Stage
+from megatronapp_trainer.models.registry import model_family
+from megatronapp_trainer.training.build import TrainingRun
+from megatronapp_trainer.training.evaluate import untouched_training
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Replica:
+    """A model replica whose microbatches this rank runs forward."""
+
+    partner: int
+    """Backward rank of the replica, which commands and gives credits."""
+    iterators: DataIterators
+    states: dict[str, object]
+    """Random states with which its next forward pass begins."""
+    credits: int = 0
+
+
+class ForwardRank:
+    """Runs forward passes until its backward ranks end the training."""
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        stage: Stage,
+        channel: Channel,
+        replicas: list[Replica],
+        senders: list[ShipmentSender],
+        *,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        """Take a run without optimizer, and a sender of saved tensors for each of its chunks."""
+        self._run = run
+        self._family = model_family(run.config)
+        self._stage = stage
+        self._channel = channel
+        self._replicas = replicas
+        self._senders = senders
+        self._stop_requested = stop_requested
+        self._source: MicrobatchSource = self._family.batch_source(run.config, run.layout, run.device)
+        self._step = 0
+
+    def serve(self) -> ExitCode:
+        """Do what the backward ranks command, until they end the training; returns their exit code.
+
+        Raises:
+            PeerLostError: a rank is lost or takes too long.
+            TransferError: backward ranks do not agree.
+        """
+        try:
+            while (order := self._next_order()).command is not Command.END:
+                if order.sends_weights:
+                    receive_weights(self._channel, self._replicas[0].partner, self._run.state.chunks, self._step)
+                if order.command is Command.TRAIN:
+                    self._train(order.num_microbatches)
+                else:
+                    self._evaluate(order)
+        except BaseException:
+            self._channel.close(drain=False)  # so that ranks that wait for this one learn of the failure at once
+            raise
+        self._channel.close()
+        return ExitCode(order.num_microbatches)
+
+    def _next_order(self) -> Order:
+        self._step += 1
+        orders = [Order.unpack(self._channel.next_number(partner)) for partner in self._channel.partners]
+        if len(set(orders)) > 1:
+            raise TransferError(
+                f"command {self._step}: backward ranks {list(self._channel.partners)} command {orders}; they must agree"
+            )
+        return orders[0]
+
+    def _train(self, num_microbatches: int) -> None:
+        self._channel.sent.clear()
+        feeds = [
+            StepFeed(self._source, replica.iterators.train, num_microbatches, observer=None)
+            for replica in self._replicas
+        ]
+        for replica in self._replicas:
+            replica.credits = places(self._stage.placement, num_microbatches, self._stage.rank)
+        passes = forward_order(self._stage.placement, num_microbatches, self._stage.rank)
+        for forward_pass in passes:
+            for index, replica in enumerate(self._replicas):
+                self._await_credit(replica)
+                self._run_and_ship(forward_pass, index, feeds[index])
+        for replica in self._replicas:
+            for _ in range(min(places(self._stage.placement, num_microbatches, self._stage.rank), len(passes))):
+                self._take_credit(replica)
+            summary = StepSummary(
+                counts=[(kind, *self._channel.sent.of(replica.partner, kind)) for kind in MessageKind],
+                states=replica.states,
+                stop_requested=self._stop_requested(),
+            )
+            send_summary(self._channel, replica.partner, self._step, summary)
+
+    def _run_and_ship(self, forward_pass: Pass, index: int, feed: StepFeed) -> None:
+        """Run a pass of a replica, ship what it saves, and pass on its output."""
+        microbatch, chunk = forward_pass
+        replica = self._replicas[index]
+        item = microbatch * len(self._replicas) + index
+        received = self._received(item, chunk)
+        if received is not None:
+            received.requires_grad_()
+        sender = self._senders[chunk]
+        with self._states_of(replica), sender.shipping(replica.partner, self._step, microbatch):
+            result = run_forward(
+                self._family,
+                self._run.state.chunks[chunk],
+                feed.take(chunk, microbatch),
+                received,
+                is_last_stage=self._stage.is_last(chunk),
+            )
+        self._pass_on(result, replica, item, chunk)
+
+    def _evaluate(self, order: Order) -> None:
+        splits = [
+            replica.iterators.valid if order.split is Split.VALIDATION else replica.iterators.test
+            for replica in self._replicas
+        ]
+        if any(split is None for split in splits):
+            raise TransferError(f"there are no samples of {order.split.name.lower()} for this evaluation")
+        feeds = [
+            StepFeed(self._source, iterator, order.num_microbatches, observer=None)
+            for iterator in splits
+            if iterator is not None
+        ]
+        with torch.no_grad(), untouched_training(self._run):
+            for microbatch, chunk in forward_order(self._stage.placement, order.num_microbatches, self._stage.rank):
+                for index, replica in enumerate(self._replicas):
+                    item = microbatch * len(self._replicas) + index
+                    result = run_forward(
+                        self._family,
+                        self._run.state.chunks[chunk],
+                        feeds[index].take(chunk, microbatch),
+                        self._received(item, chunk),
+                        is_last_stage=self._stage.is_last(chunk),
+                    )
+                    self._pass_on(result, replica, item, chunk)
+
+    def _received(self, item: int, chunk: int) -> torch.Tensor | None:
+        """Wait for the input of a chunk; None on the first stage."""
+        if self._stage.is_first(chunk):
+            return None
+        key = MessageKey(MessageKind.ACTIVATION, self._step, item, self._stage.placement.stage(self._stage.rank, chunk))
+        return self._channel.receive_activation(self._stage.previous, key)
+
+    def _pass_on(self, result: ForwardOutput, replica: Replica, item: int, chunk: int) -> None:
+        if result.report is not None:
+            key = MessageKey(MessageKind.REPORT, self._step, item // len(self._replicas))
+            self._channel.send(replica.partner, key, result.report)
+            return
+        stage = self._stage.placement.stage(self._stage.rank, chunk)
+        key = MessageKey(MessageKind.ACTIVATION, self._step, item, stage + 1)
+        self._channel.send(self._stage.following, key, result.output)
+
+    def _await_credit(self, replica: Replica) -> None:
+        while not replica.credits:
+            self._take_credit(replica)
+        replica.credits -= 1
+
+    def _take_credit(self, replica: Replica) -> None:
+        order = Order.unpack(self._channel.next_number(replica.partner))
+        if order.command is not Command.CREDIT:
+            raise TransferError(
+                f"step {self._step}: rank {replica.partner} commands {order} before the step has ended; it must give a "
+                "credit for each backward pass first"
+            )
+        replica.credits += 1
+
+    @contextlib.contextmanager
+    def _states_of(self, replica: Replica) -> Iterator[None]:
+        """Draw random numbers of a replica inside the context."""
+        random_states.restore(replica.states)
+        yield
+        replica.states = random_states.capture()

@@ -1,0 +1,70 @@
+"""The backward side: the graph of a model chunk, built once, that runs backward on the tensors of any pass."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatronapp_trainer.errors import TaskOrderError
+from megatronapp_trainer.fbd.graph.region_states import RegionStates, region_states_marked
+from megatronapp_trainer.fbd.graph.saved_tensors import Parameters, SavedParameter, SavedTensors, SlotCollector
+
+
+class BackwardGraph:
+    """The autograd graph of a chunk, which keeps no tensor but parameters."""
+
+    def __init__(
+        self,
+        chunk: torch.nn.Module,
+        forward: Callable[[torch.Tensor | None], torch.Tensor],
+        received: torch.Tensor | None,
+    ) -> None:
+        """Build the graph by one forward pass, the only one.
+
+        Args:
+            chunk: whose parameters get gradients.
+            forward: runs the chunk on its input; returns the output.
+            received: an input of the right shape, with any values; None for a chunk that reads its input from data.
+        """
+        self._received = None if received is None else received.detach().requires_grad_()
+        self._parameters = Parameters(chunk)
+        self._segments: Sequence[torch.Tensor] | None = None
+        self._states: Sequence[RegionStates] = ()
+        self.region_states: list[RegionStates] = []
+        """States of the checkpointed regions of the first pass; those of other passes have the same form."""
+        collector = SlotCollector(chunk)
+        marked = region_states_marked(lambda number: self._states[number], self.region_states)
+        with torch.enable_grad(), marked, collector.collecting(self._unpack):
+            self._output = forward(self._received)
+        self.saved: SavedTensors = collector.finish()
+
+    def backward(
+        self, segments: Sequence[torch.Tensor], states: Sequence[RegionStates], gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Run backward on what a pass has saved. Returns the gradient of the chunk's input; None where it has none.
+
+        Args:
+            segments: by number, each as flat bytes that begin at an address aligned for any dtype. They serve one
+                backward pass, which may write into them.
+            states: of the pass's checkpointed regions.
+            gradient: of the chunk's output.
+        """
+        self._segments, self._states = segments, states
+        try:
+            torch.autograd.backward(self._output, gradient, retain_graph=True)
+        finally:
+            self._segments, self._states = None, ()
+        if self._received is None:
+            return None
+        input_gradient, self._received.grad = self._received.grad, None
+        return input_gradient
+
+    def _unpack(self, number: int) -> torch.Tensor:
+        slot = self.saved.slots[number]
+        if isinstance(slot, SavedParameter):
+            return self._parameters.view(slot)
+        if self._segments is None:
+            raise TaskOrderError("a graph of a backward rank was run without the tensors of a pass")
+        segment = self._segments[slot.segment]
+        view = torch.empty(0, dtype=slot.dtype, device=segment.device)
+        start = (segment.storage_offset() + slot.offset) // view.element_size()
+        return view.set_(segment.untyped_storage(), start, slot.shape, slot.stride)

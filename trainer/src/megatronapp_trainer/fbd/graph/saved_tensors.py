@@ -1,0 +1,240 @@
+"""Tensors that autograd saves in one forward pass of a model chunk: slots of its graph, and the memory they share.
+
+Both roles learn it from one pass each, and compare. Parameters are on both sides already; every other memory that slots
+have in common is one segment, which is shipped once.
+"""
+
+import bisect
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from megatronapp_trainer.errors import TransferError
+
+_LAYER = re.compile(r"\blayers\.\d+")
+
+
+class SavedParameter(NamedTuple):
+    """A slot that holds a parameter or a view of it."""
+
+    module: str
+    name: str
+    offset: int
+    """Elements from the start of the parameter."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class SavedTensor(NamedTuple):
+    """A slot that holds a tensor of the pass."""
+
+    module: str
+    """Innermost module that was running."""
+    ordinal: int
+    """Place among the tensors that the module has saved."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    segment: int
+    offset: int
+    """Bytes from the start of the segment."""
+
+
+class SavedSegment(NamedTuple):
+    """Memory that is shipped as one."""
+
+    bytes: int
+    group: int
+    """Group of slots with which it is complete: one for each layer, and those before and after them."""
+
+
+class SavedTensors(NamedTuple):
+    """All slots of a chunk's graph, in the order in which a forward pass fills them."""
+
+    slots: tuple[SavedParameter | SavedTensor, ...]
+    groups: tuple[int, ...]
+    """Group of each slot."""
+    segments: tuple[SavedSegment, ...]
+
+    def refuse_other(self, other: "SavedTensors", *, rank: int) -> None:
+        """Raise TransferError that names the first slot in which the chunk of another rank differs."""
+        for index, (own, theirs) in enumerate(zip(self.slots, other.slots, strict=False)):
+            if own != theirs:
+                raise TransferError(f"saved tensor {index}: here {own}, on rank {rank} {theirs}; both need one model")
+        if self != other:
+            raise TransferError(
+                f"{len(self.slots)} saved tensors here and {len(other.slots)} on rank {rank}; both need one model"
+            )
+
+
+class Parameters:
+    """Parameters and buffers of a chunk by address."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
+        self._ranges = sorted(
+            (tensor.data_ptr(), tensor.data_ptr() + _bytes(tensor), name)
+            for name, tensor in self._tensors.items()
+            if tensor.numel()
+        )
+        self._starts = [start for start, _, _ in self._ranges]
+
+    def find(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """Return the parameter that a tensor is a view of, and the view's offset in elements; None for any other."""
+        place = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
+        if not tensor.numel() or place < 0 or tensor.data_ptr() >= self._ranges[place][1]:
+            return None
+        start, _, name = self._ranges[place]
+        return name.removeprefix("module."), (tensor.data_ptr() - start) // tensor.element_size()
+
+    def view(self, slot: SavedParameter) -> torch.Tensor:
+        """Return a parameter as it is now, through the view of a slot."""
+        tensor = self._tensors.get(slot.name)
+        if tensor is None:
+            tensor = self._tensors[f"module.{slot.name}"]
+        parameter = tensor.detach()
+        return parameter.as_strided(slot.shape, slot.stride, parameter.storage_offset() + slot.offset)
+
+
+class SlotCollector:
+    """Collects the slots of one pass, and keeps what they hold until `finish`: memory used again would look shared."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._chunk = chunk
+        self._parameters = Parameters(chunk)
+        self._modules: list[str] = [""]
+        self._saved: list[tuple[str, torch.Tensor]] = []
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        """Take a tensor that autograd saves; returns the number of its slot."""
+        self._saved.append((self._modules[-1], tensor.detach()))
+        return len(self._saved) - 1
+
+    @contextlib.contextmanager
+    def collecting(self, unpack: Callable[[int], torch.Tensor]) -> Iterator[None]:
+        """Collect the slots of the pass that runs within the context."""
+        handles = []
+        for name, module in self._chunk.named_modules():
+            handles.append(module.register_forward_pre_hook(_pusher(self._modules, name)))
+            handles.append(module.register_forward_hook(_popper(self._modules), always_call=True))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def finish(self) -> SavedTensors:
+        """Return the slots, and free what they known."""
+        groups = _groups([module for module, _ in self._saved])
+        segments = _Segments()
+        own: list[SavedParameter | tuple[str, torch.Tensor]] = []
+        for group, (module, tensor) in zip(groups, self._saved, strict=True):
+            found = self._parameters.find(tensor)
+            if found is not None:
+                own.append(SavedParameter(module, *found, tuple(tensor.shape), tensor.stride()))
+            else:
+                own.append((module, tensor))
+                segments.add(tensor, group)
+        segments.number()
+        slots: list[SavedParameter | SavedTensor] = []
+        ordinals: dict[str, int] = {}
+        for entry in own:
+            if isinstance(entry, SavedParameter):
+                slots.append(entry)
+                continue
+            module, tensor = entry
+            segment, offset = segments.place(tensor)
+            ordinal = ordinals.get(module, 0)
+            ordinals[module] = ordinal + 1
+            shape, stride = tuple(tensor.shape), tensor.stride()
+            slots.append(SavedTensor(module, ordinal, shape, stride, tensor.dtype, segment, offset))
+        self._saved.clear()
+        return SavedTensors(tuple(slots), tuple(groups), tuple(segments.specs))
+
+
+class _Segments:
+    """Intervals of storages that tensors touch, merged where they overlap."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[list[int]]] = {}
+        self._merged: dict[int, list[tuple[int, int, int]]] = {}
+        self.specs: list[SavedSegment] = []
+
+    def add(self, tensor: torch.Tensor, group: int) -> None:
+        start, end = interval(tensor)
+        self._found.setdefault(_storage(tensor), []).append([start, end, group])
+
+    def number(self) -> None:
+        """Merge what overlaps, and number the segments in the order in which they are complete."""
+        merged: list[tuple[int, int, int, int]] = []
+        for storage, found in self._found.items():
+            joined: list[list[int]] = []
+            for start, end, group in sorted(found):
+                if joined and start < joined[-1][1]:
+                    joined[-1][2] = max(joined[-1][2], group) if end > joined[-1][1] else joined[-1][2]
+                    joined[-1][1] = max(joined[-1][1], end)
+                else:
+                    joined.append([start, end, group])
+            merged += [(group, storage, start, end) for start, end, group in joined]
+        merged.sort(key=lambda segment: segment[0])  # stable, so that each rank has the order of its passes
+        for number, (group, storage, start, end) in enumerate(merged):
+            self._merged.setdefault(storage, []).append((start, end, number))
+            self.specs.append(SavedSegment(end - start, group))
+
+    def place(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return the segment of a tensor and the tensor's offset in it, in bytes."""
+        first, last = interval(tensor)
+        for start, end, number in self._merged[_storage(tensor)]:
+            if start <= first and last <= end:
+                return number, first - start
+        raise AssertionError("a saved tensor is in no segment")
+
+
+def interval(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage from the first to after the last element that a tensor has."""
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _groups(modules: list[str]) -> list[int]:
+    """Number the groups of slots: a new one begins with each layer, and after the last layer."""
+    groups: list[int] = []
+    current: str | None = None
+    group = 0
+    for module in modules:
+        found = _LAYER.search(module)
+        layer = None if found is None else found.group()
+        if groups and layer != current:
+            group += 1
+        current = layer
+        groups.append(group)
+    return groups
+
+
+def _pusher(stack: list[str], name: str) -> Callable[..., None]:
+    def push(_module: Any, _arguments: Any) -> None:  # noqa: ANN401 - torch's
+        stack.append(name.removeprefix("module."))
+
+    return push
+
+
+def _popper(stack: list[str]) -> Callable[..., None]:
+    def pop(_module: Any, _arguments: Any, _output: Any) -> None:  # noqa: ANN401 - torch's
+        stack.pop()
+
+    return pop

@@ -1,0 +1,160 @@
+"""Shipments: the segments of one or more groups of saved tensors as one message, whose size is known beforehand."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatronapp_trainer.fbd.channels.channel import Channel
+from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
+from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
+from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder
+from megatronapp_trainer.fbd.graph.region_states import RegionStates
+from megatronapp_trainer.fbd.graph.saved_tensors import SavedTensors
+from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+
+ALIGNMENT = 64
+"""Bytes; any dtype may begin there, and copies are fast."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShipmentLayout:
+    """Places of the segments of a pass: the number of the shipment of each, and its first byte there.
+
+    After the segments the last shipment has the states of the checkpointed regions.
+    """
+
+    sizes: tuple[int, ...]
+    """Bytes of each shipment."""
+    last_groups: tuple[int, ...]
+    """Group with which each shipment is complete."""
+    places: tuple[tuple[int, int], ...]
+    """Shipment and offset by segment."""
+    lengths: tuple[int, ...]
+    """Bytes by segment."""
+    state_places: tuple[tuple[int, int], ...]
+    """Offset in the last shipment, and bytes, of each state."""
+
+
+def shipment_layout(saved: SavedTensors, states: Sequence[RegionStates]) -> ShipmentLayout:
+    """Distribute the segments of a pass: whole groups in order, as many together as the largest group has bytes."""
+    groups = range(1 + max(saved.groups, default=0))
+    group_bytes = [
+        sum(_aligned(segment.bytes) for segment in saved.segments if segment.group == group) for group in groups
+    ]
+    state_bytes = [state.numel() for region in states for state in region.tensors]
+    group_bytes[-1] += sum(map(_aligned, state_bytes))
+    limit = max(group_bytes)
+    sizes, last_groups = [0], [0]
+    shipment_of = []
+    for group, size in enumerate(group_bytes):
+        if sizes[-1] and sizes[-1] + size > limit:
+            sizes.append(0)
+            last_groups.append(group)
+        sizes[-1] += size
+        last_groups[-1] = group
+        shipment_of.append(len(sizes) - 1)
+    ends = [0] * len(sizes)
+    places = []
+    for segment in saved.segments:
+        shipment = shipment_of[segment.group]
+        places.append((shipment, ends[shipment]))
+        ends[shipment] += _aligned(segment.bytes)
+    state_places = []
+    for size in state_bytes:
+        state_places.append((ends[-1], size))
+        ends[-1] += _aligned(size)
+    lengths = tuple(segment.bytes for segment in saved.segments)
+    return ShipmentLayout(tuple(sizes), tuple(last_groups), tuple(places), lengths, tuple(state_places))
+
+
+class ShipmentSender:
+    """Ships what the forward passes of a chunk save."""
+
+    def __init__(
+        self, channel: Channel, recorder: ForwardRecorder, layout: ShipmentLayout, *, chunk: int, device: torch.device
+    ) -> None:
+        self._channel = channel
+        self._recorder = recorder
+        self._layout = layout
+        self._chunk = chunk
+        self._device = device
+        self._segments_of: list[list[int]] = []
+
+    @contextlib.contextmanager
+    def shipping(self, partner: int, step: int, microbatch: int) -> Iterator[None]:
+        """Send what the pass within the context saves, each shipment as soon as it is complete."""
+        layout, last = self._layout, len(self._layout.sizes) - 1
+        shipment = 0
+        buffer = self._buffer(shipment)
+        next_segment = 0
+        waiting: torch.Tensor | None = None
+
+        def ship(group: int, segments: list[torch.Tensor]) -> None:
+            nonlocal shipment, buffer, next_segment, waiting
+            for segment in segments:
+                _, start = layout.places[next_segment]
+                buffer[start : start + segment.numel()].copy_(segment)
+                next_segment += 1
+            if group < layout.last_groups[shipment]:
+                return
+            if shipment == last:
+                waiting = buffer  # the states of the regions go with it
+                return
+            self._send(partner, step, microbatch, shipment, buffer)
+            shipment += 1
+            buffer = self._buffer(shipment)
+
+        with self._recorder.recording(ship) as states:
+            yield
+        assert waiting is not None
+        found = (state for region in states for state in region.tensors)
+        for (start, size), state in zip(layout.state_places, found, strict=True):
+            waiting[start : start + size].copy_(state)
+        self._send(partner, step, microbatch, last, waiting)
+
+    def _buffer(self, shipment: int) -> torch.Tensor:
+        return torch.empty(self._layout.sizes[shipment], dtype=torch.uint8, device=self._device)
+
+    def _send(self, partner: int, step: int, microbatch: int, shipment: int, buffer: torch.Tensor) -> None:
+        key = MessageKey(MessageKind.SAVED, step, microbatch, self._chunk, shipment)
+        self._channel.send(partner, key, buffer)
+
+
+class ShipmentReceiver:
+    """Runs a chunk's graph backward on what has been shipped."""
+
+    def __init__(self, graph: BackwardGraph, layout: ShipmentLayout, *, chunk: int) -> None:
+        self._graph = graph
+        self._layout = layout
+        self._chunk = chunk
+        self._shipments: list[torch.Tensor] = []
+
+    def messages(self, step: int, microbatch: int) -> list[tuple[MessageKey, TensorSpec]]:
+        """Return keys and forms of the shipments of a pass, in order."""
+        return [
+            (MessageKey(MessageKind.SAVED, step, microbatch, self._chunk, shipment), TensorSpec((size,), torch.uint8))
+            for shipment, size in enumerate(self._layout.sizes)
+        ]
+
+    def take(self, shipment: torch.Tensor) -> None:
+        """Take the next shipment of the pass whose backward pass runs next."""
+        self._shipments.append(shipment)
+
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Run backward on the shipments taken, and return them. Returns the gradient of the chunk's input, if any."""
+        shipments, self._shipments = self._shipments, []
+        segments = [
+            shipments[shipment][start : start + length]
+            for (shipment, start), length in zip(self._layout.places, self._layout.lengths, strict=True)
+        ]
+        return self._graph.backward(segments, self._states(shipments[-1]), gradient)
+
+    def _states(self, shipment: torch.Tensor) -> list[RegionStates]:
+        values = iter([shipment[start : start + size].clone().cpu() for start, size in self._layout.state_places])
+        return [region.replaced([next(values) for _ in region.tensors]) for region in self._graph.region_states]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,246 @@
+"""Start of forward and of backward ranks: the graphs of both, their agreement, and the connections between them.
+
+A backward rank publishes where the training begins, builds the graph of its chunks, and waits for its forward rank to
+say what its passes save; both then connect.
+"""
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import _fork_rng
+
+from megatronapp_common.names import Env
+from megatronapp_common.topology import FbdWorld, RankRole
+from megatronapp_trainer.checkpoint import random_states
+from megatronapp_trainer.checkpoint.train_state import TrainState
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.data.microbatches import DataIterators, chunks_that_need_data
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.fbd.backward_schedule import BackwardSchedule
+from megatronapp_trainer.fbd.channels.channel import Channel, ChannelPlan
+from megatronapp_trainer.fbd.channels.commands import Split
+from megatronapp_trainer.fbd.channels.start import StartExchange
+from megatronapp_trainer.fbd.forward_passes import run_forward
+from megatronapp_trainer.fbd.forward_rank import ForwardRank, Replica
+from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
+from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder, learn_saved_tensors
+from megatronapp_trainer.fbd.graph.saved_tensors import SavedTensors
+from megatronapp_trainer.fbd.graph.shipments import ShipmentLayout, ShipmentReceiver, ShipmentSender, shipment_layout
+from megatronapp_trainer.fbd.orders import places
+from megatronapp_trainer.fbd.remote_data import remote_iterators
+from megatronapp_trainer.fbd.stage import Stage
+from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.models.registry import model_family
+from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.parallel.worlds import shared_store
+from megatronapp_trainer.pipeline.planning.tasks import Placement
+from megatronapp_trainer.pipeline.schedule import ScheduleContext
+from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+from megatronapp_trainer.training.build import TrainingRun, build_iterators, build_run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Place in the data and random states at which a training begins; from a backward rank to its forward rank."""
+
+    consumed_samples: int
+    order_samples: int | None
+    states: dict[str, object]
+    """Random states of the backward rank, which its checkpoint has or its seed gives."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """Tensors that a forward rank will ship, and evaluations for which it has samples."""
+
+    splits: frozenset[Split]
+    saved: tuple[SavedTensors, ...]
+    """By chunk."""
+
+
+def begin_backward(run: TrainingRun) -> DataIterators:
+    """Say where the training begins. Returns iterators that name the samples that forward ranks read."""
+    layout, exchange = run.layout, _exchange(run.layout)
+    state: TrainState = run.state
+    exchange.put(
+        "start",
+        Start(
+            consumed_samples=state.consumed_samples,
+            order_samples=state.order_samples,
+            states=random_states.capture(),
+        ),
+    )
+    (partner,) = _world(layout).partners(layout.global_rank)
+    hello: Hello = exchange.get("hello", partner)
+    return remote_iterators(hello.splits)
+
+
+def build_backward_schedule(
+    run: TrainingRun, observer: StepObserver | None, *, request_stop: Callable[[], None]
+) -> BackwardSchedule:
+    """Build the graphs of a backward rank's chunks and connect it; call `begin_backward` before.
+
+    Raises:
+        TransferError: the forward rank's passes save other tensors.
+        PeerLostError: a rank did not connect.
+    """
+    config, layout, exchange = run.config, run.layout, _exchange(run.layout)
+    (partner,) = _world(layout).partners(layout.global_rank)
+    hello: Hello = exchange.get("hello", partner)
+    stage = _stage(layout)
+    receivers, layouts = [], []
+    for chunk, module in enumerate(run.state.chunks):
+        with _fork_rng():
+            graph = BackwardGraph(module.module, _program(run, stage, chunk, module), _example_input(run, stage, chunk))
+        graph.saved.refuse_other(hello.saved[chunk], rank=partner)
+        layouts.append(shipment_layout(graph.saved, graph.region_states))
+        receivers.append(ShipmentReceiver(graph, layouts[-1], chunk=chunk))
+    channel = _connect(run, stage, layouts)
+    sends_weights = _world(layout).partners(partner)[0] == layout.global_rank
+    context = ScheduleContext(
+        config=config,
+        layout=layout,
+        core_config=run.core_config,
+        chunks=run.state.chunks,
+        optimizer=run.state.optimizer,
+        transport=None,
+        evaluation_transport=None,
+        family=model_family(config),
+        observer=observer,
+    )
+    return BackwardSchedule(context, stage, channel, receivers, sends_weights=sends_weights, request_stop=request_stop)
+
+
+def build_forward_rank(
+    config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, stop_requested: Callable[[], bool]
+) -> ForwardRank:
+    """Build a forward rank and connect it to its backward ranks, whose weights it gets with the first command.
+
+    Raises:
+        PeerLostError: a rank did not connect.
+    """
+    run = build_run(config, layout, device, vocab_size=vocab_size, drawn=False)
+    stage, exchange, world = _stage(layout), _exchange(layout), _world(layout)
+    with _fork_rng():
+        learned = [
+            learn_saved_tensors(module, _runner(run, stage, chunk, module))
+            for chunk, module in enumerate(run.state.chunks)
+        ]
+    partners = world.partners(layout.global_rank)
+    starts: list[Start] = [exchange.get("start", partner) for partner in partners]
+    replicas = [
+        Replica(partner=partner, iterators=_iterators(config, layout, partner, start), states=start.states)
+        for partner, start in zip(partners, starts, strict=True)
+    ]
+    splits = {Split.VALIDATION: replicas[0].iterators.valid, Split.TEST: replicas[0].iterators.test}
+    exchange.put(
+        "hello",
+        Hello(
+            splits=frozenset(split for split, iterator in splits.items() if iterator is not None),
+            saved=tuple(saved for saved, _ in learned),
+        ),
+    )
+    layouts = [shipment_layout(saved, states) for saved, states in learned]
+    channel = _connect(run, stage, layouts)
+    senders = [
+        ShipmentSender(channel, ForwardRecorder(module, saved), layouts[chunk], chunk=chunk, device=device.torch_device)
+        for chunk, (module, (saved, _)) in enumerate(zip(run.state.chunks, learned, strict=True))
+    ]
+    return ForwardRank(run, stage, channel, replicas, senders, stop_requested=stop_requested)
+
+
+def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout]) -> Channel:
+    config, layout, exchange, world = run.config, run.layout, _exchange(run.layout), _world(run.layout)
+    if layout.global_rank == 0:
+        exchange.put("job", os.environ.get(Env.JOB_UID) or secrets.token_hex(16))
+    partners = world.partners(layout.global_rank)
+    is_forward = layout.role is RankRole.FORWARD
+    most = places(stage.placement, config.most_microbatches(world.trained.data), stage.rank)
+    plan = ChannelPlan(
+        job=exchange.get("job", 0),
+        rank=layout.global_rank,
+        unit=layout.global_rank if is_forward else partners[0],
+        partners=partners,
+        leads=not is_forward,
+        neighbours=tuple(sorted({stage.previous, stage.following} - {layout.global_rank})),
+        activation=_activation(config, layout),
+        shipment_bytes=max(size for shipments in layouts for size in shipments.sizes),
+        shipments=most * max(len(shipments.sizes) for shipments in layouts),
+        deadline_s=60 * config.parallel.distributed_timeout_minutes,
+        device=torch.cuda.current_device() if run.device.is_cuda else None,
+        threads=config.dpp.threads,
+    )
+    return Channel(plan)
+
+
+def _program(run: TrainingRun, stage: Stage, chunk: int, module: Any) -> Callable[[torch.Tensor | None], torch.Tensor]:  # noqa: ANN401
+    """Return the forward pass of a chunk on an example of its data."""
+    family = model_family(run.config)
+    needs_data = chunk in chunks_that_need_data(run.config, run.layout)
+    batch = family.example_batch(run.config, run.layout, run.device) if needs_data else None
+
+    def forward(received: torch.Tensor | None) -> torch.Tensor:
+        return run_forward(family, module, batch, received, is_last_stage=stage.is_last(chunk)).output
+
+    return forward
+
+
+def _runner(run: TrainingRun, stage: Stage, chunk: int, module: Any) -> Callable[[], object]:  # noqa: ANN401
+    received = _example_input(run, stage, chunk)
+    forward = _program(run, stage, chunk, module)
+    return lambda: forward(None if received is None else received.requires_grad_())
+
+
+def _example_input(run: TrainingRun, stage: Stage, chunk: int) -> torch.Tensor | None:
+    if stage.is_first(chunk):
+        return None
+    spec = _activation(run.config, run.layout)
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=run.device.torch_device)
+
+
+def _activation(config: TrainerConfig, layout: Layout) -> TensorSpec:
+    """Return the form of hidden states between stages: [S, B, H], under sequence parallelism a part of the sequence."""
+    length = config.model.seq_length // (layout.tensor_size if config.parallel.sequence_parallel else 1)
+    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    return TensorSpec((length, config.training.micro_batch_size, config.model.hidden_size), dtype)
+
+
+def _stage(layout: Layout) -> Stage:
+    """Return this rank's place, with the ranks of its neighbours as the launcher counts them."""
+    world, size = _world(layout), layout.pipeline_size
+    stride = layout.world_size // size
+    place = layout.pipeline_rank
+
+    def at(pipeline_rank: int) -> int:
+        return world.rank_of(layout.role, layout.rank + (pipeline_rank % size - place) * stride)
+
+    return Stage(
+        placement=Placement(size, layout.virtual_size), rank=place, previous=at(place - 1), following=at(place + 1)
+    )
+
+
+def _iterators(config: TrainerConfig, layout: Layout, partner: int, start: Start) -> DataIterators:
+    """Open the samples of a partner's replica."""
+    world = _world(layout)
+    replica = dataclasses.replace(
+        layout,
+        rank=world.role_rank(partner),
+        world_size=world.trained.world_size,
+        tensor_size=world.trained.tensor,
+        role=RankRole.BACKWARD,
+    )
+    return build_iterators(config, replica, start.consumed_samples, order_samples=start.order_samples)
+
+
+def _world(layout: Layout) -> FbdWorld:
+    world = layout.fbd
+    assert world is not None
+    return world
+
+
+def _exchange(layout: Layout) -> StartExchange:
+    return StartExchange(shared_store(), layout.global_rank)
