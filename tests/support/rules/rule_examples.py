@@ -6,6 +6,7 @@ The same table is judged here and by a real API server.
 from rule_example import BASE, Changes, Example, changed, manifest, old_manifest
 from rule_examples_cluster import CLUSTER_EXAMPLES
 from rule_examples_fields import FIELD_EXAMPLES
+from rule_examples_messages import MESSAGE_EXAMPLES
 from rule_examples_pods import ADMISSION_EXAMPLES
 from rule_examples_runtimes import RUNTIME_EXAMPLES
 from rule_examples_serve import SERVE_EXAMPLES
@@ -15,6 +16,7 @@ EXAMPLES: tuple[Example, ...] = (
     *FIELD_EXAMPLES,
     *WORLD_EXAMPLES,
     *RUNTIME_EXAMPLES,
+    *MESSAGE_EXAMPLES,
     *CLUSTER_EXAMPLES,
     *SERVE_EXAMPLES,
 )

@@ -14,13 +14,15 @@ SPARE_DIVISOR = 4
 """By default the schedule auto may keep activations of a quarter more chunks than the static order, at least of one."""
 SPARE_CHUNKS_OF_BYTES = 8
 """The chunks more where the memory cap is in bytes, of which the manifest does not say how many chunks they are."""
+MAX_SLOTS = 4096
+"""Limit of the native transport."""
 
 
 def inbox_bytes(job: MegatronJob) -> int:
     """Return an upper bound of the shared memory for messages on a worker; 0 without MegaDPP.
 
-    Of a job of a single worker on the CPU it is the trainer's own number; ranks with GPUs need as much only where their
-    devices do not reach each other. Flags in spec.args are not read.
+    On the CPU it is the trainer's own number; ranks with GPUs need as much only where their devices do not reach each
+    other. Flags in spec.args are not read. `rules.messages` has the same arithmetic.
     """
     dpp, layout, world = job.spec.dpp, job.spec.parallelism, job.world
     model, training = job.spec.model, job.spec.training
@@ -29,12 +31,10 @@ def inbox_bytes(job: MegatronJob) -> int:
     stages, chunks = layout.pipeline, _chunks(job)
     is_ring = chunks > 1 and not _is_vee(dpp, chunks)
     ranks = max(world.proc_per_node)
-    if world.nodes > 1:
-        neighbours = ranks * (1 if stages == 2 else 2)
-    elif is_ring and stages > 2:
-        neighbours = 2 * ranks
-    else:
-        neighbours = 2 * (stages - 1) * ranks // stages
+    stride = world.world_size // stages
+    neighbours = 2 * max(0, ranks - stride)  # ranks of a worker are consecutive, and stages are `stride` apart
+    if world.nodes == 1 and is_ring and stages > 2:
+        neighbours += 2 * stride
     samples = training.global_batch_size or training.micro_batch_size * world.data_parallel_size
     microbatches = samples // training.micro_batch_size // world.data_parallel_size
     slots = _peak_chunks(job, microbatches) * (1 if chunks == 1 else 2) + 2

@@ -95,13 +95,17 @@ def _environment() -> Any:  # noqa: ANN401 - the library has no types
 
 def _quantities() -> list[Any]:
     """Return the API server's functions of quantities; here a quantity is its text."""
-    text, verdict = cel.Type.STRING, cel.Type.BOOL
+    text, verdict, number = cel.Type.STRING, cel.Type.BOOL, cel.Type.DOUBLE
     compare = {
         "isLessThan": lambda left, right: quantity_value(left) < quantity_value(right),
         "isGreaterThan": lambda left, right: quantity_value(left) > quantity_value(right),
     }
     return [
         cel.FunctionDecl("quantity", [cel.Overload("quantity", text, [text], False, lambda written: written)]),
+        cel.FunctionDecl(
+            "asApproximateFloat",
+            [cel.Overload("asApproximateFloat", number, [text], True, lambda value: float(quantity_value(value)))],
+        ),
         *(
             cel.FunctionDecl(name, [cel.Overload(name, verdict, [text, text], True, call)])
             for name, call in compare.items()

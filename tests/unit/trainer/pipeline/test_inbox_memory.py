@@ -1,17 +1,18 @@
-"""Shared memory as the operator computes it from a manifest is what the ranks of a worker take."""
+"""Shared memory as operator and admission compute it from a manifest is what the ranks of a worker take."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common.errors import JobError
 from megatronapp_common.job import MegatronJob, load_job, megatron_arguments
 from megatronapp_common.job.inbox_memory import inbox_bytes
 from megatronapp_trainer.config import parse
-from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.pipeline.dpp import DppPlan
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape
 from megatronapp_trainer.pipeline.transport import inboxes
@@ -69,7 +70,7 @@ def job_of(sizes: dict[str, Any], nodes: int = 1) -> MegatronJob:
 
 
 def taken_bytes(job: MegatronJob, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes that all ranks of a job take by the trainer's own arithmetic."""
+    """Bytes that the ranks of a worker take by the trainer's own arithmetic."""
     config = parse(megatron_arguments(job))
     layout = job.spec.parallelism
     chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
@@ -81,31 +82,87 @@ def taken_bytes(job: MegatronJob, monkeypatch: pytest.MonkeyPatch) -> int:
     data = job.world.data_parallel_size
     microbatches = config.global_batch_size(data) // config.training.micro_batch_size // data
     peak = DppPlan(config.dpp, placement).peak_chunks(microbatches)
-    addresses = inboxes.TaskAddresses(pipeline=range(layout.pipeline), tensor=range(layout.tensor))
-    own = inboxes.Inboxes(placement, addresses, spec, peak)
-    total = 0
-    for rank in range(layout.pipeline):
+    stride, per_node = layout.tensor * data, max(job.world.proc_per_node)
+    proposals = []
+    for rank in range(job.world.world_size):
+        tensor = rank // layout.tensor * layout.tensor
+        pipeline = range(rank % stride, job.world.world_size, stride)
+        addresses = inboxes.TaskAddresses(pipeline=pipeline, tensor=range(tensor, tensor + layout.tensor))
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        total += own.bytes * layout.tensor * data
-    return total
+        own = inboxes.Inboxes(placement, addresses, spec, peak)
+        proposals.append(
+            inboxes._Proposal(
+                job="",
+                memory=str(rank // per_node),
+                neighbours=tuple(own.neighbours),
+                boards=tuple(own.boards),
+                inbox_bytes=own.inbox_bytes,
+                pinned_bytes=own.pinned_bytes,
+                free=None,
+                reach=None,
+            )
+        )
+    sums: dict[str, int] = {}
+    for proposal in proposals:
+        sums[proposal.memory] = sums.get(proposal.memory, 0) + inboxes._needed(proposal, proposals)
+    assert len(set(sums.values())) == 1, "workers are alike"
+    return next(iter(sums.values()))
 
 
-@given(SIZES)
-def test_of_a_single_worker_it_is_what_the_trainer_takes(sizes: dict[str, Any]) -> None:
-    assume(sizes["schedule"] != "zero-bubble" or sizes["chunks"] < 3)
-    job = job_of(sizes)
+def accepted(job: MegatronJob, shm: int | None = None, memory: int | None = None) -> bool:
+    """Return True if admission takes the job with a size of shared memory, or a memory limit."""
+    document = job.model_dump(by_alias=True, exclude_none=True)
+    document["spec"] |= {} if shm is None else {"shm": {"sizeLimit": shm}}
+    document["spec"] |= {} if memory is None else {"resources": {"limits": {"memory": memory}}}
+    try:
+        load_job(document)
+    except JobError as refused:
+        assert "is too small: dpp needs space for" in str(refused), refused
+        return False
+    return True
+
+
+def valid_job(sizes: dict[str, Any], nodes: int) -> MegatronJob:
+    """Return a job of these sizes on as many nodes as divide its ranks, without what admission refuses."""
+    nodes = math.gcd(sizes["stages"] * sizes["tensor"] * sizes["data"], nodes)
+    if sizes["schedule"] == "zero-bubble":
+        sizes = {**sizes, "chunks": min(sizes["chunks"], 2)}
+    try:
+        return job_of(sizes, nodes)
+    except JobError:
+        return job_of({**sizes, "cap": None}, nodes)
+
+
+@given(SIZES, st.integers(1, 12))
+def test_it_is_what_the_ranks_of_a_worker_take(sizes: dict[str, Any], nodes: int) -> None:
+    job = valid_job(sizes, nodes)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        try:
-            taken = taken_bytes(job, monkeypatch)
-        except UsageError:  # a cap below what the order needs
-            return
-    assert inbox_bytes(job) == taken
+        assert inbox_bytes(job) == taken_bytes(job, monkeypatch)
 
 
-def test_of_several_workers_it_is_enough_for_all_neighbours_in_a_worker() -> None:
-    sizes: dict[str, Any] = {"stages": 4, "chunks": 2, "tensor": 1, "data": 2, "groups": 2, "sequence": False}
-    sizes |= {"precision": "fp32", "schedule": "auto", "cap": None}
-    assert inbox_bytes(job_of(sizes, nodes=2)) == inbox_bytes(job_of(sizes)) // 2
+@given(SIZES, st.integers(1, 12))
+def test_admission_takes_a_job_if_its_messages_fit(sizes: dict[str, Any], nodes: int) -> None:
+    job = valid_job(sizes, nodes)
+    needed = inbox_bytes(job)
+    assert accepted(job, shm=needed)
+    assert not accepted(job, shm=needed - 1)
+    assert accepted(job, memory=needed + 1)
+    assert not accepted(job, memory=needed)
+
+
+@given(SIZES, st.integers(1, 20))
+def test_admission_takes_the_caps_that_the_trainer_takes(sizes: dict[str, Any], cap: int) -> None:
+    sizes = {**sizes, "schedule": "auto", "cap": cap}
+    try:
+        job = job_of(sizes)
+    except JobError as refused:
+        least = int(str(refused).split("write ")[1].split()[0])
+        assert least > cap
+        job = job_of({**sizes, "cap": least})
+        with pytest.raises(JobError, match="even in the static order"):
+            job_of({**sizes, "cap": least - 1})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        taken_bytes(job, monkeypatch)
 
 
 def test_a_job_without_megadpp_needs_none() -> None:

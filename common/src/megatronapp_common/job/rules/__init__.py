@@ -8,6 +8,7 @@ from megatronapp_common.job.rules.changes import CHANGE_RULES
 from megatronapp_common.job.rules.cluster import CLUSTER_RULES
 from megatronapp_common.job.rules.data import DATA_RULES
 from megatronapp_common.job.rules.gang import GANG_RULES
+from megatronapp_common.job.rules.messages import MESSAGE_RULES
 from megatronapp_common.job.rules.model import MODEL_RULES
 from megatronapp_common.job.rules.name import NAME_RULES
 from megatronapp_common.job.rules.network import NETWORK_RULES
@@ -27,6 +28,7 @@ _OF_BOTH_MODES = (
     *WORLD_RULES,
     *GANG_RULES,
     *RUNTIME_RULES,
+    *MESSAGE_RULES,
     *CLUSTER_RULES,
     *NETWORK_RULES,
     *POLICY_RULES,

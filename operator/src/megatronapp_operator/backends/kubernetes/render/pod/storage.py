@@ -27,20 +27,23 @@ BESIDES_MESSAGES = "1Gi"
 def shm_size(draft: WorkerDraft) -> str:
     """Return the size of the memory volume.
 
-    It counts against the trainer's memory limit, so the default is at most half, or what the messages of MegaDPP need.
+    It counts against the trainer's memory limit, so the default is at most half, or what the messages of MegaDPP need,
+    and stays below the limit. A limit that the messages alone exceed is refused at admission; one of podTemplate is
+    not, and the ranks then say at their start that the space is too small.
     """
     given = draft.spec.shm.size_limit
     if given is not None:
         return given
     limit = min(map(quantity_value, _memory_limits(draft)), default=None)
-    usual = quantity_value(DEFAULT_SHM)
+    size = quantity_value(DEFAULT_SHM)
     if limit is not None:
-        usual = min(usual, fractions.Fraction(int(limit / 2)))
+        size = min(size, fractions.Fraction(int(limit / 2)))
     messages = inbox_bytes(draft.job)
-    needed = messages + quantity_value(BESIDES_MESSAGES) if messages else 0
-    if needed > usual:
-        return text_of(fractions.Fraction(int(needed if limit is None else min(needed, limit))))
-    return DEFAULT_SHM if usual == quantity_value(DEFAULT_SHM) else text_of(usual)
+    if messages and (limit is None or messages < limit):
+        needed = messages + quantity_value(BESIDES_MESSAGES)
+        most = needed if limit is None else (messages + limit) / 2
+        size = max(size, fractions.Fraction(int(min(needed, most))))
+    return DEFAULT_SHM if size == quantity_value(DEFAULT_SHM) else text_of(size)
 
 
 def _memory_limits(draft: WorkerDraft) -> list[Any]:
