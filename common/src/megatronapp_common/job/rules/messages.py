@@ -139,7 +139,7 @@ MESSAGE_RULES = (
         ".dpp",
         f"{_SLOTS} <= {MAX_SLOTS}",
         unless="false",
-        summary=f"needs more than {MAX_SLOTS} slots for messages from each neighbour; write a smaller memoryCap or chunks",
+        summary=f"needs more than {MAX_SLOTS} slots for messages from each neighbour; write a smaller memoryCap",
         message="keeps activations of {peak} chunks at a time, which need more than "
         f"{MAX_SLOTS} slots for messages from each neighbour; write a smaller memoryCap, or fewer chunks",
     ),
