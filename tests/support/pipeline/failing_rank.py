@@ -4,10 +4,12 @@ RANK_FAILURE holds the `Failure` of a gang as JSON, if there is one. In the laun
 process id in `pid-ATTEMPT-RANK`, and its exit code in `code-ATTEMPT-RANK` if it ends by itself.
 """
 
+import collections
 import dataclasses
 import json
 import os
 import pathlib
+import sys
 from typing import Any
 
 import late_inputs
@@ -69,6 +71,34 @@ class FailingTransport:
             os.kill(os.getpid(), self._failure.signal)
 
 
+def install_in_channel(failure: Failure) -> None:
+    """Let this process signal itself at a message between the roles of MegaFBD, or between stages of one role."""
+    from megatronapp_trainer.fbd.channels.channel import Channel
+
+    counts: collections.Counter[int] = collections.Counter()
+    send, receive = Channel.send, Channel.receive
+
+    def count(step: int) -> None:
+        counts[step] += 1
+        if step == failure.step + 1 and counts[step] == failure.transfer:  # the first command is number 1
+            os.kill(os.getpid(), failure.signal)
+
+    def counted_send(channel: Any, peer: int, key: Any, tensor: Any) -> None:
+        if failure.moment == "computed":
+            count(key.step)
+        send(channel, peer, key, tensor)
+        if failure.moment == "sent":
+            count(key.step)
+
+    def counted_receive(channel: Any, peer: int, key: Any, spec: Any) -> Any:
+        tensor = receive(channel, peer, key, spec)
+        if failure.moment == "received":
+            count(key.step)
+        return tensor
+
+    Channel.send, Channel.receive = counted_send, counted_receive  # type: ignore[method-assign, assignment]
+
+
 def train() -> int:
     """Train, and leave the exit code."""
     rank, attempt = os.environ["RANK"], os.environ[Env.ATTEMPT]
@@ -77,7 +107,9 @@ def train() -> int:
     described = os.environ.get("RANK_FAILURE")
     if described and attempt == "0":
         failure = Failure(**json.loads(described))
-        if failure.rank == int(rank):
+        if failure.rank == int(rank) and "--forward-backward-disaggregating" in sys.argv:
+            install_in_channel(failure)
+        elif failure.rank == int(rank):
             late_inputs.wrap_transport(lambda transport: FailingTransport(transport, failure))
     code = main()
     (folder / f"code-{attempt}-{rank}").write_text(str(int(code)), encoding="utf-8")

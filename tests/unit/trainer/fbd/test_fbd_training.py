@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from recording_reporter import RecordingReporter
 
-from megatronapp_common.names import ExitCode
+from megatronapp_common.names import Env, ExitCode
 
 pytestmark = pytest.mark.torch
 
@@ -109,3 +109,16 @@ def test_checkpoints_are_those_of_plain_training_and_resume_both_ways(
     fbd_then_plain = record_of(run_ranks, 1, saved("fbd", 100))
     assert plain_then_fbd[0] == fbd_then_plain[0] == whole[0][2:]
     assert plain_then_fbd[1] == fbd_then_plain[1] == whole[1][2:]
+
+
+def test_ranks_without_common_memory_are_refused_at_the_start(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(Exception, match=r"rank [01] shares no memory with rank [10]"):
+        run_ranks(2, train_apart, str(tmp_path))
+
+
+def train_apart(folder: str) -> tuple[int, Record | None]:
+    """`train` with another directory of shared memory on each rank, as on several nodes."""
+    own = pathlib.Path(folder) / os.environ["RANK"]
+    own.mkdir()
+    os.environ[Env.SHM_DIR] = str(own)
+    return train(SWITCH)

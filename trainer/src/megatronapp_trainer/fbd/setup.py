@@ -6,6 +6,7 @@ say what its passes save; both then connect.
 
 import dataclasses
 import os
+import pathlib
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import DataIterators, chunks_that_need_data
 from megatronapp_trainer.device import Device
+from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.fbd.backward_schedule import BackwardSchedule
 from megatronapp_trainer.fbd.channels.channel import Channel, ChannelPlan
 from megatronapp_trainer.fbd.channels.commands import Split
@@ -39,7 +41,7 @@ from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.worlds import shared_store
 from megatronapp_trainer.pipeline.planning.tasks import Placement
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
-from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec, shared_memory_directory
 from megatronapp_trainer.training.build import TrainingRun, build_iterators, build_run
 
 
@@ -160,6 +162,7 @@ def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout]) -> C
     partners = world.partners(layout.global_rank)
     is_forward = layout.role is RankRole.FORWARD
     most = places(stage.placement, config.most_microbatches(world.trained.data), stage.rank)
+    _require_shared_memory(layout, exchange, {*partners, stage.previous, stage.following})
     plan = ChannelPlan(
         job=exchange.get("job", 0),
         rank=layout.global_rank,
@@ -175,6 +178,24 @@ def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout]) -> C
         threads=config.dpp.threads,
     )
     return Channel(plan)
+
+
+def _require_shared_memory(layout: Layout, exchange: StartExchange, peers: set[int]) -> None:
+    """Raise UsageError if this rank shares no memory with one of its peers, as on another node."""
+    directory = shared_memory_directory()
+    try:
+        status = pathlib.Path(directory).stat()
+    except OSError as error:
+        raise UsageError(f"{directory}: {error.strerror}; set {Env.SHM_DIR} to a tmpfs") from error
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    memory = f"{boot} {status.st_dev} {status.st_ino}"
+    exchange.put("memory", memory)
+    for peer in sorted(peers):
+        if exchange.get("memory", peer) != memory:
+            raise UsageError(
+                f"--forward-backward-disaggregating: rank {layout.global_rank} shares no memory with rank {peer}, and "
+                "forward and backward ranks of a pipeline send each other tensors through it; put them on one node"
+            )
 
 
 def _program(run: TrainingRun, stage: Stage, chunk: int, module: Any) -> Callable[[torch.Tensor | None], torch.Tensor]:  # noqa: ANN401

@@ -1,0 +1,81 @@
+"""Forward and backward ranks of real gangs that are killed or stopped in the middle of transfers.
+
+Every other rank ends by itself with the error of a lost peer, nothing is left, and the next attempt resumes from the
+last checkpoint with the losses of plain training.
+
+A failing case prints its seed; `FBD_FAILURE_SEED=SEED` in front of pytest repeats it.
+"""
+
+import os
+import pathlib
+import random
+import secrets
+import signal
+from typing import Any
+
+import pytest
+from failing_gang import MICROBATCHES, STEPS, FailingGang, Losses, check_failure
+from failing_rank import MOMENTS, Failure
+
+from megatronapp_common.names import ExitCode
+
+pytestmark = [pytest.mark.torch, pytest.mark.process, pytest.mark.timeout(600)]
+KILLS, STOPS = 20, 8
+SWITCH = "--forward-backward-disaggregating"
+LAYOUTS = {
+    "pair": (2, ""),
+    "PP2": (4, "--pipeline-model-parallel-size 2"),
+    "one-forward-for-two": (3, "--fbd-backward-per-forward 2 --use-distributed-optimizer"),
+}
+
+
+def plain_losses(layout: str, folder: pathlib.Path, python: list[str]) -> Losses:
+    """Return the losses of plain training in a layout that nothing disturbs."""
+    world, flags = LAYOUTS[layout]
+    plain = 2 if world == 3 else world // 2
+    gang = FailingGang(folder, python, plain, flags.replace("--fbd-backward-per-forward 2", ""))
+    assert gang.run(0) == ExitCode.OK, gang.log(0)
+    return gang.losses()
+
+
+def check(failure: Failure, layout: str, folder: pathlib.Path, python: list[str]) -> None:
+    world, flags = LAYOUTS[layout]
+    expected = plain_losses(layout, folder / "plain", python)
+    check_failure(FailingGang(folder / "gang", python, world, f"{flags} {SWITCH}"), failure, expected)
+
+
+def check_drawn(number: signal.Signals, folder: pathlib.Path, python: list[str]) -> None:
+    seed = int(os.environ.get("FBD_FAILURE_SEED") or secrets.randbits(32))
+    choice = random.Random(seed)
+    layout = choice.choice(list(LAYOUTS))
+    failure = Failure(
+        rank=choice.randrange(LAYOUTS[layout][0]),
+        step=choice.randrange(STEPS),
+        transfer=1 + choice.randrange(MICROBATCHES),
+        moment=choice.choice(MOMENTS),
+        signal=number,
+    )
+    print(f"FBD_FAILURE_SEED={seed}: {layout} {failure}")
+    check(failure, layout, folder, python)
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["backward", "forward"])
+def test_a_killed_rank_of_each_role_ends_its_gang_which_resumes(
+    forkserver: Any, tmp_path: pathlib.Path, rank: int
+) -> None:
+    failure = Failure(rank=rank, step=3, transfer=2, moment="received", signal=signal.SIGKILL)
+    check(failure, "pair", tmp_path, forkserver.python())
+
+
+@pytest.mark.full("20 gangs and their next attempts")
+@pytest.mark.parametrize("index", range(KILLS))
+def test_a_drawn_killed_rank_ends_its_gang_which_resumes(forkserver: Any, tmp_path: pathlib.Path, index: int) -> None:
+    del index
+    check_drawn(signal.SIGKILL, tmp_path, forkserver.python())
+
+
+@pytest.mark.full("8 gangs that wait for a deadline")
+@pytest.mark.parametrize("index", range(STOPS))
+def test_a_stopped_rank_ends_its_gang_which_resumes(forkserver: Any, tmp_path: pathlib.Path, index: int) -> None:
+    del index
+    check_drawn(signal.SIGSTOP, tmp_path, forkserver.python())
