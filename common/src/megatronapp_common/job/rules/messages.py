@@ -1,8 +1,9 @@
 """Rules about what MegaDPP needs to send messages: memory, the order's activations, GPUs on one node.
 
-The arithmetic is that of `job.inbox_memory`, in CEL. Rules see, in addition to the names of `world`, `microbatches` (of
-a step), `planned` and `peak` (most chunks whose activations a rank keeps, in the static order and in all). Bytes are
-floating-point numbers, because their product may exceed 64 bits.
+The arithmetic is that of `job.inbox_memory`, in CEL. Rules see, besides the names of `world`, `cap` (microbatches of
+memoryCap; 0 without it, -1 for bytes), `microbatches` (of a step), `planned` and `peak` (most chunks whose
+activations a rank keeps, in the static order and in all). Bytes are floating-point numbers, because their product may
+exceed 64 bits. The cap is converted once: Kubernetes 1.30 takes its text to be long, and limits the cost of all rules.
 """
 
 import re
@@ -18,7 +19,6 @@ _SHM, _LIMITS, _CAP = "self.shm.sizeLimit", "self.resources.limits", "self.dpp.m
 _MEMORY = f"{_LIMITS}['memory']"
 _BATCH, _MICRO = "self.training.globalBatchSize", "self.training.microBatchSize"
 _SCHEDULE = "(has(self.dpp.schedule) ? self.dpp.schedule : 'auto')"
-_COUNTED = f"(has({_CAP}) && string({_CAP}).matches('^[0-9]+$'))"
 _FREE = f"{_SCHEDULE} in ['dfc', 'bfc']"
 
 
@@ -29,17 +29,17 @@ def _least(first: str, second: str) -> str:
 
 def _least_with_cap(unless: str) -> str:
     """Return CEL text of the microbatches that a cap admits of a step; `unless`: the cap where none is written."""
-    cap = f"({_COUNTED} ? int(string({_CAP})) : {unless})"
-    return _least(cap, "microbatches")
+    return _least(f"(cap > 0 ? cap : {unless})", "microbatches")
 
 
 _WARM_UP = f"({GIVEN_CHUNKS} == 1 ? {STAGES} - 1 : 2 * ({STAGES} - 1) + ({GIVEN_CHUNKS} - 1) * {STAGES})"
-_SPARE = f"(has({_CAP}) ? {SPARE_CHUNKS_OF_BYTES} : planned < {2 * SPARE_DIVISOR} ? 1 : planned / {SPARE_DIVISOR})"
+_SPARE = f"(cap < 0 ? {SPARE_CHUNKS_OF_BYTES} : planned < {2 * SPARE_DIVISOR} ? 1 : planned / {SPARE_DIVISOR})"
 _AUTO = (
-    f"({_COUNTED} ? {_least_with_cap('0')} * {GIVEN_CHUNKS} : "
+    f"(cap > 0 ? {_least_with_cap('0')} * {GIVEN_CHUNKS} : "
     f"{_least(f'planned + {_SPARE}', f'microbatches * {GIVEN_CHUNKS}')})"
 )
 _NAMES = (
+    ("cap", f"!has({_CAP}) ? 0 : string({_CAP}).endsWith('i') ? -1 : int(string({_CAP}))"),
     ("microbatches", f"has({_BATCH}) ? {_BATCH} / {_MICRO} / {REPLICAS} : 1"),
     ("planned", _least(f"{_WARM_UP} + 1", f"microbatches * {GIVEN_CHUNKS}")),
     (
@@ -128,8 +128,8 @@ MESSAGE_RULES = (
     _of_messages(
         "cap-of-static-order",
         ".dpp.memoryCap",
-        f"int(string({_CAP})) >= (planned + {GIVEN_CHUNKS} - 1) / {GIVEN_CHUNKS}",
-        unless=f"!{_COUNTED} || {_SCHEDULE} != 'auto'",
+        f"cap <= 0 || cap >= (planned + {GIVEN_CHUNKS} - 1) / {GIVEN_CHUNKS}",
+        unless=f"!has({_CAP}) || {_SCHEDULE} != 'auto'",
         summary="is below what the first stage keeps in the static order; write more, or leave it out",
         message=f"{{{_CAP}}} is too small: the first stage keeps the activations of {_LEAST_CAP} microbatches even in "
         f"the static order; write {_LEAST_CAP} or more, or schedule: dfc",
