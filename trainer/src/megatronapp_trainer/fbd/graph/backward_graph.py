@@ -6,7 +6,13 @@ import torch
 
 from megatronapp_trainer.errors import TaskOrderError
 from megatronapp_trainer.fbd.graph.region_states import RegionStates, region_states_marked
-from megatronapp_trainer.fbd.graph.saved_tensors import Parameters, SavedParameter, SavedTensors, SlotCollector
+from megatronapp_trainer.fbd.graph.saved_tensors import (
+    Parameters,
+    SavedParameter,
+    SavedTensors,
+    SlotCollector,
+    slot_view,
+)
 
 
 class BackwardGraph:
@@ -64,7 +70,4 @@ class BackwardGraph:
             return self._parameters.view(slot)
         if self._segments is None:
             raise TaskOrderError("a graph of a backward rank was run without the tensors of a pass")
-        segment = self._segments[slot.segment]
-        view = torch.empty(0, dtype=slot.dtype, device=segment.device)
-        start = (segment.storage_offset() + slot.offset) // view.element_size()
-        return view.set_(segment.untyped_storage(), start, slot.shape, slot.stride)
+        return slot_view(self._segments[slot.segment], slot)

@@ -194,6 +194,13 @@ class _Segments:
         raise AssertionError("a saved tensor is in no segment")
 
 
+def slot_view(segment: torch.Tensor, slot: SavedTensor) -> torch.Tensor:
+    """Return the tensor of a slot in its segment, flat bytes that begin at an address aligned for any dtype."""
+    view = torch.empty(0, dtype=slot.dtype, device=segment.device)
+    start = (int(segment.storage_offset()) + slot.offset) // view.element_size()
+    return view.set_(segment.untyped_storage(), start, slot.shape, slot.stride)
+
+
 def interval(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the bytes of its storage from the first to after the last element that a tensor has."""
     start = int(tensor.storage_offset()) * tensor.element_size()
