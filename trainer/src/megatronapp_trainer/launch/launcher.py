@@ -239,7 +239,12 @@ class Launcher:
         rank = table.worker(self._settings.index).ranks[local_rank]
         path = self._settings.run_dir / f"rank-{rank}.log"
         environment = rank_environment(
-            os.environ, table, worker=self._settings.index, local_rank=local_rank, place=place
+            os.environ,
+            table,
+            worker=self._settings.index,
+            local_rank=local_rank,
+            place=place,
+            arguments=self._arguments,
         )
         command = [sys.executable, *self._options.program, *self._arguments]
         pid = process.spawn(command, environment=environment, log=path)

@@ -1,14 +1,14 @@
 """The environment of a rank, as a pure function."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatronapp_common.names import Env
 from megatronapp_trainer.launch.config.interface import WorkerAddress
+from megatronapp_trainer.launch.ranks.connections import CONNECTIONS, device_connections
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
 
 DEFAULTS = {
     "OMP_NUM_THREADS": "1",  # ranks share the processors of their node
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron needs kernels to start in the order in which they are launched
     "PYTHONUNBUFFERED": "1",  # the last lines before a crash are the evidence
 }
 """Variables that a rank gets unless its job sets them."""
@@ -18,13 +18,23 @@ NODE_IPS_BYTES = 64 << 10
 
 
 def rank_environment(
-    base: Mapping[str, str], table: RankTable, *, worker: int, local_rank: int, place: WorkerAddress
+    base: Mapping[str, str],
+    table: RankTable,
+    *,
+    worker: int,
+    local_rank: int,
+    place: WorkerAddress,
+    arguments: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Return `base` with the variables that torch and Megatron expect of rank `local_rank` of `worker`."""
+    """Return `base` with the variables that torch and Megatron expect of rank `local_rank` of `worker`.
+
+    `arguments`: the flags of the ranks.
+    """
     entry = table.worker(worker)
     node_rank = str(table.node_rank(worker))
     return {
         **DEFAULTS,
+        CONNECTIONS: device_connections(arguments),
         **_interface(place),
         **{name: value for name, value in base.items() if name != NODE_IPS},
         **_node_ips(table),

@@ -230,8 +230,9 @@ def _streams_may_wait() -> bool:
     connections = int(os.environ.get(_CONNECTIONS, _FEWEST_CONNECTIONS))
     if connections < _FEWEST_CONNECTIONS and dist.get_rank() == 0:
         logger.warning(
-            "%s=%d: a task that waits on its device could hold up what it waits for, so tasks begin once their inputs "
-            "are there; set it to %d or more (in a manifest: spec.env)",
+            "%s=%d: a task that waits on its device could hold up what it waits for, so no task is launched early, and "
+            "tasks begin once their inputs are there; set it to %d or more (in a manifest: spec.env). With tensor "
+            "parallelism the launcher sets 1, with which megatron-core overlaps its communication",
             _CONNECTIONS,
             connections,
             _FEWEST_CONNECTIONS,

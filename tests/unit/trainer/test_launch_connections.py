@@ -1,0 +1,37 @@
+"""Hardware queues of a device that the launcher gives the ranks."""
+
+import pytest
+
+from megatronapp_trainer.launch.config.interface import WorkerAddress
+from megatronapp_trainer.launch.ranks.environment import rank_environment
+from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
+from megatronapp_trainer.launch.rendezvous.rank_table import build_table
+
+PLACE = WorkerAddress(address="10.0.0.1", listen_address="10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "connections"),
+    [
+        ([], "1"),
+        (["--pipeline-model-parallel-size", "2"], "1"),
+        (["--use-dpp", "--pipeline-model-parallel-size", "2"], "8"),
+        (["--use-dpp", "--tensor-model-parallel-size", "1"], "8"),
+        (["--use-dpp", "--tensor-model-parallel-size=2"], "1"),
+        (["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-dpp"], "1"),
+        (["--use-dpp", "--tensor-model-parallel-size", "2", "--tensor-model-parallel-size", "1"], "8"),
+        (["--use-dpp", "--tensor-model-parallel-size"], "1"),
+        (["--use-dpp-not-a-flag", "--dpp-schedule", "auto"], "1"),
+    ],
+)
+def test_tasks_may_wait_on_their_device_unless_megatron_core_needs_kernels_in_order(
+    arguments: list[str], connections: str
+) -> None:
+    join = JoinRequest(uid="u", attempt=1, index=0, address="10.0.0.1", node="n", num_ranks=1, port=1)
+    table = build_table([join])
+    given: dict[str, str] = {}
+    made = rank_environment(given, table, worker=0, local_rank=0, place=PLACE, arguments=arguments)
+    assert made["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
+    given["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    made = rank_environment(given, table, worker=0, local_rank=0, place=PLACE, arguments=arguments)
+    assert made["CUDA_DEVICE_MAX_CONNECTIONS"] == "32", "the user's value stays"

@@ -1,0 +1,28 @@
+"""Number of hardware queues of a device, from the flags of a rank. Without a GPU it has no effect."""
+
+import argparse
+from collections.abc import Sequence
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+IN_ORDER = "1"
+"""Kernels start in the order in which they are launched: with tensor parallelism megatron-core relies on it to overlap
+communication with computation, with and without sequence parallelism (`tensor_parallel/layers.py`)."""
+APART = "8"
+"""CUDA's default, and the fewest with which a task of MegaDPP may wait on its device for its input: a stream that waits
+does not hold up another one."""
+
+
+def device_connections(arguments: Sequence[str]) -> str:
+    """Return the value of CUDA_DEVICE_MAX_CONNECTIONS for ranks with these flags, unless the user sets another.
+
+    With `--use-dpp` it is `APART`, but with tensor parallelism what megatron-core needs; the ranks then log that no
+    task is launched early. Flags that cannot be read are refused by the ranks, not here.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--use-dpp", action="store_true")
+    parser.add_argument("--tensor-model-parallel-size", default="1")
+    try:
+        flags, _ = parser.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        return IN_ORDER
+    return APART if flags.use_dpp and flags.tensor_model_parallel_size == "1" else IN_ORDER
