@@ -48,11 +48,13 @@ def check_drawn(number: signal.Signals, folder: pathlib.Path, python: list[str])
     seed = int(os.environ.get("FBD_FAILURE_SEED") or secrets.randbits(32))
     choice = random.Random(seed)
     layout = choice.choice(list(LAYOUTS))
+    rank = choice.randrange(LAYOUTS[layout][0])
+    sends = layout != "one-forward-for-two" or rank != 1  # the second backward rank of a forward rank only receives
     failure = Failure(
-        rank=choice.randrange(LAYOUTS[layout][0]),
+        rank=rank,
         step=choice.randrange(STEPS),
         transfer=1 + choice.randrange(MICROBATCHES),
-        moment=choice.choice(MOMENTS),
+        moment=choice.choice(MOMENTS) if sends else "received",
         signal=number,
     )
     print(f"FBD_FAILURE_SEED={seed}: {layout} {failure}")

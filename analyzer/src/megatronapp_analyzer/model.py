@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import LayoutError
-from megatronapp_common.topology import Coordinates, Topology
+from megatronapp_common.topology import Coordinates, RankRole, Topology
 from megatronapp_common.trace import RECORD
 
 RANK_RECORD = np.dtype([*RECORD.descr, ("rank", "<i4")])
@@ -39,10 +39,12 @@ class JobLayout:
     """Node name of each rank."""
     is_vee: bool = False
     """True if the first rank of a pipeline holds both ends of the model (docs/megadpp.md, ZB-V)."""
+    roles: tuple[RankRole, ...] = ()
+    """Role of each rank with MegaFBD, where sizes are those of the backward ranks; empty: all run both passes."""
 
     def __post_init__(self) -> None:
-        sizes = {len(self.coordinates), len(self.workers), len(self.nodes), self.tp * self.cp * self.dp * self.pp}
-        if len(sizes) != 1 or not self.coordinates:
+        grid = len(self.roles) or self.tp * self.cp * self.dp * self.pp
+        if len({len(self.coordinates), len(self.workers), len(self.nodes), grid}) != 1 or not self.coordinates:
             raise LayoutError(
                 f"layout tp {self.tp} x cp {self.cp} x dp {self.dp} x pp {self.pp} does not match "
                 f"{len(self.coordinates)} coordinates, {len(self.workers)} workers and {len(self.nodes)} nodes; "
@@ -55,9 +57,20 @@ class JobLayout:
         return len(self.coordinates)
 
     @property
-    def loss_stage(self) -> int:
-        """Place in the pipeline of the ranks with the output layer and the loss."""
-        return 0 if self.is_vee else self.pp - 1
+    def stages(self) -> tuple[int, ...]:
+        """Stage of each rank, whose ranks do the same work; stages of backward ranks follow those of forward ranks."""
+        if not self.roles:
+            return tuple(at.pp for at in self.coordinates)
+        return tuple(
+            at.pp + (self.pp if role is RankRole.BACKWARD else 0)
+            for at, role in zip(self.coordinates, self.roles, strict=True)
+        )
+
+    @property
+    def loss_stages(self) -> tuple[int, ...]:
+        """Stages of the ranks with the output layer and the loss; one of each role."""
+        last = 0 if self.is_vee else self.pp - 1
+        return (last, last + self.pp) if self.roles else (last,)
 
     @classmethod
     def grid(

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from megatronapp_analyzer.model import RANK_RECORD, Communicator, JobLayout, StepRecords
+from megatronapp_common.topology import Coordinates, RankRole
 
 
 def views(ranks: Sequence[tuple[dict[str, Any], np.ndarray]]) -> Iterator[StepRecords]:
@@ -31,3 +32,18 @@ def layout_of(metadata: dict[str, Any]) -> JobLayout:
     """Return the layout that a ring names; all ranks on one node."""
     sizes = metadata["layout"]
     return JobLayout.grid(tp=sizes["tensor"], pp=sizes["pipeline"], vpp=sizes["virtualPipeline"], dp=sizes["data"])
+
+
+def layout_with_roles(metadata: Sequence[dict[str, Any]]) -> JobLayout:
+    """Return the layout that the rings of forward and backward ranks name; all ranks on one node."""
+    (sizes, *_) = [ring["layout"] for ring in metadata if ring["role"] == RankRole.BACKWARD]
+    return JobLayout(
+        tp=sizes["tensor"],
+        pp=sizes["pipeline"],
+        vpp=sizes["virtualPipeline"],
+        dp=sizes["data"],
+        coordinates=tuple(Coordinates(**ring["coordinates"]) for ring in metadata),
+        workers=(0,) * len(metadata),
+        nodes=("node-0",) * len(metadata),
+        roles=tuple(RankRole(ring["role"]) for ring in metadata),
+    )

@@ -162,7 +162,15 @@ def test_a_trace_names_ranks_as_the_launcher_does(monkeypatch: pytest.MonkeyPatc
     assert [document["rank"] for document in documents] == list(range(6))
     assert [document["role"] for document in documents] == ["backward", "backward", "forward"] * 2
     forward, backward = documents[2], documents[1]
-    assert [comm["members"] for comm in forward["comms"]] == [[5, 2], [2, 5], [2, 5]]
-    assert [comm["members"] for comm in backward["comms"]] == [[4, 1], [1, 4], [0, 1, 3, 4]]
+    assert [comm["members"] for comm in forward["comms"]] == [
+        *([5, 2], [2, 5]),
+        *([0, 2], [2, 0], [1, 2], [2, 1]),  # its partners
+        [2, 5],
+    ]
+    assert [comm["members"] for comm in backward["comms"]] == [
+        *([4, 1], [1, 4]),
+        *([2, 1], [1, 2]),
+        [0, 1, 3, 4],
+    ]
     numbering = {"tensor": 2, "data": 1, "merged": True, "backwardPerForward": 1, "apart": False}
     assert all(document["fbd"] == numbering and document["world"] == 6 for document in documents)

@@ -10,6 +10,7 @@ import small_training
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common.names import ExitCode
 from megatronapp_common.topology import RankRole, Topology
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.errors import UsageError
@@ -196,7 +197,7 @@ class SequentialSchedule:
     def evaluate(self, feed: Any, num_microbatches: int) -> list[Any]:
         raise AssertionError("no evaluation is due")
 
-    def close(self) -> None:
+    def close(self, code: ExitCode = ExitCode.OK) -> None:
         """End nothing: this schedule shares nothing."""
 
 

@@ -142,16 +142,13 @@ def _data_and_schedule(
 def _run_forward(config: TrainerConfig, layout: "Layout", device: "Device", stop_request: "StopRequest") -> ExitCode:
     """Run a forward rank of MegaFBD until its backward ranks end the training."""
     from megatronapp_trainer.fbd.setup import build_forward_rank
-    from megatronapp_trainer.training.build import vocab_size_of
+    from megatronapp_trainer.training.build import build_run, vocab_size_of
 
-    forward = build_forward_rank(
-        config.of_role(layout.role),
-        layout,
-        device,
-        vocab_size=vocab_size_of(config),
-        stop_requested=lambda: stop_request.requested,
-    )
-    return forward.serve()
+    config = config.of_role(layout.role)
+    run = build_run(config, layout, device, vocab_size=vocab_size_of(config), drawn=False)
+    forward = build_forward_rank(run, open_observer, stop_requested=lambda: stop_request.requested)
+    with contextlib.closing(forward):
+        return forward.serve()
 
 
 def _checkpoint_manager(config: TrainerConfig, layout: "Layout") -> Any | None:  # noqa: ANN401 - not imported in vain

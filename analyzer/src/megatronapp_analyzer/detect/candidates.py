@@ -70,7 +70,7 @@ class SubjectResolver:
 
     def stage(self, stage: int) -> VerdictSubject:
         """Return the subject of all ranks of a pipeline stage."""
-        ranks = [rank for rank, at in enumerate(self.layout.coordinates) if at.pp == stage]
+        ranks = [rank for rank, own in enumerate(self.layout.stages) if own == stage]
         return VerdictSubject(type=SubjectType.STAGE, ranks=tuple(ranks))
 
     def shared(self) -> Iterable[tuple[VerdictSubject, frozenset[int]]]:
@@ -89,7 +89,7 @@ class SubjectResolver:
         """Yield all sets of ranks that can be slow together for one reason: nodes, workers, stages."""
         for _, ranks in self.shared():
             yield ranks
-        for stage in dict.fromkeys(at.pp for at in self.layout.coordinates):
+        for stage in dict.fromkeys(self.layout.stages):
             ranks = frozenset(self.stage(stage).ranks)
             if 1 < len(ranks) < self.layout.world:
                 yield ranks

@@ -89,7 +89,8 @@ def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
         idle = (edges.kind == EdgeKind.GAP) | ((edges.kind == EdgeKind.SPAN) & (kind == RecordKind.DATA))
         for member in subject.ranks:
             chosen = idle & (rank == member)
-            forwards = int(((spans["kind"] == RecordKind.FORWARD) & (spans["rank"] == member)).sum())
+            own = spans["kind"][spans["rank"] == member]
+            forwards = int((own == RecordKind.FORWARD).sum()) or int((own == RecordKind.BACKWARD).sum())
             weight[chosen] = np.minimum(weight[chosen], level(weight[chosen], remedy.excess_s * forwards))
         for member, ratio in remedy.late:
             weight[passes & (rank == member)] /= max(ratio, 1.0)

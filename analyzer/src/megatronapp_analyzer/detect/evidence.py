@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.detect.baseline import median_of_others
+from megatronapp_analyzer.detect.baseline import median_of_others_by
 from megatronapp_analyzer.detect.candidates import CauseEvidence, SuspectCandidate
 from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, CrowdingBaseline
 from megatronapp_analyzer.detect.evidence_channels import (
@@ -53,11 +53,12 @@ class ChannelSet:
     def __init__(self, layout: JobLayout, units: Units, settings: DetectorSettings) -> None:
         self._settings = settings
         self._units = units
-        self._stage_of = np.array([at.pp for at in layout.coordinates], np.int64)
+        self._stage_of = np.array(layout.stages, np.int64)
         stages = self._stage_of
         self._compute = LogChannel(units.stage, settings, cap=SIGMA_CAP if len(units) == layout.world else COUPLED_CAP)
         self._chunks = layout.vpp
-        self._loss_stage = layout.loss_stage
+        self._loss_stages = layout.loss_stages
+        self._stages_of_role = layout.pp
         self._launches = LaunchBaseline(layout, units, settings)
         self._stall = DelayChannel(np.zeros(layout.world, np.int64), settings)
         self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
@@ -140,13 +141,13 @@ class ChannelSet:
         return _against_compute(evidence, features.passes_s[self.pairs[:, 1]])
 
     def _read_imbalance(self, features: StepFeatures) -> CauseEvidence:
-        """Compare stages of a single unit with the median of the other stages, over a long window."""
+        """Compare stages of a single unit with the median of the other stages of their role, over a long window."""
         compute = np.where(self._units.members_in(features.bound), np.nan, self._units.slowest(features.passes_s))
-        others = median_of_others(compute)
+        others = median_of_others_by(compute, self._units.stage // self._stages_of_role)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = compute / others
         known = np.isfinite(ratio) & ~self._units.has_peers
-        last = self._units.stage == self._loss_stage
+        last = np.isin(self._units.stage, self._loss_stages)
         limit = np.where(last, self._settings.last_stage_ratio, self._settings.imbalance_ratio)
         over = known & (ratio > limit)
         self._votes_imbalance.add(over, known)

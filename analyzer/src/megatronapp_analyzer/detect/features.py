@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.matching import Messages, meetings_of, messages_of
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepRecords
+from megatronapp_common.topology import RankRole
 from megatronapp_common.trace import DURATION_UNIT_NS, PASS_KINDS, Flag, RecordKind
 
 Floats = NDArray[np.float64]
@@ -32,6 +33,7 @@ LEAD_PART = 0.25
 """A device waited for launches if it ends a span less than this part of its length after the host's last launch."""
 FIRST_PASS_ORDINAL = int(RecordKind.FORWARD) << 24
 """Least ordinal of a transfer in any order, which is that of a pass (docs/contracts.md, section 5)."""
+_MAIN_PASSES = (RecordKind.FORWARD, RecordKind.BACKWARD)
 FREE_SHARE = 0.25
 """Share of the spans of one (kind, chunk) that must not have waited for launches, so that the device's time is known.
 """
@@ -50,7 +52,7 @@ class StepFeatures:
     data_s: Floats
     step_s: Floats
     forwards: Ints
-    """FORWARD spans of each rank, all chunks."""
+    """FORWARD spans of each rank, all chunks; of a rank that runs none, BACKWARD spans."""
     on_device: bool
     pairs: Ints
     """[n, 2] source and destination."""
@@ -82,17 +84,17 @@ def extract(view: StepRecords, layout: JobLayout) -> StepFeatures:
         clean[_incomplete_spans(spans, layout)] = np.nan
     laid = _StepSpans(spans=spans, start=start, end=end, clean=clean)
     messages = messages_of(spans, rec.CommIndex(view.comms))
-    forwards = np.bincount(spans["rank"][spans["kind"] == RecordKind.FORWARD], minlength=layout.world)
+    forwards = _passes(spans, layout.world)
     late = _launched_late(spans)
-    passes_s = _positive(_per_microbatch(spans, clean, layout.world))
-    compute_s = _positive(_per_microbatch(spans, clean, layout.world, counted=~_may_have_waited(late, spans)))
+    passes_s = _positive(_per_microbatch(spans, clean, layout))
+    compute_s = _positive(_per_microbatch(spans, clean, layout, counted=~_may_have_waited(late, spans)))
     step_s, step_queue_s = _step_spans(view.records, layout.world)
     pairs, delivery, count = _deliveries(laid, messages, layout.world)
     return StepFeatures(
         passes_s=passes_s,
         compute_s=compute_s,
         bound=_mostly(late, spans, layout.world) | (np.isfinite(passes_s) & np.isnan(compute_s)),
-        queue_s=_per_microbatch(spans, rec.run_queue_s(spans), layout.world),
+        queue_s=_per_microbatch(spans, rec.run_queue_s(spans), layout),
         stall_s=_stalls(laid, layout.world),
         idle_s=_idle(laid, layout.world, step_s, step_queue_s, forwards),
         data_s=_data(laid, layout.world, forwards),
@@ -117,7 +119,8 @@ def segment_medians(group: Ints, values: Floats, groups: int) -> Floats:
 
 
 def _unit_of_rank(layout: JobLayout) -> Ints:
-    return np.array([at.pp * layout.dp + at.dp // layout.ep for at in layout.coordinates], np.int64)
+    places = zip(layout.stages, layout.coordinates, strict=True)
+    return np.array([stage * layout.dp + at.dp // layout.ep for stage, at in places], np.int64)
 
 
 def _incomplete_spans(spans: RankRecords, layout: JobLayout) -> NDArray[np.bool_]:
@@ -181,11 +184,19 @@ def _count(numbers: NDArray[np.integer], size: int) -> Ints:
     return np.bincount(numbers, minlength=size)
 
 
-def _per_microbatch(spans: RankRecords, values_s: Floats, world: int, *, counted: Mask | None = None) -> Floats:
+def _passes(spans: RankRecords, world: int) -> Ints:
+    """Return the FORWARD spans of each rank, or its BACKWARD spans where it has no others."""
+    forwards, backwards = (_count(spans["rank"][spans["kind"] == kind], world) for kind in _MAIN_PASSES)
+    return np.where(forwards > 0, forwards, backwards)
+
+
+def _per_microbatch(spans: RankRecords, values_s: Floats, layout: JobLayout, *, counted: Mask | None = None) -> Floats:
     """Return seconds of FORWARD, BACKWARD and WEIGHT, of the `counted` spans only.
 
-    NaN for ranks that lack one of the (kind, chunk) groups that others have, or of which too few are counted.
+    NaN for ranks that lack one of the (kind, chunk) groups that others of their role have, or of which too few are
+    counted.
     """
+    world = layout.world
     passes = _is_pass(spans)
     if not passes.any():
         return np.full(world, np.nan)
@@ -198,9 +209,18 @@ def _per_microbatch(spans: RankRecords, values_s: Floats, world: int, *, counted
     medians = segment_medians(group[chosen], values_s[chosen], groups)
     there = _count(group[passes], groups)
     medians[_count(group[chosen], groups) < FREE_SHARE * there] = np.nan
-    used = there.reshape(world, -1).any(axis=0)
-    total: Floats = medians.reshape(world, -1)[:, used].sum(axis=1)
+    used = _used_groups(there.reshape(world, -1) > 0, layout)
+    total: Floats = np.where(used, medians.reshape(world, -1), 0.0).sum(axis=1)
     return total
+
+
+def _used_groups(there: Mask, layout: JobLayout) -> Mask:
+    """Return for each rank the groups that any rank of its role has."""
+    used = np.zeros_like(there)
+    roles = np.array(layout.roles or (RankRole.ALL,) * layout.world)
+    for role in set(roles.tolist()):
+        used[roles == role] = there[roles == role].any(axis=0)
+    return used
 
 
 def _positive(values: Floats) -> Floats:
@@ -208,10 +228,12 @@ def _positive(values: Floats) -> Floats:
 
 
 def _stalls(laid: _StepSpans, world: int) -> Floats:
-    """Return the gap between each FORWARD and the span before it on its rank."""
+    """Return the gap between each FORWARD and the span before it on its rank; of ranks without, each BACKWARD."""
     rank = laid.spans["rank"].astype(np.int64)
     follows = np.flatnonzero(rank[1:] == rank[:-1]) + 1
-    forward = follows[laid.spans["kind"][follows] == RecordKind.FORWARD]
+    has_forwards = _count(rank[laid.spans["kind"] == RecordKind.FORWARD], world) > 0
+    main_pass = np.where(has_forwards[rank], *_MAIN_PASSES)
+    forward = follows[laid.spans["kind"][follows] == main_pass[follows]]
     gap = np.maximum(laid.start[forward] - laid.end[forward - 1], 0.0)
     return segment_medians(rank[forward], gap, world)
 

@@ -26,7 +26,7 @@ class Units:
     @classmethod
     def of(cls, layout: JobLayout) -> "Units":
         """Number the units of a layout in order of their first rank."""
-        keys = [(at.pp, at.dp // layout.ep) for at in layout.coordinates]
+        keys = [(stage, at.dp // layout.ep) for stage, at in zip(layout.stages, layout.coordinates, strict=True)]
         names = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         return cls(
             of_rank=np.array([names[key] for key in keys], np.int64),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatronapp_common.names import ExitCode
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.errors import TransferError
@@ -16,10 +17,11 @@ from megatronapp_trainer.fbd.channels.commands import CREDIT, Command, Order
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import receive_summary
 from megatronapp_trainer.fbd.channels.weights import send_weights
-from megatronapp_trainer.fbd.graph.shipments import ShipmentReceiver
+from megatronapp_trainer.fbd.graph.shipments import ShipmentReceiver, shipped_pass
 from megatronapp_trainer.fbd.orders import Pass, backward_order
 from megatronapp_trainer.fbd.remote_data import split_of
 from megatronapp_trainer.fbd.stage import Stage
+from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.pipeline.megatron_schedules import connect_gradients
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
@@ -48,6 +50,7 @@ class BackwardSchedule:
         `request_stop`: called after a step in which the forward rank was asked to stop.
         """
         self._chunks = context.chunks
+        self._observer = context.observer
         self._core_config = context.core_config
         self._optimizer = context.optimizer
         self._groups = schedule_groups()
@@ -88,7 +91,7 @@ class BackwardSchedule:
 
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
         """Let the forward ranks evaluate; returns the reports of the loss by microbatch on the last stage."""
-        with self._failing_at_once():
+        with self._failing_at_once(), self._channel.unobserved():
             self._command(Order(Command.EVALUATE, num_microbatches, split_of(feed.iterator)))
             if not self._stage.is_last(len(self._chunks) - 1):
                 return []
@@ -118,19 +121,24 @@ class BackwardSchedule:
     def _run(self, backward_pass: Pass, num_microbatches: int) -> None:
         """Run the backward pass of a microbatch through a chunk, and pass on the gradient of its input."""
         microbatch, chunk = backward_pass
-        gradient = self._gradient(backward_pass, num_microbatches)
         receiver = self._receivers[chunk]
-        for key, spec in receiver.messages(self._step, microbatch):
-            receiver.take(self._await(self._forward_rank, key, spec))
-        with self._stores[chunk].backward(microbatch, split=self._split):
+        for key, spec, shipped in receiver.messages(self._step, microbatch):
+            receiver.take(self._await(self._forward_rank, key, spec, shipped))
+        gradient = self._gradient(backward_pass, num_microbatches)
+        with (
+            self._span(RecordKind.BACKWARD, backward_pass),
+            self._stores[chunk].backward(microbatch, split=self._split),
+        ):
             input_gradient = receiver.backward(gradient)
         if self._split:
             self._pending_weights.append(backward_pass)
-        self._channel.append(CREDIT)
+        self._channel.append(CREDIT, PassKey(RecordKind.BACKWARD, chunk, microbatch))
         if input_gradient is not None:
             stage = self._stage.placement.stage(self._stage.rank, chunk)
             key = MessageKey(MessageKind.GRADIENT, self._step, microbatch, stage - 1)
-            self._channel.send(self._stage.previous, key, input_gradient)
+            _, target = self._stage.placement.holder(stage - 1)
+            target_pass = PassKey(RecordKind.BACKWARD, target, microbatch)
+            self._channel.send(self._stage.previous, key, input_gradient, target_pass)
 
     def _gradient(self, backward_pass: Pass, num_microbatches: int) -> torch.Tensor:
         """Return the gradient of a chunk's output: of the next stage, or of the sum of the losses.
@@ -142,7 +150,8 @@ class BackwardSchedule:
         if not self._stage.is_last(chunk):
             stage = self._stage.placement.stage(self._stage.rank, chunk)
             key = MessageKey(MessageKind.GRADIENT, self._step, microbatch, stage)
-            return self._await(self._stage.following, key, self._channel.activation)
+            target = PassKey(RecordKind.BACKWARD, chunk, microbatch)
+            return self._await(self._stage.following, key, self._channel.activation, target)
         report = self._reports[microbatch] = self._report(microbatch).clone()
         gradient: torch.Tensor = self._optimizer.scale_loss(self._scale).reshape(())
         if self._core_config.calculate_per_token_loss:
@@ -150,20 +159,31 @@ class BackwardSchedule:
         return gradient / num_microbatches / torch.clamp(report[1].to(torch.int), min=1)
 
     def _report(self, microbatch: int) -> torch.Tensor:
-        return self._await(self._forward_rank, MessageKey(MessageKind.REPORT, self._step, microbatch), _REPORT)
+        key = MessageKey(MessageKind.REPORT, self._step, microbatch)
+        return self._await(self._forward_rank, key, _REPORT, shipped_pass(microbatch, len(self._chunks) - 1))
 
-    def _await(self, peer: int, key: MessageKey, spec: TensorSpec) -> torch.Tensor:
+    def _await(self, peer: int, key: MessageKey, spec: TensorSpec, target: PassKey | None = None) -> torch.Tensor:
         """Wait for a message, and compute weight gradients meanwhile."""
         while self._pending_weights:
-            found = self._channel.poll(peer, key, spec)
+            found = self._channel.poll(peer, key, spec, target)
             if found is not None:
                 return found
             self._run_weight()
-        return self._channel.receive(peer, key, spec)
+        return self._channel.receive(peer, key, spec, target)
 
     def _run_weight(self) -> None:
-        microbatch, chunk = self._pending_weights.popleft()
-        self._stores[chunk].run(microbatch)
+        weight_pass = self._pending_weights.popleft()
+        with self._span(RecordKind.WEIGHT, weight_pass):
+            self._stores[weight_pass.chunk].run(weight_pass.microbatch)
+
+    @contextlib.contextmanager
+    def _span(self, kind: RecordKind, own: Pass) -> Iterator[None]:
+        """Announce a pass to the observer."""
+        if self._observer is not None:
+            self._observer.begin(kind, own.chunk, own.microbatch)
+        yield
+        if self._observer is not None:
+            self._observer.end(kind)
 
     def _end_of_forward(self) -> None:
         """Compare what the forward rank has sent with what has arrived, and take over its random states."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatronapp_common.names import ExitCode
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.data.microbatches import DataIterators, MicrobatchSource, StepFeed
 from megatronapp_trainer.errors import TransferError
@@ -16,9 +17,11 @@ from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import StepSummary, send_summary
 from megatronapp_trainer.fbd.channels.weights import receive_weights
 from megatronapp_trainer.fbd.forward_passes import ForwardOutput, run_forward
-from megatronapp_trainer.fbd.graph.shipments import ShipmentSender
-from megatronapp_trainer.fbd.orders import Pass, forward_order, places
+from megatronapp_trainer.fbd.graph.shipments import ShipmentSender, shipped_pass
+from megatronapp_trainer.fbd.orders import Pass, backward_order, forward_order, places
 from megatronapp_trainer.fbd.stage import Stage
+from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import untouched_training
@@ -34,6 +37,8 @@ class Replica:
     states: dict[str, object]
     """Random states with which its next forward pass begins."""
     credits: int = 0
+    credited: Iterator[Pass] = dataclasses.field(default_factory=lambda: iter(()))
+    """Backward passes of the step, in the order of their credits, for which none has arrived."""
 
 
 class ForwardRank:
@@ -47,6 +52,8 @@ class ForwardRank:
         replicas: list[Replica],
         senders: list[ShipmentSender],
         *,
+        iteration: int,
+        observer: StepObserver | None,
         stop_requested: Callable[[], bool],
     ) -> None:
         """Take a run without optimizer, and a sender of saved tensors for each of its chunks."""
@@ -56,9 +63,16 @@ class ForwardRank:
         self._channel = channel
         self._replicas = replicas
         self._senders = senders
+        self._iteration = iteration
+        self._observer = observer
         self._stop_requested = stop_requested
         self._source: MicrobatchSource = self._family.batch_source(run.config, run.layout, run.device)
         self._step = 0
+
+    def close(self) -> None:
+        """End the records of the observer."""
+        if self._observer is not None:
+            self._observer.close()
 
     def serve(self) -> ExitCode:
         """Do what the backward ranks command, until they end the training; returns their exit code.
@@ -72,7 +86,7 @@ class ForwardRank:
                 if order.sends_weights:
                     receive_weights(self._channel, self._replicas[0].partner, self._run.state.chunks, self._step)
                 if order.command is Command.TRAIN:
-                    self._train(order.num_microbatches)
+                    self._run_step(order.num_microbatches)
                 else:
                     self._evaluate(order)
         except BaseException:
@@ -90,21 +104,32 @@ class ForwardRank:
             )
         return orders[0]
 
+    def _run_step(self, num_microbatches: int) -> None:
+        if self._observer is None:
+            self._train(num_microbatches)
+            return
+        self._observer.step_begin(self._iteration)
+        self._train(num_microbatches)
+        self._observer.step_end(None)
+        self._iteration += 1
+
     def _train(self, num_microbatches: int) -> None:
         self._channel.sent.clear()
+        placement, rank = self._stage.placement, self._stage.rank
         feeds = [
-            StepFeed(self._source, replica.iterators.train, num_microbatches, observer=None)
+            StepFeed(self._source, replica.iterators.train, num_microbatches, observer=self._observer)
             for replica in self._replicas
         ]
         for replica in self._replicas:
-            replica.credits = places(self._stage.placement, num_microbatches, self._stage.rank)
-        passes = forward_order(self._stage.placement, num_microbatches, self._stage.rank)
+            replica.credits = places(placement, num_microbatches, rank)
+            replica.credited = iter(backward_order(placement, num_microbatches, rank))
+        passes = forward_order(placement, num_microbatches, rank)
         for forward_pass in passes:
             for index, replica in enumerate(self._replicas):
                 self._await_credit(replica)
                 self._run_and_ship(forward_pass, index, feeds[index])
         for replica in self._replicas:
-            for _ in range(min(places(self._stage.placement, num_microbatches, self._stage.rank), len(passes))):
+            for _ in range(min(places(placement, num_microbatches, rank), len(passes))):
                 self._take_credit(replica)
             summary = StepSummary(
                 counts=[(kind, *self._channel.sent.of(replica.partner, kind)) for kind in MessageKind],
@@ -121,15 +146,16 @@ class ForwardRank:
         received = self._received(item, chunk)
         if received is not None:
             received.requires_grad_()
+        batch = feed.take(chunk, microbatch)
         sender = self._senders[chunk]
+        if self._observer is not None:
+            self._observer.begin(RecordKind.FORWARD, chunk, item)
         with self._states_of(replica), sender.shipping(replica.partner, self._step, microbatch):
             result = run_forward(
-                self._family,
-                self._run.state.chunks[chunk],
-                feed.take(chunk, microbatch),
-                received,
-                is_last_stage=self._stage.is_last(chunk),
+                self._family, self._run.state.chunks[chunk], batch, received, is_last_stage=self._stage.is_last(chunk)
             )
+        if self._observer is not None:
+            self._observer.end(RecordKind.FORWARD)
         self._pass_on(result, replica, item, chunk)
 
     def _evaluate(self, order: Order) -> None:
@@ -144,7 +170,7 @@ class ForwardRank:
             for iterator in splits
             if iterator is not None
         ]
-        with torch.no_grad(), untouched_training(self._run):
+        with torch.no_grad(), untouched_training(self._run), self._channel.unobserved():
             for microbatch, chunk in forward_order(self._stage.placement, order.num_microbatches, self._stage.rank):
                 for index, replica in enumerate(self._replicas):
                     item = microbatch * len(self._replicas) + index
@@ -162,16 +188,19 @@ class ForwardRank:
         if self._stage.is_first(chunk):
             return None
         key = MessageKey(MessageKind.ACTIVATION, self._step, item, self._stage.placement.stage(self._stage.rank, chunk))
-        return self._channel.receive_activation(self._stage.previous, key)
+        target = PassKey(RecordKind.FORWARD, chunk, item)
+        return self._channel.receive(self._stage.previous, key, self._channel.activation, target)
 
     def _pass_on(self, result: ForwardOutput, replica: Replica, item: int, chunk: int) -> None:
         if result.report is not None:
-            key = MessageKey(MessageKind.REPORT, self._step, item // len(self._replicas))
-            self._channel.send(replica.partner, key, result.report)
+            microbatch = item // len(self._replicas)
+            key = MessageKey(MessageKind.REPORT, self._step, microbatch)
+            self._channel.send(replica.partner, key, result.report, shipped_pass(microbatch, chunk))
             return
         stage = self._stage.placement.stage(self._stage.rank, chunk)
         key = MessageKey(MessageKind.ACTIVATION, self._step, item, stage + 1)
-        self._channel.send(self._stage.following, key, result.output)
+        _, target = self._stage.placement.holder(stage + 1)
+        self._channel.send(self._stage.following, key, result.output, PassKey(RecordKind.FORWARD, target, item))
 
     def _await_credit(self, replica: Replica) -> None:
         while not replica.credits:
@@ -179,7 +208,9 @@ class ForwardRank:
         replica.credits -= 1
 
     def _take_credit(self, replica: Replica) -> None:
-        order = Order.unpack(self._channel.next_number(replica.partner))
+        ended = next(replica.credited)
+        target = PassKey(RecordKind.BACKWARD, ended.chunk, ended.microbatch)
+        order = Order.unpack(self._channel.next_number(replica.partner, target))
         if order.command is not Command.CREDIT:
             raise TransferError(
                 f"step {self._step}: rank {replica.partner} commands {order} before the step has ended; it must give a "

@@ -20,7 +20,6 @@ from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import DataIterators, chunks_that_need_data
-from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.fbd.backward_schedule import BackwardSchedule
 from megatronapp_trainer.fbd.channels.channel import Channel, ChannelPlan
@@ -42,13 +41,14 @@ from megatronapp_trainer.parallel.worlds import shared_store
 from megatronapp_trainer.pipeline.planning.tasks import Placement
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec, shared_memory_directory
-from megatronapp_trainer.training.build import TrainingRun, build_iterators, build_run
+from megatronapp_trainer.training.build import TrainingRun, build_iterators, observe_megatron
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
     """Place in the data and random states at which a training begins; from a backward rank to its forward rank."""
 
+    iteration: int
     consumed_samples: int
     order_samples: int | None
     states: dict[str, object]
@@ -71,6 +71,7 @@ def begin_backward(run: TrainingRun) -> DataIterators:
     exchange.put(
         "start",
         Start(
+            iteration=state.iteration,
             consumed_samples=state.consumed_samples,
             order_samples=state.order_samples,
             states=random_states.capture(),
@@ -99,9 +100,11 @@ def build_backward_schedule(
         with _fork_rng():
             graph = BackwardGraph(module.module, _program(run, stage, chunk, module), _example_input(run, stage, chunk))
         graph.saved.refuse_other(hello.saved[chunk], rank=partner)
-        layouts.append(shipment_layout(graph.saved, graph.region_states))
+        layouts.append(shipment_layout(graph.saved, graph.region_states, ends_with_report=stage.is_last(chunk)))
         receivers.append(ShipmentReceiver(graph, layouts[-1], chunk=chunk))
-    channel = _connect(run, stage, layouts)
+    channel = _connect(run, stage, layouts, observer)
+    if observer is not None:
+        observe_megatron(run, observer)
     sends_weights = _world(layout).partners(partner)[0] == layout.global_rank
     context = ScheduleContext(
         config=config,
@@ -118,14 +121,19 @@ def build_backward_schedule(
 
 
 def build_forward_rank(
-    config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, stop_requested: Callable[[], bool]
+    run: TrainingRun,
+    open_observer: Callable[[TrainingRun], StepObserver | None],
+    *,
+    stop_requested: Callable[[], bool],
 ) -> ForwardRank:
-    """Build a forward rank and connect it to its backward ranks, whose weights it gets with the first command.
+    """Connect a forward rank to its backward ranks, whose weights it gets with the first command.
+
+    `open_observer` opens the observer of the run once it is known where the training begins.
 
     Raises:
         PeerLostError: a rank did not connect.
     """
-    run = build_run(config, layout, device, vocab_size=vocab_size, drawn=False)
+    config, layout, device = run.config, run.layout, run.device
     stage, exchange, world = _stage(layout), _exchange(layout), _world(layout)
     with _fork_rng():
         learned = [
@@ -146,16 +154,30 @@ def build_forward_rank(
             saved=tuple(saved for saved, _ in learned),
         ),
     )
-    layouts = [shipment_layout(saved, states) for saved, states in learned]
-    channel = _connect(run, stage, layouts)
+    layouts = [
+        shipment_layout(saved, states, ends_with_report=stage.is_last(chunk))
+        for chunk, (saved, states) in enumerate(learned)
+    ]
+    run.state.iteration, run.state.consumed_samples = starts[0].iteration, starts[0].consumed_samples
+    observer = open_observer(run)
+    channel = _connect(run, stage, layouts, observer)
     senders = [
         ShipmentSender(channel, ForwardRecorder(module, saved), layouts[chunk], chunk=chunk, device=device.torch_device)
         for chunk, (module, (saved, _)) in enumerate(zip(run.state.chunks, learned, strict=True))
     ]
-    return ForwardRank(run, stage, channel, replicas, senders, stop_requested=stop_requested)
+    return ForwardRank(
+        run,
+        stage,
+        channel,
+        replicas,
+        senders,
+        iteration=starts[0].iteration,
+        observer=observer,
+        stop_requested=stop_requested,
+    )
 
 
-def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout]) -> Channel:
+def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout], observer: StepObserver | None) -> Channel:
     config, layout, exchange, world = run.config, run.layout, _exchange(run.layout), _world(run.layout)
     if layout.global_rank == 0:
         exchange.put("job", os.environ.get(Env.JOB_UID) or secrets.token_hex(16))
@@ -177,7 +199,7 @@ def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout]) -> C
         device=torch.cuda.current_device() if run.device.is_cuda else None,
         threads=config.dpp.threads,
     )
-    return Channel(plan)
+    return Channel(plan, None if observer is None else observer.transfers)
 
 
 def _require_shared_memory(layout: Layout, exchange: StartExchange, peers: set[int]) -> None:

@@ -37,11 +37,11 @@ class StepMetrics:
     """True if the optimizer refused the update."""
 
 
-class StepObserver(StepBoundary[int, StepMetrics], Protocol):
+class StepObserver(StepBoundary[int, StepMetrics | None], Protocol):
     """Observer of one rank's training loop, called on its thread.
 
     ``step_begin`` gets the number of the iteration, counted from 0 over the whole job; ``step_end`` the figures of the
-    step, the optimizer's update included, on every rank.
+    step, the optimizer's update included; None on a rank that only runs forward passes.
 
     Made by ``scan.start(RunContext)``, collectively, once groups, model and optimizer exist. ``begin`` and ``end``
     delimit DATA, FORWARD, BACKWARD, WEIGHT, GRAD_REDUCE, PARAM_GATHER, EMBED_REDUCE, GRAD_NORM, OPTIMIZER, LOSS_REDUCE,

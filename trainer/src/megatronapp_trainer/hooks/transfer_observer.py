@@ -46,3 +46,6 @@ class TransferObserver(Protocol):
 
     def arrived(self, target: PassKey, copy: ObservedCopy) -> None:
         """Note that a message is handed out."""
+
+    def take(self, target: PassKey) -> None:
+        """Note that the message of a pass is used, which ends the wait for it; a pass that begins takes its own."""

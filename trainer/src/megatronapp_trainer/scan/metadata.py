@@ -30,10 +30,7 @@ class Communicator:
     slot: int
     kind: str
     members: tuple[int, ...]
-
-    def named_by(self, layout: Layout) -> "Communicator":
-        """Return it with the launcher's numbers of its members, which are ranks of this rank's role."""
-        return dataclasses.replace(self, members=tuple(layout.global_rank_of(rank) for rank in self.members))
+    """The launcher's numbers of ranks."""
 
 
 def directed_pairs(layout: Layout) -> list[tuple[int, int]]:
@@ -48,11 +45,23 @@ def directed_pairs(layout: Layout) -> list[tuple[int, int]]:
 
 
 def communicators(layout: Layout, groups: Mapping[str, Iterable[int]]) -> list[Communicator]:
-    """Return the table: directed pairs first, then the groups that have more than one member."""
-    members: list[tuple[str, tuple[int, ...]]] = [("p2p", pair) for pair in directed_pairs(layout)]
-    members += [(kind, tuple(ranks)) for kind, ranks in groups.items()]
+    """Return the table: directed pairs first, then the groups that have more than one member.
+
+    Members have the launcher's numbers; `groups` have ranks of this rank's role.
+    """
+    pairs = [tuple(layout.global_rank_of(rank) for rank in pair) for pair in directed_pairs(layout)]
+    members: list[tuple[str, tuple[int, ...]]] = [("p2p", pair) for pair in pairs + _partner_pairs(layout)]
+    members += [(kind, tuple(layout.global_rank_of(rank) for rank in ranks)) for kind, ranks in groups.items()]
     shared = [(kind, ranks) for kind, ranks in members if len(ranks) > 1]
     return [Communicator(slot=slot, kind=kind, members=ranks) for slot, (kind, ranks) in enumerate(shared)]
+
+
+def _partner_pairs(layout: Layout) -> list[tuple[int, ...]]:
+    """Return the pairs of the launcher's numbers between this rank and its partners of the other role, both ways."""
+    if layout.fbd is None:
+        return []
+    own = layout.global_rank
+    return [pair for partner in layout.fbd.partners(own) for pair in ((partner, own), (own, partner))]
 
 
 def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cost_ns: float | None) -> bytes:
@@ -86,7 +95,7 @@ def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cos
             "dp": layout.data_rank,
             "pp": layout.pipeline_rank,
         },
-        "comms": [dataclasses.asdict(communicator.named_by(layout)) for communicator in table],
+        "comms": [dataclasses.asdict(communicator) for communicator in table],
         "device": context.device_name,
         "totalIterations": config.training.train_iters,
         "numMicrobatches": context.num_microbatches,

@@ -76,8 +76,8 @@ class ScanObserver:
         self._layout = layout
         self._spans = SpanWriter(recorder, table)
         pairs = {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"}
-        self._peers = PeerCounters(layout.rank, pairs)
-        self.transfers = TaskTransfers(layout.rank, pairs, recorder=recorder, withheld_ns=self._withhold_ns)
+        self._peers = PeerCounters(layout.global_rank, pairs)
+        self.transfers = TaskTransfers(layout.global_rank, pairs, recorder=recorder, withheld_ns=self._withhold_ns)
         self._plan = plan
         self._control = control
         self._stall = stall
@@ -96,12 +96,12 @@ class ScanObserver:
         self._spans.begin_step(step)
         self._spans.begin(RecordKind.STEP, 0, NO_MICROBATCH)
 
-    def step_end(self, metrics: StepMetrics) -> None:
-        """A loop iteration has ended. The reporting rank alone writes its samples."""
-        if self._layout.is_reporter:
+    def step_end(self, metrics: StepMetrics | None) -> None:
+        """A loop iteration has ended. The reporting rank alone writes its samples; a forward rank has none."""
+        if metrics is not None and self._layout.is_reporter:
             for metric, value in _samples(metrics):
                 self._recorder.metric(metric, value)
-        self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if metrics.skipped else 0)
+        self._spans.end(RecordKind.STEP, Flag.SKIPPED_UPDATE if metrics is not None and metrics.skipped else 0)
         self._recorder.ring.clock_pair()
 
     def begin(self, kind: RecordKind, chunk: int, microbatch: int, *, early: bool = False) -> None:
@@ -137,8 +137,8 @@ class ScanObserver:
         return Flag.INJECTED
 
     def _withhold_ns(self, source: int) -> int:
-        """Return for how long a fault withholds a message of a rank of this rank's role."""
-        return self._plan.withhold_ns(self._layout.global_rank_of(source))
+        """Return for how long a fault withholds a message of a rank."""
+        return self._plan.withhold_ns(source)
 
     def _withhold(self, source: int) -> bool:
         stall_ns = self._withhold_ns(source)

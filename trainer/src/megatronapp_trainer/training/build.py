@@ -90,7 +90,7 @@ def build_schedule(
     report: Callable[[str], None] | None = None,
     publish_plan: Callable[[PlanReport], None] | None = None,
 ) -> PipelineSchedule:
-    """Create the pipeline schedule of a run; the only place that connects an observer's timers and transport.
+    """Create the pipeline schedule of a run, and connect the timers and the transport of an observer.
 
     `report` takes a line of text for the log, `publish_plan` the plan of later steps; None on ranks that do not report.
     """
@@ -106,13 +106,9 @@ def build_schedule(
         from megatronapp_trainer.pipeline.megatron_transport import MegatronTransport
 
         transport = MegatronTransport(parallel_state.get_pipeline_model_parallel_group(), run.core_config)
-    observed_transport, optimizer = transport, run.state.optimizer
+    observed_transport = transport
     if observer is not None:
-        timers = ObserverTimers(observer)
-        run.core_config.timers = timers
-        if optimizer is not None:
-            optimizer.config.timers = timers
-            optimizer.get_grad_norm = timers.timed(RecordKind.GRAD_NORM, optimizer.get_grad_norm)
+        observe_megatron(run, observer)
         if transport is not None:
             observed_transport = observer.wrap_transport(transport)
     context = ScheduleContext(
@@ -120,7 +116,7 @@ def build_schedule(
         layout=run.layout,
         core_config=run.core_config,
         chunks=run.state.chunks,
-        optimizer=optimizer,
+        optimizer=run.state.optimizer,
         transport=observed_transport,
         evaluation_transport=transport,
         family=model_family(run.config),
@@ -129,6 +125,15 @@ def build_schedule(
         publish_plan=publish_plan,
     )
     return create_schedule(run.config.schedule, context)
+
+
+def observe_megatron(run: TrainingRun, observer: StepObserver) -> None:
+    """Let megatron-core's timers of a run announce their spans to an observer."""
+    timers, optimizer = ObserverTimers(observer), run.state.optimizer
+    run.core_config.timers = timers
+    if optimizer is not None:
+        optimizer.config.timers = timers
+        optimizer.get_grad_norm = timers.timed(RecordKind.GRAD_NORM, optimizer.get_grad_norm)
 
 
 def vocab_size_of(config: TrainerConfig) -> int:

@@ -19,10 +19,10 @@ def name(subject: VerdictSubject, layout: JobLayout) -> str:
         return f"Worker {subject.worker} on node {subject.node} ({_ranks(subject.ranks)})"
     at = layout.coordinates[subject.ranks[0]]
     if subject.type is SubjectType.STAGE:
-        return f"Stage {at.pp} ({_ranks(subject.ranks)})"
+        return f"Stage {at.pp} ({_role(subject.ranks[0], layout)}{_ranks(subject.ranks)})"
     if len(subject.ranks) == 1:
-        return f"Rank {subject.ranks[0]} (stage {at.pp}, replica {at.dp}, node {subject.node})"
-    return f"One of {_ranks(subject.ranks)} (stage {at.pp}, replica {at.dp})"
+        return f"{_rank(subject.ranks[0], layout)} (stage {at.pp}, replica {at.dp}, node {subject.node})"
+    return f"One of {_ranks(subject.ranks)} ({_role(subject.ranks[0], layout)}stage {at.pp}, replica {at.dp})"
 
 
 def sentence(
@@ -62,9 +62,19 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return "ranks " + ", ".join(listed[:-1]) + " and " + listed[-1]
 
 
+def _rank(rank: int, layout: JobLayout) -> str:
+    """Name a rank at the start of a sentence, with its role if ranks have roles."""
+    name = f"{_role(rank, layout)}rank {rank}"
+    return name[0].upper() + name[1:]
+
+
+def _role(rank: int, layout: JobLayout) -> str:
+    return f"{layout.roles[rank]} " if layout.roles else ""
+
+
 def hang_sentence(rank: int, victims: tuple[int, ...], silent_s: float, reason: str, layout: JobLayout) -> str:
     """Describe a hanging rank."""
     at = layout.coordinates[rank]
-    place = f"Rank {rank} (stage {at.pp}, replica {at.dp}, node {layout.nodes[rank]})"
+    place = f"{_rank(rank, layout)} (stage {at.pp}, replica {at.dp}, node {layout.nodes[rank]})"
     waiting = f" {_ranks(victims)[0].upper()}{_ranks(victims)[1:]} only wait for it." if victims else ""
     return f"{place} hangs: no progress for {silent_s:.0f} s; {reason}.{waiting}"

@@ -55,8 +55,8 @@ def _sums(records: RankRecords, chosen: NDArray[np.bool_], seconds: NDArray[Any]
 def stage_groups(layout: JobLayout) -> list[NDArray[np.int64]]:
     """Return the ranks of each pipeline stage: they do the same work."""
     stages: dict[int, list[int]] = {}
-    for rank, place in enumerate(layout.coordinates):
-        stages.setdefault(place.pp, []).append(rank)
+    for rank, stage in enumerate(layout.stages):
+        stages.setdefault(stage, []).append(rank)
     return [np.array(ranks) for _, ranks in sorted(stages.items())]
 
 

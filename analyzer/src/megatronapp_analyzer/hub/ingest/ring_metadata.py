@@ -7,7 +7,7 @@ from typing import Any
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.model import Communicator, JobLayout
 from megatronapp_common.errors import TopologyError
-from megatronapp_common.topology import Coordinates, Topology
+from megatronapp_common.topology import Coordinates, RankRole, Topology
 
 COORDINATES = ("tp", "cp", "ep", "dp", "pp")
 MAX_WORLD = 65536
@@ -25,6 +25,8 @@ class RankRing:
     worker: int
     node: str
     world: int
+    role: RankRole
+    """Passes of the rank; FORWARD and BACKWARD with MegaFBD."""
     layout: Mapping[str, int]
     coordinates: Coordinates
     comms: Mapping[int, Communicator]
@@ -69,6 +71,7 @@ def parse_ring(attempt: int, header: Mapping[str, Any]) -> RankRing:
             worker=int(header["worker"]),
             node=str(metadata["node"]),
             world=int(metadata["world"]),
+            role=RankRole(str(metadata.get("role", RankRole.ALL))),
             layout={str(name): int(size or 1) for name, size in metadata["layout"].items()},
             coordinates=Coordinates(**{name: int(metadata["coordinates"][name]) for name in COORDINATES}),
             comms=_comms(metadata["comms"]),
@@ -93,11 +96,12 @@ def build_layout(rings: Mapping[int, RankRing], *, partial: bool = False) -> Job
     """
     if not rings:
         return None
-    first = next(iter(rings.values()))
+    # Sizes of backward ranks are those of the training.
+    first = max(rings.values(), key=lambda ring: ring.role is RankRole.BACKWARD)
     sizes, ranks = first.layout, range(first.world)
     places = {rank: ring.coordinates for rank, ring in rings.items()}
     if len(rings) < first.world:
-        usual = _usual_places(first)
+        usual = _usual_places(first) if first.role is RankRole.ALL else {}
         if not partial or any(usual.get(rank) != place for rank, place in places.items()):
             return None
         places = usual
@@ -112,6 +116,7 @@ def build_layout(rings: Mapping[int, RankRing], *, partial: bool = False) -> Job
         workers=tuple(rings[rank].worker if rank in rings else NOWHERE for rank in ranks),
         nodes=tuple(rings[rank].node if rank in rings else "" for rank in ranks),
         is_vee=sizes.get("vee", 0) == 1,
+        roles=() if first.role is RankRole.ALL else tuple(rings[rank].role for rank in ranks),
     )
 
 

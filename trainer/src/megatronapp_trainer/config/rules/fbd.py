@@ -15,11 +15,6 @@ def not_yet(config: TrainerConfig) -> Iterator[str]:
         "--ignore-forward-tensor-parallel is not built yet: a backward rank has a forward rank of its own, or shares "
         "one with other replicas (--fbd-backward-per-forward); leave it out",
     )
-    yield from require(
-        not (config.fbd.enabled and config.logging.trace),
-        f"--trace cannot be combined with {_SWITCH} yet: forward and backward ranks record no spans; leave one of them "
-        "out",
-    )
 
 
 def fbd_problems(config: TrainerConfig) -> Iterator[str]:

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
 from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder
 from megatronapp_trainer.fbd.graph.region_states import RegionStates
 from megatronapp_trainer.fbd.graph.saved_tensors import SavedTensors
+from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 
 ALIGNMENT = 64
@@ -35,9 +37,16 @@ class ShipmentLayout:
     """Bytes by segment."""
     state_places: tuple[tuple[int, int], ...]
     """Offset in the last shipment, and bytes, of each state."""
+    ends_with_report: bool
+    """True for a chunk whose report of the loss is sent after its shipments."""
+
+    def announced(self, shipment: int, microbatch: int, chunk: int) -> PassKey | None:
+        """Return the pass that is complete with a shipment, for traces; None if more of it follows."""
+        is_last = shipment == len(self.sizes) - 1 and not self.ends_with_report
+        return shipped_pass(microbatch, chunk) if is_last else None
 
 
-def shipment_layout(saved: SavedTensors, states: Sequence[RegionStates]) -> ShipmentLayout:
+def shipment_layout(saved: SavedTensors, states: Sequence[RegionStates], *, ends_with_report: bool) -> ShipmentLayout:
     """Distribute the segments of a pass: whole groups in order, as many together as the largest group has bytes."""
     groups = range(1 + max(saved.groups, default=0))
     group_bytes = [
@@ -66,7 +75,9 @@ def shipment_layout(saved: SavedTensors, states: Sequence[RegionStates]) -> Ship
         state_places.append((ends[-1], size))
         ends[-1] += _aligned(size)
     lengths = tuple(segment.bytes for segment in saved.segments)
-    return ShipmentLayout(tuple(sizes), tuple(last_groups), tuple(places), lengths, tuple(state_places))
+    return ShipmentLayout(
+        tuple(sizes), tuple(last_groups), tuple(places), lengths, tuple(state_places), ends_with_report
+    )
 
 
 class ShipmentSender:
@@ -80,7 +91,6 @@ class ShipmentSender:
         self._layout = layout
         self._chunk = chunk
         self._device = device
-        self._segments_of: list[list[int]] = []
 
     @contextlib.contextmanager
     def shipping(self, partner: int, step: int, microbatch: int) -> Iterator[None]:
@@ -119,7 +129,7 @@ class ShipmentSender:
 
     def _send(self, partner: int, step: int, microbatch: int, shipment: int, buffer: torch.Tensor) -> None:
         key = MessageKey(MessageKind.SAVED, step, microbatch, self._chunk, shipment)
-        self._channel.send(partner, key, buffer)
+        self._channel.send(partner, key, buffer, self._layout.announced(shipment, microbatch, self._chunk))
 
 
 class ShipmentReceiver:
@@ -131,10 +141,15 @@ class ShipmentReceiver:
         self._chunk = chunk
         self._shipments: list[torch.Tensor] = []
 
-    def messages(self, step: int, microbatch: int) -> list[tuple[MessageKey, TensorSpec]]:
-        """Return keys and forms of the shipments of a pass, in order."""
+    def messages(self, step: int, microbatch: int) -> list[tuple[MessageKey, TensorSpec, PassKey | None]]:
+        """Return keys and forms of the shipments of a pass, in order; with the last one the pass."""
+        key = MessageKey(MessageKind.SAVED, step, microbatch, self._chunk)
         return [
-            (MessageKey(MessageKind.SAVED, step, microbatch, self._chunk, shipment), TensorSpec((size,), torch.uint8))
+            (
+                key._replace(part=shipment),
+                TensorSpec((size,), torch.uint8),
+                self._layout.announced(shipment, microbatch, self._chunk),
+            )
             for shipment, size in enumerate(self._layout.sizes)
         ]
 
@@ -154,6 +169,11 @@ class ShipmentReceiver:
     def _states(self, shipment: torch.Tensor) -> list[RegionStates]:
         values = iter([shipment[start : start + size].clone().cpu() for start, size in self._layout.state_places])
         return [region.replaced([next(values) for _ in region.tensors]) for region in self._graph.region_states]
+
+
+def shipped_pass(microbatch: int, chunk: int) -> PassKey:
+    """Return the forward pass that shipments are of, as traces name it."""
+    return PassKey(RecordKind.FORWARD, chunk, microbatch)
 
 
 def _aligned(size: int) -> int:

@@ -1,0 +1,60 @@
+"""Traces of forward and backward ranks: each pass once, on the rank of its role, and messages of both ends matched."""
+
+import pathlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fbd_tracing import MICROBATCHES, STEPS, traced
+
+from megatronapp_common.trace import RecordKind
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+PP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "replicas"),
+    [(2, "", 1), (4, PP2, 1), (3, "--global-batch-size 8 --fbd-backward-per-forward 2", 2)],
+    ids=["pair", "VPP2", "one-forward-for-two"],
+)
+def test_passes_and_messages_are_recorded_once(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, world: int, flags: str, replicas: int
+) -> None:
+    ranks = traced(run_ranks, world, flags, tmp_path)
+    chunks = 2 if "virtual" in flags else 1
+    assert Counter(metadata["role"] for metadata, _ in ranks) == {
+        "forward": world // (replicas + 1),
+        "backward": world - world // (replicas + 1),
+    }
+    posted: Counter[tuple[Any, ...]] = Counter()
+    copied: Counter[tuple[Any, ...]] = Counter()
+    for metadata, records in ranks:
+        is_forward = metadata["role"] == "forward"
+        own, other = (
+            (RecordKind.FORWARD, RecordKind.BACKWARD) if is_forward else (RecordKind.BACKWARD, RecordKind.FORWARD)
+        )
+        for step in range(STEPS):
+            of_step = records[records["step"] == step]
+            passes = of_step[of_step["kind"] == own]
+            count = MICROBATCHES * (replicas if is_forward else 1)
+            expected = {(chunk, microbatch) for chunk in range(chunks) for microbatch in range(count)}
+            assert len(passes) == len(expected)
+            assert set(zip(passes["chunk"].tolist(), passes["microbatch"].tolist(), strict=True)) == expected
+            assert not (of_step["kind"] == other).any()
+            assert (of_step["kind"] == RecordKind.STEP).sum() == 1
+        members = {comm["slot"]: tuple(comm["members"]) for comm in metadata["comms"]}
+        for kind, found in ((RecordKind.SEND_POST, posted), (RecordKind.COPY, copied)):
+            messages = records[records["kind"] == kind]
+            assert all(metadata["rank"] in members[slot] for slot in messages["comm"].tolist())
+            found.update(
+                (members[slot], step, ordinal)
+                for slot, step, ordinal in zip(
+                    messages["comm"].tolist(), messages["step"].tolist(), messages["ordinal"].tolist(), strict=True
+                )
+            )
+    assert posted == copied
+    assert set(posted.values()) == {1}
