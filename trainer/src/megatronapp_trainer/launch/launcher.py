@@ -10,6 +10,7 @@ import pathlib
 import signal
 import socket
 import sys
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from megatronapp_common.web.tokens import TokenRole, derive_token, read_secret
 from megatronapp_trainer.errors import RendezvousError, StoppedError, TrainerError
 from megatronapp_trainer.launch.config import address
 from megatronapp_trainer.launch.config.interface import WorkerAddress, find_worker_address
+from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 from megatronapp_trainer.launch.config.settings import LauncherSettings
 from megatronapp_trainer.launch.preflight import reachability
 from megatronapp_trainer.launch.preflight import run as preflight
@@ -201,15 +203,30 @@ class Launcher:
         if settings.preflight is None:
             return None
         self._status.phase = GangPhase.PREFLIGHT
-        check = preflight.run_preflight(
-            settings.preflight,
-            gang.briefing,
-            uid=settings.uid,
-            index=settings.index,
-            place=place,
-            shm=settings.shm_dir,
-        )
+        check = self._preflight(settings.preflight, gang.briefing, place)
         return await preflight.until_notice(gang, asyncio.create_task(check))
+
+    async def _preflight(
+        self, requirements: PreflightRequirements, briefing: Briefing, place: WorkerAddress
+    ) -> LauncherOutcome | None:
+        settings, table, begun = self._settings, briefing.table, time.monotonic()
+        result = await preflight.run_preflight(
+            requirements, briefing, uid=settings.uid, index=settings.index, place=place, shm=settings.shm_dir
+        )
+        if result is not None or "--use-dpp" not in self._arguments:
+            return result
+        environments = {
+            rank: self._environment(table, local_rank, place)
+            for local_rank, rank in enumerate(table.worker(settings.index).ranks)
+        }
+        return await preflight.try_paths(
+            max(1.0, requirements.timeout_s - (time.monotonic() - begun)),
+            briefing,
+            index=settings.index,
+            environments=environments,
+            arguments=self._arguments,
+            folder=settings.run_dir,
+        )
 
     async def _supervise(self, gang: GangConnection, place: WorkerAddress) -> LauncherOutcome:
         settings, table = self._settings, gang.briefing.table
@@ -238,7 +255,13 @@ class Launcher:
     def _start_rank(self, table: RankTable, local_rank: int, place: WorkerAddress) -> RankProcess:
         rank = table.worker(self._settings.index).ranks[local_rank]
         path = self._settings.run_dir / f"rank-{rank}.log"
-        environment = rank_environment(
+        environment = self._environment(table, local_rank, place)
+        command = [sys.executable, *self._options.program, *self._arguments]
+        pid = process.spawn(command, environment=environment, log=path)
+        return RankProcess(rank=rank, local_rank=local_rank, pid=pid, log=path)
+
+    def _environment(self, table: RankTable, local_rank: int, place: WorkerAddress) -> dict[str, str]:
+        return rank_environment(
             os.environ,
             table,
             worker=self._settings.index,
@@ -246,9 +269,6 @@ class Launcher:
             place=place,
             arguments=self._arguments,
         )
-        command = [sys.executable, *self._options.program, *self._arguments]
-        pid = process.spawn(command, environment=environment, log=path)
-        return RankProcess(rank=rank, local_rank=local_rank, pid=pid, log=path)
 
 
 def _token(secret_file: pathlib.Path | None, role: TokenRole) -> str:

@@ -2,11 +2,13 @@
 
 import asyncio
 import pathlib
+from collections.abc import Mapping, Sequence
 
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.launch.config.interface import WorkerAddress
 from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 from megatronapp_trainer.launch.preflight.machine import find_faults
+from megatronapp_trainer.launch.preflight.paths import find_broken_paths
 from megatronapp_trainer.launch.preflight.reachability import find_unreached
 from megatronapp_trainer.launch.ranks.failure_cause import judge
 from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome, failed
@@ -36,6 +38,28 @@ async def run_preflight(
         message = f"{own} does not reach {'; '.join(unreached)}"
         return LauncherOutcome(code=ExitCode.RENDEZVOUS, reason=REASON, message=message)
     return None
+
+
+async def try_paths(
+    timeout_s: float,
+    briefing: Briefing,
+    *,
+    index: int,
+    environments: Mapping[int, Mapping[str, str]],
+    arguments: Sequence[str],
+    folder: pathlib.Path,
+) -> LauncherOutcome | None:
+    """Return why the ranks of a MegaDPP job would not reach each other, or None.
+
+    An error in the flags, or too little shared memory, is that of the job; any other error is one of the network.
+    """
+    found = await find_broken_paths(environments, arguments, folder=folder, timeout_s=timeout_s)
+    if found is None:
+        return None
+    code, reason = found
+    own = f"worker {index} on node {briefing.table.worker(index).node}"
+    given = ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.RENDEZVOUS
+    return LauncherOutcome(code=given, reason=REASON, message=f"{own}: {reason}")
 
 
 async def until_notice(gang: GangConnection, check: "asyncio.Task[LauncherOutcome | None]") -> LauncherOutcome | None:

@@ -214,6 +214,11 @@ def inboxes_of(config: TrainerConfig, layout: Layout, plan: DppPlan) -> Inboxes:
         pipeline=pipeline_ranks(),
         tensor=dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
     )
+    return inboxes_at(config, layout, plan, addresses)
+
+
+def inboxes_at(config: TrainerConfig, layout: Layout, plan: DppPlan, addresses: TaskAddresses) -> Inboxes:
+    """Return the inboxes of this rank for a plan, with the ranks of its pipeline and tensor group."""
     length = config.model.seq_length // layout.context_size
     if config.parallel.sequence_parallel:
         length //= layout.tensor_size
