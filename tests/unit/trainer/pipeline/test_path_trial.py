@@ -1,8 +1,9 @@
 """The preflight of real launchers tries the paths of a MegaDPP job with real processes."""
 
+import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from launchers import Gang
@@ -40,34 +41,64 @@ def test_ranks_with_common_memory_are_tried_through_it(gang: Gang) -> None:
     assert list(gang.shm.iterdir()) == []
 
 
-def start_apart(gang: Gang, actions: dict[int, str], **variables: str) -> None:
-    """Start launchers whose ranks share no memory, at the only address that an interface has everywhere."""
-    gang.coordinator = gang.coordinator.replace("127.0.0.2", "127.0.0.1")
-    each = [{"SHM_DIR": str(gang.shm / str(index)), "ADDRESS": "127.0.0.1"} for index in range(2)]
-    for own in each:
-        pathlib.Path(own["SHM_DIR"]).mkdir()
-    gang.start(actions, each=each, base=variables, PREFLIGHT=PREFLIGHT)
+def start_apart(gang: Gang, actions: dict[int, str], each: Sequence[dict[str, str]], **variables: str) -> None:
+    """Start launchers whose ranks share no memory."""
+    folders = [gang.shm / str(index) for index in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    own = [{**given, "SHM_DIR": str(folder)} for given, folder in zip(each, folders, strict=True)]
+    gang.start(actions, each=own, base=variables, PREFLIGHT=PREFLIGHT)
 
 
-def test_ranks_without_common_memory_are_tried_over_ucx(gang: Gang) -> None:
-    start_apart(gang, dict.fromkeys(range(2), "finish"))
+def refusal(gang: Gang) -> str:
+    """Message of the first worker that ended for its own reason; no rank has started."""
+    codes = [worker.end() for worker in gang.workers]
+    record = gang.workers[codes.index(ExitCode.USAGE)].record()
+    assert record["reason"] == "PreflightFailed"
+    assert not list(gang.tmp.glob("worker-*/state-*"))
+    message: str = record["message"]
+    return message
+
+
+ATTACHED = json.dumps(
+    [
+        {"name": "cluster", "interface": "eth0", "ips": ["10.0.0.7"], "default": True},
+        {"name": "fabric/a", "interface": "lo", "ips": ["127.0.0.1"]},
+    ]
+)
+"""A pod's annotation of Multus. The pods' own addresses, 127.0.0.2 and 127.0.0.3, are of no interface."""
+
+
+@pytest.mark.full("sources of an address", but=("multus",))
+@pytest.mark.parametrize("found_by", [{"NETWORK_STATUS": ATTACHED}, {"INTERFACE": "l[o]"}], ids=["multus", "interface"])
+def test_ranks_without_common_memory_are_tried_over_ucx_at_their_addresses(
+    gang: Gang, found_by: dict[str, str]
+) -> None:
+    gang.arguments += ["--node-ips", "127.0.0.1,127.0.0.1"]
+    start_apart(gang, dict.fromkeys(range(2), "finish"), [found_by, found_by])
     gang.go()
     assert [worker.end() for worker in gang.workers] == [ExitCode.OK, ExitCode.OK]
     assert paths(gang) == {"rank 0 to rank 1: UCX", "rank 1 to rank 0: UCX"}
 
 
-def test_a_path_that_fails_is_named_before_a_rank_starts(gang: Gang) -> None:
-    start_apart(gang, {}, MEGATRONAPP_UCX_LIBRARY="/nonexistent/libucp.so.0")
-    codes = [worker.end() for worker in gang.workers]
-    record = gang.workers[codes.index(ExitCode.USAGE)].record()
-    assert record["reason"] == "PreflightFailed"
-    assert "has no path of MegaDPP: rank 0 has no path to ranks on other nodes: UCX cannot be" in record["message"]
-    assert not list(gang.tmp.glob("worker-*/state-*")), "no rank has started"
+def test_addresses_of_no_interface_are_named_before_a_rank_starts(gang: Gang) -> None:
+    start_apart(gang, {}, [{}, {}])
+    assert "has no path of MegaDPP: rank 0 has no path to ranks on other nodes: no network interface" in refusal(gang)
+
+
+def test_node_ips_are_compared_with_the_rank_table_before_a_rank_starts(gang: Gang) -> None:
+    gang.arguments += ["--node-ips", "127.0.0.2,127.0.0.1"]
+    start_apart(gang, {}, [{"NETWORK_STATUS": ATTACHED}, {}])
+    assert "rank 0 is at 127.0.0.1, not at 127.0.0.2; leave it out, or give 127.0.0.1,127.0.0.3" in refusal(gang)
+
+
+def test_a_path_without_ucx_is_named_before_a_rank_starts(gang: Gang) -> None:
+    found_by = {"NETWORK_STATUS": ATTACHED}
+    start_apart(gang, {}, [found_by, found_by], MEGATRONAPP_UCX_LIBRARY="/nonexistent/libucp.so.0")
+    assert "has no path of MegaDPP: rank 0 has no path to ranks on other nodes: UCX cannot be" in refusal(gang)
 
 
 def test_messages_that_do_not_fit_are_named_before_a_rank_starts(gang: Gang) -> None:
     gang.arguments += ["--seq-length", str(1 << 40)]
     gang.start({}, PREFLIGHT=PREFLIGHT)
-    codes = [worker.end() for worker in gang.workers]
-    record = gang.workers[codes.index(ExitCode.USAGE)].record()
-    assert "MiB free, and messages between its 2 ranks need" in record["message"]
+    assert "MiB free, and messages between its 2 ranks need" in refusal(gang)
