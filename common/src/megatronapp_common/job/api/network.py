@@ -40,7 +40,8 @@ class Rdma(ManifestModel):
 
 
 class Preflight(ManifestModel):
-    """Checks of every worker before its ranks start: GPUs, shared memory, locked memory, links, and its peers."""
+    """Checks of every worker before its ranks start: GPUs, shared memory, locked memory, links, its peers, and with dpp
+    the paths of messages between ranks."""
 
     enabled: bool = False
     """Run the checks; a failed one fails the worker and names its node."""
