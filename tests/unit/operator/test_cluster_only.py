@@ -48,8 +48,9 @@ def test_every_name_is_a_field() -> None:
             "64, or leave it out for 1; in MegatronApp it was the number of elements for each thread",
         ),
         (
-            {"fbd": {"enabled": True}, "procPerNode": 4},
-            "error: spec.fbd.enabled: comes with a later release: this trainer has no MegaFBD yet; leave it out",
+            {"fbd": {"enabled": True, "ignoreForwardTensorParallel": True}, "procPerNode": 4},
+            "error: spec.fbd.ignoreForwardTensorParallel: is not built yet: a backward rank has a forward rank of its "
+            "own, or shares one with other replicas (--fbd-backward-per-forward); leave it out",
         ),
         (
             {"fbd": {"enabled": True, "forward": {}}},
