@@ -57,7 +57,9 @@ class BackwardSchedule:
         connect_gradients(context)
         self._stores = install_split_backward(context.chunks)
         self._stage = stage
-        self._split = stage.placement.ranks > 1
+        # Weight gradients communicate under sequence parallelism, and when they fill a wait depends on the rank: the
+        # ranks of a tensor group would run them in different orders.
+        self._split = stage.placement.ranks > 1 and context.layout.tensor_size == 1
         self._channel = channel
         self._forward_rank = channel.partners[0]
         self._receivers = receivers
