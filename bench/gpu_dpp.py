@@ -230,6 +230,9 @@ class IgnoredTransfers:
     def arrived(self, *_message: object) -> None:
         return None
 
+    def take(self, _target: object) -> None:
+        return None
+
 
 def _recorded_event() -> Any:  # noqa: ANN401 - torch leaves its events untyped
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
