@@ -83,15 +83,15 @@ def install_in_channel(failure: Failure) -> None:
         if step == failure.step + 1 and counts[step] == failure.transfer:  # the first command is number 1
             os.kill(os.getpid(), failure.signal)
 
-    def counted_send(channel: Any, peer: int, key: Any, tensor: Any) -> None:
+    def counted_send(channel: Any, peer: int, key: Any, tensor: Any, target: Any = None) -> None:
         if failure.moment == "computed":
             count(key.step)
-        send(channel, peer, key, tensor)
+        send(channel, peer, key, tensor, target)
         if failure.moment == "sent":
             count(key.step)
 
-    def counted_receive(channel: Any, peer: int, key: Any, spec: Any) -> Any:
-        tensor = receive(channel, peer, key, spec)
+    def counted_receive(channel: Any, peer: int, key: Any, spec: Any, target: Any = None) -> Any:
+        tensor = receive(channel, peer, key, spec, target)
         if failure.moment == "received":
             count(key.step)
         return tensor

@@ -1,4 +1,4 @@
-"""Shared memory as operator and admission compute it from a manifest is what the ranks of a worker take."""
+"""Shared memory as the operator computes it from a manifest is what the ranks of a worker take."""
 
 import math
 from typing import Any
@@ -109,19 +109,6 @@ def taken_bytes(job: MegatronJob, monkeypatch: pytest.MonkeyPatch) -> int:
     return next(iter(sums.values()))
 
 
-def accepted(job: MegatronJob, shm: int | None = None, memory: int | None = None) -> bool:
-    """Return True if admission takes the job with a size of shared memory, or a memory limit."""
-    document = job.model_dump(by_alias=True, exclude_none=True)
-    document["spec"] |= {} if shm is None else {"shm": {"sizeLimit": shm}}
-    document["spec"] |= {} if memory is None else {"resources": {"limits": {"memory": memory}}}
-    try:
-        load_job(document)
-    except JobError as refused:
-        assert "is too small: dpp needs space for" in str(refused), refused
-        return False
-    return True
-
-
 def valid_job(sizes: dict[str, Any], nodes: int) -> MegatronJob:
     """Return a job of these sizes on as many nodes as divide its ranks, without what admission refuses."""
     nodes = math.gcd(sizes["stages"] * sizes["tensor"] * sizes["data"], nodes)
@@ -138,36 +125,3 @@ def test_it_is_what_the_ranks_of_a_worker_take(sizes: dict[str, Any], nodes: int
     job = valid_job(sizes, nodes)
     with pytest.MonkeyPatch.context() as monkeypatch:
         assert inbox_bytes(job) == taken_bytes(job, monkeypatch)
-
-
-@given(SIZES, st.integers(1, 12))
-def test_admission_takes_a_job_if_its_messages_fit(sizes: dict[str, Any], nodes: int) -> None:
-    job = valid_job(sizes, nodes)
-    needed = inbox_bytes(job)
-    assert accepted(job, shm=needed)
-    assert not accepted(job, shm=needed - 1)
-    assert accepted(job, memory=needed + 1)
-    assert not accepted(job, memory=needed)
-
-
-@given(SIZES, st.integers(1, 20))
-def test_admission_takes_the_caps_that_the_trainer_takes(sizes: dict[str, Any], cap: int) -> None:
-    sizes = {**sizes, "schedule": "auto", "cap": cap}
-    try:
-        job = job_of(sizes)
-    except JobError as refused:
-        least = int(str(refused).split("write ")[1].split()[0])
-        assert least > cap
-        job = job_of({**sizes, "cap": least})
-        with pytest.raises(JobError, match="even in the static order"):
-            job_of({**sizes, "cap": least - 1})
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        taken_bytes(job, monkeypatch)
-
-
-def test_a_job_without_megadpp_needs_none() -> None:
-    sizes = {"stages": 2, "chunks": 1, "tensor": 1, "data": 1, "groups": 2, "sequence": False}
-    job = job_of(sizes | {"precision": "fp32", "schedule": None, "cap": None})
-    document = job.model_dump(by_alias=True, exclude_none=True)
-    document["spec"]["dpp"] = {}
-    assert inbox_bytes(load_job(document)) == 0
