@@ -48,11 +48,6 @@ def test_every_name_is_a_field() -> None:
             "64, or leave it out for 1; in MegatronApp it was the number of elements for each thread",
         ),
         (
-            {"fbd": {"enabled": True, "ignoreForwardTensorParallel": True}, "procPerNode": 4},
-            "error: spec.fbd.ignoreForwardTensorParallel: is not built yet: a backward rank has a forward rank of its "
-            "own, or shares one with other replicas (--fbd-backward-per-forward); leave it out",
-        ),
-        (
             {"fbd": {"enabled": True, "forward": {}}},
             "error: spec.fbd.forward: this machine has no other nodes for forward ranks; omit it",
         ),

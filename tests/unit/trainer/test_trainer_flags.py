@@ -135,7 +135,6 @@ def test_a_flag_is_called_unavailable_where_it_is_refused() -> None:
         "--context-parallel-size",
         "--expert-model-parallel-size",
         "--workload",
-        "--ignore-forward-tensor-parallel",
     }
     assert "only 1 is" in refusal("--context-parallel-size 2")
     assert "only 1 is" in refusal("--expert-model-parallel-size 2")
@@ -346,7 +345,7 @@ MISTAKES = {
     "--fp16": "--fp16: write --bf16",
     "--async-save": "--async-save is a flag of Megatron-LM that this trainer does not support yet",
     "--loss-scale-window=7": "--loss-scale-window: belongs to fp16",
-    "--ignore-forward-tensor-parallel": "--ignore-forward-tensor-parallel is not built yet",
+    "--ignore-forward-tensor-parallel": "--ignore-forward-tensor-parallel needs --forward-backward-disaggregating",
     "--use-dpp": "--use-dpp needs --pipeline-model-parallel-size above 1",
     # out of bounds
     "--seed -1": "--seed -1 must be 0 or more and 4294967295 or less",

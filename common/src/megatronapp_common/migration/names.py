@@ -22,7 +22,7 @@ FLAGS: Final[dict[str, str]] = {
     "--num-gpus": f"{SAME}, checked: ranks of a node; in a manifest spec.procPerNode and spec.gpusPerNode",
     "--multi-node": f"{SAME}, checked: the ranks are on several nodes; in a manifest spec.nodes",
     "--forward-backward-disaggregating": f"{SAME}: half of the ranks run forward, half as many replicas train",
-    "--ignore-forward-tensor-parallel": f"{_NOT_YET}; leave it out",
+    "--ignore-forward-tensor-parallel": SAME,
     "--training-ws-port": f"{_NOT_YET}: MegaScope while a model trains; the page of a job: megatronapp ui JOB",
     "--enable-ws-server": "megatronapp serve always serves the pages, and accepts the flag",
     "--tensor-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.tensor",

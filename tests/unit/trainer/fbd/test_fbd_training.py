@@ -96,6 +96,31 @@ def test_training_is_bit_equal_to_plain_training(run_ranks: RunRanks, world: int
     assert record_of(run_ranks, ranks_with_roles(world, flags), f"{flags} {SWITCH}") == plain
 
 
+MERGED = "--ignore-forward-tensor-parallel"
+CLOSE = {
+    "TP2": (2, f"{TP2} --attention-dropout 0 --hidden-dropout 0"),
+    "TP2-dropout": (2, "--tensor-model-parallel-size 2 --attention-dropout 0"),
+    "TP2xPP2-recomputed": (
+        4,
+        f"{TP2} {PP2} {FULL_RECOMPUTE} --attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear",
+    ),
+    "TP2xDP2-sharded": (
+        4,
+        f"--tensor-model-parallel-size 2 {SHARDED} --attention-dropout 0 --hidden-dropout 0 --swiglu "
+        "--disable-bias-linear --group-query-attention --num-query-groups 2",
+    ),
+}
+
+
+@pytest.mark.full("a sweep of layouts", but=("TP2-dropout",))
+@pytest.mark.parametrize(("world", "flags"), CLOSE.values(), ids=list(CLOSE))
+def test_a_merged_forward_rank_trains_alike(run_ranks: RunRanks, world: int, flags: str) -> None:
+    plain = record_of(run_ranks, world, flags)
+    merged = record_of(run_ranks, world + world // 2, f"{flags} {SWITCH} {MERGED}")
+    for expected, found in zip(plain, merged, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_checkpoints_are_those_of_plain_training_and_resume_both_ways(
     run_ranks: RunRanks, tmp_path: pathlib.Path
 ) -> None:

@@ -8,7 +8,7 @@ from megatronapp_trainer.config.dpp import dpp_problems, world_problems
 from megatronapp_trainer.config.fields import out_of_bounds, require
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.root import TrainerConfig
-from megatronapp_trainer.config.rules.fbd import fbd_problems, not_yet
+from megatronapp_trainer.config.rules.fbd import fbd_problems
 from megatronapp_trainer.config.rules.schedules import SCHEDULE_RULES
 from megatronapp_trainer.errors import UsageErrors
 
@@ -20,7 +20,7 @@ def find_problems(config: TrainerConfig, refusals: Sequence[str] = ()) -> list[s
     could not be read: it would judge the default of that flag, or repeat the sentence.
     """
     found: list[str] = []
-    for rules in ((_bounds, _required_flags, _group_sizes, not_yet), _RULES):
+    for rules in ((_bounds, _required_flags, _group_sizes), _RULES):
         refused = set(_FLAG.findall(" ".join([*refusals, *found])))
         found += [problem for problem in _broken(rules, config) if not refused & set(_FLAG.findall(problem))]
         config = _divisible(config)

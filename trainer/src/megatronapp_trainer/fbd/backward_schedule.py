@@ -16,11 +16,11 @@ from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.commands import CREDIT, Command, Order
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import receive_summary
-from megatronapp_trainer.fbd.channels.weights import send_weights
 from megatronapp_trainer.fbd.graph.shipments import ShipmentReceiver, shipped_pass
 from megatronapp_trainer.fbd.orders import Pass, backward_order
 from megatronapp_trainer.fbd.remote_data import split_of
 from megatronapp_trainer.fbd.stage import Stage
+from megatronapp_trainer.fbd.weights import send_weights
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.pipeline.megatron_schedules import connect_gradients
@@ -198,7 +198,7 @@ class BackwardSchedule:
                     f"with {size} bytes, and {here[0]} with {here[1]} have come"
                 )
         self._channel.refuse_unread(self._step)
-        random_states.restore(summary.states)
+        random_states.restore(random_states.capture() | summary.states)
         if summary.stop_requested:
             self._request_stop()
 

@@ -15,11 +15,11 @@ from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.commands import Command, Order, Split
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import StepSummary, send_summary
-from megatronapp_trainer.fbd.channels.weights import receive_weights
 from megatronapp_trainer.fbd.forward_passes import ForwardOutput, run_forward
 from megatronapp_trainer.fbd.graph.shipments import ShipmentSender, shipped_pass
 from megatronapp_trainer.fbd.orders import Pass, backward_order, forward_order, places
 from megatronapp_trainer.fbd.stage import Stage
+from megatronapp_trainer.fbd.weights import receive_weight_parts, receive_weights
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.models.registry import model_family
@@ -31,8 +31,8 @@ from megatronapp_trainer.training.evaluate import untouched_training
 class Replica:
     """A model replica whose microbatches this rank runs forward."""
 
-    partner: int
-    """Backward rank of the replica, which commands and gives credits."""
+    partners: tuple[int, ...]
+    """Backward ranks of the replica, which command and give credits: one, or a tensor group with a merged forward."""
     iterators: DataIterators
     states: dict[str, object]
     """Random states with which its next forward pass begins."""
@@ -84,7 +84,7 @@ class ForwardRank:
         try:
             while (order := self._next_order()).command is not Command.END:
                 if order.sends_weights:
-                    receive_weights(self._channel, self._replicas[0].partner, self._run.state.chunks, self._step)
+                    self._receive_weights()
                 if order.command is Command.TRAIN:
                     self._run_step(order.num_microbatches)
                 else:
@@ -103,6 +103,13 @@ class ForwardRank:
                 f"command {self._step}: backward ranks {list(self._channel.partners)} command {orders}; they must agree"
             )
         return orders[0]
+
+    def _receive_weights(self) -> None:
+        chunks, partners = self._run.state.chunks, self._replicas[0].partners
+        if len(partners) > 1:
+            receive_weight_parts(self._channel, chunks, self._step)
+        else:
+            receive_weights(self._channel, partners[0], chunks, self._step)
 
     def _run_step(self, num_microbatches: int) -> None:
         if self._observer is None:
@@ -131,12 +138,19 @@ class ForwardRank:
         for replica in self._replicas:
             for _ in range(min(places(placement, num_microbatches, rank), len(passes))):
                 self._take_credit(replica)
+            self._send_summaries(replica)
+
+    def _send_summaries(self, replica: Replica) -> None:
+        states = dict(replica.states)
+        if len(replica.partners) > 1:
+            del states["tracker"]  # of a whole model: each rank of the tensor group has its own
+        for partner in replica.partners:
             summary = StepSummary(
-                counts=[(kind, *self._channel.sent.of(replica.partner, kind)) for kind in MessageKind],
-                states=replica.states,
+                counts=[(kind, *self._channel.sent.of(partner, kind)) for kind in MessageKind],
+                states=states,
                 stop_requested=self._stop_requested(),
             )
-            send_summary(self._channel, replica.partner, self._step, summary)
+            send_summary(self._channel, partner, self._step, summary)
 
     def _run_and_ship(self, forward_pass: Pass, index: int, feed: StepFeed) -> None:
         """Run a pass of a replica, ship what it saves, and pass on its output."""
@@ -150,7 +164,7 @@ class ForwardRank:
         sender = self._senders[chunk]
         if self._observer is not None:
             self._observer.begin(RecordKind.FORWARD, chunk, item)
-        with self._states_of(replica), sender.shipping(replica.partner, self._step, microbatch):
+        with self._states_of(replica), sender.shipping(replica.partners, self._step, microbatch):
             result = run_forward(
                 self._family, self._run.state.chunks[chunk], batch, received, is_last_stage=self._stage.is_last(chunk)
             )
@@ -195,7 +209,8 @@ class ForwardRank:
         if result.report is not None:
             microbatch = item // len(self._replicas)
             key = MessageKey(MessageKind.REPORT, self._step, microbatch)
-            self._channel.send(replica.partner, key, result.report, shipped_pass(microbatch, chunk))
+            for partner in replica.partners:
+                self._channel.send(partner, key, result.report, shipped_pass(microbatch, chunk))
             return
         stage = self._stage.placement.stage(self._stage.rank, chunk)
         key = MessageKey(MessageKind.ACTIVATION, self._step, item, stage + 1)
@@ -210,12 +225,13 @@ class ForwardRank:
     def _take_credit(self, replica: Replica) -> None:
         ended = next(replica.credited)
         target = PassKey(RecordKind.BACKWARD, ended.chunk, ended.microbatch)
-        order = Order.unpack(self._channel.next_number(replica.partner, target))
-        if order.command is not Command.CREDIT:
-            raise TransferError(
-                f"step {self._step}: rank {replica.partner} commands {order} before the step has ended; it must give a "
-                "credit for each backward pass first"
-            )
+        for partner in replica.partners:
+            order = Order.unpack(self._channel.next_number(partner, target))
+            if order.command is not Command.CREDIT:
+                raise TransferError(
+                    f"step {self._step}: rank {partner} commands {order} before the step has ended; it must give a "
+                    "credit for each backward pass first"
+                )
         replica.credits += 1
 
     @contextlib.contextmanager

@@ -22,15 +22,25 @@ from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.microbatches import DataIterators, chunks_that_need_data
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.fbd.backward_schedule import BackwardSchedule
-from megatronapp_trainer.fbd.channels.channel import Channel, ChannelPlan
+from megatronapp_trainer.fbd.channels.channel import WEIGHT_PART_BYTES, Channel, ChannelPlan
 from megatronapp_trainer.fbd.channels.commands import Split
 from megatronapp_trainer.fbd.channels.start import StartExchange
+from megatronapp_trainer.fbd.channels.summary import SUMMARY_BYTES
 from megatronapp_trainer.fbd.forward_passes import run_forward
 from megatronapp_trainer.fbd.forward_rank import ForwardRank, Replica
 from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
 from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder, learn_saved_tensors
+from megatronapp_trainer.fbd.graph.region_states import RegionStates
 from megatronapp_trainer.fbd.graph.saved_tensors import SavedTensors
-from megatronapp_trainer.fbd.graph.shipments import ShipmentLayout, ShipmentReceiver, ShipmentSender, shipment_layout
+from megatronapp_trainer.fbd.graph.shipments import (
+    Destination,
+    ShipmentLayout,
+    ShipmentReceiver,
+    ShipmentSender,
+    destination_of,
+    shipment_layout,
+)
+from megatronapp_trainer.fbd.graph.slicing import PassSlicer, TensorPlace, slot_slices
 from megatronapp_trainer.fbd.orders import places
 from megatronapp_trainer.fbd.remote_data import remote_iterators
 from megatronapp_trainer.fbd.stage import Stage
@@ -57,11 +67,18 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """Tensors that a forward rank will ship, and evaluations for which it has samples."""
+    """Evaluations for which a forward rank has samples."""
 
     splits: frozenset[Split]
-    saved: tuple[SavedTensors, ...]
-    """By chunk."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Graph:
+    """Saved tensors that the graph of a chunk needs on a backward rank."""
+
+    saved: SavedTensors
+    states: tuple[RegionStates, ...]
+    """Random states of its checkpointed regions; those of other passes have the same form."""
 
 
 def begin_backward(run: TrainingRun) -> DataIterators:
@@ -88,24 +105,24 @@ def build_backward_schedule(
     """Build the graphs of a backward rank's chunks and connect it; call `begin_backward` before.
 
     Raises:
-        TransferError: the forward rank's passes save other tensors.
         PeerLostError: a rank did not connect.
     """
-    config, layout, exchange = run.config, run.layout, _exchange(run.layout)
+    config, layout = run.config, run.layout
     (partner,) = _world(layout).partners(layout.global_rank)
-    hello: Hello = exchange.get("hello", partner)
     stage = _stage(layout)
-    receivers, layouts = [], []
+    receivers, layouts, graphs = [], [], []
     for chunk, module in enumerate(run.state.chunks):
         with _fork_rng():
             graph = BackwardGraph(module.module, _program(run, stage, chunk, module), _example_input(run, stage, chunk))
-        graph.saved.refuse_other(hello.saved[chunk], rank=partner)
+        graphs.append(Graph(saved=graph.saved, states=tuple(graph.region_states)))
         layouts.append(shipment_layout(graph.saved, graph.region_states, ends_with_report=stage.is_last(chunk)))
         receivers.append(ShipmentReceiver(graph, layouts[-1], chunk=chunk))
+    _exchange(layout).put("graphs", graphs)
     channel = _connect(run, stage, layouts, observer)
     if observer is not None:
         observe_megatron(run, observer)
-    sends_weights = _world(layout).partners(partner)[0] == layout.global_rank
+    is_first = _world(layout).partners(partner)[0] == layout.global_rank
+    sends_weights = is_first or _world(layout).merged
     context = ScheduleContext(
         config=config,
         layout=layout,
@@ -131,9 +148,10 @@ def build_forward_rank(
     `open_observer` opens the observer of the run once it is known where the training begins.
 
     Raises:
+        TransferError: the graphs of backward ranks need other tensors than passes here save.
         PeerLostError: a rank did not connect.
     """
-    config, layout, device = run.config, run.layout, run.device
+    config, layout = run.config, run.layout
     stage, exchange, world = _stage(layout), _exchange(layout), _world(layout)
     with _fork_rng():
         learned = [
@@ -143,26 +161,23 @@ def build_forward_rank(
     partners = world.partners(layout.global_rank)
     starts: list[Start] = [exchange.get("start", partner) for partner in partners]
     replicas = [
-        Replica(partner=partner, iterators=_iterators(config, layout, partner, start), states=start.states)
-        for partner, start in zip(partners, starts, strict=True)
+        Replica(partners=group, iterators=_iterators(config, layout, group[0], start), states=start.states)
+        for group, start in zip(
+            [partners] if world.merged else [(partner,) for partner in partners], starts, strict=False
+        )
     ]
     splits = {Split.VALIDATION: replicas[0].iterators.valid, Split.TEST: replicas[0].iterators.test}
-    exchange.put(
-        "hello",
-        Hello(
-            splits=frozenset(split for split, iterator in splits.items() if iterator is not None),
-            saved=tuple(saved for saved, _ in learned),
-        ),
-    )
-    layouts = [
-        shipment_layout(saved, states, ends_with_report=stage.is_last(chunk))
-        for chunk, (saved, states) in enumerate(learned)
+    exchange.put("hello", Hello(splits=frozenset(split for split, found in splits.items() if found is not None)))
+    destinations = [
+        [_destination(run, stage, learned[chunk][0], partner, chunk) for partner in partners]
+        for chunk in range(len(run.state.chunks))
     ]
     run.state.iteration, run.state.consumed_samples = starts[0].iteration, starts[0].consumed_samples
     observer = open_observer(run)
+    layouts = [destination.layout for of_chunk in destinations for destination in of_chunk]
     channel = _connect(run, stage, layouts, observer)
     senders = [
-        ShipmentSender(channel, ForwardRecorder(module, saved), layouts[chunk], chunk=chunk, device=device.torch_device)
+        ShipmentSender(channel, ForwardRecorder(module, saved), destinations[chunk], chunk=chunk)
         for chunk, (module, (saved, _)) in enumerate(zip(run.state.chunks, learned, strict=True))
     ]
     return ForwardRank(
@@ -175,6 +190,24 @@ def build_forward_rank(
         observer=observer,
         stop_requested=stop_requested,
     )
+
+
+def _destination(run: TrainingRun, stage: Stage, saved: SavedTensors, partner: int, chunk: int) -> Destination:
+    """Return a partner with what its graph of a chunk needs. Raises TransferError if that is not saved here."""
+    world, layout = _world(run.layout), run.layout
+    graph: Graph = _exchange(layout).get("graphs", partner)[chunk]
+    shipments = shipment_layout(graph.saved, graph.states, ends_with_report=stage.is_last(chunk))
+    if not world.merged:
+        saved.refuse_other(graph.saved, rank=partner)
+        return destination_of(partner, graph.saved, shipments)
+    place = TensorPlace(
+        rank=world.partners(layout.global_rank).index(partner),
+        ranks=world.trained.tensor,
+        micro_batch_size=run.config.training.micro_batch_size,
+        vocabulary=run.padded_vocab_size,
+    )
+    slicer = PassSlicer(saved, graph.saved, slot_slices(saved, graph.saved, place))
+    return destination_of(partner, graph.saved, shipments, slicer)
 
 
 def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout], observer: StepObserver | None) -> Channel:
@@ -193,6 +226,7 @@ def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout], obse
         leads=not is_forward,
         neighbours=tuple(sorted({stage.previous, stage.following} - {layout.global_rank})),
         activation=_activation(config, layout),
+        control_bytes=max(_whole_activation(config).bytes, WEIGHT_PART_BYTES, SUMMARY_BYTES),
         shipment_bytes=max(size for shipments in layouts for size in shipments.sizes),
         shipments=most * max(len(shipments.sizes) for shipments in layouts),
         deadline_s=60 * config.parallel.distributed_timeout_minutes,
@@ -247,9 +281,14 @@ def _example_input(run: TrainingRun, stage: Stage, chunk: int) -> torch.Tensor |
 
 def _activation(config: TrainerConfig, layout: Layout) -> TensorSpec:
     """Return the form of hidden states between stages: [S, B, H], under sequence parallelism a part of the sequence."""
-    length = config.model.seq_length // (layout.tensor_size if config.parallel.sequence_parallel else 1)
+    whole = _whole_activation(config)
+    length = whole.shape[0] // (layout.tensor_size if config.parallel.sequence_parallel else 1)
+    return TensorSpec((length, *whole.shape[1:]), whole.dtype)
+
+
+def _whole_activation(config: TrainerConfig) -> TensorSpec:
     dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    return TensorSpec((length, config.training.micro_batch_size, config.model.hidden_size), dtype)
+    return TensorSpec((config.model.seq_length, config.training.micro_batch_size, config.model.hidden_size), dtype)
 
 
 def _stage(layout: Layout) -> Stage:

@@ -8,15 +8,6 @@ from megatronapp_trainer.config.root import TrainerConfig
 _SWITCH = "--forward-backward-disaggregating"
 
 
-def not_yet(config: TrainerConfig) -> Iterator[str]:
-    """Refuse what of MegaFBD no schedule runs."""
-    yield from require(
-        not config.fbd.merged,
-        "--ignore-forward-tensor-parallel is not built yet: a backward rank has a forward rank of its own, or shares "
-        "one with other replicas (--fbd-backward-per-forward); leave it out",
-    )
-
-
 def fbd_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield a sentence for each rule that the flags break."""
     fbd, dpp = config.fbd, config.dpp
@@ -51,4 +42,11 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
         f"--attention-dropout {config.model.attention_dropout:g} cannot be combined with "
         "--ignore-forward-tensor-parallel: torch draws one mask for all heads, and it cannot be divided over the ranks "
         "of a tensor group; write --attention-dropout 0",
+    )
+    masks_differ = config.parallel.sequence_parallel and config.precision.granularity == "full"
+    yield from require(
+        not (fbd.merged and masks_differ and config.model.hidden_dropout > 0),
+        f"--hidden-dropout {config.model.hidden_dropout:g} cannot be combined with --ignore-forward-tensor-parallel, "
+        "--sequence-parallel and --recompute-granularity full: what a backward rank computes again would have another "
+        "mask; write --hidden-dropout 0",
     )

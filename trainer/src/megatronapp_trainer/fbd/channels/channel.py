@@ -46,6 +46,8 @@ class ChannelPlan:
     """Ranks of the same role that hold the stages before and after."""
     activation: TensorSpec
     """Hidden states between two stages."""
+    control_bytes: int
+    """Bytes of the largest message that is no shipment; equal on all ranks of the job."""
     shipment_bytes: int
     """Bytes of the largest shipment of saved tensors."""
     shipments: int
@@ -66,9 +68,7 @@ class Channel:
         self.partners = plan.partners
         self.activation = plan.activation
         peers = [*plan.partners, *plan.neighbours]
-        self._control = _transport(
-            plan, "control", peers, max(plan.activation.bytes, WEIGHT_PART_BYTES), slots=CONTROL_SLOTS
-        )
+        self._control = _transport(plan, "control", peers, plan.control_bytes, slots=CONTROL_SLOTS)
         self._bulk = _transport(
             plan, f"saved-{plan.unit}", list(plan.partners), plan.shipment_bytes, slots=plan.shipments
         )

@@ -10,8 +10,9 @@ from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 
-_SPEC = TensorSpec((64 << 10,), torch.uint8)
+SUMMARY_BYTES = 64 << 10
 """Room for random states of the host and of a device."""
+_SPEC = TensorSpec((SUMMARY_BYTES,), torch.uint8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +22,8 @@ class StepSummary:
     counts: list[tuple[MessageKind, int, int]]
     """Kind, messages and bytes that it has sent in the step."""
     states: dict[str, object]
-    """Its random states, which a checkpoint of this step has."""
+    """Its random states, which a checkpoint of this step has; without megatron-core's tracker if the receiver keeps its
+    own."""
     stop_requested: bool
 
 

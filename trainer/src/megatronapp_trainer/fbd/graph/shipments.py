@@ -13,6 +13,7 @@ from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
 from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder
 from megatronapp_trainer.fbd.graph.region_states import RegionStates
 from megatronapp_trainer.fbd.graph.saved_tensors import SavedTensors
+from megatronapp_trainer.fbd.graph.slicing import PassSlicer
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 
@@ -80,56 +81,97 @@ def shipment_layout(saved: SavedTensors, states: Sequence[RegionStates], *, ends
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Destination:
+    """A backward rank to which a chunk's saved tensors go."""
+
+    partner: int
+    layout: ShipmentLayout
+    segments: tuple[tuple[int, ...], ...]
+    """Segments of its shipments by group."""
+    slicer: PassSlicer | None
+    """Divides what a whole model saves; None: the backward rank saves the same."""
+
+
 class ShipmentSender:
     """Ships what the forward passes of a chunk save."""
 
     def __init__(
-        self, channel: Channel, recorder: ForwardRecorder, layout: ShipmentLayout, *, chunk: int, device: torch.device
+        self, channel: Channel, recorder: ForwardRecorder, destinations: list[Destination], *, chunk: int
     ) -> None:
         self._channel = channel
         self._recorder = recorder
-        self._layout = layout
+        self._destinations = {destination.partner: destination for destination in destinations}
         self._chunk = chunk
-        self._device = device
 
     @contextlib.contextmanager
-    def shipping(self, partner: int, step: int, microbatch: int) -> Iterator[None]:
+    def shipping(self, partners: Sequence[int], step: int, microbatch: int) -> Iterator[None]:
         """Send what the pass within the context saves, each shipment as soon as it is complete."""
-        layout, last = self._layout, len(self._layout.sizes) - 1
-        shipment = 0
-        buffer = self._buffer(shipment)
-        next_segment = 0
-        waiting: torch.Tensor | None = None
+        key = MessageKey(MessageKind.SAVED, step, microbatch, self._chunk)
+        passes = [_ShippedPass(self._channel, self._destinations[partner], key) for partner in partners]
 
         def ship(group: int, segments: list[torch.Tensor]) -> None:
-            nonlocal shipment, buffer, next_segment, waiting
-            for segment in segments:
-                _, start = layout.places[next_segment]
-                buffer[start : start + segment.numel()].copy_(segment)
-                next_segment += 1
-            if group < layout.last_groups[shipment]:
-                return
-            if shipment == last:
-                waiting = buffer  # the states of the regions go with it
-                return
-            self._send(partner, step, microbatch, shipment, buffer)
-            shipment += 1
-            buffer = self._buffer(shipment)
+            for shipped in passes:
+                shipped.add(group, segments)
 
         with self._recorder.recording(ship) as states:
             yield
-        assert waiting is not None
+        for shipped in passes:
+            shipped.finish(states)
+
+
+class _ShippedPass:
+    """Shipments of one pass to one backward rank."""
+
+    def __init__(self, channel: Channel, destination: Destination, key: MessageKey) -> None:
+        self._channel = channel
+        self._destination = destination
+        self._layout = destination.layout
+        self._key = key
+        self._shipment = 0
+        self._buffer: torch.Tensor | None = None
+
+    def add(self, group: int, segments: list[torch.Tensor]) -> None:
+        """Copy what a group of slots holds; send the shipment if it is complete, but for the last one."""
+        layout, slicer = self._layout, self._destination.slicer
+        if self._buffer is None:
+            device = segments[0].device if segments else None
+            self._buffer = torch.empty(layout.sizes[self._shipment], dtype=torch.uint8, device=device)
+        targets = []
+        for number in self._destination.segments[group]:
+            _, start = layout.places[number]
+            targets.append(self._buffer[start : start + layout.lengths[number]])
+        if slicer is not None:
+            slicer.fill(group, segments, targets)
+        else:
+            for target, segment in zip(targets, segments, strict=True):
+                target.copy_(segment)
+        if group == layout.last_groups[self._shipment] and self._shipment < len(layout.sizes) - 1:
+            self._send(self._buffer)
+
+    def finish(self, states: Sequence[RegionStates]) -> None:
+        """Send the last shipment, with the states of the checkpointed regions."""
+        assert self._buffer is not None
         found = (state for region in states for state in region.tensors)
-        for (start, size), state in zip(layout.state_places, found, strict=True):
-            waiting[start : start + size].copy_(state)
-        self._send(partner, step, microbatch, last, waiting)
+        for (start, size), state in zip(self._layout.state_places, found, strict=True):
+            self._buffer[start : start + size].copy_(state)
+        self._send(self._buffer)
 
-    def _buffer(self, shipment: int) -> torch.Tensor:
-        return torch.empty(self._layout.sizes[shipment], dtype=torch.uint8, device=self._device)
+    def _send(self, buffer: torch.Tensor) -> None:
+        announced = self._layout.announced(self._shipment, self._key.item, self._key.chunk)
+        self._channel.send(self._destination.partner, self._key._replace(part=self._shipment), buffer, announced)
+        self._shipment += 1
+        self._buffer = None
 
-    def _send(self, partner: int, step: int, microbatch: int, shipment: int, buffer: torch.Tensor) -> None:
-        key = MessageKey(MessageKind.SAVED, step, microbatch, self._chunk, shipment)
-        self._channel.send(partner, key, buffer, self._layout.announced(shipment, microbatch, self._chunk))
+
+def destination_of(
+    partner: int, saved: SavedTensors, layout: ShipmentLayout, slicer: PassSlicer | None = None
+) -> Destination:
+    """Return a backward rank with what its graph saves."""
+    segments: list[list[int]] = [[] for _ in range(1 + max(saved.groups, default=0))]
+    for number, segment in enumerate(saved.segments):
+        segments[segment.group].append(number)
+    return Destination(partner, layout, tuple(map(tuple, segments)), slicer)
 
 
 class ShipmentReceiver:
