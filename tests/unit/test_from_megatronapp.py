@@ -115,6 +115,8 @@ TOGETHER = {
     "--node-ips": "--node-ips 10.0.0.1,10.0.0.1",
     "--num-gpus": "--num-gpus 4",
     "--use-dpp": "--use-dpp --pipeline-model-parallel-size 2 --num-layers 2",
+    "--ignore-forward-tensor-parallel": "--forward-backward-disaggregating --ignore-forward-tensor-parallel "
+    "--attention-dropout 0",
     "--save": "--save there",
     "--load": "--load there",
 }
