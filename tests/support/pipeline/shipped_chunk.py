@@ -1,5 +1,6 @@
 """A small model with its microbatches, and the two halves of its graph as MegaFBD has them."""
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,6 @@ class ShippedChunk:
 
         from megatronapp_trainer.checkpoint import random_states
         from megatronapp_trainer.data.microbatches import StepFeed
-        from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
-        from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder, learn_saved_tensors
         from megatronapp_trainer.models import gpt
         from megatronapp_trainer.training.build import build_iterators
 
@@ -42,6 +41,17 @@ class ShippedChunk:
         self.batches = [feed.take(0, microbatch) for microbatch in range(MICROBATCHES)]
         self.forwards = 0
         self.first_states = random_states.capture()
+        self.passes: collections.Counter[str] = collections.Counter()
+        for module in self.chunk.modules():
+            module.register_forward_pre_hook(lambda module, _: self.passes.update([type(module).__name__]))
+        self.build()
+
+    def build(self) -> None:
+        """Build both halves of the graph, under the recomputation that the modules have now."""
+        from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
+        from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder, learn_saved_tensors
+        from megatronapp_trainer.models import gpt
+
         example = gpt.example_batch(self.run.config, self.run.layout, self.run.device)
         self.saved, self.states = learn_saved_tensors(self.chunk.module, lambda: self.forward(example))
         self.graph = BackwardGraph(self.chunk.module, lambda received: self.forward(example, received), None)

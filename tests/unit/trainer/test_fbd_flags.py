@@ -44,7 +44,24 @@ def config_of(more: str = "", **fbd: Any) -> TrainerConfig:
             {"ignore_forward_tensor_parallel": True, "fbd_backward_per_forward": 2},
             "--fbd-backward-per-forward 2 and --ignore-forward-tensor-parallel exclude each other",
         ),
-        ("", {"fbd_ship": "full"}, "--fbd-ship full is not built yet; leave it out"),
+        (
+            "",
+            {"forward_backward_disaggregating": False, "fbd_ship": "saved"},
+            "--fbd-ship needs --forward-backward-disaggregating",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            {"ignore_forward_tensor_parallel": True, "fbd_ship": "full"},
+            "--hidden-dropout 0.1 cannot be combined with --ignore-forward-tensor-parallel, --sequence-parallel and "
+            "--fbd-ship full: what a backward rank computes again would have another mask",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1",
+            {"ignore_forward_tensor_parallel": True},
+            "--hidden-dropout 0.1 cannot be combined with --ignore-forward-tensor-parallel, --sequence-parallel and "
+            "--recompute-granularity full: ",
+        ),
         (
             "--use-dpp --pipeline-model-parallel-size 2",
             {},
@@ -70,7 +87,26 @@ def test_combinations_that_cannot_run_are_refused_by_name(more: str, fbd: dict[s
 def test_accepted_combinations_have_no_problem() -> None:
     assert not list(fbd_problems(config_of("--attention-dropout 0.1", fbd_backward_per_forward=2)))
     assert not list(fbd_problems(config_of(ignore_forward_tensor_parallel=True, fbd_forward_ranks_apart=True)))
+    for ship in ("saved", "selective"):
+        recomputed = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        more = f"--tensor-model-parallel-size 2 --sequence-parallel {recomputed}"
+        assert not list(fbd_problems(config_of(more, ignore_forward_tensor_parallel=True, fbd_ship=ship)))
     assert not list(fbd_problems(parse(MODEL.split())))
+
+
+@pytest.mark.parametrize(
+    ("more", "ship", "modes"),
+    [
+        ("", None, ["saved"]),
+        ("--recompute-activations", None, ["selective"]),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", None, ["full"]),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", "saved", ["saved"]),
+        ("", "full", ["full"]),
+        ("", "auto", ["saved", "selective", "full"]),
+    ],
+)
+def test_what_is_shipped_follows_the_flag_or_the_recomputation(more: str, ship: str | None, modes: list[str]) -> None:
+    assert list(config_of(more, fbd_ship=ship).ship_modes) == modes
 
 
 def test_a_world_that_holds_no_whole_replicas_is_refused() -> None:

@@ -26,6 +26,7 @@ def test_passes_and_messages_are_recorded_once(
 ) -> None:
     ranks = traced(run_ranks, world, flags, tmp_path)
     chunks = 2 if "virtual" in flags else 1
+    splits = "pipeline" in flags
     assert Counter(metadata["role"] for metadata, _ in ranks) == {
         "forward": world // (replicas + 1),
         "backward": world - world // (replicas + 1),
@@ -45,6 +46,8 @@ def test_passes_and_messages_are_recorded_once(
             assert len(passes) == len(expected)
             assert set(zip(passes["chunk"].tolist(), passes["microbatch"].tolist(), strict=True)) == expected
             assert not (of_step["kind"] == other).any()
+            weights = of_step[of_step["kind"] == RecordKind.WEIGHT]
+            assert len(weights) == (0 if is_forward or not splits else len(expected))
             assert (of_step["kind"] == RecordKind.STEP).sum() == 1
         members = {comm["slot"]: tuple(comm["members"]) for comm in metadata["comms"]}
         for kind, found in ((RecordKind.SEND_POST, posted), (RecordKind.COPY, copied)):

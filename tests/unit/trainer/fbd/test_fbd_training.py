@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +30,16 @@ FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --reco
 CASES = {
     "pair": (1, ""),
     "pair-recomputed": (1, f"{FULL_RECOMPUTE} --calculate-per-token-loss --clip-grad 0.5"),
-    "PP2": (2, PP2),
-    "VPP2-untied": (2, f"{VPP2} --untie-embeddings-and-output-weights"),
-    "TP2": (2, TP2),
-    "one-forward-for-two": (2, f"{SHARDED} --fbd-backward-per-forward 2"),
+    "PP2": (2, f"{PP2} --fbd-ship full"),
+    "VPP2-untied": (2, f"{VPP2} --untie-embeddings-and-output-weights --fbd-ship selective"),
+    "VPP2-full": (2, f"{VPP2} --fbd-ship full"),
+    "TP2": (2, f"{TP2} --fbd-ship full"),
+    "TP2-saved": (2, f"{TP2} {FULL_RECOMPUTE} --fbd-ship saved"),
+    "one-forward-for-two": (2, f"{SHARDED} --fbd-backward-per-forward 2 --fbd-ship full"),
+    "one-forward-for-two-selective": (2, f"{SHARDED} --fbd-backward-per-forward 2 --fbd-ship selective"),
     "DP2-bf16": (2, f"{SHARDED} --bf16"),
     "PP2-selective": (2, f"{PP2} --recompute-granularity selective --bf16"),
-    "TP2xPP2": (4, f"{TP2} {PP2}"),
+    "TP2xPP2": (4, f"{TP2} {PP2} --fbd-ship selective"),
     "one-forward-for-two-PP2": (4, f"{PP2} {SHARDED} --fbd-backward-per-forward 2"),
     "ramp-up": (1, "--rampup-batch-size 4 4 8"),
 }
@@ -62,11 +66,21 @@ class EvaluationRecorder(RecordingReporter):
 
 
 def train(flags: str) -> tuple[int, Record | None]:
-    """Exit code of this rank, and what the reporting rank has seen."""
+    """Exit code of this rank, and what the reporting rank has seen. Weight gradients that wait are not empty."""
     import warnings
 
     warnings.simplefilter("ignore")
     from megatronapp_trainer import pretrain
+    from megatronapp_trainer.pipeline.weight_gradients import WeightGradientStore
+
+    run = WeightGradientStore.run
+
+    def run_some(store: WeightGradientStore, microbatch: int) -> None:
+        before = store.retained_bytes
+        run(store, microbatch)
+        assert store.retained_bytes < before
+
+    WeightGradientStore.run = run_some  # type: ignore[method-assign, assignment]
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.training import progress
 
@@ -83,6 +97,10 @@ def record_of(run_ranks: RunRanks, world: int, flags: str) -> Record:
     return tuple(record)
 
 
+def without_fbd(flags: str) -> str:
+    return re.sub(r"--fbd-\S+ \S+", "", flags)
+
+
 def ranks_with_roles(world: int, flags: str) -> int:
     return world + (world // 2 if "per-forward" in flags else world)
 
@@ -90,7 +108,7 @@ def ranks_with_roles(world: int, flags: str) -> int:
 @pytest.mark.full("a sweep of layouts", but=("pair", "VPP2-untied", "TP2", "one-forward-for-two"))
 @pytest.mark.parametrize(("world", "flags"), CASES.values(), ids=list(CASES))
 def test_training_is_bit_equal_to_plain_training(run_ranks: RunRanks, world: int, flags: str) -> None:
-    plain = record_of(run_ranks, world, flags.replace("--fbd-backward-per-forward 2", ""))
+    plain = record_of(run_ranks, world, without_fbd(flags))
     assert len(plain[0]) == 3
     assert len(plain[2]) == 3, "two while training, and one of each split after it"
     assert record_of(run_ranks, ranks_with_roles(world, flags), f"{flags} {SWITCH}") == plain
@@ -99,7 +117,7 @@ def test_training_is_bit_equal_to_plain_training(run_ranks: RunRanks, world: int
 MERGED = "--ignore-forward-tensor-parallel"
 CLOSE = {
     "TP2": (2, f"{TP2} --attention-dropout 0 --hidden-dropout 0"),
-    "TP2-dropout": (2, "--tensor-model-parallel-size 2 --attention-dropout 0"),
+    "TP2-dropout": (2, "--tensor-model-parallel-size 2 --attention-dropout 0 --fbd-ship full"),
     "TP2xPP2-recomputed": (
         4,
         f"{TP2} {PP2} {FULL_RECOMPUTE} --attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear",
@@ -107,7 +125,7 @@ CLOSE = {
     "TP2xDP2-sharded": (
         4,
         f"--tensor-model-parallel-size 2 {SHARDED} --attention-dropout 0 --hidden-dropout 0 --swiglu "
-        "--disable-bias-linear --group-query-attention --num-query-groups 2",
+        "--disable-bias-linear --group-query-attention --num-query-groups 2 --fbd-ship selective",
     ),
 }
 
@@ -115,7 +133,7 @@ CLOSE = {
 @pytest.mark.full("a sweep of layouts", but=("TP2-dropout",))
 @pytest.mark.parametrize(("world", "flags"), CLOSE.values(), ids=list(CLOSE))
 def test_a_merged_forward_rank_trains_alike(run_ranks: RunRanks, world: int, flags: str) -> None:
-    plain = record_of(run_ranks, world, flags)
+    plain = record_of(run_ranks, world, without_fbd(flags))
     merged = record_of(run_ranks, world + world // 2, f"{flags} {SWITCH} {MERGED}")
     for expected, found in zip(plain, merged, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -1,5 +1,6 @@
 """Backward passes on shipped tensors: gradients bit-equal to those of plain ones, from a graph built once."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,12 @@ CASES = {
     "full-recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective-recompute": "--recompute-granularity selective",
     "half-recomputed-bf16": "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --bf16",
+}
+LAYERS = 2
+RECOMPUTED = {
+    "": "",
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    "selective": "--recompute-granularity selective",
 }
 
 
@@ -47,6 +54,55 @@ def test_gradients_from_shipped_tensors_are_bit_equal(run_ranks: RunRanks, flags
     random.shuffle(order)
     (result,) = run_ranks(1, compare, flags, order)
     assert result == {"equal": True, "moved": True, "same form": True, "forwards since": 0}, order
+
+
+def compare_modes(flags: str) -> dict[str, Any]:
+    """For each mode, all built before: gradients equal to plain ones, bytes, and passes of modules by name."""
+    from megatronapp_trainer.checkpoint import random_states
+    from megatronapp_trainer.config import FbdConfig, ShipMode
+    from megatronapp_trainer.fbd.ship_modes import ShipSwitch
+
+    chunk = ShippedChunk(flags)
+    states = random_states.capture()
+    order = list(range(MICROBATCHES))
+    losses = [chunk.forward(batch) for batch in chunk.batches]
+    expected = chunk.gradients(lambda microbatch: losses[microbatch].backward(), order)
+    config = dataclasses.replace(chunk.run.config, fbd=FbdConfig(fbd_ship="auto"))
+    switch = ShipSwitch(config, [chunk.chunk])
+    halves = {}
+    for mode in ShipMode:
+        switch.set(mode)
+        chunk.build()
+        halves[mode] = (chunk.saved, chunk.graph, chunk.recorder)
+
+    def shipped_in(mode: ShipMode) -> dict[str, Any]:
+        switch.set(mode)
+        chunk.saved, chunk.graph, chunk.recorder = halves[mode]
+        random_states.restore(states)
+        shipped = [chunk.ship(batch) for batch in chunk.batches]
+        chunk.passes.clear()
+        ones = chunk.torch.ones(())
+        found = chunk.gradients(lambda microbatch: chunk.graph.backward(*shipped[microbatch], ones), order)
+        return {
+            "equal": all(chunk.torch.equal(*pair) for pair in zip(expected, found, strict=True)),
+            "bytes": sum(segment.bytes for segment in chunk.saved.segments),
+            "passes": dict(chunk.passes),
+        }
+
+    return {str(mode): shipped_in(mode) for mode in reversed(ShipMode)}
+
+
+@pytest.mark.parametrize("recomputed", ["", "full", "selective"])
+def test_modes_ship_less_and_recompute_only_their_regions(run_ranks: RunRanks, recomputed: str) -> None:
+    """The user's own recomputation changes nothing of a mode that is asked for."""
+    (results,) = run_ranks(1, compare_modes, RECOMPUTED[recomputed])
+    saved, selective, full = (results[mode] for mode in ("saved", "selective", "full"))
+    assert saved["equal"] and selective["equal"] and full["equal"]
+    assert saved["bytes"] > selective["bytes"] > full["bytes"]
+    assert saved["passes"] == {}
+    assert list(selective["passes"].values()) == [LAYERS * MICROBATCHES], "core attention alone"
+    assert full["passes"]["TransformerLayer"] == full["passes"]["SelfAttention"] == LAYERS * MICROBATCHES
+    assert not {"GPTModel", "TransformerBlock", "VocabParallelEmbedding"} & set(full["passes"])
 
 
 def refusals() -> list[str]:

@@ -2,7 +2,7 @@
 
 from megatronapp_trainer.config.checkpoint import CheckpointConfig
 from megatronapp_trainer.config.data import DataConfig
-from megatronapp_trainer.config.fbd import FbdConfig
+from megatronapp_trainer.config.fbd import FbdConfig, ShipMode
 from megatronapp_trainer.config.fixed import FixedConfig
 from megatronapp_trainer.config.logging import LoggingConfig
 from megatronapp_trainer.config.model import ModelConfig
@@ -23,6 +23,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "ShipMode",
     "TrainerConfig",
     "TrainingConfig",
     "build_parser",

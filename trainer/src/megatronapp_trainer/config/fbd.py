@@ -1,6 +1,7 @@
 """Flags of MegaFBD, which runs forward and backward passes on separate ranks."""
 
 import dataclasses
+import enum
 
 from megatronapp_common.errors import TopologyError
 from megatronapp_common.topology import FbdWorld, fbd_world_of
@@ -8,7 +9,20 @@ from megatronapp_trainer.config.fields import option
 from megatronapp_trainer.config.parallel import ParallelConfig
 from megatronapp_trainer.errors import UsageError
 
-SHIPMENTS = ("saved", "selective", "full", "auto")
+
+class ShipMode(enum.StrEnum):
+    """Part of a pass's saved tensors that forward ranks send; the rest is recomputed on the backward rank."""
+
+    SAVED = "saved"
+    """All tensors that autograd saves."""
+    SELECTIVE = "selective"
+    """All tensors but those of core attention."""
+    FULL = "full"
+    """Inputs of layers, and what no layer saves."""
+
+
+AUTO = "auto"
+"""Value of `--fbd-ship` with which the first steps measure all modes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +36,12 @@ class FbdConfig:
     fbd_backward_per_forward: int = option(
         1, "replicas whose backward ranks one forward rank serves in turns", bounds="[1, inf)"
     )
-    fbd_ship: str = option(
-        "saved", "what forward ranks send: what autograd saves; the others are not built yet", choices=SHIPMENTS
+    fbd_ship: str | None = option(
+        None,
+        "what forward ranks send: all that autograd saves, or less, which backward ranks recompute: core attention "
+        "(selective), or each layer from its input (full); auto measures all three in the first steps and takes the "
+        "fastest; default: what --recompute-granularity says",
+        choices=(*ShipMode, AUTO),
     )
     fbd_forward_ranks_apart: bool = option(
         False, "forward ranks are numbered after all backward ranks, as on separate workers (spec.fbd.forward)"

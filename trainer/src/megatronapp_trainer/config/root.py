@@ -6,7 +6,7 @@ from megatronapp_common.topology import FbdWorld, RankRole, Topology
 from megatronapp_trainer.config.checkpoint import CheckpointConfig
 from megatronapp_trainer.config.data import DataConfig
 from megatronapp_trainer.config.dpp import DppConfig
-from megatronapp_trainer.config.fbd import FbdConfig
+from megatronapp_trainer.config.fbd import AUTO, FbdConfig, ShipMode
 from megatronapp_trainer.config.fixed import FixedConfig
 from megatronapp_trainer.config.logging import LoggingConfig
 from megatronapp_trainer.config.model import ModelConfig
@@ -50,6 +50,14 @@ class TrainerConfig:
     def fbd_world(self, world_size: int) -> FbdWorld | None:
         """Return the ranks of both roles with MegaFBD, None without. Raises UsageError if they do not fit the world."""
         return self.fbd.world(world_size, self.parallel) if self.fbd.enabled else None
+
+    @property
+    def ship_modes(self) -> tuple[ShipMode, ...]:
+        """Return the modes of shipping of MegaFBD, that of the first steps first; several only with `auto`."""
+        given = self.fbd.fbd_ship
+        if given == AUTO:
+            return tuple(ShipMode)
+        return (ShipMode(given or self.precision.granularity or ShipMode.SAVED),)
 
     def world_size(self, data_size: int) -> int:
         """Return the number of ranks that train this number of replicas."""

@@ -10,6 +10,7 @@ import torch
 from megatronapp_common.names import ExitCode
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint import random_states
+from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import StepFeed
 from megatronapp_trainer.errors import TransferError
 from megatronapp_trainer.fbd.channels.channel import Channel
@@ -17,16 +18,17 @@ from megatronapp_trainer.fbd.channels.commands import CREDIT, Command, Order
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
 from megatronapp_trainer.fbd.channels.summary import receive_summary
 from megatronapp_trainer.fbd.graph.shipments import ShipmentReceiver, shipped_pass
-from megatronapp_trainer.fbd.orders import Pass, backward_order
+from megatronapp_trainer.fbd.orders import MOST_PENDING_WEIGHTS, Pass, backward_order
 from megatronapp_trainer.fbd.remote_data import split_of
+from megatronapp_trainer.fbd.ship_modes import ShipSwitch
 from megatronapp_trainer.fbd.stage import Stage
 from megatronapp_trainer.fbd.weights import send_weights
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.pipeline.megatron_schedules import connect_gradients
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
-from megatronapp_trainer.pipeline.split_backward import install_split_backward
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
+from megatronapp_trainer.pipeline.weight_gradients import WeightGradientStore
 
 _REPORT = TensorSpec((2,), torch.float32)
 
@@ -39,12 +41,15 @@ class BackwardSchedule:
         context: ScheduleContext,
         stage: Stage,
         channel: Channel,
-        receivers: list[ShipmentReceiver],
+        receivers: dict[ShipMode, list[ShipmentReceiver]],
+        stores: list[WeightGradientStore],
         *,
         sends_weights: bool,
         request_stop: Callable[[], None],
     ) -> None:
-        """Take a channel that is connected, and a receiver of saved tensors for each chunk.
+        """Take a channel that is connected, and by mode a receiver of saved tensors for each chunk.
+
+        `stores`: of the chunks, from `install_split_backward`, which the graphs of the receivers use.
 
         `sends_weights`: False if another backward rank of the forward rank has the same ones and sends them;
         `request_stop`: called after a step in which the forward rank was asked to stop.
@@ -55,7 +60,7 @@ class BackwardSchedule:
         self._optimizer = context.optimizer
         self._groups = schedule_groups()
         connect_gradients(context)
-        self._stores = install_split_backward(context.chunks)
+        self._stores = stores
         self._stage = stage
         # Weight gradients communicate under sequence parallelism, and when they fill a wait depends on the rank: the
         # ranks of a tensor group would run them in different orders.
@@ -63,6 +68,8 @@ class BackwardSchedule:
         self._channel = channel
         self._forward_rank = channel.partners[0]
         self._receivers = receivers
+        self._mode = context.config.ship_modes[0]
+        self._switch = ShipSwitch(context.config, context.chunks)
         self._sends_weights = sends_weights
         self._request_stop = request_stop
         self._step = 0
@@ -79,7 +86,8 @@ class BackwardSchedule:
             TransferError: a message is missing, or there is one too many.
         """
         with self._failing_at_once():
-            self._command(Order(Command.TRAIN, num_microbatches))
+            self._switch.set(self._mode)  # for what backward passes recompute
+            self._command(Order(Command.TRAIN, num_microbatches, ship=self._mode))
             self._weights_have_changed = True  # by the optimizer, after this step
             self._channel.received.clear()
             for store in self._stores:
@@ -123,7 +131,7 @@ class BackwardSchedule:
     def _run(self, backward_pass: Pass, num_microbatches: int) -> None:
         """Run the backward pass of a microbatch through a chunk, and pass on the gradient of its input."""
         microbatch, chunk = backward_pass
-        receiver = self._receivers[chunk]
+        receiver = self._receivers[self._mode][chunk]
         for key, spec, shipped in receiver.messages(self._step, microbatch):
             receiver.take(self._await(self._forward_rank, key, spec, shipped))
         gradient = self._gradient(backward_pass, num_microbatches)
@@ -132,15 +140,22 @@ class BackwardSchedule:
             self._stores[chunk].backward(microbatch, split=self._split),
         ):
             input_gradient = receiver.backward(gradient)
-        if self._split:
-            self._pending_weights.append(backward_pass)
-        self._channel.append(CREDIT, PassKey(RecordKind.BACKWARD, chunk, microbatch))
         if input_gradient is not None:
             stage = self._stage.placement.stage(self._stage.rank, chunk)
             key = MessageKey(MessageKind.GRADIENT, self._step, microbatch, stage - 1)
             _, target = self._stage.placement.holder(stage - 1)
             target_pass = PassKey(RecordKind.BACKWARD, target, microbatch)
             self._channel.send(self._stage.previous, key, input_gradient, target_pass)
+        if not self._split:
+            self._credit(backward_pass)
+            return
+        self._pending_weights.append(backward_pass)
+        while len(self._pending_weights) > MOST_PENDING_WEIGHTS:
+            self._run_weight()
+
+    def _credit(self, ended: Pass) -> None:
+        """Let the forward rank run one pass more, as the memory of this one is free."""
+        self._channel.append(CREDIT, PassKey(RecordKind.BACKWARD, ended.chunk, ended.microbatch))
 
     def _gradient(self, backward_pass: Pass, num_microbatches: int) -> torch.Tensor:
         """Return the gradient of a chunk's output: of the next stage, or of the sum of the losses.
@@ -177,6 +192,7 @@ class BackwardSchedule:
         weight_pass = self._pending_weights.popleft()
         with self._span(RecordKind.WEIGHT, weight_pass):
             self._stores[weight_pass.chunk].run(weight_pass.microbatch)
+        self._credit(weight_pass)
 
     @contextlib.contextmanager
     def _span(self, kind: RecordKind, own: Pass) -> Iterator[None]:

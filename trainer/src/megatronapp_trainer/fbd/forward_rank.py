@@ -9,6 +9,7 @@ import torch
 from megatronapp_common.names import ExitCode
 from megatronapp_common.trace import RecordKind
 from megatronapp_trainer.checkpoint import random_states
+from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import DataIterators, MicrobatchSource, StepFeed
 from megatronapp_trainer.errors import TransferError
 from megatronapp_trainer.fbd.channels.channel import Channel
@@ -18,6 +19,7 @@ from megatronapp_trainer.fbd.channels.summary import StepSummary, send_summary
 from megatronapp_trainer.fbd.forward_passes import ForwardOutput, run_forward
 from megatronapp_trainer.fbd.graph.shipments import ShipmentSender, shipped_pass
 from megatronapp_trainer.fbd.orders import Pass, backward_order, forward_order, places
+from megatronapp_trainer.fbd.ship_modes import ShipSwitch
 from megatronapp_trainer.fbd.stage import Stage
 from megatronapp_trainer.fbd.weights import receive_weight_parts, receive_weights
 from megatronapp_trainer.hooks.step_observer import StepObserver
@@ -50,19 +52,22 @@ class ForwardRank:
         stage: Stage,
         channel: Channel,
         replicas: list[Replica],
-        senders: list[ShipmentSender],
+        senders: dict[ShipMode, list[ShipmentSender]],
         *,
         iteration: int,
         observer: StepObserver | None,
         stop_requested: Callable[[], bool],
     ) -> None:
-        """Take a run without optimizer, and a sender of saved tensors for each of its chunks."""
+        """Take a run without optimizer, and by mode a sender of saved tensors for each of its chunks."""
         self._run = run
         self._family = model_family(run.config)
         self._stage = stage
         self._channel = channel
         self._replicas = replicas
-        self._senders = senders
+        self._all_senders = senders
+        self._senders: list[ShipmentSender] = []
+        """Senders of the step's mode."""
+        self._switch = ShipSwitch(run.config, run.state.chunks)
         self._iteration = iteration
         self._observer = observer
         self._stop_requested = stop_requested
@@ -86,6 +91,8 @@ class ForwardRank:
                 if order.sends_weights:
                     self._receive_weights()
                 if order.command is Command.TRAIN:
+                    self._senders = self._all_senders[order.ship]
+                    self._switch.set(order.ship)
                     self._run_step(order.num_microbatches)
                 else:
                     self._evaluate(order)

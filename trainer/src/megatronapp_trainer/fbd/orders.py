@@ -13,6 +13,10 @@ SPARE_PLACES = 2
 """Places beyond those that the static order needs: one pass is shipped while another runs backward, and none waits."""
 FEWEST_PLACES = 3
 """With two places the forward rank waits for each backward pass (measured: half the throughput)."""
+MOST_PENDING_WEIGHTS = 1
+"""Backward passes whose weight gradients may wait for a gap: each keeps the memory of its shipments, or of what it has
+recomputed, and the forward rank has no credit for it.
+"""
 
 
 class Pass(NamedTuple):

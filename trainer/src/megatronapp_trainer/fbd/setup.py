@@ -9,27 +9,25 @@ import os
 import pathlib
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import _fork_rng
 
 from megatronapp_common.names import Env
 from megatronapp_common.topology import FbdWorld, RankRole
 from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.data.microbatches import DataIterators, chunks_that_need_data
+from megatronapp_trainer.config.fbd import ShipMode
+from megatronapp_trainer.data.microbatches import DataIterators
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.fbd.backward_schedule import BackwardSchedule
 from megatronapp_trainer.fbd.channels.channel import WEIGHT_PART_BYTES, Channel, ChannelPlan
 from megatronapp_trainer.fbd.channels.commands import Split
 from megatronapp_trainer.fbd.channels.start import StartExchange
 from megatronapp_trainer.fbd.channels.summary import SUMMARY_BYTES
-from megatronapp_trainer.fbd.forward_passes import run_forward
+from megatronapp_trainer.fbd.example_passes import ExamplePasses, activation_spec, whole_activation_spec
 from megatronapp_trainer.fbd.forward_rank import ForwardRank, Replica
-from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
-from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder, learn_saved_tensors
+from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder
 from megatronapp_trainer.fbd.graph.region_states import RegionStates
 from megatronapp_trainer.fbd.graph.saved_tensors import SavedTensors
 from megatronapp_trainer.fbd.graph.shipments import (
@@ -50,7 +48,8 @@ from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.worlds import shared_store
 from megatronapp_trainer.pipeline.planning.tasks import Placement
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
-from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec, shared_memory_directory
+from megatronapp_trainer.pipeline.split_backward import install_split_backward
+from megatronapp_trainer.pipeline.transport.tensor_transport import shared_memory_directory
 from megatronapp_trainer.training.build import TrainingRun, build_iterators, observe_megatron
 
 
@@ -110,13 +109,16 @@ def build_backward_schedule(
     config, layout = run.config, run.layout
     (partner,) = _world(layout).partners(layout.global_rank)
     stage = _stage(layout)
-    receivers, layouts, graphs = [], [], []
-    for chunk, module in enumerate(run.state.chunks):
-        with _fork_rng():
-            graph = BackwardGraph(module.module, _program(run, stage, chunk, module), _example_input(run, stage, chunk))
-        graphs.append(Graph(saved=graph.saved, states=tuple(graph.region_states)))
-        layouts.append(shipment_layout(graph.saved, graph.region_states, ends_with_report=stage.is_last(chunk)))
-        receivers.append(ShipmentReceiver(graph, layouts[-1], chunk=chunk))
+    stores = install_split_backward(run.state.chunks)  # before the graphs, which call the layers as they are then
+    receivers: dict[ShipMode, list[ShipmentReceiver]] = {}
+    graphs: dict[ShipMode, list[Graph]] = {}
+    layouts: list[ShipmentLayout] = []
+    for mode, built in ExamplePasses(run, stage).graphs().items():
+        graphs[mode] = [Graph(saved=graph.saved, states=tuple(graph.region_states)) for graph in built]
+        receivers[mode] = []
+        for chunk, graph in enumerate(built):
+            layouts.append(shipment_layout(graph.saved, graph.region_states, ends_with_report=stage.is_last(chunk)))
+            receivers[mode].append(ShipmentReceiver(graph, layouts[-1], chunk=chunk))
     _exchange(layout).put("graphs", graphs)
     channel = _connect(run, stage, layouts, observer)
     if observer is not None:
@@ -134,7 +136,9 @@ def build_backward_schedule(
         family=model_family(config),
         observer=observer,
     )
-    return BackwardSchedule(context, stage, channel, receivers, sends_weights=sends_weights, request_stop=request_stop)
+    return BackwardSchedule(
+        context, stage, channel, receivers, stores, sends_weights=sends_weights, request_stop=request_stop
+    )
 
 
 def build_forward_rank(
@@ -153,11 +157,7 @@ def build_forward_rank(
     """
     config, layout = run.config, run.layout
     stage, exchange, world = _stage(layout), _exchange(layout), _world(layout)
-    with _fork_rng():
-        learned = [
-            learn_saved_tensors(module, _runner(run, stage, chunk, module))
-            for chunk, module in enumerate(run.state.chunks)
-        ]
+    learned = ExamplePasses(run, stage).saved_tensors()
     partners = world.partners(layout.global_rank)
     starts: list[Start] = [exchange.get("start", partner) for partner in partners]
     replicas = [
@@ -168,18 +168,18 @@ def build_forward_rank(
     ]
     splits = {Split.VALIDATION: replicas[0].iterators.valid, Split.TEST: replicas[0].iterators.test}
     exchange.put("hello", Hello(splits=frozenset(split for split, found in splits.items() if found is not None)))
-    destinations = [
-        [_destination(run, stage, learned[chunk][0], partner, chunk) for partner in partners]
-        for chunk in range(len(run.state.chunks))
-    ]
+    destinations = _destinations(run, stage, learned)
     run.state.iteration, run.state.consumed_samples = starts[0].iteration, starts[0].consumed_samples
     observer = open_observer(run)
-    layouts = [destination.layout for of_chunk in destinations for destination in of_chunk]
-    channel = _connect(run, stage, layouts, observer)
-    senders = [
-        ShipmentSender(channel, ForwardRecorder(module, saved), destinations[chunk], chunk=chunk)
-        for chunk, (module, (saved, _)) in enumerate(zip(run.state.chunks, learned, strict=True))
-    ]
+    found = [destination for of_mode in destinations.values() for of_chunk in of_mode for destination in of_chunk]
+    channel = _connect(run, stage, [destination.layout for destination in found], observer)
+    senders = {
+        mode: [
+            ShipmentSender(channel, ForwardRecorder(module, saved), destinations[mode][chunk], chunk=chunk)
+            for chunk, (module, saved) in enumerate(zip(run.state.chunks, of_chunks, strict=True))
+        ]
+        for mode, of_chunks in learned.items()
+    }
     return ForwardRank(
         run,
         stage,
@@ -192,11 +192,32 @@ def build_forward_rank(
     )
 
 
-def _destination(run: TrainingRun, stage: Stage, saved: SavedTensors, partner: int, chunk: int) -> Destination:
+def _destinations(
+    run: TrainingRun, stage: Stage, learned: dict[ShipMode, list[SavedTensors]]
+) -> dict[ShipMode, list[list[Destination]]]:
+    """Return the partners of a forward rank by mode and chunk. Raises TransferError as `_destination` does."""
+    exchange = _exchange(run.layout)
+    graphs: dict[int, dict[ShipMode, list[Graph]]] = {
+        partner: exchange.get("graphs", partner) for partner in _world(run.layout).partners(run.layout.global_rank)
+    }
+    return {
+        mode: [
+            [
+                _destination(run, saved, partner, built[mode][chunk], ends_with_report=stage.is_last(chunk))
+                for partner, built in graphs.items()
+            ]
+            for chunk, saved in enumerate(of_chunks)
+        ]
+        for mode, of_chunks in learned.items()
+    }
+
+
+def _destination(
+    run: TrainingRun, saved: SavedTensors, partner: int, graph: Graph, *, ends_with_report: bool
+) -> Destination:
     """Return a partner with what its graph of a chunk needs. Raises TransferError if that is not saved here."""
     world, layout = _world(run.layout), run.layout
-    graph: Graph = _exchange(layout).get("graphs", partner)[chunk]
-    shipments = shipment_layout(graph.saved, graph.states, ends_with_report=stage.is_last(chunk))
+    shipments = shipment_layout(graph.saved, graph.states, ends_with_report=ends_with_report)
     if not world.merged:
         saved.refuse_other(graph.saved, rank=partner)
         return destination_of(partner, graph.saved, shipments)
@@ -225,8 +246,8 @@ def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout], obse
         partners=partners,
         leads=not is_forward,
         neighbours=tuple(sorted({stage.previous, stage.following} - {layout.global_rank})),
-        activation=_activation(config, layout),
-        control_bytes=max(_whole_activation(config).bytes, WEIGHT_PART_BYTES, SUMMARY_BYTES),
+        activation=activation_spec(config, layout),
+        control_bytes=max(whole_activation_spec(config).bytes, WEIGHT_PART_BYTES, SUMMARY_BYTES),
         shipment_bytes=max(size for shipments in layouts for size in shipments.sizes),
         shipments=most * max(len(shipments.sizes) for shipments in layouts),
         deadline_s=60 * config.parallel.distributed_timeout_minutes,
@@ -252,43 +273,6 @@ def _require_shared_memory(layout: Layout, exchange: StartExchange, peers: set[i
                 f"--forward-backward-disaggregating: rank {layout.global_rank} shares no memory with rank {peer}, and "
                 "forward and backward ranks of a pipeline send each other tensors through it; put them on one node"
             )
-
-
-def _program(run: TrainingRun, stage: Stage, chunk: int, module: Any) -> Callable[[torch.Tensor | None], torch.Tensor]:  # noqa: ANN401
-    """Return the forward pass of a chunk on an example of its data."""
-    family = model_family(run.config)
-    needs_data = chunk in chunks_that_need_data(run.config, run.layout)
-    batch = family.example_batch(run.config, run.layout, run.device) if needs_data else None
-
-    def forward(received: torch.Tensor | None) -> torch.Tensor:
-        return run_forward(family, module, batch, received, is_last_stage=stage.is_last(chunk)).output
-
-    return forward
-
-
-def _runner(run: TrainingRun, stage: Stage, chunk: int, module: Any) -> Callable[[], object]:  # noqa: ANN401
-    received = _example_input(run, stage, chunk)
-    forward = _program(run, stage, chunk, module)
-    return lambda: forward(None if received is None else received.requires_grad_())
-
-
-def _example_input(run: TrainingRun, stage: Stage, chunk: int) -> torch.Tensor | None:
-    if stage.is_first(chunk):
-        return None
-    spec = _activation(run.config, run.layout)
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=run.device.torch_device)
-
-
-def _activation(config: TrainerConfig, layout: Layout) -> TensorSpec:
-    """Return the form of hidden states between stages: [S, B, H], under sequence parallelism a part of the sequence."""
-    whole = _whole_activation(config)
-    length = whole.shape[0] // (layout.tensor_size if config.parallel.sequence_parallel else 1)
-    return TensorSpec((length, *whole.shape[1:]), whole.dtype)
-
-
-def _whole_activation(config: TrainerConfig) -> TensorSpec:
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    return TensorSpec((config.model.seq_length, config.training.micro_batch_size, config.model.hidden_size), dtype)
 
 
 def _stage(layout: Layout) -> Stage:

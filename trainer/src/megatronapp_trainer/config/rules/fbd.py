@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatronapp_trainer.config.fbd import AUTO, ShipMode
 from megatronapp_trainer.config.fields import require
 from megatronapp_trainer.config.root import TrainerConfig
 
@@ -14,7 +15,7 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
     given = {
         "--ignore-forward-tensor-parallel": fbd.merged,
         "--fbd-backward-per-forward": fbd.fbd_backward_per_forward != 1,
-        "--fbd-ship": fbd.fbd_ship != "saved",
+        "--fbd-ship": fbd.fbd_ship is not None,
         "--fbd-forward-ranks-apart": fbd.fbd_forward_ranks_apart,
     }
     for flag, on in given.items():
@@ -27,9 +28,7 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
         "other: a forward rank serves the ranks of a tensor group or those of several replicas; leave one of them out",
     )
     yield from require(
-        fbd.fbd_ship == "saved",
-        f"--fbd-ship {fbd.fbd_ship} is not built yet; leave it out: what travels is what autograd saves, which "
-        "--recompute-granularity selective or full makes less",
+        fbd.fbd_ship != AUTO, "--fbd-ship auto is not built yet; write saved, selective or full, or leave it out"
     )
     for flag, on in (
         ("--use-dpp", dpp.use_dpp),
@@ -43,10 +42,11 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
         "--ignore-forward-tensor-parallel: torch draws one mask for all heads, and it cannot be divided over the ranks "
         "of a tensor group; write --attention-dropout 0",
     )
-    masks_differ = config.parallel.sequence_parallel and config.precision.granularity == "full"
+    recomputes = ShipMode.FULL in config.ship_modes
+    cause = f"--fbd-ship {fbd.fbd_ship}" if fbd.fbd_ship is not None else "--recompute-granularity full"
     yield from require(
-        not (fbd.merged and masks_differ and config.model.hidden_dropout > 0),
+        not (fbd.merged and config.parallel.sequence_parallel and recomputes and config.model.hidden_dropout > 0),
         f"--hidden-dropout {config.model.hidden_dropout:g} cannot be combined with --ignore-forward-tensor-parallel, "
-        "--sequence-parallel and --recompute-granularity full: what a backward rank computes again would have another "
-        "mask; write --hidden-dropout 0",
+        f"--sequence-parallel and {cause}: what a backward rank computes again would have another mask; write "
+        "--hidden-dropout 0 or --fbd-ship saved",
     )

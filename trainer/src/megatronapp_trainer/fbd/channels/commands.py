@@ -3,6 +3,8 @@
 import enum
 from typing import NamedTuple, Self
 
+from megatronapp_trainer.config.fbd import ShipMode
+
 
 class Command(enum.IntEnum):
     """Work that forward ranks do next."""
@@ -24,7 +26,8 @@ class Split(enum.IntEnum):
     TEST = 1
 
 
-_COUNT_BITS, _SPLIT_BITS = 24, 2
+_COUNT_BITS, _SPLIT_BITS, _MODE_BITS = 24, 2, 2
+_MODES = tuple(ShipMode)
 
 
 class Order(NamedTuple):
@@ -36,18 +39,29 @@ class Order(NamedTuple):
     split: Split = Split.VALIDATION
     sends_weights: bool = False
     """Weights have changed since the last command, and follow."""
+    ship: ShipMode = ShipMode.SAVED
+    """Mode of shipping of a training step."""
 
     def pack(self) -> int:
         """Return the order as a number of 64 bits."""
         number = self.command << 1 | self.sends_weights
-        return (number << _SPLIT_BITS | self.split) << _COUNT_BITS | self.num_microbatches
+        for value, bits in (
+            (_MODES.index(self.ship), _MODE_BITS),
+            (self.split, _SPLIT_BITS),
+            (self.num_microbatches, _COUNT_BITS),
+        ):
+            number = number << bits | value
+        return number
 
     @classmethod
     def unpack(cls, number: int) -> Self:
         """Return the order that `pack` made a number of."""
-        rest, count = number >> _COUNT_BITS, number & (1 << _COUNT_BITS) - 1
-        split, rest = Split(rest & (1 << _SPLIT_BITS) - 1), rest >> _SPLIT_BITS
-        return cls(Command(rest >> 1), count, split, bool(rest & 1))
+        fields = []
+        for bits in (_COUNT_BITS, _SPLIT_BITS, _MODE_BITS):
+            fields.append(number & (1 << bits) - 1)
+            number >>= bits
+        count, split, mode = fields
+        return cls(Command(number >> 1), count, Split(split), bool(number & 1), _MODES[mode])
 
 
 CREDIT = Order(Command.CREDIT).pack()
