@@ -7,21 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from recording_reporter import RecordingReporter
+from evaluated_training import Record, train
 
-from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.names import ExitCode
 
 pytestmark = pytest.mark.torch
 
 RunRanks = Callable[..., list[Any]]
-Record = tuple[list[float], list[float], list[float]]
 
 SWITCH = "--forward-backward-disaggregating"
-MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
-    "--global-batch-size 8 --train-iters 3 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
-    "--vocab-size 120 --eval-iters 1 --eval-interval 2"
-)
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -44,50 +38,6 @@ CASES = {
     "ramp-up": (1, "--rampup-batch-size 4 4 8"),
 }
 """Ranks of plain training, and flags; dropout is 0.1."""
-
-
-class EvaluationRecorder(RecordingReporter):
-    """A reporter that also collects the losses of evaluations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.evaluations: list[float] = []
-
-    def validation(self, iteration: int, loss: float, split: str) -> None:
-        self.evaluations.append(loss)
-
-    def line(self, text: str) -> None: ...
-
-    def plan(self, report: object) -> None: ...
-
-    def resumed(self, *arguments: object, **options: object) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def train(flags: str) -> tuple[int, Record | None]:
-    """Exit code of this rank, and what the reporting rank has seen. Weight gradients that wait are not empty."""
-    import warnings
-
-    warnings.simplefilter("ignore")
-    from megatronapp_trainer import pretrain
-    from megatronapp_trainer.pipeline.weight_gradients import WeightGradientStore
-
-    run = WeightGradientStore.run
-
-    def run_some(store: WeightGradientStore, microbatch: int) -> None:
-        before = store.retained_bytes
-        run(store, microbatch)
-        assert store.retained_bytes < before
-
-    WeightGradientStore.run = run_some  # type: ignore[method-assign, assignment]
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.training import progress
-
-    recorder = EvaluationRecorder()
-    progress.make_reporter = lambda config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
-    code = pretrain.pretrain(parse(f"{MODEL} {flags}".split()))
-    return code, (recorder.losses, recorder.grad_norms, recorder.evaluations) if recorder.losses else None
 
 
 def record_of(run_ranks: RunRanks, world: int, flags: str) -> Record:
@@ -152,16 +102,3 @@ def test_checkpoints_are_those_of_plain_training_and_resume_both_ways(
     fbd_then_plain = record_of(run_ranks, 1, saved("fbd", 100))
     assert plain_then_fbd[0] == fbd_then_plain[0] == whole[0][2:]
     assert plain_then_fbd[1] == fbd_then_plain[1] == whole[1][2:]
-
-
-def test_ranks_without_common_memory_are_refused_at_the_start(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(Exception, match=r"rank [01] shares no memory with rank [10]"):
-        run_ranks(2, train_apart, str(tmp_path))
-
-
-def train_apart(folder: str) -> tuple[int, Record | None]:
-    """`train` with another directory of shared memory on each rank, as on several nodes."""
-    own = pathlib.Path(folder) / os.environ["RANK"]
-    own.mkdir()
-    os.environ[Env.SHM_DIR] = str(own)
-    return train(SWITCH)

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.tensor_parallel.random import _fork_rng
 
-from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import chunks_that_need_data
+from megatronapp_trainer.fbd.channels.plan import activation_spec
 from megatronapp_trainer.fbd.forward_passes import run_forward
 from megatronapp_trainer.fbd.graph.backward_graph import BackwardGraph
 from megatronapp_trainer.fbd.graph.recorder import learn_saved_tensors
@@ -18,8 +18,6 @@ from megatronapp_trainer.fbd.graph.saved_tensors import SavedTensors
 from megatronapp_trainer.fbd.ship_modes import ShipSwitch
 from megatronapp_trainer.fbd.stage import Stage
 from megatronapp_trainer.models.registry import model_family
-from megatronapp_trainer.parallel.layout import Layout
-from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 from megatronapp_trainer.training.build import TrainingRun
 
 T = TypeVar("T")
@@ -74,16 +72,3 @@ class ExamplePasses:
             return None
         spec = activation_spec(self._run.config, self._run.layout)
         return torch.zeros(spec.shape, dtype=spec.dtype, device=self._run.device.torch_device)
-
-
-def activation_spec(config: TrainerConfig, layout: Layout) -> TensorSpec:
-    """Return the form of hidden states between stages: [S, B, H], under sequence parallelism a part of the sequence."""
-    whole = whole_activation_spec(config)
-    length = whole.shape[0] // (layout.tensor_size if config.parallel.sequence_parallel else 1)
-    return TensorSpec((length, *whole.shape[1:]), whole.dtype)
-
-
-def whole_activation_spec(config: TrainerConfig) -> TensorSpec:
-    """Return the form of hidden states of the whole sequence, [S, B, H]."""
-    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-    return TensorSpec((config.model.seq_length, config.training.micro_batch_size, config.model.hidden_size), dtype)

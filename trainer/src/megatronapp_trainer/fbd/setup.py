@@ -5,27 +5,23 @@ say what its passes save; both then connect.
 """
 
 import dataclasses
-import os
-import pathlib
-import secrets
 from collections.abc import Callable
 
 import torch
 
-from megatronapp_common.names import Env
 from megatronapp_common.topology import FbdWorld, RankRole
 from megatronapp_trainer.checkpoint import random_states
 from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.data.microbatches import DataIterators
-from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.fbd.backward_schedule import BackwardSchedule
-from megatronapp_trainer.fbd.channels.channel import WEIGHT_PART_BYTES, Channel, ChannelPlan
+from megatronapp_trainer.fbd.channels.agreement import agree
+from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.commands import Split
+from megatronapp_trainer.fbd.channels.plan import channel_plan
 from megatronapp_trainer.fbd.channels.start import StartExchange
-from megatronapp_trainer.fbd.channels.summary import SUMMARY_BYTES
-from megatronapp_trainer.fbd.example_passes import ExamplePasses, activation_spec, whole_activation_spec
+from megatronapp_trainer.fbd.example_passes import ExamplePasses
 from megatronapp_trainer.fbd.forward_rank import ForwardRank, Replica
 from megatronapp_trainer.fbd.graph.recorder import ForwardRecorder
 from megatronapp_trainer.fbd.graph.region_states import RegionStates
@@ -41,15 +37,13 @@ from megatronapp_trainer.fbd.graph.shipments import (
 from megatronapp_trainer.fbd.graph.slicing import PassSlicer, TensorPlace, slot_slices
 from megatronapp_trainer.fbd.orders import places
 from megatronapp_trainer.fbd.remote_data import remote_iterators
-from megatronapp_trainer.fbd.stage import Stage
+from megatronapp_trainer.fbd.stage import Stage, stage_of
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.worlds import shared_store
-from megatronapp_trainer.pipeline.planning.tasks import Placement
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.split_backward import install_split_backward
-from megatronapp_trainer.pipeline.transport.tensor_transport import shared_memory_directory
 from megatronapp_trainer.training.build import TrainingRun, build_iterators, observe_megatron
 
 
@@ -108,7 +102,7 @@ def build_backward_schedule(
     """
     config, layout = run.config, run.layout
     (partner,) = _world(layout).partners(layout.global_rank)
-    stage = _stage(layout)
+    stage = stage_of(layout)
     stores = install_split_backward(run.state.chunks)  # before the graphs, which call the layers as they are then
     receivers: dict[ShipMode, list[ShipmentReceiver]] = {}
     graphs: dict[ShipMode, list[Graph]] = {}
@@ -156,7 +150,7 @@ def build_forward_rank(
         PeerLostError: a rank did not connect.
     """
     config, layout = run.config, run.layout
-    stage, exchange, world = _stage(layout), _exchange(layout), _world(layout)
+    stage, exchange, world = stage_of(layout), _exchange(layout), _world(layout)
     learned = ExamplePasses(run, stage).saved_tensors()
     partners = world.partners(layout.global_rank)
     starts: list[Start] = [exchange.get("start", partner) for partner in partners]
@@ -232,61 +226,18 @@ def _destination(
 
 
 def _connect(run: TrainingRun, stage: Stage, layouts: list[ShipmentLayout], observer: StepObserver | None) -> Channel:
-    config, layout, exchange, world = run.config, run.layout, _exchange(run.layout), _world(run.layout)
-    if layout.global_rank == 0:
-        exchange.put("job", os.environ.get(Env.JOB_UID) or secrets.token_hex(16))
-    partners = world.partners(layout.global_rank)
-    is_forward = layout.role is RankRole.FORWARD
-    most = places(stage.placement, config.most_microbatches(world.trained.data), stage.rank)
-    _require_shared_memory(layout, exchange, {*partners, stage.previous, stage.following})
-    plan = ChannelPlan(
-        job=exchange.get("job", 0),
-        rank=layout.global_rank,
-        unit=layout.global_rank if is_forward else partners[0],
-        partners=partners,
-        leads=not is_forward,
-        neighbours=tuple(sorted({stage.previous, stage.following} - {layout.global_rank})),
-        activation=activation_spec(config, layout),
-        control_bytes=max(whole_activation_spec(config).bytes, WEIGHT_PART_BYTES, SUMMARY_BYTES),
+    """Connect this rank; collective over both roles. Raises UsageError for too little memory, or no path to a peer."""
+    config, exchange = run.config, _exchange(run.layout)
+    most = places(stage.placement, config.most_microbatches(run.layout.trained_data_size), stage.rank)
+    plan = channel_plan(
+        config,
+        run.layout,
+        stage,
         shipment_bytes=max(size for shipments in layouts for size in shipments.sizes),
         shipments=most * max(len(shipments.sizes) for shipments in layouts),
-        deadline_s=60 * config.parallel.distributed_timeout_minutes,
         device=torch.cuda.current_device() if run.device.is_cuda else None,
-        threads=config.dpp.threads,
     )
-    return Channel(plan, None if observer is None else observer.transfers)
-
-
-def _require_shared_memory(layout: Layout, exchange: StartExchange, peers: set[int]) -> None:
-    """Raise UsageError if this rank shares no memory with one of its peers, as on another node."""
-    directory = shared_memory_directory()
-    try:
-        status = pathlib.Path(directory).stat()
-    except OSError as error:
-        raise UsageError(f"{directory}: {error.strerror}; set {Env.SHM_DIR} to a tmpfs") from error
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    memory = f"{boot} {status.st_dev} {status.st_ino}"
-    exchange.put("memory", memory)
-    for peer in sorted(peers):
-        if exchange.get("memory", peer) != memory:
-            raise UsageError(
-                f"--forward-backward-disaggregating: rank {layout.global_rank} shares no memory with rank {peer}, and "
-                "forward and backward ranks of a pipeline send each other tensors through it; put them on one node"
-            )
-
-
-def _stage(layout: Layout) -> Stage:
-    """Return this rank's place, with the ranks of its neighbours as the launcher counts them."""
-    world, size = _world(layout), layout.pipeline_size
-    stride = layout.world_size // size
-    place = layout.pipeline_rank
-
-    def at(pipeline_rank: int) -> int:
-        return world.rank_of(layout.role, layout.rank + (pipeline_rank % size - place) * stride)
-
-    return Stage(
-        placement=Placement(size, layout.virtual_size), rank=place, previous=at(place - 1), following=at(place + 1)
-    )
+    return Channel(plan, agree(plan, exchange), exchange, None if observer is None else observer.transfers)
 
 
 def _iterators(config: TrainerConfig, layout: Layout, partner: int, start: Start) -> DataIterators:
@@ -309,4 +260,4 @@ def _world(layout: Layout) -> FbdWorld:
 
 
 def _exchange(layout: Layout) -> StartExchange:
-    return StartExchange(shared_store(), layout.global_rank)
+    return StartExchange(shared_store(), layout.global_rank, layout.global_world_size)

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.fbd.channels.channel import WEIGHT_PART_BYTES, Channel
+from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
+from megatronapp_trainer.fbd.channels.plan import WEIGHT_PART_BYTES
 from megatronapp_trainer.fbd.graph.slicing import weight_part
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 

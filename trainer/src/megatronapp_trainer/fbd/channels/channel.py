@@ -5,18 +5,24 @@ each end knows which message is next, and how many of a kind a step has.
 """
 
 import contextlib
-import dataclasses
+import functools
+import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from megatronapp_common.names import Env
 from megatronapp_common.trace import TransferPath
 from megatronapp_trainer.errors import TransferError
+from megatronapp_trainer.fbd.channels.agreement import ChannelPaths
 from megatronapp_trainer.fbd.channels.messages import MessageCounts, MessageKey, MessageKind
+from megatronapp_trainer.fbd.channels.plan import CONTROL_SLOTS, ChannelPlan
+from megatronapp_trainer.fbd.channels.start import StartExchange
 from megatronapp_trainer.hooks.transfer_observer import ObservedCopy, PassKey, TransferObserver
+from megatronapp_trainer.pipeline.transport.network import UcxPeers
 from megatronapp_trainer.pipeline.transport.tensor_transport import (
     ReceivedTensor,
     TensorSpec,
@@ -24,56 +30,47 @@ from megatronapp_trainer.pipeline.transport.tensor_transport import (
     TransportOptions,
 )
 
-CONTROL_SLOTS = 16
-WEIGHT_PART_BYTES = 4 << 20
-"""Most bytes of parameters in a message: small enough that copying in and out overlap."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ChannelPlan:
-    """Peers of a rank and the sizes of their messages; ranks are those of the launcher."""
-
-    job: str
-    """Name of the job's shared memory, equal on all ranks."""
-    rank: int
-    unit: int
-    """Forward rank of this rank and its partners."""
-    partners: tuple[int, ...]
-    """Backward ranks of a forward rank, or the forward rank of a backward rank."""
-    leads: bool
-    """True on backward ranks, which command their partner and give it credits."""
-    neighbours: tuple[int, ...]
-    """Ranks of the same role that hold the stages before and after."""
-    activation: TensorSpec
-    """Hidden states between two stages."""
-    control_bytes: int
-    """Bytes of the largest message that is no shipment; equal on all ranks of the job."""
-    shipment_bytes: int
-    """Bytes of the largest shipment of saved tensors."""
-    shipments: int
-    """Shipments that a backward rank has room for."""
-    deadline_s: float
-    device: int | None
-    threads: int
+_log = logging.getLogger(__name__)
 
 
 class Channel:
     """Messages of one rank. Raises PeerLostError, TransferTimeoutError and TransferError as the transport does."""
 
-    def __init__(self, plan: ChannelPlan, observer: TransferObserver | None = None) -> None:
-        """Connect to partners and neighbours; each of them does the same. `observer`: of messages with a pass."""
-        self._plan = plan
+    def __init__(
+        self,
+        plan: ChannelPlan,
+        paths: ChannelPaths,
+        exchange: StartExchange,
+        observer: TransferObserver | None = None,
+    ) -> None:
+        """Connect to partners and neighbours, through shared memory or UCX; collective over both roles.
+
+        `observer`: of messages with a pass.
+
+        Raises:
+            UsageError: a rank cannot use UCX and has peers on other nodes.
+            PeerLostError: a rank did not connect.
+        """
         self._observer = observer
-        self._path = TransferPath.SHARED_MEMORY if plan.device is None else TransferPath.CUDA_IPC
+        near = TransferPath.SHARED_MEMORY if plan.device is None else TransferPath.CUDA_IPC
+        self._paths = {peer: TransferPath.UCX if peer in paths.remote else near for peer in plan.peers}
         self.partners = plan.partners
         self.activation = plan.activation
-        peers = [*plan.partners, *plan.neighbours]
-        self._control = _transport(plan, "control", peers, plan.control_bytes, slots=CONTROL_SLOTS)
-        self._bulk = _transport(
-            plan, f"saved-{plan.unit}", list(plan.partners), plan.shipment_bytes, slots=plan.shipments
+        control = _options(plan, paths, "control", plan.control_bytes, slots=CONTROL_SLOTS)
+        bulk = _options(plan, paths, f"saved-{plan.unit}", plan.shipment_bytes, slots=plan.shipments)
+        self._control, round_trips = _connected(
+            control, plan.peers, plan, paths, functools.partial(exchange.gather, "control")
         )
-        for transport in (self._control, self._bulk):
-            transport.connect()
+        try:
+            self._bulk, _ = _connected(bulk, plan.partners, plan, paths, functools.partial(exchange.gather, "saved"))
+        except BaseException:
+            self._control.close(drain=False)
+            raise
+        for peer in plan.peers:
+            if peer in round_trips:
+                _log.info("path to rank %d: ucx, round trip %.0f us", peer, 1e-3 * round_trips[peer])
+            else:
+                _log.info("path to rank %d: %s", peer, near.name.lower().replace("_", " "))
         if plan.leads:
             self._control.lead(plan.partners)
         self.sent = MessageCounts()
@@ -100,6 +97,10 @@ class Channel:
         message = self._of(key.kind).poll(peer, key.pack(), spec)
         return None if message is None else self._handed_out(message, key, spec, target)
 
+    def path_from(self, peer: int) -> TransferPath:
+        """Return the path of the messages of a peer."""
+        return self._paths[peer]
+
     def append(self, number: int, target: PassKey | None = None) -> None:
         """Send a number of 64 bits to the partners; each of them reads all numbers in order.
 
@@ -116,7 +117,7 @@ class Channel:
             number = self._control.next_decision(partner)
         if self._observer is not None and target is not None:
             now_ns = time.monotonic_ns()
-            self._observer.arrived(target, ObservedCopy(partner, 0, now_ns, now_ns))
+            self._observer.arrived(target, ObservedCopy(partner, 0, now_ns, now_ns, path=self._paths[partner]))
             self._observer.take(target)
         return number
 
@@ -154,7 +155,7 @@ class Channel:
         """Count a message and announce it; a fault may withhold it."""
         self.received.add(message.sender, key.kind, spec.bytes)
         if self._observer is not None and target is not None:
-            copy = ObservedCopy(message.sender, spec.bytes, *message.copied_ns, path=self._path)
+            copy = ObservedCopy(message.sender, spec.bytes, *message.copied_ns, path=self._paths[message.sender])
             late_ns = self._observer.release_ns(copy) - time.monotonic_ns()
             if late_ns > 0:
                 with self._observer.waiting():
@@ -167,9 +168,9 @@ class Channel:
         return self._bulk if kind is MessageKind.SAVED else self._control
 
 
-def _transport(plan: ChannelPlan, name: str, peers: Sequence[int], slot_bytes: int, *, slots: int) -> TensorTransport:
-    options = TransportOptions(
-        job=f"{plan.job}-{name}",
+def _options(plan: ChannelPlan, paths: ChannelPaths, name: str, slot_bytes: int, *, slots: int) -> TransportOptions:
+    return TransportOptions(
+        job=f"{paths.job}-{name}",
         attempt=int(os.environ.get(Env.ATTEMPT, "0")),
         rank=plan.rank,
         slot_bytes=max(slot_bytes, 1),
@@ -178,4 +179,18 @@ def _transport(plan: ChannelPlan, name: str, peers: Sequence[int], slot_bytes: i
         threads=plan.threads,
         device=plan.device,
     )
-    return TensorTransport(options, peers=peers)
+
+
+def _connected(
+    options: TransportOptions,
+    peers: Sequence[int],
+    plan: ChannelPlan,
+    paths: ChannelPaths,
+    gather: Callable[[object], list[Any]],
+) -> tuple[TensorTransport, dict[int, int]]:
+    """Return a transport with a path to each of these peers, and round trips over UCX; collective over both roles."""
+    transport = TensorTransport(options, peers=[peer for peer in peers if peer not in paths.remote])
+    remote = UcxPeers(
+        [peer for peer in peers if peer in paths.remote], messages=peers, address=plan.address, gather=gather
+    )
+    return transport, transport.connect(remote if paths.spans_nodes else None)

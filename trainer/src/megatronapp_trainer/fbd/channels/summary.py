@@ -8,10 +8,9 @@ import torch
 from megatronapp_trainer.errors import TransferError
 from megatronapp_trainer.fbd.channels.channel import Channel
 from megatronapp_trainer.fbd.channels.messages import MessageKey, MessageKind
+from megatronapp_trainer.fbd.channels.plan import SUMMARY_BYTES
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 
-SUMMARY_BYTES = 64 << 10
-"""Room for random states of the host and of a device."""
 _SPEC = TensorSpec((SUMMARY_BYTES,), torch.uint8)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import os
-import pathlib
 import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,16 +16,18 @@ from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.pipeline.dpp import DppPlan
 from megatronapp_trainer.pipeline.planning.tasks import Placement
+from megatronapp_trainer.pipeline.transport.shared_memory import (
+    FILE_BYTES,
+    find_shared_memory,
+    inbox_bytes,
+    mebibytes,
+)
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec, shared_memory_directory
 
 logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 4096
 """Limit of the native transport (`csrc/include/megatronapp/transport/layout.hpp`)."""
-FILE_BYTES = 64 << 10
-"""Upper bound of what a file takes beyond its slots, but for `SLOT_BYTES`."""
-SLOT_BYTES = 640
-"""Upper bound of what a slot takes beyond its message: its announcement, its return, its flags, and padding."""
 
 
 class TaskAddresses(NamedTuple):
@@ -129,12 +130,12 @@ class Inboxes:
     @property
     def inbox_bytes(self) -> int:
         """Return an upper bound of the shared memory of one inbox; slots of a device are in its own memory."""
-        return self.pinned_bytes if self.device is None else self.slots * SLOT_BYTES + FILE_BYTES
+        return inbox_bytes(self.slots, self.slot_bytes, on_device=self.device is not None)
 
     @property
     def pinned_bytes(self) -> int:
         """Return the same with all slots in it."""
-        return self.slots * (self.slot_bytes + SLOT_BYTES) + FILE_BYTES
+        return inbox_bytes(self.slots, self.slot_bytes, on_device=False)
 
     @property
     def bytes(self) -> int:
@@ -158,7 +159,7 @@ class Inboxes:
         """
         directory, own = shared_memory_directory(), dist.get_rank()
         found: list[_Proposal | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self._proposal(directory))
+        dist.all_gather_object(found, self._proposal())
         proposals = [proposal for proposal in found if proposal is not None]
         apart = [_apart(proposal, proposals) for proposal in proposals]
         for rank, peers in enumerate(apart):
@@ -176,9 +177,9 @@ class Inboxes:
         if free is not None and sum(sharing) > free:
             raise UsageError(
                 f"{self.flag}: {directory} has {free >> 20} MiB free, and messages between its {len(sharing)} ranks "
-                f"need {_mib(sum(sharing))} MiB ({self.slots} slots of {self.slot_bytes} bytes for each neighbour of a "
-                f"rank); enlarge it (spec.shm.sizeLimit), name a larger tmpfs with {Env.SHM_DIR}, or give a smaller "
-                "--micro-batch-size or --dpp-memory-cap"
+                f"need {mebibytes(sum(sharing))} MiB ({self.slots} slots of {self.slot_bytes} bytes for each neighbour "
+                f"of a rank); enlarge it (spec.shm.sizeLimit), name a larger tmpfs with {Env.SHM_DIR}, or give a "
+                "smaller --micro-batch-size or --dpp-memory-cap"
             )
         if apart_devices and own == 0:
             logger.warning(
@@ -188,20 +189,16 @@ class Inboxes:
             )
         return TransportAgreement(proposals[0].job, apart[own], any(apart), pinned=apart_devices is not None)
 
-    def _proposal(self, directory: str) -> _Proposal:
-        try:
-            status, system = pathlib.Path(directory).stat(), os.statvfs(directory)
-        except OSError as error:
-            raise UsageError(f"--use-dpp: {directory}: {error.strerror}; set {Env.SHM_DIR} to a tmpfs") from error
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    def _proposal(self) -> _Proposal:
+        memory = find_shared_memory(self.flag)
         return _Proposal(
             job=os.environ.get(Env.JOB_UID) or secrets.token_hex(16),
-            memory=f"{boot} {status.st_dev} {status.st_ino}",
+            memory=memory.identity,
             neighbours=tuple(self.neighbours),
             boards=tuple(self.boards),
             inbox_bytes=self.inbox_bytes,
             pinned_bytes=self.pinned_bytes,
-            free=system.f_bavail * system.f_frsize if system.f_blocks else None,
+            free=memory.free,
             reach=None if self.device is None else _reach(self.device),
         )
 
@@ -275,7 +272,3 @@ def _needed(proposal: _Proposal, proposals: Sequence[_Proposal]) -> int:
     """Return an upper bound of the shared memory that a rank takes; messages of other nodes take none."""
     near = [peer for peer in proposal.neighbours if proposals[peer].memory == proposal.memory]
     return len(near) * proposal.inbox_bytes + (1 + len(proposal.boards)) * FILE_BYTES
-
-
-def _mib(size: int) -> int:
-    return -(-size // (1 << 20))

@@ -4,7 +4,8 @@ import importlib.util
 import logging
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -65,36 +66,55 @@ def connected(options: TransportOptions, inboxes: Inboxes, agreement: TransportA
         peers=[peer for peer in inboxes.neighbours if peer not in agreement.remote],
         boards=[peer for peer in inboxes.boards if peer not in agreement.remote],
     )
-    transport.connect(UcxPeers(inboxes, agreement.remote) if agreement.spans_nodes else None)
+    remote = UcxPeers(agreement.remote, messages=inboxes.neighbours, address=inboxes.address, gather=gather_over_world)
+    for peer, round_trip_ns in transport.connect(remote if agreement.spans_nodes else None).items():
+        _log.info("path to rank %d: ucx, round trip %.0f us", peer, 1e-3 * round_trip_ns)
     return transport
+
+
+def gather_over_world(value: object) -> list[Any]:
+    """Return the object of each rank of torch.distributed, by rank; collective over the world."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 class UcxPeers:
     """Peers on other nodes, which UCX reaches."""
 
-    def __init__(self, inboxes: Inboxes, ranks: Sequence[int]) -> None:
-        self._inboxes = inboxes
-        self._ranks = ranks
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        messages: Collection[int],
+        address: str,
+        gather: Callable[[object], list[Any]],
+    ) -> None:
+        """Take the peers of this rank on other nodes.
+
+        Args:
+            ranks: of the peers; none on a rank that only takes part in the exchange of addresses.
+            messages: those of the peers, or more ranks, that exchange messages with this one; with the others only
+                progress and logs are shared.
+            address: of this rank for its peers; UCX chooses a device if it is empty.
+            gather: exchanges an object of each rank, a collective of all ranks of the job; returns them by rank.
+        """
+        self.ranks = ranks
+        self._messages = messages
+        self._address = address
+        self._gather = gather
 
     def add_to(self, endpoint: native.TransportEndpoint) -> None:
-        """Exchange addresses and add the peers; collective over the world. Raises UsageError if a rank cannot."""
+        """Exchange addresses and add the peers; a collective. Raises UsageError if a rank cannot."""
         own: tuple[bytes, str] = (b"", "")
-        if self._ranks:
+        if self.ranks:
             try:
-                own = endpoint.open_network(library=ucx_library(), devices=devices_at(self._inboxes.address)), ""
+                own = endpoint.open_network(library=ucx_library(), devices=devices_at(self._address)), ""
             except (TransferError, native.TransportError) as error:
                 own = b"", str(error)
-        found: list[tuple[bytes, str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
-        addresses = [entry for entry in found if entry is not None]
+        addresses: list[tuple[bytes, str]] = self._gather(own)
         for rank, (_, problem) in enumerate(addresses):
             if problem:
                 raise UsageError(f"rank {rank} has no path to ranks on other nodes: {problem}")
-        for peer in self._ranks:
-            endpoint.add_remote_peer(peer, peer in self._inboxes.neighbours, addresses[peer][0])
-
-    def connected(self, endpoint: native.TransportEndpoint) -> None:
-        """Log the path to each peer with its shortest round trip."""
-        for peer in self._ranks:
-            round_trip_ns = endpoint.round_trip_ns(peer) or 0
-            _log.info("path to rank %d: ucx, round trip %.0f us", peer, 1e-3 * round_trip_ns)
+        for peer in self.ranks:
+            endpoint.add_remote_peer(peer, peer in self._messages, addresses[peer][0])

@@ -159,11 +159,12 @@ def raises_trainer_errors(function: Callable[P, R]) -> Callable[P, R]:
 class RemotePeers(Protocol):
     """Peers on other nodes."""
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Ranks of the peers."""
+
     def add_to(self, endpoint: native.TransportEndpoint) -> None:
         """Add them to the endpoint of this rank."""
-
-    def connected(self, endpoint: native.TransportEndpoint) -> None:
-        """Report the paths to them."""
 
 
 class TensorTransport:
@@ -198,13 +199,20 @@ class TensorTransport:
             self._endpoint.add_peer(peer, False)
 
     @raises_trainer_errors
-    def connect(self, remote: RemotePeers | None = None) -> None:
-        """Wait until all peers have connected, too. `remote`: peers on other nodes, which are added before."""
+    def connect(self, remote: RemotePeers | None = None) -> dict[int, int]:
+        """Wait until all peers have connected, too. `remote`: peers on other nodes, which are added before.
+
+        Returns the shortest round trip to each of them in nanoseconds.
+        """
         if remote is not None:
-            remote.add_to(self._endpoint)
+            try:
+                remote.add_to(self._endpoint)
+            except BaseException:
+                self._endpoint.close(False)  # so that no file is left in shared memory
+                raise
         self._endpoint.connect()
-        if remote is not None:
-            remote.connected(self._endpoint)
+        ranks = () if remote is None else remote.ranks
+        return {peer: self._endpoint.round_trip_ns(peer) or 0 for peer in ranks}
 
     @raises_trainer_errors
     def send(self, peer: int, key: int, tensor: torch.Tensor) -> None:

@@ -1,0 +1,99 @@
+"""Agreement of all ranks on the paths of their channels, before any of them takes memory."""
+
+import os
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatronapp_common.names import Env
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.fbd.channels.plan import CONTROL_SLOTS, ChannelPlan
+from megatronapp_trainer.fbd.channels.start import StartExchange
+from megatronapp_trainer.pipeline.transport.inboxes import MAX_SLOTS
+from megatronapp_trainer.pipeline.transport.shared_memory import (
+    FILE_BYTES,
+    find_shared_memory,
+    inbox_bytes,
+    mebibytes,
+)
+from megatronapp_trainer.pipeline.transport.tensor_transport import shared_memory_directory
+
+_FLAG = "--forward-backward-disaggregating"
+
+
+class ChannelPaths(NamedTuple):
+    """Paths of this rank's channels."""
+
+    job: str
+    """Name of the job's memory, the same on all ranks."""
+    remote: tuple[int, ...]
+    """Peers of this rank with which it shares no memory; UCX reaches them."""
+    spans_nodes: bool
+    """True if any rank has such peers."""
+
+
+class _ChannelProposal(NamedTuple):
+    """Job, memory and needs of a rank, exchanged before any rank takes memory."""
+
+    job: str
+    memory: str
+    """Identifies the file system in shared memory."""
+    free: int | None
+    """None for a file system without a limit."""
+    inboxes: dict[int, int]
+    """Bytes of shared memory for messages of each peer, if it shares the memory."""
+    has_device: bool
+
+
+def agree(plan: ChannelPlan, exchange: StartExchange) -> ChannelPaths:
+    """Agree on the job and on where memory is shared; collective over both roles.
+
+    Raises:
+        UsageError: too many shipments, too little room for the messages of all ranks that share a memory, or a rank
+            with a GPU that shares none with a peer.
+    """
+    if plan.shipments > MAX_SLOTS:
+        raise UsageError(
+            f"{_FLAG}: rank {plan.rank} needs room for {plan.shipments} messages of saved tensors at a time, and there "
+            f"are at most {MAX_SLOTS}; give more pipeline stages, so that a rank has fewer layers"
+        )
+    memory = find_shared_memory(_FLAG)
+    on_device = plan.device is not None
+    control = inbox_bytes(CONTROL_SLOTS, plan.control_bytes, on_device=on_device)
+    saved = inbox_bytes(plan.shipments, plan.shipment_bytes, on_device=on_device)
+    own = _ChannelProposal(
+        job=os.environ.get(Env.JOB_UID) or secrets.token_hex(16),
+        memory=memory.identity,
+        free=memory.free,
+        inboxes={peer: control + (saved if peer in plan.partners else 0) for peer in plan.peers},
+        has_device=on_device,
+    )
+    proposals: list[_ChannelProposal] = exchange.gather("channels", own)
+    apart = [_apart(proposal, proposals) for proposal in proposals]
+    for rank, peers in enumerate(apart):
+        if peers and proposals[rank].has_device:
+            raise UsageError(
+                f"{_FLAG}: rank {rank} has a GPU and shares no memory with rank {peers[0]}, its partner of the other "
+                "role or the stage before or after it, and messages of GPUs stay on a node; put these ranks on one node"
+            )
+    sharing = [_needed(proposal, proposals) for proposal in proposals if proposal.memory == memory.identity]
+    if memory.free is not None and sum(sharing) > memory.free:
+        raise UsageError(
+            f"{_FLAG}: {shared_memory_directory()} has {memory.free >> 20} MiB free, and messages between its "
+            f"{len(sharing)} ranks need {mebibytes(sum(sharing))} MiB (rank {plan.rank}: {plan.shipments} of "
+            f"{plan.shipment_bytes} bytes with saved tensors for each partner, {CONTROL_SLOTS} of {plan.control_bytes} "
+            f"bytes for each peer); enlarge it (spec.shm.sizeLimit), name a larger tmpfs with {Env.SHM_DIR}, or give a "
+            "smaller --micro-batch-size or --recompute-granularity full"
+        )
+    return ChannelPaths(proposals[0].job, apart[plan.rank], any(apart))
+
+
+def _apart(proposal: _ChannelProposal, proposals: Sequence[_ChannelProposal]) -> tuple[int, ...]:
+    """Return the peers of a rank that do not share its memory."""
+    return tuple(peer for peer in proposal.inboxes if proposals[peer].memory != proposal.memory)
+
+
+def _needed(proposal: _ChannelProposal, proposals: Sequence[_ChannelProposal]) -> int:
+    """Return an upper bound of the shared memory that a rank takes; messages of other nodes take none."""
+    near = [size for peer, size in proposal.inboxes.items() if proposals[peer].memory == proposal.memory]
+    return sum(near) + 2 * FILE_BYTES
