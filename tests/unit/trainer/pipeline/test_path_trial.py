@@ -1,4 +1,4 @@
-"""The preflight of real launchers tries the paths of a MegaDPP job with real processes."""
+"""The preflight of real launchers tries the paths of a MegaDPP or MegaFBD job with real processes."""
 
 import json
 import pathlib
@@ -12,24 +12,25 @@ from megatronapp_common.names import ExitCode
 
 pytestmark = [pytest.mark.torch, pytest.mark.process]
 
-FLAGS = (
-    "--use-dpp --pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 "
     "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 120"
 )
+PIPELINE = "--pipeline-model-parallel-size 2"
 PREFLIGHT = '{"enabled":true,"timeoutSeconds":80}'
 
 
 @pytest.fixture
 def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
     gang = Gang(tmp_path, proc_per_node="1,1")
-    gang.arguments = FLAGS.split()
+    gang.arguments = f"--use-dpp {PIPELINE} {MODEL}".split()
     yield gang
     gang.close()
 
 
 def paths(gang: Gang) -> set[str]:
     """Paths in the logs of the launchers, as `rank 0 to rank 1: shared memory`."""
-    found = re.findall(r"(rank \d+ to rank \d+: [^,]+), 2048 bytes after", "".join(w.output() for w in gang.workers))
+    found = re.findall(r"(rank \d+ to rank \d+: [^,]+), \d+ bytes after", "".join(w.output() for w in gang.workers))
     return set(found)
 
 
@@ -79,6 +80,35 @@ def test_ranks_without_common_memory_are_tried_over_ucx_at_their_addresses(
     gang.go()
     assert [worker.end() for worker in gang.workers] == [ExitCode.OK, ExitCode.OK]
     assert paths(gang) == {"rank 0 to rank 1: UCX", "rank 1 to rank 0: UCX"}
+
+
+PAIR = {"rank 0 to rank 1: UCX", "rank 1 to rank 0: UCX"}
+BY_STAGE = {
+    f"rank {sender} to rank {receiver}: {path}"
+    for first, second, path in ((0, 1, "shared memory"), (2, 3, "shared memory"), (0, 2, "UCX"), (1, 3, "UCX"))
+    for sender, receiver in ((first, second), (second, first))
+}
+"""Paths of two stages on a node each: partners share its memory, neighbours of a role do not."""
+
+
+@pytest.mark.full("a pipeline with both roles", but=("pair",))
+@pytest.mark.parametrize(
+    ("per_node", "flags", "expected"), [("1,1", "", PAIR), ("2,2", PIPELINE, BY_STAGE)], ids=["pair", "PP2"]
+)
+def test_partners_and_neighbours_of_both_roles_are_tried(
+    tmp_path: pathlib.Path, per_node: str, flags: str, expected: set[str]
+) -> None:
+    gang = Gang(tmp_path, proc_per_node=per_node)
+    try:
+        world = sum(map(int, per_node.split(",")))
+        gang.arguments = f"--forward-backward-disaggregating {flags} {MODEL}".split()
+        gang.arguments += ["--node-ips", ",".join(["127.0.0.1"] * world)]
+        start_apart(gang, dict.fromkeys(range(world), "finish"), [{"INTERFACE": "lo"}] * 2)
+        gang.go()
+        assert [worker.end() for worker in gang.workers] == [ExitCode.OK, ExitCode.OK], gang.workers[0].output()
+        assert paths(gang) == expected
+    finally:
+        gang.close()
 
 
 def test_addresses_of_no_interface_are_named_before_a_rank_starts(gang: Gang) -> None:

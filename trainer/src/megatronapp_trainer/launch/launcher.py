@@ -213,7 +213,7 @@ class Launcher:
         result = await preflight.run_preflight(
             requirements, briefing, uid=settings.uid, index=settings.index, place=place, shm=settings.shm_dir
         )
-        if result is not None or "--use-dpp" not in self._arguments:
+        if result is not None:
             return result
         environments = {
             rank: self._environment(table, local_rank, place)

@@ -1,4 +1,4 @@
-"""Check of the paths of a MegaDPP job: a process for each rank connects as the rank will, and sends a message."""
+"""Check of the paths of MegaDPP or MegaFBD: a process for each rank connects as the rank will, and sends a message."""
 
 import asyncio
 import contextlib
@@ -8,30 +8,56 @@ import pathlib
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.launch.ranks import process
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Torch warns, with a trace of calls, of the end of a store."""
-TRIAL = "megatronapp_trainer.pipeline.transport.path_trial"
 log = logging.getLogger(__name__)
 
 
+class PathTrial(NamedTuple):
+    """A program that tries the paths of one rank."""
+
+    runtime: str
+    """Part of MegatronApp that takes the paths."""
+    module: str
+
+
+_TRIALS = {
+    "--use-dpp": PathTrial("MegaDPP", "megatronapp_trainer.pipeline.transport.path_trial"),
+    "--forward-backward-disaggregating": PathTrial("MegaFBD", "megatronapp_trainer.fbd.path_trial"),
+}
+"""Trials by the flag that needs them."""
+
+
+def trial_of(arguments: Sequence[str]) -> PathTrial | None:
+    """Return the trial that the flags of a job need; None if its ranks take no paths of the native transport."""
+    return next((trial for flag, trial in _TRIALS.items() if flag in arguments), None)
+
+
 async def find_broken_paths(
-    environments: Mapping[int, Mapping[str, str]], arguments: Sequence[str], *, folder: pathlib.Path, timeout_s: float
+    trial: PathTrial,
+    environments: Mapping[int, Mapping[str, str]],
+    arguments: Sequence[str],
+    *,
+    folder: pathlib.Path,
+    timeout_s: float,
 ) -> tuple[int, str] | None:
     """Try the paths of the ranks of this worker, and log each; return exit code and reason of the one that failed.
 
     A rank whose peer is lost names no cause: the reason is that of another rank, if there is one.
 
     Args:
+        trial: of the paths.
         environments: variables by rank.
         arguments: flags of the ranks.
         folder: for their output.
         timeout_s: limit of all of it.
     """
-    command = [sys.executable, "-m", TRIAL, str(timeout_s), *arguments]
+    command = [sys.executable, "-m", trial.module, str(timeout_s), *arguments]
     outputs = {rank: folder / f"preflight-rank-{rank}.log" for rank in environments}
     pids = {
         rank: process.spawn(command, environment={**QUIET, **environment}, log=outputs[rank])
@@ -42,19 +68,19 @@ async def find_broken_paths(
         async with asyncio.timeout(timeout_s):
             codes = dict(zip(ends, await asyncio.gather(*ends.values()), strict=True))
     except TimeoutError:
-        return ExitCode.RENDEZVOUS, f"the paths of MegaDPP were not tried within {timeout_s:g} s"
+        return ExitCode.RENDEZVOUS, f"the paths of {trial.runtime} were not tried within {timeout_s:g} s"
     finally:
         await _stop(ends, pids)
     failed = sorted((code == ExitCode.PEER_LOST, rank) for rank, code in codes.items() if code != 0)
     for rank in codes:
         for line in _marked("path: ", outputs[rank]):
-            log.info("path of MegaDPP from %s", line)
+            log.info("path of %s from %s", trial.runtime, line)
     if not failed:
         return None
     _, rank = failed[0]
     errors = _marked("error: ", outputs[rank])
     reason = errors[-1] if errors else f"its trial ended with {codes[rank]}, see {outputs[rank]}"
-    return codes[rank], f"rank {rank} has no path of MegaDPP: {reason}"
+    return codes[rank], f"rank {rank} has no path of {trial.runtime}: {reason}"
 
 
 async def _end(pid: int) -> int:

@@ -8,7 +8,7 @@ from megatronapp_common.names import ExitCode
 from megatronapp_trainer.launch.config.interface import WorkerAddress
 from megatronapp_trainer.launch.config.requirements import PreflightRequirements
 from megatronapp_trainer.launch.preflight.machine import find_faults
-from megatronapp_trainer.launch.preflight.paths import find_broken_paths
+from megatronapp_trainer.launch.preflight.paths import find_broken_paths, trial_of
 from megatronapp_trainer.launch.preflight.reachability import find_unreached
 from megatronapp_trainer.launch.ranks.failure_cause import judge
 from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome, failed
@@ -49,11 +49,14 @@ async def try_paths(
     arguments: Sequence[str],
     folder: pathlib.Path,
 ) -> LauncherOutcome | None:
-    """Return why the ranks of a MegaDPP job would not reach each other, or None.
+    """Return why the ranks of a MegaDPP or MegaFBD job would not reach each other, or None; None for any other job.
 
     An error in the flags, or too little shared memory, is that of the job; any other error is one of the network.
     """
-    found = await find_broken_paths(environments, arguments, folder=folder, timeout_s=timeout_s)
+    trial = trial_of(arguments)
+    if trial is None:
+        return None
+    found = await find_broken_paths(trial, environments, arguments, folder=folder, timeout_s=timeout_s)
     if found is None:
         return None
     code, reason = found

@@ -4,7 +4,8 @@
 
 The process of each rank has the rank's variables. It takes the inboxes with all their memory, connects to the
 neighbours in the pipeline and the tensor group, sends each neighbour a message and receives one from it. It prints a
-line for each path, or the error of one that fails, whose exit code is that of the rank.
+line for each path, or the error of one that fails, whose exit code is that of the rank. For the channels of MegaFBD
+`megatronapp_trainer.fbd.path_trial` does so.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 from megatronapp_common.names import Env
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.errors import TrainerError, TransferError
-from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.parallel.layout import Layout, environment_integer, layout_from_environment
 from megatronapp_trainer.parallel.node_flags import check_node_flags
 from megatronapp_trainer.pipeline.dpp import DppPlan
 from megatronapp_trainer.pipeline.planning.tasks import Placement, Shape
@@ -30,13 +32,25 @@ from megatronapp_trainer.pipeline.transport.network import connected
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorTransport, TransportOptions
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Try the paths of one rank. Returns the exit code."""
+class Trial(Protocol):
+    """A trial of the paths of one rank."""
+
+    def __call__(self, config: TrainerConfig, layout: Layout, *, deadline_s: float) -> Iterator[str]:
+        """Yield a sentence for each path that a message has taken; a collective."""
+
+
+def run_trial(trial: Trial, arguments: Sequence[str]) -> int:
+    """Try the paths of one rank, and print what was found. Returns the exit code.
+
+    Args:
+        trial: of the paths that the flags need.
+        arguments: deadline in seconds, then the flags.
+    """
     try:
         config = parse(arguments[1:])
         layout = _layout(config)
         check_node_flags(config.dpp, layout, os.environ)
-        for line in try_paths(config, layout, deadline_s=float(arguments[0])):
+        for line in trial(config, layout, deadline_s=float(arguments[0])):
             print(f"path: {line}", flush=True)
     except (TrainerError, dist.DistError) as error:
         print(f"error: {str(error).splitlines()[0]}", flush=True)
@@ -54,7 +68,9 @@ def try_paths(config: TrainerConfig, layout: Layout, *, deadline_s: float) -> It
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(layout.local_rank // config.parallel.ranks_per_gpu)
-    store = _start_world(layout, datetime.timedelta(seconds=deadline_s))
+    timeout = datetime.timedelta(seconds=deadline_s)
+    store = open_store(layout, timeout)
+    dist.init_process_group("gloo", store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
     try:
         inboxes = _inboxes(config, layout)
         agreement = inboxes.agree()
@@ -64,26 +80,25 @@ def try_paths(config: TrainerConfig, layout: Layout, *, deadline_s: float) -> It
         transport.close()
     finally:
         dist.destroy_process_group()
-    if layout.rank > 0:
-        _wait_until_closed(store)
+    wait_until_closed(store, layout)
 
 
-def _start_world(layout: Layout, timeout: datetime.timedelta) -> TCPStore:
-    store = TCPStore(
+def open_store(layout: Layout, timeout: datetime.timedelta) -> TCPStore:
+    """Return a store of all ranks, at the port of the one that trains; rank 0 serves it."""
+    return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        layout.world_size,
-        is_master=layout.rank == 0,
+        layout.global_world_size,
+        is_master=layout.global_rank == 0,
         timeout=timeout,
     )
-    dist.init_process_group("gloo", store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
-    return store
 
 
-def _wait_until_closed(store: TCPStore) -> None:
+def wait_until_closed(store: TCPStore, layout: Layout) -> None:
     """Wait until rank 0 has ended: the store of the ranks that train will be at the same port."""
-    with contextlib.suppress(dist.DistError):
-        store.wait(["a key that no rank sets"])
+    if layout.global_rank > 0:
+        with contextlib.suppress(dist.DistError):
+            store.wait(["a key that no rank sets"])
 
 
 def _layout(config: TrainerConfig) -> Layout:
@@ -92,6 +107,7 @@ def _layout(config: TrainerConfig) -> Layout:
         pipeline_size=config.parallel.pipeline_model_parallel_size,
         virtual_size=config.virtual_size,
         is_vee=config.is_vee,
+        fbd=config.fbd_world(environment_integer("WORLD_SIZE", 1)),
     )
 
 
@@ -152,4 +168,4 @@ def _path(peer: int, inboxes: Inboxes, agreement: TransportAgreement) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_trial(try_paths, sys.argv[1:]))
