@@ -777,6 +777,77 @@ export interface components {
             steps: number;
         };
         /**
+         * ForwardBackward
+         * @description State of MegaFBD as the reporting rank publishes it. Times are means over microbatches.
+         */
+        ForwardBackward: {
+            /**
+             * Advice
+             * @description The advice in words.
+             */
+            advice?: string | null;
+            /**
+             * Advisedbackwardperforward
+             * @description Value of fbd.backwardPerForward that the measured times suggest.
+             */
+            advisedBackwardPerForward?: number | null;
+            /**
+             * Backwardperforward
+             * @description Replicas of backward ranks that a forward rank serves in turns.
+             * @default 1
+             */
+            backwardPerForward: number;
+            /**
+             * Backwardseconds
+             * @description Length of a backward pass, weight gradients included.
+             */
+            backwardSeconds?: number | null;
+            /**
+             * Chosen
+             * @description Whether the ranks chose the mode by measured times.
+             * @default false
+             */
+            chosen: boolean;
+            /**
+             * Forwardseconds
+             * @description Length of a forward pass.
+             */
+            forwardSeconds?: number | null;
+            /**
+             * Fromstep
+             * @description First step in this mode, counted from 0.
+             */
+            fromStep: number;
+            /**
+             * Merged
+             * @description Whether one forward rank serves a whole tensor group.
+             * @default false
+             */
+            merged: boolean;
+            /**
+             * Modes
+             * @description Modes and their costs.
+             */
+            modes?: components["schemas"]["ShipModeCost"][];
+            /**
+             * Ship
+             * @description Mode of shipping in force; value of fbd.ship.
+             * @enum {string}
+             */
+            ship: "saved" | "selective" | "full";
+            /**
+             * Shipbytes
+             * @description Bytes of a microbatch's saved tensors, from a forward to a backward rank.
+             * @default 0
+             */
+            shipBytes: number;
+            /**
+             * Shipseconds
+             * @description Time to ship the tensors of a microbatch.
+             */
+            shipSeconds?: number | null;
+        };
+        /**
          * GeneratedToken
          * @description A token that was generated from the row before its position.
          */
@@ -1273,6 +1344,8 @@ export interface components {
             attempt?: number | null;
             /** Consumedsamples */
             consumedSamples?: number | null;
+            /** @description State of MegaFBD; null without it. */
+            forwardBackward?: components["schemas"]["ForwardBackward"] | null;
             /** Gradnorm */
             gradNorm?: number | null;
             /** Iteration */
@@ -1644,6 +1717,29 @@ export interface components {
             path: string;
             /** Worker */
             worker: number;
+        };
+        /**
+         * ShipModeCost
+         * @description Cost of a mode of shipping of MegaFBD.
+         */
+        ShipModeCost: {
+            /**
+             * Ship
+             * @description Value of fbd.ship.
+             * @enum {string}
+             */
+            ship: "saved" | "selective" | "full";
+            /**
+             * Shipbytes
+             * @description Bytes of the saved tensors of a microbatch.
+             * @default 0
+             */
+            shipBytes: number;
+            /**
+             * Stepseconds
+             * @description Measured length of a step in this mode.
+             */
+            stepSeconds?: number | null;
         };
         /**
          * StateSelection

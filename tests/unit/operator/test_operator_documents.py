@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from megatronapp_common.job import status_document
-from megatronapp_common.job.api.progress import PipelinePlan
+from megatronapp_common.job.api.progress import ForwardBackward, PipelinePlan, ShipModeCost
 from megatronapp_common.job.api.status import SlowRank
 from megatronapp_common.text.times import rfc3339, seconds_of
 from megatronapp_operator.backends.process.state.registry import JobView, lost_status
@@ -62,6 +62,16 @@ FULL = Status(
         loss=1.25,
         tokens_per_second=1234.5,
         plans=(PipelinePlan(from_step=0, schedule="auto", plan="order of megatron-core", simulated_seconds=0.5),),
+        forward_backward=ForwardBackward(
+            from_step=5,
+            ship="selective",
+            chosen=True,
+            backward_per_forward=2,
+            ship_bytes=3 << 20,
+            forward_seconds=0.0125,
+            modes=(ShipModeCost(ship="saved", ship_bytes=5 << 20, step_seconds=0.5),),
+            advice="keep the ratio",
+        ),
     ),
     slow_ranks=(SLOW,),
     hung_ranks=(3,),
@@ -124,8 +134,19 @@ def test_every_field_of_the_full_status_is_shown() -> None:
                 "simulatedSeconds": 0.5,
             }
         ],
+        "forwardBackward": {
+            "fromStep": 5,
+            "ship": "selective",
+            "chosen": True,
+            "merged": False,
+            "backwardPerForward": 2,
+            "shipBytes": 3 << 20,
+            "forwardSeconds": 0.0125,
+            "modes": [{"ship": "saved", "shipBytes": 5 << 20, "stepSeconds": 0.5}],
+            "advice": "keep the ratio",
+        },
     }
-    assert "plans" not in status_document(Status(progress=Progress(iteration=1)))["progress"]
+    assert not {"plans", "forwardBackward"} & set(status_document(Status(progress=Progress(iteration=1)))["progress"])
     assert document["replicaStatuses"] == {
         "desired": 2,
         "pending": 0,
@@ -240,6 +261,9 @@ def test_describe_shows_state_failures_and_verdicts(tmp_path: Any) -> None:
         "rank 3 on worker 1",
         "link 0,2",
         "auto: order of megatron-core",
+        "ships what selective recomputation keeps, chosen by measured times (3.0 MiB a microbatch), 2 backward per",
+        "forward 12.5 ms per microbatch",
+        "keep the ratio",
         "Slow.",
     ):
         assert text_part in text

@@ -11,7 +11,7 @@ import pytest
 from megatronapp_analyzer.hub.state.progress import Progress
 from megatronapp_common.names import Env
 from megatronapp_common.shared_documents import DocumentReader
-from megatronapp_operator.plan_io.hub_summary import read_plans
+from megatronapp_operator.plan_io.hub_summary import read_forward_backward, read_plans
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.pipeline.planning.report import PlanReport
@@ -127,3 +127,52 @@ def test_operator_and_hub_read_the_plans_of_a_document() -> None:
     (shown,) = Progress.model_validate({"iteration": 6, "plans": [entry]}).plans
     assert shown.model_dump() == entry
     assert read_plans([entry, {**entry, "chunks": "many"}]) == ()
+
+
+FORWARD_BACKWARD = {
+    "fromStep": 5,
+    "ship": "selective",
+    "chosen": True,
+    "merged": False,
+    "backwardPerForward": 2,
+    "shipBytes": 4096,
+    "forwardSeconds": 0.25,
+    "backwardSeconds": 0.5,
+    "shipSeconds": None,
+    "modes": [{"ship": "saved", "shipBytes": 8192, "stepSeconds": 1.5}],
+    "advisedBackwardPerForward": 3,
+    "advice": "write fbd.backwardPerForward: 3",
+}
+
+
+def test_operator_and_hub_read_the_state_of_megafbd() -> None:
+    read = read_forward_backward(FORWARD_BACKWARD)
+    assert read is not None
+    assert (read.ship, read.modes[0].ship_bytes, read.advised_backward_per_forward) == ("selective", 8192, 3)
+    shown = Progress.model_validate({"iteration": 6, "forwardBackward": FORWARD_BACKWARD}).forward_backward
+    assert shown is not None
+    assert shown.model_dump() == FORWARD_BACKWARD
+    assert {**dataclasses.asdict(read), "modes": list(dataclasses.asdict(read)["modes"])} == shown.model_dump(
+        by_alias=False
+    )
+    assert read_forward_backward(None) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ship": "all"},
+        {"ship": []},
+        {"shipBytes": -1},
+        {"shipBytes": 1 << 60},
+        {"backwardPerForward": "many"},
+        {"modes": [{"ship": "saved", "shipBytes": None}]},
+        {"modes": 3},
+        {"forwardSeconds": "soon"},
+    ],
+)
+def test_a_malformed_state_of_megafbd_is_dropped(wrong: dict[str, Any]) -> None:
+    entry = FORWARD_BACKWARD | wrong
+    assert read_forward_backward(entry) is None
+    shown = Progress.model_validate({"iteration": 6, "forwardBackward": entry})
+    assert (shown.iteration, shown.forward_backward) == (6, None)

@@ -1,7 +1,7 @@
 """`megatronapp describe` for jobs of this machine."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.text.terminal import to_single_line
@@ -12,6 +12,12 @@ from megatronapp_operator.cli.text.tables import NONE, age, format_table, iterat
 
 EVENTS_SHOWN = 30
 """Newest events that are printed."""
+SHIPPED = {
+    "saved": "all saved tensors",
+    "selective": "what selective recomputation keeps",
+    "full": "inputs of layers",
+}
+"""Shipped tensors in words, by the value of fbd.ship."""
 Pairs = Sequence[tuple[str, str]]
 
 
@@ -60,9 +66,26 @@ def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
         ("Iteration", iteration(progress)),
         ("Loss", number(progress.get("loss"), ".4f")),
         *[("Pipeline plan", f"{plan['schedule']}: {plan['plan']}") for plan in progress.get("plans", [])[-1:]],
+        *_forward_backward(progress.get("forwardBackward")),
         ("Hub", status.get("hubUrl", NONE)),
         *api,
     ]
+
+
+def _forward_backward(state: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Yield mode and ratio of MegaFBD, its times, and its advice; nothing without MegaFBD."""
+    if state is None:
+        return
+    size = state.get("shipBytes", 0) / 2**20
+    why = ", chosen by measured times" if state.get("chosen") else ""
+    served = "a tensor group" if state.get("merged") else f"{state.get('backwardPerForward', 1)} backward"
+    yield "MegaFBD", f"ships {SHIPPED[state['ship']]}{why} ({size:.1f} MiB a microbatch), {served} per forward rank"
+    names = (("forward", "forwardSeconds"), ("backward", "backwardSeconds"), ("shipping", "shipSeconds"))
+    times = [f"{name} {1e3 * state[key]:.1f} ms" for name, key in names if state.get(key) is not None]
+    if times:
+        yield "MegaFBD times", f"{', '.join(times)} per microbatch"
+    if state.get("advice"):
+        yield "MegaFBD advice", state["advice"]
 
 
 def _pairs(pairs: Pairs) -> Iterator[str]:

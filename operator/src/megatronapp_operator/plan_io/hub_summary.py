@@ -12,8 +12,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatronapp_common.errors import DocumentError
-from megatronapp_common.job.api.progress import PipelinePlan, Progress, ProgressState
+from megatronapp_common.job.api.progress import (
+    ForwardBackward,
+    PipelinePlan,
+    Progress,
+    ProgressState,
+    ShipMode,
+    ShipModeCost,
+)
 from megatronapp_common.job.api.status import SlowRank
+from megatronapp_common.job.api.status_fields import MAX_COUNT
 from megatronapp_common.shared_documents import DocumentReader
 from megatronapp_common.shared_memory_space import SharedMemorySpace
 from megatronapp_common.text.terminal import to_single_line
@@ -40,8 +48,11 @@ MAX_CONTROLS, MAX_WHO, MAX_WHAT = HUB_MAX_CONTROLS, 256, 512
 """Most control actions that are read, and most characters of their user and their change."""
 MAX_PLANS = 8
 """Most plans of MegaDPP that are read."""
+MAX_SIZE = (1 << 53) - 1
+"""Largest number of bytes; JSON readers differ about larger integers."""
 MAX_CONTROL_ID = (1 << 53) - 1
 """Hubs number by milliseconds since 1970; JSON readers differ about larger integers."""
+SHIP_MODES: tuple[ShipMode, ...] = typing.get_args(ShipMode)
 STATES = frozenset(typing.get_args(ProgressState))
 
 
@@ -119,6 +130,7 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
         validation_loss=_finite(page.get("validationLoss")),
         updated_at=None if page.get("updatedAt") is None else _moment(seconds_of(page["updatedAt"])),
         plans=read_plans(page.get("plans", ())),
+        forward_backward=read_forward_backward(page.get("forwardBackward")),
     )
 
 
@@ -145,6 +157,37 @@ def read_plans(entries: Any) -> tuple[PipelinePlan, ...]:  # noqa: ANN401 - JSON
         )
     except UNREADABLE:
         return ()
+
+
+def read_forward_backward(entry: Any) -> ForwardBackward | None:  # noqa: ANN401 - JSON of another process
+    """Return the state of MegaFBD; None without it, or if it cannot be parsed."""
+    if entry is None:
+        return None
+    try:
+        advice, advised = entry.get("advice"), entry.get("advisedBackwardPerForward")
+        return ForwardBackward(
+            from_step=_limited(entry["fromStep"], MAX_COUNT),
+            ship=_ship_mode(entry["ship"]),
+            chosen=bool(entry["chosen"]),
+            merged=bool(entry["merged"]),
+            backward_per_forward=_limited(entry["backwardPerForward"], MAX_COUNT),
+            ship_bytes=_limited(entry["shipBytes"], MAX_SIZE),
+            forward_seconds=_finite(entry.get("forwardSeconds")),
+            backward_seconds=_finite(entry.get("backwardSeconds")),
+            ship_seconds=_finite(entry.get("shipSeconds")),
+            modes=tuple(
+                ShipModeCost(
+                    ship=_ship_mode(mode["ship"]),
+                    ship_bytes=_limited(mode["shipBytes"], MAX_SIZE),
+                    step_seconds=_finite(mode.get("stepSeconds")),
+                )
+                for mode in entry["modes"][: len(SHIP_MODES)]
+            ),
+            advised_backward_per_forward=None if advised is None else _limited(advised, MAX_COUNT),
+            advice=None if advice is None else _text(to_single_line(str(advice))) or None,
+        )
+    except UNREADABLE:
+        return None
 
 
 def read_controls(entries: Any) -> tuple[ControlAction, ...]:  # noqa: ANN401 - JSON of another process
@@ -182,6 +225,19 @@ def _whole(value: int) -> int:
 
 def _count(value: int | None) -> int | None:
     return None if value is None else _whole(value)
+
+
+def _limited(value: int, limit: int) -> int:
+    """Return a number from 0 to a limit. Raises OverflowError, TypeError, ValueError."""
+    found = int(value)
+    if not 0 <= found <= limit:
+        raise OverflowError(f"{found} is not between 0 and {limit}")
+    return found
+
+
+def _ship_mode(value: object) -> ShipMode:
+    """Return a mode of shipping. Raises ValueError for one that the status does not have."""
+    return SHIP_MODES[SHIP_MODES.index(value)]  # type: ignore[arg-type]
 
 
 def _text(value: str) -> str:

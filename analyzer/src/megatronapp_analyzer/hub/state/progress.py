@@ -1,9 +1,9 @@
 """The progress document of the reporting rank, which the interface passes on as it is."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from megatronapp_common.web.models import ApiModel
 
@@ -14,6 +14,10 @@ def _finite_or_none(value: object) -> object:
 
 FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
 """Number for JSON, which has no NaN and no Inf, as a loss may well become: they are null."""
+MAX_BYTES = (1 << 53) - 1
+"""Largest number of bytes; JSON readers differ about larger integers."""
+ShipMode = Literal["saved", "selective", "full"]
+"""Saved tensors that MegaFBD ships: all of them, or those that selective or full recomputation keeps."""
 
 
 class PipelinePlan(ApiModel):
@@ -40,6 +44,54 @@ class PipelinePlan(ApiModel):
     measured_seconds: Annotated[FiniteOrNone, Field(description="Median length in the first steps under it.")] = None
 
 
+class ShipModeCost(ApiModel):
+    """Cost of a mode of shipping of MegaFBD."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    ship: Annotated[ShipMode, Field(description="Value of fbd.ship.")]
+    ship_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES, description="Bytes of the saved tensors of a microbatch.")] = 0
+    step_seconds: Annotated[FiniteOrNone, Field(description="Measured length of a step in this mode.")] = None
+
+
+class ForwardBackward(ApiModel):
+    """State of MegaFBD as the reporting rank publishes it. Times are means over microbatches."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    from_step: Annotated[int, Field(ge=0, description="First step in this mode, counted from 0.")]
+    ship: Annotated[ShipMode, Field(description="Mode of shipping in force; value of fbd.ship.")]
+    chosen: Annotated[bool, Field(description="Whether the ranks chose the mode by measured times.")] = False
+    merged: Annotated[bool, Field(description="Whether one forward rank serves a whole tensor group.")] = False
+    backward_per_forward: Annotated[
+        int, Field(ge=1, description="Replicas of backward ranks that a forward rank serves in turns.")
+    ] = 1
+    ship_bytes: Annotated[
+        int,
+        Field(
+            ge=0, le=MAX_BYTES, description="Bytes of a microbatch's saved tensors, from a forward to a backward rank."
+        ),
+    ] = 0
+    forward_seconds: Annotated[FiniteOrNone, Field(description="Length of a forward pass.")] = None
+    backward_seconds: Annotated[
+        FiniteOrNone, Field(description="Length of a backward pass, weight gradients included.")
+    ] = None
+    ship_seconds: Annotated[FiniteOrNone, Field(description="Time to ship the tensors of a microbatch.")] = None
+    modes: Annotated[list[ShipModeCost], Field(description="Modes and their costs.")] = Field(default_factory=list)
+    advised_backward_per_forward: Annotated[
+        int | None, Field(description="Value of fbd.backwardPerForward that the measured times suggest.")
+    ] = None
+    advice: Annotated[str | None, Field(description="The advice in words.")] = None
+
+
+def _forward_backward_or_none(value: object) -> object:
+    """Return the state of MegaFBD, or None for one of another shape: the rest of the progress is right."""
+    try:
+        return None if value is None else ForwardBackward.model_validate(value)
+    except ValidationError:
+        return None
+
+
 class Progress(ApiModel):
     """The progress page of the reporting rank."""
 
@@ -64,3 +116,8 @@ class Progress(ApiModel):
     plans: Annotated[
         list[PipelinePlan], Field(description="Plans of MegaDPP, the newest 8, oldest first; the last is in force.")
     ] = Field(default_factory=list)
+    forward_backward: Annotated[
+        ForwardBackward | None,
+        BeforeValidator(_forward_backward_or_none),
+        Field(description="State of MegaFBD; null without it."),
+    ] = None

@@ -5,7 +5,7 @@ import time
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.state import ranks
 from megatronapp_analyzer.hub.state.detector_task import LivenessReport
-from megatronapp_analyzer.hub.state.progress import PipelinePlan, Progress
+from megatronapp_analyzer.hub.state.progress import ForwardBackward, PipelinePlan, Progress
 from megatronapp_analyzer.hub.state.verdicts import VerdictStore
 
 
@@ -48,6 +48,13 @@ class RankMonitor:
         if self.progress is None or newest is None or self.progress.attempt != newest.attempt:
             return []
         return sorted(self.progress.plans, key=lambda plan: plan.from_step)
+
+    def forward_backward(self) -> ForwardBackward | None:
+        """Return the state of MegaFBD that the newest attempt has published."""
+        newest = self._ingest.newest
+        if self.progress is None or newest is None or self.progress.attempt != newest.attempt:
+            return None
+        return self.progress.forward_backward
 
     def live(self) -> set[int]:
         """Return the ranks that have not ended."""

@@ -5,7 +5,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatronapp_common.job.api.status_fields import CONFIG, Count, Flag, StatusType, WholeTime, is_falsy, requires
+from megatronapp_common.job.api.status_fields import (
+    CONFIG,
+    Count,
+    Flag,
+    OptionalText,
+    Size,
+    StatusType,
+    WholeTime,
+    is_falsy,
+    requires,
+)
 
 STARTING = "starting"
 """State of a progress document while the ranks have not begun to train."""
@@ -46,6 +56,56 @@ class PipelinePlan(StatusType):
     """Median length in the first steps under it."""
 
 
+ShipMode = Literal["saved", "selective", "full"]
+"""Saved tensors that MegaFBD ships: all of them, or those that selective or full recomputation keeps."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShipModeCost(StatusType):
+    """Cost of a mode of shipping that MegaFBD has tried or knows the size of."""
+
+    __pydantic_config__ = CONFIG | requires("ship")
+
+    ship: ShipMode
+    """Value of fbd.ship."""
+    ship_bytes: Size = 0
+    """Bytes of the saved tensors of a microbatch, from a forward rank to a backward rank."""
+    step_seconds: float | None = None
+    """Measured length of a step in this mode."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackward(StatusType):
+    """State of MegaFBD as the reporting rank publishes it. Times are means over microbatches."""
+
+    __pydantic_config__ = CONFIG | requires("fromStep", "ship")
+
+    from_step: Count
+    """First step in this mode, counted from 0."""
+    ship: ShipMode
+    """Mode of shipping in force."""
+    chosen: Flag = False
+    """True if the ranks chose the mode by measured times."""
+    merged: Flag = False
+    """True if one forward rank serves a whole tensor group."""
+    backward_per_forward: Count = 1
+    """Replicas of backward ranks that a forward rank serves in turns."""
+    ship_bytes: Size = 0
+    """Bytes of the saved tensors of a microbatch, from a forward rank to a backward rank."""
+    forward_seconds: float | None = None
+    """Length of a forward pass."""
+    backward_seconds: float | None = None
+    """Length of a backward pass, weight gradients included."""
+    ship_seconds: float | None = None
+    """Time to ship the saved tensors of a microbatch."""
+    modes: Annotated[tuple[ShipModeCost, ...], Field(exclude_if=is_falsy)] = ()
+    """Modes and their costs."""
+    advised_backward_per_forward: Count | None = None
+    """Value of fbd.backwardPerForward that the measured times suggest."""
+    advice: OptionalText = None
+    """The advice in words."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(StatusType):
     """Progress of the training, from its progress document. Absent values are null."""
@@ -80,3 +140,5 @@ class Progress(StatusType):
     """Real time of the report, RFC 3339."""
     plans: Annotated[tuple[PipelinePlan, ...], Field(exclude_if=is_falsy)] = ()
     """Plans of MegaDPP, the newest 8, oldest first; the last one is in force."""
+    forward_backward: ForwardBackward | None = None
+    """Mode, ratio and times of MegaFBD; absent without it."""

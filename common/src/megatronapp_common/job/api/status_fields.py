@@ -62,6 +62,8 @@ Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 """A number of a worker or rank, which is absent if it is wrong: another number would mean another worker."""
 Count = Annotated[Index, BeforeValidator(_clamped)]
 """A number of things or of an attempt; a number that is no count is read as the count next to it."""
+Size = Annotated[int, Field(ge=0, le=(1 << 53) - 1)]
+"""Bytes; JSON readers differ about larger integers."""
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(max_length=253)]
 """A name or an address: at most as long as a DNS name."""
