@@ -47,5 +47,8 @@ class TransferObserver(Protocol):
     def arrived(self, target: PassKey, copy: ObservedCopy) -> None:
         """Note that a message is handed out."""
 
+    def part_arrived(self, target: PassKey, copy: ObservedCopy) -> None:
+        """Note that a part of the input of a pass is handed out; the message that ends the input follows."""
+
     def take(self, target: PassKey) -> None:
         """Note that the message of a pass is used, which ends the wait for it; a pass that begins takes its own."""

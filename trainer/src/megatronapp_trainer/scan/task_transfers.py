@@ -80,6 +80,10 @@ class TaskTransfers:
         key = self._key(RecordKind.COPY, (copy.source, self._rank), target)
         self._recorder.copy(key, copy)
 
+    def part_arrived(self, target: PassKey, copy: ObservedCopy) -> None:
+        """Record the COPY of a part of a message; wait and post are recorded with its last part."""
+        self._recorder.copy(self._key(RecordKind.COPY, (copy.source, self._rank), target), copy)
+
     def take(self, target: PassKey) -> None:
         """Record the RECV_WAIT of a pass that begins, if its input is a message."""
         idle_since, self._idle_since = self._idle_since, None

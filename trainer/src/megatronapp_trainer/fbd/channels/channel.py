@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatronapp_common.names import Env
-from megatronapp_common.trace import TransferPath
+from megatronapp_common.trace import RecordKind, TransferPath
 from megatronapp_trainer.errors import TransferError
 from megatronapp_trainer.fbd.channels.agreement import ChannelPaths
 from megatronapp_trainer.fbd.channels.messages import MessageCounts, MessageKey, MessageKind
@@ -154,14 +154,19 @@ class Channel:
     ) -> torch.Tensor:
         """Count a message and announce it; a fault may withhold it."""
         self.received.add(message.sender, key.kind, spec.bytes)
-        if self._observer is not None and target is not None:
-            copy = ObservedCopy(message.sender, spec.bytes, *message.copied_ns, path=self._paths[message.sender])
-            late_ns = self._observer.release_ns(copy) - time.monotonic_ns()
-            if late_ns > 0:
-                with self._observer.waiting():
-                    time.sleep(1e-9 * late_ns)
-            self._observer.arrived(target, copy)
-            self._observer.take(target)
+        if self._observer is None:
+            return message.tensor
+        copy = ObservedCopy(message.sender, spec.bytes, *message.copied_ns, path=self._paths[message.sender])
+        if target is None:
+            if key.kind is MessageKind.SAVED:
+                self._observer.part_arrived(PassKey(RecordKind.FORWARD, key.chunk, key.item), copy)
+            return message.tensor
+        late_ns = self._observer.release_ns(copy) - time.monotonic_ns()
+        if late_ns > 0:
+            with self._observer.waiting():
+                time.sleep(1e-9 * late_ns)
+        self._observer.arrived(target, copy)
+        self._observer.take(target)
         return message.tensor
 
     def _of(self, kind: MessageKind) -> TensorTransport:
