@@ -68,6 +68,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/forward-backward": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Forward Backward
+         * @description Forward and backward ranks of MegaFBD: how busy they are, their passes and waits, and the shipments.
+         */
+        get: operations["getForwardBackward"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/heatmap": {
         parameters: {
             query?: never;
@@ -848,6 +868,71 @@ export interface components {
             shipSeconds?: number | null;
         };
         /**
+         * ForwardBackwardView
+         * @description Forward and backward ranks of a job in its newest attempt. Columns of equal length, oldest step first.
+         */
+        ForwardBackwardView: {
+            /** Attempt */
+            attempt: number;
+            /**
+             * Backwardbusy
+             * @description Mean over the backward ranks.
+             */
+            backwardBusy: (number | null)[];
+            /**
+             * Backwardseconds
+             * @description B and W of a microbatch, mean over the ranks.
+             */
+            backwardSeconds: (number | null)[];
+            /**
+             * Creditwaitseconds
+             * @description Wait for credits, mean over the forward ranks.
+             */
+            creditWaitSeconds: (number | null)[];
+            /**
+             * Forwardbusy
+             * @description Mean over the forward ranks.
+             */
+            forwardBusy: (number | null)[];
+            /**
+             * Forwardseconds
+             * @description F of a microbatch, mean over the ranks.
+             */
+            forwardSeconds: (number | null)[];
+            /**
+             * Rolesteps
+             * @description Newest steps of which roles and transfers are.
+             */
+            roleSteps: number;
+            /**
+             * Roles
+             * @description Forward, then backward ranks; none without MegaFBD.
+             */
+            roles: components["schemas"]["RoleView"][];
+            /**
+             * Seconds
+             * @description From the first pass to the end of the last one.
+             */
+            seconds: number[];
+            /**
+             * Shipmentwaitseconds
+             * @description Wait for shipments, mean over the backward ranks.
+             */
+            shipmentWaitSeconds: (number | null)[];
+            /** @description As the reporting rank published it. */
+            state: components["schemas"]["ForwardBackward"] | null;
+            /**
+             * Steps
+             * @description Whole steps, the newest 500 of the range.
+             */
+            steps: number[];
+            /**
+             * Transfers
+             * @description Shipments by pair and path, sums over roleSteps.
+             */
+            transfers: components["schemas"]["TransferView"][];
+        };
+        /**
          * GeneratedToken
          * @description A token that was generated from the row before its position.
          */
@@ -1418,6 +1503,49 @@ export interface components {
             tp: number;
             /** Worker */
             worker: number;
+        };
+        /**
+         * RoleView
+         * @description Ranks of one role of MegaFBD in the newest steps: medians over the steps, means over the ranks.
+         */
+        RoleView: {
+            /**
+             * Busy
+             * @description Share of the passes' length in which a rank runs passes.
+             */
+            busy: number | null;
+            /**
+             * Passseconds
+             * @description Passes of a microbatch, all chunks: F, or B and W together.
+             */
+            passSeconds: number | null;
+            /**
+             * Rankbusy
+             * @description busy of each rank.
+             */
+            rankBusy: (number | null)[];
+            /**
+             * Rankpassseconds
+             * @description passSeconds of each rank.
+             */
+            rankPassSeconds: (number | null)[];
+            /**
+             * Rankwaitseconds
+             * @description waitSeconds of each rank.
+             */
+            rankWaitSeconds: (number | null)[];
+            /** Ranks */
+            ranks: number[];
+            /**
+             * Role
+             * @enum {string}
+             */
+            role: "forward" | "backward";
+            /**
+             * Waitseconds
+             * @description Wait in a step: of backward ranks for shipments, of forward ranks for credits.
+             */
+            waitSeconds: number | null;
         };
         /**
          * RunAccepted
@@ -2258,6 +2386,49 @@ export interface operations {
             };
             /** @description Conflict */
             409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getForwardBackward: {
+        parameters: {
+            query?: {
+                /** @description First step; all if absent. */
+                from?: number | null;
+                /** @description Last step, included; the newest if absent. */
+                to?: number | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ForwardBackwardView"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
                 headers: {
                     [name: string]: unknown;
                 };

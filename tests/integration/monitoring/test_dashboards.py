@@ -68,7 +68,12 @@ def answers(prometheus: Prometheus, target: Object, began: float) -> bool:
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
 def test_every_query_returns_data(scraped: tuple[Prometheus, Jobs, float], path: pathlib.Path) -> None:
     prometheus, jobs, began = scraped
-    pending = [(panel["title"], target) for panel in panels(read(path)) for target in panel["targets"]]
+    pending = [
+        (panel["title"], target)
+        for panel in panels(read(path))
+        for target in panel["targets"]
+        if "megafbd_" not in target["expr"]  # the job runs MegaDPP, and cannot run both
+    ]
     assert len(pending) > 10
 
     def none_is_left() -> bool:

@@ -22,6 +22,7 @@ from megatronapp_analyzer.hub.ingest.digest import stage_groups
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.pipeline_metrics import pipeline_families
 from megatronapp_analyzer.hub.reader import HubReader
+from megatronapp_analyzer.hub.role_metrics import role_families
 from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.hub.state.totals import BUCKETS_S, HubTotals
 from megatronapp_analyzer.model import SubjectType, Verdict
@@ -65,7 +66,9 @@ class HubCollector(Collector):
         yield self._phases()
         yield from self._tracer()
         yield from self._sums()
-        yield from pipeline_families(self._hub, self._newest_whole())
+        newest = self._newest_whole()
+        yield from pipeline_families(self._hub, newest)
+        yield from role_families(self._hub, newest)
 
     def _gauge(self, name: str, text: str, value: float | None) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["job_id"])

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.pipeline_passes import PassesCache, PlanSamples
+from megatronapp_analyzer.hub.ingest.role_passes import RolesCache
 from megatronapp_analyzer.hub.settings import EndedJob, JobIdentity
 from megatronapp_analyzer.hub.state.agent_link import AgentLink
 from megatronapp_analyzer.hub.state.detector_task import DetectorTask
@@ -47,6 +48,9 @@ class HubReader(Protocol):
 
     @property
     def passes(self) -> PassesCache: ...
+
+    @property
+    def roles(self) -> RolesCache: ...
 
     @property
     def plan_samples(self) -> PlanSamples: ...

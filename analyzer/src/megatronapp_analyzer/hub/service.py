@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from megatronapp_analyzer.hub.ingest.curves import CurvePoint
 from megatronapp_analyzer.hub.ingest.ingest import TraceIngest
 from megatronapp_analyzer.hub.ingest.pipeline_passes import PassesCache, PlanSamples
+from megatronapp_analyzer.hub.ingest.role_passes import RolesCache
 from megatronapp_analyzer.hub.ingest.spooled_ingest import SpooledIngest
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.settings import HubSettings
@@ -54,6 +55,7 @@ class Hub:
         self.analysis = DetectorTask(detector, self.verdicts, liveness=self.ranks.liveness)
         self.totals = HubTotals()
         self.passes = PassesCache()
+        self.roles = RolesCache()
         self.plan_samples = PlanSamples()
         self.links: dict[tuple[int, int], AgentLink] = {}
         self.ready = False

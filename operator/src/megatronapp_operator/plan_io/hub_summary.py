@@ -237,7 +237,7 @@ def _limited(value: int, limit: int) -> int:
 
 def _ship_mode(value: object) -> ShipMode:
     """Return a mode of shipping. Raises ValueError for one that the status does not have."""
-    return SHIP_MODES[SHIP_MODES.index(value)]  # type: ignore[arg-type]
+    return SHIP_MODES[SHIP_MODES.index(value)]
 
 
 def _text(value: str) -> str:

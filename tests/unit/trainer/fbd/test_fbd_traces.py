@@ -5,9 +5,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import traced_steps
 from fbd_tracing import MICROBATCHES, STEPS, traced
 
+from megatronapp_analyzer.hub.ingest.digest import StepDigest
+from megatronapp_analyzer.hub.ingest.pipeline_passes import transfers_of
+from megatronapp_analyzer.hub.ingest.role_passes import ranks_of, role_passes, shipments
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_common.topology import RankRole
 from megatronapp_common.trace import RecordKind
 
 pytestmark = pytest.mark.torch
@@ -59,5 +66,31 @@ def test_passes_and_messages_are_recorded_once(
                     messages["comm"].tolist(), messages["step"].tolist(), messages["ordinal"].tolist(), strict=True
                 )
             )
-    assert posted == copied
+    assert posted.keys() == copied.keys()
     assert set(posted.values()) == {1}
+    roles = [metadata["role"] for metadata, _ in ranks]
+    shipped = {
+        key: count for key, count in copied.items() if [roles[rank] for rank in key[0]] == ["forward", "backward"]
+    }
+    assert all(copied[key] == 1 for key in copied.keys() - shipped.keys())
+    assert max(shipped.values()) > 1, "the layers of a pass leave apart"
+    check_figures(ranks)
+
+
+def check_figures(ranks: list[tuple[Any, np.ndarray]]) -> None:
+    """Check what the hub says about both roles: each rank is busy, and each step ships the same bytes to each pair."""
+    layout = traced_steps.layout_with_roles([metadata for metadata, _ in ranks])
+    shipped = set()
+    for view in traced_steps.views(ranks):
+        values = np.zeros((4, layout.world), "f4")
+        digest = StepDigest(attempt=0, step=view.step, start_real_ns=0, duration_ns=0, complete=True, values=values)
+        step = StoredStep(view=view, digest=digest, offsets_ns=np.zeros(layout.world, np.int64))
+        figures = role_passes(step, layout)
+        assert figures is not None
+        assert ((figures.busy > 0) & (figures.busy <= 1) & (figures.pass_seconds > 0)).all()
+        assert (figures.wait_seconds >= 0).all()
+        pairs = shipments(transfers_of(step), layout)
+        assert sorted(pair.destination for pair in pairs) == ranks_of(RankRole.BACKWARD, layout).tolist()
+        shipped.add(tuple((pair.source, pair.destination, pair.count, pair.size_bytes) for pair in pairs))
+    assert len(shipped) == 1
+    assert all(size_bytes > MICROBATCHES * 16 * 32 * 4 for *_, size_bytes in shipped.pop()), "at least hidden states"

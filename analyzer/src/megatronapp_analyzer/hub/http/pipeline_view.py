@@ -8,7 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.hub.http import schemas
-from megatronapp_analyzer.hub.ingest.pipeline_passes import TRANSFER_STEPS, PassesCache, PipelinePasses, path_name
+from megatronapp_analyzer.hub.ingest.pipeline_passes import (
+    TRANSFER_STEPS,
+    PassesCache,
+    PipelinePasses,
+    Transfers,
+    path_name,
+)
 from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.hub.reader import HubReader
 from megatronapp_analyzer.hub.state.progress import PipelinePlan
@@ -66,18 +72,22 @@ def pipeline_view(chosen: ChosenSteps, cache: PassesCache) -> schemas.PipelineVi
         early=[step.early for step in steps],
         passes=[step.count for step in steps],
         transfers=[
-            schemas.TransferView(
-                source=pair.source,
-                destination=pair.destination,
-                path=path_name(pair.path),
-                transfers=pair.count,
-                bytes=pair.size_bytes,
-                copy_seconds=round(pair.seconds, 9),
-                bytes_per_second=pair.size_bytes / pair.seconds if pair.seconds > 0 else None,
-            )
-            for pair in cache.transfers([step for step in chosen.steps if step.view.step in newest])
+            transfer_view(pair) for pair in cache.transfers([step for step in chosen.steps if step.view.step in newest])
         ],
         transfer_steps=len(newest),
+    )
+
+
+def transfer_view(pair: Transfers) -> schemas.TransferView:
+    """Return the transfers of a pair by one path."""
+    return schemas.TransferView(
+        source=pair.source,
+        destination=pair.destination,
+        path=path_name(pair.path),
+        transfers=pair.count,
+        bytes=pair.size_bytes,
+        copy_seconds=round(pair.seconds, 9),
+        bytes_per_second=pair.size_bytes / pair.seconds if pair.seconds > 0 else None,
     )
 
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Response
 from starlette.responses import JSONResponse
 
 from megatronapp_analyzer.hub import export
-from megatronapp_analyzer.hub.http import pipeline_view, schemas, views
+from megatronapp_analyzer.hub.http import pipeline_view, role_view, schemas, views
 from megatronapp_analyzer.hub.http.access import HubOf
 from megatronapp_common.web.models import Problem
 from megatronapp_common.web.problems import HttpError
@@ -88,6 +88,14 @@ async def pipeline(hub: HubOf, first: From = None, to: To = None) -> schemas.Pip
     """Plans of MegaDPP, and length, idle share, early passes and transfers of the newest whole steps."""
     chosen = pipeline_view.choose_steps(hub, first, to)
     return await asyncio.to_thread(pipeline_view.pipeline_view, chosen, hub.passes)
+
+
+@router.get("/forward-backward", operation_id="getForwardBackward")
+async def forward_backward(hub: HubOf, first: From = None, to: To = None) -> schemas.ForwardBackwardView:
+    """Forward and backward ranks of MegaFBD: how busy they are, their passes and waits, and the shipments."""
+    chosen = pipeline_view.choose_steps(hub, first, to)
+    state = hub.ranks.forward_backward()
+    return await asyncio.to_thread(role_view.forward_backward_view, chosen, state, hub.roles, hub.passes)
 
 
 @router.get("/verdicts", operation_id="listVerdicts")

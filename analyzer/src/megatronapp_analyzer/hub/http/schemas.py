@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatronapp_analyzer.hub.state.faults import Fault
-from megatronapp_analyzer.hub.state.progress import PipelinePlan, Progress
+from megatronapp_analyzer.hub.state.progress import ForwardBackward, PipelinePlan, Progress
 from megatronapp_common.web.models import ApiModel
 
 RankStateName = Literal["training", "silent", "hung", "ended"]
@@ -282,6 +282,46 @@ class PipelineView(ApiModel):
     passes: Annotated[list[int], Field(description="Passes of all ranks.")]
     transfers: Annotated[list[TransferView], Field(description="Sums over the newest steps; none without MegaDPP.")]
     transfer_steps: Annotated[int, Field(description="Steps that transfers are summed over.")]
+
+
+class RoleView(ApiModel):
+    """Ranks of one role of MegaFBD in the newest steps: medians over the steps, means over the ranks."""
+
+    role: Literal["forward", "backward"]
+    ranks: list[int]
+    busy: Annotated[float | None, Field(description="Share of the passes' length in which a rank runs passes.")]
+    pass_seconds: Annotated[
+        float | None, Field(description="Passes of a microbatch, all chunks: F, or B and W together.")
+    ]
+    wait_seconds: Annotated[
+        float | None,
+        Field(description="Wait in a step: of backward ranks for shipments, of forward ranks for credits."),
+    ]
+    rank_busy: Annotated[list[float | None], Field(description="busy of each rank.")]
+    rank_pass_seconds: Annotated[list[float | None], Field(description="passSeconds of each rank.")]
+    rank_wait_seconds: Annotated[list[float | None], Field(description="waitSeconds of each rank.")]
+
+
+class ForwardBackwardView(ApiModel):
+    """Forward and backward ranks of a job in its newest attempt. Columns of equal length, oldest step first."""
+
+    attempt: int
+    state: Annotated[ForwardBackward | None, Field(description="As the reporting rank published it.")]
+    roles: Annotated[list[RoleView], Field(description="Forward, then backward ranks; none without MegaFBD.")]
+    role_steps: Annotated[int, Field(description="Newest steps of which roles and transfers are.")]
+    steps: Annotated[list[int], Field(description="Whole steps, the newest 500 of the range.")]
+    seconds: Annotated[list[float], Field(description="From the first pass to the end of the last one.")]
+    forward_busy: Annotated[list[float | None], Field(description="Mean over the forward ranks.")]
+    backward_busy: Annotated[list[float | None], Field(description="Mean over the backward ranks.")]
+    forward_seconds: Annotated[list[float | None], Field(description="F of a microbatch, mean over the ranks.")]
+    backward_seconds: Annotated[list[float | None], Field(description="B and W of a microbatch, mean over the ranks.")]
+    shipment_wait_seconds: Annotated[
+        list[float | None], Field(description="Wait for shipments, mean over the backward ranks.")
+    ]
+    credit_wait_seconds: Annotated[
+        list[float | None], Field(description="Wait for credits, mean over the forward ranks.")
+    ]
+    transfers: Annotated[list[TransferView], Field(description="Shipments by pair and path, sums over roleSteps.")]
 
 
 class TraceDocument(ApiModel):

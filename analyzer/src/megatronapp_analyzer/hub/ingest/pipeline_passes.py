@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.hub.ingest.digest import durations_ns, is_kind
 from megatronapp_analyzer.hub.ingest.message_arrows import peers
+from megatronapp_analyzer.hub.ingest.step_cache import CACHED_BYTES, StepCache
 from megatronapp_analyzer.hub.ingest.store import StepKey, StoredStep
 from megatronapp_analyzer.model import JobLayout
 from megatronapp_common.trace import BYTES_UNIT, PASS_KINDS, PassFlag, RecordKind, TransferPath
 
-CACHED_BYTES = 16 << 20
-"""Memory of the figures that a cache holds: as many steps as a hub stores by default have less."""
 TRANSFER_STEPS = 16
 """Newest steps whose transfers are summed."""
 FIRST_STEPS = 50
@@ -144,32 +143,18 @@ class PassesCache:
     """
 
     def __init__(self, limit_bytes: int = CACHED_BYTES) -> None:
-        self._limit_bytes = limit_bytes
+        self._figures: StepCache[PipelinePasses] = StepCache(_bytes_of, limit_bytes)
         self._lock = threading.Lock()
-        self._figures: OrderedDict[StepKey, PipelinePasses | None] = OrderedDict()
-        self._bytes = 0
         self._transfers: OrderedDict[StepKey, tuple[Transfers, ...]] = OrderedDict()
 
     @property
     def bytes(self) -> int:
         """Return the bytes of the figures held, without transfers."""
-        return self._bytes
+        return self._figures.bytes
 
     def figures(self, steps: Iterable[StoredStep], layout: JobLayout) -> list[PipelinePasses]:
         """Return the figures of stored steps that have passes."""
-        chosen = list(steps)
-        with self._lock:
-            known = {step.key: self._figures[step.key] for step in chosen if step.key in self._figures}
-        missing = {step.key: pipeline_passes(step, layout) for step in chosen if step.key not in known}
-        with self._lock:
-            for key, passes in missing.items():
-                if key not in self._figures:
-                    self._figures[key] = passes
-                    self._bytes += _bytes_of(passes)
-            while self._bytes > self._limit_bytes:
-                self._bytes -= _bytes_of(self._figures.popitem(last=False)[1])
-        found = known | missing
-        return [passes for step in chosen if (passes := found[step.key]) is not None]
+        return self._figures.figures(steps, lambda step: pipeline_passes(step, layout))
 
     def transfers(self, steps: Sequence[StoredStep]) -> list[Transfers]:
         """Return the transfers of the newest TRANSFER_STEPS steps by source, destination and path."""
