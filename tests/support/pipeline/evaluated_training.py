@@ -1,5 +1,7 @@
 """A short training with evaluations, of which the losses and gradient norms are compared to the last bit."""
 
+from typing import Any
+
 from recording_reporter import RecordingReporter
 
 Record = tuple[list[float], list[float], list[float]]
@@ -13,14 +15,18 @@ MODEL = (
 
 
 class EvaluationRecorder(RecordingReporter):
-    """A reporter that also collects the losses of evaluations."""
+    """A reporter that also collects the losses of evaluations, and reports of both roles of MegaFBD."""
 
     def __init__(self) -> None:
         super().__init__()
         self.evaluations: list[float] = []
+        self.reports: list[dict[str, Any]] = []
 
     def validation(self, iteration: int, loss: float, split: str) -> None:
         self.evaluations.append(loss)
+
+    def forward_backward(self, report: Any) -> None:
+        self.reports.append(report.to_json(len(self.losses)))
 
     def line(self, text: str) -> None: ...
 
@@ -32,7 +38,16 @@ class EvaluationRecorder(RecordingReporter):
 
 
 def train(flags: str) -> tuple[int, Record | None]:
-    """Exit code of this rank, and what the reporting rank has seen. Weight gradients that wait are not empty."""
+    """Exit code of this rank, and what the reporting rank has seen."""
+    code, recorder = train_recorded(flags)
+    return code, (recorder.losses, recorder.grad_norms, recorder.evaluations) if recorder.losses else None
+
+
+def train_recorded(flags: str) -> tuple[int, EvaluationRecorder]:
+    """Exit code of this rank, and its recorder, which only the reporting rank has used.
+
+    Weight gradients that run later than their backward pass are not empty.
+    """
     import warnings
 
     warnings.simplefilter("ignore")
@@ -52,5 +67,4 @@ def train(flags: str) -> tuple[int, Record | None]:
 
     recorder = EvaluationRecorder()
     progress.make_reporter = lambda config, layout: recorder if layout.is_reporter else None  # type: ignore[assignment, return-value]
-    code = pretrain.pretrain(parse(f"{MODEL} {flags}".split()))
-    return code, (recorder.losses, recorder.grad_norms, recorder.evaluations) if recorder.losses else None
+    return pretrain.pretrain(parse(f"{MODEL} {flags}".split())), recorder

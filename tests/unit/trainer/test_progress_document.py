@@ -15,6 +15,7 @@ from megatronapp_operator.plan_io.hub_summary import read_forward_backward, read
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.pipeline.planning.report import PlanReport
+from megatronapp_trainer.training.forward_backward_report import ForwardBackwardReport, ModeReport
 from megatronapp_trainer.training.progress import Reporter, open_progress
 
 FLAGS = (
@@ -176,3 +177,53 @@ def test_a_malformed_state_of_megafbd_is_dropped(wrong: dict[str, Any]) -> None:
     assert read_forward_backward(entry) is None
     shown = Progress.model_validate({"iteration": 6, "forwardBackward": entry})
     assert (shown.iteration, shown.forward_backward) == (6, None)
+
+
+def test_the_progress_document_has_the_report_of_both_roles(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(Env.SHM_DIR, str(tmp_path))
+    monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
+    reporter = Reporter(CONFIG, progress=open_progress(100), events=None, print_line=lambda _: None)
+    reader = DocumentReader(tmp_path / "job.0.progress")
+
+    def published() -> dict[str, Any]:
+        document = reader.read()
+        assert document is not None
+        entry: dict[str, Any] = document["forwardBackward"]
+        shown = Progress.model_validate(document).forward_backward
+        assert shown is not None
+        assert shown.model_dump() == entry
+        assert read_forward_backward(entry) is not None
+        return entry
+
+    modes = (ModeReport(ship="saved", ship_bytes=400), ModeReport(ship="full", ship_bytes=100))
+    report = ForwardBackwardReport(ship="saved", is_chosen=False, merged=False, backward_per_forward=2, modes=modes)
+    reporter.forward_backward(report)
+    entry = published()
+    assert (entry["fromStep"], entry["ship"], entry["shipBytes"], entry["chosen"]) == (0, "saved", 400, False)
+    assert entry["forwardSeconds"] is entry["advice"] is None
+    reporter.step(metrics_of(3, 2.5), elapsed_s=0.5, batch_size=16, skipped_steps=0)
+    reporter.forward_backward(dataclasses.replace(report, advice="fits"))
+    assert published()["fromStep"] == 0, "the same mode, measured"
+    chosen = dataclasses.replace(
+        report, ship="full", is_chosen=True, forward_seconds=0.1, backward_seconds=0.2, ship_seconds=0.05
+    )
+    reporter.forward_backward(chosen)
+    assert published() == {
+        "fromStep": 3,
+        "ship": "full",
+        "chosen": True,
+        "merged": False,
+        "backwardPerForward": 2,
+        "shipBytes": 100,
+        "forwardSeconds": 0.1,
+        "backwardSeconds": 0.2,
+        "shipSeconds": 0.05,
+        "modes": [
+            {"ship": "saved", "shipBytes": 400, "stepSeconds": None},
+            {"ship": "full", "shipBytes": 100, "stepSeconds": None},
+        ],
+        "advisedBackwardPerForward": None,
+        "advice": None,
+    }

@@ -130,9 +130,11 @@ def _data_and_schedule(
     report = None if reporter is None else reporter.line
     if run.layout.role is RankRole.BACKWARD:
         from megatronapp_trainer.fbd.setup import begin_backward, build_backward_schedule
+        from megatronapp_trainer.fbd.tuning.ship_tuner import Publishing
 
+        publishing = Publishing(line=report, report=None if reporter is None else reporter.forward_backward)
         remote = begin_backward(run)
-        return remote, build_backward_schedule(run, observer, request_stop=stop_request.request)
+        return remote, build_backward_schedule(run, observer, publishing, request_stop=stop_request.request)
     done = run.state
     iterators = build_iterators(run.config, run.layout, done.consumed_samples, order_samples=done.order_samples)
     publish_plan = None if reporter is None else reporter.plan

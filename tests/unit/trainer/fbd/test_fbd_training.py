@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from evaluated_training import Record, train
+from evaluated_training import Record, train, train_recorded
 
 from megatronapp_common.names import ExitCode
 
@@ -19,6 +19,8 @@ SWITCH = "--forward-backward-disaggregating"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+STEPS_TO_CHOICE = 9
+"""One step to warm up and two that are measured for each of three modes."""
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CASES = {
@@ -62,6 +64,65 @@ def test_training_is_bit_equal_to_plain_training(run_ranks: RunRanks, world: int
     assert len(plain[0]) == 3
     assert len(plain[2]) == 3, "two while training, and one of each split after it"
     assert record_of(run_ranks, ranks_with_roles(world, flags), f"{flags} {SWITCH}") == plain
+
+
+MEASURING = f"--train-iters {STEPS_TO_CHOICE + 4} --eval-iters 0"
+AUTO = {
+    "one-forward-for-two": (2, f"{MEASURING} {SHARDED} --fbd-backward-per-forward 2", 0),
+    "VPP2-recomputed": (2, f"{MEASURING} {VPP2} {FULL_RECOMPUTE} --bf16", 0),
+    "ramp-up": (1, f"{MEASURING} --rampup-batch-size 4 4 8", 2),  # 8 samples are two steps of 4
+}
+
+
+def train_reporting(flags: str) -> tuple[list[float], list[float], list[dict[str, Any]]]:
+    """Losses, gradient norms and published reports; empty on ranks that do not report."""
+    code, recorder = train_recorded(flags)
+    assert code == ExitCode.OK
+    return recorder.losses, recorder.grad_norms, recorder.reports
+
+
+def reported(run_ranks: RunRanks, world: int, flags: str) -> tuple[list[float], list[float], list[dict[str, Any]]]:
+    environment = {"MEGATRONAPP_JOB_UID": f"fbd-{os.getpid()}-{world}"}
+    (found,) = [found for found in run_ranks(world, train_reporting, flags, environment=environment) if found[0]]
+    return tuple(found)
+
+
+@pytest.mark.full("a sweep of layouts", but=("one-forward-for-two",))
+@pytest.mark.parametrize(("world", "flags", "ramp"), AUTO.values(), ids=list(AUTO))
+def test_the_fastest_mode_is_chosen_and_results_are_those_of_any(
+    run_ranks: RunRanks, world: int, flags: str, ramp: int
+) -> None:
+    """Steps are bit-equal while modes are measured in turns, and after the choice."""
+
+    plain = reported(run_ranks, world, without_fbd(flags))
+    losses, norms, reports = reported(run_ranks, ranks_with_roles(world, flags), f"{flags} {SWITCH} --fbd-ship auto")
+    assert (losses, norms) == plain[:2]
+    *measuring, chosen = reports
+    steps = [(report["fromStep"], report["ship"]) for report in measuring]
+    assert steps == [(0, "saved"), (ramp + 3, "selective"), (ramp + 6, "full")]
+    assert not any(report["chosen"] for report in measuring)
+    seconds = {mode["ship"]: mode["stepSeconds"] for mode in chosen["modes"]}
+    sizes = [mode["shipBytes"] for mode in chosen["modes"]]
+    assert chosen["chosen"] and chosen["fromStep"] == ramp + STEPS_TO_CHOICE
+    assert seconds[chosen["ship"]] == min(seconds.values()) > 0
+    assert min(sizes) > 0 and sizes[0] > sizes[2]
+    assert min(chosen["forwardSeconds"], chosen["backwardSeconds"], chosen["shipSeconds"]) > 0
+    assert chosen["backwardPerForward"] == (2 if "per-forward" in flags else 1)
+    assert chosen["advice"]
+
+
+@pytest.mark.full("two runs of many steps")
+def test_a_resumed_run_measures_again(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    flags = f"{MEASURING} --train-iters 17 --lr-decay-iters 17"
+    saved = f"{flags} --save {tmp_path} --load {tmp_path} --save-interval 5"
+    plain = reported(run_ranks, 1, flags)
+    first = reported(run_ranks, 2, f"{saved} --exit-interval 5 {SWITCH} --fbd-ship auto")
+    second = reported(run_ranks, 2, f"{saved} {SWITCH} --fbd-ship auto")
+    assert first[0] + second[0] == plain[0]
+    assert first[1] + second[1] == plain[1]
+    assert [report["ship"] for report in first[2]] == ["saved", "selective"]
+    assert [report["ship"] for report in second[2][:-1]] == ["saved", "selective", "full"]
+    assert second[2][-1]["chosen"]
 
 
 MERGED = "--ignore-forward-tensor-parallel"

@@ -22,10 +22,12 @@ from megatronapp_trainer.fbd.orders import MOST_PENDING_WEIGHTS, Pass, backward_
 from megatronapp_trainer.fbd.remote_data import split_of
 from megatronapp_trainer.fbd.ship_modes import ShipSwitch
 from megatronapp_trainer.fbd.stage import Stage
+from megatronapp_trainer.fbd.tuning.ship_tuner import ShipTuner
 from megatronapp_trainer.fbd.weights import send_weights
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.parallel.groups import schedule_groups
 from megatronapp_trainer.pipeline.megatron_schedules import connect_gradients
+from megatronapp_trainer.pipeline.planning.tasks import Task
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec
 from megatronapp_trainer.pipeline.weight_gradients import WeightGradientStore
@@ -42,14 +44,16 @@ class BackwardSchedule:
         stage: Stage,
         channel: Channel,
         receivers: dict[ShipMode, list[ShipmentReceiver]],
-        stores: list[WeightGradientStore],
         *,
+        stores: list[WeightGradientStore],
+        tuner: ShipTuner,
         sends_weights: bool,
         request_stop: Callable[[], None],
     ) -> None:
         """Take a channel that is connected, and by mode a receiver of saved tensors for each chunk.
 
-        `stores`: of the chunks, from `install_split_backward`, which the graphs of the receivers use.
+        `stores`: of the chunks, from `install_split_backward`, which the graphs of the receivers use;
+        `tuner`: gives the mode of each step;
 
         `sends_weights`: False if another backward rank of the forward rank has the same ones and sends them;
         `request_stop`: called after a step in which the forward rank was asked to stop.
@@ -68,6 +72,7 @@ class BackwardSchedule:
         self._channel = channel
         self._forward_rank = channel.partners[0]
         self._receivers = receivers
+        self._tuner = tuner
         self._mode = context.config.ship_modes[0]
         self._switch = ShipSwitch(context.config, context.chunks)
         self._sends_weights = sends_weights
@@ -86,6 +91,7 @@ class BackwardSchedule:
             TransferError: a message is missing, or there is one too many.
         """
         with self._failing_at_once():
+            self._mode = self._tuner.begin_step(num_microbatches)
             self._switch.set(self._mode)  # for what backward passes recompute
             self._command(Order(Command.TRAIN, num_microbatches, ship=self._mode))
             self._weights_have_changed = True  # by the optimizer, after this step
@@ -96,7 +102,9 @@ class BackwardSchedule:
                 self._run(backward_pass, num_microbatches)
             while self._pending_weights:
                 self._run_weight()
-            self._end_of_forward()
+            forward_seconds = self._end_of_forward()
+            copies = self._channel.received.copies(MessageKind.SAVED)
+            self._tuner.end_step(num_microbatches, forward_seconds=forward_seconds, copies=copies)
         return self._finish()
 
     def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
@@ -137,6 +145,7 @@ class BackwardSchedule:
         gradient = self._gradient(backward_pass, num_microbatches)
         with (
             self._span(RecordKind.BACKWARD, backward_pass),
+            self._tuner.timing(Task.backward(microbatch, chunk)),
             self._stores[chunk].backward(microbatch, split=self._split),
         ):
             input_gradient = receiver.backward(gradient)
@@ -190,7 +199,8 @@ class BackwardSchedule:
 
     def _run_weight(self) -> None:
         weight_pass = self._pending_weights.popleft()
-        with self._span(RecordKind.WEIGHT, weight_pass):
+        timing = self._tuner.timing(Task.weight(weight_pass.microbatch, weight_pass.chunk))
+        with self._span(RecordKind.WEIGHT, weight_pass), timing:
             self._stores[weight_pass.chunk].run(weight_pass.microbatch)
         self._credit(weight_pass)
 
@@ -203,8 +213,11 @@ class BackwardSchedule:
         if self._observer is not None:
             self._observer.end(kind)
 
-    def _end_of_forward(self) -> None:
-        """Compare what the forward rank has sent with what has arrived, and take over its random states."""
+    def _end_of_forward(self) -> float:
+        """Compare what the forward rank has sent with what has arrived, and take over its random states.
+
+        Returns the length of its passes of a microbatch.
+        """
         summary = receive_summary(self._channel, self._forward_rank, self._step)
         for kind, messages, size in summary.counts:
             here = self._channel.received.of(self._forward_rank, kind)
@@ -217,6 +230,7 @@ class BackwardSchedule:
         random_states.restore(random_states.capture() | summary.states)
         if summary.stop_requested:
             self._request_stop()
+        return summary.forward_seconds
 
     def _finish(self) -> list[torch.Tensor]:
         """Reduce the gradients. Returns the reports by microbatch, on the last stage."""

@@ -25,6 +25,8 @@ from megatronapp_trainer.fbd.weights import receive_weight_parts, receive_weight
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.hooks.transfer_observer import PassKey
 from megatronapp_trainer.models.registry import model_family
+from megatronapp_trainer.pipeline.planning.tasks import Task
+from megatronapp_trainer.pipeline.task_clocks import DeviceTaskClock, HostTaskClock, TaskClock
 from megatronapp_trainer.training.build import TrainingRun
 from megatronapp_trainer.training.evaluate import untouched_training
 
@@ -72,6 +74,7 @@ class ForwardRank:
         self._observer = observer
         self._stop_requested = stop_requested
         self._source: MicrobatchSource = self._family.batch_source(run.config, run.layout, run.device)
+        self._clock: TaskClock = DeviceTaskClock() if run.device.is_cuda else HostTaskClock()
         self._step = 0
 
     def close(self) -> None:
@@ -129,6 +132,7 @@ class ForwardRank:
 
     def _train(self, num_microbatches: int) -> None:
         self._channel.sent.clear()
+        self._clock.begin_step({})
         placement, rank = self._stage.placement, self._stage.rank
         feeds = [
             StepFeed(self._source, replica.iterators.train, num_microbatches, observer=self._observer)
@@ -142,12 +146,19 @@ class ForwardRank:
             for index, replica in enumerate(self._replicas):
                 self._await_credit(replica)
                 self._run_and_ship(forward_pass, index, feeds[index])
+        seconds = self._forward_seconds(num_microbatches)
         for replica in self._replicas:
             for _ in range(min(places(placement, num_microbatches, rank), len(passes))):
                 self._take_credit(replica)
-            self._send_summaries(replica)
+            self._send_summaries(replica, seconds)
 
-    def _send_summaries(self, replica: Replica) -> None:
+    def _forward_seconds(self, num_microbatches: int) -> float:
+        """Return the mean of a microbatch; on a device wait for the last pass, after which it has nothing to do."""
+        times = self._clock.times()
+        assert times is not None
+        return sum(time.seconds for time in times.tasks) / (num_microbatches * len(self._replicas))
+
+    def _send_summaries(self, replica: Replica, forward_seconds: float) -> None:
         states = dict(replica.states)
         if len(replica.partners) > 1:
             del states["tracker"]  # of a whole model: each rank of the tensor group has its own
@@ -156,6 +167,7 @@ class ForwardRank:
                 counts=[(kind, *self._channel.sent.of(partner, kind)) for kind in MessageKind],
                 states=states,
                 stop_requested=self._stop_requested(),
+                forward_seconds=forward_seconds,
             )
             send_summary(self._channel, partner, self._step, summary)
 
@@ -171,10 +183,12 @@ class ForwardRank:
         sender = self._senders[chunk]
         if self._observer is not None:
             self._observer.begin(RecordKind.FORWARD, chunk, item)
+        self._clock.begin(Task.forward(item, chunk))
         with self._states_of(replica), sender.shipping(replica.partners, self._step, microbatch):
             result = run_forward(
                 self._family, self._run.state.chunks[chunk], batch, received, is_last_stage=self._stage.is_last(chunk)
             )
+        self._clock.end()
         if self._observer is not None:
             self._observer.end(RecordKind.FORWARD)
         self._pass_on(result, replica, item, chunk)

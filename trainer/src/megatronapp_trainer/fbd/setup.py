@@ -38,12 +38,14 @@ from megatronapp_trainer.fbd.graph.slicing import PassSlicer, TensorPlace, slot_
 from megatronapp_trainer.fbd.orders import places
 from megatronapp_trainer.fbd.remote_data import remote_iterators
 from megatronapp_trainer.fbd.stage import Stage, stage_of
+from megatronapp_trainer.fbd.tuning.ship_tuner import Publishing, ShipTuner
 from megatronapp_trainer.hooks.step_observer import StepObserver
 from megatronapp_trainer.models.registry import model_family
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.parallel.worlds import shared_store
 from megatronapp_trainer.pipeline.schedule import ScheduleContext
 from megatronapp_trainer.pipeline.split_backward import install_split_backward
+from megatronapp_trainer.pipeline.task_clocks import DeviceTaskClock, HostTaskClock, TaskClock
 from megatronapp_trainer.training.build import TrainingRun, build_iterators, observe_megatron
 
 
@@ -93,9 +95,11 @@ def begin_backward(run: TrainingRun) -> DataIterators:
 
 
 def build_backward_schedule(
-    run: TrainingRun, observer: StepObserver | None, *, request_stop: Callable[[], None]
+    run: TrainingRun, observer: StepObserver | None, publishing: Publishing, *, request_stop: Callable[[], None]
 ) -> BackwardSchedule:
     """Build the graphs of a backward rank's chunks and connect it; call `begin_backward` before.
+
+    `publishing`: ways to users of the run.
 
     Raises:
         PeerLostError: a rank did not connect.
@@ -107,18 +111,21 @@ def build_backward_schedule(
     receivers: dict[ShipMode, list[ShipmentReceiver]] = {}
     graphs: dict[ShipMode, list[Graph]] = {}
     layouts: list[ShipmentLayout] = []
+    ship_bytes = {}
     for mode, built in ExamplePasses(run, stage).graphs().items():
         graphs[mode] = [Graph(saved=graph.saved, states=tuple(graph.region_states)) for graph in built]
         receivers[mode] = []
         for chunk, graph in enumerate(built):
             layouts.append(shipment_layout(graph.saved, graph.region_states, ends_with_report=stage.is_last(chunk)))
             receivers[mode].append(ShipmentReceiver(graph, layouts[-1], chunk=chunk))
+        ship_bytes[mode] = sum(sum(layout.sizes) for layout in layouts[-len(built) :])
     _exchange(layout).put("graphs", graphs)
     channel = _connect(run, stage, layouts, observer)
     if observer is not None:
         observe_megatron(run, observer)
     is_first = _world(layout).partners(partner)[0] == layout.global_rank
     sends_weights = is_first or _world(layout).merged
+    clock: TaskClock = DeviceTaskClock() if run.device.is_cuda else HostTaskClock()
     context = ScheduleContext(
         config=config,
         layout=layout,
@@ -131,7 +138,14 @@ def build_backward_schedule(
         observer=observer,
     )
     return BackwardSchedule(
-        context, stage, channel, receivers, stores, sends_weights=sends_weights, request_stop=request_stop
+        context,
+        stage,
+        channel,
+        receivers,
+        stores=stores,
+        tuner=ShipTuner(ship_bytes, _world(layout), clock, publishing),
+        sends_weights=sends_weights,
+        request_stop=request_stop,
     )
 
 

@@ -18,6 +18,7 @@ from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.pipeline.planning.report import PlanReport
+from megatronapp_trainer.training.forward_backward_report import ForwardBackwardReport
 from megatronapp_trainer.training.metrics import log_line, perplexity, validation_line
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,15 @@ class ProgressWriter:
             entry["fromStep"] = plans[-1]["fromStep"]
             plans = plans[:-1]
         self._document["plans"] = [*plans, entry][-MAX_PLANS:]
+        self.update()
+
+    def set_forward_backward(self, report: ForwardBackwardReport) -> None:
+        """Write how the ranks of both roles work from here on; what was measured later replaces it from its step on."""
+        entry = report.to_json(self.iteration)
+        former = self._document.get("forwardBackward")
+        if former is not None and (former["ship"], former["chosen"]) == (entry["ship"], entry["chosen"]):
+            entry["fromStep"] = former["fromStep"]
+        self._document["forwardBackward"] = entry
         self.update()
 
     def update(self, **values: float | str | None) -> None:
@@ -141,6 +151,11 @@ class Reporter:
         """Publish the plan of the steps that follow."""
         if self._progress is not None:
             self._progress.add_plan(plan)
+
+    def forward_backward(self, report: ForwardBackwardReport) -> None:
+        """Publish how the ranks of both roles of MegaFBD work in the steps that follow."""
+        if self._progress is not None:
+            self._progress.set_forward_backward(report)
 
     def resumed(self, iteration: int, consumed_samples: int, *, total_iterations: int) -> None:
         """Report that the checkpoint of `iteration` finished steps was loaded."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatronapp_trainer.config.fbd import AUTO, ShipMode
+from megatronapp_trainer.config.fbd import ShipMode
 from megatronapp_trainer.config.fields import require
 from megatronapp_trainer.config.root import TrainerConfig
 
@@ -26,9 +26,6 @@ def fbd_problems(config: TrainerConfig) -> Iterator[str]:
         not fbd.merged or fbd.fbd_backward_per_forward == 1,
         f"--fbd-backward-per-forward {fbd.fbd_backward_per_forward} and --ignore-forward-tensor-parallel exclude each "
         "other: a forward rank serves the ranks of a tensor group or those of several replicas; leave one of them out",
-    )
-    yield from require(
-        fbd.fbd_ship != AUTO, "--fbd-ship auto is not built yet; write saved, selective or full, or leave it out"
     )
     for flag, on in (
         ("--use-dpp", dpp.use_dpp),

@@ -153,7 +153,7 @@ class Channel:
         self, message: ReceivedTensor, key: MessageKey, spec: TensorSpec, target: PassKey | None
     ) -> torch.Tensor:
         """Count a message and announce it; a fault may withhold it."""
-        self.received.add(message.sender, key.kind, spec.bytes)
+        self.received.add(message.sender, key.kind, spec.bytes, message.copied_ns)
         if self._observer is None:
             return message.tensor
         copy = ObservedCopy(message.sender, spec.bytes, *message.copied_ns, path=self._paths[message.sender])

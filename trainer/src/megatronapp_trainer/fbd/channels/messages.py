@@ -72,17 +72,25 @@ class MessageCounts:
     def __init__(self) -> None:
         self._messages: collections.Counter[tuple[int, MessageKind]] = collections.Counter()
         self._bytes: collections.Counter[tuple[int, MessageKind]] = collections.Counter()
+        self._copies: list[tuple[MessageKind, tuple[int, int]]] = []
 
-    def add(self, peer: int, kind: MessageKind, size: int) -> None:
-        """Count a message of `size` bytes."""
+    def add(self, peer: int, kind: MessageKind, size: int, copied_ns: tuple[int, int] | None = None) -> None:
+        """Count a message of `size` bytes; `copied_ns`: start and end of its copy, for one that was received."""
         self._messages[peer, kind] += 1
         self._bytes[peer, kind] += size
+        if copied_ns is not None:
+            self._copies.append((kind, copied_ns))
 
     def of(self, peer: int, kind: MessageKind) -> tuple[int, int]:
         """Return messages and bytes of a kind exchanged with a peer."""
         return self._messages[peer, kind], self._bytes[peer, kind]
 
+    def copies(self, kind: MessageKind) -> list[tuple[int, int]]:
+        """Return start and end of the copies of received messages of a kind, in nanoseconds."""
+        return [copied_ns for other, copied_ns in self._copies if other is kind]
+
     def clear(self) -> None:
         """Set all counts to zero."""
+        self._copies.clear()
         self._messages.clear()
         self._bytes.clear()

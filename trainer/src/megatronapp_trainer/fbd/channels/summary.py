@@ -24,6 +24,8 @@ class StepSummary:
     """Its random states, which a checkpoint of this step has; without megatron-core's tracker if the receiver keeps its
     own."""
     stop_requested: bool
+    forward_seconds: float
+    """Length of its forward passes of a microbatch, all chunks together; mean of the step."""
 
 
 def send_summary(channel: Channel, partner: int, step: int, summary: StepSummary) -> None:
