@@ -29,9 +29,13 @@ LAYOUTS = {
 }
 
 
+APART = "-apart"
+"""End of the name of a layout whose ranks share no memory: their messages take UCX."""
+
+
 def plain_losses(layout: str, folder: pathlib.Path, python: list[str]) -> Losses:
     """Return the losses of plain training in a layout that nothing disturbs."""
-    world, flags = LAYOUTS[layout]
+    world, flags = LAYOUTS[layout.removesuffix(APART)]
     plain = 2 if world == 3 else world // 2
     gang = FailingGang(folder, python, plain, flags.replace("--fbd-backward-per-forward 2", ""))
     assert gang.run(0) == ExitCode.OK, gang.log(0)
@@ -39,9 +43,10 @@ def plain_losses(layout: str, folder: pathlib.Path, python: list[str]) -> Losses
 
 
 def check(failure: Failure, layout: str, folder: pathlib.Path, python: list[str]) -> None:
-    world, flags = LAYOUTS[layout]
+    world, flags = LAYOUTS[layout.removesuffix(APART)]
     expected = plain_losses(layout, folder / "plain", python)
-    check_failure(FailingGang(folder / "gang", python, world, f"{flags} {SWITCH}"), failure, expected)
+    gang = FailingGang(folder / "gang", python, world, f"{flags} {SWITCH}", apart=layout.endswith(APART))
+    check_failure(gang, failure, expected)
 
 
 def check_drawn(number: signal.Signals, folder: pathlib.Path, python: list[str]) -> None:
@@ -49,6 +54,7 @@ def check_drawn(number: signal.Signals, folder: pathlib.Path, python: list[str])
     choice = random.Random(seed)
     layout = choice.choice(list(LAYOUTS))
     rank = choice.randrange(LAYOUTS[layout][0])
+    place = choice.choice(("", APART))
     sends = layout != "one-forward-for-two" or rank != 1  # the second backward rank of a forward rank only receives
     failure = Failure(
         rank=rank,
@@ -57,16 +63,27 @@ def check_drawn(number: signal.Signals, folder: pathlib.Path, python: list[str])
         moment=choice.choice(MOMENTS) if sends else "received",
         signal=number,
     )
-    print(f"FBD_FAILURE_SEED={seed}: {layout} {failure}")
-    check(failure, layout, folder, python)
+    print(f"FBD_FAILURE_SEED={seed}: {layout}{place} {failure}")
+    check(failure, layout + place, folder, python)
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["backward", "forward"])
+@pytest.mark.parametrize(
+    ("rank", "layout"),
+    [(0, "pair"), (1, "pair"), (1, f"pair{APART}")],
+    ids=["backward", "forward", "forward-apart"],
+)
 def test_a_killed_rank_of_each_role_ends_its_gang_which_resumes(
-    forkserver: Any, tmp_path: pathlib.Path, rank: int
+    forkserver: Any, tmp_path: pathlib.Path, rank: int, layout: str
 ) -> None:
     failure = Failure(rank=rank, step=3, transfer=2, moment="received", signal=signal.SIGKILL)
-    check(failure, "pair", tmp_path, forkserver.python())
+    check(failure, layout, tmp_path, forkserver.python())
+
+
+@pytest.mark.full("gangs that wait for a deadline")
+@pytest.mark.parametrize("rank", [0, 1], ids=["backward", "forward"])
+def test_a_stopped_rank_ends_its_gang_across_nodes(forkserver: Any, tmp_path: pathlib.Path, rank: int) -> None:
+    failure = Failure(rank=rank, step=3, transfer=2, moment="received", signal=signal.SIGSTOP)
+    check(failure, f"pair{APART}", tmp_path, forkserver.python())
 
 
 @pytest.mark.full("20 gangs and their next attempts")

@@ -1,7 +1,8 @@
 """`python -m failing_rank FLAGS`: a rank that trains as `pretrain` does, and may send itself a signal at a transfer.
 
-RANK_FAILURE holds the `Failure` of a gang as JSON, if there is one. In the launcher's folder each rank leaves its
-process id in `pid-ATTEMPT-RANK`, and its exit code in `code-ATTEMPT-RANK` if it ends by itself.
+RANK_FAILURE holds the `Failure` of a gang as JSON, if there is one. With RANKS_APART each rank has a directory of
+shared memory for itself, as on another node. In the launcher's folder each rank leaves its process id in
+`pid-ATTEMPT-RANK`, and its exit code in `code-ATTEMPT-RANK` if it ends by itself.
 """
 
 import collections
@@ -104,6 +105,10 @@ def train() -> int:
     rank, attempt = os.environ["RANK"], os.environ[Env.ATTEMPT]
     folder = pathlib.Path(os.environ[Env.RUN_DIR])
     (folder / f"pid-{attempt}-{rank}").write_text(str(os.getpid()), encoding="utf-8")
+    if "RANKS_APART" in os.environ:
+        own = pathlib.Path(os.environ[Env.SHM_DIR], f"rank-{rank}")
+        own.mkdir(exist_ok=True)
+        os.environ[Env.SHM_DIR] = str(own)
     described = os.environ.get("RANK_FAILURE")
     if described and attempt == "0":
         failure = Failure(**json.loads(described))
