@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -81,6 +82,22 @@ class OwningEndpoint {
         // NOLINTNEXTLINE(performance-no-int-to-ptr): an address is how torch names memory
         const auto* data = reinterpret_cast<const std::byte*>(address);
         const std::uint64_t ticket = endpoint_.send(peer, key, data, bytes, stream_of(stream));
+        owners_.emplace(ticket, std::move(owner));
+        release_owners();
+    }
+
+    /// Parts are tuples of address, offset in the message, and bytes.
+    void send_parts(std::uint32_t peer, std::uint64_t key,
+                    const std::vector<std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t>>& parts,
+                    std::uint64_t bytes, py::object owner, StreamAddress stream) {
+        release_owners();
+        std::vector<transport::MessagePart> given;
+        given.reserve(parts.size());
+        for (const auto& [address, offset, length] : parts) {
+            // NOLINTNEXTLINE(performance-no-int-to-ptr): an address is how torch names memory
+            given.push_back({reinterpret_cast<const std::byte*>(address), offset, length});
+        }
+        const std::uint64_t ticket = endpoint_.send_parts(peer, key, std::move(given), bytes, stream_of(stream));
         owners_.emplace(ticket, std::move(owner));
         release_owners();
     }
@@ -282,6 +299,8 @@ void bind_transfers(EndpointClass& endpoint) {
         "connect", [](OwningEndpoint& self) { self.endpoint().connect(); }, py::call_guard<py::gil_scoped_release>());
     endpoint.def("send", &OwningEndpoint::send, py::arg("peer"), py::arg("key"), py::arg("address"), py::arg("bytes"),
                  py::arg("owner"), py::arg("stream") = py::none());
+    endpoint.def("send_parts", &OwningEndpoint::send_parts, py::arg("peer"), py::arg("key"), py::arg("parts"),
+                 py::arg("bytes"), py::arg("owner"), py::arg("stream") = py::none());
     endpoint.def("poll", &OwningEndpoint::poll, py::arg("peer"), py::arg("key"));
     endpoint.def("take_arrived", &OwningEndpoint::take_arrived, py::arg("peers"));
     endpoint.def("posted", &OwningEndpoint::posted, py::arg("peers"));

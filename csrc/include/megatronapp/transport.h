@@ -57,6 +57,13 @@ typedef struct megatronapp_message {
     uint64_t end_ns;
 } megatronapp_message;
 
+/* Memory of a sender, and where it goes in a message. */
+struct megatronapp_part {
+    const void* data;
+    uint64_t offset; /* of its first byte in the message */
+    uint64_t bytes;
+};
+
 struct megatronapp_traffic {
     uint64_t transfers;
     uint64_t bytes;
@@ -86,6 +93,12 @@ MEGATRONAPP_API int megatronapp_transport_connect(megatronapp_transport* transpo
  * to a message from one rank to another until that is released. `ticket` may be NULL. */
 MEGATRONAPP_API int megatronapp_transport_send(megatronapp_transport* transport, uint32_t peer, uint64_t key,
                                                const void* data, uint64_t bytes, uint64_t* ticket);
+
+/* Sends one message of `bytes` bytes that is gathered from parts, given in any order; otherwise as
+ * `megatronapp_transport_send`. Parts must not overlap. Bytes that no part covers arrive with any value. */
+MEGATRONAPP_API int megatronapp_transport_send_parts(megatronapp_transport* transport, uint32_t peer, uint64_t key,
+                                                     const struct megatronapp_part* parts, size_t count, uint64_t bytes,
+                                                     uint64_t* ticket);
 
 /* Writes at most `capacity` tickets of sends whose memory is free again, each once: copied, or given up. */
 MEGATRONAPP_API int megatronapp_transport_completed(megatronapp_transport* transport, uint64_t* tickets,

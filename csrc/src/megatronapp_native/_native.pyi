@@ -111,6 +111,20 @@ class TransportEndpoint:
 
         With a stream of the device: copy it once all has ended that is enqueued there.
         """
+    def send_parts(
+        self,
+        peer: int,
+        key: int,
+        parts: Sequence[tuple[int, int, int]],
+        bytes: int,
+        owner: object,
+        stream: int | None = None,
+    ) -> None:
+        """Send one message of `bytes` bytes, gathered from parts: address, offset in the message, and bytes of each.
+
+        Parts may be in any order and must not overlap; bytes that no part covers arrive with any value. Otherwise as
+        `send`.
+        """
     def poll(self, peer: int, key: int) -> TransportMessage | None:
         """Return the message if it has arrived."""
     def take_arrived(self, peers: Sequence[int]) -> list[TransportMessage]:

@@ -8,6 +8,7 @@
 
 #include "megatronapp/clock.hpp"
 #include "megatronapp/transport/cuda_path.hpp"
+#include "megatronapp/transport/cuda_slots.hpp"
 #include "megatronapp/transport/errors.hpp"
 
 namespace megatronapp::transport {

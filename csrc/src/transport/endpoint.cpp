@@ -1,10 +1,7 @@
 #include "megatronapp/transport/endpoint.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
-#include <csignal>
 #include <exception>
 #include <limits>
 #include <mutex>
@@ -18,6 +15,7 @@
 #include "megatronapp/transport/cuda_board.hpp"
 #include "megatronapp/transport/errors.hpp"
 #include "megatronapp/transport/layout.hpp"
+#include "megatronapp/transport/quiet_threads.hpp"
 #include "megatronapp/transport/ucx/network_path.hpp"
 #include "megatronapp/transport/ucx/worker.hpp"
 
@@ -25,18 +23,6 @@ namespace megatronapp::transport {
 namespace {
 
 constexpr std::uint64_t kInlineBytes = 8192;  // copied sooner than another thread is woken
-
-/// Starts a thread that takes no signals: those are for the threads of the application.
-template <typename Function>
-std::thread quiet_thread(Function function) {
-    sigset_t all{};
-    sigset_t before{};
-    sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread thread(std::move(function));
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    return thread;
-}
 
 [[noreturn]] void raise_timeout(std::uint32_t peer, std::optional<std::uint64_t> key, const char* direction,
                                 double seconds) {
@@ -358,10 +344,20 @@ void Endpoint::connect() {
 
 std::uint64_t Endpoint::send(std::uint32_t peer, std::uint64_t key, const std::byte* data, std::uint64_t bytes,
                              std::optional<DeviceStream> stream) {
+    return post(peer, key, MessageSource(data, bytes), bytes, stream);
+}
+
+std::uint64_t Endpoint::send_parts(std::uint32_t peer, std::uint64_t key, std::vector<MessagePart> parts,
+                                   std::uint64_t bytes, std::optional<DeviceStream> stream) {
+    return post(peer, key, MessageSource::gathered(std::move(parts), bytes), bytes, stream);
+}
+
+std::uint64_t Endpoint::post(std::uint32_t peer, std::uint64_t key, MessageSource source, std::uint64_t bytes,
+                             std::optional<DeviceStream> stream) {
     Implementation& self = open();
     Peer& receiver = *self.peer(peer);
     const std::uint64_t ticket = self.last_ticket.fetch_add(1, std::memory_order_relaxed) + 1;
-    receiver.post({ticket, key, data, bytes, monotonic_ns()}, stream);
+    receiver.post({ticket, key, std::move(source), bytes, monotonic_ns()}, stream);
     const std::uint64_t inline_bytes = receiver.starts_at_once() ? kMaxSlotBytes : kInlineBytes;
     if (bytes <= inline_bytes) {
         if (const std::optional<StartedSend> started = receiver.start_next(inline_bytes)) {

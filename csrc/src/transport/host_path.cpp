@@ -6,7 +6,6 @@
 
 #include "megatronapp/clock.hpp"
 #include "megatronapp/transport/errors.hpp"
-#include "megatronapp/transport/streamed_copy.hpp"
 
 namespace megatronapp::transport {
 namespace {
@@ -94,7 +93,7 @@ HostPath::HostPath(InboxFile to_peer, InboxFile from_peer, const Identity& ident
 void HostPath::start(const StartedSend& started, CopySink& sink) noexcept {
     const auto& [request, slot] = started;
     const std::uint64_t start_ns = monotonic_ns();
-    streamed_copy(to_peer_.slot_data(slot), request.data, request.bytes);
+    copy_parts(to_peer_.slot_data(slot), request.source, request.bytes);
     const std::uint64_t end_ns = monotonic_ns();
     {
         const std::lock_guard lock(announce_mutex_);

@@ -35,9 +35,10 @@ void stream_lines(std::byte* target, const std::byte* source, std::uint64_t byte
 
 }  // namespace
 
-void streamed_copy(std::byte* target, const std::byte* source, std::uint64_t bytes) noexcept {
+void streamed_copy(std::byte* target, const std::byte* source, std::uint64_t bytes,
+                   std::uint64_t message_bytes) noexcept {
     std::uint64_t streamed = 0;
-    if (bytes >= kStreamedBytes && reinterpret_cast<std::uintptr_t>(target) % kVector == 0) {
+    if (message_bytes >= kStreamedBytes && reinterpret_cast<std::uintptr_t>(target) % kVector == 0) {
         streamed = bytes / kLine * kLine;
         stream_lines(target, source, streamed);
     }
@@ -48,7 +49,8 @@ void streamed_copy(std::byte* target, const std::byte* source, std::uint64_t byt
 
 #else
 
-void streamed_copy(std::byte* target, const std::byte* source, std::uint64_t bytes) noexcept {
+void streamed_copy(std::byte* target, const std::byte* source, std::uint64_t bytes,
+                   std::uint64_t /*message_bytes*/) noexcept {
     if (bytes != 0) {
         std::memcpy(target, source, bytes);
     }

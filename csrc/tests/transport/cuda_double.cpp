@@ -87,6 +87,11 @@ using cuda::Event;
 using cuda::Result;
 using cuda::Stream;
 
+struct Failure {
+    Result code;
+    int before;  ///< calls that do not fail
+};
+
 struct State {
     std::atomic<std::int64_t> memory = 0;
     std::atomic<std::int64_t> opened = 0;
@@ -95,7 +100,7 @@ struct State {
     std::atomic<std::int64_t> events = 0;
     std::atomic<std::int64_t> contexts = 0;
     std::mutex mutex;
-    std::map<std::string, Result> failures;
+    std::map<std::string, Failure> failures;
     std::vector<std::unique_ptr<cuda::EventHandle>> destroyed;
 };
 
@@ -110,7 +115,10 @@ Result failure_of(const char* function) {
     if (found == state().failures.end()) {
         return cuda::kSuccess;
     }
-    const Result code = found->second;
+    if (found->second.before-- > 0) {
+        return cuda::kSuccess;
+    }
+    const Result code = found->second.code;
     state().failures.erase(found);
     return code;
 }
@@ -304,9 +312,9 @@ const cuda::Driver& driver_double() {
     return driver;
 }
 
-void fail_next(const std::string& function, cuda::Result code) {
+void fail_next(const std::string& function, cuda::Result code, int before) {
     const std::lock_guard lock(state().mutex);
-    state().failures[function] = code;
+    state().failures[function] = {code, before};
 }
 
 Taken taken() {

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
 #include <random>
 
 #include "cuda_double.hpp"
@@ -15,38 +14,6 @@ namespace megatronapp::transport::testing {
 namespace {
 
 constexpr cuda::Result kOutOfMemory = 2;
-
-/// A stream of the application.
-class ComputeStream {
-  public:
-    ComputeStream() { driver_double().stream_create(&stream_, 0); }
-    ComputeStream(const ComputeStream&) = delete;
-    ComputeStream& operator=(const ComputeStream&) = delete;
-    ComputeStream(ComputeStream&&) = delete;
-    ComputeStream& operator=(ComputeStream&&) = delete;
-    ~ComputeStream() {
-        open();
-        driver_double().stream_destroy(stream_);
-    }
-
-    [[nodiscard]] DeviceStream get() const { return {stream_}; }
-    void synchronize() const { driver_double().stream_synchronize(stream_); }
-
-    /// Lets all later work wait until `open`.
-    void close_gate() { driver_double().stream_wait_32(stream_, reinterpret_cast<cuda::Address>(&gate_), ++gates_, 0); }
-    void open() { gate_.store(gates_); }
-
-    void copy(Bytes& to, const Message& message) const {
-        to.resize(message.bytes());
-        driver_double().copy(reinterpret_cast<cuda::Address>(to.data()),
-                             reinterpret_cast<cuda::Address>(message.data()), message.bytes(), stream_);
-    }
-
-  private:
-    cuda::Stream stream_ = nullptr;
-    std::atomic<std::uint32_t> gate_ = 0;
-    std::uint32_t gates_ = 0;
-};
 
 class CudaPathTest : public TransportTest, public ::testing::WithParamInterface<bool> {
   protected:
@@ -297,6 +264,28 @@ TEST_P(CudaPathTest, FailureOfTheDeviceIsTheSendersError) {
     std::vector<std::uint64_t> completed;
     ranks[0]->take_completed(completed);
     EXPECT_EQ(completed.size(), 1U);
+    EXPECT_THROW(ranks[0]->close(true), TransportError);
+}
+
+TEST_P(CudaPathTest, MemoryOfAFailedMessageIsKeptUntilTheCopiesOfItsPartsHaveEnded) {
+    const Endpoints ranks = connected_devices();
+    ComputeStream producing;
+    const Bytes bytes = bytes_of(1, 3000);
+    producing.close_gate();
+    fail_next("cuMemcpyAsync", kOutOfMemory, 1);
+    const std::vector<MessagePart> parts{{bytes.data(), 0, 1000}, {bytes.data() + 1000, 1000, 2000}};
+    const std::uint64_t ticket = ranks[0]->send_parts(1, 1, parts, bytes.size(), producing.get());
+    std::vector<std::uint64_t> completed;
+    EXPECT_THROW(static_cast<void>(ranks[1]->receive(0, 1, kShortS)), TransferTimeoutError);
+    ranks[0]->take_completed(completed);
+    EXPECT_TRUE(completed.empty());
+    producing.open();
+    while (completed.empty()) {
+        std::this_thread::yield();
+        ranks[0]->take_completed(completed);
+    }
+    EXPECT_EQ(completed, std::vector<std::uint64_t>{ticket});
+    EXPECT_THROW(send(*ranks[0], 1, 2, {}), TransportError);
     EXPECT_THROW(ranks[0]->close(true), TransportError);
 }
 

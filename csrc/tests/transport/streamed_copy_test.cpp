@@ -17,7 +17,7 @@ TEST(StreamedCopy, CopiesEveryByteAndNoOther) {
                                       kStreamedBytes + 1, kStreamedBytes + 63}) {
         for (const std::size_t offset : {0U, 1U, 16U}) {
             Bytes target(kMargin + bytes + kMargin, std::byte{0xEE});
-            streamed_copy(target.data() + offset, source.data() + 3 - offset % 2, bytes);
+            streamed_copy(target.data() + offset, source.data() + 3 - offset % 2, bytes, bytes);
             EXPECT_EQ(std::memcmp(target.data() + offset, source.data() + 3 - offset % 2, bytes), 0);
             for (std::size_t i = 0; i < offset; ++i) {
                 EXPECT_EQ(target[i], std::byte{0xEE}) << bytes << " bytes from " << offset;

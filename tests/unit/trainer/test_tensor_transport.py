@@ -281,3 +281,56 @@ def test_refusals_name_the_remedy(transports: list[Any]) -> None:
     transports[0].close()
     with pytest.raises(TransferError, match="this endpoint is closed"):
         transports[0].send(1, 1, torch.ones(2))
+
+
+def gather(directory: str) -> int:
+    """Send messages as parts in any order, and the same messages whole; return how many were wrong."""
+    import torch
+
+    from megatronapp_trainer.pipeline.transport.tensor_transport import TensorSpec, TensorTransport, TransportOptions
+
+    rank = int(os.environ["RANK"])
+    peer = 1 - rank
+    options = TransportOptions(job="job", attempt=1, rank=rank, slot_bytes=1 << 17, slots=3, directory=directory)
+    transport = TensorTransport(options, peers=[peer])
+    transport.connect()
+    wrong = 0
+    for key in range(20):
+        generator = torch.Generator().manual_seed(key)
+        sizes = torch.randint(0, 20_000, (6,), generator=generator).tolist()
+        whole = torch.randint(0, 255, (sum(sizes),), generator=generator, dtype=torch.uint8)
+        if rank == 0:
+            parts, start = [], 0
+            for size in sizes:
+                parts.append((start, whole[start : start + size].clone()))  # the transport alone keeps it alive
+                start += size
+            transport.send_parts(1, key, list(reversed(parts)), start)
+            del parts
+        else:
+            received = transport.receive(0, key, TensorSpec(tuple(whole.shape), torch.uint8))
+            wrong += not torch.equal(received.tensor, whole)
+            received.release()
+    transport.close()
+    return wrong + transport.sending()
+
+
+@pytest.mark.torch
+def test_gathered_messages_arrive_bit_equal(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    assert run_ranks(2, gather, str(tmp_path)) == [0, 0]
+
+
+@pytest.mark.torch
+def test_gathered_messages_refuse_parts_that_overlap_or_are_elsewhere(tmp_path: pathlib.Path) -> None:
+    import torch
+
+    from megatronapp_trainer.errors import TransferError
+
+    with native_peer(tmp_path) as (transport, _):
+        part = torch.ones(4)
+        with pytest.raises(TransferError, match="begins before the end of the one before it, 16"):
+            transport.send_parts(1, 7, [(8, part), (0, part)], 24)
+        with pytest.raises(TransferError, match="16 bytes at 0 exceeds its message of 15 bytes"):
+            transport.send_parts(1, 7, [(0, part)], 15)
+        with pytest.raises(TransferError, match=r"a tensor on meta cannot be sent .* send tensor.cpu\(\)"):
+            transport.send_parts(1, 7, [(0, part.to("meta"))], 16)
+        transport.send_parts(1, 7, [(0, part)], 16)

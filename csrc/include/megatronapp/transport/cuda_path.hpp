@@ -17,10 +17,6 @@
 
 namespace megatronapp::transport {
 
-/// The slots of a receiver in memory of its device, made with the inbox that names them.
-[[nodiscard]] std::unique_ptr<cuda::DeviceMemory> make_slots(const cuda::SharedDevice& device, InboxFile& inbox,
-                                                             const Identity& identity);
-
 /// Slots in memory of the receiver's device, filled by a copy engine of the sender's and read in place; or, where the
 /// devices do not reach each other, in pinned host memory, and copied from there by the receiver's device.
 ///
@@ -81,6 +77,7 @@ class CudaPath final : public Path {
         cuda::Event start;
         cuda::Event end;
         cuda::EventClock::SharedOrigin origin;
+        std::string failure;  ///< not empty: the copy failed, and what of it was enqueued has not ended
     };
 
     struct Ended {
@@ -116,12 +113,14 @@ class CudaPath final : public Path {
 
     void try_copy();
     void enqueue(const StartedSend& started, CopySink& sink);
+    void enqueue_copies(Flight& flight);
     [[nodiscard]] cuda::Address target(std::uint32_t slot) const noexcept;
     [[nodiscard]] bool whole(std::uint32_t slot) const;
     [[nodiscard]] std::string slot_text(std::uint32_t slot) const;
 
     void watch_flights() noexcept;
     [[nodiscard]] std::vector<Ended> take_ended();
+    [[nodiscard]] bool failed_copy_ended(const Flight& flight) const;
     [[nodiscard]] std::optional<CopyTimes> times_of(const Flight& flight);
     void publish_times(const Flight& flight, const CopyTimes& times) noexcept;
     void report(const Ended& ended) noexcept;

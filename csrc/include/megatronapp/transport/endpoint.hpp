@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "megatronapp/transport/message.hpp"
+#include "megatronapp/transport/message_source.hpp"
 #include "megatronapp/transport/settings.hpp"
 #include "megatronapp/transport/transfers.hpp"
 
@@ -51,6 +52,10 @@ class Endpoint {
     /// With a stream it is sent once all has ended that is enqueued there.
     std::uint64_t send(std::uint32_t peer, std::uint64_t key, const std::byte* data, std::uint64_t bytes,
                        std::optional<DeviceStream> stream = {});
+
+    /// Sends one message of `bytes` bytes that is gathered from parts (`MessageSource::gathered`); otherwise as `send`.
+    std::uint64_t send_parts(std::uint32_t peer, std::uint64_t key, std::vector<MessagePart> parts, std::uint64_t bytes,
+                             std::optional<DeviceStream> stream = {});
 
     /// Replaces `tickets` by those of the sends whose memory is free again since the last call: copied, or given up
     /// because the peer failed or the endpoint was closed.
@@ -102,6 +107,8 @@ class Endpoint {
     class Implementation;
 
     [[nodiscard]] Implementation& open() const;
+    std::uint64_t post(std::uint32_t peer, std::uint64_t key, MessageSource source, std::uint64_t bytes,
+                       std::optional<DeviceStream> stream);
     [[nodiscard]] std::optional<Message> take(std::uint32_t peer, std::uint64_t key, bool posted);
     [[nodiscard]] bool in_forked_child() const noexcept;
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "megatronapp/transport/bell.hpp"
+#include "megatronapp/transport/message_source.hpp"
 
 namespace megatronapp::transport {
 
@@ -22,7 +23,7 @@ struct DeviceStream {
 struct SendRequest {
     std::uint64_t ticket;
     std::uint64_t key;
-    const std::byte* data;
+    MessageSource source;
     std::uint64_t bytes;
     std::uint64_t queued_ns;
     void* after = nullptr;  ///< what `Path::mark` returned: the copy begins after it; null: at once
@@ -105,7 +106,7 @@ class RequestQueue {
     }
 
     SendRequest pop() noexcept {
-        const SendRequest request = places_[first_];
+        SendRequest request = std::move(places_[first_]);
         first_ = (first_ + 1) % places_.size();
         --size_;
         return request;
@@ -115,7 +116,7 @@ class RequestQueue {
     void grow() {
         std::vector<SendRequest> larger(2 * places_.size());
         for (std::size_t i = 0; i < size_; ++i) {
-            larger[i] = places_[(first_ + i) % places_.size()];
+            larger[i] = std::move(places_[(first_ + i) % places_.size()]);
         }
         places_ = std::move(larger);
         first_ = 0;

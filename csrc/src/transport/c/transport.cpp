@@ -137,6 +137,28 @@ int megatronapp_transport_send(megatronapp_transport* transport, std::uint32_t p
     });
 }
 
+int megatronapp_transport_send_parts(megatronapp_transport* transport, std::uint32_t peer, std::uint64_t key,
+                                     const megatronapp_part* parts, std::size_t count, std::uint64_t bytes,
+                                     std::uint64_t* ticket) {
+    return guarded([&] {
+        require(transport);
+        if (count != 0) {
+            require(parts);
+        }
+        std::vector<transport::MessagePart> given;
+        for (std::size_t i = 0; i < count; ++i) {
+            if (parts[i].bytes != 0) {
+                require(parts[i].data);
+            }
+            given.push_back({static_cast<const std::byte*>(parts[i].data), parts[i].offset, parts[i].bytes});
+        }
+        const std::uint64_t sent = transport->endpoint.send_parts(peer, key, std::move(given), bytes);
+        if (ticket != nullptr) {
+            *ticket = sent;
+        }
+    });
+}
+
 int megatronapp_transport_completed(megatronapp_transport* transport, std::uint64_t* tickets, std::size_t capacity,
                                     std::size_t* count) {
     return guarded([&] {

@@ -149,9 +149,10 @@ void Loop::post(Operation& operation, const Body& body, std::uint32_t flags) {
     params.callback.send = &Loop::on_sent;
     params.user_data = &operation;
     params.memory_type = MemoryType::kHost;
-    const SendRequest& request = operation.started.request;
-    void* pending = library_->am_send_nbx(connection.endpoint, kMessageId, operation.header.data(),
-                                          operation.header.size(), request.data, request.bytes, &params);
+    operation.data = MessageData(operation.started.request, params);
+    void* pending =
+        library_->am_send_nbx(connection.endpoint, kMessageId, operation.header.data(), operation.header.size(),
+                              operation.data.buffer(), operation.data.count(), &params);
     if (pending == nullptr || is_error(pending)) {
         sent(operation, status_of(pending));
     }
@@ -166,8 +167,7 @@ void Loop::on_sent(void* request, Status status, void* user_data) {
 
 void Loop::sent(Operation& operation, Status status) {
     Connection& connection = *operation.connection;
-    const Operation ended = operation;
-    operation.connection = nullptr;
+    const Operation ended = std::exchange(operation, {});
     free_.push_back(&operation);
     --connection.operations;
     if (status != Status::kOk && !connection.link->failed()) {

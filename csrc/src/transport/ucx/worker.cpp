@@ -1,13 +1,11 @@
 #include "megatronapp/transport/ucx/worker.hpp"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <cstdlib>
 #include <sstream>
 #include <utility>
@@ -15,6 +13,7 @@
 #include "megatronapp/clock.hpp"
 #include "megatronapp/transport/bell.hpp"
 #include "megatronapp/transport/errors.hpp"
+#include "megatronapp/transport/quiet_threads.hpp"
 
 namespace megatronapp::transport::ucx {
 namespace {
@@ -24,24 +23,6 @@ constexpr unsigned kApiMinor = 12;
 constexpr int kSleepMs = 25;
 constexpr std::uint64_t kSpinNs = 20'000;          // between the last event and sleep
 constexpr std::uint64_t kExaminedNs = 25'000'000;  // between two looks at all connections
-
-/// While it exists, threads that this one starts take no signals: those are for the threads of the application.
-class QuietThreads {
-  public:
-    QuietThreads() {
-        sigset_t all{};
-        sigfillset(&all);
-        ::pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    QuietThreads(const QuietThreads&) = delete;
-    QuietThreads& operator=(const QuietThreads&) = delete;
-    QuietThreads(QuietThreads&&) = delete;
-    QuietThreads& operator=(QuietThreads&&) = delete;
-    ~QuietThreads() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
-  private:
-    sigset_t before_{};
-};
 
 /// Sets an option of UCX that the environment does not name.
 void set_option(const Library& library, ConfigHandle* config, const char* name, const std::string& value) {

@@ -50,6 +50,14 @@ static void receive_in_reverse(megatronapp_transport* transport, uint32_t peer, 
 static void exchange(megatronapp_transport* transport, uint32_t rank) {
     const uint32_t peer = 1 - rank;
     for (uint64_t key = 0; key < MESSAGES; ++key) {
+        if (key % 3 == 2) { /* the end first */
+            const uint64_t half = size_of(key) / 2;
+            const struct megatronapp_part parts[2] = {{contents[rank][key] + half, half, size_of(key) - half},
+                                                      {contents[rank][key], 0, half}};
+            CHECK(megatronapp_transport_send_parts(transport, peer, key, parts, 2, size_of(key), NULL) ==
+                  MEGATRONAPP_OK);
+            continue;
+        }
         CHECK(megatronapp_transport_send(transport, peer, key, contents[rank][key], size_of(key), NULL) ==
               MEGATRONAPP_OK);
     }
@@ -67,6 +75,9 @@ static void expect_errors(megatronapp_transport* transport, uint32_t peer) {
     CHECK(megatronapp_transport_poll(transport, 7, 1, &message) == MEGATRONAPP_ERROR);
     CHECK(strstr(megatronapp_transport_error(), "rank 7 is not connected") != NULL);
     CHECK(megatronapp_transport_send(transport, peer, 1, NULL, 1, NULL) == MEGATRONAPP_ERROR);
+    const struct megatronapp_part twice[2] = {{contents, 0, 2}, {contents, 1, 2}};
+    CHECK(megatronapp_transport_send_parts(transport, peer, 1, twice, 2, 3, NULL) == MEGATRONAPP_ERROR);
+    CHECK(megatronapp_transport_send_parts(transport, peer, 1, NULL, 1, 3, NULL) == MEGATRONAPP_ERROR);
     CHECK(megatronapp_transport_send(transport, peer, 1, contents, SLOT_BYTES + 1, NULL) == MEGATRONAPP_ERROR);
     CHECK(strstr(megatronapp_transport_error(), "give all ranks larger slots") != NULL);
 }

@@ -99,12 +99,21 @@ struct HandlerParams {
 
 inline constexpr std::uint32_t kOperationCallback = 1U << 1U;
 inline constexpr std::uint32_t kOperationUserData = 1U << 2U;
+inline constexpr std::uint32_t kOperationDatatype = 1U << 3U;
 inline constexpr std::uint32_t kOperationFlags = 1U << 4U;
 inline constexpr std::uint32_t kOperationMemoryType = 1U << 6U;
 inline constexpr std::uint32_t kSendEager = 1U << 1U;
 inline constexpr std::uint32_t kSendRendezvous = 1U << 2U;
 inline constexpr std::uint32_t kCloseForce = 1U << 0U;
 enum class MemoryType : std::uint32_t { kHost };
+
+inline constexpr std::uint64_t kDatatypeIov = 2;
+
+/// One of the pieces of memory that data with `kDatatypeIov` consists of, one after another.
+struct IovEntry {
+    const void* buffer;
+    std::size_t length;
+};
 
 using SendCallback = void (*)(void* request, Status status, void* user_data);
 using ReceiveCallback = void (*)(void* request, Status status, std::size_t length, void* user_data);

@@ -12,6 +12,7 @@
 #include "megatronapp/transport/ucx/api.hpp"
 #include "megatronapp/transport/ucx/clock_distance.hpp"
 #include "megatronapp/transport/ucx/link.hpp"
+#include "megatronapp/transport/ucx/message_data.hpp"
 #include "megatronapp/transport/ucx/wire.hpp"
 
 namespace megatronapp::transport::ucx {
@@ -83,6 +84,7 @@ class Loop {
         StartedSend started;
         CopySink* sink;
         Arrival arrival;
+        MessageData data;
     };
 
     static void on_sent(void* request, Status status, void* user_data);

@@ -83,6 +83,19 @@ class Channel:
             self._of(key.kind).send(peer, key.pack(), tensor)
         self.sent.add(peer, key.kind, size)
 
+    def send_parts(
+        self,
+        peer: int,
+        key: MessageKey,
+        parts: Sequence[tuple[int, torch.Tensor]],
+        size: int,
+        target: PassKey | None = None,
+    ) -> None:
+        """Start to send one message of `size` bytes, gathered from tensors at offsets; otherwise as `send`."""
+        with self._sending(peer, target, size):
+            self._of(key.kind).send_parts(peer, key.pack(), parts, size)
+        self.sent.add(peer, key.kind, size)
+
     def receive(self, peer: int, key: MessageKey, spec: TensorSpec, target: PassKey | None = None) -> torch.Tensor:
         """Wait for a message; it returns to its sender once no tensor on its memory is referenced.
 

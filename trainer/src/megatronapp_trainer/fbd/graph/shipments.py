@@ -121,7 +121,7 @@ class ShipmentSender:
 
 
 class _ShippedPass:
-    """Shipments of one pass to one backward rank."""
+    """Shipments of one pass to one backward rank, gathered from where the tensors are."""
 
     def __init__(self, channel: Channel, destination: Destination, key: MessageKey) -> None:
         self._channel = channel
@@ -129,39 +129,47 @@ class _ShippedPass:
         self._layout = destination.layout
         self._key = key
         self._shipment = 0
-        self._buffer: torch.Tensor | None = None
+        self._parts: list[tuple[int, torch.Tensor]] = []
+        """Offsets and tensors of the shipment that is not complete yet."""
+        self._device = torch.device("cpu")
 
     def add(self, group: int, segments: list[torch.Tensor]) -> None:
-        """Copy what a group of slots holds; send the shipment if it is complete, but for the last one."""
+        """Take what a group of slots holds; send the shipment if it is complete, but for the last one.
+
+        The memory of the segments is not written after this. The transport keeps it until it is copied.
+        """
         layout, slicer = self._layout, self._destination.slicer
-        if self._buffer is None:
-            device = segments[0].device if segments else None
-            self._buffer = torch.empty(layout.sizes[self._shipment], dtype=torch.uint8, device=device)
-        targets = []
-        for number in self._destination.segments[group]:
-            _, start = layout.places[number]
-            targets.append(self._buffer[start : start + layout.lengths[number]])
+        if segments:
+            self._device = segments[0].device
+        numbers = self._destination.segments[group]
+        own = segments
         if slicer is not None:
-            slicer.fill(group, segments, targets)
-        else:
-            for target, segment in zip(targets, segments, strict=True):
-                target.copy_(segment)
+            own = [torch.empty(layout.lengths[number], dtype=torch.uint8, device=self._device) for number in numbers]
+            slicer.fill(group, segments, own)
+        for number, segment in zip(numbers, own, strict=True):
+            _, start = layout.places[number]
+            self._parts.append((start, segment.to(self._device)))
         if group == layout.last_groups[self._shipment] and self._shipment < len(layout.sizes) - 1:
-            self._send(self._buffer)
+            self._send()
 
     def finish(self, states: Sequence[RegionStates]) -> None:
         """Send the last shipment, with the states of the checkpointed regions."""
-        assert self._buffer is not None
         found = (state for region in states for state in region.tensors)
-        for (start, size), state in zip(self._layout.state_places, found, strict=True):
-            self._buffer[start : start + size].copy_(state)
-        self._send(self._buffer)
+        for (start, _), state in zip(self._layout.state_places, found, strict=True):
+            self._parts.append((start, state.to(self._device)))
+        self._send()
 
-    def _send(self, buffer: torch.Tensor) -> None:
-        announced = self._layout.announced(self._shipment, self._key.item, self._key.chunk)
-        self._channel.send(self._destination.partner, self._key._replace(part=self._shipment), buffer, announced)
+    def _send(self) -> None:
+        layout, shipment = self._layout, self._shipment
+        self._channel.send_parts(
+            self._destination.partner,
+            self._key._replace(part=shipment),
+            self._parts,
+            layout.sizes[shipment],
+            layout.announced(shipment, self._key.item, self._key.chunk),
+        )
         self._shipment += 1
-        self._buffer = None
+        self._parts = []
 
 
 def destination_of(

@@ -221,14 +221,21 @@ class TensorTransport:
         On a device it is sent as it is when all has ended that is enqueued on the current stream, and kept alive until
         it is copied.
         """
-        device = self.options.device
-        own = torch.device("cpu") if device is None else torch.device("cuda", device)
-        if tensor.device != own:
-            remedy = "send tensor.cpu()" if device is None else f"send tensor.to('{own}')"
-            raise TransferError(f"a tensor on {tensor.device} cannot be sent over a transport of {own}; {remedy}")
-        source = tensor.detach().contiguous()
-        stream = None if device is None else torch.cuda.current_stream(device).cuda_stream
-        self._endpoint.send(peer, key, source.data_ptr(), source.numel() * source.element_size(), source, stream)
+        source = _source(tensor, self.options.device)
+        self._endpoint.send(peer, key, source.data_ptr(), source.nbytes, source, _stream(self.options.device))
+
+    @raises_trainer_errors
+    def send_parts(self, peer: int, key: int, parts: Sequence[tuple[int, torch.Tensor]], size: int) -> None:
+        """Queue one message of `size` bytes that is gathered from tensors, and return.
+
+        parts: offset in the message, and tensor; in any order, without overlap. Bytes that no part covers arrive with
+        any value. Otherwise as `send`, for all of the tensors.
+        """
+        sources = [_source(tensor, self.options.device) for _, tensor in parts]
+        places = [
+            (source.data_ptr(), offset, source.nbytes) for (offset, _), source in zip(parts, sources, strict=True)
+        ]
+        self._endpoint.send_parts(peer, key, places, size, sources, _stream(self.options.device))
 
     @raises_trainer_errors
     def poll(self, peer: int, key: int, spec: TensorSpec, *, posted: bool = False) -> ReceivedTensor | None:
@@ -237,7 +244,7 @@ class TensorTransport:
         On a device the current stream waits for it.
         """
         message = self._endpoint.poll_posted(peer, key) if posted else self._endpoint.poll(peer, key)
-        return None if message is None else self._received(peer, message, spec)
+        return None if message is None else _received(message, spec, self.options.device)
 
     @raises_trainer_errors
     def take_arrived(self, peers: Sequence[int], spec: TensorSpec | None) -> list[ReceivedTensor]:
@@ -245,7 +252,7 @@ class TensorTransport:
 
         The failure of a peer is raised only if there are none.
         """
-        return [self._received(message.peer, message, spec) for message in self._endpoint.take_arrived(peers)]
+        return [_received(message, spec, self.options.device) for message in self._endpoint.take_arrived(peers)]
 
     @raises_trainer_errors
     def posted(self, peers: Sequence[int]) -> list[tuple[int, int]]:
@@ -255,8 +262,8 @@ class TensorTransport:
     @raises_trainer_errors
     def receive(self, peer: int, key: int, spec: TensorSpec, deadline_s: float | None = None) -> ReceivedTensor:
         """Wait for the tensor, at most `deadline_s` seconds or the deadline of the options."""
-        message = self._endpoint.receive(peer, key, self._deadline(deadline_s))
-        return self._received(peer, message, spec)
+        message = self._endpoint.receive(peer, key, _deadline(self.options, deadline_s))
+        return _received(message, spec, self.options.device)
 
     def sending(self) -> int:
         """Return how many sent tensors are not copied yet."""
@@ -270,7 +277,7 @@ class TensorTransport:
     @raises_trainer_errors
     def wait_activity(self, seen: int, deadline_s: float | None = None) -> bool:
         """Wait until `activity` is not `seen`; return False at the deadline."""
-        return self._endpoint.wait_activity(seen, self._deadline(deadline_s))
+        return self._endpoint.wait_activity(seen, _deadline(self.options, deadline_s))
 
     @raises_trainer_errors
     def publish(self, index: int, value: int, stream: torch.cuda.Stream | None = None) -> None:
@@ -293,7 +300,7 @@ class TensorTransport:
     @raises_trainer_errors
     def append(self, decision: int, deadline_s: float | None = None) -> None:
         """Append 64 bits to the log of this rank; wait while it is full."""
-        self._endpoint.append(decision, self._deadline(deadline_s))
+        self._endpoint.append(decision, _deadline(self.options, deadline_s))
 
     @raises_trainer_errors
     def poll_decision(self, leader: int) -> int | None:
@@ -303,7 +310,7 @@ class TensorTransport:
     @raises_trainer_errors
     def next_decision(self, leader: int, deadline_s: float | None = None) -> int:
         """Wait for the next entry of a leader's log."""
-        return self._endpoint.next_entry(leader, self._deadline(deadline_s))
+        return self._endpoint.next_entry(leader, _deadline(self.options, deadline_s))
 
     @raises_trainer_errors
     def statistics(self, peer: int) -> "PeerStatistics":
@@ -315,14 +322,29 @@ class TensorTransport:
         """End the threads; with `drain`, deliver first what was sent (within the deadline). May be called again."""
         self._endpoint.close(drain)
 
-    def _deadline(self, deadline_s: float | None) -> float:
-        return self.options.deadline_s if deadline_s is None else deadline_s
 
-    def _received(self, peer: int, message: native.TransportMessage, spec: TensorSpec | None) -> ReceivedTensor:
-        spec = spec or TensorSpec((message.bytes,), torch.uint8)
-        if message.bytes != spec.bytes:
-            raise TransferError(
-                f"key {message.key:#x} from rank {peer} has {message.bytes} bytes, and {tuple(spec.shape)} of"
-                f" {spec.dtype} are {spec.bytes}; let sender and receiver agree on shape and dtype"
-            )
-        return ReceivedTensor(message, spec, self.options.device)
+def _source(tensor: torch.Tensor, device: int | None) -> torch.Tensor:
+    """Return a tensor to send. Raises TransferError for one that is elsewhere than the transport's."""
+    own = torch.device("cpu") if device is None else torch.device("cuda", device)
+    if tensor.device != own:
+        remedy = "send tensor.cpu()" if device is None else f"send tensor.to('{own}')"
+        raise TransferError(f"a tensor on {tensor.device} cannot be sent over a transport of {own}; {remedy}")
+    return tensor.detach().contiguous()
+
+
+def _stream(device: int | None) -> int | None:
+    return None if device is None else torch.cuda.current_stream(device).cuda_stream
+
+
+def _deadline(options: TransportOptions, deadline_s: float | None) -> float:
+    return options.deadline_s if deadline_s is None else deadline_s
+
+
+def _received(message: native.TransportMessage, spec: TensorSpec | None, device: int | None) -> ReceivedTensor:
+    spec = spec or TensorSpec((message.bytes,), torch.uint8)
+    if message.bytes != spec.bytes:
+        raise TransferError(
+            f"key {message.key:#x} from rank {message.peer} has {message.bytes} bytes, and {tuple(spec.shape)} of"
+            f" {spec.dtype} are {spec.bytes}; let sender and receiver agree on shape and dtype"
+        )
+    return ReceivedTensor(message, spec, device)

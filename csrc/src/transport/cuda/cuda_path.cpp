@@ -1,18 +1,18 @@
 #include "megatronapp/transport/cuda_path.hpp"
 
-#include <pthread.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <csignal>
 #include <cstring>
 #include <ctime>
 #include <utility>
 
 #include "megatronapp/clock.hpp"
+#include "megatronapp/transport/cuda_slots.hpp"
 #include "megatronapp/transport/errors.hpp"
+#include "megatronapp/transport/quiet_threads.hpp"
 
 namespace megatronapp::transport {
 namespace {
@@ -28,36 +28,6 @@ constexpr std::int32_t kMostBehind = 64;
 constexpr long kNapNs = 10'000;  // between two looks at words that devices write
 constexpr const char* kStreamAdvice = "an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which";
 
-/// Memory of slots that a peer's device may still use; given back when a path is made or ends after the peer's end.
-class RetiredSlots {
-  public:
-    struct Entry {
-        InboxFile inbox;
-        std::unique_ptr<cuda::DeviceMemory> slots;
-    };
-
-    static RetiredSlots& instance() {
-        static auto* slots = new RetiredSlots;  // the driver may end before static objects do
-        return *slots;
-    }
-
-    void add(Entry entry) {
-        const std::lock_guard lock(mutex_);
-        entries_.push_back(std::move(entry));
-    }
-
-    void free_unused() {
-        const std::lock_guard lock(mutex_);
-        std::erase_if(entries_, [](const Entry& entry) {
-            return entry.inbox.header().detached.load(std::memory_order_acquire) != 0;
-        });
-    }
-
-  private:
-    std::mutex mutex_;
-    std::vector<Entry> entries_;
-};
-
 cuda::Stream stream_of(DeviceStream stream) noexcept { return static_cast<cuda::Stream>(stream.handle); }
 
 void nap() noexcept {
@@ -66,19 +36,6 @@ void nap() noexcept {
 }
 
 }  // namespace
-
-std::unique_ptr<cuda::DeviceMemory> make_slots(const cuda::SharedDevice& device, InboxFile& inbox,
-                                               const Identity& identity) {
-    RetiredSlots::instance().free_unused();
-    auto slots = std::make_unique<cuda::DeviceMemory>(device, identity.slots * inbox.layout().slot_stride);
-    if (SlotMemory{identity.memory} == SlotMemory::kDevice) {
-        SlotHandle& handle = inbox.header().handle;
-        const cuda::IpcHandle of_driver = slots->handle();
-        std::memcpy(handle.words.data(), of_driver.bytes.data(), sizeof(handle.words));
-        handle.check = handle.computed_check();
-    }
-    return slots;
-}
 
 CudaPath::Memory::Memory(const cuda::SharedDevice& device, std::unique_ptr<cuda::DeviceMemory> slots, InboxFile to,
                          InboxFile from, std::uint64_t count)
@@ -118,12 +75,7 @@ CudaPath::CudaPath(const cuda::SharedDevice& device, std::unique_ptr<cuda::Devic
         memory_->peer_slots.emplace(device, of_driver);
     }
     try_copy();
-    sigset_t all{};
-    sigset_t before{};
-    sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for threads of the application
-    watcher_ = std::thread([this] { watch_flights(); });
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    watcher_ = quiet_thread([this] { watch_flights(); });
 }
 
 CudaPath::~CudaPath() {
@@ -136,9 +88,10 @@ CudaPath::~CudaPath() {
     flights_.clear();
     memory_->peer_slots.reset();
     memory_->to_peer.header().detached.store(1, std::memory_order_release);
-    RetiredSlots::instance().add({std::move(memory_->from_peer), std::move(memory_->own_slots)});
+    InboxFile inbox = std::move(memory_->from_peer);
+    std::unique_ptr<cuda::DeviceMemory> slots = std::move(memory_->own_slots);
     memory_.reset();
-    RetiredSlots::instance().free_unused();
+    retire_slots(std::move(inbox), std::move(slots));
 }
 
 /// Copies some bytes into the first slot and back. Nobody else writes there before the ranks are connected.
@@ -197,7 +150,7 @@ void CudaPath::enqueue(const StartedSend& started, CopySink& sink) {
     const auto& [request, slot] = started;
     const Driver& driver = device_->driver();
     cuda::Stream stream = memory_->stream.get();
-    Flight flight{started, &sink, ++sent_[slot], nullptr, nullptr, memory_->clock.origin()};
+    Flight flight{started, &sink, ++sent_[slot], nullptr, nullptr, memory_->clock.origin(), {}};
     flight.start = memory_->events.take();
     flight.end = memory_->events.take();
     if (request.after != nullptr) {
@@ -206,18 +159,40 @@ void CudaPath::enqueue(const StartedSend& started, CopySink& sink) {
         memory_->marks.give_back(event);
     }
     require(driver, "cuEventRecord", driver.event_record(flight.start, stream), kStreamAdvice);
-    if (request.bytes != 0) {
-        require(driver, "cuMemcpyAsync",
-                driver.copy(target(slot), reinterpret_cast<Address>(request.data), request.bytes, stream),
-                kStreamAdvice);
-    }
-    require(driver, "cuEventRecord", driver.event_record(flight.end, stream), kStreamAdvice);
-    const Address arrived = memory_->seen_to_peer.address_of(&memory_->to_peer.flags(slot).arrived);
-    require(driver, "cuStreamWriteValue32",
-            driver.stream_write_32(stream, arrived, flight.sequence, cuda::kWriteWithBarrier), kStreamAdvice);
+    enqueue_copies(flight);
+    const bool is_on_its_way = flight.failure.empty();
     flights_.push_back(std::move(flight));
-    lent_[slot] = true;
-    announcements_.push({request.key, request.bytes, slot, 0, 0, request.queued_ns});
+    if (is_on_its_way) {
+        lent_[slot] = true;
+        announcements_.push({request.key, request.bytes, slot, 0, 0, request.queued_ns});
+    }
+}
+
+/// Enqueues a copy for each part, an event, and the word that says that all of them have ended. Copies that are
+/// enqueued when a later call fails still read the sender's memory: the failure is then that of the flight, and
+/// reported once they have ended.
+void CudaPath::enqueue_copies(Flight& flight) {
+    const auto& [request, slot] = flight.started;
+    const Driver& driver = device_->driver();
+    cuda::Stream stream = memory_->stream.get();
+    bool copies = false;
+    try {
+        for (const MessagePart& part : request.source.parts()) {
+            require(driver, "cuMemcpyAsync",
+                    driver.copy(target(slot) + part.offset, reinterpret_cast<Address>(part.data), part.bytes, stream),
+                    kStreamAdvice);
+            copies = true;
+        }
+        require(driver, "cuEventRecord", driver.event_record(flight.end, stream), kStreamAdvice);
+        const Address arrived = memory_->seen_to_peer.address_of(&memory_->to_peer.flags(slot).arrived);
+        require(driver, "cuStreamWriteValue32",
+                driver.stream_write_32(stream, arrived, flight.sequence, cuda::kWriteWithBarrier), kStreamAdvice);
+    } catch (const cuda::CudaError& error) {
+        if (!copies || driver.event_record(flight.end, stream) != cuda::kSuccess) {  // a device that can do nothing
+            throw;
+        }
+        flight.failure = "a copy to " + peer_ + ": " + error.what();
+    }
 }
 
 std::optional<std::uint32_t> CudaPath::next_returned() {
@@ -410,6 +385,14 @@ std::vector<CudaPath::Ended> CudaPath::take_ended() {
     std::vector<Ended> ended;
     try {
         while (!flights_.empty()) {
+            if (!flights_.front().failure.empty()) {
+                if (!failed_copy_ended(flights_.front())) {
+                    break;
+                }
+                ended.push_back({flights_.front(), {}, flights_.front().failure});
+                flights_.pop_front();
+                continue;
+            }
             const std::optional<CopyTimes> times = times_of(flights_.front());
             if (!times) {
                 break;
@@ -425,6 +408,13 @@ std::vector<CudaPath::Ended> CudaPath::take_ended() {
         flights_.clear();
     }
     return ended;
+}
+
+/// Whether nothing that was enqueued for a failed copy reads the sender's memory any more.
+bool CudaPath::failed_copy_ended(const Flight& flight) const {
+    const cuda::Result code = device_->driver().event_query(flight.end);
+    require(device_->driver(), "cuEventQuery", code == cuda::kNotReady ? cuda::kSuccess : code, kStreamAdvice);
+    return code == cuda::kSuccess;
 }
 
 /// The times of a copy, if it has ended. Asks the driver, which is slow, only after the copy's word or rarely.
