@@ -99,6 +99,9 @@ class Env(enum.StrEnum):
     """Order in which workers are assigned their ranks: `RankOrder`; absent: index."""
     TOPOLOGY = "MEGATRONAPP_TOPOLOGY"
     """Values of this worker's topology labels, comma separated, from the widest to the narrowest; may be empty."""
+    RANK_ROLE = "MEGATRONAPP_RANK_ROLE"
+    """Passes that a rank of MegaFBD runs, forward or backward; the launcher sets it, and the rank compares it with its
+    flags. Absent without MegaFBD."""
     STATUS_PORT = "MEGATRONAPP_STATUS_PORT"
     """Port at which the launcher of worker 0 serves its status by HTTP; absent: it does not."""
     SERVE_ADDRESS = "MEGATRONAPP_SERVE_ADDRESS"

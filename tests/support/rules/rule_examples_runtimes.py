@@ -7,6 +7,7 @@ from rule_example import Changes, bad, good, stays
 _FBD = {"enabled": True}
 _WHOLE: Changes = {"spec.nodes": 1, "spec.procPerNode": 8}
 _BATCH = "spec.training.globalBatchSize"
+_FREE: Changes = {"spec.nodes": None, "spec.procPerNode": None, _BATCH: None}
 
 
 def forward(**fields: Any) -> Changes:
@@ -14,10 +15,22 @@ def forward(**fields: Any) -> Changes:
     return {"spec.fbd": {"enabled": True, "forward": fields}}
 
 
+def fbd(**fields: Any) -> Changes:
+    """8 ranks of each of 2 workers."""
+    return {"spec.fbd": {"enabled": True, **fields}, "spec.procPerNode": 8}
+
+
+def merged(**fields: Any) -> Changes:
+    """2 replicas of tensor 2 x pipeline 2, and a forward rank for each tensor group."""
+    return fbd(ignoreForwardTensorParallel=True) | {"spec.procPerNode": 6, "spec.model.attentionDropout": 0, **fields}
+
+
 def dpp(**fields: Any) -> Changes:
     return {"spec.dpp": {"enabled": True, **fields}}
 
 
+_SLICED: Changes = {"spec.parallelism.sequenceParallel": True}
+_RECOMPUTED: Changes = {"spec.training.recompute": {"granularity": "full", "method": "uniform", "numLayers": 1}}
 _THREE: Changes = {"spec.model.numLayers": 6}
 _OF_DPP = {"schedule": "dfc", "memoryCap": 4, "chunks": 2, "transport": "native", "workload": 2}
 _RUNTIMES = [
@@ -97,14 +110,58 @@ _RUNTIMES = [
         _BATCH,
         (dpp(chunks=2) | {_BATCH: 6}, "6 gives 3 microbatches, and the interleaved schedule needs"),
     ),
-    *good(
-        "merging-needs-fbd",
-        {"spec.fbd": {"enabled": True, "ignoreForwardTensorParallel": True}, "spec.procPerNode": 3},
-    ),
+    *good("merging-needs-fbd", merged()),
     *bad(
         "merging-needs-fbd",
         "spec.fbd.ignoreForwardTensorParallel",
         ({"spec.fbd.ignoreForwardTensorParallel": True}, "needs fbd.enabled: true"),
+    ),
+    *good("serving-needs-fbd", fbd(backwardPerForward=2) | {"spec.procPerNode": 6}, fbd(backwardPerForward=1)),
+    *bad(
+        "serving-needs-fbd",
+        "spec.fbd.backwardPerForward",
+        ({"spec.fbd.backwardPerForward": 2}, "needs fbd.enabled: true"),
+    ),
+    *good("ship-needs-fbd", fbd(ship="saved")),
+    *bad("ship-needs-fbd", "spec.fbd.ship", ({"spec.fbd.ship": "full"}, "needs fbd.enabled: true")),
+    *good(
+        "fbd-without-gather", fbd() | {"spec.training.useDistributedOptimizer": True}, {"spec.fbd": {"enabled": False}}
+    ),
+    *bad(
+        "fbd-without-gather",
+        "spec.training.overlapParamGather",
+        (
+            fbd()
+            | {
+                "spec.training.useDistributedOptimizer": True,
+                "spec.training.overlapGradReduce": True,
+                "spec.training.overlapParamGather": True,
+            },
+            "cannot be combined with fbd.enabled yet; leave one of them out",
+        ),
+    ),
+    *good(
+        "merged-attention-dropout",
+        merged(),
+        fbd() | {"spec.model.attentionDropout": 0.1},
+        merged() | {"spec.model.attentionDropout": None, "spec.args": ["--attention-dropout", "0"]},
+    ),
+    *bad(
+        "merged-attention-dropout",
+        "spec.model.attentionDropout",
+        (merged() | {"spec.model.attentionDropout": 0.1}, "must be 0 with fbd.ignoreForwardTensorParallel"),
+        (merged() | {"spec.model.attentionDropout": None}, "it is 0.1 by default"),
+    ),
+    *good(
+        "merged-hidden-dropout",
+        merged(),
+        merged() | _RECOMPUTED,
+        merged() | _SLICED | {"spec.training.recompute": None},
+    ),
+    *bad(
+        "merged-hidden-dropout",
+        "spec.model.hiddenDropout",
+        (merged() | _RECOMPUTED | _SLICED, "must be 0 with fbd.ignoreForwardTensorParallel, sequenceParallel and full"),
     ),
     *good("forward-needs-fbd", forward()),
     *bad("forward-needs-fbd", "spec.fbd.forward", ({"spec.fbd.forward": {"nodes": 2}}, "needs fbd.enabled: true")),
@@ -114,7 +171,15 @@ _RUNTIMES = [
         forward(procPerNode=1),
         forward(nodes=2, procPerNode=4),
         forward(gpusPerNode=4),
-        {"spec.fbd": {"enabled": True, "ignoreForwardTensorParallel": True, "forward": {"nodes": 4, "procPerNode": 1}}},
+        {
+            "spec.fbd": {
+                "enabled": True,
+                "ignoreForwardTensorParallel": True,
+                "forward": {"nodes": 4, "procPerNode": 1},
+            },
+            "spec.model.attentionDropout": 0,
+        },
+        forward(nodes=1, procPerNode=4) | {"spec.fbd.backwardPerForward": 2},
     ),
     *bad(
         "forward-ranks-agree",
@@ -162,8 +227,10 @@ _WORLDS = [
     *good(
         "world-of-replicas",
         {"spec.fbd": _FBD},
-        {"spec.fbd": _FBD | {"ignoreForwardTensorParallel": True}, "spec.procPerNode": 6},
+        merged(),
         {"spec.fbd": _FBD, **_WHOLE},
+        {"spec.fbd": _FBD | {"backwardPerForward": 2}, "spec.procPerNode": 6},
+        forward(nodes=1) | {"spec.fbd.backwardPerForward": 2},
     ),
     *bad(
         "world-of-replicas",
@@ -174,15 +241,54 @@ _WORLDS = [
             "backward); make nodes x procPerNode a multiple of 8",
         ),
         (
-            {"spec.fbd": _FBD | {"ignoreForwardTensorParallel": True}},
+            merged() | {"spec.procPerNode": 4},
             "replicas of 6 ranks (tensor 2 x pipeline 2, and a forward rank for each tensor group)",
         ),
+        (
+            {"spec.fbd": _FBD | {"backwardPerForward": 2}, "spec.procPerNode": 8},
+            "16 ranks (2 nodes x 8) cannot be divided into groups of 12 ranks (2 replicas of tensor 2 x pipeline 2, "
+            "and their forward ranks); make nodes x procPerNode a multiple of 12",
+        ),
+        (
+            forward(nodes=1) | {"spec.fbd.backwardPerForward": 2, "spec.procPerNode": 2},
+            "4 ranks (2 nodes x 2) cannot be divided into groups of 8 ranks (2 replicas of tensor 2 x pipeline 2)",
+        ),
     ),
-    *good("data-agrees", {"spec.fbd": _FBD, "spec.parallelism.data": 1}),
+    *good(
+        "data-agrees",
+        {"spec.fbd": _FBD, "spec.parallelism.data": 1},
+        {"spec.fbd": _FBD | {"backwardPerForward": 2}, "spec.parallelism.data": 2, "spec.procPerNode": 6},
+        {"spec.fbd": _FBD | {"backwardPerForward": 2}, "spec.parallelism.data": 4, "spec.procPerNode": None},
+    ),
     *bad(
         "data-agrees",
         "spec.parallelism.data",
         ({"spec.fbd": _FBD, "spec.parallelism.data": 2}, "are 16 ranks, but 2 nodes x 4 are 8; write data: 1"),
+        (
+            {"spec.fbd": _FBD | {"backwardPerForward": 2}, "spec.parallelism.data": 4, "spec.procPerNode": 6},
+            "4 replicas, in groups of 12 ranks (2 replicas of tensor 2 x pipeline 2, and their forward ranks) are 24 "
+            "ranks, but 2 nodes x 6 are 12; write data: 2, or leave data out",
+        ),
+    ),
+    *good(
+        "forward-ranks-serve-one-kind", merged(), {"spec.fbd": _FBD | {"backwardPerForward": 2}, "spec.procPerNode": 6}
+    ),
+    *bad(
+        "forward-ranks-serve-one-kind",
+        "spec.fbd.backwardPerForward",
+        (
+            merged() | {"spec.fbd.backwardPerForward": 2},
+            "and ignoreForwardTensorParallel exclude each other: a forward rank serves the ranks of a tensor group or",
+        ),
+    ),
+    *good("data-of-forward-ranks", {"spec.fbd": _FBD | {"backwardPerForward": 3}, "spec.parallelism.data": 3, **_FREE}),
+    *bad(
+        "data-of-forward-ranks",
+        "spec.parallelism.data",
+        (
+            {"spec.fbd": _FBD | {"backwardPerForward": 2}, "spec.parallelism.data": 3, **_FREE},
+            "3 is not a multiple of fbd.backwardPerForward 2, the replicas that share forward ranks; write 4",
+        ),
     ),
     *good("batch-of-replicas", {"spec.fbd": _FBD, _BATCH: 7}),
     *good(

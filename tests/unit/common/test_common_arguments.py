@@ -181,40 +181,55 @@ def test_chunks_have_a_single_flag_whose_place_is_the_field_that_was_written(
     assert place_of(job, flag) == place
 
 
-OF_LATER_RUNTIMES = {"--forward-backward-disaggregating", "--ignore-forward-tensor-parallel"}
-"""Flags of MegaFBD."""
+OF_FBD = {
+    "--forward-backward-disaggregating",
+    "--fbd-backward-per-forward",
+    "--ignore-forward-tensor-parallel",
+    "--fbd-ship",
+}
+"""Flags of MegaFBD, which excludes MegaDPP."""
+APART = "--fbd-forward-ranks-apart"
 
 
 @pytest.mark.parametrize(
-    ("block", "flags"),
+    ("fbd", "flags"),
     [
-        ({"fbd": {"enabled": True}}, ["--forward-backward-disaggregating"]),
-        (
-            {"fbd": {"enabled": True, "ignoreForwardTensorParallel": True}},
-            ["--forward-backward-disaggregating", "--ignore-forward-tensor-parallel"],
-        ),
+        ({}, []),
+        ({"backwardPerForward": 1}, []),
+        ({"backwardPerForward": 2}, ["--fbd-backward-per-forward", "2"]),
+        ({"ignoreForwardTensorParallel": True}, ["--ignore-forward-tensor-parallel"]),
+        ({"ship": "saved"}, ["--fbd-ship", "saved"]),
+        ({"forward": {}}, [APART]),
     ],
 )
-def test_runtimes_of_later_releases_are_rendered_and_checked_by_the_trainer(
-    build: Any, block: dict[str, Any], flags: list[str]
-) -> None:
+def test_fields_of_fbd_are_flags_of_the_trainer(build: Any, fbd: dict[str, Any], flags: list[str]) -> None:
     sizes = {"spec.nodes": 1, "spec.procPerNode": 24, "spec.parallelism": {"tensor": 2, "pipeline": 2}}
-    changes = {f"spec.{name}": value for name, value in block.items()}
-    arguments = megatron_arguments(load_job(build(sizes | changes | {"spec.training.globalBatchSize": 12})))
-    assert [argument for argument in arguments if argument in OF_LATER_RUNTIMES] == flags
-    assert [flag for flag in flags if parse([*arguments, "--attention-dropout", "0"]).fbd.enabled] == flags
+    changes = {"spec.fbd": {"enabled": True, **fbd}, "spec.model.attentionDropout": 0.0}
+    job = load_job(build(sizes | changes | {"spec.training.globalBatchSize": None}))
+    arguments = megatron_arguments(job)
+    given = [argument for argument in arguments if argument in {*OF_FBD, APART}]
+    assert given == ["--forward-backward-disaggregating", *flags[:1]]
+    assert not flags or arguments[arguments.index(flags[0]) :][: len(flags)] == flags
+    assert parse(arguments).fbd_world(job.world.world_size) == job.world.fbd
+
+
+def test_the_place_of_separate_forward_ranks_is_their_workers(build: Any) -> None:
+    changes = {"spec.nodes": 1, "spec.procPerNode": 2, "spec.parallelism": {}, "spec.training.globalBatchSize": None}
+    job = load_job(build(changes | {"spec.fbd": {"enabled": True, "forward": {}}}))
+    assert place_of(job, APART) == "spec.fbd.forward"
+    assert place_of(job, "--fbd-backward-per-forward") == "spec.fbd.backwardPerForward"
 
 
 def test_everything_gives_every_flag_of_the_table(build: Any) -> None:
     arguments = set(megatron_arguments(load_job(build(EVERYTHING))))
     without = {"--mock-data", "--vocab-file", "--merge-file", "--lr-warmup-iters", "--reset-position-ids"}
     missing = {entry.flag for entry in FLAGS} - arguments
-    assert missing == without | OF_LATER_RUNTIMES
+    assert missing == without | OF_FBD
 
 
 def test_the_table_knows_the_trainers_flags_only() -> None:
     known = {flag for action in build_parser()._actions for flag in action.option_strings}
-    assert {entry.flag for entry in FLAGS} - OF_LATER_RUNTIMES <= known
+    assert {entry.flag for entry in FLAGS} <= known
 
 
 def test_every_field_of_the_training_has_a_flag() -> None:

@@ -194,11 +194,38 @@ def test_fbd_within_nodes_is_the_doubled_world(*, tensor: int, pipeline: int, da
         assert [group.role for group in world.worker_groups] == [RankRole.ALL]
 
 
+@given(tensor=sizes, pipeline=sizes, served=st.integers(1, 4), forward_ranks=sizes, apart=st.booleans())
+def test_replicas_that_share_forward_ranks_add_fewer_ranks(
+    *, tensor: int, pipeline: int, served: int, forward_ranks: int, apart: bool
+) -> None:
+    expected = fbd_world(
+        tensor=tensor, pipeline=pipeline, data=served * forward_ranks, backward_per_forward=served, apart=apart
+    )
+    within = expected.backward_ranks if apart else expected.world_size
+    if within > MAX_PROC_PER_NODE:
+        return
+    fbd = Fbd(enabled=True, backward_per_forward=served, forward=ForwardWorkers() if apart else None)
+    started = make_spec(1, within, 0, fbd=fbd, tensor=tensor, pipeline=pipeline)
+    requested = make_spec(None, None, 0, fbd=fbd, tensor=tensor, pipeline=pipeline, data=expected.trained.data)
+    for spec in (started, requested):
+        world = derive_world(spec)
+        assert world.fbd == expected
+        assert (world.world_size, world.data_parallel_size) == (expected.world_size, served * forward_ranks)
+
+
+def test_replicas_that_do_not_share_forward_ranks_evenly_are_refused() -> None:
+    shared = Fbd(enabled=True, backward_per_forward=2)
+    with pytest.raises(JobError, match="1 nodes x 4 ranks do not fit groups of 2 replicas, groups of 3 ranks"):
+        derive_world(make_spec(1, 4, 0, fbd=shared))
+    with pytest.raises(JobError, match=r"spec\.fbd: backward_per_forward: 2 and merged forward ranks exclude"):
+        derive_world(make_spec(1, 6, 0, fbd=shared.model_copy(update={"ignore_forward_tensor_parallel": True})))
+
+
 @given(tensor=sizes, pipeline=sizes, data=sizes, merged=st.booleans(), per_node=st.integers(1, 4))
 def test_forward_workers_are_appended_with_their_own_ranks(
     *, tensor: int, pipeline: int, data: int, merged: bool, per_node: int
 ) -> None:
-    expected = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged)
+    expected = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged, apart=True)
     if tensor * pipeline > MAX_PROC_PER_NODE or expected.forward_ranks % per_node:
         return
     forward = ForwardWorkers(

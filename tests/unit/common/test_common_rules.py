@@ -112,6 +112,8 @@ SIZES: dict[str, Any] = {
         {"enabled": st.booleans()},
         optional={
             "ignoreForwardTensorParallel": st.booleans(),
+            "backwardPerForward": st.integers(1, 4) | st.just(64),
+            "ship": st.sampled_from(["saved", "full"]),
             "forward": st.fixed_dictionaries(
                 {"gpusPerNode": st.integers(0, 64)},
                 optional={

@@ -19,6 +19,8 @@ class FlagMapping:
     field: str
     """Path of the field below spec, in Python's spelling."""
     flag: str
+    default: int | None = None
+    """Value of the field that is given as no flag, because it is the trainer's default."""
 
 
 FLAGS: tuple[FlagMapping, ...] = (
@@ -115,7 +117,9 @@ FLAGS: tuple[FlagMapping, ...] = (
     FlagMapping("dpp.transport", "--transport"),
     FlagMapping("dpp.workload", "--workload"),
     FlagMapping("fbd.enabled", "--forward-backward-disaggregating"),
+    FlagMapping("fbd.backward_per_forward", "--fbd-backward-per-forward", default=1),
     FlagMapping("fbd.ignore_forward_tensor_parallel", "--ignore-forward-tensor-parallel"),
+    FlagMapping("fbd.ship", "--fbd-ship"),
     FlagMapping("trace.enabled", "--trace"),
     FlagMapping("trace.capacity", "--trace-capacity"),
 )
@@ -138,6 +142,7 @@ OTHER_FLAGS = {
     "--group-query-attention": "model.num_query_groups",
     "--bf16": "training.precision",
     "--faults": "faults",
+    "--fbd-forward-ranks-apart": "fbd.forward",
 }
 """Flags that follow from a field without holding its value."""
 
@@ -165,7 +170,8 @@ def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | Non
     field = next(iter([*written, *fields]), OTHER_FLAGS.get(flag))
     if field is None:
         return None
-    place, items = ".".join(["spec", *map(to_camel, field.split("."))]), _value(job.spec, field)
+    place = ".".join(["spec", *map(to_camel, field.split("."))])
+    items = None if value is None else _value(job.spec, field)
     return f"{place}[{items.index(value)}]" if isinstance(items, tuple) and value in items else place
 
 
@@ -177,12 +183,15 @@ def megatron_arguments(job: MegatronJob) -> list[str]:
     values: dict[str, Value] = {}
     for entry in table:
         if values.get(entry.flag) is None:
-            values[entry.flag] = _value(job.spec, entry.field)
+            value = _value(job.spec, entry.field)
+            values[entry.flag] = None if value == entry.default else value
     flags = [argument for flag, value in values.items() for argument in _flag_values(flag, value)]
     if _value(job.spec, "model.num_query_groups") is not None:
         flags.append("--group-query-attention")
     if _value(job.spec, "training.precision") == "bf16":
         flags.append("--bf16")
+    if job.spec.fbd.enabled and job.spec.fbd.forward is not None:
+        flags.append("--fbd-forward-ranks-apart")
     if job.spec.faults:
         flags += ["--faults", json.dumps([fault.to_dict() for fault in job.spec.faults], separators=(",", ":"))]
     return [*flags, *job.spec.args]

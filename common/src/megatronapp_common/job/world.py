@@ -88,18 +88,18 @@ def derive_world(spec: Spec) -> World:
 
     With ``parallelism.data`` the world is derived from it; without, ``data`` is derived from nodes x procPerNode; with
     both they must agree. A missing one of nodes and procPerNode is derived, from gpusPerNode where it is set. With
-    ``fbd`` the ranks of a replica are its backward and its forward ones; with ``fbd.forward`` the latter run on
-    separate workers, and nodes x procPerNode are backward ranks alone.
+    ``fbd`` the ranks of a replica are its backward and its forward ones, and with ``fbd.backwardPerForward`` that many
+    replicas share forward ranks; with ``fbd.forward`` forward ranks run on separate workers, and nodes x procPerNode
+    are backward ranks alone.
 
     Raises JobError where the numbers do not agree. `load_job` refuses such a spec before, and says which of them to
     change (`rules.world`, `rules.runtimes`).
     """
     apart = spec.fbd.forward if spec.fbd.enabled else None
-    replica = _replica(spec)
-    nodes, per_node = _workers(spec, replica)
-    replicas = _replicas(spec, nodes, per_node, replica)
-    topology = _topology(spec, replicas)
-    fbd = FbdWorld(trained=topology, merged=spec.fbd.ignore_forward_tensor_parallel) if spec.fbd.enabled else None
+    smallest = _smallest(spec)
+    nodes, per_node = _workers(spec, smallest)
+    topology = _topology(spec, _replicas(spec, nodes, per_node, smallest))
+    fbd = _fbd_world(spec, topology)
     group = WorkerGroup(
         role=RankRole.ALL if apart is None else RankRole.BACKWARD,
         first=0,
@@ -115,24 +115,48 @@ def derive_world(spec: Spec) -> World:
     return World(worker_groups=(group, forward), topology=topology, fbd=fbd)
 
 
-def _replica(spec: Spec) -> int:
-    """Return the ranks of one replica on the workers that nodes and procPerNode count."""
-    layout, fbd = spec.parallelism, spec.fbd
-    replica = Topology(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline)
-    if not fbd.enabled or fbd.forward is not None:
-        return replica.world_size
-    return FbdWorld(trained=replica, merged=fbd.ignore_forward_tensor_parallel).world_size
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Smallest:
+    """The smallest gang: one replica, or the replicas that share forward ranks."""
+
+    replicas: int
+    ranks: int
+    """Its ranks on the workers that nodes and procPerNode count."""
 
 
-def _replicas(spec: Spec, nodes: int, per_node: int, replica: int) -> int:
+def _smallest(spec: Spec) -> _Smallest:
+    layout, served = spec.parallelism, spec.fbd.backward_per_forward if spec.fbd.enabled else 1
+    trained = Topology(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline, data=served)
+    fbd = _fbd_world(spec, trained)
+    return _Smallest(served, trained.world_size if fbd is None or fbd.apart else fbd.world_size)
+
+
+def _fbd_world(spec: Spec, trained: Topology) -> FbdWorld | None:
+    """Return the ranks of both roles; None without MegaFBD. Raises JobError if its sizes do not agree."""
+    if not spec.fbd.enabled:
+        return None
+    try:
+        return FbdWorld(
+            trained=trained,
+            merged=spec.fbd.ignore_forward_tensor_parallel,
+            backward_per_forward=spec.fbd.backward_per_forward,
+            apart=spec.fbd.forward is not None,
+        )
+    except TopologyError as error:
+        raise JobError(f"spec.fbd: {error}") from error
+
+
+def _replicas(spec: Spec, nodes: int, per_node: int, smallest: _Smallest) -> int:
     data, ranks = spec.parallelism.data, nodes * per_node
-    agreed = ranks % replica == 0 if data is None else ranks == replica * data
+    gangs = ranks // smallest.ranks
+    agreed = ranks % smallest.ranks == 0 and data in {None, gangs * smallest.replicas}
     if not (agreed and nodes <= MAX_NODES and 1 <= per_node <= MAX_PROC_PER_NODE):
+        whole = "replicas" if smallest.replicas == 1 else f"groups of {smallest.replicas} replicas, groups"
         raise JobError(
-            f"spec.parallelism: {nodes} nodes x {per_node} ranks do not fit replicas of {replica} ranks and data "
+            f"spec.parallelism: {nodes} nodes x {per_node} ranks do not fit {whole} of {smallest.ranks} ranks and data "
             f"{data}; change one of them"
         )
-    return ranks // replica
+    return gangs * smallest.replicas
 
 
 def _topology(spec: Spec, replicas: int) -> Topology:
@@ -144,12 +168,13 @@ def _topology(spec: Spec, replicas: int) -> Topology:
         raise JobError(f"spec.parallelism.{error}") from error
 
 
-def _workers(spec: Spec, replica: int) -> tuple[int, int]:
+def _workers(spec: Spec, smallest: _Smallest) -> tuple[int, int]:
     """Return nodes and ranks of each as written or derived, even if they disagree with the rest."""
     if spec.parallelism.data is None:
         nodes = spec.nodes or 1
-        return nodes, spec.proc_per_node or spec.gpus_per_node or replica // nodes
-    return _spread(replica * spec.parallelism.data, spec.nodes, spec.proc_per_node, spec.gpus_per_node)
+        return nodes, spec.proc_per_node or spec.gpus_per_node or smallest.ranks // nodes
+    gangs = -(-spec.parallelism.data // smallest.replicas)
+    return _spread(smallest.ranks * gangs, spec.nodes, spec.proc_per_node, spec.gpus_per_node)
 
 
 def _spread(ranks: int, nodes: int | None, per_node: int | None, gpus: int) -> tuple[int, int]:

@@ -11,6 +11,8 @@ from megatronapp_common.job.api.quantity import MemoryCap
 
 MAX_COPY_THREADS = 64
 """Limit of the native transport."""
+MAX_SERVED = 64
+"""Most replicas that a forward rank serves; a backward pass takes two to three times as long as a forward pass."""
 
 
 class Dpp(ManifestModel):
@@ -50,12 +52,18 @@ class ForwardWorkers(ManifestModel):
 
 
 class Fbd(ManifestModel):
-    """MegaFBD: forward and backward on separate ranks. World size = 2 x tensor x pipeline x data."""
+    """MegaFBD: forward and backward on separate ranks (docs/megafbd.md). World size = 2 x tensor x pipeline x data."""
 
     enabled: bool = False
     """Add a forward rank to each rank; parallelism.data does not change, so the world doubles."""
+    backward_per_forward: Annotated[int, Field(ge=1, le=MAX_SERVED)] = 1
+    """Replicas whose backward ranks one forward rank serves in turns; divides data. World size = tensor x pipeline x
+    (data + data / backwardPerForward)."""
     ignore_forward_tensor_parallel: bool = False
     """Run one forward rank for each tensor group: world size = pipeline x data x (tensor + 1)."""
+    ship: Literal["saved", "selective", "full", "auto"] | None = None
+    """What forward ranks send to backward ranks: saved (the default): what autograd saves; selective, full: what that
+    recomputation needs, and backward ranks compute the rest again; auto: the fastest of them, as measured."""
     forward: ForwardWorkers | None = None
     """Run forward ranks on separate workers; nodes, procPerNode and gpusPerNode of the spec are then those of the
     backward ranks alone. By default all workers are alike."""

@@ -38,6 +38,7 @@ from megatronapp_common.job.api.status_fields import (
     requires,
 )
 from megatronapp_common.text.ranges import format_ranges, parse_ranges
+from megatronapp_common.topology import FbdWorld
 
 MAX_FAILURES = 10
 """Newest failures that a status keeps."""
@@ -184,6 +185,8 @@ class RankTableEntry(StatusModel):
     """Node (real or simulated) that it runs on."""
     ranks: tuple[Index, ...] = ()
     """Global ranks of the worker."""
+    roles: tuple[Name, ...] | None = None
+    """Role of each of these ranks with MegaFBD: forward or backward."""
 
 
 class RankTable(StatusModel):
@@ -201,6 +204,29 @@ class RankTable(StatusModel):
     """Workers in order; none if there are more than 32 of them."""
     ref: str | None = None
     """ConfigMap that holds a longer table, as `rank-table.json`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FbdRanks(StatusType):
+    """Ranks of both roles of MegaFBD."""
+
+    forward_ranks: Count = 0
+    """Ranks that run forward passes."""
+    backward_ranks: Count = 0
+    """Ranks that run backward passes and update weights."""
+    backward_per_forward: Count = 1
+    """Replicas whose backward ranks one forward rank serves."""
+
+    @classmethod
+    def of(cls, world: FbdWorld | None) -> "FbdRanks | None":
+        """Return the counts of a world; None without MegaFBD."""
+        if world is None:
+            return None
+        return cls(
+            forward_ranks=world.forward_ranks,
+            backward_ranks=world.backward_ranks,
+            backward_per_forward=world.backward_per_forward,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +350,8 @@ class Status(StatusType):
     """Number of ranks."""
     data_parallel_size: int | None = dataclasses.field(default=None, compare=False)
     """Number of model replicas."""
+    fbd: FbdRanks | None = dataclasses.field(default=None, compare=False)
+    """Ranks of both roles of MegaFBD."""
     replicas: Annotated[Replicas, Field(alias="replicaStatuses")] = Replicas()
     """Numbers of workers by state."""
     progress: Progress | None = None

@@ -76,12 +76,52 @@ _SWITCHES = (
         message="needs fbd.enabled: true",
     ),
     Rule(
+        id="serving-needs-fbd",
+        field=".fbd.backwardPerForward",
+        rule="self.fbd.backwardPerForward == 1 || self.fbd.enabled",
+        message="needs fbd.enabled: true",
+    ),
+    Rule(
+        id="ship-needs-fbd",
+        field=".fbd.ship",
+        rule="!has(self.fbd.ship) || self.fbd.enabled",
+        message="needs fbd.enabled: true",
+    ),
+    Rule(
         id="forward-needs-fbd",
         field=".fbd.forward",
         rule=f"!has({_FORWARD}) || self.fbd.enabled",
         message="needs fbd.enabled: true",
     ),
 )
+_MERGED = "(self.fbd.enabled && self.fbd.ignoreForwardTensorParallel)"
+_ATTENTION, _HIDDEN = "self.model.attentionDropout", "self.model.hiddenDropout"
+_FULL = "(has(self.training.recompute) && self.training.recompute.granularity == 'full')"
+_OF_FBD = (
+    Rule(
+        id="fbd-without-gather",
+        field=".training.overlapParamGather",
+        rule="!self.fbd.enabled || !self.training.overlapParamGather",
+        message="cannot be combined with fbd.enabled yet; leave one of them out",
+    ),
+    Rule(
+        id="merged-attention-dropout",
+        field=".model.attentionDropout",
+        rule=f"!{_MERGED} || (has({_ATTENTION}) && {_ATTENTION} == 0.0)",
+        message="must be 0 with fbd.ignoreForwardTensorParallel (it is 0.1 by default): a mask of all heads cannot be "
+        "divided over a tensor group; write attentionDropout: 0",
+        args=("--attention-dropout",),
+    ),
+    Rule(
+        id="merged-hidden-dropout",
+        field=".model.hiddenDropout",
+        rule=f"!{_MERGED} || !self.parallelism.sequenceParallel || !{_FULL} || (has({_HIDDEN}) && {_HIDDEN} == 0.0)",
+        message="must be 0 with fbd.ignoreForwardTensorParallel, sequenceParallel and full recomputation (it is 0.1 by "
+        "default): what backward ranks compute again would have another mask; write hiddenDropout: 0",
+        args=("--hidden-dropout", "--recompute-granularity"),
+    ),
+)
+"""What the trainer refuses together with MegaFBD (`trainer/.../config/rules/fbd.py`), as far as fields show it."""
 
 
 def _of_forward(rule_id: str, field: str, rule: str, *, says: str, message: str) -> Rule:
@@ -140,4 +180,4 @@ _RESOURCES = named_once(
     count=_GPUS,
     source="fbd.forward.gpusPerNode",
 )
-RUNTIME_RULES = (*_SWITCHES, *FORWARD_RULES, _RESOURCES)
+RUNTIME_RULES = (*_SWITCHES, *_OF_FBD, *FORWARD_RULES, _RESOURCES)

@@ -1,18 +1,19 @@
 """The arithmetic of `job.world` as rules: ranks and workers, with one message for each inconsistency.
 
-Rules see `replica` (ranks of one replica on the workers of `nodes`: with MegaFBD forward ranks too, unless they have
-separate workers), `wanted` (ranks that parallelism.data needs there, or 0), `nodes` and `per_node` (written or
-derived), and the same of forward workers, 0 without them (`wanted_forward`, `forward_nodes`, `forward_per_node`). The
-sizes have limits in the schema that keep every product within 64 bits.
+Rules see `served` (replicas that share forward ranks: fbd.backwardPerForward, otherwise 1), `group` (ranks of `served`
+replicas on the workers of `nodes`: with MegaFBD forward ranks too, unless they have separate workers), `wanted` (ranks
+that parallelism.data needs there, or 0), `nodes` and `per_node` (written or derived), and the same of forward workers,
+0 without them (`wanted_forward`, `forward_nodes`, `forward_per_node`). The sizes have limits in the schema that keep
+every product within 64 bits.
 """
 
 import re
 from collections.abc import Iterator
 
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE, MAX_RANKS
-from megatronapp_common.job.rules.rule import Rule, cel_message, cel_message_with, let
+from megatronapp_common.job.rules.rule import Rule, cel_message, cel_message_with, let, nearest_multiple
 
-_DATA, _NODES, _PER_NODE = "has(self.parallelism.data)", "has(self.nodes)", "has(self.procPerNode)"
+_DATA, _PER_NODE = "has(self.parallelism.data)", "has(self.procPerNode)"
 _GPUS = "self.gpusPerNode"
 _TENSOR, _CONTEXT, _STAGES = "self.parallelism.tensor", "self.parallelism.context", "self.parallelism.pipeline"
 _FORWARD = "self.fbd.forward"
@@ -21,55 +22,67 @@ APART = f"(self.fbd.enabled && has({_FORWARD}))"
 _MERGED = "self.fbd.ignoreForwardTensorParallel"
 _BESIDE = f"(self.fbd.enabled && !has({_FORWARD}))"
 _FORWARD_TENSOR = f"({_MERGED} ? 1 : {_TENSOR})"
-_REPLICA = f"({_TENSOR} + ({_BESIDE} ? {_FORWARD_TENSOR} : 0)) * {_CONTEXT} * {_STAGES}"
+_SERVED = f"(self.fbd.enabled && !{_MERGED} ? self.fbd.backwardPerForward : 1)"
+_GROUP = f"(served * {_TENSOR} + ({_BESIDE} ? {_FORWARD_TENSOR} : 0)) * {_CONTEXT} * {_STAGES}"
+_OF_SERVED = f"served > 1 ? {cel_message('{served} replicas of ')} : ''"
 _OF_CONTEXT = f"{_CONTEXT} > 1 ? {cel_message(f'context {{{_CONTEXT}}} x ')} : ''"
-_OF_FORWARD = f"!{_BESIDE} ? '' : {_MERGED} ? ', and a forward rank for each tensor group' : ', forward and backward'"
-_GROUPS = f"tensor {{{_TENSOR}}} x {{{_OF_CONTEXT}}}pipeline {{{_STAGES}}}{{{_OF_FORWARD}}}"
+_OF_FORWARD = (
+    f"!{_BESIDE} ? '' : {_MERGED} ? ', and a forward rank for each tensor group' : "
+    "served > 1 ? ', and their forward ranks' : ', forward and backward'"
+)
+_GROUPS = f"{{{_OF_SERVED}}}tensor {{{_TENSOR}}} x {{{_OF_CONTEXT}}}pipeline {{{_STAGES}}}{{{_OF_FORWARD}}}"
+_WHOLE, _IN_GROUPS = "served > 1 ? 'group' : 'replica'", "served > 1 ? ', in groups' : ''"
 
 
-def _spread(count: str, gpus: str, nodes: str, per_node: str, block: str) -> tuple[str, str]:
-    """Return CEL texts of nodes and ranks of each for a number of ranks, as written in a block or derived."""
+def _spread(count: str, gpus: str, block: str, *, otherwise: tuple[str, str] = ("", "")) -> tuple[str, str]:
+    """Return CEL texts of nodes and ranks of each for a number of ranks, as written in a block or derived.
+
+    `otherwise`: texts in front of the derivation from the number.
+    """
+    nodes, per_node = f"has({block}.nodes)", f"has({block}.procPerNode)"
     free = f"({gpus} > 0 && {gpus} < {count} ? {gpus} : {count})"  # where neither is written
     return (
-        f"{nodes} ? {block}.nodes : {per_node} ? "
+        f"{nodes} ? {block}.nodes : {otherwise[0]}{per_node} ? "
         f"({count} < {block}.procPerNode ? 1 : {count} / {block}.procPerNode) : {count} / {free}",
-        f"{per_node} ? {block}.procPerNode : {nodes} ? "
+        f"{per_node} ? {block}.procPerNode : {otherwise[1]}{nodes} ? "
         f"({count} < {block}.nodes ? 1 : {count} / {block}.nodes) : {free}",
     )
 
 
-_OF_WANTED = _spread("wanted", _GPUS, _NODES, _PER_NODE, "self")
-_OF_FORWARD_RANKS = _spread(
-    "wanted_forward", f"{_FORWARD}.gpusPerNode", f"has({_FORWARD}.nodes)", f"has({_FORWARD}.procPerNode)", _FORWARD
-)
-REPLICAS = "(nodes * per_node / replica)"
+_WITHOUT_DATA = (f"!{_DATA} ? 1 : ", f"!{_DATA} ? ({_GPUS} > 0 ? {_GPUS} : group / nodes) : ")
+_OF_WANTED = _spread("wanted", _GPUS, "self", otherwise=_WITHOUT_DATA)
+_OF_FORWARD_RANKS = _spread("wanted_forward", f"{_FORWARD}.gpusPerNode", _FORWARD)
+REPLICAS = "(nodes * per_node / group * served)"
 """CEL text over the names below: model replicas."""
 RANKS = "(nodes * per_node + wanted_forward)"
 """CEL text over the names below: all ranks."""
 WORKERS = "(nodes + forward_nodes)"
 """CEL text over the names below: all workers."""
 _NAMES = (
-    ("replica", _REPLICA),
-    ("wanted", f"{_DATA} ? replica * self.parallelism.data : 0"),
-    ("nodes", f"!{_DATA} ? ({_NODES} ? self.nodes : 1) : {_OF_WANTED[0]}"),
+    ("served", _SERVED),
+    ("group", _GROUP),
+    ("wanted", f"{_DATA} ? (self.parallelism.data + served - 1) / served * group : 0"),
+    ("nodes", _OF_WANTED[0]),
+    ("per_node", _OF_WANTED[1]),
     (
-        "per_node",
-        f"!{_DATA} ? ({_PER_NODE} ? self.procPerNode : {_GPUS} > 0 ? {_GPUS} : replica / nodes) : {_OF_WANTED[1]}",
+        "wanted_forward",
+        f"{APART} && {REPLICAS} > 0 ? {REPLICAS} / served * {_FORWARD_TENSOR} * {_CONTEXT} * {_STAGES} : 0",
     ),
-    ("wanted_forward", f"{APART} && {REPLICAS} > 0 ? {REPLICAS} * {_FORWARD_TENSOR} * {_CONTEXT} * {_STAGES} : 0"),
     ("forward_nodes", f"wanted_forward == 0 ? 0 : {_OF_FORWARD_RANKS[0]}"),
     ("forward_per_node", f"wanted_forward == 0 ? 0 : {_OF_FORWARD_RANKS[1]}"),
 )
-_POSSIBLE = f"{_REPLICA} <= {MAX_RANKS}"
-_AGREED = f"({_DATA} ? nodes * per_node == wanted : per_node > 0 && nodes * per_node % replica == 0)"
+_WHOLE_GROUPS = "self.parallelism.data % served == 0"
+_AGREED = f"({_DATA} ? {_WHOLE_GROUPS} && nodes * per_node == wanted : per_node > 0 && nodes * per_node % group == 0)"
 _DERIVED = f"{_DATA} || {_PER_NODE} || {_GPUS} > 0"
 
 
 def with_sizes(rule: str) -> str:
-    """Return CEL text of a rule over the names above. It passes where one replica is too large."""
-    for name, value in _used(rule):
+    """Return CEL text of a rule over the names above. It passes where one group is too large."""
+    for name, value in _used(f"group {rule}"):
+        if name == "group":
+            rule = f"group > {MAX_RANKS} || {rule}"
         rule = let(name, value, rule)
-    return f"{_REPLICA} > {MAX_RANKS} || {rule}"
+    return rule
 
 
 def cel_message_with_sizes(message: str) -> str:
@@ -93,7 +106,7 @@ def with_gang(rule: str) -> str:
 
 
 _FIX_DATA = (
-    f"nodes * per_node % replica == 0 ? {cel_message('write data: {nodes * per_node / replica}, or leave data out')} : "
+    f"nodes * per_node % group == 0 ? {cel_message(f'write data: {{{REPLICAS}}}, or leave data out')} : "
     f"{cel_message('make nodes x procPerNode equal to {wanted}')}"
 )
 
@@ -101,47 +114,67 @@ WORLD_RULES = (
     Rule(
         id="replica-too-large",
         field=".parallelism",
-        rule=_POSSIBLE,
+        rule=f"{let('served', _SERVED, f'{_GROUP} <= {MAX_RANKS}')}",
         message=f"a replica may have at most {MAX_RANKS} ranks; write smaller sizes",
+        message_expression=cel_message_with_sizes(
+            cel_message(
+                f"a {{{_WHOLE}}} of {{group}} ranks ({_GROUPS}) is too large; at most {MAX_RANKS} are possible "
+                f"({MAX_NODES} nodes of {MAX_PROC_PER_NODE}): write smaller sizes"
+            )
+        ),
+    ),
+    Rule(
+        id="forward-ranks-serve-one-kind",
+        field=".fbd.backwardPerForward",
+        rule=f"!self.fbd.enabled || !{_MERGED} || self.fbd.backwardPerForward == 1",
+        message="and ignoreForwardTensorParallel exclude each other: a forward rank serves the ranks of a tensor group "
+        "or those of several replicas; leave one of them out",
+    ),
+    Rule(
+        id="data-of-forward-ranks",
+        field=".parallelism.data",
+        rule=f"!{_DATA} || {let('served', _SERVED, _WHOLE_GROUPS)}",
+        message="must be a multiple of fbd.backwardPerForward, the replicas that share forward ranks",
         message_expression=cel_message(
-            f"a replica of {{{_REPLICA}}} ranks ({_GROUPS}) is too large; at most {MAX_RANKS} are possible "
-            f"({MAX_NODES} nodes of {MAX_PROC_PER_NODE}): write smaller sizes"
+            "{self.parallelism.data} is not a multiple of fbd.backwardPerForward {self.fbd.backwardPerForward}, the "
+            f"replicas that share forward ranks; write "
+            f"{{{nearest_multiple('self.parallelism.data', 'self.fbd.backwardPerForward')}}}"
         ),
     ),
     Rule(
         id="replica-over-nodes",
         field=".procPerNode",
-        rule=f"{_DERIVED} || {with_sizes('nodes * per_node == replica')}",
+        rule=f"{_DERIVED} || {with_sizes('nodes * per_node == group')}",
         message="is missing, and one replica cannot be spread over the nodes; write procPerNode, or change nodes",
         message_expression=cel_message_with_sizes(
             cel_message(
-                f"is missing and {{replica}} ranks ({_GROUPS}) cannot be spread over {{nodes}} nodes; "
-                f"write procPerNode, or change nodes to a divisor of {{replica}}"
+                f"is missing and {{group}} ranks ({_GROUPS}) cannot be spread over {{nodes}} nodes; "
+                f"write procPerNode, or change nodes to a divisor of {{group}}"
             )
         ),
     ),
     Rule(
         id="world-of-replicas",
         field=".parallelism",
-        rule=f"{_DATA} || !({_PER_NODE} || {_GPUS} > 0) || {with_sizes('nodes * per_node % replica == 0')}",
+        rule=f"{_DATA} || !({_PER_NODE} || {_GPUS} > 0) || {with_sizes('nodes * per_node % group == 0')}",
         message="nodes x procPerNode must be a multiple of tensor x context x pipeline (with fbd: also forward ranks)",
         message_expression=cel_message_with_sizes(
             cel_message(
-                f"{{nodes * per_node}} ranks ({{nodes}} nodes x {{per_node}}) cannot be divided into replicas of "
-                f"{{replica}} ranks ({_GROUPS}); make nodes x procPerNode a multiple of {{replica}}"
+                f"{{nodes * per_node}} ranks ({{nodes}} nodes x {{per_node}}) cannot be divided into {{{_WHOLE}}}s of "
+                f"{{group}} ranks ({_GROUPS}); make nodes x procPerNode a multiple of {{group}}"
             )
         ),
     ),
     Rule(
         id="data-agrees",
         field=".parallelism.data",
-        rule=f"!{_DATA} || {with_sizes('nodes * per_node == wanted')}",
+        rule=f"!{_DATA} || {with_sizes(f'!({_WHOLE_GROUPS}) || nodes * per_node == wanted')}",
         message="tensor x context x pipeline x data (with fbd, forward ranks too) must be nodes x procPerNode; "
         "leave data out to derive it",
         message_expression=cel_message_with_sizes(
             cel_message(
-                f"{{self.parallelism.data}} replicas of {{replica}} ranks ({_GROUPS}) are {{wanted}} ranks, "
-                f"but {{nodes}} nodes x {{per_node}} are {{nodes * per_node}}; {{{_FIX_DATA}}}"
+                f"{{self.parallelism.data}} replicas{{{_IN_GROUPS}}} of {{group}} ranks ({_GROUPS}) are {{wanted}} "
+                f"ranks, but {{nodes}} nodes x {{per_node}} are {{nodes * per_node}}; {{{_FIX_DATA}}}"
             )
         ),
     ),
