@@ -195,7 +195,7 @@ def test_fbd_within_nodes_is_the_doubled_world(*, tensor: int, pipeline: int, da
 
 
 @given(tensor=sizes, pipeline=sizes, served=st.integers(1, 4), forward_ranks=sizes, apart=st.booleans())
-def test_replicas_that_share_forward_ranks_add_fewer_ranks(
+def test_replicas_with_common_forward_ranks_add_fewer_ranks(
     *, tensor: int, pipeline: int, served: int, forward_ranks: int, apart: bool
 ) -> None:
     expected = fbd_world(
@@ -213,7 +213,7 @@ def test_replicas_that_share_forward_ranks_add_fewer_ranks(
         assert (world.world_size, world.data_parallel_size) == (expected.world_size, served * forward_ranks)
 
 
-def test_replicas_that_do_not_share_forward_ranks_evenly_are_refused() -> None:
+def test_replicas_without_a_whole_forward_rank_are_refused() -> None:
     shared = Fbd(enabled=True, backward_per_forward=2)
     with pytest.raises(JobError, match="1 nodes x 4 ranks do not fit groups of 2 replicas, groups of 3 ranks"):
         derive_world(make_spec(1, 4, 0, fbd=shared))

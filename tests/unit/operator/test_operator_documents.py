@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from megatronapp_common.job import status_document
+from megatronapp_common.job import FbdRanks, read_status, status_document
 from megatronapp_common.job.api.progress import ForwardBackward, PipelinePlan, ShipModeCost
 from megatronapp_common.job.api.status import SlowRank
 from megatronapp_common.text.times import rfc3339, seconds_of
+from megatronapp_common.topology import fbd_world_of
 from megatronapp_operator.backends.process.state.registry import JobView, lost_status
 from megatronapp_operator.cli.describe import describe
 from megatronapp_operator.cli.text.durations import human_duration, parse_duration
@@ -249,6 +251,19 @@ def test_a_table_that_is_continued_has_the_same_columns() -> None:
     assert table.format([["b", "4s"]]) == "b             4s\n"
     assert table.format([["an-even-longer-name", "4s"]]) == "an-even-longer-name   4s\n"
     assert table.format([["b", "4s"]]) == "b                     4s\n"
+
+
+def test_describe_shows_the_roles_of_ranks(tmp_path: Any) -> None:
+    ranks = FbdRanks.of(fbd_world_of(3, tensor=1, pipeline=1, backward_per_forward=2))
+    status = Status(world_size=3, data_parallel_size=2, fbd=ranks)
+    worker = {"index": 0, "address": "127.0.0.2", "node": "node-0", "ranks": [0, 1, 2]}
+    table = {"workers": [worker | {"roles": ["backward", "backward", "forward"]}]}
+    document = status_document(status) | {"rankTable": table}
+    assert document["fbd"] == {"forwardRanks": 1, "backwardRanks": 2, "backwardPerForward": 2}
+    assert read_status(document).fbd == status.fbd
+    text = "\n".join(describe(make_view(tmp_path, document)))
+    assert "1 forward, 2 backward, data-parallel size 2, one forward rank for 2 replicas" in text
+    assert re.search(r"RANKS +ROLES\n.* 0,1,2 +backward,backward,forward", text)
 
 
 def test_describe_shows_state_failures_and_verdicts(tmp_path: Any) -> None:

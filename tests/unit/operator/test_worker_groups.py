@@ -9,8 +9,8 @@ import rendered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_common.job import MegatronJob
-from megatronapp_common.names import Env
+from megatronapp_common.job import MegatronJob, megatron_arguments
+from megatronapp_common.names import Env, RankOrder
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 from megatronapp_operator.backends.process import settings_builder
@@ -27,6 +27,7 @@ from megatronapp_operator.plan import (
     plan,
 )
 from megatronapp_operator.plan_io.spec_reader import build_spec
+from megatronapp_trainer.launch.ranks.roles import fbd_world_of_flags
 from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
 from megatronapp_trainer.launch.rendezvous.rank_table import build_table
 
@@ -53,22 +54,33 @@ def without_forward_group(patch: rendered.Object) -> MegatronJob:
 
 
 @FEW
-@given(patch=patches())
-def test_ranks_are_numbered_on_from_group_to_group(patch: rendered.Object) -> None:
-    world = rendered.make_job(patch).world
-    assert len(world.worker_groups) == 2
-    joins = [
+@given(patch=patches(), order=st.sampled_from(RankOrder))
+def test_ranks_are_numbered_group_by_group_in_every_order(patch: rendered.Object, order: RankOrder) -> None:
+    job = rendered.make_job(patch)
+    world = job.world
+    backward, forward = world.worker_groups
+    joins = [  # forward workers have the lower addresses, and the last workers of a group the first labels
         JoinRequest(
-            uid="u", attempt=0, index=index, address="10.0.0.1", node="n", num_ranks=group.proc_per_node, port=1
+            uid="u",
+            attempt=0,
+            index=index,
+            address=f"10.0.{int(group is backward)}.{index}",
+            node="n",
+            num_ranks=group.proc_per_node,
+            port=1,
+            topology=f"{world.nodes - index:03}",
         )
-        for group in reversed(world.worker_groups)
+        for group in (forward, backward)
         for index in group.indices
     ]
-    table = build_table(joins)
-    assert [entry.index for entry in table.workers] == list(range(world.nodes))
+    table = build_table(joins, order, fbd_world_of_flags(megatron_arguments(job), world.world_size))
+    indices = [entry.index for entry in table.workers]
     assert [rank for entry in table.workers for rank in entry.ranks] == list(range(world.world_size))
+    assert set(indices[: backward.nodes]) == set(backward.indices)
+    assert indices == list(range(world.nodes)) or order is RankOrder.TOPOLOGY
     for entry in table.workers:
-        assert entry.ranks == tuple(world.placement.ranks_of(entry.index))
+        group = world.group_of(entry.index)
+        assert entry.roles == (group.role,) * group.proc_per_node
 
 
 @FEW

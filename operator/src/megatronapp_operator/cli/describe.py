@@ -60,6 +60,7 @@ def _head(job: JobHandle, place: Pairs) -> list[tuple[str, str]]:
         ("Completed", status.get("completionTime", NONE)),
         ("Parallelism", layout or NONE),
         ("World size", str(status.get("worldSize", NONE))),
+        *_roles(status),
         ("Workers", replicas or NONE),
         ("Attempt", str(status.get("attempt", 0))),
         ("Restarts", f"{status.get('restarts', 0)} ({status.get('restartsTowardsMax', 0)} towards the maximum)"),
@@ -88,6 +89,16 @@ def _forward_backward(state: Mapping[str, Any] | None) -> Iterator[tuple[str, st
         yield "MegaFBD advice", state["advice"]
 
 
+def _roles(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the row about the ranks of MegaFBD."""
+    ranks = status.get("fbd")
+    if ranks is not None:
+        served = ranks["backwardPerForward"]
+        shared = f", one forward rank for {served} replicas" if served > 1 else ""
+        counts = f"{ranks['forwardRanks']} forward, {ranks['backwardRanks']} backward"
+        yield "Ranks", f"{counts}, data-parallel size {status.get('dataParallelSize', NONE)}{shared}"
+
+
 def _pairs(pairs: Pairs) -> Iterator[str]:
     width = max(len(name) for name, _ in pairs) + 3
     return (f"{name + ':':<{width}}{to_single_line(value)}" for name, value in pairs)
@@ -107,10 +118,13 @@ def _conditions(status: dict[str, Any]) -> Iterator[str]:
 
 
 def _workers(status: dict[str, Any]) -> Iterator[str]:
-    rows = [["WORKER", "NODE", "ADDRESS", "RANKS"]]
-    for one in status.get("rankTable", {}).get("workers", ()):
-        ranks = ",".join(map(str, one["ranks"]))
-        rows.append([str(one["index"]), one["node"], one["address"], ranks])
+    workers = status.get("rankTable", {}).get("workers", ())
+    has_roles = any(worker.get("roles") for worker in workers)
+    rows = [["WORKER", "NODE", "ADDRESS", "RANKS", *(["ROLES"] if has_roles else [])]]
+    for worker in workers:
+        ranks = ",".join(map(str, worker["ranks"]))
+        roles = [",".join(worker.get("roles", ()))] if has_roles else []
+        rows.append([str(worker["index"]), worker["node"], worker["address"], ranks, *roles])
     return _section("Rank table", rows)
 
 

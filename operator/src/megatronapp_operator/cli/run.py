@@ -68,8 +68,6 @@ def runnable(job: MegatronJob) -> MegatronJob:
         problems.append("spec.suspend: true would start nothing on this machine; omit it")
     if job.spec.run_policy.clean_pod_policy != "Running":
         problems.append("spec.runPolicy.cleanPodPolicy: this machine has no pods; omit it")
-    if job.spec.fbd.enabled and job.spec.fbd.forward is not None:
-        problems.append("spec.fbd.forward: this machine has no other nodes for forward ranks; omit it")
     if problems:
         raise ManifestError("\n".join(problems))
     return job

@@ -27,6 +27,7 @@ from megatronapp_trainer.launch.preflight import run as preflight
 from megatronapp_trainer.launch.ranks import process, shared_memory
 from megatronapp_trainer.launch.ranks.environment import rank_environment
 from megatronapp_trainer.launch.ranks.outcome import STOPPED, LauncherOutcome, notice_of
+from megatronapp_trainer.launch.ranks.roles import fbd_world_of_flags
 from megatronapp_trainer.launch.ranks.supervisor import RankProcess, Supervisor
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
 from megatronapp_trainer.launch.rendezvous.coordinator import Coordinator
@@ -183,13 +184,17 @@ class Launcher:
     async def _enter(self, place: WorkerAddress, join: JoinRequest) -> GangConnection:
         settings, timeout_s = self._settings, self._options.gather_timeout_s
         status = self._status if settings.status_port is not None else None
+        fbd = fbd_world_of_flags(self._arguments, sum(settings.proc_per_node))
         if settings.coordinator is None:
-            return SingleWorkerGang(Briefing.of([join], settings.rank_order, report=status is not None), status)
+            briefing = Briefing.of([join], settings.rank_order, report=status is not None, fbd=fbd)
+            return SingleWorkerGang(briefing, status)
         token = _token(settings.secret_file, TokenRole.GATHER)
         if settings.index != COORDINATOR:
             return await join_gang(settings.coordinator, token=token, own=join, timeout_s=timeout_s)
         expected = ExpectedGang(uid=settings.uid, attempt=settings.attempt, proc_per_node=settings.proc_per_node)
-        coordinator = Coordinator(token=token, expected=expected, own=join, order=settings.rank_order, status=status)
+        coordinator = Coordinator(
+            token=token, expected=expected, own=join, order=settings.rank_order, fbd=fbd, status=status
+        )
         try:
             await coordinator.gather(address.listening_socket(settings.coordinator, place.listen_address), timeout_s)
         except BaseException:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+from megatronapp_common.names import Env
 from megatronapp_common.topology import Coordinates, FbdWorld, RankRole, Topology
 from megatronapp_trainer.errors import UsageError
 
@@ -146,6 +147,17 @@ def check_divides(world_size: int, *, tensor_size: int, pipeline_size: int) -> N
         )
 
 
+def _checked_role(role: RankRole, rank: int) -> RankRole:
+    """Return the role. Raises UsageError if the launcher has given the rank another one."""
+    given = os.environ.get(Env.RANK_ROLE, role)
+    if given != role:
+        raise UsageError(
+            f"rank {rank} is a {role} rank by its flags, but {Env.RANK_ROLE} of its launcher is {given!r}; give "
+            "launchers and ranks the same flags"
+        )
+    return role
+
+
 def layout_from_environment(
     *,
     tensor_size: int,
@@ -163,7 +175,7 @@ def layout_from_environment(
     """
     rank, world, role = environment_integer("RANK", 0), environment_integer("WORLD_SIZE", 1), RankRole.ALL
     if fbd is not None:
-        role, rank = fbd.role_of(rank), fbd.role_rank(rank)
+        role, rank = _checked_role(fbd.role_of(rank), rank), fbd.role_rank(rank)
         tensor_size, world = fbd.topology_of(role).tensor, fbd.topology_of(role).world_size
     check_divides(world, tensor_size=tensor_size, pipeline_size=pipeline_size)
     return Layout(

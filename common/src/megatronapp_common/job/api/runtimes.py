@@ -62,8 +62,9 @@ class Fbd(ManifestModel):
     ignore_forward_tensor_parallel: bool = False
     """Run one forward rank for each tensor group: world size = pipeline x data x (tensor + 1)."""
     ship: Literal["saved", "selective", "full", "auto"] | None = None
-    """What forward ranks send to backward ranks: saved (the default): what autograd saves; selective, full: what that
-    recomputation needs, and backward ranks compute the rest again; auto: the fastest of them, as measured."""
+    """Tensors that forward ranks send: saved: all that autograd saves; selective: not those that core attention saves;
+    full: the input of each layer; backward ranks recompute the rest. auto: what is fastest, as measured. Defaults to
+    what training.recompute leaves, otherwise saved."""
     forward: ForwardWorkers | None = None
     """Run forward ranks on separate workers; nodes, procPerNode and gpusPerNode of the spec are then those of the
     backward ranks alone. By default all workers are alike."""

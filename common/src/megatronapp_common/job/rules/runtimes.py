@@ -96,7 +96,8 @@ _SWITCHES = (
 )
 _MERGED = "(self.fbd.enabled && self.fbd.ignoreForwardTensorParallel)"
 _ATTENTION, _HIDDEN = "self.model.attentionDropout", "self.model.hiddenDropout"
-_FULL = "(has(self.training.recompute) && self.training.recompute.granularity == 'full')"
+_SHIP, _RECOMPUTE = "self.fbd.ship", "self.training.recompute"
+_FULL = f"(has({_SHIP}) ? {_SHIP} in ['full', 'auto'] : has({_RECOMPUTE}) && {_RECOMPUTE}.granularity == 'full')"
 _OF_FBD = (
     Rule(
         id="fbd-without-gather",
@@ -117,11 +118,11 @@ _OF_FBD = (
         field=".model.hiddenDropout",
         rule=f"!{_MERGED} || !self.parallelism.sequenceParallel || !{_FULL} || (has({_HIDDEN}) && {_HIDDEN} == 0.0)",
         message="must be 0 with fbd.ignoreForwardTensorParallel, sequenceParallel and full recomputation (it is 0.1 by "
-        "default): what backward ranks compute again would have another mask; write hiddenDropout: 0",
-        args=("--hidden-dropout", "--recompute-granularity"),
+        "default): what backward ranks compute again would have another mask; write hiddenDropout: 0, or ship: saved",
+        args=("--hidden-dropout", "--recompute-granularity", "--fbd-ship"),
     ),
 )
-"""What the trainer refuses together with MegaFBD (`trainer/.../config/rules/fbd.py`), as far as fields show it."""
+"""Fields that the trainer refuses together with MegaFBD (`trainer/.../config/rules/fbd.py`)."""
 
 
 def _of_forward(rule_id: str, field: str, rule: str, *, says: str, message: str) -> Rule:

@@ -1,10 +1,10 @@
 """The arithmetic of `job.world` as rules: ranks and workers, with one message for each inconsistency.
 
-Rules see `served` (replicas that share forward ranks: fbd.backwardPerForward, otherwise 1), `group` (ranks of `served`
-replicas on the workers of `nodes`: with MegaFBD forward ranks too, unless they have separate workers), `wanted` (ranks
-that parallelism.data needs there, or 0), `nodes` and `per_node` (written or derived), and the same of forward workers,
-0 without them (`wanted_forward`, `forward_nodes`, `forward_per_node`). The sizes have limits in the schema that keep
-every product within 64 bits.
+Rules see `layout` (parallelism), `served` (replicas that share forward ranks: fbd.backwardPerForward, otherwise 1),
+`group` (ranks of `served` replicas on the workers of `nodes`: with MegaFBD forward ranks too, unless they have separate
+workers), `wanted` (ranks that parallelism.data needs there, or 0), `nodes` and `per_node` (written or derived), and the
+same of forward workers, 0 without them (`wanted_forward`, `forward_nodes`, `forward_per_node`). The sizes have limits
+in the schema that keep every product within 64 bits.
 """
 
 import re
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE, MAX_RANKS
 from megatronapp_common.job.rules.rule import Rule, cel_message, cel_message_with, let, nearest_multiple
 
-_DATA, _PER_NODE = "has(self.parallelism.data)", "has(self.procPerNode)"
+_DATA, _PER_NODE = "has(layout.data)", "has(self.procPerNode)"
 _GPUS = "self.gpusPerNode"
-_TENSOR, _CONTEXT, _STAGES = "self.parallelism.tensor", "self.parallelism.context", "self.parallelism.pipeline"
+_TENSOR, _CONTEXT, _STAGES = "layout.tensor", "layout.context", "layout.pipeline"
 _FORWARD = "self.fbd.forward"
 APART = f"(self.fbd.enabled && has({_FORWARD}))"
 """CEL text: forward ranks have separate workers."""
@@ -59,9 +59,10 @@ RANKS = "(nodes * per_node + wanted_forward)"
 WORKERS = "(nodes + forward_nodes)"
 """CEL text over the names below: all workers."""
 _NAMES = (
+    ("layout", "self.parallelism"),
     ("served", _SERVED),
     ("group", _GROUP),
-    ("wanted", f"{_DATA} ? (self.parallelism.data + served - 1) / served * group : 0"),
+    ("wanted", f"{_DATA} ? (layout.data + served - 1) / served * group : 0"),
     ("nodes", _OF_WANTED[0]),
     ("per_node", _OF_WANTED[1]),
     (
@@ -71,9 +72,10 @@ _NAMES = (
     ("forward_nodes", f"wanted_forward == 0 ? 0 : {_OF_FORWARD_RANKS[0]}"),
     ("forward_per_node", f"wanted_forward == 0 ? 0 : {_OF_FORWARD_RANKS[1]}"),
 )
-_WHOLE_GROUPS = "self.parallelism.data % served == 0"
+_WHOLE_GROUPS = "layout.data % served == 0"
 _AGREED = f"({_DATA} ? {_WHOLE_GROUPS} && nodes * per_node == wanted : per_node > 0 && nodes * per_node % group == 0)"
-_DERIVED = f"{_DATA} || {_PER_NODE} || {_GPUS} > 0"
+_GIVEN_DATA = "has(self.parallelism.data)"
+_DERIVED = f"{_GIVEN_DATA} || {_PER_NODE} || {_GPUS} > 0"
 
 
 def with_sizes(rule: str) -> str:
@@ -81,6 +83,13 @@ def with_sizes(rule: str) -> str:
     for name, value in _used(f"group {rule}"):
         if name == "group":
             rule = f"group > {MAX_RANKS} || {rule}"
+        rule = let(name, value, rule)
+    return rule
+
+
+def _bound(rule: str) -> str:
+    """Return CEL text of a rule over the names above, which judges groups of any size."""
+    for name, value in _used(rule):
         rule = let(name, value, rule)
     return rule
 
@@ -114,7 +123,7 @@ WORLD_RULES = (
     Rule(
         id="replica-too-large",
         field=".parallelism",
-        rule=f"{let('served', _SERVED, f'{_GROUP} <= {MAX_RANKS}')}",
+        rule=_bound(f"group <= {MAX_RANKS}"),
         message=f"a replica may have at most {MAX_RANKS} ranks; write smaller sizes",
         message_expression=cel_message_with_sizes(
             cel_message(
@@ -133,12 +142,13 @@ WORLD_RULES = (
     Rule(
         id="data-of-forward-ranks",
         field=".parallelism.data",
-        rule=f"!{_DATA} || {let('served', _SERVED, _WHOLE_GROUPS)}",
+        rule=f"!{_GIVEN_DATA} || {_bound(_WHOLE_GROUPS)}",
         message="must be a multiple of fbd.backwardPerForward, the replicas that share forward ranks",
-        message_expression=cel_message(
-            "{self.parallelism.data} is not a multiple of fbd.backwardPerForward {self.fbd.backwardPerForward}, the "
-            f"replicas that share forward ranks; write "
-            f"{{{nearest_multiple('self.parallelism.data', 'self.fbd.backwardPerForward')}}}"
+        message_expression=cel_message_with_sizes(
+            cel_message(
+                "{layout.data} is not a multiple of fbd.backwardPerForward {served}, the replicas that share forward "
+                f"ranks; write {{{nearest_multiple('layout.data', 'served')}}}"
+            )
         ),
     ),
     Rule(
@@ -156,7 +166,7 @@ WORLD_RULES = (
     Rule(
         id="world-of-replicas",
         field=".parallelism",
-        rule=f"{_DATA} || !({_PER_NODE} || {_GPUS} > 0) || {with_sizes('nodes * per_node % group == 0')}",
+        rule=f"{_GIVEN_DATA} || !({_PER_NODE} || {_GPUS} > 0) || {with_sizes('nodes * per_node % group == 0')}",
         message="nodes x procPerNode must be a multiple of tensor x context x pipeline (with fbd: also forward ranks)",
         message_expression=cel_message_with_sizes(
             cel_message(
@@ -168,12 +178,12 @@ WORLD_RULES = (
     Rule(
         id="data-agrees",
         field=".parallelism.data",
-        rule=f"!{_DATA} || {with_sizes(f'!({_WHOLE_GROUPS}) || nodes * per_node == wanted')}",
+        rule=f"!{_GIVEN_DATA} || {with_sizes(f'!({_WHOLE_GROUPS}) || nodes * per_node == wanted')}",
         message="tensor x context x pipeline x data (with fbd, forward ranks too) must be nodes x procPerNode; "
         "leave data out to derive it",
         message_expression=cel_message_with_sizes(
             cel_message(
-                f"{{self.parallelism.data}} replicas{{{_IN_GROUPS}}} of {{group}} ranks ({_GROUPS}) are {{wanted}} "
+                f"{{layout.data}} replicas{{{_IN_GROUPS}}} of {{group}} ranks ({_GROUPS}) are {{wanted}} "
                 f"ranks, but {{nodes}} nodes x {{per_node}} are {{nodes * per_node}}; {{{_FIX_DATA}}}"
             )
         ),

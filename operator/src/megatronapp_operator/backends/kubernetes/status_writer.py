@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from megatronapp_common.job import TERMINAL_PHASES, MegatronJob, PinnedSettings, Status, status_document
+from megatronapp_common.job import TERMINAL_PHASES, FbdRanks, MegatronJob, PinnedSettings, Status, status_document
 from megatronapp_common.names import HUB_PORT
 from megatronapp_operator.backends.kubernetes.client.api import KubernetesApi
 from megatronapp_operator.backends.kubernetes.client.errors import NotFoundError, RetryReconcileError
@@ -138,6 +138,7 @@ def with_facts(
         status,
         world_size=job.world.world_size,
         data_parallel_size=job.world.data_parallel_size,
+        fbd=FbdRanks.of(job.world.fbd),
         manager=manager,
         pinned=pinned,
         rank_table=current_table,

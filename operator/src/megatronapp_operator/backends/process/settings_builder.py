@@ -5,7 +5,7 @@ import pathlib
 import sys
 from typing import Any
 
-from megatronapp_common.job import MegatronJob, Serve, megatron_arguments
+from megatronapp_common.job import FbdRanks, MegatronJob, Serve, megatron_arguments
 from megatronapp_common.state import jobs_dir
 from megatronapp_operator.backends.process.settings import ProcessCommands, ProcessSettings
 from megatronapp_operator.backends.process.state.paths import JobPaths, shm_dir
@@ -68,4 +68,9 @@ def serve_place(job: MegatronJob) -> tuple[str, int] | None:
 
 def build_facts(job: MegatronJob) -> dict[str, Any]:
     """Return the part of the status that follows from the spec alone."""
-    return {"world_size": job.world.world_size, "data_parallel_size": job.world.data_parallel_size}
+    world = job.world
+    return {
+        "world_size": world.world_size,
+        "data_parallel_size": world.data_parallel_size,
+        "fbd": FbdRanks.of(world.fbd),
+    }

@@ -40,6 +40,7 @@ def rank_environment(
         **_node_ips(table),
         Env.ADDRESS: place.address,
         Env.NODE_NAME: entry.node,
+        **({Env.RANK_ROLE: entry.roles[local_rank].value} if entry.roles else {}),
         "RANK": str(entry.ranks[local_rank]),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(table.world_size),

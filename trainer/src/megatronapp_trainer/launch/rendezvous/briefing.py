@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from megatronapp_common.names import RankOrder
+from megatronapp_common.topology import FbdWorld
 from megatronapp_trainer.errors import MessageError, StoppedError
 from megatronapp_trainer.launch.rendezvous.messages import JoinRequest
 from megatronapp_trainer.launch.rendezvous.rank_table import RankTable, build_table
@@ -21,10 +22,10 @@ class Briefing:
     """True if worker 0 wants the progress documents of the others."""
 
     @classmethod
-    def of(cls, joins: Sequence[JoinRequest], order: RankOrder, *, report: bool) -> Self:
-        """Number the ranks of a complete gang."""
+    def of(cls, joins: Sequence[JoinRequest], order: RankOrder, *, report: bool, fbd: FbdWorld | None = None) -> Self:
+        """Number the ranks of a complete gang; `fbd`: ranks of both roles of MegaFBD."""
         return cls(
-            table=build_table(joins, order),
+            table=build_table(joins, order, fbd),
             probe_ports={join.index: join.probe_port for join in joins},
             report=report,
         )

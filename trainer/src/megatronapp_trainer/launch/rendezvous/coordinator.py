@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronapp_common.names import RankOrder
+from megatronapp_common.topology import FbdWorld
 from megatronapp_trainer.errors import MessageError, RefusedError, RendezvousError, StoppedError
 from megatronapp_trainer.launch.rendezvous import messages
 from megatronapp_trainer.launch.rendezvous.briefing import Briefing
@@ -32,12 +33,15 @@ class Coordinator:
         expected: ExpectedGang,
         own: JoinRequest,
         order: RankOrder = RankOrder.INDEX,
+        fbd: FbdWorld | None = None,
         status: GangStatus | None = None,
     ) -> None:
+        """`fbd`: ranks of both roles of MegaFBD."""
         self.notices: asyncio.Queue[Notices] = asyncio.Queue()
         self._token = token
         self._expected = expected
         self._order = order
+        self._fbd = fbd
         self._status = status
         self._index = own.index
         self._stopped: StopNotice | None = None
@@ -137,7 +141,9 @@ class Coordinator:
     def _complete_if_all(self) -> None:
         if self.missing or self._stopped is not None:
             return
-        self.briefing = Briefing.of(list(self._joins.values()), self._order, report=self._status is not None)
+        self.briefing = Briefing.of(
+            list(self._joins.values()), self._order, report=self._status is not None, fbd=self._fbd
+        )
         for wire in self._wires.values():
             wire.send(self.briefing.to_json())
         self._complete.set()
