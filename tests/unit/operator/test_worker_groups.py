@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_common.job import MegatronJob, megatron_arguments
-from megatronapp_common.names import Env, RankOrder
+from megatronapp_common.names import LABEL_ROLE, Env, RankOrder
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import AttemptSettings
 from megatronapp_operator.backends.process import settings_builder
@@ -94,6 +94,8 @@ def test_each_worker_has_its_own_place_and_the_first_group_keeps_its_names(patch
     today = [rendered.make_worker(alone, index) for index in range(alone.world.nodes)]
     assert names[: len(today)] == [pod["metadata"]["name"] for pod in today]
     labels = [pod["metadata"]["labels"] for pod in pods]
+    roles = [group.role.value for group in job.world.worker_groups for _ in group.indices]
+    assert [of_pod.pop(LABEL_ROLE) for of_pod in labels] == roles
     assert labels[: len(today)] == [pod["metadata"]["labels"] for pod in today]
 
 

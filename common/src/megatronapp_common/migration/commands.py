@@ -33,10 +33,15 @@ _ALL_NODES = (
     "one manifest starts every node; addresses, ranks and their order are found, nothing is edited with sed; "
     "examples/train-cluster.yaml asks for GPUs, shared memory and RDMA"
 )
-_FBD, _BERT = "MegaFBD", "BERT and T5"
+_BERT = "BERT and T5"
 _DPP = (
     f"{_ONE_JOB}; --use-dpp is spec.dpp.enabled, --workload spec.dpp.workload, the number of chunks spec.dpp.chunks; "
     "docs/megadpp.md has the schedules"
+)
+_FBD = (
+    f"{_ONE_JOB}; --forward-backward-disaggregating is spec.fbd.enabled, --ignore-forward-tensor-parallel "
+    "spec.fbd.ignoreForwardTensorParallel, forward ranks on other nodes spec.fbd.forward; there is no coordinator to "
+    "start; docs/megafbd.md has modes and limits"
 )
 _DPP_LATER = "MegaDPP between nodes with GPUs, where a run with dpp ends with an error: leave dpp out there"
 _NO_BUILD = "the transport of MegaDPP is part of the native extension, and built with it; no library of RDMA is linked"
@@ -147,8 +152,7 @@ COMMANDS: Final = (
         "bash scripts/DockerUsage_MegaFBD.sh $RANK\nbash docker/DockerUsage_MegaFBD.sh 0\n"
         "bash test_scripts/test_train_gpt_distributed_fbd.sh 0",
         r"DockerUsage_MegaFBD\.sh|test_train_gpt_distributed_fbd\.sh",
-        _RUN,
-        _ONE_JOB,
+        ("megatronapp run examples/fbd.yaml --follow",),
         _FBD,
     ),
     LegacyCommand(

@@ -21,8 +21,10 @@ FLAGS: Final[dict[str, str]] = {
     "--node-ips": f"{SAME}, checked against the rank table; leave it out: the launcher finds the addresses",
     "--num-gpus": f"{SAME}, checked: ranks of a node; in a manifest spec.procPerNode and spec.gpusPerNode",
     "--multi-node": f"{SAME}, checked: the ranks are on several nodes; in a manifest spec.nodes",
-    "--forward-backward-disaggregating": f"{SAME}: half of the ranks run forward, half as many replicas train",
-    "--ignore-forward-tensor-parallel": SAME,
+    "--forward-backward-disaggregating": f"{SAME}: half of the ranks run forward, half as many replicas train; in a "
+    "manifest spec.fbd.enabled, which adds forward ranks to parallelism.data replicas",
+    "--ignore-forward-tensor-parallel": f"{SAME}, with --attention-dropout 0; in a manifest "
+    "spec.fbd.ignoreForwardTensorParallel",
     "--training-ws-port": f"{_NOT_YET}: MegaScope while a model trains; the page of a job: megatronapp ui JOB",
     "--enable-ws-server": "megatronapp serve always serves the pages, and accepts the flag",
     "--tensor-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.tensor",

@@ -4,7 +4,13 @@ import dataclasses
 import functools
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.names import ANNOTATION_EXCLUDED_NODES, ANNOTATION_TEMPLATE_HASH, ReplicaType
+from megatronapp_common.names import (
+    ANNOTATION_EXCLUDED_NODES,
+    ANNOTATION_TEMPLATE_HASH,
+    LABEL_ROLE,
+    ReplicaType,
+)
+from megatronapp_common.topology import RankRole
 from megatronapp_operator.backends.kubernetes.client.resources import Object
 from megatronapp_operator.backends.kubernetes.render.facts import REMEMBERED, IdentityKey, facts_of
 from megatronapp_operator.backends.kubernetes.render.objects import digest, make, metadata, pod_labels
@@ -80,11 +86,17 @@ def render_worker(draft: WorkerDraft) -> Object:
         **extra.labels,
         **network.network_labels(draft),
         **marks,
+        **_role_label(draft),
         **pod_labels(draft.owner, ReplicaType.WORKER, index=draft.index, attempt=draft.attempt.number),
     }
     annotations = {**extra.annotations, **network.network_annotations(draft), **notes}
     meta = metadata(draft.owner, draft.names.worker(draft.index), labels) | {"annotations": annotations}
     return make("v1", "Pod", meta, spec=with_placement(spec, draft))
+
+
+def _role_label(draft: WorkerDraft) -> dict[str, str]:
+    """Return the label of a worker whose ranks all have one role; none for the others."""
+    return {} if draft.group.role is RankRole.ALL else {LABEL_ROLE: draft.group.role.value}
 
 
 def _chosen(draft: WorkerDraft) -> Object:
